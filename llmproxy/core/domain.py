@@ -1,0 +1,221 @@
+"""The nouns of llmproxy: frozen facts that go into decisions, and the decisions that come out.
+
+Every other room speaks in these words. Times are seconds on one monotonic clock chosen by the caller; nothing here
+reads a clock. Sizes carry their unit in their name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+CRITICAL = 100
+DEFAULT = 0
+SHEDDABLE = -100
+BAND_NAMES: Mapping[str, int] = {
+    "critical": CRITICAL,
+    "default": DEFAULT,
+    "standard": DEFAULT,
+    "sheddable": SHEDDABLE,
+}
+
+
+class Outcome(StrEnum):
+    """The one terminal fact of a request, as counted in metrics and written to the log."""
+
+    COMPLETED = "completed"
+    BAD_REQUEST = "bad_request"
+    UNKNOWN_MODEL = "unknown_model"
+    UNAUTHORIZED = "unauthorized"
+    TOO_LARGE = "too_large"
+    REJECTED_CAPACITY = "rejected_capacity"
+    REJECTED_NO_BACKENDS = "rejected_no_backends"
+    EXPIRED = "expired"
+    EXPIRED_NO_BACKENDS = "expired_no_backends"
+    SHED = "shed"
+    CANCELLED = "cancelled"
+    CONNECT_FAILED = "connect_failed"
+    UPSTREAM_TIMEOUT = "upstream_timeout"
+    UPSTREAM_STATUS = "upstream_status"
+    BROKEN_STREAM = "broken_stream"
+    DRAINING = "draining"
+    INTERNAL = "internal"
+
+
+# --- what clients ask -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one request body said, as far as scheduling needs it.
+
+    `model` is None when the body names none (absent, null or empty). `prompt_bytes` counts the UTF-8 bytes of the text
+    that the engine will tokenise (images and audio are not text); `prompt_tokens` is set instead where the prompt came
+    as token ids and is therefore exact. `sequences` is how many sequences the engine will run at once (`n` times the
+    number of prompts).
+    """
+
+    model: str | None
+    stream: bool = False
+    prompt_bytes: int = 0
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    sequences: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """An ask with identity, flow, band, cost, arrival and deadline. It never changes once made."""
+
+    id: str
+    pool: str
+    model: str
+    adapter: str | None
+    band: int
+    flow: str
+    arrived_s: float
+    deadline_s: float
+    body_bytes: int
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int | None = None
+    sequences: int = 1
+    stream: bool = False
+
+
+# --- what backends say ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of a backend's `/v1/models`. `parent` is the base model of an adapter, None for a base model."""
+
+    name: str
+    parent: str | None
+    max_model_len: int | None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One answer of a backend's `/v1/models`, in its own order."""
+
+    taken_at_s: float
+    cards: tuple[ModelCard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The numbers of one scrape of one backend; a value the backend does not publish is None.
+
+    `taken_at_s` is when the scrape was *sent*: work booked after it cannot be in these numbers. `kv_used` is 0..1.
+    `running_adapters` are those of the newest `lora_requests_info` series; they are surely resident, others may be.
+    """
+
+    taken_at_s: float
+    running: int = 0
+    waiting: int = 0
+    kv_used: float | None = None
+    kv_tokens: int | None = None
+    running_adapters: frozenset[str] = frozenset()
+    max_adapters: int | None = None
+
+
+class Trouble(StrEnum):
+    """Why a poll of a backend gave no reading. The kinds differ in how much they prove."""
+
+    REFUSED = "refused"
+    TIMEOUT = "timeout"
+    UNHEALTHY = "unhealthy"
+    GARBAGE = "garbage"
+
+
+# --- what the core answers --------------------------------------------------------------------------------------------
+
+
+class Verdict(StrEnum):
+    """What one attempt proved about its backend, told to the scheduler when the lease ends."""
+
+    SERVED = "served"
+    CLIENT_GONE = "client_gone"
+    CONNECT_FAILED = "connect_failed"
+    FAILED = "failed"
+    BUSY = "busy"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens as the engine counted them; `cached_tokens` is None where the engine does not say."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where, and why: `terms` are the named parts of the chosen backend's score."""
+
+    backend: str
+    score: float
+    terms: tuple[tuple[str, float], ...]
+    candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoCapacity:
+    """Nobody has room under this band's ceiling: the pool stops here, which is what makes priority strict."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoMatch:
+    """Somebody has room, but nobody for this request: the policy may offer its next flow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A booking already made: `request` may use `backend` until the lease is finished."""
+
+    lease: int
+    request: Request
+    placed: Placed
+    at_s: float
+    queued_ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A queued request leaves the waiting room without a backend."""
+
+    request: Request
+    outcome: Outcome
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """A lease whose backend is known to be gone; its stream will never speak again."""
+
+    lease: int
+    request: Request
+    backend: str
+
+
+Decision = Grant | Drop | Revoke
+
+
+class Refused(Exception):  # noqa: N818 - a refusal is an answer, not an error of this code
+    """A request that was not let into the waiting room, or had to leave it.
+
+    `retry_after_s` is how long the client should wait, from the measured drain rate; None where waiting cannot help.
+    """
+
+    def __init__(self, outcome: Outcome, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.message = message
+        self.retry_after_s = retry_after_s
