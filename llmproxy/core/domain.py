@@ -173,7 +173,12 @@ class NoCapacity:
 
 @dataclass(frozen=True, slots=True)
 class NoMatch:
-    """Somebody has room, but nobody for this request: the policy may offer its next flow."""
+    """Somebody has room, but nobody for this request: the policy may offer its next flow.
+
+    `whole_model` when nobody with room serves the model at all, so that its other requests need not be tried.
+    """
+
+    whole_model: bool
 
 
 @dataclass(frozen=True, slots=True)

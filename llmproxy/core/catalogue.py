@@ -1,0 +1,125 @@
+"""Which names clients may ask for, and which pool and adapter each one means. Learned from the backends themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
+
+RETRY_UNREAD_S = 1.0
+"""Retry-After while a configured backend was never read: about the time in which a poll finds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a requested name means: `model` is the name that the backends know; `adapter` is None for a base model."""
+
+    requested: str
+    model: str
+    pool: str
+    adapter: str | None
+
+
+class Catalogue:
+    """Name -> (pool, adapter), rebuilt whenever a listing changes.
+
+    A pool is named after the first base model that a backend lists. Listings of backends that are down still count:
+    names once learned are remembered. `aliases` maps configured names to the names that backends know.
+    """
+
+    def __init__(self, backends: Iterable[str], aliases: Mapping[str, str]) -> None:
+        self._aliases = dict(aliases)
+        self._listings: dict[str, Listing | None] = dict.fromkeys(backends)
+        self._targets: dict[str, Target] = {}
+        self._cards: dict[str, ModelCard] = {}
+        self._pools: tuple[str, ...] = ()
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        return self._pools
+
+    @property
+    def complete(self) -> bool:
+        """Every configured backend was read at least once."""
+        return None not in self._listings.values()
+
+    def pool_of(self, backend: str) -> str | None:
+        """The pool that a backend belongs to, None while it was never read or lists no base model."""
+        listing = self._listings.get(backend)
+        return _pool_name(listing) if listing is not None else None
+
+    def listed(self, backend: str, listing: Listing) -> bool:
+        """Take in one backend's listing. True when names or pools changed."""
+        known = self._listings.get(backend)
+        self._listings[backend] = listing
+        if known is not None and known.cards == listing.cards:
+            return False
+        self._rebuild()
+        return True
+
+    def resolve(self, name: str | None) -> Target:
+        """What `name` means; None asks for the only pool's base model, as vLLM answers it.
+
+        Raises Refused with `unknown_model`, or with `rejected_no_backends` while a configured backend that was never
+        read might still know the name.
+        """
+        if name is None:
+            return self._only_pool()
+        target = self._targets.get(name)
+        if target is not None:
+            return target
+        if not self.complete:
+            raise Refused(
+                Outcome.REJECTED_NO_BACKENDS,
+                f"The model `{name}` is not known yet: not every backend has answered so far. Try again shortly.",
+                RETRY_UNREAD_S,
+            )
+        known = ", ".join(sorted(self._targets)[:20]) or "none"
+        raise Refused(Outcome.UNKNOWN_MODEL, f"The model `{name}` does not exist. Known models: {known}.")
+
+    def models(self) -> list[dict[str, Any]]:
+        """The entries of `/v1/models`: every card's real fields, adapters too, then the configured aliases."""
+        entries: list[dict[str, Any]] = [{**card.fields, "id": name} for name, card in sorted(self._cards.items())]
+        for alias in sorted(self._aliases):
+            card = self._cards.get(self._aliases[alias])
+            if card is not None:
+                entries.append({**card.fields, "id": alias, "root": card.name, "parent": card.parent})
+        return entries
+
+    def _only_pool(self) -> Target:
+        if len(self._pools) == 1 and self.complete:
+            pool = self._pools[0]
+            return Target(pool, pool, pool, None)
+        if not self.complete:
+            message = "The request names no model, and not every backend has answered so far. Try again shortly."
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
+        message = "The request names no model, and there is not exactly one to choose: set `model` to one of "
+        raise Refused(Outcome.BAD_REQUEST, message + (", ".join(self._pools[:20]) or "none (no model is served)") + ".")
+
+    def _rebuild(self) -> None:
+        targets: dict[str, Target] = {}
+        cards: dict[str, ModelCard] = {}
+        pools: dict[str, None] = {}
+        for backend in sorted(self._listings):
+            listing = self._listings[backend]
+            pool = _pool_name(listing) if listing is not None else None
+            if listing is None or pool is None:
+                continue
+            pools[pool] = None
+            for card in listing.cards:
+                adapter = card.name if card.parent is not None else None
+                # The name that heads a pool belongs to that pool, whoever else lists it as a further name.
+                if card.name not in targets or card.name == pool:
+                    targets[card.name] = Target(card.name, card.name, pool, adapter)
+                    cards[card.name] = card
+        for alias, name in self._aliases.items():
+            if name in targets:
+                target = targets[name]
+                targets[alias] = Target(alias, target.model, target.pool, target.adapter)
+        self._targets, self._cards, self._pools = targets, cards, tuple(sorted(pools))
+
+
+def _pool_name(listing: Listing) -> str | None:
+    return next((card.name for card in listing.cards if card.parent is None), None)

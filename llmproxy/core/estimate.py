@@ -1,0 +1,53 @@
+"""What a request will cost, before the engine has counted it: learned per model from the `usage` of earlier answers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from llmproxy.core.domain import Ask, Usage
+
+BYTES_PER_TOKEN = 4.0
+"""Of English text under common tokenizers; holds until the first `usage` of a model is seen."""
+OUTPUT_TOKENS = 256.0
+"""An answer's length before any was seen; a wrong guess is trued up while the answer streams."""
+GAIN = 0.05
+MODELS_MAX = 10_000
+
+
+@dataclass(slots=True)
+class _Learned:
+    bytes_per_token: float = BYTES_PER_TOKEN
+    output_tokens: float = OUTPUT_TOKENS
+    seen: int = 0
+
+
+class Estimator:
+    """Exponentially weighted means per model, the first answers in full; the least recent model is forgotten."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[str, _Learned] = OrderedDict()
+
+    def tokens(self, model: str, ask: Ask) -> tuple[int, int]:
+        """Expected (prompt tokens, output tokens) of `ask` on `model`, all its sequences together."""
+        learned = self._models.get(model) or _Learned()
+        prompt = ask.prompt_tokens
+        if prompt is None:
+            prompt = round(ask.prompt_bytes / learned.bytes_per_token)
+        output = learned.output_tokens
+        if ask.max_tokens is not None:
+            output = min(output, float(max(0, ask.max_tokens)))
+        return max(1, prompt), round(output * ask.sequences)
+
+    def learn(self, model: str, prompt_bytes: int | None, sequences: int, usage: Usage) -> None:
+        """Take in one answer's `usage`; `prompt_bytes` is None where the prompt came as token ids."""
+        learned = self._models.setdefault(model, _Learned())
+        self._models.move_to_end(model)
+        if len(self._models) > MODELS_MAX:
+            self._models.popitem(last=False)
+        learned.seen += 1
+        gain = max(GAIN, 1.0 / learned.seen)
+        if prompt_bytes and usage.prompt_tokens > 0:
+            ratio = min(64.0, max(0.25, prompt_bytes / usage.prompt_tokens))
+            learned.bytes_per_token += gain * (ratio - learned.bytes_per_token)
+        learned.output_tokens += gain * (usage.output_tokens / max(1, sequences) - learned.output_tokens)

@@ -1,0 +1,248 @@
+"""What is known of the backends: readings + own debits since + health, frozen into the views that policies see."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import floor, inf
+
+from llmproxy.core.capacity import BatchLimit
+from llmproxy.core.domain import Listing, Reading, Request, Trouble, Verdict
+from llmproxy.core.health import Health
+from llmproxy.core.settings import CapacitySettings, HealthSettings
+
+GAUGE_LAG_S = 0.03
+"""vLLM's gauges are set by engine steps, 10-26 ms after the fact; younger work cannot be in a reading."""
+STARTED_AFTER_S = 1.0
+"""A request without a stream has no byte until its end; after this long it is taken to be running."""
+RESIDENT_ADAPTERS_MAX = 1_024
+"""Bound of the residency list of an engine that does not publish how many adapters it holds."""
+
+
+def slots_under(limit: int, ceiling: float, look_ahead: int) -> int:
+    """How many sequences a band of this ceiling may bring a backend to.
+
+    The look-ahead belongs to bands that may fill a backend; a band that must leave room gets none. Rounding to the
+    nearest keeps small batches usable and still holds one slot of four back at the default ceiling of `sheddable`.
+    """
+    return limit + look_ahead if ceiling >= 1.0 else max(1, floor(limit * ceiling + 0.5))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One backend as policies see it, at one instant.
+
+    `load` counts sequences in flight, ours and other clients'; `waiting` those in the engine's own queue at the last
+    reading; `kv_used` (0..1) includes prompts booked since that reading. `kv_tokens` is the size of the KV-cache.
+    """
+
+    backend: str
+    available: bool
+    served: frozenset[str]
+    resident: frozenset[str]
+    max_adapters: int | None
+    max_model_len: int | None
+    limit: int
+    load: int
+    waiting: int
+    kv_used: float
+    kv_tokens: int | None
+    look_ahead: int
+    kv_full: float
+
+    def has_room(self, ceiling: float) -> bool:
+        """True when one more request may go there under `ceiling`; an idle backend takes anything."""
+        if not self.available:
+            return False
+        if self.load == 0:
+            return True
+        return self.load < slots_under(self.limit, ceiling, self.look_ahead) and self.kv_used < self.kv_full * ceiling
+
+    @property
+    def saturation(self) -> float:
+        """Load over capacity; 1 = full."""
+        return self.load / self.limit
+
+
+@dataclass(slots=True)
+class Booking:
+    request: Request
+    booked_s: float
+    started: bool = False
+
+
+class Backend:
+    """Everything the core knows of one vLLM server. Changed only by the scheduler that owns it.
+
+    Own counters come first and scraped numbers correct them: sequences that a reading shows beyond our own are other
+    clients' work and count as load; prompts booked after a reading are debited to its KV use.
+    """
+
+    def __init__(
+        self, name: str, capacity: CapacitySettings, health: HealthSettings, max_in_flight: int | None = None
+    ) -> None:
+        self.name = name
+        self.health = Health(health)
+        self.listing: Listing | None = None
+        self.reading: Reading | None = None
+        self.bookings: dict[int, Booking] = {}
+        self.sequences = 0
+        self.limit = BatchLimit(max_in_flight, capacity.start_limit, capacity.look_ahead)
+        self._capacity = capacity
+        self._served: frozenset[str] = frozenset()
+        self._adapters: frozenset[str] = frozenset()
+        self._max_model_len: int | None = None
+        self._residents: OrderedDict[str, None] = OrderedDict()
+        self._debits: dict[int, int] = {}
+        self._debit_tokens = 0
+        self._high_water = 0
+        self._others_seen = 0
+        self._others = 0
+        self._view: View | None = None
+        self._view_until_s = -inf
+
+    # --- what polls bring ----------------------------------------------------------------------------------------
+
+    def listed(self, listing: Listing) -> None:
+        self.listing = listing
+        self._served = frozenset(card.name for card in listing.cards)
+        self._adapters = frozenset(card.name for card in listing.cards if card.parent is not None)
+        lengths = [card.max_model_len for card in listing.cards if card.max_model_len is not None]
+        self._max_model_len = max(lengths, default=None)
+        for name in [name for name in self._residents if name not in self._adapters]:
+            del self._residents[name]
+        self._view = None
+
+    def answered(self) -> None:
+        """A poll found the backend in good health, whether or not it publishes numbers."""
+        self.health.answered()
+        self._view = None
+
+    def observe(self, reading: Reading) -> None:
+        if self.reading is not None and reading.taken_at_s < self.reading.taken_at_s:
+            return
+        self.reading = reading
+        visible_s = reading.taken_at_s - GAUGE_LAG_S
+        self._settle_debits(visible_s)
+        self._notice_started(reading, visible_s)
+        # A gauge still counts what we saw finish a moment ago; only sequences beyond the most that we had in flight
+        # lately, in two readings running, are somebody else's.
+        others = max(0, reading.running + reading.waiting - self._high_water)
+        self._others, self._others_seen = min(others, self._others_seen), others
+        self._high_water = self.sequences
+        if not self._waits_for_adapter(reading):
+            self.limit.observe(reading.running, reading.waiting, self.sequences + self._others)
+        for adapter in sorted(reading.running_adapters & self._adapters):
+            self._touch(adapter)
+        self._view = None
+
+    def troubled(self, trouble: Trouble) -> bool:
+        """A poll failed; True when the process is surely gone and its open streams with it."""
+        gone = self.health.troubled(trouble)
+        if gone:
+            self.reading = None
+            self._residents.clear()
+            self._others = self._others_seen = 0
+        self._view = None
+        return gone
+
+    def _waits_for_adapter(self, reading: Reading) -> bool:
+        # Requests of an adapter that finds no slot wait however small the batch is: that says nothing of its limit.
+        if reading.max_adapters is None or len(reading.running_adapters) < reading.max_adapters:
+            return False
+        return any(
+            b.request.adapter not in reading.running_adapters for b in self.bookings.values() if b.request.adapter
+        )
+
+    # --- what leases bring ---------------------------------------------------------------------------------------
+
+    def book(self, lease: int, request: Request, now: float) -> None:
+        self.bookings[lease] = Booking(request, now)
+        self.sequences += request.sequences
+        self._high_water = max(self._high_water, self.sequences)
+        self._debits[lease] = request.prompt_tokens
+        self._debit_tokens += request.prompt_tokens
+        if request.adapter is not None:
+            self._touch(request.adapter)
+        self.health.booked(lease)
+        self._view = None
+
+    def started(self, lease: int) -> None:
+        self.bookings[lease].started = True
+        self.health.spoke(lease)
+        self._view = None
+
+    def release(self, lease: int, verdict: Verdict, now: float) -> None:
+        if verdict is Verdict.BUSY:
+            self.limit.refused(self.sequences)
+        booking = self.bookings.pop(lease)
+        self.sequences -= booking.request.sequences
+        self._debit_tokens -= self._debits.pop(lease, 0)
+        self.health.finished(lease, verdict, now)
+        self._view = None
+
+    def _settle_debits(self, before_s: float) -> None:
+        for lease in [x for x in self._debits if self.bookings[x].booked_s <= before_s]:
+            self._debit_tokens -= self._debits.pop(lease)
+
+    def _notice_started(self, reading: Reading, visible_s: float) -> None:
+        for lease, booking in self.bookings.items():
+            if booking.started or booking.request.stream:
+                continue
+            if reading.waiting == 0 and reading.running > 0 and booking.booked_s <= visible_s:
+                booking.started = True
+                self.health.spoke(lease)
+            elif reading.taken_at_s - booking.booked_s >= STARTED_AFTER_S:
+                booking.started = True
+
+    def _touch(self, adapter: str) -> None:
+        self._residents[adapter] = None
+        self._residents.move_to_end(adapter)
+        slots = self.reading.max_adapters if self.reading is not None else None
+        while len(self._residents) > (slots or RESIDENT_ADAPTERS_MAX):
+            self._residents.popitem(last=False)
+
+    # --- what policies see -----------------------------------------------------------------------------------------
+
+    def view(self, now: float) -> View:
+        """The frozen view at `now`, reused until an event or the clock makes it untrue."""
+        if self._view is None or now >= self._view_until_s:
+            self._view = self._make_view(now)
+        return self._view
+
+    def _make_view(self, now: float) -> View:
+        until_s = self.health.changes_at(now) or inf
+        reading = self.reading
+        if reading is not None:
+            stale_s = reading.taken_at_s + self._capacity.stale_after_s
+            if now >= stale_s:
+                reading = None
+            else:
+                until_s = min(until_s, stale_s)
+        self._view_until_s = until_s
+        kv_tokens = reading.kv_tokens if reading is not None else None
+        kv_used = (reading.kv_used or 0.0) if reading is not None else 0.0
+        if kv_tokens:
+            kv_used += self._debit_tokens / kv_tokens
+        return View(
+            backend=self.name,
+            available=self.health.available(now),
+            served=self._served,
+            resident=frozenset(self._residents),
+            max_adapters=reading.max_adapters if reading is not None else None,
+            max_model_len=self._max_model_len,
+            limit=self.limit.value,
+            load=self.sequences + (self._others if reading is not None else 0),
+            waiting=reading.waiting if reading is not None else 0,
+            kv_used=kv_used,
+            kv_tokens=kv_tokens,
+            look_ahead=self._capacity.look_ahead,
+            kv_full=self._capacity.kv_full,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError when a running sum differs from its recomputation."""
+        assert self.sequences == sum(b.request.sequences for b in self.bookings.values())
+        assert self._debit_tokens == sum(self._debits.values())
+        assert self._debits.keys() <= self.bookings.keys()
+        assert len(self._residents) <= RESIDENT_ADAPTERS_MAX

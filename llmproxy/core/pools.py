@@ -1,0 +1,129 @@
+"""All pools of the process behind one face: names are resolved, and every event finds its scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+from llmproxy.core.catalogue import Catalogue, Target
+from llmproxy.core.domain import Ask, Decision, Grant, Listing, Reading, Request, Trouble, Usage, Verdict
+from llmproxy.core.estimate import Estimator
+from llmproxy.core.fleet import Backend, View
+from llmproxy.core.queue import Occupancy
+from llmproxy.core.scheduler import Scheduler
+from llmproxy.core.settings import Settings
+
+
+class Pools:
+    """One scheduler per base model, so that a saturated model cannot hold up another.
+
+    `backends` maps a backend's name to its configured `max_in_flight`, None where it is to be learned. A backend
+    belongs to no pool until its first listing.
+    """
+
+    def __init__(
+        self, settings: Settings, backends: Mapping[str, int | None], aliases: Mapping[str, str], rng: Random
+    ) -> None:
+        self._settings = settings
+        self._rng = rng
+        self._occupancy = Occupancy(settings.queue)
+        self._schedulers: dict[str, Scheduler] = {}
+        self._pool_of: dict[str, str] = {}
+        self.catalogue = Catalogue(backends, aliases)
+        self.estimator = Estimator()
+        self.backends = {
+            name: Backend(name, settings.capacity, settings.health, fixed) for name, fixed in backends.items()
+        }
+
+    # --- what polls bring ----------------------------------------------------------------------------------------
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        """A backend's `/v1/models` was read: names, adapters and pools may appear, move or go."""
+        self.backends[backend].listed(listing)
+        if self.catalogue.listed(backend, listing):
+            self._assign(backend)
+
+    def answered(self, backend: str) -> None:
+        self.backends[backend].answered()
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        self.backends[backend].observe(reading)
+
+    def troubled(self, backend: str, trouble: Trouble) -> None:
+        pool = self._pool_of.get(backend)
+        if pool is None:
+            self.backends[backend].troubled(trouble)
+        else:
+            self._schedulers[pool].troubled(self.backends[backend], trouble)
+
+    def _assign(self, backend: str) -> None:
+        pool, old = self.catalogue.pool_of(backend), self._pool_of.get(backend)
+        if pool == old:
+            return
+        if old is not None:
+            self._schedulers[old].detach(backend)
+            del self._pool_of[backend]
+        if pool is not None:
+            if pool not in self._schedulers:
+                self._schedulers[pool] = Scheduler(pool, self._settings, self._occupancy, self._rng)
+            self._schedulers[pool].attach(self.backends[backend])
+            self._pool_of[backend] = pool
+        self._schedulers = {name: s for name, s in self._schedulers.items() if not s.idle}
+
+    # --- requests and leases -------------------------------------------------------------------------------------
+
+    def resolve(self, name: str | None) -> Target:
+        """See `Catalogue.resolve`; raises Refused."""
+        return self.catalogue.resolve(name)
+
+    def tokens(self, target: Target, ask: Ask) -> tuple[int, int]:
+        """Expected (prompt tokens, output tokens) of `ask`."""
+        return self.estimator.tokens(target.model, ask)
+
+    def submit(self, request: Request, now: float, excluded: frozenset[str] = frozenset()) -> None:
+        """See `Scheduler.submit`; raises Refused."""
+        self._schedulers[request.pool].submit(request, now, excluded)
+
+    def cancel(self, request: Request) -> None:
+        self._schedulers[request.pool].cancel(request.id)
+
+    def started(self, grant: Grant) -> None:
+        self._schedulers[grant.request.pool].started(grant.lease)
+
+    def progress(self, grant: Grant, output_tokens: int) -> None:
+        self._schedulers[grant.request.pool].progress(grant.lease, output_tokens)
+
+    def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
+        self._schedulers[grant.request.pool].finish(grant.lease, verdict, now, usage)
+
+    # --- decisions -----------------------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> list[Decision]:
+        return [decision for scheduler in self._schedulers.values() for decision in scheduler.decide(now)]
+
+    def next_wakeup(self, now: float) -> float | None:
+        times = [scheduler.next_wakeup(now) for scheduler in self._schedulers.values()]
+        return min((time for time in times if time is not None), default=None)
+
+    # --- looking in ----------------------------------------------------------------------------------------------
+
+    def queued(self) -> dict[int, tuple[int, int]]:
+        """Band -> (requests, body bytes) waiting."""
+        return self._occupancy.queued()
+
+    def views(self, now: float) -> dict[str, View]:
+        return {name: backend.view(now) for name, backend in self.backends.items()}
+
+    def ready(self, now: float) -> bool:
+        """Some backend that was read is available: up, and not resting after failures."""
+        return any(b.listing is not None and b.health.available(now) for b in self.backends.values())
+
+    def models(self) -> list[dict[str, Any]]:
+        return self.catalogue.models()
+
+    def check(self) -> None:
+        for scheduler in self._schedulers.values():
+            scheduler.check()
+        waiting = sum(requests for requests, _ in self.queued().values())
+        assert waiting == sum(scheduler.waiting for scheduler in self._schedulers.values())

@@ -1,0 +1,163 @@
+"""Bands, flows, limits and deadlines: who waits, in which order, and how much of it there may be."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from llmproxy.core.domain import Outcome, Refused, Request
+from llmproxy.core.fairness import FairnessPolicy
+from llmproxy.core.settings import QueueSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A request in the waiting room, with the backends that already failed it."""
+
+    request: Request
+    excluded: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _Usage:
+    requests: int = 0
+    body_bytes: int = 0
+
+
+class Occupancy:
+    """How full the waiting room of this process is, over all pools, held to its limits."""
+
+    def __init__(self, limits: QueueSettings) -> None:
+        self._limits = limits
+        self._total = _Usage()
+        self._bands: dict[int, _Usage] = {}
+
+    def enter(self, band: int, body_bytes: int, retry_after_s: float) -> None:
+        """Count one request in. Raises Refused (`rejected_capacity`) naming the limit that is reached."""
+        usage = self._bands.setdefault(band, _Usage())
+        for name, used, more, limit in (
+            ("queue.band_requests_max", usage.requests, 1, self._limits.band_requests_max),
+            ("queue.band_bytes_max", usage.body_bytes, body_bytes, self._limits.band_bytes_max),
+            ("queue.requests_max", self._total.requests, 1, self._limits.requests_max),
+            ("queue.bytes_max", self._total.body_bytes, body_bytes, self._limits.bytes_max),
+        ):
+            if used + more > limit:
+                message = f"The queue is full: {name} ({limit}) is reached. Try again later."
+                raise Refused(Outcome.REJECTED_CAPACITY, message, retry_after_s)
+        self._add(usage, 1, body_bytes)
+
+    def leave(self, band: int, body_bytes: int) -> None:
+        self._add(self._bands[band], -1, -body_bytes)
+
+    def _add(self, usage: _Usage, requests: int, body_bytes: int) -> None:
+        for counted in (usage, self._total):
+            counted.requests += requests
+            counted.body_bytes += body_bytes
+
+    def queued(self) -> dict[int, tuple[int, int]]:
+        """Band -> (requests, body bytes) waiting."""
+        return {band: (usage.requests, usage.body_bytes) for band, usage in self._bands.items()}
+
+    def check(self) -> None:
+        assert self._total.requests == sum(u.requests for u in self._bands.values())
+        assert self._total.body_bytes == sum(u.body_bytes for u in self._bands.values())
+        assert all(u.requests >= 0 and u.body_bytes >= 0 for u in self._bands.values())
+
+
+class Band:
+    """The flows of one priority level. A flow is listed while it has a request waiting, in order of arrival."""
+
+    def __init__(self, fairness: FairnessPolicy) -> None:
+        self.fairness = fairness
+        self._flows: dict[str, OrderedDict[str, Queued]] = {}
+        self.size = 0
+
+    def push(self, queued: Queued) -> None:
+        """Add to the back of its flow, or to the front when it waited before and is older than the head."""
+        request = queued.request
+        flow = self._flows.get(request.flow)
+        if flow is None:
+            flow = self._flows[request.flow] = OrderedDict()
+        head = next(iter(flow.values()), None)
+        flow[request.id] = queued
+        if head is not None and request.arrived_s < head.request.arrived_s:
+            flow.move_to_end(request.id, last=False)
+        self.size += 1
+        if head is None or request.arrived_s < head.request.arrived_s:
+            self.fairness.backlogged(request.flow, request)
+
+    def remove(self, request: Request) -> None:
+        flow = self._flows[request.flow]
+        was_head = next(iter(flow)) == request.id
+        del flow[request.id]
+        self.size -= 1
+        if not flow:
+            del self._flows[request.flow]
+            self.fairness.emptied(request.flow)
+        elif was_head:
+            self.fairness.backlogged(request.flow, next(iter(flow.values())).request)
+
+    def head(self, flow: str) -> Queued:
+        return next(iter(self._flows[flow].values()))
+
+    def requests(self) -> list[Request]:
+        return [queued.request for flow in self._flows.values() for queued in flow.values()]
+
+    def check(self) -> None:
+        assert self.size == sum(len(flow) for flow in self._flows.values())
+        assert all(self._flows.values()), "a flow without a request is still listed"
+        offered = list(self.fairness.candidates())
+        assert len(offered) == len(set(offered)), "a flow is listed twice"
+        assert set(offered) == set(self._flows), "the policy offers other flows than those that wait"
+
+
+@dataclass(slots=True)
+class Deadlines:
+    """The earliest deadline among waiting requests; entries of requests that left are dropped when they surface."""
+
+    _heap: list[tuple[float, str]] = field(default_factory=list)
+
+    def add(self, deadline_s: float, request_id: str, waiting: dict[str, Queued]) -> None:
+        heappush(self._heap, (deadline_s, request_id))
+        # Most requests leave long before their deadline; without this their entries would outnumber the queue.
+        if len(self._heap) > 64 + 2 * len(waiting):
+            self._heap = [entry for entry in self._heap if self._live(entry, waiting)]
+            heapify(self._heap)
+
+    def next(self, waiting: dict[str, Queued]) -> float | None:
+        while self._heap and not self._live(self._heap[0], waiting):
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float, waiting: dict[str, Queued]) -> list[Queued]:
+        """Take out those whose deadline has passed."""
+        due = []
+        while (deadline_s := self.next(waiting)) is not None and deadline_s <= now:
+            due.append(waiting[heappop(self._heap)[1]])
+        return due
+
+    def _live(self, entry: tuple[float, str], waiting: dict[str, Queued]) -> bool:
+        queued = waiting.get(entry[1])
+        return queued is not None and queued.request.deadline_s == entry[0]
+
+
+class DrainRate:
+    """How fast the waiting room empties, for `Retry-After`: measured over the last grants."""
+
+    _GRANTS = 64
+    _RETRY_MIN_S = 1.0
+    _RETRY_MAX_S = 60.0
+
+    def __init__(self) -> None:
+        self._granted_s: deque[float] = deque(maxlen=self._GRANTS)
+
+    def granted(self, now: float) -> None:
+        self._granted_s.append(now)
+
+    def retry_after_s(self, ahead: int, now: float) -> float:
+        """Seconds until a request with `ahead` others before it would be granted, within 1 s and 60 s."""
+        if not self._granted_s:
+            return self._RETRY_MIN_S
+        per_s = len(self._granted_s) / max(now - self._granted_s[0], 0.1)
+        return min(self._RETRY_MAX_S, max(self._RETRY_MIN_S, (ahead + 1) / per_s))

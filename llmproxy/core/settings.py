@@ -1,0 +1,72 @@
+"""What the core may be told before it starts; every limit has its name here. The configuration file maps onto this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE
+
+
+@dataclass(frozen=True, slots=True)
+class CapacitySettings:
+    """How much work a backend is given.
+
+    `start_limit` is the batch limit assumed of an engine before its own numbers teach better; `look_ahead` requests may
+    be in flight above the limit so that the engine never starves; above `kv_full` (0..1) a KV-cache counts as full.
+    Readings older than `stale_after_s` are not believed.
+    """
+
+    start_limit: int = 32
+    look_ahead: int = 2
+    kv_full: float = 0.95
+    stale_after_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """When a backend is ejected and when it may try again.
+
+    `failures` requests in a row eject for `backoff_s`, doubled each time up to `backoff_max_s`; `unreachable_after`
+    polls in a row without an answer mark the backend down.
+    """
+
+    failures: int = 3
+    backoff_s: float = 1.0
+    backoff_max_s: float = 30.0
+    unreachable_after: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """Bounds of the waiting room, over all pools of the process."""
+
+    requests_max: int = 20_000
+    bytes_max: int = 2 << 30
+    band_requests_max: int = 10_000
+    band_bytes_max: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All of the above, and the choice of policies.
+
+    `ceilings` maps a band to the saturation at which it waits (0..1]; a band without one takes that of the next lower
+    band that has one. `weights` maps a flow to its share, 1 unless given.
+    """
+
+    fairness: str = "fair_share"
+    placement: str = "blend"
+    ceilings: Mapping[int, float] = field(default_factory=lambda: {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85})
+    weights: Mapping[str, float] = field(default_factory=dict)
+    input_weight: float = 1.0
+    output_weight: float = 2.0
+    capacity: CapacitySettings = field(default_factory=CapacitySettings)
+    health: HealthSettings = field(default_factory=HealthSettings)
+    queue: QueueSettings = field(default_factory=QueueSettings)
+
+    def ceiling(self, band: int) -> float:
+        """The saturation (0..1] at which `band` waits; non-increasing by priority whenever `ceilings` is."""
+        below = [b for b in self.ceilings if b <= band]
+        chosen = max(below) if below else min(self.ceilings, default=None)
+        return 1.0 if chosen is None else self.ceilings[chosen]

@@ -1,0 +1,225 @@
+"""The async shell of the core: `admit()` lends a lease, one timer, one coalesced decision, cancellation, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from llmproxy.core.domain import (
+    Decision,
+    Drop,
+    Grant,
+    Listing,
+    Outcome,
+    Reading,
+    Refused,
+    Request,
+    Trouble,
+    Usage,
+    Verdict,
+)
+from llmproxy.core.pools import Pools
+
+DRAIN_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to use one backend for one attempt; returned exactly once, by leaving the block that lent it.
+
+    The holder says what became of the attempt by setting `verdict`; a block left without a word counts as left by its
+    client. `revoked` is called when the backend is known to be gone: nothing more will come from it.
+    """
+
+    grant: Grant
+    _pools: Pools
+    verdict: Verdict = Verdict.CLIENT_GONE
+    usage: Usage | None = None
+    on_revoked: Callable[[], None] | None = None
+    revoked: bool = False
+
+    @property
+    def backend(self) -> str:
+        return self.grant.placed.backend
+
+    def started(self) -> None:
+        """The first byte of the answer arrived."""
+        self._pools.started(self.grant)
+
+    def progress(self, output_tokens: int) -> None:
+        """About so many tokens were answered by now."""
+        self._pools.progress(self.grant, output_tokens)
+
+    def revoke(self) -> None:
+        self.revoked = True
+        if self.on_revoked is not None:
+            self.on_revoked()
+
+
+@dataclass(slots=True)
+class _Waiter:
+    request: Request
+    granted: asyncio.Future[Grant]
+
+
+@dataclass(slots=True)
+class Dispatcher:
+    """Hands the core its events and carries out its decisions, on one event loop.
+
+    Events of one turn of the loop are decided together, once. `on_decision` is told how long each pass took, in
+    seconds.
+    """
+
+    pools: Pools
+    on_decision: Callable[[float], None] = lambda _: None
+    _waiting: dict[str, _Waiter] = field(default_factory=dict)
+    _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
+    _scheduled: bool = False
+    _timer: asyncio.TimerHandle | None = None
+    _draining: bool = False
+
+    # --- the face that requests see ---------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def admit(self, request: Request, excluded: frozenset[str] = frozenset()) -> AsyncIterator[Lease]:
+        """Wait for a backend, hold it for the length of the block, and give it back however the block ends.
+
+        Raises Refused when the request is not let in, or has to leave the waiting room.
+        """
+        lease = await self._wait(request, excluded)
+        try:
+            yield lease
+        finally:
+            del self._leases[request.pool, lease.grant.lease]
+            self.pools.finish(lease.grant, lease.verdict, self._now(), lease.usage)
+            self._decide_soon()
+
+    async def _wait(self, request: Request, excluded: frozenset[str]) -> Lease:
+        if self._draining:
+            raise Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
+        self.pools.submit(request, self._now(), excluded)
+        waiter = _Waiter(request, asyncio.get_running_loop().create_future())
+        self._waiting[request.id] = waiter
+        self._decide_soon()
+        try:
+            grant = await waiter.granted
+        except asyncio.CancelledError:
+            self._abandon(waiter)
+            raise
+        return self._leases[request.pool, grant.lease]
+
+    def _abandon(self, waiter: _Waiter) -> None:
+        """The client left while its request waited, or in the very turn in which it was granted."""
+        request, granted = waiter.request, waiter.granted
+        if request.id in self._waiting:
+            del self._waiting[request.id]
+            self.pools.cancel(request)
+        elif granted.done() and not granted.cancelled() and granted.exception() is None:
+            grant = granted.result()
+            del self._leases[request.pool, grant.lease]
+            self.pools.finish(grant, Verdict.CLIENT_GONE, self._now())
+        self._decide_soon()
+
+    # --- the face that pollers see ------------------------------------------------------------------------------------
+
+    def alive(self, backend: str) -> None:
+        self.pools.answered(backend)
+        self._decide_soon()
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        self.pools.observe(backend, reading)
+        self._decide_soon()
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        self.pools.listed(backend, listing)
+        self._decide_soon()
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        del detail
+        self.pools.troubled(backend, trouble)
+        self._decide_soon()
+
+    # --- decisions ----------------------------------------------------------------------------------------------------
+
+    def _decide_soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._decide)
+
+    def _decide(self) -> None:
+        self._scheduled = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for decision in self.pools.decide(now):
+            self._carry_out(decision)
+        after = loop.time()
+        self.on_decision(after - now)
+        wakeup_s = self.pools.next_wakeup(after)
+        if wakeup_s is None:
+            return
+        if wakeup_s <= after:
+            self._decide_soon()
+        else:
+            self._timer = loop.call_at(wakeup_s, self._decide)
+
+    def _carry_out(self, decision: Decision) -> None:
+        if isinstance(decision, Grant):
+            self._leases[decision.request.pool, decision.lease] = Lease(decision, self.pools)
+            waiter = self._waiting.pop(decision.request.id)
+            # A waiter cancelled in this very turn finds its grant in the future's absence: see _abandon.
+            if waiter.granted.done():
+                del self._leases[decision.request.pool, decision.lease]
+                self.pools.finish(decision, Verdict.CLIENT_GONE, decision.at_s)
+            else:
+                waiter.granted.set_result(decision)
+        elif isinstance(decision, Drop):
+            waiter = self._waiting.pop(decision.request.id)
+            if not waiter.granted.done():
+                waiter.granted.set_exception(_refusal(decision))
+        else:
+            lease = self._leases.get((decision.request.pool, decision.lease))
+            if lease is not None:
+                lease.revoke()
+
+    # --- drain --------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Stop granting: everything that waits is refused with `draining`, and so is what comes; leases run on."""
+        self._draining = True
+        for waiter in list(self._waiting.values()):
+            del self._waiting[waiter.request.id]
+            self.pools.cancel(waiter.request)
+            if not waiter.granted.done():
+                refusal = Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
+                waiter.granted.set_exception(refusal)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def leases(self) -> int:
+        return len(self._leases)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _refusal(drop: Drop) -> Refused:
+    if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
+        message = f"No backend of `{drop.request.pool}` came up before the request's time to wait was over."
+    elif drop.outcome is Outcome.EXPIRED:
+        message = "The request's time to wait in the queue was over before a backend had room. Try again later."
+    else:
+        message = "The request was removed from the queue to make room for one of higher priority. Try again later."
+    return Refused(drop.outcome, message, drop.retry_after_s)
