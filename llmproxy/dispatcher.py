@@ -124,7 +124,7 @@ class Dispatcher:
 
     # --- the face that pollers see ------------------------------------------------------------------------------------
 
-    def alive(self, backend: str) -> None:
+    def answered(self, backend: str) -> None:
         self.pools.answered(backend)
         self._decide_soon()
 

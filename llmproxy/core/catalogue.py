@@ -80,8 +80,9 @@ class Catalogue:
         raise Refused(Outcome.UNKNOWN_MODEL, f"The model `{name}` does not exist. Known models: {known}.")
 
     def models(self) -> list[dict[str, Any]]:
-        """The entries of `/v1/models`: every card's real fields, adapters too, then the configured aliases."""
-        entries: list[dict[str, Any]] = [{**card.fields, "id": name} for name, card in sorted(self._cards.items())]
+        """The entries of `/v1/models`: every card's real fields, base models first, then the configured aliases."""
+        cards = sorted(self._cards.items(), key=lambda item: (item[1].parent is not None, item[0]))
+        entries: list[dict[str, Any]] = [{**card.fields, "id": name} for name, card in cards]
         for alias in sorted(self._aliases):
             card = self._cards.get(self._aliases[alias])
             if card is not None:

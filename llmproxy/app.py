@@ -1,0 +1,230 @@
+"""The composition root: a configuration becomes wired objects, started and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from random import Random
+
+import structlog
+import uvloop
+from aiohttp import web
+
+from llmproxy.backends.poller import Poller, polling_session
+from llmproxy.backends.upstream import AiohttpUpstream
+from llmproxy.config import Config
+from llmproxy.core.domain import Listing, Reading, Trouble
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.relay import Relay
+from llmproxy.gateway.server import FrontDoor
+from llmproxy.gateway.stored import StoredResponses
+from llmproxy.gateway.walk import Walker
+from llmproxy.telemetry import logs
+from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
+
+HEAD_BYTES_MAX = 128 << 10
+KEEP_ALIVE_S = 75.0
+
+_log = structlog.get_logger()
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
+    logs.configure(config.log_format, config.log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config))
+
+
+def settings_of(config: Config) -> Settings:
+    """What the core needs to know of a configuration."""
+    chosen, health, queue = config.scheduling, config.health, config.queue
+    return Settings(
+        fairness=chosen.fairness,
+        placement=chosen.placement,
+        ceilings=config.ceilings(),
+        weights=chosen.weights,
+        input_weight=chosen.input_weight,
+        output_weight=chosen.output_weight,
+        capacity=CapacitySettings(
+            start_limit=chosen.start_limit,
+            look_ahead=chosen.look_ahead,
+            kv_full=chosen.kv_full,
+            stale_after_s=config.poll.stale_after_s,
+        ),
+        health=HealthSettings(
+            failures=health.failures,
+            backoff_s=health.backoff_s,
+            backoff_max_s=health.backoff_max_s,
+            unreachable_after=health.unreachable_after,
+        ),
+        queue=QueueSettings(
+            requests_max=queue.requests_max,
+            bytes_max=queue.bytes_max,
+            band_requests_max=queue.band_requests_max,
+            band_bytes_max=queue.band_bytes_max,
+        ),
+    )
+
+
+@dataclass(slots=True)
+class Proxy:
+    """A running proxy: where it listens, and its parts for those who look in."""
+
+    config: Config
+    url: str
+    pools: Pools
+    dispatcher: Dispatcher
+    walker: Walker
+    metrics: Metrics
+
+    async def drain(self) -> bool:
+        """Refuse what is new or waiting, let leases end. True when they all did within `drain_timeout_s`."""
+        self.dispatcher.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self.walker.idle.wait()
+        return self.walker.walking == 0
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Proxy]:
+    """Start a proxy on the current loop and stop it when the block ends. Raises OSError when it cannot listen."""
+    loop = asyncio.get_running_loop()
+    pools = Pools(
+        settings_of(config),
+        {backend.name: backend.max_in_flight for backend in config.backends},
+        {model.name: model.target for model in config.models if model.target is not None},
+        Random(config.scheduling.seed),
+    )
+    metrics = Metrics(lambda: _state(pools, config, loop.time()))
+    dispatcher = Dispatcher(pools, on_decision=metrics.decided)
+    stored = StoredResponses()
+    async with AsyncExitStack() as stack:
+        upstream = await stack.enter_async_context(AiohttpUpstream())
+        walker = Walker(config, pools, dispatcher, Relay(upstream, config.timeouts), metrics, stored)
+        door = FrontDoor(config, pools, dispatcher, walker, upstream, metrics, stored)
+        await _poll_backends(stack, config, _Watch(pools, dispatcher, metrics))
+        url = await _listen(stack, config, door)
+        stack.callback(dispatcher.close)
+        yield Proxy(config, url, pools, dispatcher, walker, metrics)
+
+
+async def _poll_backends(stack: AsyncExitStack, config: Config, watch: _Watch) -> None:
+    session = await stack.enter_async_context(polling_session())
+    tasks = await stack.enter_async_context(asyncio.TaskGroup())
+    for backend in config.backends:
+        poller = Poller(backend.name, backend.url, backend.api_key or config.backend_api_key, session, watch,
+                        config.poll)  # fmt: skip
+        task = tasks.create_task(poller.run(), name=f"poll {backend.name}")
+        stack.callback(task.cancel)
+
+
+async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor) -> str:
+    server = web.Server(
+        door.handle,
+        handler_cancellation=True,
+        auto_decompress=False,
+        keepalive_timeout=KEEP_ALIVE_S,
+        max_line_size=HEAD_BYTES_MAX,
+        max_field_size=HEAD_BYTES_MAX,
+        access_log=None,
+    )
+    runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=0.0)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, config.host, config.port, backlog=4096)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _serve(config: Config) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with running(config) as proxy:
+            _log.info("listening", url=proxy.url, backends=len(config.backends))
+            # What lives by now lives for good: the collector need not look at it again with every young generation.
+            gc.freeze()
+            await stop.wait()
+            _log.info("draining", requests=proxy.walker.walking, timeout_s=config.drain_timeout_s)
+            finished = await proxy.drain()
+            _log.info("stopped", all_requests_finished=finished)
+    except OSError as error:
+        _log.error("cannot_listen", host=config.host, port=config.port, error=str(error))
+        return 1
+    return 0
+
+
+def _state(pools: Pools, config: Config, now: float) -> LiveState:
+    """The gauges of this moment, read when somebody scrapes, so that they cannot drift from the truth."""
+    names = config.band_names()
+    queued = pools.queued()
+    views = pools.views(now)
+    backends = tuple(
+        BackendState(
+            backend=name,
+            in_flight=backend.sequences,
+            saturation=views[name].saturation,
+            limit=views[name].limit,
+            available=views[name].available,
+            running=backend.reading.running if backend.reading is not None else None,
+            waiting=backend.reading.waiting if backend.reading is not None else None,
+            kv_used=backend.reading.kv_used if backend.reading is not None else None,
+            reading_age_s=now - backend.reading.taken_at_s if backend.reading is not None else None,
+        )
+        for name, backend in pools.backends.items()
+    )
+    queues = tuple(
+        QueueState(names.get(band, str(band)), *queued.get(band, (0, 0)))
+        for band in sorted({*names, *queued}, reverse=True)
+    )
+    return LiveState(queues, backends)
+
+
+class _Watch:
+    """What pollers report goes to the dispatcher; what changed for a person to know goes to the log."""
+
+    def __init__(self, pools: Pools, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        self._pools = pools
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._up: dict[str, bool] = {}
+        self._serves: dict[str, tuple[str, ...]] = {}
+
+    def answered(self, backend: str) -> None:
+        self._dispatcher.answered(backend)
+        self._tell(backend, "")
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        self._dispatcher.observe(backend, reading)
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        self._dispatcher.listed(backend, listing)
+        names = tuple(card.name for card in listing.cards)
+        if self._serves.get(backend) != names:
+            self._serves[backend] = names
+            _log.info("backend_serves", backend=backend, models=list(names[:20]), count=len(names))
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        self._metrics.poll_failed(backend, trouble)
+        self._dispatcher.troubled(backend, trouble, detail)
+        self._tell(backend, f"{trouble}: {detail}")
+
+    def _tell(self, backend: str, why: str) -> None:
+        up = not self._pools.backends[backend].health.down
+        if self._up.get(backend) is up:
+            return
+        self._up[backend] = up
+        if up:
+            _log.info("backend_up", backend=backend)
+        else:
+            _log.warning("backend_down", backend=backend, why=why)

@@ -1,0 +1,1 @@
+"""The vLLM leg: upstream connections, and the side window through which the fleet's state is read."""

@@ -1,0 +1,267 @@
+"""The side window: one task per backend asks for its health, its models and its load, and hands on what it hears.
+
+It never meets a request. A lap is a fixed walk (health, then models, then metrics; the first two only when due) that
+ends with exactly one verdict: `answered`, or `troubled` by the first step that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import traceback
+from collections.abc import Callable
+from enum import Enum
+from math import inf
+from typing import Protocol
+from urllib.parse import quote
+
+import aiohttp
+import structlog
+from yarl import URL
+
+from llmproxy.backends.metrics_text import METRIC_NAMES, is_filtered, parse_reading
+from llmproxy.backends.models import parse_listing
+from llmproxy.core.domain import Listing, Reading, Trouble
+
+BODY_BYTES_MAX = 8 << 20
+"""No answer is read beyond this: a page of vLLM is 0.1 MB, and a wrong URL may lead to anything."""
+
+FAST_BYTES_MAX = 32 << 10
+"""A filtered answer above this is no longer cheap for the engine: it is asked for at the pace of the full page."""
+
+HEALTH_INTERVAL_S = 1.0
+REPROBE_INTERVAL_S = 10.0
+"""How often a better source of readings is looked for: a backend may be replaced without ever refusing a poll."""
+
+FILTERED_PATH = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in METRIC_NAMES)
+# The slash matters: without it vLLM serves another handler, which ignores the filter and costs the engine twenty times
+# as much of its event loop.
+
+_log = structlog.get_logger()
+
+
+class ReadingSink(Protocol):
+    """Who is told. The methods are synchronous and quick; they are called on the event loop, in the order of a lap."""
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        """The backend's models, as it lists them now."""
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        """The backend's load. Called before `answered`; never called for a server that publishes no vLLM metrics."""
+
+    def answered(self, backend: str) -> None:
+        """A lap ended in good health, whether or not it brought a reading."""
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        """A lap ended early. `detail` is one line for people: what was asked, and what came."""
+
+
+class Pace(Protocol):
+    """How often and how patiently to ask, in seconds; the `poll` section of the configuration has this shape."""
+
+    @property
+    def interval_s(self) -> float:
+        """Between readings where the filtered metrics page answers."""
+
+    @property
+    def page_interval_s(self) -> float:
+        """Between readings where only the full page answers."""
+
+    @property
+    def models_interval_s(self) -> float:
+        """Between two listings."""
+
+    @property
+    def timeout_s(self) -> float:
+        """For each single question, from connecting to the last byte."""
+
+
+class _Source(Enum):
+    """Where readings come from, best first; its value is the path, None where there are none to be had."""
+
+    FILTERED = FILTERED_PATH
+    PAGE = "/metrics"
+    NOWHERE = None
+
+
+class _LapFailed(Exception):  # noqa: N818 - an answer of the backend, not an error of this code
+    def __init__(self, trouble: Trouble, detail: str) -> None:
+        super().__init__(detail)
+        self.trouble = trouble
+        self.detail = detail
+
+
+def polling_session() -> aiohttp.ClientSession:
+    """A session fit for pollers, for all backends together; the caller closes it after the last poller has ended.
+
+    Idle connections are dropped before vLLM's own 5 s, and compression is declined because it would be paid for on the
+    engine's event loop. Must be called on a running loop.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity"},
+    )
+
+
+class Poller:
+    """Polls one backend for as long as `run` runs.
+
+    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `clock` gives the
+    seconds that readings are stamped with: the scheduler's clock, the event loop's own unless given.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        url: str,
+        api_key: str | None,
+        session: aiohttp.ClientSession,
+        sink: ReadingSink,
+        pace: Pace,
+        *,
+        clock: Callable[[], float] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._backend = backend
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session = session
+        self._sink = sink
+        self._pace = pace
+        self._clock = clock or asyncio.get_running_loop().time
+        self._rng = rng or random.Random()
+        self._bug: str | None = None
+        self._start_afresh()
+
+    async def run(self) -> None:
+        """Poll until cancelled. No answer and no bug of ours ends it."""
+        while True:
+            try:
+                pause_s = await self.lap()
+            except Exception as bug:  # noqa: BLE001 - the fleet must stay visible whatever one answer does to us
+                self._report(bug)
+                pause_s = self._pace.page_interval_s
+            await asyncio.sleep(pause_s)
+
+    # --- one lap -------------------------------------------------------------------------------------------------
+
+    async def lap(self) -> float:
+        """Ask what is due, tell the sink, and return the seconds to wait before the next lap."""
+        try:
+            await self._walk()
+        except _LapFailed as failure:
+            self._start_afresh()
+            self._sink.troubled(self._backend, failure.trouble, failure.detail)
+            # Refusing costs a machine nothing, and both the repetition and the end of it are news worth having soon.
+            soon = failure.trouble is Trouble.REFUSED
+            return self._jittered(self._pace.interval_s if soon else self._pace.page_interval_s)
+        return max(0.0, min(self._health_due_s, self._models_due_s, self._metrics_due_s) - self._clock())
+
+    def _start_afresh(self) -> None:
+        """Forget what was learned of a backend that failed: what comes back may be another server."""
+        self._source: _Source | None = None
+        self._health_due_s = self._models_due_s = self._metrics_due_s = self._probe_due_s = -inf
+
+    def _jittered(self, interval_s: float) -> float:
+        # Pollers of many backends, and of many proxies, must not fall into step; an interval is the most it may take.
+        return interval_s * self._rng.uniform(0.8, 1.0)
+
+    async def _walk(self) -> None:
+        """Ask what is due. Each next time counts from the answer, so that a slow server is not asked ever faster."""
+        if self._clock() >= self._health_due_s:
+            await self._ask_health()
+            self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
+        if self._clock() >= self._models_due_s:
+            await self._ask_models()
+            self._models_due_s = self._clock() + self._jittered(self._pace.models_interval_s)
+        if self._clock() >= self._metrics_due_s:
+            reading, interval_s = await self._ask_metrics()
+            self._metrics_due_s = self._clock() + self._jittered(interval_s)
+            if reading is not None:
+                self._sink.observe(self._backend, reading)
+        self._sink.answered(self._backend)
+
+    async def _ask_health(self) -> None:
+        # A server without this route cannot be called ill for it: only its 5xx is a statement about its health.
+        status, _ = await self._get("/health")
+        if status >= 500:
+            raise _LapFailed(Trouble.UNHEALTHY, f"GET {self._url}/health answered {status}")
+
+    async def _ask_models(self) -> None:
+        sent_at_s = self._clock()
+        status, body = await self._get("/v1/models")
+        if status != 200:
+            trouble = Trouble.UNHEALTHY if status >= 500 else Trouble.GARBAGE
+            hint = "; is the backend's api_key right?" if status in (401, 403) else ""
+            raise _LapFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
+        try:
+            listing = parse_listing(body, sent_at_s)
+        except ValueError as error:
+            raise _LapFailed(Trouble.GARBAGE, f"GET {self._url}/v1/models: {error}") from None
+        self._sink.listed(self._backend, listing)
+
+    async def _ask_metrics(self) -> tuple[Reading | None, float]:
+        """The reading of the best source that gives one, beginning with the last that did, and when to ask again."""
+        sources = list(_Source)
+        if self._source is not None and self._clock() < self._probe_due_s:
+            sources = sources[sources.index(self._source) :]
+        else:
+            self._probe_due_s = self._clock() + REPROBE_INTERVAL_S
+        for self._source in sources:
+            if self._source.value is None:
+                break
+            sent_at_s = self._clock()
+            status, body = await self._get(self._source.value)
+            reading = parse_reading(body, sent_at_s) if status == 200 else None
+            if reading is None:
+                continue
+            if self._source is _Source.PAGE:
+                return reading, self._pace.page_interval_s
+            if len(body) <= FAST_BYTES_MAX:
+                return reading, self._pace.interval_s
+            if is_filtered(body):
+                return reading, self._pace.page_interval_s
+        return None, self._pace.page_interval_s
+
+    # --- one question --------------------------------------------------------------------------------------------
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of one answer, redirects not followed. Raises _LapFailed where no readable answer came."""
+        what = f"GET {self._url}{path.partition('?')[0]}"
+        timeout_s = self._pace.timeout_s
+        try:
+            async with self._session.get(
+                URL(self._url + path, encoded=True),
+                headers=self._headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=timeout_s, ceil_threshold=inf),
+            ) as response:
+                body = bytearray()
+                while piece := await response.content.readany():
+                    body += piece
+                    if len(body) > BODY_BYTES_MAX:
+                        raise _LapFailed(Trouble.GARBAGE, f"{what}: the answer is larger than {BODY_BYTES_MAX} bytes")
+                return response.status, bytes(body)
+        except TimeoutError:
+            raise _LapFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
+        except aiohttp.ClientConnectionError as error:
+            raise _LapFailed(_blame(error), f"{what}: {error}") from None
+        except (aiohttp.ClientError, ValueError) as error:
+            raise _LapFailed(Trouble.GARBAGE, f"{what}: {error or type(error).__name__}") from None
+
+    def _report(self, bug: Exception) -> None:
+        # A bug repeats with every lap; its story is told again only when it is another story.
+        where = traceback.extract_tb(bug.__traceback__)[-1]
+        story = f"{type(bug).__name__} at {where.filename}:{where.lineno}"
+        if story != self._bug:
+            self._bug = story
+            _log.error("poller_bug", backend=self._backend, exc_info=bug)
+
+
+def _blame(error: aiohttp.ClientConnectionError) -> Trouble:
+    # Only a refusal proves that no process listens, and open streams are given up on that proof: a name that does not
+    # resolve, an unreachable network or our own lack of file descriptors must never be mistaken for it.
+    refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED
+    return Trouble.REFUSED if refused else Trouble.TIMEOUT

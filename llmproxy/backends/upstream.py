@@ -1,0 +1,243 @@
+"""The upstream port: one request to one backend, and its answer piece by piece as it arrives.
+
+`Upstream` and `Exchange` are what the relay knows; `AiohttpUpstream` is the client behind them. Time limits beyond
+connecting are the caller's: it cancels, or calls `Exchange.close`, and both cut the connection at once, because a cut
+connection is the only thing that makes an engine stop generating.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Protocol, Self
+from weakref import WeakSet
+
+import aiohttp
+from aiohttp import ClientRequest, ClientTimeout
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
+from multidict import CIMultiDict
+from yarl import URL
+
+IDLE_MAX_S = 4.0
+"""Idle connections are dropped after this; vLLM itself closes them after exactly 5 s."""
+
+READ_BUFFER_BYTES = 64 << 10
+"""Reading from a backend pauses at twice this, when the client is slower than the engine."""
+
+HEAD_LINE_BYTES_MAX = 256 << 10
+"""The longest status line or header accepted of a backend."""
+
+WHOLE_BODY_BYTES_MAX = 1 << 20
+"""Request bodies up to this are handed to the transport in one piece, larger ones in slices as it drains."""
+
+Headers = Iterable[tuple[str, str]] | Mapping[str, str]
+
+
+class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
+    """No connection came about, hence not one byte was sent: the request may go elsewhere without any risk."""
+
+
+class UpstreamBroken(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
+    """The connection failed after the request was sent, or may have been.
+
+    `reused` tells that the connection had served an earlier request: a failure before the head is then most likely the
+    backend dropping an idle connection in the same instant, and says nothing of its health.
+    """
+
+    def __init__(self, message: str, *, reused: bool = False) -> None:
+        super().__init__(message)
+        self.reused = reused
+
+
+class Exchange(Protocol):
+    """One answer. Its head is there; its body is pulled."""
+
+    @property
+    def status(self) -> int:
+        """The status code, never 1xx except 101."""
+
+    @property
+    def reason(self) -> str:
+        """The reason phrase, possibly empty."""
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        """Names and values as they came: order, case and repetitions kept; bytes beyond ASCII are surrogate-escaped
+        UTF-8."""
+
+    @property
+    def reused(self) -> bool:
+        """Whether the connection had served an earlier request."""
+
+    async def chunk(self) -> bytes:
+        """The bytes of the body that have arrived, waiting for the first of them; b"" at its end, then and ever after.
+
+        Raises UpstreamBroken when the body is cut short. Never called by two tasks at once.
+        """
+
+    def close(self) -> None:
+        """Cut the connection, unless the body has arrived to its end and the connection is already free again.
+
+        May be called at any time and any number of times.
+        """
+
+
+class Upstream(Protocol):
+    """The way to the backends."""
+
+    async def open(
+        self, base_url: str, method: str, path_qs: str, headers: Headers, body: bytes, connect_timeout_s: float
+    ) -> Exchange:
+        """Send one request and wait for the head of its answer; redirects are answers like any other.
+
+        The path and query go out as they are. Headers are sent as given, in their order; only `host` is added when
+        absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. Raises
+        ConnectFailed or UpstreamBroken; cancelling it cuts the connection.
+        """
+
+
+class _Held:
+    """The connection that the running `open` was given, if any: it alone tells whether bytes may have gone out."""
+
+    __slots__ = ("protocol", "reused", "transport")
+
+    def __init__(self) -> None:
+        self.protocol: ResponseHandler | None = None
+        self.transport: asyncio.Transport | None = None
+        self.reused = False
+
+    def abort(self) -> None:
+        # A mere close would first wait for the peer to read what is still buffered, for ever if it hangs.
+        if self.transport is not None:
+            self.transport.abort()
+
+    def was_reset(self) -> bool:
+        return self.protocol is not None and isinstance(self.protocol.exception(), OSError)
+
+
+_held: ContextVar[_Held | None] = ContextVar("upstream_connection", default=None)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Tells the `open` that runs in this context which connection it was given, and whether that one is fresh."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=0, keepalive_timeout=IDLE_MAX_S)
+        self._known: WeakSet[ResponseHandler] = WeakSet()
+
+    async def connect(self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout) -> Connection:
+        connection = await super().connect(req, traces, timeout)
+        held, protocol = _held.get(), connection.protocol
+        if held is not None and protocol is not None:
+            held.protocol, held.transport, held.reused = protocol, protocol.transport, protocol in self._known
+            self._known.add(protocol)
+        return connection
+
+
+class AiohttpUpstream:
+    """The upstream port over aiohttp's client. Made on a running loop; closed by `close` or by leaving its block."""
+
+    def __init__(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=_Connector(),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            auto_decompress=False,
+            read_bufsize=READ_BUFFER_BYTES,
+            max_line_size=HEAD_LINE_BYTES_MAX,
+            max_field_size=HEAD_LINE_BYTES_MAX,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections, those in use too."""
+        await self._session.close()
+
+    async def open(
+        self, base_url: str, method: str, path_qs: str, headers: Headers, body: bytes, connect_timeout_s: float
+    ) -> AiohttpExchange:
+        held = _Held()
+        token = _held.set(held)
+        try:
+            response = await self._session.request(
+                method,
+                URL(base_url + path_qs, encoded=True),
+                headers=_fields(headers),
+                data=_sliced(body),
+                allow_redirects=False,
+                timeout=ClientTimeout(total=None, connect=connect_timeout_s, ceil_threshold=float("inf")),
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            held.abort()
+            story = f"{base_url}: {error or type(error).__name__}"
+            if held.protocol is None:
+                raise ConnectFailed(story) from error
+            raise UpstreamBroken(story, reused=held.reused) from error
+        except BaseException:
+            held.abort()
+            raise
+        finally:
+            _held.reset(token)
+        return AiohttpExchange(response, held)
+
+
+def _fields(headers: Headers) -> CIMultiDict[str]:
+    # The client below drops all but the last of a repeated header whose repetitions are spelt in different case.
+    fields: CIMultiDict[str] = CIMultiDict()
+    spelling: dict[str, str] = {"content-length": ""}
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        if name := spelling.setdefault(name.lower(), name):
+            fields.add(name, value)
+    return fields
+
+
+def _sliced(body: bytes) -> bytes | io.BytesIO | None:
+    # One write of a large body would copy all of it at once into the transport, and hold on to it there.
+    return io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES_MAX else body or None
+
+
+class AiohttpExchange:
+    """One answer over aiohttp's client; see `Exchange`."""
+
+    __slots__ = ("_content", "_ends_with_connection", "_held", "_response", "headers", "reason", "reused", "status")
+
+    def __init__(self, response: aiohttp.ClientResponse, held: _Held) -> None:
+        self._response = response
+        self._content = response.content
+        self._held = held
+        self.status = response.status
+        self.reason = response.reason or ""
+        self.headers = [
+            (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))
+            for name, value in response.raw_headers
+        ]
+        self.reused = held.reused
+        self._ends_with_connection = not {"content-length", "transfer-encoding"} & {n.lower() for n, _ in self.headers}
+
+    async def chunk(self) -> bytes:
+        try:
+            piece = await self._content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            self.close()
+            raise UpstreamBroken(f"{self._response.host}: {error or type(error).__name__}") from error
+        if not piece and self._ends_with_connection and self._held.was_reset():
+            # Where neither a length nor chunks delimit the body, a reset looks like its end to the parser.
+            raise UpstreamBroken(f"{self._response.host}: the connection was reset within the body")
+        return piece
+
+    def close(self) -> None:
+        if self._response.connection is not None:
+            self._held.abort()
+        self._response.close()

@@ -1,0 +1,289 @@
+"""The command line: `serve`, `check`, `replica`, `demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+import typer
+
+from llmproxy import __version__
+from llmproxy.config import PLACEMENT_PRESETS, Config, ConfigError, Override, keys, load
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "--backend": ("backends",),
+    "--static-backends": ("backends",),
+    "--worker-urls": ("backends",),
+    "--api-key": ("api_keys",),
+    "--placement": ("scheduling.placement",),
+    "--policy": ("scheduling.placement",),
+    "--routing-logic": ("scheduling.placement",),
+    "--fairness": ("scheduling.fairness",),
+    "--queue-size": ("queue.requests_max",),
+    "--queue-timeout-secs": ("queue.ttl_s",),
+    "--request-timeout-secs": ("timeouts.total_s",),
+    "--max-payload-size": ("body_bytes_max",),
+    "--drain-timeout": ("drain_timeout_s",),
+    "--engine-stats-interval": ("poll.interval_s", "poll.page_interval_s"),
+    "--cb-failure-threshold": ("health.failures",),
+    "--health-failure-threshold": ("health.unreachable_after",),
+    "--retry-max-retries": ("retry.extra_attempts",),
+    "--max-instance-failover-reroute-attempts": ("retry.extra_attempts",),
+}
+"""Shorter names of flags, and those that users of other routers know, with the keys that mean the same here."""
+
+PLACEMENTS_ELSEWHERE = {"roundrobin": "round_robin"} | {name.replace("_", "-"): name for name in PLACEMENT_PRESETS}
+LIST_SEPARATORS = {"backends": r"[,\s]+", "api_keys": r"\s+"}
+"""What divides the items of a list in one text; a comma may well be part of somebody's API key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag of `serve`, its variable, and the keys that it overrides."""
+
+    name: str
+    keys: tuple[str, ...]
+
+    @property
+    def parameter(self) -> str:
+        return self.name.strip("-").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return f"LLMPROXY_{self.parameter.upper()}"
+
+
+def _flag(key: str) -> str:
+    return "--" + re.sub(r"[._]", "-", key)
+
+
+FLAGS = tuple(Flag(_flag(key), (key,)) for key in keys()) + tuple(Flag(name, ALIASES[name]) for name in ALIASES)
+
+BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
+
+
+def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Put one option for each flag in the place of the command's `**flags`: the schema stays their only list."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    fields = keys()
+    for flag in FLAGS:
+        field = fields[flag.keys[0]]
+        described = f"The same as {' and '.join(map(_flag, flag.keys))}."
+        if flag.name == _flag(flag.keys[0]):
+            described = f"{field.description}" + (
+                f" [{field.default}]" if isinstance(field.default, int | float | str) else ""
+            )
+        kind = list[str] if flag.keys[0] in LIST_SEPARATORS else str
+        option = typer.Option(flag.name, help=described, metavar="VALUE", show_default=False)
+        parameters.append(
+            inspect.Parameter(
+                flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+            )
+        )
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
+    """What flags or variables, each with its origin and texts, put over the file. Raises ConfigError."""
+    found: dict[str, Override] = {}
+    for flag, origin, texts in given:
+        for key in flag.keys:
+            earlier = found.get(key)
+            if key in LIST_SEPARATORS:
+                # An empty text stays an item, to be refused: `--api-key ""` must not quietly let everybody in.
+                items = [item for text in texts for item in (_items(LIST_SEPARATORS[key], text) or [text])]
+                if earlier:
+                    items, origin = [*earlier.value, *items], f"{earlier.origin}, {origin}"
+                found[key] = Override(key, items, origin)
+                continue
+            if earlier:
+                raise ConfigError([f"{origin}: {key}: is set by {earlier.origin} too; give only one of them"])
+            text = texts[-1]
+            if key == "scheduling.placement":
+                text = PLACEMENTS_ELSEWHERE.get(text.lower(), text)
+            found[key] = Override(key, text, origin)
+    return list(found.values())
+
+
+def _items(separator: str, text: str) -> list[str]:
+    return [item for item in re.split(separator, text) if item]
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[Override]:
+    given = ((flag, flag.variable, [environment.get(flag.variable, "")]) for flag in FLAGS)
+    # A Kubernetes Service that is called llmproxy sets LLMPROXY_PORT=tcp://... in every pod: nobody's wish for a port.
+    return _overrides(one for one in given if one[2][0] and not one[2][0].startswith("tcp://"))
+
+
+def _from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:
+    given = [(flag, flag.name, flags[flag.parameter]) for flag in FLAGS]
+    texts = [(flag, name, [value] if isinstance(value, str) else value or []) for flag, name, value in given]
+    return _overrides(one for one in [*texts, (BACKENDS, "URL", urls)] if one[2])
+
+
+def _fail(problems: Sequence[str]) -> NoReturn:
+    for problem in problems:
+        typer.echo(problem, err=True)
+    raise typer.Exit(2)
+
+
+app = typer.Typer(
+    name="llmproxy",
+    help="A load balancer for vLLM replicas: strict priority, fair share and late binding, in one process.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"llmproxy {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@_takes_flags
+def serve(
+    urls: Annotated[
+        list[str] | None, typer.Argument(metavar="URL", help="Base URLs of vLLM servers, as --backend.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE", envvar="LLMPROXY_CONFIG", help="A YAML file.")
+    ] = None,
+    **flags: list[str] | str | None,
+) -> None:
+    """Put one address in front of vLLM servers.
+
+    Every flag is a key of the configuration file, and a variable too: queue.ttl_s is --queue-ttl-s and
+    LLMPROXY_QUEUE_TTL_S. Flags beat variables, which beat the file, which beats the defaults; a list that is given
+    replaces the list below it. Backends may be repeated, or divided by commas or spaces.
+    """
+    try:
+        settled = load(config, [*_from_environment(os.environ), *_from_flags(flags, urls or ())])
+    except ConfigError as error:
+        _fail(error.problems)
+    if not settled.backends:
+        _fail(
+            [
+                "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`,"
+                " in LLMPROXY_BACKEND, or under `backends:` in the file that --config names"
+            ]
+        )
+    from llmproxy.app import run
+
+    raise typer.Exit(run(settled))
+
+
+@app.command()
+def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file.")]) -> None:
+    """Say everything that is wrong with a configuration file, and start nothing. Exits with 2 if anything is."""
+    try:
+        typer.echo(_summary(file, load(file)))
+    except ConfigError as error:
+        _fail(error.problems)
+
+
+def _summary(file: Path, config: Config) -> str:
+    backends = [
+        f"  {backend.name:<24} {backend.url}"
+        + (f", at most {backend.max_in_flight} in flight" if backend.max_in_flight else "")
+        for backend in config.backends
+    ]
+    ceilings = ", ".join(f"{band} at {value:g}" for band, value in sorted(config.ceilings().items(), reverse=True))
+    return "\n".join(
+        [
+            f"{file}: fine",
+            f"listens on    {config.host}:{config.port}, {'with' if config.api_keys else 'without'} API keys",
+            f"backends      {len(config.backends) or 'none here: serve needs one from a flag or LLMPROXY_BACKEND'}",
+            *backends,
+            f"scheduling    fairness {config.scheduling.fairness}, placement {config.scheduling.placement},"
+            f" flows by {config.scheduling.flow}",
+            f"bands wait    {ceilings}",
+            f"entries       {len(config.models)} models, {len(config.objectives)} objectives",
+        ]
+    )
+
+
+@app.command()
+def replica(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one, which is printed.")] = 8000,
+    model: Annotated[str, typer.Option(help="Name of the base model.")] = "sim",
+    adapter: Annotated[list[str] | None, typer.Option(help="Name of a LoRA adapter; repeat it for more.")] = None,
+    profile: Annotated[str, typer.Option(help="Which model on which GPU sets the step times.")] = "llama-8b-h100",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in one batch.")] = 256,
+    max_loras: Annotated[int, typer.Option(min=1, help="Most adapters in one batch.")] = 4,
+    kv_tokens: Annotated[int | None, typer.Option(min=16, help="Size of the KV-cache; else the profile's.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence, in tokens.")] = None,
+    speed: Annotated[float, typer.Option(help="10 is ten times faster than real.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the scatter in step times.")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="Key that clients must present.")] = None,
+    shutdown: Annotated[
+        Literal["now", "hang"], typer.Option(help="On SIGTERM: cut open streams, or leave them hanging as vLLM does.")
+    ] = "now",
+) -> None:
+    """Serve one simulated vLLM server, without a GPU."""
+    import uvloop
+
+    from llmproxy.simulator.replica import Replica, ReplicaOptions, serve_replica
+
+    try:
+        options = ReplicaOptions(
+            model=model,
+            adapters=tuple(adapter or ()),
+            profile=profile,
+            max_num_seqs=max_num_seqs,
+            max_loras=max_loras,
+            kv_tokens=kv_tokens,
+            max_model_len=max_model_len,
+            speed=speed,
+            seed=seed,
+            api_key=api_key,
+            shutdown=shutdown,
+        )
+        Replica(
+            options
+        )  # Options that fit no engine are refused here, so that a later ValueError is a bug and looks it.
+    except ValueError as error:
+        _fail([f"llmproxy replica: {error}"])
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve_replica(options, host, port))
+    except OSError as error:
+        typer.echo(f"llmproxy replica: cannot listen on {host}:{port}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def demo(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the proxy; 0 takes a free one.")] = 8080,
+    replicas: Annotated[int, typer.Option(min=1, max=16, help="How many simulated vLLM servers to start.")] = 3,
+) -> None:
+    """Start simulated vLLM servers and the proxy, send some traffic, and tell what happens, until Ctrl-C."""
+    from llmproxy.demo import run_demo
+
+    raise typer.Exit(run_demo(port, replicas))
+
+
+def main() -> None:
+    """The `llmproxy` command."""
+    app(prog_name="llmproxy")

@@ -1,0 +1,1 @@
+"""The client leg and the byte path."""

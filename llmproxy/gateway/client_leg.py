@@ -1,0 +1,63 @@
+"""The client's side over aiohttp: reading the body within its bound, and sending an answer byte by byte."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.headers import Headers
+
+
+async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
+    """The whole request body. Raises Failure (413) as soon as it is known to be larger than `bytes_max`."""
+    too_large = Failure(
+        Outcome.TOO_LARGE, f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
+    )
+    length = request.content_length
+    if length is not None and length > bytes_max:
+        raise too_large
+    pieces: list[bytes] = []
+    size = 0
+    while piece := await request.content.readany():
+        size += len(piece)
+        if size > bytes_max:
+            raise too_large
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class AiohttpClientLeg:
+    """See `relay.ClientLeg`. `extra` are the proxy's own header fields, added to whichever answer is committed."""
+
+    def __init__(self, request: web.BaseRequest, extra: dict[str, str]) -> None:
+        self._request = request
+        self._extra = extra
+        self.response: web.StreamResponse | None = None
+        self.status = 0
+        self.sent_bytes = 0
+
+    async def commit(self, status: int, reason: str, headers: Headers) -> None:
+        fields = CIMultiDict(headers)
+        fields.update(self._extra)
+        response = web.StreamResponse(status=status, reason=reason or None, headers=fields)
+        if "content-length" not in fields:
+            response.enable_chunked_encoding()
+        self.response, self.status = response, status
+        await response.prepare(self._request)
+
+    async def write(self, data: bytes) -> None:
+        assert self.response is not None
+        self.sent_bytes += len(data)
+        await self.response.write(data)
+
+    async def end(self) -> None:
+        assert self.response is not None
+        await self.response.write_eof()
+
+    async def abort(self) -> None:
+        assert self.response is not None
+        self.response.force_close()
+        if self._request.transport is not None:
+            self._request.transport.abort()

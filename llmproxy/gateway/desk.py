@@ -1,0 +1,324 @@
+"""The reading desk: the bytes of one request become an `Ask`, and the few edits that the bytes may need.
+
+Nothing is ever serialised again. What must change (an alias, the usage option of a stream) is spliced into the bytes
+that the client sent. Small bodies are parsed once; larger ones are scanned in slices, because a parser would hold the
+event loop for as long as it runs, whatever thread it runs in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from llmproxy.core.domain import Ask
+from llmproxy.gateway.multipart import scan_form
+from llmproxy.gateway.scan import (
+    MEDIA_BYTES,
+    MEDIA_HEAD_BYTES,
+    BadBody,
+    Kind,
+    Member,
+    Slices,
+    T,
+    drain,
+    is_media,
+    scan_members,
+)
+
+# The densest bodies (nothing but brackets) of this size cost a parser and the walk over its result about 5 ms, half of
+# what one stretch on the loop may take; `benchmarks/desk.py` measures it.
+PARSE_BYTES_MAX = 128 * 1024
+TURN_S = 0.002
+OPTION_BYTES_MAX = 64 * 1024
+
+# Members that hold what the engine tokenises, in whatever endpoint they occur.
+_TEXT = (
+    "messages", "prompt", "input", "system", "instructions", "query", "queries", "documents", "items", "text_1",
+    "text_2", "data_1", "data_2", "texts", "inputs", "token_ids", "tokens", "tools",
+)  # fmt: skip
+# The first one given counts, as in the engine.
+_MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_OPTIONS = ("model", "stream", "stream_options", "n", "best_of", *_MAX_TOKENS)
+# Inside messages: members that the chat template does not turn into text, and those that hold an image or a sound.
+_NOT_TEXT = frozenset(
+    {"role", "type", "id", "tool_call_id", "call_id", "cache_control", "detail", "format", "media_type", "status"}
+)
+_MEDIA = frozenset({"image_url", "image", "input_audio", "audio_url", "video_url", "image_embeds", "audio_embeds"})
+
+_ABSENT = object()
+_USAGE_ON = b'"include_usage":true'
+_TRUE = frozenset({"true", "1", "on", "yes", "t", "y"})
+_FALSE = frozenset({"false", "0", "off", "no", "f", "n", ""})
+
+
+class BodyKind(StrEnum):
+    """How the body of a route is to be read.
+
+    `CHAT` and `COMPLETION` streams can be asked for usage; `OTHER` is any JSON body of an endpoint whose engine does
+    not vet `stream`; `FORM` is multipart/form-data.
+    """
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    OTHER = "other"
+    FORM = "form"
+
+
+@dataclass(frozen=True, slots=True)
+class Spliced:
+    """The bytes to send on, in order, without a copy of what the client sent.
+
+    `hides_usage` says that the engine was asked for a usage event which the client did not ask for.
+    """
+
+    parts: tuple[bytes | memoryview, ...]
+    size_bytes: int
+    hides_usage: bool = False
+
+    def joined(self) -> bytes:
+        """One bytes object; the client's own where nothing changed. Copying costs about 0.4 ms per MB."""
+        first = self.parts[0]
+        return first if len(self.parts) == 1 and isinstance(first, bytes) else b"".join(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """What the desk noted of one body: the ask, and what splices need to know."""
+
+    ask: Ask
+    kind: BodyKind
+    body: bytes = field(repr=False)
+    stream_options: Any = _ABSENT
+    members: Mapping[str, Member] | None = field(default=None, repr=False)
+
+    def spliced(self, *, model: str | None = None, want_usage: bool = False) -> Spliced:
+        """The body with `model` in the place of the name it gave, and with the usage option of a stream.
+
+        A body that names no model is left so. `want_usage` changes chat and completion streams alone, and only those
+        whose client said nothing about usage.
+        """
+        edits: list[_Edit] = []
+        if model is not None and model != self.ask.model and self.ask.model is not None:
+            name = model.encode() if self.kind is BodyKind.FORM else orjson.dumps(model)
+            edits.append(self._replacement("model", name))
+        usage = self._usage_edit() if want_usage else None
+        if usage is not None:
+            edits.append(usage)
+        return _splice(self.body, sorted(edits), usage is not None)
+
+    def _usage_edit(self) -> _Edit | None:
+        if not self.ask.stream or self.kind not in (BodyKind.CHAT, BodyKind.COMPLETION):
+            return None
+        options = self.stream_options
+        if options is _ABSENT:
+            start = self.body.index(b"{") + 1  # The object is not empty: it says `stream`.
+            return start, start, b'"stream_options":{' + _USAGE_ON + b"},"
+        if options is None:
+            return self._replacement("stream_options", b"{" + _USAGE_ON + b"}")
+        # With continuous usage the engine would put it on every event as soon as usage is on at all.
+        if not isinstance(options, dict) or options.get("continuous_usage_stats"):
+            return None
+        if options.get("include_usage") is not None:
+            return None
+        member = self._member("stream_options")
+        if "include_usage" not in options:
+            return member.start + 1, member.start + 1, _USAGE_ON + (b"," if options else b"")
+        inner = drain(scan_members(self.body[member.start : member.end], ("include_usage",)))["include_usage"]
+        return member.start + inner.start, member.start + inner.end, b"true"
+
+    def _replacement(self, name: str, value: bytes) -> _Edit:
+        member = self._member(name)
+        return member.start, member.end, value
+
+    def _member(self, name: str) -> Member:
+        members = drain(scan_members(self.body, (name,))) if self.members is None else self.members
+        return members[name]
+
+
+_Edit = tuple[int, int, bytes]
+
+
+class Desk:
+    """Reads the bodies of one event loop. Large ones take turns, so that many of them stall it no longer than one."""
+
+    def __init__(self) -> None:
+        self._turns = asyncio.Lock()
+
+    async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> Sheet:
+        """Read one body; `content_type` is needed for forms. Raises BadBody. No stretch on the loop exceeds 10 ms."""
+        if kind is BodyKind.FORM:
+            return await self._in_turns(read_form(body, content_type))
+        if len(body) <= PARSE_BYTES_MAX:
+            return read_small(body, kind)
+        return await self._in_turns(read_large(body, kind))
+
+    async def _in_turns(self, slices: Slices[T]) -> T:
+        while True:
+            async with self._turns:
+                until_s = time.perf_counter() + TURN_S
+                try:
+                    while time.perf_counter() < until_s:
+                        next(slices)
+                except StopIteration as done:
+                    result: T = done.value
+                    return result
+                # The lock is kept while the loop runs everybody else once.
+                await asyncio.sleep(0)
+
+
+def read_small(body: bytes, kind: BodyKind) -> Sheet:
+    """Parse a JSON body in one go; blocks for as long as that takes. Raises BadBody."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if not body.strip():
+            raise BadBody("The request body is empty; send a JSON object.") from None
+        what = error.msg.split(": line", 1)[0]
+        where = f"line {error.lineno} column {error.colno}"
+        raise BadBody(f"The request body is not valid JSON: {what} ({where}).", f"body.{error.pos}") from None
+    if not isinstance(fields, dict):
+        raise BadBody("The request body must be a JSON object.")
+    sizes = [_measure(name, fields[name]) for name in _TEXT if name in fields]
+    return Sheet(_ask(fields, sizes, kind), kind, body, fields.get("stream_options", _ABSENT))
+
+
+def read_large(body: bytes, kind: BodyKind) -> Slices[Sheet]:
+    """Scan a JSON body of any size in slices. Raises BadBody; broken values that nobody here asked for pass."""
+    members = yield from scan_members(body, (*_TEXT, *_OPTIONS))
+    fields = {name: _option(body, name, members[name]) for name in _OPTIONS if name in members}
+    sizes = [_measure_member(members[name]) for name in _TEXT if name in members]
+    return Sheet(_ask(fields, sizes, kind), kind, body, fields.get("stream_options", _ABSENT), members)
+
+
+def read_form(body: bytes, content_type: str) -> Slices[Sheet]:
+    """Find `model` and `stream` in a multipart form. Raises BadBody. A form counts like one sound."""
+    found = yield from scan_form(body, content_type, ("model", "stream"))
+    values = {name: body[member.start : member.end] for name, member in found.items()}
+    try:
+        model = values.get("model", b"").decode() or None
+    except UnicodeDecodeError:
+        raise BadBody("The form field model must be UTF-8 text.", "body.model") from None
+    said = values.get("stream", b"").decode(errors="replace").strip().lower()
+    if said not in _TRUE | _FALSE:
+        raise BadBody("The form field stream must be true or false.", "body.stream")
+    return Sheet(Ask(model, said in _TRUE, MEDIA_BYTES), BodyKind.FORM, body, members=found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """The size of one text member: bytes of text, exact tokens where it is token ids, and how many prompts it holds."""
+
+    text_bytes: int = 0
+    tokens: int | None = None
+    prompts: int = 1
+
+
+def _ask(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind) -> Ask:
+    model = fields.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadBody("The model must be a string: the name of a model or an adapter.", "body.model")
+    stream = fields.get("stream")
+    if stream is not None and not isinstance(stream, bool) and kind is not BodyKind.OTHER:
+        raise BadBody("The field stream must be true or false.", "body.stream")
+    text_bytes = sum(size.text_bytes for size in sizes)
+    tokens = [size.tokens for size in sizes if size.tokens is not None]
+    per_prompt = max(_count(fields.get("n")) or 1, _count(fields.get("best_of")) or 1)
+    return Ask(
+        model=model or None,
+        stream=stream is True,
+        prompt_bytes=text_bytes,
+        prompt_tokens=sum(tokens) if tokens and not text_bytes else None,
+        max_tokens=next((n for name in _MAX_TOKENS if (n := _count(fields.get(name)))), None),
+        sequences=per_prompt * max((size.prompts for size in sizes), default=1),
+    )
+
+
+def _count(value: Any) -> int | None:
+    """A positive integer as it is, None for anything else: the engine will complain about it itself."""
+    return value if type(value) is int and value > 0 else None
+
+
+def _measure(name: str, value: Any) -> _Size:
+    """The size of a parsed text member."""
+    if not isinstance(value, list) or not value:
+        return _Size(_text_bytes(value, name == "tools"))
+    if type(value[0]) is int:
+        return _Size(tokens=len(value))
+    if type(value[0]) is list:
+        if value[0] and type(value[0][0]) is int:
+            return _Size(tokens=sum(len(ids) for ids in value if isinstance(ids, list)), prompts=len(value))
+        return _Size(_text_bytes(value, False), prompts=len(value))
+    prompts = len(value) if type(value[0]) is str else 1
+    return _Size(_text_bytes(value, name == "tools"), prompts=prompts)
+
+
+def _text_bytes(value: Any, with_names: bool) -> int:
+    """UTF-8 bytes of the text in a parsed value, however deep it is nested."""
+    total_bytes = 0
+    ahead = [value]
+    while ahead:
+        value = ahead.pop()
+        if type(value) is str:
+            total_bytes += _string_bytes(value)
+        elif type(value) is list:
+            ahead.extend(value)
+        elif type(value) is dict:
+            if with_names:
+                ahead.extend(value)
+                ahead.extend(value.values())
+                continue
+            for name, inner in value.items():
+                if name in _MEDIA:
+                    total_bytes += MEDIA_BYTES
+                elif name not in _NOT_TEXT:
+                    ahead.append(inner)
+    return total_bytes
+
+
+def _string_bytes(text: str) -> int:
+    size_bytes = len(text) if text.isascii() else len(text.encode())
+    if size_bytes > MEDIA_BYTES and is_media(text[:MEDIA_HEAD_BYTES].encode()):
+        return MEDIA_BYTES
+    return size_bytes
+
+
+def _measure_member(member: Member) -> _Size:
+    """The size of a scanned text member, from the sums over what lies inside it."""
+    if member.kind is not Kind.ARRAY:
+        return _Size(member.text_bytes)
+    lists = member.arrays - 1
+    if not member.strings and not member.objects:
+        # Whether flat or in lists, ids are one more than the commas, those between the lists included.
+        return _Size(tokens=member.commas + 1, prompts=max(1, lists))
+    prompts = 1 if member.objects else max(member.strings, lists)
+    return _Size(member.text_bytes, prompts=prompts)
+
+
+def _option(body: bytes, name: str, member: Member) -> Any:
+    if member.end - member.start > OPTION_BYTES_MAX:
+        raise BadBody(f"The field {name} is longer than {OPTION_BYTES_MAX} bytes.", f"body.{name}")
+    try:
+        return orjson.loads(body[member.start : member.end])
+    except orjson.JSONDecodeError:
+        raise BadBody(f"The request body is not valid JSON: bad value of {name}.", f"body.{member.start}") from None
+
+
+def _splice(body: bytes, edits: list[_Edit], hides_usage: bool) -> Spliced:
+    if not edits:
+        return Spliced((body,), len(body))
+    view = memoryview(body)
+    parts: list[bytes | memoryview] = []
+    at = 0
+    for start, end, new in edits:
+        parts += [view[at:start], new]
+        at = end
+    parts.append(view[at:])
+    return Spliced(tuple(parts), sum(map(len, parts)), hides_usage)

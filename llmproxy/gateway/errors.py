@@ -1,0 +1,97 @@
+"""Errors as clients of each API expect them: a JSON body before the first byte, one SSE event after it."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import orjson
+
+from llmproxy.core.domain import Outcome, Refused
+from llmproxy.gateway.routes import Dialect
+
+STATUS: dict[Outcome, int] = {
+    Outcome.BAD_REQUEST: 400,
+    Outcome.UNKNOWN_MODEL: 404,
+    Outcome.UNAUTHORIZED: 401,
+    Outcome.TOO_LARGE: 413,
+    Outcome.REJECTED_CAPACITY: 429,
+    Outcome.REJECTED_NO_BACKENDS: 503,
+    Outcome.EXPIRED: 429,
+    Outcome.EXPIRED_NO_BACKENDS: 503,
+    Outcome.SHED: 429,
+    Outcome.CANCELLED: 499,
+    Outcome.CONNECT_FAILED: 502,
+    Outcome.UPSTREAM_TIMEOUT: 504,
+    Outcome.UPSTREAM_STATUS: 502,
+    Outcome.BROKEN_STREAM: 502,
+    Outcome.DRAINING: 503,
+    Outcome.INTERNAL: 500,
+}
+
+_OPENAI_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class Failure(Exception):  # noqa: N818 - it is what the client is told, which need not be an error of this code
+    """A request that ends with an answer of the proxy's own, before any byte of a backend's answer."""
+
+    def __init__(
+        self,
+        outcome: Outcome,
+        message: str,
+        *,
+        status: int | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.message = message
+        self.status = STATUS[outcome] if status is None else status
+        self.param = param
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, ceil(retry_after_s)))
+
+    @classmethod
+    def of(cls, refused: Refused) -> Failure:
+        return cls(refused.outcome, refused.message, retry_after_s=refused.retry_after_s)
+
+
+def error_body(dialect: Dialect, status: int, message: str, param: str | None = None) -> bytes:
+    """The JSON body of an error: Anthropic's shape under its routes, vLLM's form of OpenAI's everywhere else."""
+    if dialect is Dialect.ANTHROPIC:
+        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+    kind = _OPENAI_TYPES.get(status, "InternalServerError")
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def error_event(dialect: Dialect, message: str) -> bytes:
+    """One well-formed SSE event that ends a stream which broke after its first byte."""
+    if dialect is Dialect.ANTHROPIC:
+        return b"event: error\ndata: " + error_body(dialect, 500, message) + b"\n\n"
+    if dialect is Dialect.RESPONSES:
+        event = {"type": "error", "code": "server_error", "message": message, "param": None}
+        return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
+    return b"data: " + error_body(dialect, 502, message) + b"\n\n"

@@ -1,0 +1,68 @@
+"""Which header fields travel from one leg to the other (RFC 9110, section 7.6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Headers = list[tuple[str, str]]
+
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id"})
+_OURS_DOWNSTREAM = frozenset({"x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"})
+_PRIVILEGED = frozenset(
+    {
+        "x-vllm-priority",
+        "x-data-parallel-rank",
+        "x-llm-d-inference-objective",
+        "x-gateway-inference-objective",
+        "x-llm-d-inference-fairness-id",
+        "x-gateway-inference-fairness-id",
+    }
+)
+"""Fields by which a client could choose its own place in a queue; passed on for trusted peers only."""
+
+
+def to_backend(
+    fields: Iterable[tuple[str, str]], *, request_id: str, trusted: bool, authorization: str | None, keep_auth: bool
+) -> Headers:
+    """The client's end-to-end fields, with the proxy's request id and the backend's key in place of the client's.
+
+    `authorization` replaces the client's own; without one, the client's is passed on where `keep_auth` says so.
+    """
+    fields = list(fields)
+    dropped = _HOP_BY_HOP | _REPLACED_UPSTREAM | named_in_connection(fields)
+    if not trusted:
+        dropped |= _PRIVILEGED
+    if authorization is not None or not keep_auth:
+        dropped |= {"authorization", "x-api-key"}
+    kept = [(name, value) for name, value in fields if name.lower() not in dropped]
+    kept.append(("x-request-id", request_id))
+    if authorization is not None:
+        kept.append(("authorization", authorization))
+    return kept
+
+
+def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
+    """A backend's end-to-end fields, without those that the proxy answers itself."""
+    fields = list(fields)
+    dropped = _HOP_BY_HOP | _OURS_DOWNSTREAM | named_in_connection(fields)
+    return [(name, value) for name, value in fields if name.lower() not in dropped]
+
+
+def named_in_connection(fields: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """Names that a `Connection` field declares to be meant for this hop only."""
+    return frozenset(
+        token.strip().lower() for name, value in fields if name.lower() == "connection" for token in value.split(",")
+    )

@@ -1,0 +1,370 @@
+"""The corridor: one attempt on one backend, from opening the connection to the last byte handed to the client.
+
+The head of the answer is held back until the first byte of its body: an engine sends its head when it *accepts* a
+request, so until then nothing was promised to the client and the attempt may be repeated elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from llmproxy.backends.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
+from llmproxy.config import TimeoutsConfig
+from llmproxy.core.domain import Outcome, Usage, Verdict
+from llmproxy.dispatcher import Lease
+from llmproxy.gateway.errors import error_event
+from llmproxy.gateway.headers import Headers, to_client
+from llmproxy.gateway.routes import Dialect
+from llmproxy.gateway.sse import StreamTap, usage_of_tail
+
+HELD_BYTES_MAX = 1 << 20
+"""Of an error answer, or of a stream's first event: what is looked at before it is passed on."""
+TAIL_BYTES = 64 << 10
+"""The end of an answer without a stream, where its `usage` stands."""
+PROGRESS_EVENTS = 32
+"""How many stream events pass between two reports to the scheduler."""
+
+DRAINING_MARK = b"cannot schedule new futures"
+"""What a vLLM that is shutting down says in a 500, while its /health is still 200."""
+
+
+class ClientLeg(Protocol):
+    """The client's side of one request."""
+
+    async def commit(self, status: int, reason: str, headers: Headers) -> None:
+        """Send the head. From here on the request cannot be repeated."""
+
+    async def write(self, data: bytes) -> None:
+        """Hand bytes on, waiting while the client is slower. Raises OSError when the client is gone."""
+
+    async def end(self) -> None:
+        """The answer is complete."""
+
+    async def abort(self) -> None:
+        """The answer cannot be completed: let the client see that by closing its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is sent to a backend, whichever one it is."""
+
+    path_qs: str
+    headers: Headers
+    body: bytes
+    stream: bool
+    hide_usage: bool
+    dialect: Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer of a backend that was held back, to be passed on where no other attempt is made."""
+
+    status: int
+    reason: str
+    headers: Headers
+    body: bytes
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What became of one attempt.
+
+    Until `committed`, the client has seen nothing. `retryable` says that another backend might do better. `answer` is
+    the backend's own error where it gave one.
+    """
+
+    outcome: Outcome = Outcome.INTERNAL
+    verdict: Verdict = Verdict.CLIENT_GONE
+    message: str = ""
+    status: int = 0
+    committed: bool = False
+    retryable: bool = False
+    answer: Answer | None = None
+    first_token_s: float | None = None
+    last_byte_s: float = 0.0
+    max_gap_s: float = 0.0
+    chunks: int = 0
+    body_bytes: int = 0
+    head: bytes = b""
+    tail: bytes = b""
+    usage: Usage | None = None
+    tap: StreamTap | None = field(default=None, repr=False)
+
+    def fail(self, outcome: Outcome, verdict: Verdict, message: str, *, retryable: bool) -> None:
+        self.outcome, self.verdict, self.message = outcome, verdict, message
+        self.retryable = retryable and not self.committed
+
+
+class Relay:
+    """Carries requests out. Holds no state between attempts."""
+
+    def __init__(self, upstream: Upstream, timeouts: TimeoutsConfig) -> None:
+        self._upstream = upstream
+        self._timeouts = timeouts
+
+    async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ClientLeg) -> None:
+        """Try one backend and write down in `attempt` what came of it.
+
+        Never raises for what a backend does; OSError means that the client is gone.
+        """
+        patience = _Patience(self._timeouts, call.stream)
+        try:
+            await self._supervised(attempt, patience, lease, base_url, call, client)
+        except ConnectFailed as error:
+            attempt.fail(Outcome.CONNECT_FAILED, Verdict.CONNECT_FAILED, str(error), retryable=True)
+        except UpstreamBroken as error:
+            outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
+            attempt.fail(outcome, Verdict.FAILED, str(error), retryable=True)
+        except TimeoutError:
+            self._timed_out(attempt, patience, lease)
+        finally:
+            self._account(attempt, lease)
+        if attempt.committed and attempt.outcome is Outcome.BROKEN_STREAM:
+            await _end_broken(attempt, call, client)
+
+    async def _supervised(
+        self, attempt: Attempt, patience: _Patience, lease: Lease, base_url: str, call: Call, client: ClientLeg
+    ) -> None:
+        exchange: Exchange | None = None
+        try:
+            async with asyncio.timeout_at(patience.deadline_s) as scope:
+                patience.scope = scope
+                lease.on_revoked = patience.cut
+                if lease.revoked:
+                    patience.cut()
+                exchange = await self._open(base_url, call)
+                attempt.status = exchange.status
+                if exchange.status >= 300:
+                    await self._hold_error(attempt, exchange)
+                elif _is_event_stream(exchange):
+                    await self._relay_stream(attempt, patience, lease, exchange, call, client)
+                else:
+                    await self._relay_plain(attempt, lease, exchange, client)
+        finally:
+            lease.on_revoked = None
+            if exchange is not None:
+                exchange.close()
+
+    async def _open(self, base_url: str, call: Call) -> Exchange:
+        for _ in range(2):
+            try:
+                return await self._upstream.open(
+                    base_url, "POST", call.path_qs, call.headers, call.body, self._timeouts.connect_s
+                )
+            except UpstreamBroken as error:
+                # A kept connection that the backend dropped in the same instant: it never saw the request.
+                if not error.reused:
+                    raise
+                broken = error
+        raise broken
+
+    # --- an error answer ---------------------------------------------------------------------------------------------
+
+    async def _hold_error(self, attempt: Attempt, exchange: Exchange) -> None:
+        body = await _read_held(exchange)
+        status = exchange.status
+        if status < 400:
+            message = f"The backend answered with a redirect ({status}), which is not passed on."
+            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=False)
+            attempt.status = 502
+            return
+        attempt.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
+        message = f"The backend answered {status}."
+        if status == 503:
+            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.BUSY, message, retryable=True)
+        elif status == 502:
+            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
+        elif status == 500 and DRAINING_MARK in body:
+            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.DRAINING, message, retryable=True)
+        elif status >= 500:
+            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=False)
+        else:
+            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.SERVED, message, retryable=False)
+
+    # --- an answer without a stream ----------------------------------------------------------------------------------
+
+    async def _relay_plain(self, attempt: Attempt, lease: Lease, exchange: Exchange, client: ClientLeg) -> None:
+        data = await exchange.chunk()
+        attempt.head = data[:4096]
+        lease.started()
+        attempt.committed = True
+        await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
+        while data:
+            attempt.chunks += 1
+            attempt.body_bytes += len(data)
+            attempt.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (attempt.tail + data)[-TAIL_BYTES:]
+            await client.write(data)
+            data = await exchange.chunk()
+        await client.end()
+        attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
+
+    # --- a stream ----------------------------------------------------------------------------------------------------
+
+    async def _relay_stream(
+        self,
+        attempt: Attempt,
+        patience: _Patience,
+        lease: Lease,
+        exchange: Exchange,
+        call: Call,
+        client: ClientLeg,
+    ) -> None:
+        tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
+        first = await self._first_event(attempt, tap, exchange)
+        if tap.error_first:
+            rest = await _read_held(exchange)
+            attempt.answer = Answer(exchange.status, exchange.reason, to_client(exchange.headers), first + rest)
+            message = "The backend answered with an error event and no token."
+            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
+            return
+        attempt.committed = True
+        await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
+        reported = 0
+        data: bytes = first
+        now = asyncio.get_running_loop().time()
+        attempt.last_byte_s = now
+        while True:
+            if attempt.first_token_s is None and tap.first_token_seen:
+                attempt.first_token_s = now
+                attempt.max_gap_s = 0.0
+                lease.started()
+                patience.streaming(now)
+            if data:
+                attempt.chunks += 1
+                attempt.body_bytes += len(data)
+                await client.write(data)
+            if tap.data_events - reported >= PROGRESS_EVENTS:
+                reported = tap.data_events
+                lease.progress(reported)
+            raw = await exchange.chunk()
+            now = patience.now()
+            if not raw:
+                break
+            attempt.max_gap_s = max(attempt.max_gap_s, now - attempt.last_byte_s)
+            attempt.last_byte_s = now
+            patience.alive(now)
+            data = tap.feed(raw)
+        held = tap.flush()
+        if held:
+            await client.write(held)
+        if tap.error_seen:
+            message = "The backend ended the stream with an error event."
+            attempt.outcome, attempt.verdict, attempt.message = Outcome.UPSTREAM_STATUS, Verdict.FAILED, message
+        else:
+            attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
+        await client.end()
+
+    async def _first_event(self, attempt: Attempt, tap: StreamTap, exchange: Exchange) -> bytes:
+        """The bytes up to the end of the first whole event or comment, which shows whether it is an error."""
+        first = b""
+        while True:
+            raw = await exchange.chunk()
+            if not raw:
+                return first + tap.flush()
+            attempt.head = (attempt.head + raw)[:4096]
+            first += tap.feed(raw)
+            if tap.first_event_complete or len(first) > HELD_BYTES_MAX:
+                return first
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def _timed_out(self, attempt: Attempt, patience: _Patience, lease: Lease) -> None:
+        outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
+        if lease.revoked:
+            message = "The backend is gone: it refuses connections, and its open streams will never speak again."
+            lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
+            attempt.fail(lost, Verdict.LOST, message, retryable=True)
+        else:
+            attempt.fail(outcome, Verdict.FAILED, patience.story(), retryable=patience.streams)
+
+    def _account(self, attempt: Attempt, lease: Lease) -> None:
+        """Tell the lease what the attempt proved and what it cost, however it ended."""
+        lease.verdict = attempt.verdict
+        if attempt.tap is not None:
+            attempt.usage = attempt.tap.usage
+            seen = attempt.tap.data_events
+        else:
+            attempt.usage = usage_of_tail(attempt.tail) if attempt.tail else None
+            seen = 0
+        if attempt.usage is not None:
+            lease.usage = attempt.usage
+        elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):
+            # Cut short: what was computed so far was work, and the flow that asked for it pays.
+            lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
+
+
+class _Patience:
+    """The time limits of one attempt on one timer, moved as the attempt gets along.
+
+    Streams have a limit for their first token and one for silence after it; everything has one in total.
+    """
+
+    def __init__(self, timeouts: TimeoutsConfig, streams: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self.now = loop.time
+        self.streams = streams
+        self.scope: asyncio.Timeout | None = None
+        began_s = loop.time()
+        self._end_s = began_s + timeouts.total_s
+        self._stall_s = timeouts.stall_s
+        self._moved_s = 0.0
+        self._phase = f"no first byte within {timeouts.first_byte_s:g} s (timeouts.first_byte_s)"
+        self._total = f"not finished within {timeouts.total_s:g} s (timeouts.total_s)"
+        self.deadline_s = min(self._end_s, began_s + timeouts.first_byte_s) if streams else self._end_s
+        self._speaking = False
+
+    def streaming(self, now: float) -> None:
+        """The first token came; from here on silence is what is limited."""
+        self._speaking = True
+        self._phase = f"silent for {self._stall_s:g} s in mid-stream (timeouts.stall_s)"
+        self._move(now)
+
+    def alive(self, now: float) -> None:
+        # Moving the timer for every chunk would cost more than relaying it; an eighth of the limit is exact enough.
+        if self._speaking and now - self._moved_s > self._stall_s / 8:
+            self._move(now)
+
+    def cut(self) -> None:
+        """End the attempt now."""
+        if self.scope is not None and not self.scope.expired():
+            self.scope.reschedule(self.now())
+
+    def story(self) -> str:
+        return "The backend was " + (self._total if self.now() >= self._end_s else self._phase) + "."
+
+    def _move(self, now: float) -> None:
+        self._moved_s = now
+        self.deadline_s = min(self._end_s, now + self._stall_s * 1.125)
+        if self.scope is not None and not self.scope.expired():
+            self.scope.reschedule(self.deadline_s)
+
+
+async def _end_broken(attempt: Attempt, call: Call, client: ClientLeg) -> None:
+    """Tell the client of a stream that it broke, in one event of its own dialect; of anything else, by cutting it."""
+    if attempt.tap is None:
+        await client.abort()
+        return
+    # An event that was only begun is closed by a blank line, or the client would read the next one as part of it.
+    boundary = b"" if attempt.tap.at_boundary else b"\n\n"
+    await client.write(boundary + error_event(call.dialect, f"The stream broke: {attempt.message}"))
+    await client.end()
+
+
+async def _read_held(exchange: Exchange) -> bytes:
+    body = b""
+    while len(body) <= HELD_BYTES_MAX:
+        data = await exchange.chunk()
+        if not data:
+            break
+        body += data
+    return body
+
+
+def _is_event_stream(exchange: Exchange) -> bool:
+    return any(
+        name.lower() == "content-type" and value.lower().startswith("text/event-stream")
+        for name, value in exchange.headers
+    )

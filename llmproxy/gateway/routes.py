@@ -1,0 +1,71 @@
+"""The one table of what can be reached through the proxy. What is not in it does not exist for a client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from llmproxy.gateway.desk import BodyKind
+
+
+class Dialect(StrEnum):
+    """How a client of a route expects to be told of an error."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    ANTHROPIC = "anthropic"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One scheduled POST route, and how its bodies are read."""
+
+    path: str
+    kind: BodyKind = BodyKind.OTHER
+    dialect: Dialect = Dialect.OPENAI
+
+
+SCHEDULED: dict[str, Route] = {
+    route.path: route
+    for route in (
+        Route("/v1/chat/completions", BodyKind.CHAT),
+        Route("/v1/completions", BodyKind.COMPLETION),
+        Route("/v1/responses", BodyKind.RESPONSES, Dialect.RESPONSES),
+        Route("/v1/messages", BodyKind.MESSAGES, Dialect.ANTHROPIC),
+        Route("/v1/messages/count_tokens", BodyKind.MESSAGES, Dialect.ANTHROPIC),
+        Route("/v1/embeddings"),
+        Route("/v2/embed"),
+        Route("/pooling"),
+        Route("/classify"),
+        Route("/score"),
+        Route("/v1/score"),
+        Route("/rerank"),
+        Route("/v1/rerank"),
+        Route("/v2/rerank"),
+        Route("/tokenize"),
+        Route("/detokenize"),
+        Route("/generative_scoring"),
+        Route("/v1/systemone"),
+        Route("/v1/chat/completions/batch"),
+        Route("/v1/chat/completions/render"),
+        Route("/v1/completions/render"),
+        Route("/v1/messages/render", BodyKind.MESSAGES, Dialect.ANTHROPIC),
+        Route("/v1/responses/render"),
+        Route("/v1/chat/completions/derender"),
+        Route("/v1/completions/derender"),
+        Route("/inference/v1/generate"),
+        Route("/v1/audio/transcriptions", BodyKind.FORM),
+        Route("/v1/audio/translations", BodyKind.FORM),
+        Route("/v1/audio/speech"),
+    )
+}
+
+STORED_RESPONSES = "/v1/responses/"
+"""`GET {id}` and `POST {id}/cancel` below it go to the backend that made the response."""
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect in which an error about `path` is written, whether or not the path exists."""
+    if path.startswith("/v1/messages"):
+        return Dialect.ANTHROPIC
+    return Dialect.OPENAI

@@ -1,0 +1,328 @@
+"""Where the members of a JSON object lie, found without building objects, in slices that never hold the loop for long.
+
+A parser turns every element into a Python object before it returns; for a body of many megabytes that is one long
+stall. The scan here looks at bytes in bulk instead: per slice it masks escapes, splits at the quotes and sums up the
+brackets between the strings, all in C, so that a string of 50 MB costs a few memory passes and no Python loop.
+
+It answers for valid JSON and refuses broken structure; it does not vet numbers or escapes in values nobody asked for,
+because the engine reads the same bytes again and says so itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from typing import TypeVar
+
+import orjson
+
+T = TypeVar("T")
+Slices = Generator[None, None, T]  # A computation that yields after each bounded piece of work and returns a T.
+
+SLICE_BYTES = 64 * 1024
+# An image or a sound counts like 1,000 tokens of text: the length of its base64 says nothing of what it costs.
+MEDIA_BYTES = 4000
+MEDIA_HEAD_BYTES = 256
+KEY_BYTES_MAX = 4096  # Nobody asks for a member whose name is longer.
+MEMBERS_MAX = 4096  # Each top-level member costs microseconds of Python, the only part of a scan that bulk cannot help.
+
+_FIRST_SLICE_BYTES = 256
+_HAND_WALK_BYTES = 64
+_WHITESPACE = re.compile(rb"[ \t\r\n]*")
+_LITERAL = re.compile(rb"[-+.0-9A-Za-z]*")
+_MARKS = re.compile(rb'["\[\]{}]')
+_STEPS = bytes.maketrans(b"[]{}", b"\x01\xff\x01\xff")
+_NOT_BRACKETS = b" \t\r\n,:-+.0123456789truefalsniyEIN"
+_MEDIA = re.compile(rb"data:[\w.+-]+\\?/[\w.+-]+[;,]|(?:[A-Za-z0-9+_-]|\\?/){200}")
+
+
+class BadBody(Exception):  # noqa: N818 - it is the client's body that is bad, and the name is what handlers read
+    """A request body that cannot be read. `message` is for people and never repeats the text of a prompt.
+
+    `param` names the place as vLLM does (`body.model`, `body.<position>`); `status` is the HTTP status to answer with.
+    """
+
+    def __init__(self, message: str, param: str = "body", status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
+
+
+class Kind(Enum):
+    """What a member's value is; `LITERAL` is a number, true, false or null."""
+
+    STRING = "string"
+    ARRAY = "array"
+    OBJECT = "object"
+    LITERAL = "literal"
+
+
+@dataclass(slots=True)
+class Member:
+    """One member's value: `body[start:end]`, and sums over all that lies inside it.
+
+    `text_bytes` is the estimated UTF-8 size of all strings (object keys included, escapes undone, media at their flat
+    price); `strings`, `colons`, `commas`, `arrays` and `objects` count occurrences outside strings, the value itself
+    included.
+    """
+
+    kind: Kind
+    start: int
+    end: int = 0
+    text_bytes: int = 0
+    strings: int = 0
+    colons: int = 0
+    commas: int = 0
+    arrays: int = 0
+    objects: int = 0
+
+
+def is_media(head: bytes) -> bool:
+    """Whether a string longer than MEDIA_BYTES, given by its first MEDIA_HEAD_BYTES, is a data URL or base64."""
+    return _MEDIA.match(head) is not None
+
+
+def scan_members(body: bytes, wanted: Collection[str], slice_bytes: int = SLICE_BYTES) -> Slices[dict[str, Member]]:
+    """Find the values of the `wanted` top-level names of the JSON object in `body`; the last of equal names wins.
+
+    Yields after at most about `slice_bytes` of work. Raises BadBody where `body` is no well-formed object.
+    """
+    names = {name.encode(): name for name in wanted}
+    found: dict[str, Member] = {}
+    at = yield from _run(_WHITESPACE, body, 0, slice_bytes)
+    if at == len(body):
+        raise BadBody("The request body is empty; send a JSON object.")
+    if body[at] != 0x7B:
+        raise BadBody("The request body must be a JSON object.")
+    at = yield from _run(_WHITESPACE, body, at + 1, slice_bytes)
+    closed = _byte(body, at, "the object") == b"}"
+    members = 0
+    while not closed:
+        members += 1
+        if members > MEMBERS_MAX:
+            raise BadBody(f"The request body has more than {MEMBERS_MAX} top-level members.")
+        key = Member(Kind.STRING, at)
+        if body[at] != 0x22:
+            raise _broken("expected a member name in double quotes", at)
+        yield from _string(body, key, slice_bytes)
+        at = yield from _run(_WHITESPACE, body, key.end, slice_bytes)
+        if _byte(body, at, "a member") != b":":
+            raise _broken("expected ':' after a member name", at)
+        at = yield from _run(_WHITESPACE, body, at + 1, slice_bytes)
+        value = yield from _value(body, at, slice_bytes)
+        name = _name(body, key, names)
+        if name is not None:
+            found[name] = value
+        at = yield from _run(_WHITESPACE, body, value.end, slice_bytes)
+        separator = _byte(body, at, "the object")
+        if separator not in (b",", b"}"):
+            raise _broken("expected ',' or '}' after a member", at)
+        closed = separator == b"}"
+        if not closed:
+            at = yield from _run(_WHITESPACE, body, at + 1, slice_bytes)
+            _byte(body, at, "the object")
+        yield
+    at = yield from _run(_WHITESPACE, body, at + 1, slice_bytes)
+    if at != len(body):
+        raise _broken("unexpected bytes after the object", at)
+    return found
+
+
+def drain(slices: Slices[T]) -> T:
+    """Run a sliced computation to its end without a pause. Raises what the computation raises."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
+def _broken(what: str, at: int) -> BadBody:
+    return BadBody(f"The request body is not valid JSON: {what} (byte {at}).", f"body.{at}")
+
+
+def _byte(body: bytes, at: int, inside: str) -> bytes:
+    byte = body[at : at + 1]
+    if not byte:
+        raise _broken(f"it ends inside {inside}", at)
+    return byte
+
+
+def _name(body: bytes, key: Member, names: dict[bytes, str]) -> str | None:
+    """The wanted name that a key spells, None for any other key."""
+    if key.end - key.start > KEY_BYTES_MAX:
+        return None
+    raw = body[key.start + 1 : key.end - 1]
+    if b"\\" not in raw:
+        return names.get(raw)
+    try:
+        return names.get(orjson.loads(body[key.start : key.end]).encode())
+    except orjson.JSONDecodeError:
+        raise _broken("a member name has a bad escape", key.start) from None
+
+
+def _run(pattern: re.Pattern[bytes], body: bytes, at: int, slice_bytes: int) -> Slices[int]:
+    """Skip what a one-byte-class pattern matches; returns the position after it."""
+    while True:
+        match = pattern.match(body, at, at + slice_bytes)
+        assert match is not None  # The patterns match the empty string too.
+        if match.end() < at + slice_bytes:
+            return match.end()
+        at = match.end()
+        yield
+
+
+def _value(body: bytes, at: int, slice_bytes: int) -> Slices[Member]:
+    first = _byte(body, at, "a member")
+    if first == b'"':
+        value = Member(Kind.STRING, at)
+        yield from _string(body, value, slice_bytes)
+    elif first in (b"[", b"{"):
+        value = Member(Kind.ARRAY if first == b"[" else Kind.OBJECT, at)
+        yield from _container(body, value, slice_bytes)
+    else:
+        value = Member(Kind.LITERAL, at)
+        value.end = yield from _run(_LITERAL, body, at, slice_bytes)
+        if value.end == at:
+            raise _broken("expected a value", at)
+    return value
+
+
+def _unescaped(piece: bytes) -> tuple[bytes, int]:
+    """A copy of the same length whose only quotes are real ones, and how many bytes its escapes add to the text."""
+    if b"\\" not in piece:
+        return piece, 0
+    backslashes = piece.count(b"\\")
+    masked = piece.replace(b"\\\\", b"__")
+    singles = masked.count(b"\\")
+    # A \uXXXX spends six bytes on a character of about three; every other escape two on one.
+    added = (backslashes - singles) // 2 + singles + 2 * masked.count(b"\\u")
+    return masked.replace(b'\\"', b"__"), added
+
+
+def _piece(body: bytes, at: int, size: int) -> bytes:
+    """At most `size` bytes from `at` on, cut so that no escape is torn in two."""
+    piece = body[at : at + size]
+    if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+        piece = piece[:-1]
+    if not piece:
+        raise _broken("it ends inside a string or a container", at)
+    return piece
+
+
+def _string(body: bytes, string: Member, slice_bytes: int) -> Slices[None]:
+    """Find the end of the string that `string` starts; sets `end` and the sums."""
+    at, size = string.start + 1, min(_FIRST_SLICE_BYTES, slice_bytes)
+    string.strings = 1
+    while not string.end:
+        piece = _piece(body, at, size)
+        quote = _unescaped(piece)[0].find(b'"')
+        if quote >= 0:
+            piece = piece[:quote]
+            string.end = at + quote + 1
+        string.text_bytes += len(piece) - _unescaped(piece)[1]
+        at += len(piece)
+        size = min(size * 4, slice_bytes)
+        yield
+    if string.text_bytes > MEDIA_BYTES and is_media(body[string.start + 1 : string.start + 1 + MEDIA_HEAD_BYTES]):
+        string.text_bytes = MEDIA_BYTES
+
+
+@dataclass(slots=True)
+class _Spot:
+    """Where the scan of a container stands between two pieces."""
+
+    arrays_open: int = 0
+    objects_open: int = 0
+    in_string: bool = False
+    in_media: bool = False
+
+
+def _container(body: bytes, container: Member, slice_bytes: int) -> Slices[None]:
+    """Find the end of the array or object that `container` starts; sets `end` and the sums."""
+    at, spot = container.start, _Spot()
+    size, size_max = min(_FIRST_SLICE_BYTES, slice_bytes), slice_bytes
+    while not container.end:
+        piece = _piece(body, at, size)
+        masked, added = _unescaped(piece)
+        parts = masked.split(b'"')
+        outside = b"".join(parts[spot.in_string :: 2])
+        brackets = outside.translate(None, _NOT_BRACKETS)
+        if _closes(brackets, spot):
+            # The sums are those of whole pieces, so the end is approached by halving and then walked to.
+            if len(piece) > _HAND_WALK_BYTES:
+                size = size_max = max(_HAND_WALK_BYTES, len(piece) // 2)
+                yield
+                continue
+            container.end = at + _end_in(masked, spot)
+            masked, added = _unescaped(piece[: container.end - at])
+            parts = masked.split(b'"')
+            outside = b"".join(parts[spot.in_string :: 2])
+            brackets = outside.translate(None, _NOT_BRACKETS)
+        if brackets.translate(None, b"[]{}"):
+            raise _broken("unexpected characters between two strings or values", at)
+        spot.arrays_open += brackets.count(b"[") - brackets.count(b"]")
+        spot.objects_open += brackets.count(b"{") - brackets.count(b"}")
+        container.arrays += brackets.count(b"[")
+        container.objects += brackets.count(b"{")
+        container.commas += outside.count(b",")
+        container.colons += outside.count(b":")
+        _add_strings(body, at, container, spot, parts, added)
+        at += len(piece)
+        size = min(size * 4, size_max)
+        yield
+    if spot.arrays_open or spot.objects_open:
+        raise _broken("brackets do not match in the value that starts here", container.start)
+
+
+def _closes(brackets: bytes, spot: _Spot) -> bool:
+    """Whether the depth falls to zero somewhere in these brackets."""
+    if not brackets:
+        return False
+    steps = memoryview(brackets.translate(_STEPS)).cast("b")
+    return spot.arrays_open + spot.objects_open + min(accumulate(steps)) <= 0
+
+
+def _end_in(masked: bytes, spot: _Spot) -> int:
+    """The position after the bracket that closes the container, in a piece that is known to hold it."""
+    depth, in_string = spot.arrays_open + spot.objects_open, spot.in_string
+    for mark in _MARKS.finditer(masked):
+        byte = mark.group()
+        if byte == b'"':
+            in_string = not in_string
+        elif not in_string:
+            depth += 1 if byte in b"[{" else -1
+            if depth == 0:
+                return mark.end()
+    raise AssertionError("the depth was seen to fall to zero in this piece")
+
+
+def _add_strings(body: bytes, at: int, container: Member, spot: _Spot, parts: list[bytes], added: int) -> None:
+    """Add the strings of one piece, given split at its quotes, and move `spot` behind the piece."""
+    was_in_string, whole = spot.in_string, len(parts) > 1
+    inside = parts[not was_in_string :: 2]
+    spot.in_string = was_in_string != (len(parts) % 2 == 0)
+    container.strings += len(inside) - was_in_string
+    if was_in_string and not whole:
+        container.text_bytes += 0 if spot.in_media else len(parts[0]) - added
+        return
+    lengths = list(map(len, inside))
+    text_bytes = sum(lengths) - added
+    if was_in_string and spot.in_media:
+        text_bytes -= lengths.pop(0)
+        inside = inside[1:]
+    if spot.in_string:
+        # A string torn by the end of the piece is judged by its first bytes, which lie in the body behind the piece.
+        start = at + sum(map(len, parts)) + len(parts) - 1 - len(parts[-1])
+        spot.in_media = is_media(body[start : start + MEDIA_HEAD_BYTES])
+        if spot.in_media:
+            text_bytes += MEDIA_BYTES - lengths.pop()
+            inside = inside[:-1]
+    if max(lengths, default=0) > MEDIA_BYTES:
+        text_bytes += sum(MEDIA_BYTES - len(part) for part in inside if len(part) > MEDIA_BYTES and is_media(part))
+    container.text_bytes = max(0, container.text_bytes + text_bytes)

@@ -1,0 +1,208 @@
+"""The front door: which path leads where, and the few answers that the proxy gives by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from uuid import uuid4
+
+import orjson
+from aiohttp import web
+
+from llmproxy import __version__
+from llmproxy.backends.upstream import ConnectFailed, Upstream, UpstreamBroken
+from llmproxy.config import BackendConfig, Config
+from llmproxy.core.domain import Outcome
+from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.auth import Keys
+from llmproxy.gateway.client_leg import AiohttpClientLeg
+from llmproxy.gateway.errors import Failure, error_body
+from llmproxy.gateway.headers import to_backend, to_client
+from llmproxy.gateway.identity import Identity, request_id
+from llmproxy.gateway.routes import SCHEDULED, STORED_RESPONSES, dialect_of
+from llmproxy.gateway.stored import StoredResponses
+from llmproxy.gateway.walk import Walker
+from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.logs import log_exit
+from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+MODELS = "/v1/models"
+READY_RETRY_S = 1.0
+
+
+class FrontDoor:
+    """Sends each request where its path leads. `handle` is the one handler of the HTTP server."""
+
+    def __init__(
+        self,
+        config: Config,
+        pools: Pools,
+        dispatcher: Dispatcher,
+        walker: Walker,
+        upstream: Upstream,
+        metrics: Metrics,
+        stored: StoredResponses,
+    ) -> None:
+        self._config = config
+        self._pools = pools
+        self._dispatcher = dispatcher
+        self._walker = walker
+        self._upstream = upstream
+        self._metrics = metrics
+        self._stored = stored
+        self._keys = Keys(config.api_keys)
+        self._identity = Identity(config)
+        self._backends: dict[str, BackendConfig] = {backend.name: backend for backend in config.backends}
+        self._own: dict[str, Handler] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._metrics_page,
+            "/version": self._version,
+            MODELS: self._models,
+        }
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request; whatever goes wrong, in the JSON of the endpoint's dialect."""
+        path = request.path
+        if len(path) > 1:
+            # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
+            path = path.rstrip("/")
+        try:
+            route = SCHEDULED.get(path)
+            if route is not None:
+                _only(request, "POST")
+                return await self._walker.serve(route, request)
+            return await self._by_itself(path, request)
+        except Failure as failure:
+            body = error_body(dialect_of(path), failure.status, failure.message, failure.param)
+            self._turned_away(request, path, failure)
+            return web.Response(
+                status=failure.status, body=body, content_type="application/json", headers=failure.headers
+            )
+        except (ConnectionError, web.RequestPayloadError):
+            # Nobody is there to read it; the server only needs something to close the connection with.
+            return web.Response(status=400)
+
+    def _turned_away(self, request: web.BaseRequest, path: str, failure: Failure) -> None:
+        ended = RequestExit(
+            request_id=request.headers.get("x-request-id", "")[:256],
+            method=request.method,
+            path=path[:256],
+            outcome=failure.outcome,
+            status=failure.status,
+            duration_s=0.0,
+            error=failure.message,
+        )
+        self._metrics.record(ended)
+        log_exit(ended)
+
+    async def _by_itself(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
+        own = self._own.get(path)
+        if own is not None:
+            _only(request, "GET", "HEAD")
+            if path == MODELS:
+                self._keys.check(request.headers)
+            return await own(request)
+        if path.startswith(MODELS + "/"):
+            _only(request, "GET", "HEAD")
+            self._keys.check(request.headers)
+            return self._one_model(path.removeprefix(MODELS + "/"))
+        if path.startswith(STORED_RESPONSES):
+            self._keys.check(request.headers)
+            return await self._stored_response(path, request)
+        raise Failure(Outcome.BAD_REQUEST, f"There is nothing at {path[:200]}.", status=404)
+
+    # --- the proxy's own pages ---------------------------------------------------------------------------------------
+
+    async def _health(self, _: web.BaseRequest) -> web.Response:
+        return web.Response()
+
+    async def _ready(self, _: web.BaseRequest) -> web.Response:
+        if self._dispatcher.draining:
+            reason = "draining"
+        elif not self._pools.ready(asyncio.get_running_loop().time()):
+            reason = "no backend is available"
+        else:
+            return _json({"ready": True})
+        return _json({"ready": False, "reason": reason}, status=503, headers={"Retry-After": f"{READY_RETRY_S:.0f}"})
+
+    async def _metrics_page(self, _: web.BaseRequest) -> web.Response:
+        return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _version(self, _: web.BaseRequest) -> web.Response:
+        return _json({"version": __version__})
+
+    async def _models(self, _: web.BaseRequest) -> web.Response:
+        return _json({"object": "list", "data": self._pools.models()})
+
+    def _one_model(self, name: str) -> web.Response:
+        for entry in self._pools.models():
+            if entry["id"] == name:
+                return _json(entry)
+        raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
+
+    # --- responses that an engine keeps ------------------------------------------------------------------------------
+
+    async def _stored_response(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
+        """Pass `GET {id}` and `POST {id}/cancel` to the backend that made the response: only it has it."""
+        response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
+        if verb not in ("", "cancel"):
+            raise Failure(Outcome.BAD_REQUEST, f"There is nothing at {path[:200]}.", status=404)
+        _only(request, "POST" if verb else "GET")
+        name = self._stored.backend_of(response_id)
+        if name is None:
+            message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
+            raise Failure(Outcome.BAD_REQUEST, message, status=404)
+        return await self._pass_on(path, request, self._backends[name])
+
+    async def _pass_on(self, path: str, request: web.BaseRequest, backend: BackendConfig) -> web.StreamResponse:
+        key = backend.api_key or self._config.backend_api_key
+        headers = to_backend(
+            request.headers.items(),
+            request_id=request_id(request.headers) or uuid4().hex,
+            trusted=self._identity.trusts(request.remote),
+            authorization=f"Bearer {key}" if key else None,
+            keep_auth=not self._keys,
+        )
+        query = request.rel_url.raw_query_string
+        timeouts = self._config.timeouts
+        client = AiohttpClientLeg(request, {"x-llmproxy-backend": backend.name})
+        try:
+            async with asyncio.timeout(timeouts.total_s):
+                exchange = await self._upstream.open(
+                    backend.url,
+                    request.method,
+                    f"{path}?{query}" if query else path,
+                    headers,
+                    b"",
+                    timeouts.connect_s,
+                )
+                try:
+                    await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
+                    while data := await exchange.chunk():
+                        await client.write(data)
+                    await client.end()
+                finally:
+                    exchange.close()
+        except (ConnectFailed, UpstreamBroken, TimeoutError) as error:
+            if client.response is None:
+                raise Failure(Outcome.CONNECT_FAILED, f"The backend that made this response failed: {error}") from error
+            await client.abort()
+        assert client.response is not None
+        return client.response
+
+
+def _only(request: web.BaseRequest, *methods: str) -> None:
+    if request.method not in methods:
+        allowed = ", ".join(methods)
+        message = f"Method {request.method} is not allowed here; allowed: {allowed}."
+        raise Failure(Outcome.BAD_REQUEST, message, status=405, headers={"Allow": allowed})
+
+
+def _json(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        status=status, body=orjson.dumps(content), content_type="application/json", headers=headers or {}
+    )

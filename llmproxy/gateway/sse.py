@@ -1,0 +1,217 @@
+"""What a response stream says while it passes: tokens, usage, errors, its end, and the one event to hide.
+
+Every chunk of every stream comes through `StreamTap.feed`, so an ordinary token event costs a few searches in C and no
+parsing. Bytes pass unchanged; only the usage event that the proxy itself asked for is taken out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llmproxy.core.domain import Usage
+
+HELD_BYTES_MAX = 1024 * 1024
+USAGE_TAIL_BYTES = 64 * 1024
+
+_USAGE_BYTES_MAX = 16 * 1024
+_USAGE_NAMES_MAX = 8  # Echoed client text may hold the name any number of times; the real one comes last or nearly so.
+_HEAD_BYTES = 256
+_ORDINARY = b'data: {"id"'
+_EVENT_END = re.compile(rb"\n\r?\n")
+_ERROR = re.compile(rb'\{\s*"(?:error"\s*:|type"\s*:\s*"error")')
+_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\s\]]')
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_ERROR_EVENTS = frozenset({b"error", b"response.failed"})
+_LAST_EVENTS = frozenset({b"response.completed", b"response.incomplete", b"response.failed", b"message_stop"})
+# Events that only say that the engine has the request; no token has been made when they come.
+_ACCEPTED_EVENTS = frozenset({b"response.created", b"response.queued", b"response.in_progress", b"ping"})
+_DECODER = json.JSONDecoder()
+
+
+class StreamTap:
+    """Watches one event stream. With `hide_usage` it takes the engine's closing usage event out of it.
+
+    `data_events` counts events that carry data, comments and `[DONE]` not included. `first_event_complete` tells that
+    a whole event or comment was seen; `error_first` that the first event with data was an error; `first_token_seen`
+    that one was neither an error nor a mere acknowledgement. `at_boundary` tells whether what was handed on ends
+    between two events, so that another event may be appended.
+    """
+
+    __slots__ = (
+        "_first_usage",
+        "_handed_bytes",
+        "_hide_usage",
+        "_last_usage",
+        "_partial",
+        "data_events",
+        "done_seen",
+        "error_first",
+        "error_seen",
+        "first_event_complete",
+        "first_token_seen",
+    )
+
+    def __init__(self, hide_usage: bool = False) -> None:
+        self.first_event_complete = False
+        self.first_token_seen = False
+        self.error_first = False
+        self.error_seen = False
+        self.done_seen = False
+        self.data_events = 0
+        self._hide_usage = hide_usage
+        self._first_usage = b""
+        self._last_usage = b""
+        self._partial = bytearray()  # The event that is not complete yet,
+        self._handed_bytes = 0  # and how much of it was handed on already.
+
+    @property
+    def at_boundary(self) -> bool:
+        return self._handed_bytes == 0
+
+    @property
+    def usage(self) -> Usage | None:
+        """The tokens that the stream told of last, None where it never told how long the prompt was."""
+        return _usage(_usage_fields(self._first_usage) | _usage_fields(self._last_usage))
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what the backend sent and return what is to be handed on now, which may be nothing."""
+        if (
+            not self._partial
+            and self.first_token_seen
+            and data.startswith(_ORDINARY)
+            and data.find(b"\n\n") == len(data) - 2
+            and b'"usage"' not in data
+        ):
+            self.data_events += 1
+            return data
+        return self._feed_slowly(data)
+
+    def flush(self) -> bytes:
+        """What was held back and is owed to the client once the stream has ended in the middle of an event.
+
+        After a broken stream nothing is owed: what is held is the beginning of an event, and `at_boundary` is true
+        only as long as it is not handed on.
+        """
+        held = bytes(self._partial[self._handed_bytes :])
+        self._handed_bytes = len(self._partial)
+        return held
+
+    def _feed_slowly(self, data: bytes) -> bytes:
+        buffer = self._partial
+        # An end may be torn between two chunks, so the search starts a little before the new bytes.
+        search_from = max(0, len(buffer) - 2)
+        buffer += data
+        out: list[bytes] = []
+        start, handed = 0, self._handed_bytes
+        while match := _EVENT_END.search(buffer, search_from):
+            event = bytes(buffer[start : match.end()])
+            if not self._note(event) or handed:
+                out.append(event[handed:])
+            start = search_from = match.end()
+            handed = 0
+        del buffer[:start]
+        if handed or not (self._hide_usage and self._may_be_usage()):
+            out.append(bytes(buffer[handed:]))
+            handed = len(buffer)
+            if handed > HELD_BYTES_MAX:
+                # The beginning tells what event this is, and the end holds its usage.
+                del buffer[_HEAD_BYTES:-USAGE_TAIL_BYTES]
+                handed = len(buffer)
+        self._handed_bytes = handed
+        return out[0] if len(out) == 1 else b"".join(out)
+
+    def _may_be_usage(self) -> bool:
+        """Whether the event begun may turn out to be the usage event, as far as its bytes tell."""
+        if not self._partial or len(self._partial) > HELD_BYTES_MAX:
+            return False
+        prefix = self._partial[:5]
+        return b"data:".startswith(prefix) and not _SOME_CHOICE.search(self._partial)
+
+    def _note(self, event: bytes) -> bool:
+        """Learn from one whole event; true where it is the usage event to hide."""
+        self.first_event_complete = True
+        at = 0 if event.startswith(b"data:") else event.find(b"\ndata:") + 1
+        if at == 0 and not event.startswith(b"data:"):
+            return False
+        payload = event[at + 5 :].strip()
+        name = event[6 : event.find(b"\n")].strip() if event.startswith(b"event:") else b""
+        if payload == b"[DONE]":
+            self.done_seen = True
+            return False
+        error = name in _ERROR_EVENTS or _ERROR.match(payload) is not None
+        if error:
+            self.error_seen = True
+            self.error_first = self.error_first or self.data_events == 0
+        self.data_events += 1
+        self.done_seen = self.done_seen or name in _LAST_EVENTS
+        usage = b'"usage"' in payload and _last_usage(payload)
+        if usage:
+            self._last_usage = usage
+            self._first_usage = self._first_usage or usage
+        hidden = bool(usage) and self._hide_usage and _is_usage_event(payload)
+        if not error and not hidden and name not in _ACCEPTED_EVENTS:
+            self.first_token_seen = True
+        return hidden
+
+
+def usage_of_tail(tail: bytes) -> Usage | None:
+    """The usage in the last bytes (USAGE_TAIL_BYTES are enough) of a JSON answer, None where it has none."""
+    return _usage(_usage_fields(_last_usage(tail)))
+
+
+def _is_usage_event(payload: bytes) -> bool:
+    """Whether this is the event that an engine adds for usage alone: no choice and no error in it."""
+    if not _NO_CHOICES.search(payload):
+        return False
+    try:
+        fields = json.loads(payload)
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and fields.get("choices") == [] and "error" not in fields
+
+
+def _last_usage(text: bytes) -> bytes:
+    """The bytes that begin with the last usage object in `text`, as long as one can be; empty where there is none.
+
+    A quote inside a JSON string is escaped, so generated text cannot pass for the name. An object that a client named
+    `usage` itself and that an engine echoes has no token counts.
+    """
+    at = len(text)
+    for _ in range(_USAGE_NAMES_MAX):
+        at = text.rfind(b'"usage"', 0, at)
+        if at < 0:
+            break
+        found = _USAGE.match(text, at)
+        if found is not None:
+            candidate = text[found.end() - 1 : found.end() - 1 + _USAGE_BYTES_MAX]
+            if _usage_fields(candidate):
+                return candidate
+    return b""
+
+
+def _usage_fields(text: bytes) -> dict[str, Any]:
+    """The token counts of the object that `text` begins with, those that are null left out; empty if it has none."""
+    if not text:
+        return {}
+    try:
+        fields, _ = _DECODER.raw_decode(text.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return {}
+    known = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
+    if not isinstance(fields, dict) or not any(type(fields.get(name)) is int for name in known):
+        return {}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _usage(fields: dict[str, Any]) -> Usage | None:
+    """One shape from three: OpenAI's chat and completions, OpenAI's responses, Anthropic's messages."""
+    prompt = fields.get("prompt_tokens", fields.get("input_tokens"))
+    output = fields.get("completion_tokens", fields.get("output_tokens", 0))
+    if type(prompt) is not int or type(output) is not int:
+        return None
+    details = fields.get("prompt_tokens_details", fields.get("input_tokens_details"))
+    cached = details.get("cached_tokens") if isinstance(details, dict) else fields.get("cache_read_input_tokens")
+    return Usage(prompt, output, cached if type(cached) is int else None)

@@ -1,0 +1,333 @@
+"""The walk of one request: front door, reading desk, waiting room, corridor, exit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from uuid import uuid4
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from llmproxy.config import BackendConfig, Config
+from llmproxy.core.catalogue import Target
+from llmproxy.core.domain import Outcome, Refused, Request, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Dispatcher, Lease
+from llmproxy.gateway.auth import Keys
+from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
+from llmproxy.gateway.desk import BodyKind, Desk, Sheet
+from llmproxy.gateway.errors import Failure, error_body
+from llmproxy.gateway.headers import to_backend
+from llmproxy.gateway.identity import Identity, request_id
+from llmproxy.gateway.relay import Attempt, Call, Relay
+from llmproxy.gateway.routes import Dialect, Route
+from llmproxy.gateway.scan import BadBody
+from llmproxy.gateway.stored import StoredResponses
+from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
+from llmproxy.telemetry.logs import log_exit, log_internal
+from llmproxy.telemetry.metrics import Metrics
+
+RETRY_RESERVE = 100.0
+"""Retries that may be made beyond the budget's share: a backend that dies takes a handful of requests at once."""
+
+
+class RetryBudget:
+    """Retries as a share of requests, so that a failing fleet is not asked ever more.
+
+    Connections that failed before a byte was sent cost an engine nothing and are not counted.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._left = RETRY_RESERVE
+
+    def request(self) -> None:
+        self._left = min(RETRY_RESERVE, self._left + self._ratio)
+
+    def take(self, verdict: Verdict) -> bool:
+        if verdict is Verdict.CONNECT_FAILED:
+            return True
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+@dataclass(slots=True)
+class Walk:
+    """What is known of one request so far; its last state is what the log and the metrics tell."""
+
+    route: Route
+    http: web.BaseRequest
+    client: AiohttpClientLeg
+    extra: dict[str, str]
+    arrived_s: float
+    id: str
+    outcome: Outcome = Outcome.INTERNAL
+    status: int = 0
+    error: str = ""
+    requested: str | None = None
+    target: Target | None = None
+    request: Request | None = None
+    sheet: Sheet | None = None
+    body_bytes: int = 0
+    attempts: int = 0
+    granted_s: float | None = None
+    lease: Lease | None = None
+    attempt: Attempt | None = None
+    excluded: set[str] = field(default_factory=set)
+
+
+class Walker:
+    """Takes requests of scheduled routes through the house. Every one of them ends in exactly one outcome."""
+
+    def __init__(
+        self,
+        config: Config,
+        pools: Pools,
+        dispatcher: Dispatcher,
+        relay: Relay,
+        metrics: Metrics,
+        stored: StoredResponses,
+    ) -> None:
+        self._config = config
+        self._pools = pools
+        self._dispatcher = dispatcher
+        self._relay = relay
+        self._metrics = metrics
+        self._stored = stored
+        self._keys = Keys(config.api_keys)
+        self._identity = Identity(config)
+        self._backends: Mapping[str, BackendConfig] = {backend.name: backend for backend in config.backends}
+        self._budget = RetryBudget(config.retry.budget_ratio)
+        self._band_names = config.band_names()
+        self._desk = Desk()
+        self._serial = count(1)
+        self.walking = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def serve(self, route: Route, http: web.BaseRequest) -> web.StreamResponse:
+        """Serve one request of a scheduled route, and write down how it ended."""
+        extra: dict[str, str] = {}
+        now = asyncio.get_running_loop().time()
+        walk = Walk(route, http, AiohttpClientLeg(http, extra), extra, now, uuid4().hex)
+        self.walking += 1
+        self.idle.clear()
+        try:
+            await self._walk(walk)
+        except Failure as failure:
+            return self._fail(walk, failure)
+        except Refused as refused:
+            return self._fail(walk, Failure.of(refused))
+        except BadBody as bad:
+            return self._fail(walk, Failure(Outcome.BAD_REQUEST, bad.message, status=bad.status, param=bad.param))
+        except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError) as left:
+            walk.outcome, walk.status = Outcome.CANCELLED, 499
+            walk.error = "the client left" if isinstance(left, asyncio.CancelledError) else f"the client left: {left}"
+            raise
+        except Exception as error:  # noqa: BLE001 - the last wall: a bug becomes one 500 and a full story in the log
+            log_internal(walk.id, error)
+            return self._fail(walk, Failure(Outcome.INTERNAL, "The proxy failed; its log has the story of this id."))
+        finally:
+            self.walking -= 1
+            if not self.walking:
+                self.idle.set()
+            self._exit(walk)
+        assert walk.client.response is not None
+        return walk.client.response
+
+    # --- the way in --------------------------------------------------------------------------------------------------
+
+    async def _walk(self, walk: Walk) -> None:
+        http = walk.http
+        walk.id = request_id(http.headers) or walk.id
+        walk.extra["x-request-id"] = walk.id
+        self._keys.check(http.headers)
+        if self._dispatcher.draining:
+            raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
+        if http.headers.get("content-encoding", "identity").lower() != "identity":
+            message = "Request bodies must not be compressed: send this one without Content-Encoding."
+            raise Failure(Outcome.BAD_REQUEST, message, param="content-encoding")
+        body = await read_body(http, self._config.body_bytes_max)
+        walk.body_bytes = len(body)
+        content_type = http.headers.get("content-type", "")
+        _check_content_type(walk.route, content_type)
+        sheet = walk.sheet = await self._desk.read(body, walk.route.kind, content_type)
+        walk.requested = sheet.ask.model
+        target = walk.target = self._pools.resolve(sheet.ask.model)
+        walk.requested = target.requested
+        self._budget.request()
+        request = walk.request = self._make_request(walk, sheet, target)
+        trusted = self._identity.trusts(http.remote)
+        spliced = sheet.spliced(model=target.model, want_usage=True)
+        await self._attempts(walk, request, spliced.joined(), spliced.hides_usage, trusted)
+
+    def _make_request(self, walk: Walk, sheet: Sheet, target: Target) -> Request:
+        http, ask = walk.http, sheet.ask
+        standing = self._identity.standing(
+            http.headers, self._identity.trusts(http.remote), target.requested, target.model
+        )
+        prompt_tokens, output_tokens = self._pools.tokens(target, ask)
+        return Request(
+            id=str(next(self._serial)),
+            pool=target.pool,
+            model=target.model,
+            adapter=target.adapter,
+            band=standing.band,
+            flow=standing.flow,
+            arrived_s=walk.arrived_s,
+            deadline_s=walk.arrived_s + standing.ttl_s,
+            body_bytes=walk.body_bytes,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            max_tokens=ask.max_tokens,
+            sequences=ask.sequences,
+            stream=ask.stream,
+        )
+
+    # --- the waiting room and the corridor, as often as it takes -----------------------------------------------------
+
+    async def _attempts(self, walk: Walk, request: Request, body: bytes, hide_usage: bool, trusted: bool) -> None:
+        while True:
+            try:
+                async with self._dispatcher.admit(request, frozenset(walk.excluded)) as lease:
+                    attempt = await self._attempt(walk, lease, body, hide_usage, trusted)
+            except Refused:
+                # A retry that finds nobody else tells the client what went wrong first, not that nobody is left.
+                if walk.attempt is None or walk.attempt.outcome is Outcome.INTERNAL:
+                    raise
+                await self._deliver_failure(walk, walk.attempt)
+                return
+            self._metrics.attempted(lease.backend, attempt.verdict)
+            if attempt.committed:
+                walk.outcome, walk.status, walk.error = attempt.outcome, walk.client.status, attempt.message
+                self._learn(walk, request, attempt)
+                return
+            if not self._retries(walk, attempt):
+                await self._deliver_failure(walk, attempt)
+                return
+            # A busy backend is full, not broken: it may well be the first to have room again.
+            if attempt.verdict is not Verdict.BUSY:
+                walk.excluded.add(lease.backend)
+
+    async def _attempt(self, walk: Walk, lease: Lease, body: bytes, hide_usage: bool, trusted: bool) -> Attempt:
+        walk.attempts += 1
+        walk.lease = lease
+        walk.granted_s = lease.grant.at_s
+        backend = self._backends[lease.backend]
+        walk.extra["x-llmproxy-backend"] = backend.name
+        walk.extra["x-llmproxy-queue-ms"] = f"{(lease.grant.at_s - walk.arrived_s) * 1e3:.1f}"
+        walk.extra["x-llmproxy-attempts"] = str(walk.attempts)
+        assert walk.sheet is not None
+        call = Call(self._path_qs(walk), self._headers(walk, backend, trusted), body, walk.sheet.ask.stream,
+                    hide_usage, walk.route.dialect)  # fmt: skip
+        # Assigned before it runs, so that the story of a request cut off in mid-stream has its numbers.
+        walk.attempt = Attempt()
+        await self._relay.attempt(walk.attempt, lease, backend.url, call, walk.client)
+        return walk.attempt
+
+    def _retries(self, walk: Walk, attempt: Attempt) -> bool:
+        return (
+            attempt.retryable
+            and walk.attempts <= self._config.retry.extra_attempts
+            and not self._dispatcher.draining
+            and self._budget.take(attempt.verdict)
+        )
+
+    async def _deliver_failure(self, walk: Walk, attempt: Attempt) -> None:
+        """Pass the backend's own error on as it is, or raise the Failure that says what happened."""
+        answer = attempt.answer
+        if answer is None:
+            status = attempt.status if attempt.outcome is Outcome.UPSTREAM_STATUS else None
+            raise Failure(attempt.outcome, attempt.message, status=status)
+        headers = answer.headers
+        if answer.status == 503:
+            headers = [*headers, ("Retry-After", "1")]
+        await walk.client.commit(answer.status, answer.reason, headers)
+        if answer.body:
+            await walk.client.write(answer.body)
+        await walk.client.end()
+        walk.outcome, walk.status, walk.error = attempt.outcome, answer.status, attempt.message
+
+    def _path_qs(self, walk: Walk) -> str:
+        query = walk.http.rel_url.raw_query_string
+        return f"{walk.route.path}?{query}" if query else walk.route.path
+
+    def _headers(self, walk: Walk, backend: BackendConfig, trusted: bool) -> list[tuple[str, str]]:
+        key = backend.api_key or self._config.backend_api_key
+        return to_backend(
+            walk.http.headers.items(),
+            request_id=walk.id,
+            trusted=trusted,
+            authorization=f"Bearer {key}" if key else None,
+            keep_auth=not self._keys,
+        )
+
+    # --- the way out -------------------------------------------------------------------------------------------------
+
+    def _learn(self, walk: Walk, request: Request, attempt: Attempt) -> None:
+        assert walk.sheet is not None
+        ask = walk.sheet.ask
+        if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
+            prompt_bytes = ask.prompt_bytes if ask.prompt_tokens is None else None
+            self._pools.estimator.learn(request.model, prompt_bytes, ask.sequences, attempt.usage)
+        if walk.route.dialect is Dialect.RESPONSES and walk.lease is not None:
+            self._stored.remember(attempt.head, walk.lease.backend)
+
+    def _fail(self, walk: Walk, failure: Failure) -> web.Response:
+        walk.outcome, walk.status, walk.error = failure.outcome, failure.status, failure.message
+        headers = CIMultiDict({"x-request-id": walk.id, **walk.extra, **failure.headers})
+        body = error_body(walk.route.dialect, failure.status, failure.message, failure.param)
+        return web.Response(status=failure.status, body=body, content_type="application/json", headers=headers)
+
+    def _exit(self, walk: Walk) -> None:
+        now = asyncio.get_running_loop().time()
+        request, attempt, lease = walk.request, walk.attempt, walk.lease
+        usage = attempt.usage if attempt is not None else None
+        placed = lease.grant.placed if lease is not None else None
+        queued_until_s = walk.granted_s if walk.granted_s is not None else now
+        ttft_s = None
+        if attempt is not None and attempt.first_token_s is not None:
+            ttft_s = attempt.first_token_s - walk.arrived_s
+        ended = RequestExit(
+            request_id=walk.id,
+            method=walk.http.method,
+            path=walk.route.path,
+            outcome=walk.outcome,
+            status=walk.status,
+            duration_s=now - walk.arrived_s,
+            model=walk.target.requested if walk.target is not None else UNKNOWN_MODEL,
+            target=walk.target.model if walk.target is not None else None,
+            band=self._band_names.get(request.band, str(request.band)) if request is not None else None,
+            flow=request.flow if request is not None else None,
+            stream=request.stream if request is not None else False,
+            backend=lease.backend if lease is not None else None,
+            attempts=walk.attempts,
+            candidates=placed.candidates if placed is not None else None,
+            terms=placed.terms if placed is not None else (),
+            arrived_s=walk.arrived_s,
+            granted_s=walk.granted_s,
+            queued_ahead=lease.grant.queued_ahead if lease is not None else None,
+            queue_wait_s=queued_until_s - walk.arrived_s if request is not None else None,
+            ttft_s=ttft_s,
+            max_gap_s=attempt.max_gap_s if attempt is not None and ttft_s is not None else None,
+            prompt_tokens=usage.prompt_tokens if usage is not None else None,
+            cached_tokens=usage.cached_tokens if usage is not None else None,
+            output_tokens=usage.output_tokens if usage is not None else None,
+            body_bytes=walk.body_bytes,
+            response_bytes=walk.client.sent_bytes,
+            chunks=attempt.chunks if attempt is not None else 0,
+            error=walk.error or None,
+        )
+        self._metrics.record(ended)
+        log_exit(ended)
+
+
+def _check_content_type(route: Route, content_type: str) -> None:
+    wanted = "multipart/form-data" if route.kind is BodyKind.FORM else "application/json"
+    if content_type.partition(";")[0].strip().lower() != wanted:
+        raise Failure(Outcome.BAD_REQUEST, f"Unsupported media type: the content type of this route is {wanted}.")

@@ -1,0 +1,1 @@
+"""Metrics and logs: what is told of the requests and of the fleet. Nothing here decides anything."""

@@ -1,0 +1,73 @@
+"""The one record that a request leaves behind; the log line and the metrics are both made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmproxy.core.domain import Outcome
+
+UNKNOWN_MODEL = "unknown"
+"""The `model` of a request whose name is not in the catalogue: names that clients invent never become labels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestExit:
+    """What became of one request. It holds no prompt, no answer text and no key.
+
+    All durations are seconds: `queue_wait_s` from arrival to the last grant, or to the end where there was none;
+    `ttft_s` from arrival to the first body byte handed to the client; `duration_s` from arrival to the end.
+    `max_gap_s` is the longest wait between two consecutive chunks. None stands for whatever never came to be known:
+    a request refused at the desk has no band, no backend and no wait. `arrived_s` and `granted_s` are instants on the
+    scheduler's clock, so that the order of grants can be audited; `queued_ahead` is how many others of its pool waited
+    when it was granted.
+
+    `model` is the name that was asked for where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is the base
+    model or adapter that served it. `path` comes without its query. `attempts` counts the backends tried, and
+    `terms` are the named parts of the last placement's score, among `candidates` backends.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    outcome: Outcome
+    status: int
+    duration_s: float
+    model: str = UNKNOWN_MODEL
+    target: str | None = None
+    band: str | None = None
+    flow: str | None = None
+    stream: bool = False
+    backend: str | None = None
+    attempts: int = 0
+    candidates: int | None = None
+    terms: tuple[tuple[str, float], ...] = ()
+    arrived_s: float | None = None
+    granted_s: float | None = None
+    queued_ahead: int | None = None
+    queue_wait_s: float | None = None
+    ttft_s: float | None = None
+    max_gap_s: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    body_bytes: int = 0
+    response_bytes: int = 0
+    chunks: int = 0
+    error: str | None = None
+
+    @property
+    def streaming_s(self) -> float | None:
+        """Seconds from the first body byte of a stream to its end; None where there was no such byte."""
+        return None if self.ttft_s is None or not self.stream else max(0.0, self.duration_s - self.ttft_s)
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """Mean seconds per token after the first; None unless a stream of two or more known tokens was completed."""
+        if self.outcome is not Outcome.COMPLETED or self.streaming_s is None or (self.output_tokens or 0) < 2:
+            return None
+        return self.streaming_s / ((self.output_tokens or 0) - 1)
+
+    @property
+    def mean_gap_s(self) -> float | None:
+        """Mean seconds between two consecutive chunks; None with fewer than two."""
+        return None if self.streaming_s is None or self.chunks < 2 else self.streaming_s / (self.chunks - 1)

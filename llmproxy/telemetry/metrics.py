@@ -1,0 +1,224 @@
+"""The `llmproxy_` metrics, all of them; `docs/metrics.md` says how to read each.
+
+Two kinds: what happened is counted as it happens, from each request's exit record; what is the case is read from the
+dispatcher at the moment of a scrape, so that a gauge can never drift from the state it speaks of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from llmproxy import __version__
+from llmproxy.core.domain import Outcome, Trouble, Verdict
+from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+MODELS_MAX = 200
+"""Distinct values of the `model` label, `unknown` and `other` included; models beyond them are counted as `other`."""
+
+OTHER_MODELS = "other"
+NO_BAND = "none"
+
+WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+TOKEN_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+GAP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
+DECISION_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """What waits in one band."""
+
+    band: str
+    requests: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackendState:
+    """What is known of one backend at this moment; None where no reading told it.
+
+    `saturation` is load over `limit` (1 = full), `kv_used` is 0..1, `reading_age_s` counts from the sending of the
+    scrape.
+    """
+
+    backend: str
+    in_flight: int
+    limit: int
+    saturation: float
+    available: bool
+    running: int | None = None
+    waiting: int | None = None
+    kv_used: float | None = None
+    reading_age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """Everything the gauges speak of, taken in one go."""
+
+    queues: tuple[QueueState, ...] = ()
+    backends: tuple[BackendState, ...] = ()
+
+
+_BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
+    ("in_flight_requests", "Leases held: requests sent to the backend and not ended.", lambda b: b.in_flight),
+    ("backend_saturation", "Load over limit; 1 is full.", lambda b: b.saturation),
+    ("backend_limit", "Requests the backend is thought to run at once.", lambda b: b.limit),
+    ("backend_available", "1 while the backend is healthy and may be given work.", lambda b: b.available),
+    ("backend_running", "Requests running, by the backend's last reading.", lambda b: b.running),
+    ("backend_waiting", "Requests waiting in the engine, by the backend's last reading.", lambda b: b.waiting),
+    ("backend_kv_used", "KV-cache in use, 0 to 1, by the backend's last reading.", lambda b: b.kv_used),
+    ("backend_reading_age_seconds", "Time since the last reading was asked for.", lambda b: b.reading_age_s),
+)
+
+
+class _LiveCollector(Collector):
+    def __init__(self, state: Callable[[], LiveState]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        state = self._state()
+        requests = GaugeMetricFamily("llmproxy_queued_requests", "Requests waiting for a backend.", labels=["band"])
+        size = GaugeMetricFamily("llmproxy_queued_bytes", "Body bytes of waiting requests.", labels=["band"])
+        for queue in state.queues:
+            requests.add_metric([queue.band], queue.requests)
+            size.add_metric([queue.band], queue.bytes)
+        yield requests
+        yield size
+        for name, text, value_of in _BACKEND_GAUGES:
+            gauge = GaugeMetricFamily(f"llmproxy_{name}", text, labels=["backend"])
+            for backend in state.backends:
+                value = value_of(backend)
+                if value is not None:
+                    gauge.add_metric([backend.backend], value)
+            yield gauge
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        # Registering asks for the names; the state need not exist yet at that time.
+        for name in ("queued_requests", "queued_bytes", *(name for name, _, _ in _BACKEND_GAUGES)):
+            yield GaugeMetricFamily(f"llmproxy_{name}", "")
+
+
+Meter = TypeVar("Meter", Counter, Gauge, Histogram)
+
+
+class _Children(dict[tuple[str, ...], Meter]):
+    """The children of one metric by their label values: bound once each, since binding takes a lock and a search."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter: Meter = meter
+
+    def __missing__(self, labels: tuple[str, ...]) -> Meter:
+        child: Meter = self._meter.labels(*labels)
+        self[labels] = child
+        return child
+
+
+class Metrics:
+    """One process's metrics, in a registry of their own. `state` is called by every scrape, on the scraper's thread."""
+
+    def __init__(self, state: Callable[[], LiveState]) -> None:
+        # The library would add the time of creation to every series: a third more lines that nobody reads.
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = registry = CollectorRegistry()
+        self._models = {UNKNOWN_MODEL, OTHER_MODELS}
+
+        def counter(name: str, text: str, *labels: str) -> _Children[Counter]:
+            return _Children(Counter(f"llmproxy_{name}", text, labels, registry=registry))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> _Children[Histogram]:
+            return _Children(Histogram(f"llmproxy_{name}", text, labels, registry=registry, buckets=buckets))
+
+        self._requests = counter("requests_total", "Requests ended, by their one outcome.", "outcome", "band", "model")
+        self._attempts = counter(
+            "attempts_total", "Attempts ended, by what they proved of their backend.", "backend", "verdict"
+        )
+        self._retries = Counter("llmproxy_retries_total", "Attempts beyond a request's first.", registry=registry)
+        self._tokens = counter("tokens_total", "Tokens as the engines counted them.", "direction", "model")
+        self._poll_failures = counter("poll_failures_total", "Polls that ended early.", "backend", "trouble")
+        self._queue_wait = histogram(
+            "queue_wait_seconds", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S, "band"
+        )
+        self._ttft = histogram(
+            "ttft_seconds", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S, "band", "model"
+        )
+        self._per_token = histogram(
+            "time_per_output_token_seconds",
+            "Mean time per token after the first, completed streams only.",
+            TOKEN_BUCKETS_S,
+            "band",
+            "model",
+        )
+        self._gaps = histogram(
+            "inter_chunk_seconds", "Mean and longest wait between chunks of a stream.", GAP_BUCKETS_S, "band", "gap"
+        )
+        self._seconds = histogram(
+            "request_seconds", "From arrival to the end, completed requests only.", REQUEST_BUCKETS_S, "band", "model"
+        )
+        self._decision = Histogram(
+            "llmproxy_decision_seconds", "One decision pass.", registry=registry, buckets=DECISION_BUCKETS_S
+        )
+        info = Gauge("llmproxy_build_info", "Always 1; the version is in the label.", ["version"], registry=registry)
+        info.labels(__version__).set(1)
+        registry.register(_LiveCollector(state))
+        ProcessCollector(registry=registry)
+
+    def record(self, ended: RequestExit) -> None:
+        """Count one request that has ended. Called exactly once for each."""
+        band, model = ended.band or NO_BAND, self._model_label(ended.model)
+        self._requests[ended.outcome.value, band, model].inc()
+        if ended.attempts > 1:
+            self._retries.inc(ended.attempts - 1)
+        if ended.queue_wait_s is not None:
+            self._queue_wait[band,].observe(ended.queue_wait_s)
+        if ended.stream and ended.ttft_s is not None:
+            self._ttft[band, model].observe(ended.ttft_s)
+        if (per_token_s := ended.time_per_output_token_s) is not None:
+            self._per_token[band, model].observe(per_token_s)
+        if (mean_gap_s := ended.mean_gap_s) is not None:
+            self._gaps[band, "mean"].observe(mean_gap_s)
+            self._gaps[band, "max"].observe(ended.max_gap_s if ended.max_gap_s is not None else mean_gap_s)
+        if ended.outcome is Outcome.COMPLETED:
+            self._seconds[band, model].observe(ended.duration_s)
+        self._count_tokens("input", model, ended.prompt_tokens)
+        self._count_tokens("cached", model, ended.cached_tokens)
+        self._count_tokens("output", model, ended.output_tokens)
+
+    def attempted(self, backend: str, verdict: Verdict) -> None:
+        """Count one attempt that has ended."""
+        self._attempts[backend, verdict.value].inc()
+
+    def poll_failed(self, backend: str, trouble: Trouble) -> None:
+        """Count one poll that ended early."""
+        self._poll_failures[backend, trouble.value].inc()
+
+    def decided(self, seconds: float) -> None:
+        """Note how long one decision pass took."""
+        self._decision.observe(seconds)
+
+    def page(self) -> bytes:
+        """The whole page as text; its content type is `CONTENT_TYPE`."""
+        return generate_latest(self.registry)
+
+    def _count_tokens(self, direction: str, model: str, tokens: int | None) -> None:
+        if tokens:
+            self._tokens[direction, model].inc(tokens)
+
+    def _model_label(self, model: str) -> str:
+        if model not in self._models:
+            if len(self._models) >= MODELS_MAX:
+                return OTHER_MODELS
+            self._models.add(model)
+        return model

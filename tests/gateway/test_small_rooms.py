@@ -1,0 +1,233 @@
+"""The rooms of the gateway that are pure and small: routes, errors, headers, identity, keys, stored responses."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from llmproxy.config import Config
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome
+from llmproxy.gateway.auth import Keys
+from llmproxy.gateway.errors import STATUS, Failure, error_body, error_event
+from llmproxy.gateway.headers import to_backend, to_client
+from llmproxy.gateway.identity import Identity, parse_duration_s, request_id
+from llmproxy.gateway.routes import SCHEDULED, Dialect, dialect_of
+from llmproxy.gateway.stored import IDS_MAX, StoredResponses
+
+MANAGEMENT = (
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/sleep", "/wake_up", "/pause", "/resume",
+    "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/server_info",
+    "/update_weights", "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine",
+    "/scale_elastic_ep", "/abort_requests", "/inference/v1/abort_requests", "/release_kv_cache_memory",
+    "/start_profile", "/stop_profile", "/invocations", "/load", "/tokenizer_info",
+)  # fmt: skip
+
+
+def config(**fields: object) -> Config:
+    return Config.model_validate({"backends": ["http://gpu-0:8000"], **fields})
+
+
+@pytest.mark.parametrize("path", MANAGEMENT)
+def test_management_routes_do_not_exist(path: str) -> None:
+    assert path not in SCHEDULED
+
+
+def test_every_outcome_but_success_has_a_status() -> None:
+    assert set(Outcome) - set(STATUS) == {Outcome.COMPLETED}
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_errors_speak_the_dialect_of_their_endpoint() -> None:
+    openai = orjson.loads(error_body(dialect_of("/v1/chat/completions"), 404, "no such model", "model"))
+    assert openai == {"error": {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}}
+    anthropic = orjson.loads(error_body(dialect_of("/v1/messages"), 404, "no such model"))
+    assert anthropic == {"type": "error", "error": {"type": "not_found_error", "message": "no such model"}}
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_an_error_event_is_one_whole_event_with_json_data(dialect: Dialect) -> None:
+    event = error_event(dialect, 'broke\n\n"here"')
+    assert event.endswith(b"\n\n")
+    assert event.count(b"\n\n") == 1
+    data = event.split(b"data: ", 1)[1]
+    assert "broke" in orjson.dumps(orjson.loads(data)).decode()
+
+
+def test_retry_after_is_a_whole_number_of_seconds_and_never_zero() -> None:
+    assert Failure(Outcome.EXPIRED, "late", retry_after_s=0.2).headers == {"Retry-After": "1"}
+    assert Failure(Outcome.EXPIRED, "late", retry_after_s=2.1).headers == {"Retry-After": "3"}
+    assert Failure(Outcome.BAD_REQUEST, "bad").headers == {}
+
+
+# --- headers ----------------------------------------------------------------------------------------------------------
+
+SENT = [
+    ("Host", "proxy:8080"),
+    ("Content-Length", "12"),
+    ("Connection", "keep-alive, X-Hop"),
+    ("X-Hop", "1"),
+    ("Transfer-Encoding", "chunked"),
+    ("TE", "trailers"),
+    ("Authorization", "Bearer client"),
+    ("X-Request-Id", "theirs"),
+    ("X-Vllm-Priority", "-5"),
+    ("x-llm-d-inference-objective", "critical"),
+    ("X-Session-ID", "s1"),
+    ("Accept", "text/event-stream"),
+]
+
+
+def test_only_end_to_end_fields_reach_the_backend() -> None:
+    kept = to_backend(SENT, request_id="ours", trusted=False, authorization=None, keep_auth=True)
+    assert kept == [
+        ("Authorization", "Bearer client"),
+        ("X-Session-ID", "s1"),
+        ("Accept", "text/event-stream"),
+        ("x-request-id", "ours"),
+    ]
+
+
+def test_a_trusted_peer_keeps_its_privileges() -> None:
+    kept = dict(to_backend(SENT, request_id="ours", trusted=True, authorization=None, keep_auth=True))
+    assert kept["X-Vllm-Priority"] == "-5"
+    assert kept["x-llm-d-inference-objective"] == "critical"
+
+
+def test_the_backends_key_replaces_the_clients() -> None:
+    kept = to_backend(SENT, request_id="ours", trusted=False, authorization="Bearer engine", keep_auth=True)
+    assert [value for name, value in kept if name.lower() == "authorization"] == ["Bearer engine"]
+
+
+def test_a_key_that_opened_the_proxy_goes_no_further() -> None:
+    kept = to_backend(SENT, request_id="ours", trusted=False, authorization=None, keep_auth=False)
+    assert not [name for name, _ in kept if name.lower() == "authorization"]
+
+
+def test_answers_keep_their_fields_but_not_the_hops() -> None:
+    fields = [
+        ("date", "now"),
+        ("Set-Cookie", "a=1"),
+        ("Set-Cookie", "b=2"),
+        ("connection", "close, x-private"),
+        ("x-private", "1"),
+        ("transfer-encoding", "chunked"),
+        ("x-llmproxy-backend", "forged"),
+        ("content-length", "5"),
+    ]
+    kept = to_client(fields)
+    assert kept == [("date", "now"), ("Set-Cookie", "a=1"), ("Set-Cookie", "b=2"), ("content-length", "5")]
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1.5s", 1.5),
+        ("300ms", 0.3),
+        ("1m30s", 90.0),
+        ("2h", 7200.0),
+        ("0", 0.0),
+        ("5us", 5e-6),
+        ("5µs", 5e-6),
+        (".5s", 0.5),
+    ],
+)
+def test_durations_in_gos_notation(text: str, seconds: float) -> None:
+    assert parse_duration_s(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "5", "-1s", "1 s", "s", "1s2", "1x", "1s junk", "--1s", "1..5s"])
+def test_what_is_no_duration(text: str) -> None:
+    assert parse_duration_s(text) is None
+
+
+def test_trust_is_by_network() -> None:
+    loopback = Identity(config())
+    assert loopback.trusts("127.0.0.1")
+    assert loopback.trusts("127.8.8.8")
+    assert loopback.trusts("::1")
+    assert loopback.trusts("::ffff:127.0.0.1")
+    assert not loopback.trusts("10.0.0.7")
+    networks = Identity(config(trust_headers=["10.0.0.0/8"]))
+    assert networks.trusts("10.0.0.7")
+    assert not networks.trusts("127.0.0.1")
+    assert not Identity(config(trust_headers="none")).trusts("127.0.0.1")
+
+
+def test_a_trusted_header_beats_the_models_entry_and_an_untrusted_one_does_not_count() -> None:
+    identity = Identity(
+        config(
+            models=[{"name": "fast", "target": "base", "criticality": "critical"}],
+            objectives=[{"name": "batch", "criticality": "sheddable"}],
+        )
+    )
+    headers = {"x-llm-d-inference-objective": "batch", "x-gateway-inference-fairness-id": "team-a"}
+    trusted = identity.standing(headers, True, "fast", "base")
+    assert (trusted.band, trusted.flow) == (SHEDDABLE, "team-a")
+    untrusted = identity.standing(headers, False, "fast", "base")
+    assert (untrusted.band, untrusted.flow) == (CRITICAL, "fast")
+    assert identity.standing({}, True, "base", "base").band == DEFAULT
+
+
+def test_a_band_of_the_target_holds_for_its_alias_unless_the_alias_has_its_own() -> None:
+    identity = Identity(
+        config(models=[{"name": "base", "criticality": "critical"}, {"name": "alias", "target": "base"}])
+    )
+    assert identity.standing({}, False, "alias", "base").band == CRITICAL
+
+
+def test_an_unknown_objective_from_a_trusted_peer_is_an_error_that_names_the_known_ones() -> None:
+    identity = Identity(config(objectives=[{"name": "batch", "criticality": "sheddable"}]))
+    with pytest.raises(Failure) as caught:
+        identity.standing({"x-llm-d-inference-objective": "bacth"}, True, "m", "m")
+    assert caught.value.status == 400
+    assert "nearest: batch" in caught.value.message
+
+
+def test_the_ttl_header_can_only_shorten() -> None:
+    identity = Identity(config(queue={"ttl_s": 10}))
+    assert identity.standing({"x-llm-d-inference-ttl": "300ms"}, False, "m", "m").ttl_s == pytest.approx(0.3)
+    assert identity.standing({"x-llm-d-inference-ttl": "1h"}, False, "m", "m").ttl_s == 10
+    with pytest.raises(Failure):
+        identity.standing({"x-llm-d-inference-ttl": "soon"}, False, "m", "m")
+
+
+def test_request_ids_are_taken_when_they_fit_a_log_line() -> None:
+    assert request_id({}) is None
+    assert request_id({"x-request-id": "abc-1"}) == "abc-1"
+    for bad in ("", "a b", "x" * 257, "caf\u00e9"):
+        with pytest.raises(Failure):
+            request_id({"x-request-id": bad})
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_open_the_door_in_both_dialects() -> None:
+    keys = Keys(["one", "two"])
+    keys.check({"authorization": "Bearer two"})
+    keys.check({"authorization": "bearer one"})
+    keys.check({"x-api-key": "one"})
+    for bad in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}, {"authorization": "two"}):
+        with pytest.raises(Failure) as caught:
+            keys.check(bad)
+        assert caught.value.status == 401
+    Keys([]).check({})
+
+
+# --- stored responses -------------------------------------------------------------------------------------------------
+
+
+def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
+    stored = StoredResponses()
+    stored.remember(b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1', "gpu-0")
+    stored.remember(b'{"error":{}}', "gpu-0")
+    assert stored.backend_of("resp_0") == "gpu-0"
+    for i in range(1, IDS_MAX + 1):
+        stored.remember(f'{{"id":"resp_{i}"}}'.encode(), "gpu-1")
+    assert stored.backend_of("resp_0") is None
+    assert stored.backend_of(f"resp_{IDS_MAX}") == "gpu-1"
