@@ -74,12 +74,11 @@ def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     fields = keys()
     for flag in FLAGS:
-        field = fields[flag.keys[0]]
         described = f"The same as {' and '.join(map(_flag, flag.keys))}."
         if flag.name == _flag(flag.keys[0]):
-            described = f"{field.description}" + (
-                f" [{field.default}]" if isinstance(field.default, int | float | str) else ""
-            )
+            field = fields[flag.keys[0]]
+            default = f" [{field.default}]" if isinstance(field.default, int | float | str) else ""
+            described = f"{field.description}{default}"
         kind = list[str] if flag.keys[0] in LIST_SEPARATORS else str
         option = typer.Option(flag.name, help=described, metavar="VALUE", show_default=False)
         parameters.append(
@@ -118,9 +117,13 @@ def _items(separator: str, text: str) -> list[str]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[Override]:
-    given = ((flag, flag.variable, [environment.get(flag.variable, "")]) for flag in FLAGS)
+    given = [(flag, flag.variable, environment.get(flag.variable)) for flag in FLAGS]
     # A Kubernetes Service that is called llmproxy sets LLMPROXY_PORT=tcp://... in every pod: nobody's wish for a port.
-    return _overrides(one for one in given if one[2][0] and not one[2][0].startswith("tcp://"))
+    return _overrides(
+        (flag, name, [text])
+        for flag, name, text in given
+        if text and not (flag.keys == ("port",) and text.startswith("tcp://"))
+    )
 
 
 def _from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:

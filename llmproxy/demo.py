@@ -35,18 +35,18 @@ STOP_TIMEOUT_S = 10.0
 TTFT_SAMPLES = 200
 
 GUIDE = """
-llmproxy serves {models} on {base}, from {count} simulated vLLM replicas. No GPU is involved.
+llmproxy serves {models} on {base}, from simulated vLLM replicas ({count}), without a GPU.
 
-  curl {base}/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'
+curl {base}/v1/chat/completions -H 'content-type: application/json' \\
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'
 
-  from openai import OpenAI
-  client = OpenAI(base_url="{base}/v1", api_key="none")
-  stream = client.chat.completions.create(
-      model="{adapter}", messages=[{{"role": "user", "content": "Hello"}}], max_tokens=32, stream=True,
-      extra_headers={{"x-llm-d-inference-objective": "critical"}},
-  )
-  print("".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices))
+from openai import OpenAI
+client = OpenAI(base_url="{base}/v1", api_key="none")
+stream = client.chat.completions.create(
+    model="{adapter}", messages=[{{"role": "user", "content": "Hello"}}], max_tokens=32, stream=True,
+    extra_headers={{"x-llm-d-inference-objective": "critical"}},
+)
+print("".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices))
 
 To look at: {base}/v1/models
             {base}/metrics
@@ -108,7 +108,7 @@ async def _until_signal(work: Awaitable[None]) -> int:
 async def _demo(port: int, count: int) -> None:
     base = f"http://{HOST}:{port}"
     async with _Children() as children:
-        _say(f"Starting {count} simulated vLLM replicas and the proxy...")
+        _say(f"Starting the proxy and simulated vLLM replicas ({count})...")
         adapters = [word for adapter in ADAPTERS for word in ("--adapter", adapter)]
         names = [f"replica-{number}" for number in range(1, count + 1)]
         for name in names:

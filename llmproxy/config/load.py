@@ -105,11 +105,11 @@ SAID_BETTER = {
 
 def _reasons(error: ValidationError) -> Iterator[tuple[Place, str]]:
     for detail in error.errors(include_url=False):
-        # A default that could not be derived is the shadow of another problem, which is told.
         if detail["type"] == "findings":
             yield from ((detail["loc"] + place, reason) for place, reason in detail["ctx"]["findings"])
         elif detail["type"] == "extra_forbidden":
             yield detail["loc"], f'is not a known key (nearest known key: "{_nearest_key(detail["loc"])}")'
+        # A default that could not be derived is the shadow of another problem, which is told.
         elif detail["type"] != "default_factory_not_called":
             yield detail["loc"], _reason(detail)
 

@@ -3,52 +3,84 @@
 from __future__ import annotations
 
 from collections import deque
+from math import floor
 
 PLATEAU_READINGS = 3
 """Waiting must persist this long to be a queue: a request that arrived between two steps waits for one reading."""
+CALM_READINGS_MIN = 5
+CALM_READINGS_MAX = 160
+"""Readings without anybody waiting before a known plateau is tried again. Doubled each time that it proves the same."""
+
+
+def slots_under(limit: int, ceiling: float, look_ahead: int) -> int:
+    """How many sequences a band of this ceiling may bring a backend to.
+
+    The look-ahead belongs to bands that may fill a backend; a band that must leave room gets none. Rounding to the
+    nearest keeps small batches usable and still holds one slot of four back at the default ceiling of `sheddable`.
+    """
+    return limit + look_ahead if ceiling >= 1.0 else max(1, floor(limit * ceiling + 0.5))
 
 
 class BatchLimit:
     """How many sequences an engine runs at once, as far as is known.
 
-    Starts at `start` and grows by a quarter while the engine is used up to the limit and shows nobody waiting; settles
-    on the number running once requests keep waiting while that number no longer rises. Above a plateau once met it
-    probes in small steps. `fixed` caps it for good: an operator's word bounds what is tried, and the engine's own
+    Starts at `start` and grows by a quarter while the engine is used and shows nobody waiting; settles on the number
+    running once requests keep waiting while that number no longer rises. A plateau once met is tried again, by an
+    eighth, after a calm that doubles each time it proves the same, since what made it (long prompts, a full KV-cache)
+    may have passed. `fixed` caps the limit for good: an operator's word bounds what is tried, and the engine's own
     queue may still prove it too high.
+
+    "Used" means filled to `lowest_ceiling`: traffic of low bands alone never fills a backend further than that, and
+    must be able to teach its limit all the same.
     """
 
-    def __init__(self, fixed: int | None, start: int, probe_step: int) -> None:
+    def __init__(self, fixed: int | None, start: int, probe_step: int, lowest_ceiling: float = 1.0) -> None:
         self._cap = fixed
         self._probe_step = max(1, probe_step)
+        self._lowest_ceiling = lowest_ceiling
         self._plateau: int | None = None
+        self._settled = 0
+        self._calm = 0
+        self._patience = CALM_READINGS_MIN
         self._waited: deque[int] = deque(maxlen=PLATEAU_READINGS)
         self.value = fixed if fixed is not None else start
-
-    @property
-    def backlogged(self) -> bool:
-        """Requests have been waiting inside the engine for several readings in a row."""
-        return len(self._waited) == PLATEAU_READINGS
 
     def observe(self, running: int, waiting: int, load: int) -> None:
         """Learn from one reading; `load` is how many sequences are thought to be at the engine."""
         if waiting > 0:
+            self._calm = 0
             self._waited.append(running)
-            spread = max(1, running // 10)
-            if self.backlogged and max(self._waited) - min(self._waited) <= spread and running > 0:
-                self._plateau = max(self._waited)
-                self._set(self._plateau)
+            steady = max(self._waited) - min(self._waited) <= max(1, running // 10)
+            if len(self._waited) == PLATEAU_READINGS and steady and running > 0:
+                self._settle(max(self._waited))
             return
         self._waited.clear()
         if running > self.value:
             self._set(running)
-        elif load >= self.value:
-            beyond = self._plateau is not None and self.value >= self._plateau
-            self._set(self.value + (self._probe_step if beyond else max(1, self.value // 4)))
+        if load >= slots_under(self.value, self._lowest_ceiling, 0):
+            self._grow(running)
 
     def refused(self, load: int) -> None:
         """The engine turned a request away as busy while `load` sequences were at it."""
-        self._plateau = max(1, load - 1)
-        self._set(min(self.value, self._plateau))
+        self._settle(max(1, min(self.value, load - 1)))
+
+    def _grow(self, running: int) -> None:
+        if self._plateau is not None and running > self._plateau:
+            self._plateau = None
+        if self._plateau is None or self.value < self._plateau:
+            self._set(self.value + max(1, self.value // 4))
+            return
+        self._calm += 1
+        if self._calm >= self._patience:
+            self._calm = 0
+            self._set(self.value + max(self._probe_step, self.value // 8))
+
+    def _settle(self, plateau: int) -> None:
+        same = abs(plateau - self._settled) <= max(1, plateau // 10)
+        if plateau != self.value or self._plateau is None:
+            self._patience = min(CALM_READINGS_MAX, 2 * self._patience) if same else CALM_READINGS_MIN
+        self._plateau = self._settled = plateau
+        self._set(plateau)
 
     def _set(self, value: int) -> None:
         self.value = max(1, value if self._cap is None else min(value, self._cap))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from math import floor, inf
+from math import inf
 
-from llmproxy.core.capacity import BatchLimit
+from llmproxy.core.capacity import BatchLimit, slots_under
 from llmproxy.core.domain import Listing, Reading, Request, Trouble, Verdict
 from llmproxy.core.health import Health
 from llmproxy.core.settings import CapacitySettings, HealthSettings
@@ -17,15 +17,6 @@ STARTED_AFTER_S = 1.0
 """A request without a stream has no byte until its end; after this long it is taken to be running."""
 RESIDENT_ADAPTERS_MAX = 1_024
 """Bound of the residency list of an engine that does not publish how many adapters it holds."""
-
-
-def slots_under(limit: int, ceiling: float, look_ahead: int) -> int:
-    """How many sequences a band of this ceiling may bring a backend to.
-
-    The look-ahead belongs to bands that may fill a backend; a band that must leave room gets none. Rounding to the
-    nearest keeps small batches usable and still holds one slot of four back at the default ceiling of `sheddable`.
-    """
-    return limit + look_ahead if ceiling >= 1.0 else max(1, floor(limit * ceiling + 0.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +70,12 @@ class Backend:
     """
 
     def __init__(
-        self, name: str, capacity: CapacitySettings, health: HealthSettings, max_in_flight: int | None = None
+        self,
+        name: str,
+        capacity: CapacitySettings,
+        health: HealthSettings,
+        max_in_flight: int | None = None,
+        lowest_ceiling: float = 1.0,
     ) -> None:
         self.name = name
         self.health = Health(health)
@@ -87,7 +83,7 @@ class Backend:
         self.reading: Reading | None = None
         self.bookings: dict[int, Booking] = {}
         self.sequences = 0
-        self.limit = BatchLimit(max_in_flight, capacity.start_limit, capacity.look_ahead)
+        self.limit = BatchLimit(max_in_flight, capacity.start_limit, capacity.look_ahead, lowest_ceiling)
         self._capacity = capacity
         self._served: frozenset[str] = frozenset()
         self._adapters: frozenset[str] = frozenset()

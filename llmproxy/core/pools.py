@@ -32,8 +32,9 @@ class Pools:
         self._pool_of: dict[str, str] = {}
         self.catalogue = Catalogue(backends, aliases)
         self.estimator = Estimator()
+        lowest = min(settings.ceilings.values(), default=1.0)
         self.backends = {
-            name: Backend(name, settings.capacity, settings.health, fixed) for name, fixed in backends.items()
+            name: Backend(name, settings.capacity, settings.health, fixed, lowest) for name, fixed in backends.items()
         }
 
     # --- what polls bring ----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from llmproxy.gateway.scan import (
 # The densest bodies (nothing but brackets) of this size cost a parser and the walk over its result about 5 ms, half of
 # what one stretch on the loop may take; `benchmarks/desk.py` measures it.
 PARSE_BYTES_MAX = 128 * 1024
-TURN_S = 0.002
+TURN_S = 0.002  # Long enough to make the switches cheap, short enough to be lost in the noise of a token stream.
 OPTION_BYTES_MAX = 64 * 1024
 
 # Members that hold what the engine tokenises, in whatever endpoint they occur.
@@ -165,6 +165,7 @@ class Desk:
             async with self._turns:
                 until_s = time.perf_counter() + TURN_S
                 try:
+                    next(slices)
                     while time.perf_counter() < until_s:
                         next(slices)
                 except StopIteration as done:

@@ -10,7 +10,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from llmproxy.backends.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.dispatcher import Lease
@@ -18,6 +17,7 @@ from llmproxy.gateway.errors import error_event
 from llmproxy.gateway.headers import Headers, to_client
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.sse import StreamTap, usage_of_tail
+from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
 
 HELD_BYTES_MAX = 1 << 20
 """Of an error answer, or of a stream's first event: what is looked at before it is passed on."""

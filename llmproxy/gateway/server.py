@@ -10,7 +10,6 @@ import orjson
 from aiohttp import web
 
 from llmproxy import __version__
-from llmproxy.backends.upstream import ConnectFailed, Upstream, UpstreamBroken
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.domain import Outcome
 from llmproxy.core.pools import Pools
@@ -26,6 +25,7 @@ from llmproxy.gateway.walk import Walker
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.logs import log_exit
 from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
+from llmproxy.upstream import ConnectFailed, Upstream, UpstreamBroken
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 

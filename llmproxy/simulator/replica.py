@@ -20,7 +20,7 @@ from llmproxy.simulator.service import ReplicaOptions, Service
 
 __all__ = ["FaultKind", "Replica", "ReplicaOptions", "SeenRequest", "serve_replica"]
 
-_KEEP_ALIVE_S = 5.0
+KEEP_ALIVE_S = 5.0
 _BODY_BYTES_MAX = 512 * 1024 * 1024
 _HEADER_BYTES_MAX = 128 * 1024
 _SEEN_BYTES_MAX = 64 * 1024 * 1024
@@ -100,7 +100,7 @@ class Replica:
             handle,
             request_factory=_request_factory(loop),
             handler_cancellation=True,
-            keepalive_timeout=_KEEP_ALIVE_S,
+            keepalive_timeout=KEEP_ALIVE_S,
             max_field_size=_HEADER_BYTES_MAX,
             max_line_size=_HEADER_BYTES_MAX,
             auto_decompress=False,

@@ -1,0 +1,1 @@
+"""Measurements of llmproxy; `README.md` beside this file says how each is run and read."""

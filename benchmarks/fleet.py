@@ -1,0 +1,121 @@
+"""A small fleet of real processes on loopback: simulated replicas and the proxy before them, and its log to read.
+
+Shared by the benchmarks that need a whole system. Every process started here is ended here, by its id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+READY_S = 30.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(slots=True)
+class Process:
+    """One child; `log` holds what it wrote to stderr."""
+
+    child: asyncio.subprocess.Process
+    log: Path
+
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End it and return its exit code; one that does not end within ten seconds is killed."""
+        if self.child.returncode is None:
+            self.child.send_signal(number)
+        try:
+            return await asyncio.wait_for(self.child.wait(), 10.0)
+        except TimeoutError:
+            self.child.kill()
+            return await self.child.wait()
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Where everything listens. `replicas` and `proxy` may be stopped and started again by their owner."""
+
+    url: str
+    replica_urls: list[str]
+    replicas: list[Process]
+    proxy: Process
+    replica_flags: Sequence[str]
+    folder: Path
+    _starts: int = field(default=0)
+
+    async def restart_replica(self, index: int) -> None:
+        """Start replica `index` anew on its old port, with a cold cache."""
+        self._starts += 1
+        port = self.replica_urls[index].rpartition(":")[2]
+        log = self.folder / f"replica-{index}-again-{self._starts}.log"
+        self.replicas[index] = await _start(["replica", "--port", port, *self.replica_flags], log)
+
+    def exits(self) -> list[dict[str, Any]]:
+        """The proxy's request lines so far, in order of exit."""
+        lines = self.proxy.log.read_text(errors="replace").splitlines()
+        entries = [json.loads(line) for line in lines if line.startswith("{")]
+        return [entry for entry in entries if entry.get("event") == "request"]
+
+
+@asynccontextmanager
+async def fleet(replicas: int, replica_flags: Sequence[str], proxy_flags: Sequence[str] = ()) -> AsyncIterator[Fleet]:
+    """Start `replicas` simulated replicas and a proxy that logs JSON, and wait until it is ready."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-bench-")))
+        children: list[Process] = []
+        urls = []
+        for index in range(replicas):
+            port = str(free_port())
+            process = await _start(["replica", "--port", port, *replica_flags], folder / f"replica-{index}.log")
+            children.append(process)
+            urls.append(f"http://127.0.0.1:{port}")
+        url = f"http://127.0.0.1:{free_port()}"
+        argv = ["serve", "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--log-format", "json", *proxy_flags]
+        proxy = await _start([*argv, *urls], folder / "proxy.log")
+        running = Fleet(url, urls, children, proxy, replica_flags, folder)
+        try:
+            await _ready(running)
+            yield running
+        finally:
+            for process in [running.proxy, *running.replicas]:
+                await process.stop()
+
+
+async def _start(arguments: Sequence[str], log: Path) -> Process:
+    with log.open("wb") as output:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "llmproxy", *arguments, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL
+        )
+    return Process(child, log)
+
+
+async def _ready(running: Fleet) -> None:
+    async with aiohttp.ClientSession() as session, asyncio.timeout(READY_S):
+        while True:
+            try:
+                async with session.get(running.url + "/metrics") as answer:
+                    up = (await answer.text()).count("llmproxy_backend_available{") and answer.status == 200
+                    states = [line for line in (await answer.text()).splitlines() if "backend_available{" in line]
+                    if up and all(line.endswith(" 1.0") for line in states):
+                        return
+            except aiohttp.ClientError:
+                if running.proxy.child.returncode is not None:
+                    raise RuntimeError(running.proxy.log.read_text()) from None
+            await asyncio.sleep(0.1)

@@ -1,0 +1,222 @@
+"""The processes of a measurement: how they are started, pinned, read from `/proc` and ended.
+
+Linux only, because CPU time, memory and pinning are taken from the kernel's own books and not from the process
+that is being measured.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OPEN_FILES_NEEDED = 4096
+READY_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class BenchError(Exception):
+    """A measurement that cannot go on; the text says what happened and what to do."""
+
+
+# --- what the kernel knows of a process -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _alive(pid: int) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, ProcessLookupError) as gone:
+        raise BenchError(f"process {pid} ended while it was being measured; see why it did") from gone
+
+
+def family(pid: int) -> list[int]:
+    """`pid` and every process below it, so that a proxy made of several processes is measured whole."""
+    with _alive(pid):
+        tasks = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [pid, *(below for task in tasks for child in task.split() for below in family(int(child)))]
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """CPU seconds (user and system, all threads) that these processes have used, in ticks of 10 ms."""
+    total = 0
+    for pid in pids:
+        # The process name may hold spaces and brackets, so the fields are counted from its closing one.
+        with _alive(pid):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total * _TICK_S
+
+
+def rss_bytes(pids: Iterable[int]) -> int:
+    """Resident memory of these processes together; pages they share are counted once for each."""
+    pages = 0
+    for pid in pids:
+        with _alive(pid):
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def core_busy_s(core: int) -> float:
+    """CPU seconds that anybody has used on one core, stolen time included: to see who else was there."""
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *fields = line.split()
+        if name == f"cpu{core}":
+            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(ticks) for ticks in fields[:8])
+            return (user + nice + system + irq + softirq + steal) * _TICK_S
+    raise BenchError(f"/proc/stat knows no core {core}")
+
+
+# --- cores ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Which core is the proxy's own, and which are for the load generator and the mock backends.
+
+    With a single core nothing is pinned: `proxy` is None and everybody shares.
+    """
+
+    proxy: int | None
+    harness: frozenset[int]
+
+    @classmethod
+    def split(cls) -> Cores:
+        """The last core this process may use becomes the proxy's, all others are the harness's."""
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < 2:
+            return cls(None, frozenset(cores))
+        return cls(cores[-1], frozenset(cores[:-1]))
+
+    def describe(self) -> str:
+        if self.proxy is None:
+            return "one core for everybody, so the load generator and the proxy disturb each other"
+        return f"proxy alone on core {self.proxy}, load generator and mock backends on {sorted(self.harness)}"
+
+
+def raise_open_files_limit() -> None:
+    """Lets this process and its children open enough sockets for a thousand streams on both legs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < OPEN_FILES_NEEDED:
+        raise BenchError(
+            f"at most {hard} open files are allowed here and {OPEN_FILES_NEEDED} are needed: raise `ulimit -Hn`"
+        )
+    if soft < OPEN_FILES_NEEDED:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES_NEEDED, hard))
+
+
+# --- starting and ending ----------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process that this run started; it is ended by its own pid and nothing else is ever signalled."""
+
+    def __init__(self, argv: Sequence[str], cores: Iterable[int], log: Path, *, piped: bool = False) -> None:
+        self.argv = list(argv)
+        self.log = log
+        mine = os.sched_getaffinity(0)
+        # A child inherits the cores of its parent, so not even its first instructions run on a wrong one.
+        os.sched_setaffinity(0, cores)
+        try:
+            with log.open("wb") as sink:
+                self._process = subprocess.Popen(
+                    self.argv,
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if piped else sink,
+                    stderr=sink,
+                )
+        except OSError as error:
+            raise BenchError(f"cannot start {shlex.join(self.argv)}: {error}") from error
+        finally:
+            os.sched_setaffinity(0, mine)
+        self.pid = self._process.pid
+
+    def line(self) -> str:
+        """One line of the child's standard output (it must have been started with `piped`)."""
+        assert self._process.stdout is not None
+        text = self._process.stdout.readline().decode().strip()
+        if not text:
+            raise self.failure("ended before it was ready")
+        return text
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def failure(self, what: str) -> BenchError:
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+        return BenchError(f"{shlex.join(self.argv)} {what}; the end of its log:\n{tail}")
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL for a process that ignores it too long."""
+        if not self.ended():
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def llmproxy_argv(port: int, backends: Sequence[str], config: Path) -> list[str]:
+    """llmproxy as people run it, but told how much the mocks can hold so that nothing waits for a learned limit."""
+    settings = {"backends": [{"url": url, "max_in_flight": 4096} for url in backends]}
+    config.write_text(json.dumps(settings))
+    serve = [sys.executable, "-m", "llmproxy", "serve", "--config", str(config)]
+    return [*serve, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def template_argv(template: str, port: int, backends: Sequence[str]) -> list[str]:
+    """A user's command with `{port}`, `{backends}` (URLs with commas), `{backend0}`, `{backend1}`, ... filled in."""
+    names = {"port": str(port), "backends": ",".join(backends)}
+    names |= {f"backend{number}": url for number, url in enumerate(backends)}
+    try:
+        return [word.format(**names) for word in shlex.split(template)]
+    except (KeyError, IndexError, ValueError) as error:
+        raise BenchError(f"cannot fill in {template!r}: {error}; the known names are {', '.join(names)}") from error
+
+
+def _post(url: str, path: str, body: bytes) -> int:
+    """The status of one POST. Raises OSError or HTTPException when there is no answer."""
+    address = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+def wait_ready(url: str, path: str, body: bytes, child: Child | None) -> None:
+    """Returns once a real request is answered with 200: ready means ready to serve, not merely listening."""
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    seen: object = "nothing"
+    while time.monotonic() < deadline_s:
+        if child is not None and child.ended():
+            raise child.failure("ended before it was ready")
+        try:
+            seen = _post(url, path, body)
+        except (OSError, http.client.HTTPException) as error:
+            seen = repr(error)
+        if seen == 200:
+            return
+        time.sleep(0.05)
+    what = f"did not answer a chat request at {url} with 200 within {READY_TIMEOUT_S:.0f} s (last seen: {seen})"
+    raise child.failure(what) if child is not None else BenchError(f"the target {what}; is it running?")

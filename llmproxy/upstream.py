@@ -1,0 +1,76 @@
+"""The upstream port: one request to one backend, and its answer piece by piece as it arrives.
+
+`Upstream` and `Exchange` are what the relay knows; the client behind them is in `backends`. Time limits beyond
+connecting are the caller's: it cancels, or calls `Exchange.close`, and both cut the connection at once, because a cut
+connection is the only thing that makes an engine stop generating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+Headers = Iterable[tuple[str, str]] | Mapping[str, str]
+
+
+class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
+    """No connection came about, hence not one byte was sent: the request may go elsewhere without any risk."""
+
+
+class UpstreamBroken(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
+    """The connection failed after the request was sent, or may have been.
+
+    `reused` tells that the connection had served an earlier request: a failure before the head is then most likely the
+    backend dropping an idle connection in the same instant, and says nothing of its health.
+    """
+
+    def __init__(self, message: str, *, reused: bool = False) -> None:
+        super().__init__(message)
+        self.reused = reused
+
+
+class Exchange(Protocol):
+    """One answer. Its head is there; its body is pulled."""
+
+    @property
+    def status(self) -> int:
+        """The status code, never 1xx except 101."""
+
+    @property
+    def reason(self) -> str:
+        """The reason phrase, possibly empty."""
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        """Names and values as they came: order, case and repetitions kept; bytes beyond ASCII are surrogate-escaped
+        UTF-8."""
+
+    @property
+    def reused(self) -> bool:
+        """Whether the connection had served an earlier request."""
+
+    async def chunk(self) -> bytes:
+        """The bytes of the body that have arrived, waiting for the first of them; b"" at its end, then and ever after.
+
+        Raises UpstreamBroken when the body is cut short. Never called by two tasks at once.
+        """
+
+    def close(self) -> None:
+        """Cut the connection, unless the body has arrived to its end and the connection is already free again.
+
+        May be called at any time and any number of times.
+        """
+
+
+class Upstream(Protocol):
+    """The way to the backends."""
+
+    async def open(
+        self, base_url: str, method: str, path_qs: str, headers: Headers, body: bytes, connect_timeout_s: float
+    ) -> Exchange:
+        """Send one request and wait for the head of its answer; redirects are answers like any other.
+
+        The path and query go out as they are. Headers are sent as given, in their order; only `host` is added when
+        absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. Raises
+        ConnectFailed or UpstreamBroken; cancelling it cuts the connection.
+        """

@@ -1,0 +1,357 @@
+"""The poller against a server that answers as the recorded one does, lap by lap on a clock that the test turns."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from structlog.testing import capture_logs
+
+from llmproxy.backends import poller as poller_module
+from llmproxy.backends.metrics_text import METRIC_NAMES
+from llmproxy.backends.poller import Poller, polling_session
+from llmproxy.core.domain import Listing, Reading, Trouble
+
+MODELS = '{"object":"list","data":[{"id":"tiny","parent":null,"max_model_len":4096},{"id":"lora-0","parent":"tiny"}]}'
+NEEDED = (
+    'vllm:num_requests_running{engine="0",model_name="tiny"} 3.0\n'
+    'vllm:num_requests_waiting{engine="0",model_name="tiny"} 1.0\n'
+)
+PAGE = "# HELP python_info Python platform information\npython_info 1.0\n" + NEEDED + "x_total 1.0\n" * 5000
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def saying(text: str = "", status: int = 200) -> Answer:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(text=text, status=status, headers={"location": "/"} if status == 307 else None)
+
+    return answer
+
+
+async def hang(_: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def hang_up(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def never_end(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b"x" * 65536)
+
+
+class FakeVllm:
+    """Answers by path; what is not set is 404. `asked` keeps the paths in order."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {
+            "/health": saying(),
+            "/v1/models": saying(MODELS),
+            "/metrics/": saying(NEEDED),
+            "/metrics": saying(PAGE),
+        }
+        self.asked: list[str] = []
+        self.requests: list[web.Request] = []
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        self.requests.append(request)
+        answer = self.answers.get(request.path)
+        return web.Response(status=404) if answer is None else await answer(request)
+
+
+@dataclass
+class Pace:
+    interval_s: float = 0.2
+    page_interval_s: float = 1.0
+    models_interval_s: float = 2.0
+    timeout_s: float = 5.0
+
+
+@dataclass
+class Sink:
+    """Writes down what it is told; `seen` has one word per call."""
+
+    seen: list[str] = field(default_factory=list)
+    listings: list[Listing] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    enough: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        assert backend == "b"
+        self.seen.append("listed")
+        self.listings.append(listing)
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        assert backend == "b"
+        self.seen.append("observe")
+        self.readings.append(reading)
+
+    def answered(self, backend: str) -> None:
+        assert backend == "b"
+        self.seen.append("answered")
+        if self.seen.count("answered") >= 3:
+            self.enough.set()
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        assert backend == "b"
+        self.seen.append(trouble.value)
+        self.details.append(detail)
+
+    def take(self) -> list[str]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+@dataclass
+class Bench:
+    """A poller, its backend and its sink, on a clock that only `laps` and the backend turn."""
+
+    session: aiohttp.ClientSession
+    url: str = ""
+    now: float = 1000.0
+    vllm: FakeVllm = field(default_factory=FakeVllm)
+    sink: Sink = field(default_factory=Sink)
+    pace: Pace = field(default_factory=Pace)
+
+    def poller(self, url: str | None = None, api_key: str | None = None) -> Poller:
+        rng = random.Random(1)
+        return Poller(
+            "b", url or self.url, api_key, self.session, self.sink, self.pace, clock=lambda: self.now, rng=rng
+        )
+
+    async def laps(self, poller: Poller, seconds: float) -> int:
+        """Let the poller run for so long; returns how many laps it took."""
+        end, count = self.now + seconds, 0
+        while self.now < end:
+            self.now += await poller.lap()
+            count += 1
+        return count
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with polling_session() as session:
+        bench = Bench(session)
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", bench.vllm.serve)
+        server = TestServer(app, handler_cancellation=True)
+        await server.start_server()
+        bench.url = str(server.make_url("")).rstrip("/")
+        yield bench
+        await server.close()
+
+
+# --- the walk ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_first_lap_asks_everything_and_ends_in_one_verdict(bench: Bench) -> None:
+    pause_s = await bench.poller().lap()
+    assert bench.vllm.asked == ["/health", "/v1/models", "/metrics/"]
+    assert bench.sink.take() == ["listed", "observe", "answered"]
+    assert [card.name for card in bench.sink.listings[0].cards] == ["tiny", "lora-0"]
+    assert (bench.sink.readings[0].running, bench.sink.readings[0].waiting) == (3, 1)
+    assert 0.16 <= pause_s <= 0.2
+
+
+async def test_asks_for_the_needed_names_only_and_shows_its_key(bench: Bench) -> None:
+    await bench.poller(api_key="s3cret").lap()
+    assert bench.vllm.requests[-1].query.getall("name[]") == list(METRIC_NAMES)
+    for request in bench.vllm.requests:
+        assert request.headers["Authorization"] == "Bearer s3cret"
+        assert request.headers["Accept-Encoding"] == "identity"
+
+
+async def test_shows_no_key_when_there_is_none(bench: Bench) -> None:
+    await bench.poller().lap()
+    assert "Authorization" not in bench.vllm.requests[0].headers
+
+
+async def test_a_reading_is_stamped_with_the_time_its_scrape_was_sent(bench: Bench) -> None:
+    async def slow(_: web.Request) -> web.StreamResponse:
+        bench.now += 0.7
+        return web.Response(text=NEEDED)
+
+    bench.vllm.answers["/metrics/"] = slow
+    await bench.poller().lap()
+    assert bench.sink.readings[0].taken_at_s == 1000.0
+
+
+async def test_keeps_the_pace_of_each_question(bench: Bench) -> None:
+    laps = await bench.laps(bench.poller(), 10.0)
+    asked = {path: bench.vllm.asked.count(path) for path in bench.vllm.asked}
+    assert 50 <= asked["/metrics/"] <= laps <= 90
+    assert 10 <= asked["/health"] <= 13
+    assert 5 <= asked["/v1/models"] <= 7
+    assert "/metrics" not in asked
+
+
+# --- where readings come from -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [saying(status=404), saying(status=307), saying(PAGE), saying("", 200)])
+async def test_falls_back_to_the_full_page_at_its_own_pace(bench: Bench, answer: Answer) -> None:
+    bench.vllm.answers["/metrics/"] = answer
+    poller = bench.poller()
+    await bench.laps(poller, 9.0)
+    assert bench.vllm.asked.count("/metrics/") == 1
+    assert 9 <= bench.vllm.asked.count("/metrics") <= 12
+    assert bench.sink.readings[0].running == 3
+
+
+async def test_a_filtered_page_that_has_grown_large_is_read_at_the_slow_pace(bench: Bench) -> None:
+    bench.vllm.answers["/metrics/"] = saying(NEEDED + 'vllm:lora_requests_info{max_lora="2"} 1.0\n' * 1000)
+    await bench.laps(bench.poller(), 9.0)
+    assert 9 <= bench.vllm.asked.count("/metrics/") <= 12
+    assert "/metrics" not in bench.vllm.asked
+
+
+async def test_a_server_without_vllm_metrics_is_watched_but_never_read(bench: Bench) -> None:
+    bench.vllm.answers = {"/v1/models": saying(MODELS)}
+    laps = await bench.laps(bench.poller(), 5.0)
+    assert set(bench.sink.seen) == {"listed", "answered"}
+    assert bench.sink.seen.count("answered") == laps
+    assert bench.vllm.asked.count("/metrics") == 1
+
+
+async def test_looks_again_for_a_better_source_now_and_then(bench: Bench) -> None:
+    filtered = bench.vllm.answers.pop("/metrics/")
+    poller = bench.poller()
+    await bench.laps(poller, 5.0)
+    bench.vllm.answers["/metrics/"] = filtered
+    await bench.laps(poller, 10.0)
+    bench.vllm.asked.clear()
+    await bench.laps(poller, 2.0)
+    assert "/metrics" not in bench.vllm.asked
+    assert bench.vllm.asked.count("/metrics/") >= 10
+
+
+# --- trouble ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "trouble", "words"),
+    [
+        ("/health", saying(status=503), "unhealthy", "/health answered 503"),
+        ("/health", hang_up, "timeout", "/health"),
+        ("/v1/models", saying(status=500), "unhealthy", "/v1/models answered 500"),
+        ("/v1/models", saying(status=401), "garbage", "api_key"),
+        ("/v1/models", saying(status=307), "garbage", "answered 307"),
+        ("/v1/models", saying("<html>"), "garbage", "not JSON"),
+        ("/metrics/", hang_up, "timeout", "/metrics/: "),
+    ],
+)
+async def test_the_first_step_that_fails_ends_the_lap(
+    bench: Bench, path: str, answer: Answer, trouble: str, words: str
+) -> None:
+    bench.vllm.answers[path] = answer
+    await bench.poller().lap()
+    assert bench.sink.take()[-1] == trouble
+    assert words in bench.sink.details[0]
+    assert bench.vllm.asked[-1] == path
+
+
+async def test_a_slow_answer_is_a_timeout(bench: Bench) -> None:
+    bench.pace.timeout_s = 0.05
+    bench.vllm.answers["/health"] = hang
+    await bench.poller().lap()
+    assert bench.sink.take() == ["timeout"]
+
+
+async def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
+    bench.vllm.answers["/v1/models"] = never_end
+    await bench.poller().lap()
+    assert bench.sink.take() == ["garbage"]
+    assert "larger than 100000 bytes" in bench.sink.details[0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_refused_connection_is_told_apart_and_tried_again_soon(bench: Bench, host: str) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    pause_s = await bench.poller(f"http://{host}:{port}").lap()
+    assert bench.sink.take() == ["refused"]
+    assert pause_s <= 0.2
+
+
+async def test_an_unreachable_address_does_not_prove_that_nobody_listens(bench: Bench) -> None:
+    # The kernel itself turns this connection down; nothing is sent.
+    await bench.poller("http://255.255.255.255:9").lap()
+    assert bench.sink.take() == ["timeout"]
+
+
+async def test_a_url_that_cannot_be_asked_is_garbage(bench: Bench) -> None:
+    await bench.poller("http://").lap()
+    assert bench.sink.take() == ["garbage"]
+
+
+async def test_a_backend_that_comes_back_is_learned_anew(bench: Bench) -> None:
+    poller = bench.poller()
+    del bench.vllm.answers["/metrics/"]
+    await bench.laps(poller, 1.0)
+    bench.vllm.answers["/health"] = saying(status=503)
+    await bench.laps(poller, 3.0)
+    assert bench.sink.take()[-1] == "unhealthy"
+    bench.vllm.answers |= {"/health": saying(), "/metrics/": saying(NEEDED)}
+    bench.vllm.asked.clear()
+    await poller.lap()
+    assert bench.vllm.asked == ["/health", "/v1/models", "/metrics/"]
+    assert bench.sink.take() == ["listed", "observe", "answered"]
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+
+
+async def test_runs_until_cancelled(bench: Bench) -> None:
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001, models_interval_s=0.001)
+    task = asyncio.create_task(bench.poller().run())
+    async with asyncio.timeout(10):
+        await bench.sink.enough.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("method", ["observe", "troubled"])
+async def test_a_bug_is_told_once_and_does_not_end_the_task(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    calls = 0
+    third = asyncio.Event()
+
+    def broken(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        bench.now += 10.0
+        if calls == 3:
+            third.set()
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(bench.sink, method, broken)
+    if method == "troubled":
+        bench.vllm.answers["/health"] = saying(status=503)
+    with capture_logs() as logs:
+        task = asyncio.create_task(bench.poller().run())
+        async with asyncio.timeout(10):
+            await third.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert [(entry["event"], entry["backend"]) for entry in logs] == [("poller_bug", "b")]

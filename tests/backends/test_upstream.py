@@ -1,0 +1,348 @@
+"""The upstream port against raw servers, because what matters here is what happens to the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+
+from llmproxy.backends import upstream as upstream_module
+from llmproxy.backends.upstream import AiohttpUpstream
+from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
+
+from .raw_server import Peer, RawServer, answering, answering_once
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RawServer]:
+    raw = RawServer()
+    sock = socket.socket()
+    # A small window, so that a server that does not read soon stops the sender.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.bind(("127.0.0.1", 0))
+    listener = await asyncio.start_server(raw.serve, sock=sock)
+    raw.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    yield raw
+    listener.close()
+    for peer in raw.peers:
+        peer.writer.transport.abort()
+    async with asyncio.timeout(PATIENCE_S):
+        for peer in raw.peers:
+            await peer.gone.wait()
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[AiohttpUpstream]:
+    async with AiohttpUpstream() as client:
+        yield client
+
+
+async def post(upstream: Upstream, url: str, body: bytes = b"{}") -> Exchange:
+    async with asyncio.timeout(PATIENCE_S):
+        return await upstream.open(url, "POST", "/v1/completions", [("content-type", "application/json")], body, 5.0)
+
+
+async def read_all(exchange: Exchange) -> bytes:
+    whole = b""
+    async with asyncio.timeout(PATIENCE_S):
+        while piece := await exchange.chunk():
+            whole += piece
+    return whole
+
+
+def closed_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+# --- what goes out ----------------------------------------------------------------------------------------------------
+
+
+async def test_sends_exactly_the_path_the_headers_and_the_body(upstream: AiohttpUpstream, server: RawServer) -> None:
+    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    path = "/v1/a%2fb/../c;d?x=%7e&name[]=a:b&y=a+b%20c"
+    headers = [("Host", "me"), ("X-Two", "1"), ("content-length", "999"), ("x-two", "2"), ("Cookie", "a=b")]
+    exchange = await upstream.open(server.url, "POST", path, headers, b'{"a": 1}', 5.0)
+    assert await read_all(exchange) == b""
+    # A repeated name keeps its first spelling, and its place among the others.
+    assert server.peers[0].requests == [
+        b"POST " + path.encode() + b" HTTP/1.1\r\nHost: me\r\nX-Two: 1\r\nX-Two: 2\r\nCookie: a=b\r\n"
+        b'Content-Length: 8\r\n\r\n{"a": 1}'
+    ]
+
+
+async def test_sends_a_large_body_whole(upstream: AiohttpUpstream, server: RawServer) -> None:
+    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    body = bytes(range(256)) * (20 << 10)
+    await read_all(await post(upstream, server.url, body))
+    assert server.peers[0].requests[0].endswith(b"\r\n\r\n" + body)
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+async def test_gives_the_head_as_it_came(upstream: AiohttpUpstream, server: RawServer) -> None:
+    server.script = answering(
+        b"HTTP/1.1 404 Not Here\r\nserver: uvicorn\r\nSet-Cookie: a=1\r\nset-cookie: b=2\r\n"
+        b"content-encoding: gzip\r\nx-name: caf\xc3\xa9\r\ncontent-length: 3\r\n\r\nabc"
+    )
+    exchange = await post(upstream, server.url)
+    assert (exchange.status, exchange.reason, exchange.reused) == (404, "Not Here", False)
+    assert exchange.headers == [
+        ("server", "uvicorn"),
+        ("Set-Cookie", "a=1"),
+        ("set-cookie", "b=2"),
+        ("content-encoding", "gzip"),
+        ("x-name", "café"),
+        ("content-length", "3"),
+    ]
+    assert await read_all(exchange) == b"abc"
+
+
+async def test_does_not_follow_a_redirect(upstream: AiohttpUpstream, server: RawServer) -> None:
+    server.script = answering(b"HTTP/1.1 307 Away\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n")
+    exchange = await post(upstream, server.url)
+    assert exchange.status == 307
+    assert len(server.peers[0].requests) == 1
+
+
+async def test_gives_each_piece_as_soon_as_it_arrives(upstream: AiohttpUpstream, server: RawServer) -> None:
+    go_on = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED + b"3\r\none\r\n")
+        await go_on.wait()
+        await peer.send(b"3\r\ntwo\r\n0\r\n\r\n")
+        await peer.until_eof()
+
+    server.script = script
+    exchange = await post(upstream, server.url)
+    assert await exchange.chunk() == b"one"
+    go_on.set()
+    assert await read_all(exchange) == b"two"
+    assert await exchange.chunk() == b""
+
+
+async def test_a_close_delimited_body_ends_with_the_connection(upstream: AiohttpUpstream, server: RawServer) -> None:
+    server.script = answering_once(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", b"all of it")
+    assert await read_all(await post(upstream, server.url)) == b"all of it"
+
+
+async def test_reuses_a_connection_whose_body_was_read_and_says_so(
+    upstream: AiohttpUpstream, server: RawServer
+) -> None:
+    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+    for reused in (False, True):
+        exchange = await post(upstream, server.url)
+        assert exchange.reused is reused
+        assert await read_all(exchange) == b"ok"
+        exchange.close()
+    assert len(server.peers) == 1
+
+
+# --- what breaks ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_refused_connection_is_a_failed_connect(upstream: AiohttpUpstream) -> None:
+    with pytest.raises(ConnectFailed, match=r"http://127\.0\.0\.1:"):
+        await post(upstream, f"http://127.0.0.1:{closed_port()}")
+
+
+async def test_a_connect_timeout_is_a_failed_connect(upstream: AiohttpUpstream) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(0)
+        # Two connections that nobody accepts fill the backlog, and Linux then drops further ones without a word.
+        fillers = [socket.create_connection(sock.getsockname()), socket.socket()]
+        fillers[1].setblocking(False)
+        fillers[1].connect_ex(sock.getsockname())
+        try:
+            with pytest.raises(ConnectFailed):
+                await upstream.open(f"http://127.0.0.1:{sock.getsockname()[1]}", "POST", "/", [], b"", 0.05)
+        finally:
+            for filler in fillers:
+                filler.close()
+
+
+async def test_tls_to_a_server_without_it_is_a_failed_connect(upstream: AiohttpUpstream, server: RawServer) -> None:
+    server.script = lambda peer: peer.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    with pytest.raises(ConnectFailed):
+        await post(upstream, server.url.replace("http:", "https:"))
+
+
+@pytest.mark.parametrize("rst", [False, True])
+async def test_a_connection_lost_before_the_head_is_broken(
+    upstream: AiohttpUpstream, server: RawServer, rst: bool
+) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        if rst:
+            peer.reset()
+
+    server.script = script
+    with pytest.raises(UpstreamBroken) as caught:
+        await post(upstream, server.url)
+    assert not caught.value.reused
+    assert len(server.peers) == 1
+
+
+async def test_an_answer_that_is_not_http_is_broken(upstream: AiohttpUpstream, server: RawServer) -> None:
+    server.script = answering(b"SSH-2.0-OpenSSH\r\n\r\n")
+    with pytest.raises(UpstreamBroken):
+        await post(upstream, server.url)
+
+
+async def test_an_idle_connection_dropped_in_the_same_instant_is_told_apart(
+    upstream: AiohttpUpstream, server: RawServer
+) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await peer.request()
+
+    server.script = script
+    await read_all(await post(upstream, server.url))
+    with pytest.raises(UpstreamBroken) as caught:
+        await post(upstream, server.url)
+    assert caught.value.reused
+    # A request that may have been sent is never sent again from here.
+    assert [len(peer.requests) for peer in server.peers] == [2]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [CHUNKED + b"5\r\nhello\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhello"],
+    ids=["chunked", "length"],
+)
+@pytest.mark.parametrize("rst", [False, True])
+async def test_a_cut_body_is_broken(upstream: AiohttpUpstream, server: RawServer, head: bytes, rst: bool) -> None:
+    cut = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(head)
+        await cut.wait()
+        if rst:
+            peer.reset()
+
+    server.script = script
+    exchange = await post(upstream, server.url)
+    assert await exchange.chunk() == b"hello"
+    cut.set()
+    with pytest.raises(UpstreamBroken):
+        await read_all(exchange)
+
+
+async def test_a_reset_close_delimited_body_is_broken(upstream: AiohttpUpstream, server: RawServer) -> None:
+    cut = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\n\r\nhello")
+        await cut.wait()
+        peer.reset()
+
+    server.script = script
+    exchange = await post(upstream, server.url)
+    assert await exchange.chunk() == b"hello"
+    cut.set()
+    with pytest.raises(UpstreamBroken):
+        await read_all(exchange)
+
+
+# --- who cuts the connection ------------------------------------------------------------------------------------------
+
+
+async def streaming(peer: Peer) -> None:
+    await peer.request()
+    await peer.send(CHUNKED + b"5\r\nhello\r\n")
+    await peer.until_eof()
+
+
+async def test_close_cuts_a_connection_in_mid_body(upstream: AiohttpUpstream, server: RawServer) -> None:
+    server.script = streaming
+    exchange = await post(upstream, server.url)
+    assert await exchange.chunk() == b"hello"
+    exchange.close()
+    exchange.close()
+    async with asyncio.timeout(PATIENCE_S):
+        await server.peers[0].gone.wait()
+
+
+async def test_close_wakes_a_waiting_reader(upstream: AiohttpUpstream, server: RawServer) -> None:
+    server.script = streaming
+    exchange = await post(upstream, server.url)
+    assert await exchange.chunk() == b"hello"
+    waiting = asyncio.create_task(exchange.chunk())
+    await asyncio.sleep(0)
+    exchange.close()
+    with pytest.raises(UpstreamBroken):
+        await waiting
+
+
+async def test_cancelling_a_slow_head_cuts_the_connection(upstream: AiohttpUpstream, server: RawServer) -> None:
+    task = asyncio.create_task(post(upstream, server.url))
+    async with asyncio.timeout(PATIENCE_S):
+        await (await server.arrived.get()).asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await server.peers[0].gone.wait()
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+@pytest.mark.parametrize("sliced", [False, True])
+async def test_cancelling_drops_what_a_stuck_server_has_not_read(
+    upstream: AiohttpUpstream, server: RawServer, sliced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not sliced:
+        # Far larger than real, because on loopback the kernel alone takes a megabyte or two.
+        monkeypatch.setattr(upstream_module, "WHOLE_BODY_BYTES_MAX", 1 << 30)
+    received = 0
+    cancelled = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        nonlocal received
+        transport = cast(asyncio.Transport, peer.writer.transport)
+        transport.pause_reading()
+        peer.asked.set()
+        await cancelled.wait()
+        transport.resume_reading()
+        while piece := await peer.reader.read(65536):
+            received += len(piece)
+
+    server.script = script
+    body = bytes(32 << 20)
+    task = asyncio.create_task(post(upstream, server.url, body))
+    async with asyncio.timeout(PATIENCE_S):
+        peer = await server.arrived.get()
+        await peer.asked.wait()
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+        await peer.gone.wait()
+    # What the kernels had taken arrives; what still waited on our side must not.
+    assert received < len(body)
+
+
+async def test_cancelling_a_reader_and_closing_cuts_the_connection(
+    upstream: AiohttpUpstream, server: RawServer
+) -> None:
+    server.script = streaming
+    exchange = await post(upstream, server.url)
+    assert await exchange.chunk() == b"hello"
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(exchange.chunk(), 0.01)
+    exchange.close()
+    async with asyncio.timeout(PATIENCE_S):
+        await server.peers[0].gone.wait()

@@ -1,0 +1,323 @@
+"""The desk reads what scheduling needs, and its splices change nothing but what they are meant to."""
+
+import asyncio
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmproxy.core.domain import Ask
+from llmproxy.gateway import desk as desk_module
+from llmproxy.gateway.desk import PARSE_BYTES_MAX, BodyKind, Desk, Sheet, read_large, read_small
+from llmproxy.gateway.scan import MEDIA_BYTES, BadBody, drain
+
+CHAT, COMPLETION, OTHER = BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.OTHER
+
+
+def ask(fields: dict[str, Any], kind: BodyKind = CHAT) -> Ask:
+    return read_small(orjson.dumps(fields), kind).ask
+
+
+def both(body: bytes, kind: BodyKind = CHAT) -> tuple[Sheet, Sheet]:
+    return read_small(body, kind), drain(read_large(body, kind))
+
+
+# --- the ask ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_body() -> None:
+    said = ask({"model": "m", "stream": True, "max_tokens": 7, "n": 2, "messages": [{"role": "user", "content": "hé"}]})
+    assert said == Ask("m", stream=True, prompt_bytes=3, max_tokens=7, sequences=2)
+
+
+@pytest.mark.parametrize("fields", [{}, {"model": None}, {"model": ""}])
+def test_no_model_is_none(fields: dict[str, Any]) -> None:
+    assert ask(fields).model is None
+    assert drain(read_large(orjson.dumps(fields), CHAT)).ask.model is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_output_tokens": 5}, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 3}, 3),
+        ({"max_tokens": "5"}, None),
+        ({"max_tokens": True}, None),
+        ({"max_tokens": -5}, None),
+        ({"max_tokens": 5.0}, None),
+        ({"max_tokens": 4, "max_completion_tokens": None}, 4),
+    ],
+)
+def test_max_tokens(fields: dict[str, Any], tokens: int | None) -> None:
+    assert ask(fields).max_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"prompt": "abc"}, Ask(None, prompt_bytes=3)),
+        ({"prompt": ["abc", "de"], "n": 3}, Ask(None, prompt_bytes=5, sequences=6)),
+        ({"prompt": ["a"], "n": 2, "best_of": 4}, Ask(None, prompt_bytes=1, sequences=4)),
+        ({"prompt": [1, 2, 3]}, Ask(None, prompt_tokens=3)),
+        ({"prompt": [[1, 2], [3]]}, Ask(None, prompt_tokens=3, sequences=2)),
+        ({"input": ["a", "bc"]}, Ask(None, prompt_bytes=3, sequences=2)),
+        ({"input": [[1], [2], [3]]}, Ask(None, prompt_tokens=3, sequences=3)),
+        ({"query": "ab", "documents": ["c", "d", "e"]}, Ask(None, prompt_bytes=5, sequences=3)),
+        ({"text_1": "ab", "text_2": ["c", "d"]}, Ask(None, prompt_bytes=4, sequences=2)),
+    ],
+)
+def test_prompts_and_sequences(fields: dict[str, Any], expected: Ask) -> None:
+    small, large = both(orjson.dumps(fields), COMPLETION)
+    assert small.ask == large.ask == expected
+
+
+def test_a_batch_of_chats() -> None:
+    assert ask({"messages": [[{"content": "a"}], [{"content": "bc"}]]}) == Ask(None, prompt_bytes=3, sequences=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size_bytes"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]}, 3),
+        ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "http://host/a.png"}}]}]}, MEDIA_BYTES),
+        ({"messages": [{"content": [{"type": "input_audio", "input_audio": {"data": "QUJD"}}]}]}, MEDIA_BYTES),
+        ({"messages": [{"content": [{"source": {"type": "base64", "data": "QUJD" * 5000}}]}]}, MEDIA_BYTES),
+        ({"input": "data:image/png;base64," + "A" * 9000}, MEDIA_BYTES),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"arguments": "{}"}}]}]}, 2),
+        ({"system": [{"type": "text", "text": "abc"}], "messages": []}, 3),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "abc"}]}], "instructions": "d"}, 4),
+        ({"tools": [{"name": "f"}]}, 5),
+        ({"metadata": {"note": "not for the engine"}, "stop": ["x"]}, 0),
+        ({"prompt": "漢"}, 3),
+    ],
+)
+def test_prompt_bytes(fields: dict[str, Any], size_bytes: int) -> None:
+    assert ask(fields).prompt_bytes == size_bytes
+
+
+def test_deep_nesting_is_no_trouble() -> None:
+    deep = b"[" * 900 + b'"abc"' + b"]" * 900
+    small, large = both(b'{"messages":[' + deep + b'],"tools":' + deep + b"}")
+    assert small.ask.prompt_bytes == large.ask.prompt_bytes == 6
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "part"),
+    [
+        (b"", "body", "empty"),
+        (b" \n", "body", "empty"),
+        (b"[1]", "body", "JSON object"),
+        (b'{"model":\n @}', "body.11", "line 2 column 2"),
+        (b'{"model":5}', "body.model", "model must be a string"),
+        (b'{"stream":"yes"}', "body.stream", "stream must be true or false"),
+        (b'{"stream":1}', "body.stream", "stream must be true or false"),
+        (b"\xff", "body.0", "not valid JSON"),
+    ],
+)
+def test_bad_bodies(body: bytes, param: str, part: str) -> None:
+    with pytest.raises(BadBody, match=part) as bad:
+        read_small(body, CHAT)
+    assert (bad.value.param, bad.value.status) == (param, 400)
+    with pytest.raises(BadBody):
+        drain(read_large(body, CHAT))
+
+
+def test_errors_do_not_repeat_the_prompt() -> None:
+    with pytest.raises(BadBody) as bad:
+        read_small(b'{"prompt":"my secret" "x"}', CHAT)
+    assert "secret" not in bad.value.message
+
+
+def test_endpoints_that_do_not_stream_may_say_anything_of_it() -> None:
+    assert ask({"stream": "yes"}, OTHER).stream is False
+
+
+@pytest.mark.parametrize("value", [b"NaN", b"01", b'"' + b"x" * 70_000 + b'"'])
+def test_a_broken_or_endless_option_in_a_large_body_is_refused(value: bytes) -> None:
+    with pytest.raises(BadBody):
+        drain(read_large(b'{"model":' + value + b"}", CHAT))
+
+
+PROMPTS = st.lists(
+    st.text(
+        alphabet=st.characters(min_codepoint=32, exclude_categories=["Cs"]) | st.sampled_from('\n\t"\\'), max_size=50
+    ),
+    min_size=1,
+)
+
+
+@given(PROMPTS)
+def test_large_and_small_bodies_are_read_alike(prompts: list[str]) -> None:
+    fields = {"model": "m", "prompt": prompts, "stream": True, "n": 2, "max_tokens": 9}
+    small, large = both(json.dumps(fields, ensure_ascii=False).encode(), COMPLETION)
+    assert small.ask == large.ask
+
+
+def test_the_desk_takes_the_way_that_the_size_asks_for() -> None:
+    async def read() -> list[Sheet]:
+        desk = Desk()
+        bodies = [orjson.dumps({"model": str(n), "prompt": "word " * n}) for n in (1, PARSE_BYTES_MAX, PARSE_BYTES_MAX)]
+        return await asyncio.gather(*(desk.read(body, COMPLETION) for body in bodies))
+
+    sheets = asyncio.run(read())
+    assert [sheet.members is None for sheet in sheets] == [True, False, False]
+    assert [sheet.ask.prompt_bytes for sheet in sheets] == [5, 5 * PARSE_BYTES_MAX, 5 * PARSE_BYTES_MAX]
+
+
+def test_the_loop_runs_on_while_large_bodies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "TURN_S", 0.0)
+
+    async def turns() -> int:
+        desk = Desk()
+        body = b'{"messages":[' + b"[]," * 100_000 + b"[]]}"
+        reads = [asyncio.create_task(desk.read(body, CHAT)) for _ in range(2)]
+        turns = 0
+        while not all(read.done() for read in reads):
+            await asyncio.sleep(0)
+            turns += 1
+        assert all(read.result().ask.sequences == 100_001 for read in reads)
+        return turns
+
+    # At 64 KiB a slice, two bodies of 300 kB need ten turns and those for finding their ends.
+    assert asyncio.run(turns()) > 10
+
+
+async def test_a_read_that_is_cancelled_leaves_the_desk_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "TURN_S", 0.0)
+    desk = Desk()
+    body = b'{"messages":[' + b"[]," * 100_000 + b"[]]}"
+    read = asyncio.create_task(desk.read(body, CHAT))
+    await asyncio.sleep(0)
+    read.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await read
+    assert (await desk.read(body, CHAT)).ask.sequences == 100_001
+
+
+# --- splices ----------------------------------------------------------------------------------------------------------
+
+
+def pieces_are_from(sheet: Sheet, joined: bytes) -> None:
+    """What comes before the first and after the last change is the client's own."""
+    assert joined.startswith(sheet.body[: sheet.body.index(b"{") + 1])
+    assert joined.endswith(b"}" + sheet.body.rpartition(b"}")[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", {"include_usage": True}),
+        ('"stream_options": null,', {"include_usage": True}),
+        ('"stream_options": { },', {"include_usage": True}),
+        ('"stream_options": {"x" : [1]},', {"include_usage": True, "x": [1]}),
+        ('"stream_options": {"include_usage" : null },', {"include_usage": True}),
+        ('"stream_options": {"include_usage":true,"x":{"include_usage":1},"include_usage" : null },', None),
+        ('"stream_options": 5,"stream_options": null,', {"include_usage": True}),
+    ],
+)
+@pytest.mark.parametrize("space", ["", " \n\t"])
+def test_usage_is_asked_for(options: str, expected: dict[str, Any] | None, space: str) -> None:
+    body = f'{space}{{{space}{options}{space}"model" : "é","stream":true, "z":1.50}}{space}'.encode()
+    for sheet in both(body):
+        spliced = sheet.spliced(want_usage=True)
+        joined = spliced.joined()
+        wanted = orjson.loads(body)
+        wanted["stream_options"] = expected or {"include_usage": True, "x": {"include_usage": 1}}
+        assert spliced.hides_usage
+        assert orjson.loads(joined) == wanted
+        assert len(joined) == spliced.size_bytes
+        assert b'"model" : "\xc3\xa9","stream":true, "z":1.50}' in joined
+        pieces_are_from(sheet, joined)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"stream": True, "stream_options": {"include_usage": True}}, CHAT),
+        ({"stream": True, "stream_options": {"include_usage": False}}, CHAT),
+        ({"stream": True, "stream_options": {"include_usage": "yes"}}, CHAT),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, CHAT),
+        ({"stream": True, "stream_options": "x"}, COMPLETION),
+        ({"stream": False}, CHAT),
+        ({}, CHAT),
+        ({"stream": True}, BodyKind.RESPONSES),
+        ({"stream": True}, BodyKind.MESSAGES),
+        ({"stream": True}, OTHER),
+    ],
+)
+def test_the_clients_word_is_respected(fields: dict[str, Any], kind: BodyKind) -> None:
+    for sheet in both(orjson.dumps(fields), kind):
+        spliced = sheet.spliced(want_usage=True)
+        assert not spliced.hides_usage
+        assert spliced.joined() is sheet.body
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["a", "models", "é", "stream_options"]), st.none() | st.text(max_size=5), max_size=4
+    ),
+    st.text(max_size=10),
+    st.integers(0, 4),
+)
+def test_only_the_model_changes(others: dict[str, Any], name: str, place: int) -> None:
+    items = list(others.items())
+    items.insert(place, ("model", "old \\ model"))
+    fields = dict(items) | {"nested": {"model": "old"}}
+    for ascii_only in (False, True):
+        body = json.dumps(fields, ensure_ascii=ascii_only).encode()
+        for sheet in both(body):
+            joined = sheet.spliced(model=name).joined()
+            assert orjson.loads(joined) == fields | {"model": name}
+            before, _, after = joined.partition(b'"model": ' + orjson.dumps(name))
+            assert body.startswith(before)
+            assert body.endswith(after)
+
+
+def test_model_and_usage_together() -> None:
+    for body, expected in (
+        (
+            b'{"model":"alias","stream":true,"stream_options":null}',
+            b'{"model":"target","stream":true,"stream_options":{"include_usage":true}}',
+        ),
+        (
+            b'{"stream_options":{},"stream":true,"model":"alias"}',
+            b'{"stream_options":{"include_usage":true},"stream":true,"model":"target"}',
+        ),
+    ):
+        for sheet in both(body):
+            spliced = sheet.spliced(model="target", want_usage=True)
+            assert spliced.joined() == expected
+            assert spliced.size_bytes == len(expected)
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"model":null}', b'{"model":"m"}'])
+def test_no_model_or_the_same_model_changes_nothing(body: bytes) -> None:
+    for sheet in both(body):
+        assert sheet.spliced(model="m").joined() is body
+
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%s\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="stream"\r\n\r\n%s\r\n--b--\r\n'
+)
+
+
+async def test_a_form() -> None:
+    sheet = await Desk().read(FORM % (b"whisper", b"True"), BodyKind.FORM, "multipart/form-data; boundary=b")
+    assert sheet.ask == Ask("whisper", stream=True, prompt_bytes=MEDIA_BYTES)
+    spliced = sheet.spliced(model="whisper-large", want_usage=True)
+    assert spliced.joined() == FORM % (b"whisper-large", b"True")
+    assert not spliced.hides_usage
+
+
+@pytest.mark.parametrize(("model", "stream"), [(b"m", b"maybe"), (b"\xff", b"true")])
+async def test_bad_form_fields(model: bytes, stream: bytes) -> None:
+    with pytest.raises(BadBody, match="form field"):
+        await Desk().read(FORM % (model, stream), BodyKind.FORM, "multipart/form-data; boundary=b")

@@ -1,0 +1,183 @@
+"""The metrics page: what one request adds to it, what it says of the fleet, and that the manual tells the truth."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmproxy import __version__
+from llmproxy.core.domain import Outcome, Trouble, Verdict
+from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
+from llmproxy.telemetry.metrics import MODELS_MAX, BackendState, LiveState, Metrics, QueueState
+
+MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
+SERVED = RequestExit(
+    request_id="r1",
+    method="POST",
+    path="/v1/chat/completions",
+    outcome=Outcome.COMPLETED,
+    status=200,
+    duration_s=3.0,
+    model="m",
+    band="default",
+    stream=True,
+    attempts=2,
+    queue_wait_s=0.25,
+    ttft_s=1.0,
+    max_gap_s=0.5,
+    prompt_tokens=10,
+    cached_tokens=4,
+    output_tokens=11,
+    chunks=5,
+)
+REFUSED = RequestExit(
+    request_id="r2", method="POST", path="/v1/completions", outcome=Outcome.UNKNOWN_MODEL, status=404, duration_s=0.001
+)
+STATE = LiveState(
+    queues=(QueueState("critical", 1, 10), QueueState("default", 2, 20)),
+    backends=(
+        BackendState("gpu-0", 3, 32, 0.1, True, running=2, waiting=1, kv_used=0.4, reading_age_s=0.2),
+        BackendState("gpu-1", 0, 32, 0.0, False),
+    ),
+)
+
+
+def value(metrics: Metrics, name: str, /, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"llmproxy_{name}", labels)
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics(lambda: STATE)
+
+
+def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
+    metrics.record(SERVED)
+    band, model = {"band": "default"}, {"model": "m"}
+    assert value(metrics, "requests_total", outcome="completed", **band, **model) == 1
+    assert value(metrics, "retries_total") == 1
+    assert value(metrics, "queue_wait_seconds_sum", **band) == 0.25
+    assert value(metrics, "ttft_seconds_sum", **band, **model) == 1.0
+    assert value(metrics, "time_per_output_token_seconds_sum", **band, **model) == pytest.approx(0.2)
+    assert value(metrics, "inter_chunk_seconds_sum", gap="mean", **band) == 0.5
+    assert value(metrics, "inter_chunk_seconds_sum", gap="max", **band) == 0.5
+    assert value(metrics, "request_seconds_sum", **band, **model) == 3.0
+    for direction, tokens in (("input", 10), ("cached", 4), ("output", 11)):
+        assert value(metrics, "tokens_total", direction=direction, **model) == tokens
+
+
+def test_a_refused_request_leaves_only_its_outcome(metrics: Metrics) -> None:
+    metrics.record(REFUSED)
+    assert value(metrics, "requests_total", outcome="unknown_model", band="none", model=UNKNOWN_MODEL) == 1
+    assert value(metrics, "retries_total") == 0
+    for line in metrics.page().decode().splitlines():
+        assert not re.match(r"llmproxy_(queue_wait|ttft|time_per|inter_chunk|request_sec|tokens)\w+[{ ]", line)
+
+
+@pytest.mark.parametrize(
+    ("change", "ttft", "per_token", "gaps", "seconds"),
+    [
+        ({"stream": False}, None, None, None, 1),
+        ({"outcome": Outcome.BROKEN_STREAM}, 1, None, 1, None),
+        ({"outcome": Outcome.CANCELLED, "ttft_s": None}, None, None, None, None),
+        ({"output_tokens": 1}, 1, None, 1, 1),
+        ({"output_tokens": None}, 1, None, 1, 1),
+        ({"chunks": 1, "max_gap_s": None}, 1, 1, None, 1),
+    ],
+)
+def test_times_are_counted_only_where_they_mean_something(
+    metrics: Metrics,
+    change: dict[str, Any],
+    ttft: int | None,
+    per_token: int | None,
+    gaps: int | None,
+    seconds: int | None,
+) -> None:
+    metrics.record(replace(SERVED, **change))
+    assert value(metrics, "ttft_seconds_count", band="default", model="m") == ttft
+    assert value(metrics, "time_per_output_token_seconds_count", band="default", model="m") == per_token
+    assert value(metrics, "inter_chunk_seconds_count", band="default", gap="max") == gaps
+    assert value(metrics, "request_seconds_count", band="default", model="m") == seconds
+
+
+def test_the_number_of_model_labels_is_limited(metrics: Metrics) -> None:
+    for index in range(MODELS_MAX + 50):
+        metrics.record(replace(SERVED, model=f"m{index}"))
+    metrics.record(REFUSED)
+    metrics.record(replace(SERVED, model="m0"))
+    families = {family.name: family for family in metrics.registry.collect()}
+    models = {sample.labels["model"] for sample in families["llmproxy_requests"].samples}
+    assert len(models) == MODELS_MAX
+    assert value(metrics, "requests_total", outcome="completed", band="default", model="other") == 52
+    assert value(metrics, "requests_total", outcome="completed", band="default", model="m0") == 2
+    assert value(metrics, "requests_total", outcome="unknown_model", band="none", model="unknown") == 1
+
+
+def test_gauges_are_read_at_the_scrape() -> None:
+    states = [LiveState(), STATE]
+    metrics = Metrics(lambda: states[-1])
+    assert value(metrics, "queued_requests", band="default") == 2
+    assert value(metrics, "queued_bytes", band="critical") == 10
+    assert value(metrics, "in_flight_requests", backend="gpu-0") == 3
+    assert value(metrics, "backend_saturation", backend="gpu-0") == 0.1
+    assert value(metrics, "backend_limit", backend="gpu-0") == 32
+    assert value(metrics, "backend_running", backend="gpu-0") == 2
+    assert value(metrics, "backend_waiting", backend="gpu-0") == 1
+    assert value(metrics, "backend_kv_used", backend="gpu-0") == 0.4
+    assert value(metrics, "backend_reading_age_seconds", backend="gpu-0") == 0.2
+    assert [value(metrics, "backend_available", backend=name) for name in ("gpu-0", "gpu-1")] == [1, 0]
+    states.pop()
+    assert value(metrics, "in_flight_requests", backend="gpu-0") is None
+
+
+def test_a_backend_without_a_reading_has_no_reading(metrics: Metrics) -> None:
+    for name in ("running", "waiting", "kv_used", "reading_age_seconds"):
+        assert value(metrics, f"backend_{name}", backend="gpu-1") is None
+    assert value(metrics, "in_flight_requests", backend="gpu-1") == 0
+
+
+def test_attempts_polls_and_decisions_are_counted(metrics: Metrics) -> None:
+    metrics.attempted("gpu-0", Verdict.BUSY)
+    metrics.poll_failed("gpu-1", Trouble.REFUSED)
+    metrics.decided(0.001)
+    assert value(metrics, "attempts_total", backend="gpu-0", verdict="busy") == 1
+    assert value(metrics, "poll_failures_total", backend="gpu-1", trouble="refused") == 1
+    assert value(metrics, "decision_seconds_count") == 1
+    assert value(metrics, "build_info", version=__version__) == 1
+
+
+def test_two_processes_worth_of_metrics_do_not_meet() -> None:
+    first, second = Metrics(LiveState), Metrics(LiveState)
+    first.record(SERVED)
+    assert value(second, "retries_total") == 0
+
+
+def test_a_real_scraper_reads_the_page(metrics: Metrics) -> None:
+    metrics.record(replace(SERVED, model='odd "name"\nwith\\all'))
+    page = metrics.page().decode()
+    labels = [
+        s.labels for f in text_string_to_metric_families(page) for s in f.samples if s.name == "llmproxy_requests_total"
+    ]
+    assert labels == [{"outcome": "completed", "band": "default", "model": 'odd "name"\nwith\\all'}]
+    assert "_created" not in page
+
+
+def test_the_manual_lists_every_metric_with_its_type_and_labels(metrics: Metrics) -> None:
+    metrics.record(SERVED)
+    metrics.attempted("gpu-0", Verdict.SERVED)
+    metrics.poll_failed("gpu-0", Trouble.TIMEOUT)
+    found = set()
+    for family in metrics.registry.collect():
+        if family.name.startswith("llmproxy_"):
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            name = family.name + ("_total" if family.type == "counter" else "")
+            found.add((name, family.type, frozenset(labels)))
+    rows = re.findall(r"^\| `(llmproxy_\w+)` \| (\w+) \| ([^|]*)\| \S", MANUAL.read_text(), re.MULTILINE)
+    listed = [(name, kind, frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == found
