@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Mapping
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Self

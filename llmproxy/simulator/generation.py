@@ -94,8 +94,10 @@ class _Exchange:
         if self._service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
             raise engine_dead()
         self._service.pacer.submit(self._job)
-        while not self._job.finished:
+        while not self._job.ended:
             await self._job.news()
+        if self._job.error is not None:
+            raise self._job.error
         body = self._answer.whole(self._choices(), self._usage())
         self._keep(body)
         data = orjson.dumps(body)
@@ -113,10 +115,9 @@ class _Exchange:
             return response
         self._service.pacer.submit(self._job)
         await self._events(response, self._answer.prologue())
-        while self._job.error is None and not self._job.finished:
+        while not self._job.ended:
             await self._news(response)
-            if self._job.error is None:
-                await self._events(response, self._fresh_events())
+            await self._events(response, self._fresh_events())
         if self._job.error is not None:
             await self._events(response, self._answer.broken(self._job.error))
             return response

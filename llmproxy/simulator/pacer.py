@@ -42,6 +42,11 @@ class Job:
         self._news = asyncio.Event()
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.error is not None or self.finished
+
+    @property
     def finished(self) -> bool:
         """Whether every sequence has got its last token."""
         return all(progress.finished for progress in self.progress)
@@ -51,11 +56,9 @@ class Job:
         self._news.set()
 
     async def news(self) -> None:
-        """Wait until there are tokens (where asked for each), the end, or an error; raises the error."""
+        """Wait until there are tokens (where asked for each), the end, or an error."""
         await self._news.wait()
         self._news.clear()
-        if self.error is not None:
-            raise self.error
 
 
 class Pacer:

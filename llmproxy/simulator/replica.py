@@ -96,7 +96,7 @@ class Replica:
             return await self._handle(face, request)
 
         # handler_cancellation is what turns a client that leaves into an abort.
-        self._server = web.Server(
+        self._server = _Server(
             handle,
             request_factory=_request_factory(loop),
             handler_cancellation=True,
@@ -176,6 +176,19 @@ async def serve_replica(options: ReplicaOptions, host: str, port: int) -> None:
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp gives a new connection the keep-alive time for its first request; vLLM waits for ever."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.keep_alive(False)
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
 
 
 def _request_factory(loop: asyncio.AbstractEventLoop) -> Any:
