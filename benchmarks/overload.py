@@ -31,13 +31,21 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Size of every request, and of the fleet that serves it."""
+    """Size of every request, and of the fleet that serves it.
+
+    Answers have lengths drawn evenly from `output_tokens`: if all were equal, a batch that began together would end
+    together, and whoever came in between would wait for all of it.
+    """
 
     prompt_words: int = 150
-    output_tokens: int = 64
+    output_tokens: tuple[int, int] = (16, 112)
     batch: int = 32
     replicas: int = 2
     speed: float = 0.25
+
+    @property
+    def output_tokens_mean(self) -> float:
+        return sum(self.output_tokens) / 2
 
     def replica_flags(self) -> list[str]:
         return [
@@ -46,12 +54,12 @@ class Load:
         ]  # fmt: skip
 
     def body(self, rng: random.Random) -> dict[str, Any]:
-        words = " ".join(rng.choice("alpha beta gamma delta epsilon zeta eta theta".split()) + str(rng.randrange(9999))
-                         for _ in range(self.prompt_words))  # fmt: skip
+        # Random numbers, so that no two prompts share a prefix worth caching.
+        words = " ".join(str(rng.randrange(10_000_000)) for _ in range(self.prompt_words))
         return {
             "model": MODEL,
             "messages": [{"role": "user", "content": words}],
-            "max_tokens": self.output_tokens,
+            "max_tokens": rng.randint(*self.output_tokens),
             "ignore_eos": True,
             "stream": True,
         }
@@ -109,9 +117,10 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def inversions(exits: list[dict[str, Any]], level: dict[str, int]) -> int:
-    """Grants given to a lower band while a request of a higher one had been waiting, for the same model.
+    """Grants given to a lower band while a request of a higher one had been waiting for 20 ms or more.
 
-    All replicas are alike here, so whoever is granted took a place that the higher request could have had.
+    All replicas are alike here and all serve the one model, so whoever is granted took a place that the higher request
+    could have had. The first 20 ms are left out because arrival is stamped before the body is read.
     """
     events = []
     for entry in exits:
@@ -138,7 +147,7 @@ async def main() -> None:
     load = Load()
     rate = await capacity(load)
     print(f"fleet: {load.replicas} replicas x {load.batch} sequences at {load.speed:g} of real speed, "
-          f"{rate:.1f} requests/s of {load.output_tokens} tokens")  # fmt: skip
+          f"{rate:.1f} requests/s of {load.output_tokens_mean:.0f} tokens on average")  # fmt: skip
     await _priority(load, rate, options.seconds, options.seed)
     await _shares(load, rate, options.seconds, options.seed)
 
@@ -177,7 +186,7 @@ def bound_story(load: Load, solo_p99_s: float) -> str:
     profile = profile_named("llama-8b-h100")
     tokens = load.prompt_words * 3
     step_s = profile.step_s(load.batch, load.batch * tokens, [(0, tokens)]) / load.speed
-    service_s = load.output_tokens * step_s
+    service_s = load.output_tokens_mean * step_s
     slots = load.batch * load.replicas
     # A completion frees a slot every service_s / slots on average; 1 % of such exponential gaps exceed 4.6 of them.
     wait_s = 4.6 * service_s / slots
@@ -198,9 +207,9 @@ async def _shares(load: Load, rate: float, seconds: float, seed: int) -> None:
             exits = [e for e in running.exits() if e.get("granted_s") is not None]
             start = min(e["arrived_s"] for e in exits)
             both = [e for e in exits if start + 5.0 < e["granted_s"] < start + seconds / 2]
-            total = sum(e["output_tokens"] or 0 for e in both)
+            total = sum(e.get("output_tokens", 0) for e in both)
             for source in sources:
-                mine = sum(e["output_tokens"] or 0 for e in both if e["flow"] == source.flow)
+                mine = sum(e.get("output_tokens", 0) for e in both if e["flow"] == source.flow)
                 print(f"| {policy} | {source.flow} | {source.rate:.1f} | {mine} | {mine / total:.2f} |")
 
 

@@ -7,10 +7,12 @@ connection is the only thing that makes an engine stop generating.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 Headers = Iterable[tuple[str, str]] | Mapping[str, str]
+Body = Sequence[bytes | memoryview]
+"""A request body in pieces, in order: a splice in 50 MB must not cost a copy of them."""
 
 
 class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
@@ -66,7 +68,7 @@ class Upstream(Protocol):
     """The way to the backends."""
 
     async def open(
-        self, base_url: str, method: str, path_qs: str, headers: Headers, body: bytes, connect_timeout_s: float
+        self, base_url: str, method: str, path_qs: str, headers: Headers, body: Body, connect_timeout_s: float
     ) -> Exchange:
         """Send one request and wait for the head of its answer; redirects are answers like any other.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
@@ -18,7 +17,7 @@ from aiohttp.tracing import Trace
 from multidict import CIMultiDict
 from yarl import URL
 
-from llmproxy.upstream import ConnectFailed, Headers, UpstreamBroken
+from llmproxy.upstream import Body, ConnectFailed, Headers, UpstreamBroken
 
 IDLE_MAX_S = 4.0
 """Idle connections are dropped after this; vLLM itself closes them after exactly 5 s."""
@@ -31,6 +30,8 @@ HEAD_LINE_BYTES_MAX = 256 << 10
 
 WHOLE_BODY_BYTES_MAX = 1 << 20
 """Request bodies up to this are handed to the transport in one piece, larger ones in slices as it drains."""
+
+SLICE_BYTES = 256 << 10
 
 
 class _Held:
@@ -98,16 +99,17 @@ class AiohttpUpstream:
         await self._session.close()
 
     async def open(
-        self, base_url: str, method: str, path_qs: str, headers: Headers, body: bytes, connect_timeout_s: float
+        self, base_url: str, method: str, path_qs: str, headers: Headers, body: Body, connect_timeout_s: float
     ) -> AiohttpExchange:
         held = _Held()
+        size_bytes = sum(len(piece) for piece in body)
         token = _held.set(held)
         try:
             response = await self._session.request(
                 method,
                 URL(base_url + path_qs, encoded=True),
-                headers=_fields(headers),
-                data=_sliced(body),
+                headers=_fields(headers, size_bytes),
+                data=_data(body, size_bytes),
                 allow_redirects=False,
                 timeout=ClientTimeout(total=None, connect=connect_timeout_s, ceil_threshold=float("inf")),
             )
@@ -125,19 +127,32 @@ class AiohttpUpstream:
         return AiohttpExchange(response, held)
 
 
-def _fields(headers: Headers) -> CIMultiDict[str]:
+def _fields(headers: Headers, size_bytes: int) -> CIMultiDict[str]:
     # The client below drops all but the last of a repeated header whose repetitions are spelt in different case.
     fields: CIMultiDict[str] = CIMultiDict()
     spelling: dict[str, str] = {"content-length": ""}
     for name, value in headers.items() if isinstance(headers, Mapping) else headers:
         if name := spelling.setdefault(name.lower(), name):
             fields.add(name, value)
+    if size_bytes > WHOLE_BODY_BYTES_MAX:
+        # What is written in slices would be sent as chunks unless its length is told.
+        fields["content-length"] = str(size_bytes)
     return fields
 
 
-def _sliced(body: bytes) -> bytes | io.BytesIO | None:
+def _data(body: Body, size_bytes: int) -> bytes | AsyncIterator[bytes] | None:
     # One write of a large body would copy all of it at once into the transport, and hold on to it there.
-    return io.BytesIO(body) if len(body) > WHOLE_BODY_BYTES_MAX else body or None
+    if size_bytes > WHOLE_BODY_BYTES_MAX:
+        return _slices(body)
+    return (body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)) or None
+
+
+async def _slices(body: Body) -> AsyncIterator[bytes]:
+    for piece in body:
+        for start in range(0, len(piece), SLICE_BYTES):
+            yield bytes(piece[start : start + SLICE_BYTES])
+            # The writer only waits for a slow backend; everybody else on this loop must have a turn with a fast one.
+            await asyncio.sleep(0)
 
 
 class AiohttpExchange:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -18,14 +20,13 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
     length = request.content_length
     if length is not None and length > bytes_max:
         raise too_large
-    pieces: list[bytes] = []
-    size = 0
+    body = BytesIO()
     while piece := await request.content.readany():
-        size += len(piece)
-        if size > bytes_max:
+        if body.tell() + len(piece) > bytes_max:
             raise too_large
-        pieces.append(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        body.write(piece)
+    # Unlike joining a list of pieces, this hands out the bytes gathered so far without one more copy of all of them.
+    return body.getvalue()
 
 
 class AiohttpClientLeg:

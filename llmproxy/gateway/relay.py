@@ -17,7 +17,7 @@ from llmproxy.gateway.errors import error_event
 from llmproxy.gateway.headers import Headers, to_client
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.sse import StreamTap, usage_of_tail
-from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
+from llmproxy.upstream import Body, ConnectFailed, Exchange, Upstream, UpstreamBroken
 
 HELD_BYTES_MAX = 1 << 20
 """Of an error answer, or of a stream's first event: what is looked at before it is passed on."""
@@ -52,7 +52,7 @@ class Call:
 
     path_qs: str
     headers: Headers
-    body: bytes
+    body: Body
     stream: bool
     hide_usage: bool
     dialect: Dialect

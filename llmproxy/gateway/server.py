@@ -177,7 +177,7 @@ class FrontDoor:
                     request.method,
                     f"{path}?{query}" if query else path,
                     headers,
-                    b"",
+                    (),
                     timeouts.connect_s,
                 )
                 try:

@@ -29,6 +29,7 @@ from llmproxy.gateway.stored import StoredResponses
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 from llmproxy.telemetry.logs import log_exit, log_internal
 from llmproxy.telemetry.metrics import Metrics
+from llmproxy.upstream import Body
 
 RETRY_RESERVE = 100.0
 """Retries that may be made beyond the budget's share: a backend that dies takes a handful of requests at once."""
@@ -164,7 +165,7 @@ class Walker:
         request = walk.request = self._make_request(walk, sheet, target)
         trusted = self._identity.trusts(http.remote)
         spliced = sheet.spliced(model=target.model, want_usage=True)
-        await self._attempts(walk, request, spliced.joined(), spliced.hides_usage, trusted)
+        await self._attempts(walk, request, spliced.parts, spliced.hides_usage, trusted)
 
     def _make_request(self, walk: Walk, sheet: Sheet, target: Target) -> Request:
         http, ask = walk.http, sheet.ask
@@ -191,7 +192,7 @@ class Walker:
 
     # --- the waiting room and the corridor, as often as it takes -----------------------------------------------------
 
-    async def _attempts(self, walk: Walk, request: Request, body: bytes, hide_usage: bool, trusted: bool) -> None:
+    async def _attempts(self, walk: Walk, request: Request, body: Body, hide_usage: bool, trusted: bool) -> None:
         while True:
             try:
                 async with self._dispatcher.admit(request, frozenset(walk.excluded)) as lease:
@@ -214,7 +215,7 @@ class Walker:
             if attempt.verdict is not Verdict.BUSY:
                 walk.excluded.add(lease.backend)
 
-    async def _attempt(self, walk: Walk, lease: Lease, body: bytes, hide_usage: bool, trusted: bool) -> Attempt:
+    async def _attempt(self, walk: Walk, lease: Lease, body: Body, hide_usage: bool, trusted: bool) -> Attempt:
         walk.attempts += 1
         walk.lease = lease
         walk.granted_s = lease.grant.at_s

@@ -45,7 +45,7 @@ async def upstream() -> AsyncIterator[AiohttpUpstream]:
 
 async def post(upstream: Upstream, url: str, body: bytes = b"{}") -> Exchange:
     async with asyncio.timeout(PATIENCE_S):
-        return await upstream.open(url, "POST", "/v1/completions", [("content-type", "application/json")], body, 5.0)
+        return await upstream.open(url, "POST", "/v1/completions", [("content-type", "application/json")], [body], 5.0)
 
 
 async def read_all(exchange: Exchange) -> bytes:
@@ -69,7 +69,7 @@ async def test_sends_exactly_the_path_the_headers_and_the_body(upstream: Aiohttp
     server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
     path = "/v1/a%2fb/../c;d?x=%7e&name[]=a:b&y=a+b%20c"
     headers = [("Host", "me"), ("X-Two", "1"), ("content-length", "999"), ("x-two", "2"), ("Cookie", "a=b")]
-    exchange = await upstream.open(server.url, "POST", path, headers, b'{"a": 1}', 5.0)
+    exchange = await upstream.open(server.url, "POST", path, headers, [b'{"a": 1}'], 5.0)
     assert await read_all(exchange) == b""
     # A repeated name keeps its first spelling, and its place among the others.
     assert server.peers[0].requests == [
@@ -166,7 +166,7 @@ async def test_a_connect_timeout_is_a_failed_connect(upstream: AiohttpUpstream) 
         fillers[1].connect_ex(sock.getsockname())
         try:
             with pytest.raises(ConnectFailed):
-                await upstream.open(f"http://127.0.0.1:{sock.getsockname()[1]}", "POST", "/", [], b"", 0.05)
+                await upstream.open(f"http://127.0.0.1:{sock.getsockname()[1]}", "POST", "/", [], [], 0.05)
         finally:
             for filler in fillers:
                 filler.close()
