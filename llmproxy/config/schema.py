@@ -44,9 +44,11 @@ from llmproxy.config.kinds import (
     one_of,
 )
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
+from llmproxy.core.fairness import policies
+from llmproxy.core.placement import presets
 
-FAIRNESS_POLICIES = ("fcfs", "round_robin", "fair_share")
-PLACEMENT_PRESETS = ("blend", "round_robin", "random", "least_request", "power_of_two")
+FAIRNESS_POLICIES = policies.names()
+PLACEMENT_PRESETS = presets.names()
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CEILINGS: Mapping[int, float] = {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85}

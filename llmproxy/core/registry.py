@@ -34,4 +34,5 @@ class Registry(Generic[Factory]):
             raise ValueError(f"unknown {self._kind} {name!r}; known: {', '.join(self.names())}") from None
 
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._factories))
+        """In the order in which they were filed."""
+        return tuple(self._factories)

@@ -43,8 +43,6 @@ class AiohttpClientLeg:
         fields = CIMultiDict(headers)
         fields.update(self._extra)
         response = web.StreamResponse(status=status, reason=reason or None, headers=fields)
-        if "content-length" not in fields:
-            response.enable_chunked_encoding()
         self.response, self.status = response, status
         await response.prepare(self._request)
 

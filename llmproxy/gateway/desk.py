@@ -36,6 +36,8 @@ from llmproxy.gateway.scan import (
 PARSE_BYTES_MAX = 128 * 1024
 TURN_S = 0.002  # Long enough to make the switches cheap, short enough to be lost in the noise of a token stream.
 OPTION_BYTES_MAX = 64 * 1024
+# More than any engine runs at once; a number that a client made up must not count as a fleet full of work.
+SEQUENCES_MAX = 1024
 
 # Members that hold what the engine tokenises, in whatever endpoint they occur.
 _TEXT = (
@@ -226,8 +228,8 @@ def _ask(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind) -> Ask:
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadBody("The model must be a string: the name of a model or an adapter.", "body.model")
-    stream = fields.get("stream")
-    if stream is not None and not isinstance(stream, bool) and kind is not BodyKind.OTHER:
+    stream = _truth(fields.get("stream"))
+    if stream is None and kind is not BodyKind.OTHER:
         raise BadBody("The field stream must be true or false.", "body.stream")
     text_bytes = sum(size.text_bytes for size in sizes)
     tokens = [size.tokens for size in sizes if size.tokens is not None]
@@ -238,8 +240,19 @@ def _ask(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind) -> Ask:
         prompt_bytes=text_bytes,
         prompt_tokens=sum(tokens) if tokens and not text_bytes else None,
         max_tokens=next((n for name in _MAX_TOKENS if (n := _count(fields.get(name)))), None),
-        sequences=per_prompt * max((size.prompts for size in sizes), default=1),
+        sequences=min(SEQUENCES_MAX, per_prompt * max((size.prompts for size in sizes), default=1)),
     )
+
+
+def _truth(value: Any) -> bool | None:
+    """The truth value of a JSON value, null being false, as generously as the engine reads it; None for no such."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, int | float) and value in (0, 1):
+        return value == 1
+    if isinstance(value, str) and value and value.lower() in _TRUE | _FALSE:
+        return value.lower() in _TRUE
+    return None
 
 
 def _count(value: Any) -> int | None:

@@ -291,6 +291,9 @@ class Relay:
             seen = 0
         if attempt.usage is not None:
             lease.usage = attempt.usage
+        elif attempt.answer is not None:
+            # Refused by the engine: no work was done, whatever the request looked like from here.
+            lease.usage = Usage(0, 0)
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):
             # Cut short: what was computed so far was work, and the flow that asked for it pays.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)

@@ -69,7 +69,7 @@ class FrontDoor:
         path = request.path
         if len(path) > 1:
             # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
-            path = path.rstrip("/")
+            path = path.rstrip("/") or "/"
         try:
             route = SCHEDULED.get(path)
             if route is not None:

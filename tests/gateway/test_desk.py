@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmproxy.core.domain import Ask
 from llmproxy.gateway import desk as desk_module
-from llmproxy.gateway.desk import PARSE_BYTES_MAX, BodyKind, Desk, Sheet, read_large, read_small
+from llmproxy.gateway.desk import PARSE_BYTES_MAX, SEQUENCES_MAX, BodyKind, Desk, Sheet, read_large, read_small
 from llmproxy.gateway.scan import MEDIA_BYTES, BadBody, drain
 
 CHAT, COMPLETION, OTHER = BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.OTHER
@@ -113,8 +113,8 @@ def test_deep_nesting_is_no_trouble() -> None:
         (b"[1]", "body", "JSON object"),
         (b'{"model":\n @}', "body.11", "line 2 column 2"),
         (b'{"model":5}', "body.model", "model must be a string"),
-        (b'{"stream":"yes"}', "body.stream", "stream must be true or false"),
-        (b'{"stream":1}', "body.stream", "stream must be true or false"),
+        (b'{"stream":"maybe"}', "body.stream", "stream must be true or false"),
+        (b'{"stream":2}', "body.stream", "stream must be true or false"),
         (b"\xff", "body.0", "not valid JSON"),
     ],
 )
@@ -133,7 +133,7 @@ def test_errors_do_not_repeat_the_prompt() -> None:
 
 
 def test_endpoints_that_do_not_stream_may_say_anything_of_it() -> None:
-    assert ask({"stream": "yes"}, OTHER).stream is False
+    assert ask({"stream": "maybe"}, OTHER).stream is False
 
 
 @pytest.mark.parametrize("value", [b"NaN", b"01", b'"' + b"x" * 70_000 + b'"'])
@@ -179,7 +179,7 @@ def test_the_loop_runs_on_while_large_bodies_are_read(monkeypatch: pytest.Monkey
         while not all(read.done() for read in reads):
             await asyncio.sleep(0)
             turns += 1
-        assert all(read.result().ask.sequences == 100_001 for read in reads)
+        assert all(read.result().ask.sequences == SEQUENCES_MAX for read in reads)
         return turns
 
     # At 64 KiB a slice, two bodies of 300 kB need ten turns and those for finding their ends.
@@ -195,7 +195,7 @@ async def test_a_read_that_is_cancelled_leaves_the_desk_free(monkeypatch: pytest
     read.cancel()
     with pytest.raises(asyncio.CancelledError):
         await read
-    assert (await desk.read(body, CHAT)).ask.sequences == 100_001
+    assert (await desk.read(body, CHAT)).ask.sequences == SEQUENCES_MAX
 
 
 # --- splices ----------------------------------------------------------------------------------------------------------
@@ -321,3 +321,15 @@ async def test_a_form() -> None:
 async def test_bad_form_fields(model: bytes, stream: bytes) -> None:
     with pytest.raises(BadBody, match="form field"):
         await Desk().read(FORM % (model, stream), BodyKind.FORM, "multipart/form-data; boundary=b")
+
+
+@pytest.mark.parametrize(
+    ("text", "streams"),
+    [(b"1", True), (b"0", False), (b'"true"', True), (b'"off"', False), (b"null", False), (b"true", True)],
+)
+def test_stream_is_read_as_generously_as_the_engine_reads_it(text: bytes, streams: bool) -> None:
+    assert read_small(b'{"stream":' + text + b"}", BodyKind.CHAT).ask.stream is streams
+
+
+def test_a_made_up_number_of_sequences_is_no_fleet_full_of_work() -> None:
+    assert read_small(b'{"n":1000000000,"prompt":"x"}', BodyKind.COMPLETION).ask.sequences == SEQUENCES_MAX

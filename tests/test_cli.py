@@ -1,0 +1,276 @@
+"""The command line: every flag and variable lands on its key, and every mistake ends with 2 and a line that helps."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from llmproxy import __version__, cli
+from llmproxy.config import Config, keys
+
+Serve = Callable[..., Config]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LLMPROXY_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """What `serve` would have run, which it does not: its exit code is 3."""
+    configs: list[Config] = []
+    app = ModuleType("llmproxy.app")
+
+    def run(config: Config) -> int:
+        configs.append(config)
+        return 3
+
+    app.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "llmproxy.app", app)
+    return configs
+
+
+@pytest.fixture
+def serve(served: list[Config]) -> Serve:
+    def run(*arguments: str) -> Config:
+        result = CliRunner().invoke(cli.app, ["serve", *arguments])
+        assert (result.exit_code, result.output) == (3, "")
+        return served.pop()
+
+    return run
+
+
+def refused(arguments: Sequence[str]) -> str:
+    """What a command that ends with 2 says on standard error, and nowhere else."""
+    result = CliRunner().invoke(cli.app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def value_at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+# --- serve ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["http://a", "http://b"],
+        ["--backend", "http://a", "--backend", "http://b"],
+        ["--backend", "http://a,http://b"],
+        ["--backends", "http://a", "http://b"],
+        ["--static-backends", "http://a, http://b,"],
+        ["--worker-urls", "http://a", "http://b"],
+        ["--worker-urls", "http://a http://b"],
+        ["--port", "1", "--worker-urls", "http://a", "http://b", "--host", "::"],
+    ],
+)
+def test_backends_are_given_in_the_ways_people_know(serve: Serve, arguments: list[str]) -> None:
+    assert [backend.url for backend in serve(*arguments).backends] == ["http://a", "http://b"]
+
+
+@pytest.mark.parametrize("flag", [flag for flag in cli.FLAGS if flag.keys == ("backends",)], ids=lambda flag: flag.name)
+def test_backends_are_given_by_variables(serve: Serve, monkeypatch: pytest.MonkeyPatch, flag: cli.Flag) -> None:
+    monkeypatch.setenv(flag.variable, "http://a,http://b http://c")
+    assert [backend.url for backend in serve().backends] == ["http://a", "http://b", "http://c"]
+    assert [backend.url for backend in serve(flag.name, "http://d", "http://e").backends] == ["http://d", "http://e"]
+
+
+OTHER_THAN_DEFAULT = {
+    "host": "::1",
+    "log_format": "json",
+    "log_level": "debug",
+    "trust_headers": "all",
+    "scheduling.fairness": "fcfs",
+    "scheduling.placement": "random",
+    "scheduling.flow": "header:x-tenant",
+    "scheduling.kv_full": "0.5",
+    "retry.budget_ratio": "0.5",
+    "queue.bytes_max": "99999999",
+    "queue.band_bytes_max": "99999999",
+}
+
+
+@pytest.mark.parametrize("flag", [flag for flag in cli.FLAGS if flag.keys != ("backends",)], ids=lambda flag: flag.name)
+def test_every_flag_and_its_variable_reach_their_keys(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, flag: cli.Flag
+) -> None:
+    text = OTHER_THAN_DEFAULT.get(flag.keys[0], "7")
+    by_flag = serve("http://a", flag.name, text)
+    monkeypatch.setenv(flag.variable, text)
+    assert serve("http://a") == by_flag
+    settable = list(keys())
+    changed = {key for key in settable if value_at(by_flag, key) != value_at(Config(), key)}
+    assert changed == {"backends", *flag.keys}
+
+
+def test_flags_beat_variables_which_beat_the_file_which_beats_the_defaults(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("backends: [http://f]\nport: 1\nqueue: {ttl_s: 1, requests_max: 1, bytes_max: 99999999}\n")
+    monkeypatch.setenv("LLMPROXY_QUEUE_TTL_S", "2")
+    monkeypatch.setenv("LLMPROXY_QUEUE_SIZE", "2")
+    config = serve("--config", str(file), "--queue-timeout-secs", "3")
+    assert (config.queue.ttl_s, config.queue.requests_max, config.queue.bytes_max, config.port) == (3, 2, 99999999, 1)
+    assert config.queue.band_requests_max == 10_000
+    monkeypatch.setenv("LLMPROXY_CONFIG", str(file))
+    assert serve().backends[0].url == "http://f"
+
+
+def test_empty_variables_and_those_of_a_kubernetes_service_say_nothing(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMPROXY_PORT", "tcp://10.0.0.1:8080")
+    monkeypatch.setenv("LLMPROXY_API_KEY", "")
+    assert serve("http://a").model_copy(update={"backends": ()}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("word", "preset"),
+    [("roundrobin", "round_robin"), ("round-robin", "round_robin"), ("POWER_OF_TWO", "power_of_two"), ("random",) * 2],
+)
+def test_policies_are_known_by_their_names_elsewhere(serve: Serve, word: str, preset: str) -> None:
+    for flag in ("--routing-logic", "--policy", "--placement"):
+        assert serve("http://a", flag, word).scheduling.placement == preset
+
+
+def test_api_keys_are_divided_by_spaces_alone(serve: Serve) -> None:
+    assert serve("http://a", "--api-key", "a,b c", "--api-key", "d").api_keys == ("a,b", "c", "d")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`"),
+        (["gpu-0:8000"], "URL: backends[0].url: 'gpu-0:8000' should start with http:// or https://"),
+        (["http://a", "--port", "x"], "--port: port: should be a valid integer, not 'x'"),
+        (["http://a", "--host", ""], "--host: host: should have at least 1 character"),
+        (["http://a", "--api-key", ""], "--api-key: api_keys[0]: should be printable ASCII characters without spaces"),
+        (["http://a", "--backend", ""], "--backend, URL: backends[0].url: '' should start with http://"),
+        (
+            ["http://a", "--policy", "cache_aware"],
+            "--policy: scheduling.placement: 'cache_aware' is none of blend, least_request, power_of_two, random",
+        ),
+        (
+            ["http://a", "--queue-size", "1", "--queue-requests-max", "1"],
+            "--queue-size: queue.requests_max: is set by --queue-requests-max too; give only one of them",
+        ),
+        (["http://a", "--config", "/none.yaml"], "/none.yaml: cannot be read: No such file or directory"),
+        (["http://a", "--prot", "1"], "No such option: --prot"),
+    ],
+)
+def test_serve_refuses_in_words(served: list[Config], arguments: list[str], told: str) -> None:
+    assert told in refused(["serve", *arguments])
+    assert not served
+
+
+def test_a_wrong_variable_is_named(served: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMPROXY_LOG_FORMAT", "xml")
+    assert refused(["serve", "http://a"]).startswith("LLMPROXY_LOG_FORMAT: log_format: 'xml' is none of text, json")
+    assert not served
+
+
+def test_only_the_port_is_forgiven_a_tcp_address(served: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMPROXY_BACKEND", "tcp://a")
+    assert refused(["serve"]).startswith("LLMPROXY_BACKEND: backends[0].url: 'tcp://a' should start with http://")
+    assert not served
+
+
+def test_help_names_every_flag_once() -> None:
+    text = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
+    for flag in cli.FLAGS:
+        assert len(re.findall(rf"^  {flag.name} VALUE", text, re.MULTILINE)) == 1
+
+
+# --- check ------------------------------------------------------------------------------------------------------------
+
+
+def test_check_tells_what_a_sound_file_means(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "port: 81\nbackends: [{url: http://a, name: left, max_in_flight: 4}]\nscheduling: {fairness: fcfs}\n"
+    )
+    result = CliRunner().invoke(cli.app, ["check", str(file)])
+    assert (result.exit_code, result.stderr) == (0, "")
+    for part in (f"{file}: fine", "0.0.0.0:81", "left", "http://a, at most 4 in flight", "fairness fcfs", "100 at 1"):
+        assert part in result.stdout
+
+
+def test_check_does_not_need_backends_which_flags_may_bring(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("")
+    result = CliRunner().invoke(cli.app, ["check", str(file)])
+    assert result.exit_code == 0
+    assert "none here" in result.stdout
+
+
+def test_check_prints_every_problem_and_ends_with_2(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("prot: 1\nport: x\n")
+    assert refused(["check", str(file)]).splitlines() == [
+        f'{file}:1: prot: is not a known key (nearest known key: "port")',
+        f"{file}:2: port: should be a valid integer, not 'x'",
+    ]
+
+
+# --- replica ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--profile", "none"], "llmproxy replica: there is no engine profile 'none'; known: llama-"),
+        (["--model", "a", "--adapter", "a"], "llmproxy replica: the model and its adapters need different names"),
+        (["--kv-tokens", "1024", "--max-model-len", "2048"], "llmproxy replica: max_model_len 2048 does not fit"),
+        (["--shutdown", "later"], "'later' is not one of 'now', 'hang'"),
+    ],
+)
+def test_replica_refuses_in_words(arguments: list[str], told: str) -> None:
+    assert told in refused(["replica", "--port", "0", *arguments])
+
+
+def test_replica_says_when_it_cannot_listen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli.app, ["replica", "--port", str(port)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"llmproxy replica: cannot listen on 127.0.0.1:{port}: ")
+
+
+# --- the command itself -----------------------------------------------------------------------------------------------
+
+
+def test_the_module_is_the_command() -> None:
+    told = subprocess.run([sys.executable, "-m", "llmproxy", "--version"], capture_output=True, text=True, check=True)
+    assert (told.stdout, told.stderr) == (f"llmproxy {__version__}\n", "")
+
+
+def test_demo_starts_nothing_when_its_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncio.create_subprocess_exec", None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli.app, ["demo", "--port", str(port)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"llmproxy demo: port {port} cannot be used (address already in use); try another one with --port" in (
+        result.stderr
+    )
