@@ -180,19 +180,20 @@ async def _priority(load: Load, rate: float, seconds: float, seed: int) -> None:
 
 
 def bound_story(load: Load, solo_p99_s: float) -> str:
-    """The model's bound: the solo figure, plus what a full batch makes of a step, plus the wait for one slot."""
+    """The model's bound: the solo figure, two steps of a full batch, and the wait for a slot.
+
+    A replica of B sequences that take s seconds each frees a slot every s / B on average; 1 % of such exponential gaps
+    exceed 4.6 of them. Who is let into the look-ahead waits for a slot of that one replica.
+    """
     from llmproxy.simulator.profiles import profile_named
 
     profile = profile_named("llama-8b-h100")
     tokens = load.prompt_words * 3
     step_s = profile.step_s(load.batch, load.batch * tokens, [(0, tokens)]) / load.speed
-    service_s = load.output_tokens_mean * step_s
-    slots = load.batch * load.replicas
-    # A completion frees a slot every service_s / slots on average; 1 % of such exponential gaps exceed 4.6 of them.
-    wait_s = 4.6 * service_s / slots
+    wait_s = 4.6 * load.output_tokens_mean * step_s / load.batch
     return (
-        f"model bound: solo {solo_p99_s:.3f} + two steps of a full batch {2 * step_s:.3f} + p99 wait for one slot of "
-        f"{slots} {wait_s:.3f} = {solo_p99_s + 2 * step_s + wait_s:.3f} s"
+        f"model bound: solo {solo_p99_s:.3f} + two steps of a full batch {2 * step_s:.3f} + p99 wait for a slot of one "
+        f"replica {wait_s:.3f} = {solo_p99_s + 2 * step_s + wait_s:.3f} s"
     )
 
 

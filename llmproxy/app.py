@@ -109,20 +109,30 @@ async def running(config: Config) -> AsyncIterator[Proxy]:
         upstream = await stack.enter_async_context(AiohttpUpstream())
         walker = Walker(config, pools, dispatcher, Relay(upstream, config.timeouts), metrics, stored)
         door = FrontDoor(config, pools, dispatcher, walker, upstream, metrics, stored)
-        await _poll_backends(stack, config, _Watch(pools, dispatcher, metrics))
+        await stack.enter_async_context(_polling(config, _Watch(pools, dispatcher, metrics)))
         url = await _listen(stack, config, door)
         stack.callback(dispatcher.close)
         yield Proxy(config, url, pools, dispatcher, walker, metrics)
 
 
-async def _poll_backends(stack: AsyncExitStack, config: Config, watch: _Watch) -> None:
-    session = await stack.enter_async_context(polling_session())
-    tasks = await stack.enter_async_context(asyncio.TaskGroup())
-    for backend in config.backends:
-        poller = Poller(backend.name, backend.url, backend.api_key or config.backend_api_key, session, watch,
-                        config.poll)  # fmt: skip
-        task = tasks.create_task(poller.run(), name=f"poll {backend.name}")
-        stack.callback(task.cancel)
+@asynccontextmanager
+async def _polling(config: Config, watch: _Watch) -> AsyncIterator[None]:
+    """Poll every backend for the length of the block.
+
+    No task group: it would wrap what goes wrong in the block, and a caller could not tell a taken port from a bug.
+    """
+    async with polling_session() as session:
+        tasks = []
+        for backend in config.backends:
+            poller = Poller(backend.name, backend.url, backend.api_key or config.backend_api_key, session, watch,
+                            config.poll)  # fmt: skip
+            tasks.append(asyncio.create_task(poller.run(), name=f"poll {backend.name}"))
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor) -> str:
@@ -172,7 +182,7 @@ def _state(pools: Pools, config: Config, now: float) -> LiveState:
     backends = tuple(
         BackendState(
             backend=name,
-            in_flight=backend.sequences,
+            in_flight=len(backend.bookings),
             saturation=views[name].saturation,
             limit=views[name].limit,
             available=views[name].available,

@@ -214,8 +214,7 @@ class Engine:
         decodes, context_tokens = self._decodes, self._marks + self._decodes * (plan.now + 1)
         plan.budget = self._step_tokens - decodes
         self._continue_prefill(plan)
-        if not plan.preempted:
-            self._admit(plan)
+        self._admit(plan)
         step_s = self.profile.step_s(decodes, context_tokens, plan.chunks, adapters=bool(self._slots.in_batch))
         noise = 1.0 if self._noise is None else self._noise.factor(self._random)
         running = tuple(self._running)

@@ -193,7 +193,10 @@ class _Exchange:
         if self._bytes_to_reset is not None:
             data = data[: self._bytes_to_reset]
             self._bytes_to_reset -= len(data)
-        await response.write(data)
+        try:
+            await response.write(data)
+        except ConnectionResetError:
+            await _until_cancelled()
         if self._bytes_to_reset == 0:
             await self._reset()
 
@@ -205,4 +208,9 @@ class _Exchange:
             linger_on_for_zero_s = struct.pack("ii", 1, 0)
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_on_for_zero_s)
             transport.abort()
-        raise ConnectionResetError("the replica was told to reset this connection")
+        await _until_cancelled()
+
+
+async def _until_cancelled() -> None:
+    """The connection is lost and the server about to cancel this handler; any other end would be logged as a bug."""
+    await asyncio.Event().wait()

@@ -81,12 +81,10 @@ class Pacer:
         self._work.set()
 
     def drop(self, job: Job) -> None:
-        """Abort what is left of a job; nothing where it has ended."""
+        """Abort what is left of a job; nothing where it has ended. `run` shows it in the gauges with its next turn."""
         for sequence in job.sequences:
             if self._jobs.pop(sequence.id, None) is not None:
                 self.engine.abort(sequence.id)
-                # The engine takes another turn, or the gauges would never show that the request is gone.
-                self._work.set()
 
     def freeze(self, frozen: bool) -> None:
         """Stop time, or let it go on: no token, no gauge moves in between."""

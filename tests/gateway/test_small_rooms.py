@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import orjson
 import pytest
 
@@ -30,6 +33,13 @@ def config(**fields: object) -> Config:
 @pytest.mark.parametrize("path", MANAGEMENT)
 def test_management_routes_do_not_exist(path: str) -> None:
     assert path not in SCHEDULED
+
+
+def test_the_page_on_routes_lists_exactly_those_of_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
+    listed = dict(re.findall(r"^\| `(/\S+)` \| (OpenAI|Anthropic) \|$", page, re.MULTILINE))
+    table = {p: "Anthropic" if r.dialect is Dialect.ANTHROPIC else "OpenAI" for p, r in SCHEDULED.items()}
+    assert listed == table
 
 
 def test_every_outcome_but_success_has_a_status() -> None:
