@@ -1,7 +1,7 @@
 """The demo: simulated replicas, the proxy before them, a little mixed traffic, and one line of news now and then.
 
-Everything it starts runs as `python -m llmproxy.demo ARGS`, which is `llmproxy ARGS` that also ends when its standard
-input does. The other end of that pipe is held by the demo alone, so nothing outlives it, however it ends.
+Everything it starts runs as a `llmproxy.child`, which ends when its standard input does. The other end of that pipe is
+held by the demo alone, so nothing outlives it, however it ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import socket
 import statistics
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Awaitable
@@ -211,7 +210,7 @@ class _Children:
         # Settings of the person's own shell are meant for their proxy, not for this one.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMPROXY_")}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "llmproxy.demo", *arguments),
+            *(sys.executable, "-m", "llmproxy.child", *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -350,23 +349,3 @@ def _sums(page: str, sample: str, label: str) -> dict[str, float]:
 
 
 # --- a child ----------------------------------------------------------------------------------------------------------
-
-
-def _end_with_standard_input() -> None:
-    """End this process, by SIGTERM and then by force, once nobody holds the other end of its standard input."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(STOP_TIMEOUT_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-if __name__ == "__main__":
-    from llmproxy.cli import main
-
-    _end_with_standard_input()
-    main()

@@ -55,7 +55,7 @@ def wait_until_refused(url: str) -> None:
 
 
 def test_a_child_of_the_demo_ends_when_its_standard_input_does() -> None:
-    with command("llmproxy.demo", "replica", "--port", "0", "--profile", "tiny") as (child, output):
+    with command("llmproxy.child", "replica", "--port", "0", "--profile", "tiny") as (child, output):
         url = re.search(r"http://\S+", output.readline())
         assert url
         get(f"{url[0]}/health")
