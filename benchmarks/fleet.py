@@ -65,7 +65,7 @@ class Fleet:
         self._starts += 1
         port = self.replica_urls[index].rpartition(":")[2]
         log = self.folder / f"replica-{index}-again-{self._starts}.log"
-        self.replicas[index] = await _start(["replica", "--port", port, *self.replica_flags], log)
+        self.replicas[index] = await start(["replica", "--port", port, *self.replica_flags], log)
 
     def exits(self) -> list[dict[str, Any]]:
         """The proxy's request lines so far, in order of exit."""
@@ -83,12 +83,12 @@ async def fleet(replicas: int, replica_flags: Sequence[str], proxy_flags: Sequen
         urls = []
         for index in range(replicas):
             port = str(free_port())
-            process = await _start(["replica", "--port", port, *replica_flags], folder / f"replica-{index}.log")
+            process = await start(["replica", "--port", port, *replica_flags], folder / f"replica-{index}.log")
             children.append(process)
             urls.append(f"http://127.0.0.1:{port}")
         url = f"http://127.0.0.1:{free_port()}"
         argv = ["serve", "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--log-format", "json", *proxy_flags]
-        proxy = await _start([*argv, *urls], folder / "proxy.log")
+        proxy = await start([*argv, *urls], folder / "proxy.log")
         running = Fleet(url, urls, children, proxy, replica_flags, folder)
         try:
             await _ready(running)
@@ -98,7 +98,8 @@ async def fleet(replicas: int, replica_flags: Sequence[str], proxy_flags: Sequen
                 await process.stop()
 
 
-async def _start(arguments: Sequence[str], log: Path) -> Process:
+async def start(arguments: Sequence[str], log: Path) -> Process:
+    """Start one `llmproxy` command whose output goes to `log`; it is the caller's to stop."""
     with log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "llmproxy", *arguments, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL

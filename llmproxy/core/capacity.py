@@ -31,7 +31,8 @@ class BatchLimit:
     queue may still prove it too high.
 
     "Used" means filled to `lowest_ceiling`: traffic of low bands alone never fills a backend further than that, and
-    must be able to teach its limit all the same.
+    must be able to teach its limit all the same. The reading itself must bear that out: the gauges of a frozen engine
+    stay as they were, and "nobody waits" is then no invitation to send more.
     """
 
     def __init__(self, fixed: int | None, start: int, probe_step: int, lowest_ceiling: float = 1.0) -> None:
@@ -57,7 +58,9 @@ class BatchLimit:
         self._waited.clear()
         if running > self.value:
             self._set(running)
-        if load >= slots_under(self.value, self._lowest_ceiling, 0):
+        used_from = slots_under(self.value, self._lowest_ceiling, 0)
+        # Half, because short requests spend much of their time outside the batch, on their way in and out.
+        if load >= used_from and 2 * running >= used_from:
             self._grow(running)
 
     def refused(self, load: int) -> None:

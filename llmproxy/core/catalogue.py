@@ -90,11 +90,12 @@ class Catalogue:
         return entries
 
     def _only_pool(self) -> Target:
-        if len(self._pools) == 1 and self.complete:
+        # A backend that never answers must not fail every request without a name; one pool known is one to choose.
+        if len(self._pools) == 1:
             pool = self._pools[0]
             return Target(pool, pool, pool, None)
-        if not self.complete:
-            message = "The request names no model, and not every backend has answered so far. Try again shortly."
+        if not self.complete and not self._pools:
+            message = "The request names no model, and no backend has answered so far. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
         message = "The request names no model, and there is not exactly one to choose: set `model` to one of "
         raise Refused(Outcome.BAD_REQUEST, message + (", ".join(self._pools[:20]) or "none (no model is served)") + ".")

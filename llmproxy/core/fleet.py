@@ -47,6 +47,9 @@ class View:
             return False
         if self.load == 0:
             return True
+        # No ceiling allows more; asked first, because a saturated fleet answers it for every backend and grant.
+        if self.load >= self.limit + self.look_ahead:
+            return False
         return self.load < slots_under(self.limit, ceiling, self.look_ahead) and self.kv_used < self.kv_full * ceiling
 
     @property
@@ -130,6 +133,7 @@ class Backend:
             self.limit.observe(reading.running, reading.waiting, self.sequences + self._others)
         for adapter in sorted(reading.running_adapters & self._adapters):
             self._touch(adapter)
+        self._evict()
         self._view = None
 
     def troubled(self, trouble: Trouble) -> bool:
@@ -194,9 +198,16 @@ class Backend:
     def _touch(self, adapter: str) -> None:
         self._residents[adapter] = None
         self._residents.move_to_end(adapter)
+        self._evict()
+
+    def _evict(self) -> None:
         slots = self.reading.max_adapters if self.reading is not None else None
         while len(self._residents) > (slots or RESIDENT_ADAPTERS_MAX):
             self._residents.popitem(last=False)
+
+    def serves(self, model: str) -> bool:
+        """The last listing names `model`."""
+        return model in self._served
 
     # --- what policies see -----------------------------------------------------------------------------------------
 
@@ -205,6 +216,12 @@ class Backend:
         if self._view is None or now >= self._view_until_s:
             self._view = self._make_view(now)
         return self._view
+
+    def changes_at(self, now: float) -> float | None:
+        """When the view changes by the passing of time alone; None when only an event can change it."""
+        if self._view is None or now >= self._view_until_s:
+            self.view(now)
+        return None if self._view_until_s == inf else self._view_until_s
 
     def _make_view(self, now: float) -> View:
         until_s = self.health.changes_at(now) or inf

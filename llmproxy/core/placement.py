@@ -43,7 +43,7 @@ class FilteredPlacement:
         fitting = [view for view in roomy if request.model in view.served and view.backend not in excluded]
         if not fitting:
             return NO_MATCH_FOR_MODEL
-        fitting = _with_context(request, fitting, views)
+        fitting = _with_context(request, fitting, [view for view in views if view.backend not in excluded])
         if not fitting:
             return NO_MATCH
         return self._pick(request, fitting)
@@ -54,12 +54,17 @@ def make(name: str, rng: Random) -> Placement:
     return FilteredPlacement(presets.get(name)(rng))
 
 
+def context_tokens(request: Request) -> int:
+    """How long a context `request` needs, as far as is known before the engine has counted."""
+    return request.prompt_tokens + (request.max_tokens or 1)
+
+
 def _with_context(request: Request, fitting: list[View], views: Sequence[View]) -> list[View]:
-    """Drop backends whose context is too short while a longer one exists.
+    """Drop backends whose context is too short while a longer one exists among `views`.
 
     The prompt's length is an estimate: where even the longest context seems too short, the engine itself must say so.
     """
-    needed = request.prompt_tokens + (request.max_tokens or 1)
+    needed = context_tokens(request)
     if all(view.max_model_len is None or view.max_model_len >= needed for view in fitting):
         return fitting
     longest = max((v.max_model_len or needed for v in views if request.model in v.served), default=needed)
@@ -73,14 +78,14 @@ ADAPTER_SLOT_FREE = 0.6
 """Loading an adapter into a free slot costs less than evicting one, and more than having it."""
 
 
-def _score_terms(request: Request, view: View) -> tuple[tuple[str, float], ...]:
-    """The four scores, each 0..1 and absolute: a difference of one request must not look like one of fifty."""
+def _scores(request: Request, view: View) -> tuple[float, float, float, float]:
+    """Queue, cache, load and adapter, each 0..1 and absolute: one request must not look like fifty of them."""
     kv_used = view.kv_used + (request.prompt_tokens / view.kv_tokens if view.kv_tokens else 0.0)
     return (
-        ("queue", 1.0 / (1.0 + view.waiting)),
-        ("kv", max(0.0, 1.0 - kv_used)),
-        ("load", max(0.0, 1.0 - view.saturation)),
-        ("lora", _adapter_score(request, view)),
+        1.0 / (1.0 + view.waiting),
+        max(0.0, 1.0 - kv_used),
+        max(0.0, 1.0 - view.load / view.limit),
+        _adapter_score(request, view),
     )
 
 
@@ -95,20 +100,22 @@ def _adapter_score(request: Request, view: View) -> float:
 @presets.register("blend")
 def blend(rng: Random) -> Pick:
     """Weighted sum of queue depth, KV use, load and adapter residency; ties drawn at random."""
+    weigh_queue, weigh_kv, weigh_load, weigh_lora = BLEND_WEIGHTS.values()
 
     def pick(request: Request, views: Sequence[View]) -> Placed:
-        best: list[tuple[View, tuple[tuple[str, float], ...]]] = []
+        best: list[View] = []
         best_score = -1.0
         for view in views:
-            terms = _score_terms(request, view)
+            queue, kv, load, lora = _scores(request, view)
             # Rounded, so that a thousandth of KV-cache does not decide between two equally idle backends.
-            score = round(sum(BLEND_WEIGHTS[name] * value for name, value in terms), 2)
+            score = round(weigh_queue * queue + weigh_kv * kv + weigh_load * load + weigh_lora * lora, 2)
             if score > best_score:
-                best, best_score = [(view, terms)], score
+                best, best_score = [view], score
             elif score == best_score:
-                best.append((view, terms))
-        view, terms = best[0] if len(best) == 1 else rng.choice(best)
-        return Placed(view.backend, best_score, terms, len(views))
+                best.append(view)
+        chosen = best[0] if len(best) == 1 else rng.choice(best)
+        terms = tuple(zip(BLEND_WEIGHTS, _scores(request, chosen), strict=True))
+        return Placed(chosen.backend, best_score, terms, len(views))
 
     return pick
 

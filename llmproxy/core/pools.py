@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from random import Random
 from typing import Any
 
 from llmproxy.core.catalogue import Catalogue, Target
-from llmproxy.core.domain import Ask, Decision, Grant, Listing, Reading, Request, Trouble, Usage, Verdict
+from llmproxy.core.domain import (
+    Ask,
+    Decision,
+    Grant,
+    Listing,
+    Outcome,
+    Reading,
+    Refused,
+    Request,
+    Trouble,
+    Usage,
+    Verdict,
+)
 from llmproxy.core.estimate import Estimator
 from llmproxy.core.fleet import Backend, View
 from llmproxy.core.queue import Occupancy
-from llmproxy.core.scheduler import Scheduler
+from llmproxy.core.scheduler import RETRY_EMPTY_S, Scheduler
 from llmproxy.core.settings import Settings
 
 
@@ -28,6 +41,7 @@ class Pools:
         self._settings = settings
         self._rng = rng
         self._occupancy = Occupancy(settings.queue)
+        self._lease_serial = count(1)
         self._schedulers: dict[str, Scheduler] = {}
         self._pool_of: dict[str, str] = {}
         self.catalogue = Catalogue(backends, aliases)
@@ -52,11 +66,9 @@ class Pools:
         self.backends[backend].observe(reading)
 
     def troubled(self, backend: str, trouble: Trouble) -> None:
-        pool = self._pool_of.get(backend)
-        if pool is None:
-            self.backends[backend].troubled(trouble)
-        else:
-            self._schedulers[pool].troubled(self.backends[backend], trouble)
+        if self.backends[backend].troubled(trouble):
+            for scheduler in self._schedulers.values():
+                scheduler.lost(self.backends[backend])
 
     def _assign(self, backend: str) -> None:
         pool, old = self.catalogue.pool_of(backend), self._pool_of.get(backend)
@@ -67,7 +79,7 @@ class Pools:
             del self._pool_of[backend]
         if pool is not None:
             if pool not in self._schedulers:
-                self._schedulers[pool] = Scheduler(pool, self._settings, self._occupancy, self._rng)
+                self._schedulers[pool] = Scheduler(pool, self._settings, self._occupancy, self._lease_serial, self._rng)
             self._schedulers[pool].attach(self.backends[backend])
             self._pool_of[backend] = pool
         self._schedulers = {name: s for name, s in self._schedulers.items() if not s.idle}
@@ -83,8 +95,12 @@ class Pools:
         return self.estimator.tokens(target.model, ask)
 
     def submit(self, request: Request, now: float, excluded: frozenset[str] = frozenset()) -> None:
-        """See `Scheduler.submit`; raises Refused."""
-        self._schedulers[request.pool].submit(request, now, excluded)
+        """See `Scheduler.submit`; raises Refused, also when the pool went while the request was on its way here."""
+        scheduler = self._schedulers.get(request.pool)
+        if scheduler is None:
+            message = f"No backend serves `{request.pool}` any more. Try again shortly."
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
+        scheduler.submit(request, now, excluded)
 
     def cancel(self, request: Request) -> None:
         self._schedulers[request.pool].cancel(request.id)

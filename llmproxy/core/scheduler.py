@@ -12,24 +12,24 @@ from llmproxy.core.domain import (
     Drop,
     Grant,
     NoCapacity,
+    NoMatch,
     Outcome,
     Placed,
-    Reading,
     Refused,
     Request,
     Revoke,
-    Trouble,
     Usage,
     Verdict,
 )
 from llmproxy.core.fairness import policies
 from llmproxy.core.fleet import Backend, View
-from llmproxy.core.placement import make
+from llmproxy.core.placement import NO_CAPACITY, context_tokens, make
 from llmproxy.core.queue import Band, Deadlines, DrainRate, Occupancy, Queued
 from llmproxy.core.settings import Settings
 
 PASS_MAX = 64
-"""Decisions of one pass; the rest follow in a pass asked for at once, so that a mass release never holds the loop."""
+"""Drops or grants of one pass; the rest follow in a pass asked for at once, so that a mass release never holds the
+loop."""
 RETRY_EMPTY_S = 2.0
 """Retry-After while no backend is up: about the time in which a poll finds one that came back."""
 
@@ -41,6 +41,21 @@ class _Lease:
     charged: float
 
 
+class _Unmatched:
+    """Requests of one band that found no match in this pass: room only shrinks, so their like finds none either."""
+
+    def __init__(self) -> None:
+        self._from_tokens: dict[tuple[str, frozenset[str]], int] = {}
+
+    def add(self, queued: Queued, why: NoMatch) -> None:
+        tokens = 0 if why.whole_model else context_tokens(queued.request)
+        self._from_tokens[queued.request.model, queued.excluded] = tokens
+
+    def covers(self, queued: Queued) -> bool:
+        tokens = self._from_tokens.get((queued.request.model, queued.excluded))
+        return tokens is not None and context_tokens(queued.request) >= tokens
+
+
 class Scheduler:
     """The waiting room and the backends of one pool.
 
@@ -49,7 +64,9 @@ class Scheduler:
     `finish`. Not thread-safe, and need not be.
     """
 
-    def __init__(self, pool: str, settings: Settings, occupancy: Occupancy, rng: Random) -> None:
+    def __init__(
+        self, pool: str, settings: Settings, occupancy: Occupancy, lease_serial: Iterator[int], rng: Random
+    ) -> None:
         self.pool = pool
         self._settings = settings
         self._occupancy = occupancy
@@ -62,7 +79,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._drain = DrainRate()
         self._leases: dict[int, _Lease] = {}
-        self._last_lease = 0
+        # Shared by all pools, because a backend that moves between them still holds leases of the old one.
+        self._lease_serial = lease_serial
         self._lost: list[int] = []
         self._more = False
 
@@ -75,13 +93,9 @@ class Scheduler:
         """Stop granting to a backend; its leases run on."""
         del self._backends[backend]
 
-    def observe(self, backend: Backend, reading: Reading) -> None:
-        backend.observe(reading)
-
-    def troubled(self, backend: Backend, trouble: Trouble) -> None:
-        """A poll failed. Where the process is gone, its leases are revoked by the next `decide`."""
-        if backend.troubled(trouble):
-            self._lost += [lease for lease, held in self._leases.items() if held.backend is backend]
+    def lost(self, backend: Backend) -> None:
+        """The process behind a backend is gone: the next `decide` revokes its leases."""
+        self._lost += [lease for lease, held in self._leases.items() if held.backend is backend]
 
     @property
     def waiting(self) -> int:
@@ -103,10 +117,12 @@ class Scheduler:
         Raises Refused: `rejected_no_backends` when no backend that is up could ever serve it, `rejected_capacity`
         when a limit is reached.
         """
-        if not any(not b.health.down and name not in excluded for name, b in self._backends.items()):
-            message = f"No backend of `{request.pool}` is up. Try again shortly."
-            if excluded and self.alive():
-                message = f"Every backend of `{request.pool}` that is up has failed this request."
+        up = (name for name, b in self._backends.items() if not b.health.down and b.serves(request.model))
+        # Asked as a question with an early answer, because almost always the first backend answers it.
+        if not any(name not in excluded for name in up):
+            message = f"No backend of `{request.model}` is up. Try again shortly."
+            if excluded:
+                message = f"Every backend of `{request.model}` that is up has failed this request."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         ahead = sum(band.size for level, band in self._bands.items() if level >= request.band)
         self._occupancy.enter(request.band, request.body_bytes, self._drain.retry_after_s(ahead, now))
@@ -154,13 +170,16 @@ class Scheduler:
     def decide(self, now: float) -> list[Decision]:
         """What is to be done now. A second call at the same `now` answers nothing, unless the pass was capped."""
         decisions: list[Decision] = list(self._revoked())
-        decisions += self._expired(now)
-        self._more = False
+        expired = list(self._expired(now))
+        decisions += expired
+        # Nothing is granted while somebody who is past the deadline may still wait.
+        self._more = len(expired) == PASS_MAX
+        if self._more:
+            return decisions
         views = [backend.view(now) for backend in self._backends.values()]
-        # Room only shrinks within a pass, so a model that found no match once finds none again.
-        unmatched: set[str] = set()
         grants = 0
         for level in self._order:
+            unmatched = _Unmatched()
             while self._bands[level].size:
                 if grants == PASS_MAX:
                     self._more = True
@@ -181,40 +200,39 @@ class Scheduler:
             return None
         if self._more:
             return now
-        times = [backend.health.changes_at(now) for backend in self._backends.values()]
+        times = [backend.changes_at(now) for backend in self._backends.values()]
         times.append(self._deadlines.next(self._waiting))
         return min((time for time in times if time is not None), default=None)
 
-    def _grant_one(self, level: int, views: list[View], unmatched: set[str], now: float) -> Grant | NoCapacity | None:
-        """Book the band's next request; None when there is room, but for none of its heads."""
-        band = self._bands[level]
-        ceiling = self._settings.ceiling(level)
-        chosen: tuple[Queued, Placed] | None = None
+    def _grant_one(self, level: int, views: list[View], unmatched: _Unmatched, now: float) -> Grant | NoCapacity | None:
+        """Book the band's next request; None when there is room, but for none of those looked at."""
+        found = self._find(self._bands[level], self._settings.ceiling(level), views, unmatched)
+        return self._book(*found, views, now) if isinstance(found, tuple) else found
+
+    def _find(
+        self, band: Band, ceiling: float, views: list[View], unmatched: _Unmatched
+    ) -> tuple[Queued, Placed] | NoCapacity | None:
         with closing(_generator(band.fairness.candidates())) as flows:
             for flow in flows:
-                queued = band.head(flow)
-                request = queued.request
-                if request.model in unmatched:
-                    continue
-                placed = self._placement.place(request, views, ceiling, queued.excluded)
-                if isinstance(placed, NoCapacity):
-                    return placed
-                if isinstance(placed, Placed):
-                    chosen = queued, placed
-                    break
-                if placed.whole_model and not queued.excluded:
-                    unmatched.add(request.model)
-        if chosen is None:
-            return None
-        return self._book(*chosen, views, now)
+                # A head that fits nowhere must not hold up those behind it while lower bands are served.
+                for queued in band.first(flow):
+                    if unmatched.covers(queued):
+                        continue
+                    placed = self._placement.place(queued.request, views, ceiling, queued.excluded)
+                    if isinstance(placed, NoCapacity):
+                        return placed
+                    if isinstance(placed, Placed):
+                        return queued, placed
+                    unmatched.add(queued, placed)
+        # Those passed over were not asked about room, and a band that is blocked must stop the pool.
+        return None if any(view.has_room(ceiling) for view in views) else NO_CAPACITY
 
     def _book(self, queued: Queued, placed: Placed, views: list[View], now: float) -> Grant:
         request = queued.request
         ahead = len(self._waiting) - 1
         self._leave(request)
         backend = self._backends[placed.backend]
-        self._last_lease += 1
-        lease = self._last_lease
+        lease = next(self._lease_serial)
         backend.book(lease, request, now)
         views[next(i for i, view in enumerate(views) if view.backend == placed.backend)] = backend.view(now)
         held = _Lease(request, backend, 0.0)
@@ -234,7 +252,7 @@ class Scheduler:
 
     def _expired(self, now: float) -> Iterator[Drop]:
         outcome = Outcome.EXPIRED if self.alive() else Outcome.EXPIRED_NO_BACKENDS
-        for queued in self._deadlines.due(now, self._waiting):
+        for queued in self._deadlines.due(now, self._waiting, PASS_MAX):
             self._leave(queued.request)
             yield Drop(queued.request, outcome, self._drain.retry_after_s(len(self._waiting), now))
 

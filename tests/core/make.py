@@ -1,0 +1,75 @@
+"""Short ways to say a request, a listing, a reading, and a pool that is up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+from random import Random
+from typing import Any
+
+from llmproxy.core.domain import DEFAULT, Listing, ModelCard, Reading, Request
+from llmproxy.core.fleet import View
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import Settings
+
+BASE = "base"
+_serial = count(1)
+
+
+def request(**given: Any) -> Request:
+    facts: dict[str, Any] = {
+        "id": f"r{next(_serial)}",
+        "pool": BASE,
+        "model": given.get("adapter") or BASE,
+        "adapter": None,
+        "band": DEFAULT,
+        "flow": "flow",
+        "arrived_s": 0.0,
+        "deadline_s": 60.0,
+        "body_bytes": 100,
+        "prompt_tokens": 10,
+        "output_tokens": 10,
+    }
+    return Request(**(facts | given))
+
+
+def listing(*adapters: str, base: str = BASE, max_model_len: int | None = 4096, at_s: float = 0.0) -> Listing:
+    cards = [ModelCard(base, None, max_model_len), *(ModelCard(name, base, None) for name in adapters)]
+    return Listing(at_s, tuple(cards))
+
+
+def reading(at_s: float = 0.0, **given: Any) -> Reading:
+    return Reading(taken_at_s=at_s, **given)
+
+
+def view(name: str = "a", **given: Any) -> View:
+    facts: dict[str, Any] = {
+        "backend": name,
+        "available": True,
+        "served": frozenset({BASE}),
+        "resident": frozenset(),
+        "max_adapters": None,
+        "max_model_len": 4096,
+        "limit": 10,
+        "load": 0,
+        "waiting": 0,
+        "kv_used": 0.0,
+        "kv_tokens": None,
+        "look_ahead": 0,
+        "kv_full": 0.95,
+    }
+    return View(**(facts | given))
+
+
+def pools(
+    backends: Mapping[str, int | None],
+    settings: Settings | None = None,
+    aliases: Mapping[str, str] | None = None,
+    listings: Mapping[str, Listing] | None = None,
+) -> Pools:
+    """Pools whose backends are all up and serve BASE, unless `listings` says otherwise."""
+    made = Pools(settings or Settings(), backends, aliases or {}, Random(0))
+    for name in backends:
+        made.answered(name)
+        made.listed(name, (listings or {}).get(name, listing()))
+    return made

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from llmproxy.core.capacity import CALM_READINGS_MAX, PLATEAU_READINGS, BatchLimit, slots_under
+
+
+class Engine:
+    """A server that runs `batch` sequences at once, fed to the brim of what a band of `ceiling` may bring."""
+
+    def __init__(self, batch: int, limit: BatchLimit, ceiling: float = 1.0, look_ahead: int = 2) -> None:
+        self.batch, self.limit, self.ceiling, self.look_ahead = batch, limit, ceiling, look_ahead
+        self.waiting_seen: list[int] = []
+
+    def saturate(self, readings: int) -> None:
+        for _ in range(readings):
+            load = slots_under(self.limit.value, self.ceiling, self.look_ahead)
+            running = min(self.batch, load)
+            self.waiting_seen.append(load - running)
+            self.limit.observe(running, load - running, load)
+
+
+def test_it_starts_where_it_is_told_and_stays_there_while_unused() -> None:
+    limit = BatchLimit(None, 32, 2)
+    assert limit.value == 32
+    for _ in range(50):
+        limit.observe(running=3, waiting=0, load=3)
+    assert limit.value == 32
+
+
+def test_it_grows_while_used_and_nobody_waits() -> None:
+    limit = BatchLimit(None, 32, 2)
+    limit.observe(running=32, waiting=0, load=34)
+    assert limit.value == 40
+
+
+@pytest.mark.parametrize("batch", [4, 33, 64, 200, 256])
+@pytest.mark.parametrize("ceiling", [1.0, 0.95, 0.85])
+def test_every_band_teaches_the_limit_of_a_saturated_engine(batch: int, ceiling: float) -> None:
+    limit = BatchLimit(None, 32, 2, lowest_ceiling=0.85)
+    engine = Engine(batch, limit, ceiling)
+    engine.saturate(60)
+    values = []
+    for _ in range(300):
+        engine.saturate(1)
+        values.append(limit.value)
+    # A plateau is tried again by an eighth now and then, until the trial makes somebody wait or falls back.
+    assert min(values) == batch
+    assert max(values) <= (batch / ceiling) * 9 / 8 + 3
+    queue = engine.waiting_seen[60:]
+    assert sum(queue) / len(queue) <= engine.look_ahead + 0.05 * batch
+
+
+def test_a_lower_plateau_is_outgrown_when_what_made_it_has_passed() -> None:
+    limit = BatchLimit(None, 32, 2, lowest_ceiling=0.85)
+    engine = Engine(20, limit, 0.95)
+    engine.saturate(100)
+    assert limit.value <= 23
+    engine.batch = 200
+    engine.saturate(CALM_READINGS_MAX + 100)
+    assert limit.value >= 190
+
+
+def test_one_reading_with_somebody_waiting_is_no_plateau() -> None:
+    limit = BatchLimit(None, 32, 2)
+    for _ in range(PLATEAU_READINGS - 1):
+        limit.observe(running=10, waiting=5, load=32)
+    assert limit.value == 32
+    limit.observe(running=10, waiting=5, load=32)
+    assert limit.value == 10
+
+
+def test_a_batch_that_still_fills_up_is_no_plateau() -> None:
+    limit = BatchLimit(None, 32, 2)
+    for running in (4, 8, 12, 16, 20):
+        limit.observe(running=running, waiting=32 - running, load=32)
+    assert limit.value == 32
+
+
+def test_an_engine_that_runs_more_than_was_thought_is_believed() -> None:
+    limit = BatchLimit(None, 32, 2)
+    limit.observe(running=100, waiting=0, load=10)
+    assert limit.value == 100
+
+
+def test_frozen_gauges_do_not_invite_more_work() -> None:
+    limit = BatchLimit(None, 32, 2, lowest_ceiling=0.85)
+    for _ in range(100):
+        limit.observe(running=1, waiting=0, load=slots_under(limit.value, 1.0, 2))
+    assert limit.value == 32
+    for _ in range(100):
+        limit.observe(running=30, waiting=0, load=slots_under(limit.value, 1.0, 2))
+    assert limit.value <= 100
+
+
+def test_an_operators_word_bounds_what_is_tried_and_a_queue_may_prove_it_too_high() -> None:
+    limit = BatchLimit(8, 32, 2)
+    assert limit.value == 8
+    engine = Engine(100, limit)
+    engine.saturate(50)
+    assert limit.value == 8
+    engine.batch = 5
+    engine.saturate(10)
+    assert limit.value <= 7
+
+
+def test_a_busy_answer_takes_the_limit_below_the_load_that_met_it() -> None:
+    limit = BatchLimit(None, 32, 2)
+    limit.refused(20)
+    assert limit.value == 19
+    limit.refused(1)
+    assert limit.value == 1
+
+
+def test_a_trial_that_fails_again_makes_the_next_one_rarer() -> None:
+    limit = BatchLimit(None, 32, 2)
+    engine = Engine(32, limit, look_ahead=0)
+    trials: list[int] = []
+    for index in range(1500):
+        before = limit.value
+        engine.saturate(1)
+        if limit.value > before:
+            trials.append(index)
+    gaps = [later - earlier for earlier, later in pairwise(trials)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= CALM_READINGS_MAX

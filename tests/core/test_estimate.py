@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.core import estimate
+from llmproxy.core.domain import Ask, Usage
+from llmproxy.core.estimate import Estimator
+
+
+def test_before_any_answer_the_defaults_hold() -> None:
+    assert Estimator().tokens("m", Ask("m", prompt_bytes=400)) == (100, 256)
+
+
+def test_token_ids_are_exact_and_max_tokens_bounds_the_answer_of_every_sequence() -> None:
+    estimator = Estimator()
+    assert estimator.tokens("m", Ask("m", prompt_bytes=999, prompt_tokens=7, max_tokens=5, sequences=3)) == (7, 15)
+    assert estimator.tokens("m", Ask("m", max_tokens=-1)) == (1, 0)
+
+
+def test_the_first_answer_counts_in_full_and_later_ones_are_averaged() -> None:
+    estimator = Estimator()
+    estimator.learn("m", 300, 1, Usage(100, 50))
+    assert estimator.tokens("m", Ask("m", prompt_bytes=600)) == (200, 50)
+    estimator.learn("m", 500, 1, Usage(100, 150))
+    assert estimator.tokens("m", Ask("m", prompt_bytes=400)) == (100, 100)
+    assert estimator.tokens("other", Ask("other", prompt_bytes=400)) == (100, 256)
+
+
+def test_a_steady_change_is_followed_for_ever() -> None:
+    estimator = Estimator()
+    for _ in range(200):
+        estimator.learn("m", 400, 1, Usage(100, 10))
+    for _ in range(100):
+        estimator.learn("m", 200, 1, Usage(100, 1000))
+    prompt, output = estimator.tokens("m", Ask("m", prompt_bytes=400))
+    assert prompt == pytest.approx(200, rel=0.02)
+    assert output == pytest.approx(1000, rel=0.02)
+
+
+def test_sequences_share_one_usage_and_exact_prompts_teach_no_ratio() -> None:
+    estimator = Estimator()
+    estimator.learn("m", None, 4, Usage(100, 400))
+    assert estimator.tokens("m", Ask("m", prompt_bytes=400)) == (100, 100)
+
+
+@pytest.mark.parametrize(("prompt_bytes", "tokens"), [(10_000_000, 1), (1, 10_000_000)])
+def test_an_absurd_ratio_is_bounded(prompt_bytes: int, tokens: int) -> None:
+    estimator = Estimator()
+    estimator.learn("m", prompt_bytes, 1, Usage(tokens, 1))
+    prompt, _ = estimator.tokens("m", Ask("m", prompt_bytes=6400))
+    assert 100 <= prompt <= 25_600
+
+
+def test_the_least_recently_taught_model_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "MODELS_MAX", 2)
+    estimator = Estimator()
+    for model in ("old", "kept", "old", "new"):
+        estimator.learn(model, 100, 1, Usage(100, 7))
+    assert estimator.tokens("old", Ask("old", prompt_bytes=100))[1] == 7
+    assert estimator.tokens("new", Ask("new", prompt_bytes=100))[1] == 7
+    assert estimator.tokens("kept", Ask("kept", prompt_bytes=100))[1] == 256

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.core.domain import Trouble, Verdict
+from llmproxy.core.health import BUSY_PAUSE_S, Health
+from llmproxy.core.settings import HealthSettings
+
+SETTINGS = HealthSettings(failures=3, backoff_s=1.0, backoff_max_s=8.0, unreachable_after=2)
+
+
+def healthy() -> Health:
+    health = Health(SETTINGS)
+    health.answered()
+    return health
+
+
+def fail(health: Health, times: int, now: float = 0.0, verdict: Verdict = Verdict.FAILED) -> None:
+    for lease in range(times):
+        health.booked(lease)
+        health.finished(lease, verdict, now)
+
+
+def ejected_for_s(health: Health, now: float) -> float:
+    until_s = health.changes_at(now)
+    return 0.0 if until_s is None else until_s - now
+
+
+def test_a_backend_is_down_until_a_poll_finds_it() -> None:
+    health = Health(SETTINGS)
+    assert not health.available(0.0)
+    health.answered()
+    assert health.available(0.0)
+
+
+def test_failures_in_a_row_eject_and_a_success_between_them_starts_anew() -> None:
+    health = healthy()
+    fail(health, 2)
+    health.finished(9, Verdict.SERVED, 0.0)
+    fail(health, 2)
+    assert health.available(0.0)
+    health.spoke(7)
+    fail(health, 2)
+    assert health.available(0.0)
+    fail(health, 1)
+    assert not health.available(0.0)
+    assert health.changes_at(0.0) == 1.0
+
+
+@pytest.mark.parametrize("verdict", [Verdict.CONNECT_FAILED, Verdict.DRAINING])
+def test_a_connection_refused_or_a_draining_engine_ejects_at_once(verdict: Verdict) -> None:
+    health = healthy()
+    health.finished(1, verdict, 0.0)
+    assert not health.available(0.999)
+    assert health.available(1.0)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.CLIENT_GONE, Verdict.LOST, Verdict.SERVED])
+def test_what_the_backend_is_not_to_blame_for_never_ejects(verdict: Verdict) -> None:
+    health = healthy()
+    fail(health, 50, verdict=verdict)
+    assert health.available(0.0)
+
+
+def test_many_failures_of_one_cause_are_one_ejection() -> None:
+    health = healthy()
+    fail(health, 30, verdict=Verdict.CONNECT_FAILED)
+    assert ejected_for_s(health, 0.0) == 1.0
+
+
+def test_after_an_ejection_one_request_is_let_through_and_its_first_byte_closes_the_case() -> None:
+    health = healthy()
+    fail(health, 3)
+    assert health.available(1.0)
+    health.booked(100)
+    assert not health.available(1.0), "one probe at a time"
+    health.spoke(99)
+    assert not health.available(1.0), "an older stream that speaks proves nothing of new ones"
+    health.spoke(100)
+    assert health.available(1.0)
+    health.booked(101)
+    assert health.available(1.0), "the case is closed: no more probes"
+    fail(health, 3, now=5.0)
+    assert ejected_for_s(health, 5.0) == 1.0, "and the backoff starts from its beginning"
+
+
+def test_a_probe_that_fails_doubles_the_pause_up_to_its_maximum() -> None:
+    health = healthy()
+    fail(health, 3)
+    now, pauses = 0.0, []
+    for _ in range(5):
+        pause_s = ejected_for_s(health, now)
+        pauses.append(pause_s)
+        now += pause_s
+        assert health.available(now)
+        fail(health, 1, now)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0]
+
+
+def test_a_probe_whose_client_leaves_hands_the_probe_on() -> None:
+    health = healthy()
+    fail(health, 3)
+    health.booked(100)
+    health.finished(100, Verdict.CLIENT_GONE, 1.5)
+    assert health.available(1.5)
+    health.booked(101)
+    assert not health.available(1.5), "it is still half open"
+
+
+def test_busy_is_a_pause_and_not_a_failure() -> None:
+    health = healthy()
+    for _ in range(10):
+        health.finished(1, Verdict.BUSY, 0.0)
+    assert not health.available(0.0)
+    assert health.available(BUSY_PAUSE_S)
+    health.booked(2)
+    assert health.available(BUSY_PAUSE_S), "no half-open state follows"
+
+
+def test_two_refused_polls_prove_that_the_process_is_gone() -> None:
+    health = healthy()
+    assert not health.troubled(Trouble.REFUSED)
+    assert health.available(0.0), "once may be a full backlog"
+    assert health.troubled(Trouble.REFUSED)
+    assert not health.available(0.0)
+
+
+def test_slow_answers_take_it_down_but_prove_nothing_of_its_streams() -> None:
+    health = healthy()
+    assert not any(health.troubled(Trouble.TIMEOUT) for _ in range(10))
+    assert not health.available(0.0)
+
+
+def test_refusals_count_in_a_row_only() -> None:
+    health = healthy()
+    assert not health.troubled(Trouble.REFUSED)
+    health.answered()
+    assert not health.troubled(Trouble.REFUSED)
+    assert not health.troubled(Trouble.TIMEOUT)
+    assert not health.troubled(Trouble.REFUSED)
+
+
+def test_a_bad_health_answer_takes_it_down_at_once_and_garbage_never() -> None:
+    health = healthy()
+    assert not any(health.troubled(Trouble.GARBAGE) for _ in range(10))
+    assert health.available(0.0)
+    assert not health.troubled(Trouble.UNHEALTHY)
+    assert not health.available(0.0)
+
+
+def test_coming_back_up_wipes_the_record() -> None:
+    health = healthy()
+    fail(health, 3)
+    health.troubled(Trouble.REFUSED)
+    health.troubled(Trouble.REFUSED)
+    assert health.changes_at(0.0) is None, "time alone does not bring it up"
+    health.answered()
+    assert health.available(0.0)
+    health.booked(50)
+    assert health.available(0.0)

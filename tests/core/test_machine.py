@@ -1,0 +1,324 @@
+"""The scheduler against every order of events that Hypothesis can think of, in worlds of unequal backends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from llmproxy.core import queue, scheduler
+from llmproxy.core.domain import Listing, ModelCard, NoCapacity, Reading, Request, Trouble, Verdict
+from llmproxy.core.fairness import Fcfs, policies
+from llmproxy.core.fleet import Backend
+from llmproxy.core.placement import presets
+from llmproxy.core.scheduler import Scheduler
+from tests.core.make import listing
+from tests.core.walk import random_walk
+from tests.core.world import (
+    ADAPTERS,
+    BANDS,
+    CEILINGS,
+    FLEETS,
+    FLOWS,
+    RISING_CEILINGS,
+    World,
+    world_settings,
+)
+
+LISTINGS = (
+    listing("x"),
+    listing("y", max_model_len=100),
+    listing(base="other"),
+    Listing(0.0, (ModelCard("base", None, 500), ModelCard("other", None, 500))),
+)
+
+
+class Machine(RuleBasedStateMachine):
+    """Draws events; `World` does them and holds every pass to its promises."""
+
+    own_checks = True
+    only_ceilings: Mapping[int, float] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A small cap, so that capped passes are met too.
+        self._capped = patch.object(scheduler, "PASS_MAX", 4)
+        self._capped.start()
+
+    @initialize(
+        fleet=st.sampled_from(FLEETS),
+        fairness=st.sampled_from(sorted(policies.names())),
+        placement=st.sampled_from(sorted(presets.names())),
+        ceilings=st.sampled_from(CEILINGS),
+    )
+    def build(self, fleet: Any, fairness: str, placement: str, ceilings: Any) -> None:
+        self.world = World(
+            fleet, world_settings(fairness, placement, self.only_ceilings or ceilings), own_checks=self.own_checks
+        )
+
+    # --- clients -------------------------------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(),
+        times=st.integers(1, 6),
+        band=st.sampled_from(BANDS),
+        flow=st.sampled_from(FLOWS),
+        prompt_tokens=st.sampled_from((5, 50, 150, 800)),
+        max_tokens=st.sampled_from((1, 40, 400)),
+        sequences=st.sampled_from((1, 1, 1, 5)),
+        ttl_s=st.sampled_from((0.5, 3.0, 1e3)),
+    )
+    def submit(self, data: st.DataObject, times: int, band: int, flow: str, ttl_s: float, **sizes: int) -> None:
+        pools = [name for name in self.world.pools.catalogue.pools if name in ADAPTERS]
+        if pools:
+            pool = data.draw(st.sampled_from(pools))
+            adapter = data.draw(st.sampled_from(ADAPTERS[pool]))
+            for _ in range(times):
+                self.world.submit(pool, adapter, band, flow, ttl_s, **sizes)
+
+    @precondition(lambda self: self.world.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.world.cancel(data.draw(st.sampled_from(list(self.world.waiting))))
+
+    @rule()
+    def decide(self) -> None:
+        self.world.decide()
+
+    # --- leases --------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.world.held)
+    @rule(data=st.data(), tokens=st.sampled_from((0, 10, 900)))
+    def speak(self, data: st.DataObject, tokens: int) -> None:
+        lease = data.draw(st.sampled_from(list(self.world.held)))
+        self.world.started(lease)
+        self.world.progress(lease, tokens)
+
+    @precondition(lambda self: self.world.held)
+    @rule(
+        data=st.data(),
+        verdict=st.sampled_from(Verdict),
+        tokens=st.sampled_from((None, 0, 10, 900)),
+        retry=st.booleans(),
+        at_once=st.booleans(),
+    )
+    def finish(self, data: st.DataObject, verdict: Verdict, tokens: int | None, retry: bool, at_once: bool) -> None:
+        self.world.finish(data.draw(st.sampled_from(list(self.world.held))), verdict, tokens, retry)
+        if at_once:
+            self.world.decide()
+
+    # --- polls, honest or not ------------------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(),
+        age_s=st.sampled_from((0.0, 0.01, 2.0, 6.0)),
+        running=st.integers(0, 9),
+        waiting=st.sampled_from((0, 0, 3)),
+        kv_used=st.sampled_from((None, 0.0, 0.6, 0.9, 1.0)),
+        kv_tokens=st.sampled_from((None, 0, 500, 5000)),
+        running_adapters=st.frozensets(st.sampled_from(("x", "y", "z"))),
+        max_adapters=st.sampled_from((None, 1, 2)),
+    )
+    def observe(self, data: st.DataObject, age_s: float, **numbers: Any) -> None:
+        backend = data.draw(st.sampled_from(list(self.world.fleet)))
+        self.world.observe(backend, Reading(taken_at_s=self.world.now - age_s, **numbers))
+
+    @rule(data=st.data(), trouble=st.sampled_from(Trouble), times=st.integers(1, 2))
+    def trouble(self, data: st.DataObject, trouble: Trouble, times: int) -> None:
+        backend = data.draw(st.sampled_from(list(self.world.fleet)))
+        for _ in range(times):
+            self.world.troubled(backend, trouble)
+
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        self.world.answered(data.draw(st.sampled_from(list(self.world.fleet))))
+
+    @rule(data=st.data(), changed=st.booleans())
+    def relist(self, data: st.DataObject, changed: bool) -> None:
+        backend = data.draw(st.sampled_from(list(self.world.fleet)))
+        self.world.listed(backend, data.draw(st.sampled_from(LISTINGS)) if changed else self.world.fleet[backend][1])
+
+    @rule(seconds=st.sampled_from((0.01, 0.3, 1.0, 5.0)))
+    def advance(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    # --- promises ------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def accounts_agree(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        try:
+            if sys.exc_info()[0] is None and hasattr(self, "world"):
+                self.world.wind_down()
+        finally:
+            self._capped.stop()
+
+
+EXAMPLES = hypothesis.settings(
+    max_examples=int(os.environ.get("LLMPROXY_TEST_EXAMPLES", "150")),
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+)
+UNTIL_IT_FAILS = hypothesis.settings(EXAMPLES, max_examples=2000, phases=(Phase.generate,), report_multiple_bugs=False)
+
+
+def test_every_promise_holds_in_any_order_of_events() -> None:
+    run_state_machine_as_test(Machine, settings=EXAMPLES)
+
+
+# --- the net has no holes: each of these bugs is caught ---------------------------------------------------------------
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def blocked_band_lets_the_lower_one_go_on(patching: pytest.MonkeyPatch) -> None:
+    strict = Scheduler._grant_one
+
+    def lax(self: Scheduler, *arguments: Any) -> Any:
+        granted = strict(self, *arguments)
+        return None if isinstance(granted, NoCapacity) else granted
+
+    patching.setattr(Scheduler, "_grant_one", lax)
+    # While ceilings fall with priority, the band below finds no room either; here it would.
+    patching.setattr(Machine, "only_ceilings", RISING_CEILINGS)
+
+
+def low_bands_go_first(patching: pytest.MonkeyPatch) -> None:
+    make = Scheduler._band
+
+    def upside_down(self: Scheduler, level: int) -> Any:
+        band = make(self, level)
+        self._order.sort()
+        return band
+
+    patching.setattr(Scheduler, "_band", upside_down)
+
+
+def only_heads_are_looked_at(patching: pytest.MonkeyPatch) -> None:
+    patching.setattr(queue, "FLOW_LOOK_MAX", 1)
+
+
+def ceilings_are_ignored(patching: pytest.MonkeyPatch) -> None:
+    patching.setattr("llmproxy.core.settings.Settings.ceiling", lambda *_: 1.0)
+
+
+def debit_is_skipped(patching: pytest.MonkeyPatch) -> None:
+    book = Backend.book
+
+    def forgetful(self: Backend, lease: int, request: Request, now: float) -> None:
+        book(self, lease, request, now)
+        self.sequences -= request.sequences
+
+    patching.setattr(Backend, "book", forgetful)
+
+
+def release_is_forgotten(patching: pytest.MonkeyPatch) -> None:
+    release = Backend.release
+
+    def forgetful(self: Backend, lease: int, verdict: Verdict, now: float) -> None:
+        if verdict is not Verdict.CLIENT_GONE:
+            release(self, lease, verdict, now)
+
+    patching.setattr(Backend, "release", forgetful)
+
+
+def deadline_is_missed(patching: pytest.MonkeyPatch) -> None:
+    patching.setattr(Scheduler, "_expired", lambda *_: iter(()))
+
+
+def exclusion_is_forgotten(patching: pytest.MonkeyPatch) -> None:
+    submit = Scheduler.submit
+    patching.setattr(Scheduler, "submit", lambda self, *given: submit(self, *given[:2]))
+
+
+def flow_is_offered_twice(patching: pytest.MonkeyPatch) -> None:
+    once = Fcfs.candidates
+
+    def twice(self: Fcfs) -> Iterator[str]:
+        flows = list(once(self))
+        return iter(flows + flows[:1])
+
+    patching.setattr(Fcfs, "candidates", twice)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        blocked_band_lets_the_lower_one_go_on,
+        low_bands_go_first,
+        only_heads_are_looked_at,
+        ceilings_are_ignored,
+        debit_is_skipped,
+        release_is_forgotten,
+        deadline_is_missed,
+        exclusion_is_forgotten,
+    ],
+)
+def test_a_mutant_is_caught_by_the_independent_account(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The scheduler's own check() is off here: what catches the mutant is the second account alone.
+    monkeypatch.setattr(Machine, "own_checks", False)
+    mutation(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(Machine, settings=UNTIL_IT_FAILS)
+
+
+@pytest.mark.parametrize("mutation", [flow_is_offered_twice, debit_is_skipped])
+def test_a_mutant_is_caught_by_the_schedulers_own_check(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Machine, settings=UNTIL_IT_FAILS)
+
+
+# --- same seed, same trace --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_walk_keeps_every_promise_and_drains(seed: int) -> None:
+    world = random_walk(seed, 300)
+    assert len(world.ended) > 50
+    world.wind_down()
+
+
+def test_one_seed_gives_one_trace_under_any_hash_seed() -> None:
+    root = Path(__file__).parents[2]
+
+    def trace(hash_seed: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.core.walk"],
+            cwd=root,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        )
+        return done.stdout
+
+    first = trace("1")
+    assert first.count("Grant(") > 100
+    assert trace("2") == first
+    assert trace("77") == first

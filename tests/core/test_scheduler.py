@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.core import scheduler
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Drop,
+    Grant,
+    Outcome,
+    Refused,
+    Request,
+    Revoke,
+    Trouble,
+    Verdict,
+)
+from llmproxy.core.pools import Pools
+from llmproxy.core.scheduler import RETRY_EMPTY_S
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
+from tests.core.make import listing, pools, reading, request
+
+
+def grants(of: Pools, now: float = 0.0) -> list[Grant]:
+    decisions = of.decide(now)
+    of.check()
+    return [decision for decision in decisions if isinstance(decision, Grant)]
+
+
+def refusal(of: Pools, one: Request, now: float = 0.0, excluded: frozenset[str] = frozenset()) -> Refused:
+    with pytest.raises(Refused) as caught:
+        of.submit(one, now, excluded)
+    of.check()
+    return caught.value
+
+
+def submit(of: Pools, *requests: Request, now: float = 0.0) -> None:
+    for one in requests:
+        of.submit(one, now)
+
+
+# --- who and where in one step ----------------------------------------------------------------------------------------
+
+
+def test_a_grant_books_at_once_so_a_burst_cannot_overshoot() -> None:
+    one = pools({"a": 4, "b": 2})
+    submit(one, *(request(band=CRITICAL) for _ in range(20)))
+    by_backend = [grant.placed.backend for grant in grants(one)]
+    assert sorted(by_backend) == ["a"] * (4 + 2) + ["b"] * (2 + 2)
+    assert one.decide(0.0) == []
+    assert one.queued() == {CRITICAL: (10, 1000)}
+
+
+def test_higher_bands_go_first_and_lower_ones_leave_them_room() -> None:
+    one = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    for band in (SHEDDABLE, DEFAULT, CRITICAL):
+        submit(one, *(request(band=band, flow=str(band)) for _ in range(30)))
+    first = [grant.request.band for grant in grants(one)]
+    assert first == [CRITICAL] * 20
+    idle = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    submit(idle, *(request(band=SHEDDABLE) for _ in range(30)))
+    assert len(grants(idle)) == 17
+    submit(idle, *(request(band=DEFAULT) for _ in range(30)))
+    assert len(grants(idle)) == 2
+    submit(idle, *(request(band=CRITICAL) for _ in range(30)))
+    assert len(grants(idle)) == 1
+
+
+def test_a_blocked_band_stops_those_below_it() -> None:
+    one = pools({"a": 4}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    submit(one, *(request(band=CRITICAL) for _ in range(5)), *(request(band=SHEDDABLE) for _ in range(5)))
+    held = grants(one)
+    assert len(held) == 4
+    one.finish(held[0], Verdict.SERVED, 1.0)
+    (next_one,) = grants(one, 1.0)
+    assert next_one.request.band == CRITICAL
+
+
+def test_strictness_does_not_rest_on_ceilings_that_fall() -> None:
+    rising = Settings(ceilings={CRITICAL: 0.5, SHEDDABLE: 1.0}, capacity=CapacitySettings(look_ahead=0))
+    one = pools({"a": 4}, rising)
+    submit(one, *(request(band=CRITICAL) for _ in range(3)), *(request(band=SHEDDABLE) for _ in range(3)))
+    assert [grant.request.band for grant in grants(one)] == [CRITICAL] * 2
+
+
+def test_a_flow_that_fits_nowhere_lets_the_next_one_go() -> None:
+    one = pools({"a": 4, "b": 4}, listings={"a": listing("x"), "b": listing()})
+    submit(one, *(request(adapter="x", flow="x", band=CRITICAL) for _ in range(9)))
+    assert {grant.placed.backend for grant in grants(one)} == {"a"}
+    submit(one, request(flow="base", band=SHEDDABLE))
+    (lower,) = grants(one)
+    assert lower.placed.backend == "b", "there is room, but not for what waits above it"
+
+
+def test_a_head_that_fits_nowhere_does_not_hold_up_its_own_flow() -> None:
+    one = pools(
+        {"short": 4, "long": 1},
+        listings={"short": listing(max_model_len=100), "long": listing(max_model_len=1000)},
+    )
+    submit(one, *(request(prompt_tokens=500, band=CRITICAL) for _ in range(3)))
+    assert [grant.placed.backend for grant in grants(one)] == ["long"] * 3
+    submit(one, request(id="head", prompt_tokens=500, arrived_s=1.0, band=CRITICAL))
+    submit(one, request(id="behind", prompt_tokens=50, arrived_s=2.0, band=CRITICAL))
+    submit(one, request(id="lower", prompt_tokens=50, arrived_s=0.0, band=SHEDDABLE))
+    assert [grant.request.id for grant in grants(one, 2.0)] == ["behind", "lower"]
+
+
+def test_a_retry_avoids_what_failed_it_and_holds_nobody_up() -> None:
+    one = pools({"a": 1, "b": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    submit(one, request(id="first"), request(id="second"))
+    by_backend = {grant.placed.backend: grant for grant in grants(one)}
+    failed = by_backend["a"]
+    one.finish(failed, Verdict.FAILED, 1.0)
+    one.submit(failed.request, 1.0, frozenset({"a"}))
+    submit(one, request(id="third", arrived_s=0.5))
+    (other,) = grants(one, 1.0)
+    assert (other.request.id, other.placed.backend) == ("third", "a")
+    one.finish(by_backend["b"], Verdict.SERVED, 2.0)
+    (again,) = grants(one, 2.0)
+    assert (again.request.id, again.placed.backend) == (failed.request.id, "b")
+
+
+def test_one_wide_request_may_overshoot_but_only_one() -> None:
+    one = pools({"a": 4}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    submit(one, request(band=CRITICAL), request(band=CRITICAL, sequences=9), request(band=CRITICAL))
+    assert [grant.request.sequences for grant in grants(one)] == [1, 9]
+    assert one.views(0.0)["a"].load == 10
+
+
+def test_a_grant_says_why_and_how_many_were_passed() -> None:
+    one = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    submit(one, request(), request(), request())
+    (grant,) = grants(one, 3.0)
+    assert grant.at_s == 3.0
+    assert grant.queued_ahead == 2
+    assert dict(grant.placed.terms).keys() == {"queue", "kv", "load", "lora"}
+
+
+# --- the pass ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pass_is_capped_and_asks_to_be_woken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "PASS_MAX", 5)
+    one = pools({"a": 100})
+    submit(one, *(request() for _ in range(12)))
+    sizes = []
+    while one.queued()[DEFAULT][0]:
+        sizes.append(len(grants(one)))
+        assert one.next_wakeup(0.0) == (0.0 if one.queued()[DEFAULT][0] else None)
+    assert sizes == [5, 5, 2]
+    assert one.decide(0.0) == []
+
+
+def test_a_mass_expiry_is_capped_too_and_grants_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "PASS_MAX", 5)
+    one = pools({"a": 100})
+    submit(one, *(request(deadline_s=5.0) for _ in range(7)), request(band=CRITICAL))
+    assert [type(decision) for decision in one.decide(5.0)] == [Drop] * 5
+    assert one.next_wakeup(5.0) == 5.0
+    assert [type(decision) for decision in one.decide(5.0)] == [Drop, Drop, Grant]
+    assert one.next_wakeup(5.0) is None
+
+
+# --- refused before it waits ------------------------------------------------------------------------------------------
+
+
+def test_without_a_backend_that_is_up_a_request_is_refused_at_once() -> None:
+    one = pools({"a": 4})
+    one.troubled("a", Trouble.UNHEALTHY)
+    refused = refusal(one, request())
+    assert (refused.outcome, refused.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, RETRY_EMPTY_S)
+
+
+def test_a_name_that_only_a_dead_backend_serves_is_refused_at_once() -> None:
+    one = pools({"a": 4, "b": 4}, listings={"a": listing("x"), "b": listing()})
+    one.troubled("a", Trouble.UNHEALTHY)
+    assert one.resolve("x").adapter == "x", "it is remembered"
+    refused = refusal(one, request(adapter="x"))
+    assert refused.outcome is Outcome.REJECTED_NO_BACKENDS
+    assert "`x`" in refused.message
+    submit(one, request())
+
+
+def test_a_retry_that_every_backend_has_failed_is_refused() -> None:
+    one = pools({"a": 4, "b": 4})
+    one.troubled("b", Trouble.UNHEALTHY)
+    refused = refusal(one, request(), excluded=frozenset({"a"}))
+    assert refused.outcome is Outcome.REJECTED_NO_BACKENDS
+    assert "has failed this request" in refused.message
+    one.submit(request(), 0.0, frozenset({"b"}))
+
+
+def test_a_backend_that_rests_after_failures_is_waited_for() -> None:
+    one = pools({"a": 4})
+    submit(one, request())
+    (grant,) = grants(one)
+    one.finish(grant, Verdict.CONNECT_FAILED, 0.0)
+    submit(one, request())
+    assert grants(one, 0.5) == []
+    assert one.next_wakeup(0.5) == 1.0
+    assert len(grants(one, 1.0)) == 1
+
+
+def test_a_full_queue_refuses_with_the_limits_name_and_a_measured_wait() -> None:
+    one = pools({"a": 1}, Settings(queue=QueueSettings(band_requests_max=2), capacity=CapacitySettings(look_ahead=0)))
+    submit(one, request())
+    grants(one)
+    submit(one, request(), request(), now=10.0)
+    refused = refusal(one, request(), now=10.0)
+    assert refused.outcome is Outcome.REJECTED_CAPACITY
+    assert "queue.band_requests_max" in refused.message
+    assert refused.retry_after_s == 30.0, "one grant in ten seconds, and two are ahead"
+    submit(one, request(band=CRITICAL), now=10.0)
+
+
+# --- leaving without a backend ----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_granted_after_it_was_cancelled() -> None:
+    one = pools({"a": 4})
+    gone, here = request(), request()
+    submit(one, gone, here)
+    one.cancel(gone)
+    assert [grant.request for grant in grants(one)] == [here]
+
+
+def test_a_deadline_is_a_drop_at_its_instant_even_with_room() -> None:
+    one = pools({"a": 4})
+    submit(one, request(deadline_s=5.0))
+    (drop,) = one.decide(5.0)
+    assert isinstance(drop, Drop)
+    assert drop.outcome is Outcome.EXPIRED
+    assert one.decide(5.0) == []
+    assert one.next_wakeup(5.0) is None
+
+
+def test_who_expires_while_every_backend_is_down_is_told_so() -> None:
+    one = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    submit(one, request(), request(deadline_s=5.0))
+    grants(one)
+    assert one.next_wakeup(0.0) == 5.0
+    one.troubled("a", Trouble.UNHEALTHY)
+    (drop,) = one.decide(5.0)
+    assert isinstance(drop, Drop)
+    assert drop.outcome is Outcome.EXPIRED_NO_BACKENDS
+
+
+def test_a_request_that_was_granted_failed_and_waits_again_expires_once() -> None:
+    one = pools({"a": 1, "b": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    submit(one, request(id="retried", deadline_s=5.0), request())
+    (retried, _) = grants(one)
+    one.finish(retried, Verdict.FAILED, 1.0)
+    one.submit(retried.request, 1.0, frozenset({retried.placed.backend}))
+    assert [decision.request.id for decision in one.decide(5.0)] == ["retried"]
+    one.check()
+
+
+# --- waking up --------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_room_needs_no_waking() -> None:
+    one = pools({"a": 4})
+    one.observe("a", reading(0.0))
+    assert one.next_wakeup(0.0) is None
+
+
+def test_room_that_time_alone_opens_is_woken_for() -> None:
+    one = pools({"a": 4}, Settings(capacity=CapacitySettings(stale_after_s=5.0)))
+    submit(one, request())
+    grants(one)
+    one.observe("a", reading(0.0, kv_used=1.0, kv_tokens=1000))
+    submit(one, request())
+    assert grants(one, 1.0) == []
+    wakeup_s = one.next_wakeup(1.0)
+    assert wakeup_s == 5.0, "the reading that says full will be stale by then"
+    assert len(grants(one, wakeup_s)) == 1
+
+
+# --- lost backends ----------------------------------------------------------------------------------------------------
+
+
+def test_leases_of_a_process_that_is_gone_are_revoked_once_and_still_have_to_be_returned() -> None:
+    one = pools({"a": 4, "b": 4})
+    submit(one, *(request() for _ in range(6)))
+    held = grants(one)
+    mine = {grant.lease for grant in held if grant.placed.backend == "a"}
+    one.troubled("a", Trouble.REFUSED)
+    assert one.decide(0.0) == []
+    one.troubled("a", Trouble.REFUSED)
+    revoked = one.decide(0.0)
+    assert all(isinstance(decision, Revoke) and decision.backend == "a" for decision in revoked)
+    assert {decision.lease for decision in revoked if isinstance(decision, Revoke)} == mine
+    assert one.decide(0.0) == []
+    for grant in held:
+        one.finish(grant, Verdict.LOST, 1.0)
+    one.check()
+    assert one.views(1.0)["a"].load == 0
+
+
+def test_a_lease_that_ended_before_the_pass_is_not_revoked() -> None:
+    one = pools({"a": 4})
+    submit(one, request())
+    (grant,) = grants(one)
+    one.troubled("a", Trouble.REFUSED)
+    one.troubled("a", Trouble.REFUSED)
+    one.finish(grant, Verdict.FAILED, 0.0)
+    assert one.decide(0.0) == []
+
+
+def test_slow_polls_revoke_nothing() -> None:
+    one = pools({"a": 4})
+    submit(one, request())
+    grants(one)
+    for _ in range(5):
+        one.troubled("a", Trouble.TIMEOUT)
+    assert one.decide(0.0) == []
+    assert not one.ready(0.0)

@@ -1,0 +1,52 @@
+"""A walk through a world drawn from one seed, whose trace must be the same in every process."""
+
+from __future__ import annotations
+
+from random import Random
+
+from llmproxy.core.domain import Reading, Trouble, Verdict
+from tests.core.world import ADAPTERS, BANDS, CEILINGS, FLEETS, FLOWS, World, world_settings
+
+
+def random_walk(seed: int, steps: int) -> World:
+    rng = Random(seed)
+    settings = world_settings(
+        rng.choice(("fcfs", "round_robin", "fair_share")), rng.choice(("blend", "power_of_two")), rng.choice(CEILINGS)
+    )
+    world = World(rng.choice(FLEETS), settings, seed)
+    for _ in range(steps):
+        _random_event(world, rng)
+        world.decide()
+        world.check()
+    return world
+
+
+def _random_event(world: World, rng: Random) -> None:
+    kind = rng.random()
+    backend = rng.choice(list(world.fleet))
+    if kind < 0.45:
+        pool = rng.choice(list(world.pools.catalogue.pools))
+        sizes = {"prompt_tokens": rng.choice((5, 50, 150, 800)), "sequences": rng.choice((1, 1, 1, 4))}
+        world.submit(
+            pool, rng.choice(ADAPTERS[pool]), rng.choice(BANDS), rng.choice(FLOWS), rng.choice((3.0, 1e3)), **sizes
+        )
+    elif kind < 0.75 and world.held:
+        verdict = rng.choice((Verdict.SERVED, Verdict.SERVED, *Verdict))
+        world.finish(rng.choice(list(world.held)), verdict, rng.choice((None, 10, 500)), retry=rng.random() < 0.7)
+    elif kind < 0.80 and world.waiting:
+        world.cancel(rng.choice(list(world.waiting)))
+    elif kind < 0.88:
+        adapters = frozenset(name for name in ("x", "y", "z") if rng.random() < 0.5)
+        running, waiting = rng.choice(((0, 0), (3, 0), (4, 2))), rng.choice((None, 0.5, 1.0))
+        world.observe(backend, Reading(world.now, *running, waiting, 2000, adapters, rng.choice((None, 1, 2))))
+    elif kind < 0.92:
+        world.troubled(backend, rng.choice(list(Trouble)))
+    elif kind < 0.96:
+        world.answered(backend)
+    else:
+        world.advance(rng.choice((0.1, 1.0, 4.0)))
+
+
+if __name__ == "__main__":
+    for walk in range(3):
+        print("\n".join(random_walk(walk, 250).trace))

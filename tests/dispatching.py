@@ -1,0 +1,100 @@
+"""A dispatcher on a virtual clock, and clients of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from random import Random
+from typing import Any
+
+from llmproxy.core.domain import Refused, Request, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import CapacitySettings, Settings
+from llmproxy.dispatcher import Dispatcher, Lease
+from tests.core.make import listing, request
+from tests.core.world import assert_nothing_left
+from tests.virtual_time import run
+
+SETTINGS = Settings(capacity=CapacitySettings(look_ahead=0))
+
+
+def virtual(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Run a test on a virtual clock."""
+
+    @wraps(test)
+    def sync() -> None:
+        run(_main(test))
+
+    async def _main(body: Callable[[], Awaitable[None]]) -> None:
+        await body()
+
+    # pytest follows __wrapped__ and would take the test for a coroutine of its own loop.
+    del sync.__wrapped__
+    return sync
+
+
+class Passes:
+    """Counts how often the scheduler is asked."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, took_s: float) -> None:
+        assert took_s >= 0.0
+        self.count += 1
+
+
+def dispatcher(passes: Passes | None = None, **backends: int) -> Dispatcher:
+    pools = Pools(SETTINGS, backends, {}, Random(0))
+    made = Dispatcher(pools, passes or Passes())
+    for name in backends:
+        made.answered(name)
+        made.listed(name, listing())
+    return made
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def empty(one: Dispatcher) -> None:
+    one.pools.check()
+    assert_nothing_left(one.pools, now())
+    assert not one._waiting
+    assert not one._leases
+    assert one.leases == 0
+
+
+class Client:
+    """A task that is admitted, holds its lease until told, and remembers what happened."""
+
+    def __init__(self, one: Dispatcher, asked: Request | None = None, **facts: Any) -> None:
+        self.request = asked or request(arrived_s=now(), deadline_s=now() + 60.0, **facts)
+        self.lease: Lease | None = None
+        self.refused: Refused | None = None
+        self.leave = asyncio.Event()
+        self._dispatcher = one
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            async with self._dispatcher.admit(self.request) as lease:
+                self.lease = lease
+                await self.leave.wait()
+                lease.verdict = Verdict.SERVED
+        except Refused as refused:
+            self.refused = refused
+
+    def holds(self) -> str | None:
+        """The backend that it holds a lease of."""
+        return self.lease.backend if self.lease is not None else None
+
+    async def done(self) -> None:
+        self.leave.set()
+        await asyncio.gather(self.task, return_exceptions=True)

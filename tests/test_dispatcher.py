@@ -1,0 +1,298 @@
+"""The async shell on a virtual clock: no sockets, no sleeping, and every turn of the loop always the same."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from llmproxy.core import scheduler
+from llmproxy.core.domain import CRITICAL, DEFAULT, Outcome, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Dispatcher
+from tests.core.make import listing, request
+from tests.dispatching import SETTINGS, Client, Passes, dispatcher, empty, now, turns, virtual
+
+# --- admit and grant --------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_request_is_lent_a_backend_and_gives_it_back() -> None:
+    one = dispatcher(a=1)
+    async with one.admit(request()) as lease:
+        assert lease.backend == "a"
+        assert one.leases == 1
+        assert one.pools.views(now())["a"].load == 1
+        lease.started()
+        lease.progress(5)
+        lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 5)
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_one_waits_until_another_leaves() -> None:
+    one = dispatcher(a=1)
+    first, second = Client(one), Client(one)
+    await turns()
+    assert (first.holds(), second.holds()) == ("a", None)
+    await asyncio.sleep(5.0)
+    await first.done()
+    await turns()
+    assert second.lease is not None
+    assert second.lease.grant.at_s == 5.0
+    await second.done()
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_the_higher_band_goes_first_however_late_it_came() -> None:
+    one = dispatcher(a=1)
+    holder = Client(one)
+    await turns()
+    late = Client(one, band=DEFAULT)
+    await asyncio.sleep(1.0)
+    critical = Client(one, band=CRITICAL)
+    await turns()
+    await holder.done()
+    await turns()
+    assert critical.lease is not None
+    assert late.lease is None
+    await critical.done()
+    await late.done()
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_a_refusal_at_the_door_leaves_nothing_behind() -> None:
+    one = dispatcher(a=1)
+    one.troubled("a", Trouble.UNHEALTHY, "503")
+    with pytest.raises(Refused) as caught:
+        async with one.admit(request()):
+            pytest.fail("it was let in")
+    assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_a_backend_that_failed_is_excluded_on_the_next_lap() -> None:
+    one = dispatcher(a=4, b=4)
+    asked = request()
+    async with one.admit(asked) as first:
+        first.verdict = Verdict.FAILED
+    async with one.admit(asked, frozenset({first.backend})) as second:
+        assert {first.backend, second.backend} == {"a", "b"}
+    await turns()
+    empty(one)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_deadline_ends_the_wait_at_its_instant() -> None:
+    one = dispatcher(a=1)
+    holder = Client(one)
+    await turns()
+    with pytest.raises(Refused) as caught:
+        async with one.admit(request(deadline_s=7.25)):
+            pytest.fail("it was let in")
+    assert now() == 7.25
+    assert caught.value.outcome is Outcome.EXPIRED
+    assert caught.value.retry_after_s is not None
+    await holder.done()
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_who_expires_with_every_backend_down_is_told_so() -> None:
+    one = dispatcher(a=1)
+    holder, waiting = Client(one), Client(one)
+    await turns()
+    one.troubled("a", Trouble.UNHEALTHY, "503")
+    await asyncio.sleep(61.0)
+    assert waiting.refused is not None
+    assert waiting.refused.outcome is Outcome.EXPIRED_NO_BACKENDS
+    assert "No backend of `base` came up" in waiting.refused.message
+    await holder.done()
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_a_rest_after_failures_ends_by_itself() -> None:
+    one = dispatcher(a=1)
+    async with one.admit(request()) as lease:
+        lease.verdict = Verdict.CONNECT_FAILED
+    async with one.admit(request()) as lease:
+        assert now() == 1.0
+        lease.verdict = Verdict.SERVED
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_an_empty_room_sets_no_timer() -> None:
+    one = dispatcher(a=1)
+    async with one.admit(request()) as lease:
+        lease.verdict = Verdict.SERVED
+    one.observe("a", Reading(now()))
+    await turns()
+    assert one._timer is None
+    empty(one)
+
+
+@virtual
+async def test_closing_stops_the_timer() -> None:
+    one = dispatcher(a=1)
+    holder, waiting = Client(one), Client(one)
+    await turns()
+    timer = one._timer
+    assert timer is not None
+    one.close()
+    assert timer.cancelled()
+    waiting.task.cancel()
+    await holder.done()
+
+
+# --- coalescing -------------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_the_events_of_one_turn_are_one_decision() -> None:
+    passes = Passes()
+    one = dispatcher(passes, a=50)
+    await turns()
+    passes.count = 0
+    clients = [Client(one) for _ in range(40)]
+    one.observe("a", Reading(now()))
+    one.answered("a")
+    await turns()
+    assert all(client.lease is not None for client in clients)
+    assert passes.count == 1
+    passes.count = 0
+    for client in clients:
+        client.leave.set()
+    await turns()
+    assert passes.count == 1
+    empty(one)
+
+
+@virtual
+async def test_a_mass_release_is_spread_over_turns() -> None:
+    passes = Passes()
+    one = dispatcher(passes, a=1000)
+    clients = [Client(one) for _ in range(3 * scheduler.PASS_MAX)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert one.leases == scheduler.PASS_MAX
+    await turns()
+    assert one.leases == len(clients)
+    assert now() == 0.0
+    for client in clients:
+        client.leave.set()
+    await turns()
+    empty(one)
+
+
+# --- polls ------------------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_backend_that_appears_takes_what_waits() -> None:
+    one = Dispatcher(Pools(SETTINGS, {"a": 1, "b": 1}, {}, Random(0)))
+    one.answered("a")
+    one.listed("a", listing())
+    holder, waiting = Client(one), Client(one)
+    await turns()
+    assert waiting.holds() is None
+    one.answered("b")
+    one.listed("b", listing())
+    await turns()
+    assert waiting.holds() == "b"
+    await holder.done()
+    await waiting.done()
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_a_dead_backend_revokes_its_leases_and_no_others() -> None:
+    one = dispatcher(a=1, b=1)
+    clients = [Client(one), Client(one)]
+    await turns()
+    told: list[str] = []
+    for client in clients:
+        assert client.lease is not None
+        client.lease.on_revoked = lambda backend=client.lease.backend: told.append(backend)
+    one.troubled("a", Trouble.REFUSED, "refused")
+    await turns()
+    assert told == []
+    one.troubled("a", Trouble.REFUSED, "refused")
+    await turns()
+    assert told == ["a"]
+    assert {client.lease.backend: client.lease.revoked for client in clients if client.lease} == {"a": True, "b": False}
+    assert one.leases == 2, "the block still has to be left"
+    for client in clients:
+        await client.done()
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_a_lease_revoked_before_anybody_listens_says_so() -> None:
+    one = dispatcher(a=1)
+    client = Client(one)
+    await turns()
+    for _ in range(2):
+        one.troubled("a", Trouble.REFUSED, "refused")
+    await turns()
+    assert client.lease is not None
+    assert client.lease.revoked
+    await client.done()
+    await turns()
+    empty(one)
+
+
+# --- drain ------------------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_drain_refuses_those_who_wait_and_those_who_come_and_lets_leases_run_on() -> None:
+    one = dispatcher(a=1)
+    holder, waiting, leaving = Client(one), Client(one), Client(one)
+    await turns()
+    leaving.task.cancel()
+    one.drain()
+    assert one.draining
+    late = Client(one)
+    await turns()
+    for client in (waiting, late):
+        assert client.refused is not None
+        assert client.refused.outcome is Outcome.DRAINING
+        assert client.refused.retry_after_s
+    assert leaving.task.cancelled()
+    assert holder.lease is not None
+    assert one.leases == 1
+    await holder.done()
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_drain_in_the_turn_of_a_grant_lets_the_grant_stand() -> None:
+    one = dispatcher(a=1)
+    client = Client(one)
+    await asyncio.sleep(0)
+    one._decide()
+    one.drain()
+    await turns()
+    assert client.lease is not None
+    await client.done()
+    await turns()
+    empty(one)

@@ -1,0 +1,182 @@
+"""Every way out of the waiting room and of a lease, in any turn of the loop, leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from llmproxy.core.domain import CRITICAL, DEFAULT, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.dispatcher import Dispatcher
+from tests.core.make import request
+from tests.dispatching import Client, dispatcher, empty, now, turns, virtual
+from tests.virtual_time import run
+
+# --- every way out returns the lease ----------------------------------------------------------------------------------
+
+
+@virtual
+async def test_an_exception_in_the_block_returns_the_lease_and_passes() -> None:
+    one = dispatcher(a=1)
+
+    async def breaks() -> None:
+        async with one.admit(request()):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await breaks()
+    await turns()
+    empty(one)
+    await Client(one).done()
+
+
+@virtual
+async def test_a_client_that_leaves_in_mid_stream_frees_its_seat_for_the_next() -> None:
+    one = dispatcher(a=1)
+    streaming, waiting = Client(one), Client(one)
+    await turns()
+    streaming.task.cancel()
+    await turns()
+    assert waiting.lease is not None
+    await waiting.done()
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_a_block_left_without_a_word_does_not_blame_the_backend() -> None:
+    one = dispatcher(a=1)
+    for _ in range(10):
+        async with one.admit(request()):
+            pass
+    await turns()
+    assert one.pools.views(now())["a"].available
+    empty(one)
+
+
+@virtual
+async def test_a_client_that_leaves_while_waiting_is_never_granted() -> None:
+    one = dispatcher(a=1)
+    holder, gone, next_one = Client(one), Client(one), Client(one)
+    await turns()
+    gone.task.cancel()
+    await turns()
+    assert one.pools.queued() == {DEFAULT: (1, 100)}
+    await holder.done()
+    await turns()
+    assert gone.lease is None
+    assert next_one.lease is not None
+    await next_one.done()
+    await turns()
+    empty(one)
+
+
+@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize("order", ["cancelled, then freed", "freed, then cancelled"])
+def test_a_client_may_leave_in_any_turn_around_its_grant(turn: int, order: str) -> None:
+    async def main() -> None:
+        one = dispatcher(a=1)
+        holder, leaving, next_one = Client(one), Client(one), Client(one)
+        await turns()
+        if order == "cancelled, then freed":
+            leaving.task.cancel()
+            await turns(turn)
+            holder.leave.set()
+        else:
+            holder.leave.set()
+            await turns(turn)
+            leaving.task.cancel()
+        await turns(10)
+        assert leaving.task.cancelled()
+        assert next_one.lease is not None, "the seat is lost"
+        assert one.leases == 1
+        await next_one.done()
+        await turns()
+        empty(one)
+
+    run(main())
+
+
+@pytest.mark.parametrize("turn", range(6))
+def test_a_client_may_leave_in_any_turn_around_its_deadline(turn: int) -> None:
+    async def main() -> None:
+        one = dispatcher(a=1)
+        holder, waiting = Client(one), Client(one)
+        await turns()
+        timer = asyncio.get_running_loop().call_at(60.0, lambda: None)
+        await asyncio.sleep(60.0 - now())
+        await turns(turn)
+        waiting.task.cancel()
+        await turns()
+        assert waiting.lease is None
+        timer.cancel()
+        await holder.done()
+        await turns()
+        empty(one)
+
+    run(main())
+
+
+# --- all of it at once ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_crowd_of_impatient_clients_leaves_nothing_behind(seed: int) -> None:
+    async def client(one: Dispatcher, rng: Random, ends: list[str]) -> None:
+        excluded: frozenset[str] = frozenset()
+        asked = request(
+            band=rng.choice((CRITICAL, DEFAULT)),
+            flow=rng.choice("fgh"),
+            arrived_s=now(),
+            deadline_s=now() + rng.choice((0.5, 5.0, 60.0)),
+        )
+        for _ in range(3):
+            try:
+                async with one.admit(asked, excluded) as lease:
+                    await asyncio.sleep(rng.expovariate(2.0))
+                    lease.started()
+                    await asyncio.sleep(rng.expovariate(2.0))
+                    lease.verdict = rng.choice((Verdict.SERVED, Verdict.SERVED, Verdict.FAILED, Verdict.BUSY))
+                    lease.usage = Usage(10, rng.randrange(50))
+            except Refused as refused:
+                ends.append(refused.outcome)
+                return
+            if lease.verdict is Verdict.SERVED:
+                break
+            excluded |= {lease.backend}
+        ends.append("served")
+
+    async def main() -> None:
+        rng = Random(seed)
+        one = dispatcher(a=3, b=1, c=6)
+        ends: list[str] = []
+        tasks = []
+        for _ in range(300):
+            tasks.append(asyncio.create_task(client(one, rng, ends)))
+            await asyncio.sleep(rng.expovariate(20.0))
+            if rng.random() < 0.3:
+                rng.choice(tasks).cancel()
+            if rng.random() < 0.05:
+                one.troubled("b", rng.choice(list(Trouble)), "")
+            if rng.random() < 0.1:
+                one.answered("b")
+                one.observe("c", Reading(now(), running=rng.randrange(8)))
+            one.pools.check()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        cancelled = sum(task.cancelled() for task in tasks)
+        assert len(ends) + cancelled == len(tasks)
+        assert ends.count("served") > 50
+        assert cancelled > 20
+        await turns()
+        empty(one)
+
+    run(main())
+
+
+def test_the_virtual_clock_says_when_nothing_can_ever_happen() -> None:
+    async def main() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RuntimeError, match="nothing will ever happen"):
+        run(main())
