@@ -21,6 +21,8 @@ from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.auth import Keys
+from llmproxy.gateway.identity import Identity
 from llmproxy.gateway.relay import Relay
 from llmproxy.gateway.server import FrontDoor
 from llmproxy.gateway.stored import StoredResponses
@@ -30,6 +32,8 @@ from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueSt
 
 HEAD_BYTES_MAX = 128 << 10
 KEEP_ALIVE_S = 75.0
+CUT_AFTER_S = 0.1
+"""How long requests that outlived the drain get before they are cut; the server library takes 0 for "for ever"."""
 
 _log = structlog.get_logger()
 
@@ -104,12 +108,16 @@ async def running(config: Config) -> AsyncIterator[Proxy]:
     )
     metrics = Metrics(lambda: _state(pools, config, loop.time()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided)
-    stored = StoredResponses()
+    keys, identity = Keys(config.api_keys), Identity(config)
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(AiohttpUpstream())
-        walker = Walker(config, pools, dispatcher, Relay(upstream, config.timeouts), metrics, stored)
-        door = FrontDoor(config, pools, dispatcher, walker, upstream, metrics, stored)
+        stored = StoredResponses(config, identity, upstream)
+        relay = Relay(upstream, config.timeouts)
+        walker = Walker(config, pools, dispatcher, relay, keys, identity, stored, metrics)
+        door = FrontDoor(keys, pools, dispatcher, walker, stored, metrics)
         await stack.enter_async_context(_polling(config, _Watch(pools, dispatcher, metrics)))
+        # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.
+        stack.push_async_callback(walker.idle.wait)
         url = await _listen(stack, config, door)
         stack.callback(dispatcher.close)
         yield Proxy(config, url, pools, dispatcher, walker, metrics)
@@ -145,7 +153,7 @@ async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor) -> str
         max_field_size=HEAD_BYTES_MAX,
         access_log=None,
     )
-    runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=0.0)
+    runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     site = web.TCPSite(runner, config.host, config.port, backlog=4096)

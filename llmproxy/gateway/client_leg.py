@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
 
 from aiohttp import web
@@ -20,6 +21,7 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
     length = request.content_length
     if length is not None and length > bytes_max:
         raise too_large
+    _invite(request)
     body = BytesIO()
     while piece := await request.content.readany():
         if body.tell() + len(piece) > bytes_max:
@@ -29,13 +31,23 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
     return body.getvalue()
 
 
+def _invite(request: web.BaseRequest) -> None:
+    """Tell a client that asked first whether to send its body: some wait for this for ever."""
+    if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
 class AiohttpClientLeg:
-    """See `relay.ClientLeg`. `extra` are the proxy's own header fields, added to whichever answer is committed."""
+    """See `relay.ClientLeg`. `extra` are the proxy's own header fields, added to whichever answer is committed.
+
+    `on_commit` is called when an answer begins, before the client can have seen any of it.
+    """
 
     def __init__(self, request: web.BaseRequest, extra: dict[str, str]) -> None:
         self._request = request
         self._extra = extra
         self.response: web.StreamResponse | None = None
+        self.on_commit: Callable[[], None] | None = None
         self.status = 0
         self.sent_bytes = 0
 
@@ -44,6 +56,8 @@ class AiohttpClientLeg:
         fields.update(self._extra)
         response = web.StreamResponse(status=status, reason=reason or None, headers=fields)
         self.response, self.status = response, status
+        if self.on_commit is not None:
+            self.on_commit()
         await response.prepare(self._request)
 
     async def write(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Whose request is it, how urgent, and how long may it wait: read from headers and the configuration."""
+"""Whose request it is, how urgent, and how long it may wait: read from headers and the configuration."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from ipaddress import ip_address
 
-from llmproxy.config import Config, Network
+from aiohttp import web
+
+from llmproxy.config import BackendConfig, Config, Network
 from llmproxy.core.domain import BAND_NAMES, Outcome
 from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.headers import Headers, to_backend
 
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
@@ -45,6 +48,8 @@ class Identity:
         flow = config.scheduling.flow
         self._flow_headers = FAIRNESS_HEADERS + ((flow.removeprefix("header:"),) if flow.startswith("header:") else ())
         self._peers: dict[str, bool] = {}
+        self._backend_key = config.backend_api_key
+        self._keeps_auth = not config.api_keys
 
     def trusts(self, peer: str | None) -> bool:
         """True when the headers of this peer address count. A Unix socket's peer has none, and is local."""
@@ -61,6 +66,17 @@ class Identity:
         address = ip_address(peer.partition("%")[0])
         mapped = getattr(address, "ipv4_mapped", None) or address
         return any(mapped in network for network in self._trusted if network.version == mapped.version)
+
+    def to_backend(self, http: web.BaseRequest, request_id: str, backend: BackendConfig) -> Headers:
+        """The header fields of a request as `backend` gets them: its own key, and no privilege of an untrusted peer."""
+        key = backend.api_key or self._backend_key
+        return to_backend(
+            http.headers.items(),
+            request_id=request_id,
+            trusted=self.trusts(http.remote),
+            authorization=f"Bearer {key}" if key else None,
+            keep_auth=self._keeps_auth,
+        )
 
     def standing(self, headers: Mapping[str, str], trusted: bool, requested: str, target: str) -> Standing:
         """Band, flow and time to wait of a request for `requested`, which means `target`.

@@ -26,6 +26,9 @@ TAIL_BYTES = 64 << 10
 PROGRESS_EVENTS = 32
 """How many stream events pass between two reports to the scheduler."""
 
+GOODBYE_S = 5.0
+"""How long a client may take to accept the error event that ends its broken stream."""
+
 DRAINING_MARK = b"cannot schedule new futures"
 """What a vLLM that is shutting down says in a 500, while its /health is still 200."""
 
@@ -73,12 +76,14 @@ class Attempt:
     """What became of one attempt.
 
     Until `committed`, the client has seen nothing. `retryable` says that another backend might do better. `answer` is
-    the backend's own error where it gave one.
+    the backend's own error where it gave one. `message` is for the client, `detail` for the log alone: addresses are
+    nobody else's business. While `writing`, it is the client who is waited for.
     """
 
     outcome: Outcome = Outcome.INTERNAL
     verdict: Verdict = Verdict.CLIENT_GONE
     message: str = ""
+    detail: str = ""
     status: int = 0
     committed: bool = False
     retryable: bool = False
@@ -88,6 +93,7 @@ class Attempt:
     max_gap_s: float = 0.0
     chunks: int = 0
     body_bytes: int = 0
+    writing: bool = False
     head: bytes = b""
     tail: bytes = b""
     usage: Usage | None = None
@@ -114,11 +120,17 @@ class Relay:
         try:
             await self._supervised(attempt, patience, lease, base_url, call, client)
         except ConnectFailed as error:
-            attempt.fail(Outcome.CONNECT_FAILED, Verdict.CONNECT_FAILED, str(error), retryable=True)
+            attempt.detail = str(error)
+            message = "No connection to the backend came about."
+            attempt.fail(Outcome.CONNECT_FAILED, Verdict.CONNECT_FAILED, message, retryable=True)
         except UpstreamBroken as error:
+            attempt.detail = str(error)
             outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
-            attempt.fail(outcome, Verdict.FAILED, str(error), retryable=True)
+            attempt.fail(outcome, Verdict.FAILED, "The connection to the backend failed.", retryable=True)
         except TimeoutError:
+            if attempt.writing and not lease.revoked:
+                await client.abort()
+                raise ConnectionAbortedError("it stopped reading") from None
             self._timed_out(attempt, patience, lease)
         finally:
             self._account(attempt, lease)
@@ -171,8 +183,11 @@ class Relay:
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=False)
             attempt.status = 502
             return
-        attempt.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
         message = f"The backend answered {status}."
+        if len(body) <= HELD_BYTES_MAX:
+            attempt.answer = Answer(status, exchange.reason, to_client(exchange.headers), body)
+        else:
+            message += f" What it said is not passed on: it is longer than {HELD_BYTES_MAX} bytes."
         if status == 503:
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.BUSY, message, retryable=True)
         elif status == 502:
@@ -196,8 +211,11 @@ class Relay:
             attempt.chunks += 1
             attempt.body_bytes += len(data)
             attempt.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (attempt.tail + data)[-TAIL_BYTES:]
+            attempt.writing = True
             await client.write(data)
+            attempt.writing = False
             data = await exchange.chunk()
+        attempt.writing = True
         await client.end()
         attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
 
@@ -235,7 +253,9 @@ class Relay:
             if data:
                 attempt.chunks += 1
                 attempt.body_bytes += len(data)
+                attempt.writing = True
                 await client.write(data)
+                attempt.writing = False
             if tap.data_events - reported >= PROGRESS_EVENTS:
                 reported = tap.data_events
                 lease.progress(reported)
@@ -247,6 +267,7 @@ class Relay:
             attempt.last_byte_s = now
             patience.alive(now)
             data = tap.feed(raw)
+        attempt.writing = True
         held = tap.flush()
         if held:
             await client.write(held)
@@ -347,13 +368,17 @@ class _Patience:
 
 async def _end_broken(attempt: Attempt, call: Call, client: ClientLeg) -> None:
     """Tell the client of a stream that it broke, in one event of its own dialect; of anything else, by cutting it."""
-    if attempt.tap is None:
+    if attempt.tap is None or attempt.writing:
         await client.abort()
         return
     # An event that was only begun is closed by a blank line, or the client would read the next one as part of it.
     boundary = b"" if attempt.tap.at_boundary else b"\n\n"
-    await client.write(boundary + error_event(call.dialect, f"The stream broke: {attempt.message}"))
-    await client.end()
+    try:
+        async with asyncio.timeout(GOODBYE_S):
+            await client.write(boundary + error_event(call.dialect, f"The stream broke: {attempt.message}"))
+            await client.end()
+    except TimeoutError:
+        await client.abort()
 
 
 async def _read_held(exchange: Exchange) -> bytes:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from uuid import uuid4
 
 import orjson
 from aiohttp import web
 
 from llmproxy import __version__
-from llmproxy.config import BackendConfig, Config
 from llmproxy.core.domain import Outcome
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.auth import Keys
-from llmproxy.gateway.client_leg import AiohttpClientLeg
 from llmproxy.gateway.errors import Failure, error_body
-from llmproxy.gateway.headers import to_backend, to_client
-from llmproxy.gateway.identity import Identity, request_id
 from llmproxy.gateway.routes import SCHEDULED, STORED_RESPONSES, dialect_of
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.logs import log_exit
 from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
-from llmproxy.upstream import ConnectFailed, Upstream, UpstreamBroken
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -38,24 +32,19 @@ class FrontDoor:
 
     def __init__(
         self,
-        config: Config,
+        keys: Keys,
         pools: Pools,
         dispatcher: Dispatcher,
         walker: Walker,
-        upstream: Upstream,
-        metrics: Metrics,
         stored: StoredResponses,
+        metrics: Metrics,
     ) -> None:
-        self._config = config
+        self._keys = keys
         self._pools = pools
         self._dispatcher = dispatcher
         self._walker = walker
-        self._upstream = upstream
-        self._metrics = metrics
         self._stored = stored
-        self._keys = Keys(config.api_keys)
-        self._identity = Identity(config)
-        self._backends: dict[str, BackendConfig] = {backend.name: backend for backend in config.backends}
+        self._metrics = metrics
         self._own: dict[str, Handler] = {
             "/health": self._health,
             "/ready": self._ready,
@@ -112,7 +101,10 @@ class FrontDoor:
             return self._one_model(path.removeprefix(MODELS + "/"))
         if path.startswith(STORED_RESPONSES):
             self._keys.check(request.headers)
-            return await self._stored_response(path, request)
+            response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
+            if verb in ("", "cancel"):
+                _only(request, "POST" if verb else "GET")
+                return await self._stored.serve(path, request, response_id)
         raise Failure(Outcome.BAD_REQUEST, f"There is nothing at {path[:200]}.", status=404)
 
     # --- the proxy's own pages ---------------------------------------------------------------------------------------
@@ -143,56 +135,6 @@ class FrontDoor:
             if entry["id"] == name:
                 return _json(entry)
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
-
-    # --- responses that an engine keeps ------------------------------------------------------------------------------
-
-    async def _stored_response(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
-        """Pass `GET {id}` and `POST {id}/cancel` to the backend that made the response: only it has it."""
-        response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
-        if verb not in ("", "cancel"):
-            raise Failure(Outcome.BAD_REQUEST, f"There is nothing at {path[:200]}.", status=404)
-        _only(request, "POST" if verb else "GET")
-        name = self._stored.backend_of(response_id)
-        if name is None:
-            message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
-            raise Failure(Outcome.BAD_REQUEST, message, status=404)
-        return await self._pass_on(path, request, self._backends[name])
-
-    async def _pass_on(self, path: str, request: web.BaseRequest, backend: BackendConfig) -> web.StreamResponse:
-        key = backend.api_key or self._config.backend_api_key
-        headers = to_backend(
-            request.headers.items(),
-            request_id=request_id(request.headers) or uuid4().hex,
-            trusted=self._identity.trusts(request.remote),
-            authorization=f"Bearer {key}" if key else None,
-            keep_auth=not self._keys,
-        )
-        query = request.rel_url.raw_query_string
-        timeouts = self._config.timeouts
-        client = AiohttpClientLeg(request, {"x-llmproxy-backend": backend.name})
-        try:
-            async with asyncio.timeout(timeouts.total_s):
-                exchange = await self._upstream.open(
-                    backend.url,
-                    request.method,
-                    f"{path}?{query}" if query else path,
-                    headers,
-                    (),
-                    timeouts.connect_s,
-                )
-                try:
-                    await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
-                    while data := await exchange.chunk():
-                        await client.write(data)
-                    await client.end()
-                finally:
-                    exchange.close()
-        except (ConnectFailed, UpstreamBroken, TimeoutError) as error:
-            if client.response is None:
-                raise Failure(Outcome.CONNECT_FAILED, f"The backend that made this response failed: {error}") from error
-            await client.abort()
-        assert client.response is not None
-        return client.response
 
 
 def _only(request: web.BaseRequest, *methods: str) -> None:

@@ -1,9 +1,21 @@
-"""Stored responses live in the engine that made them: which backend that is, for a bounded number of ids."""
+"""Stored responses live in the engine that made them: which one that is, and the way there past the waiting room."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import OrderedDict
+from uuid import uuid4
+
+from aiohttp import web
+
+from llmproxy.config import Config
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.client_leg import AiohttpClientLeg
+from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.headers import to_client
+from llmproxy.gateway.identity import Identity, request_id
+from llmproxy.upstream import ConnectFailed, Upstream, UpstreamBroken
 
 IDS_MAX = 10_000
 _ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,256})"')
@@ -12,7 +24,11 @@ _ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,256})"')
 class StoredResponses:
     """Response id -> backend name; the ids least recently made are forgotten first."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config, identity: Identity, upstream: Upstream) -> None:
+        self._timeouts = config.timeouts
+        self._backends = {backend.name: backend for backend in config.backends}
+        self._identity = identity
+        self._upstream = upstream
         self._made_by: OrderedDict[str, str] = OrderedDict()
 
     def remember(self, head: bytes, backend: str) -> None:
@@ -26,3 +42,37 @@ class StoredResponses:
 
     def backend_of(self, response_id: str) -> str | None:
         return self._made_by.get(response_id)
+
+    async def serve(self, path: str, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
+        """Pass a request about one response to the backend that made it: only that one has it. Raises Failure."""
+        name = self.backend_of(response_id)
+        if name is None:
+            message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
+            raise Failure(Outcome.BAD_REQUEST, message, status=404)
+        backend = self._backends[name]
+        client = AiohttpClientLeg(request, {"x-llmproxy-backend": name})
+        headers = self._identity.to_backend(request, request_id(request.headers) or uuid4().hex, backend)
+        query = request.rel_url.raw_query_string
+        try:
+            async with asyncio.timeout(self._timeouts.total_s):
+                exchange = await self._upstream.open(
+                    backend.url,
+                    request.method,
+                    f"{path}?{query}" if query else path,
+                    headers,
+                    (),
+                    self._timeouts.connect_s,
+                )
+                try:
+                    await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
+                    while data := await exchange.chunk():
+                        await client.write(data)
+                    await client.end()
+                finally:
+                    exchange.close()
+        except (ConnectFailed, UpstreamBroken, TimeoutError) as error:
+            if client.response is None:
+                raise Failure(Outcome.CONNECT_FAILED, f"The backend that made this response failed: {error}") from error
+            await client.abort()
+        assert client.response is not None
+        return client.response

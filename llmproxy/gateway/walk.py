@@ -20,7 +20,6 @@ from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
 from llmproxy.gateway.desk import BodyKind, Desk, Sheet
 from llmproxy.gateway.errors import Failure, error_body
-from llmproxy.gateway.headers import to_backend
 from llmproxy.gateway.identity import Identity, request_id
 from llmproxy.gateway.relay import Attempt, Call, Relay
 from llmproxy.gateway.routes import Dialect, Route
@@ -91,8 +90,10 @@ class Walker:
         pools: Pools,
         dispatcher: Dispatcher,
         relay: Relay,
-        metrics: Metrics,
+        keys: Keys,
+        identity: Identity,
         stored: StoredResponses,
+        metrics: Metrics,
     ) -> None:
         self._config = config
         self._pools = pools
@@ -100,8 +101,8 @@ class Walker:
         self._relay = relay
         self._metrics = metrics
         self._stored = stored
-        self._keys = Keys(config.api_keys)
-        self._identity = Identity(config)
+        self._keys = keys
+        self._identity = identity
         self._backends: Mapping[str, BackendConfig] = {backend.name: backend for backend in config.backends}
         self._budget = RetryBudget(config.retry.budget_ratio)
         self._band_names = config.band_names()
@@ -163,9 +164,8 @@ class Walker:
         walk.requested = target.requested
         self._budget.request()
         request = walk.request = self._make_request(walk, sheet, target)
-        trusted = self._identity.trusts(http.remote)
         spliced = sheet.spliced(model=target.model, want_usage=True)
-        await self._attempts(walk, request, spliced.parts, spliced.hides_usage, trusted)
+        await self._attempts(walk, request, spliced.parts, spliced.hides_usage)
 
     def _make_request(self, walk: Walk, sheet: Sheet, target: Target) -> Request:
         http, ask = walk.http, sheet.ask
@@ -192,11 +192,11 @@ class Walker:
 
     # --- the waiting room and the corridor, as often as it takes -----------------------------------------------------
 
-    async def _attempts(self, walk: Walk, request: Request, body: Body, hide_usage: bool, trusted: bool) -> None:
+    async def _attempts(self, walk: Walk, request: Request, body: Body, hide_usage: bool) -> None:
         while True:
             try:
                 async with self._dispatcher.admit(request, frozenset(walk.excluded)) as lease:
-                    attempt = await self._attempt(walk, lease, body, hide_usage, trusted)
+                    attempt = await self._attempt(walk, lease, body, hide_usage)
             except Refused:
                 # A retry that finds nobody else tells the client what went wrong first, not that nobody is left.
                 if walk.attempt is None or walk.attempt.outcome is Outcome.INTERNAL:
@@ -215,7 +215,7 @@ class Walker:
             if attempt.verdict is not Verdict.BUSY:
                 walk.excluded.add(lease.backend)
 
-    async def _attempt(self, walk: Walk, lease: Lease, body: Body, hide_usage: bool, trusted: bool) -> Attempt:
+    async def _attempt(self, walk: Walk, lease: Lease, body: Body, hide_usage: bool) -> Attempt:
         walk.attempts += 1
         walk.lease = lease
         walk.granted_s = lease.grant.at_s
@@ -224,12 +224,16 @@ class Walker:
         walk.extra["x-llmproxy-queue-ms"] = f"{(lease.grant.at_s - walk.arrived_s) * 1e3:.1f}"
         walk.extra["x-llmproxy-attempts"] = str(walk.attempts)
         assert walk.sheet is not None
-        call = Call(self._path_qs(walk), self._headers(walk, backend, trusted), body, walk.sheet.ask.stream,
-                    hide_usage, walk.route.dialect)  # fmt: skip
+        headers = self._identity.to_backend(walk.http, walk.id, backend)
+        streams = walk.sheet.ask.stream
+        call = Call(self._path_qs(walk), headers, body, streams, hide_usage, walk.route.dialect)
         # Assigned before it runs, so that the story of a request cut off in mid-stream has its numbers.
-        walk.attempt = Attempt()
-        await self._relay.attempt(walk.attempt, lease, backend.url, call, walk.client)
-        return walk.attempt
+        attempt = walk.attempt = Attempt()
+        if walk.route.dialect is Dialect.RESPONSES:
+            # A client may name a response as soon as it has read its first bytes, long before its end.
+            walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name)
+        await self._relay.attempt(attempt, lease, backend.url, call, walk.client)
+        return attempt
 
     def _retries(self, walk: Walk, attempt: Attempt) -> bool:
         return (
@@ -246,7 +250,7 @@ class Walker:
             status = attempt.status if attempt.outcome is Outcome.UPSTREAM_STATUS else None
             raise Failure(attempt.outcome, attempt.message, status=status)
         headers = answer.headers
-        if answer.status == 503:
+        if answer.status == 503 and not any(name.lower() == "retry-after" for name, _ in headers):
             headers = [*headers, ("Retry-After", "1")]
         await walk.client.commit(answer.status, answer.reason, headers)
         if answer.body:
@@ -258,16 +262,6 @@ class Walker:
         query = walk.http.rel_url.raw_query_string
         return f"{walk.route.path}?{query}" if query else walk.route.path
 
-    def _headers(self, walk: Walk, backend: BackendConfig, trusted: bool) -> list[tuple[str, str]]:
-        key = backend.api_key or self._config.backend_api_key
-        return to_backend(
-            walk.http.headers.items(),
-            request_id=walk.id,
-            trusted=trusted,
-            authorization=f"Bearer {key}" if key else None,
-            keep_auth=not self._keys,
-        )
-
     # --- the way out -------------------------------------------------------------------------------------------------
 
     def _learn(self, walk: Walk, request: Request, attempt: Attempt) -> None:
@@ -276,8 +270,6 @@ class Walker:
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
             prompt_bytes = ask.prompt_bytes if ask.prompt_tokens is None else None
             self._pools.estimator.learn(request.model, prompt_bytes, ask.sequences, attempt.usage)
-        if walk.route.dialect is Dialect.RESPONSES and walk.lease is not None:
-            self._stored.remember(attempt.head, walk.lease.backend)
 
     def _fail(self, walk: Walk, failure: Failure) -> web.Response:
         walk.outcome, walk.status, walk.error = failure.outcome, failure.status, failure.message
@@ -322,7 +314,7 @@ class Walker:
             body_bytes=walk.body_bytes,
             response_bytes=walk.client.sent_bytes,
             chunks=attempt.chunks if attempt is not None else 0,
-            error=walk.error or None,
+            error=" ".join(filter(None, (walk.error, attempt.detail if attempt is not None else ""))) or None,
         )
         self._metrics.record(ended)
         log_exit(ended)

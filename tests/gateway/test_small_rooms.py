@@ -16,6 +16,7 @@ from llmproxy.gateway.headers import to_backend, to_client
 from llmproxy.gateway.identity import Identity, parse_duration_s, request_id
 from llmproxy.gateway.routes import SCHEDULED, Dialect, dialect_of
 from llmproxy.gateway.stored import IDS_MAX, StoredResponses
+from llmproxy.upstream import Exchange
 
 MANAGEMENT = (
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/sleep", "/wake_up", "/pause", "/resume",
@@ -24,6 +25,11 @@ MANAGEMENT = (
     "/scale_elastic_ep", "/abort_requests", "/inference/v1/abort_requests", "/release_kv_cache_memory",
     "/start_profile", "/stop_profile", "/invocations", "/load", "/tokenizer_info",
 )  # fmt: skip
+
+
+class NoUpstream:
+    async def open(self, *_: object) -> Exchange:
+        raise AssertionError("nothing should be sent")
 
 
 def config(**fields: object) -> Config:
@@ -233,7 +239,7 @@ def test_keys_open_the_door_in_both_dialects() -> None:
 
 
 def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
-    stored = StoredResponses()
+    stored = StoredResponses(config(), Identity(config()), NoUpstream())
     stored.remember(b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1', "gpu-0")
     stored.remember(b'{"error":{}}', "gpu-0")
     assert stored.backend_of("resp_0") == "gpu-0"

@@ -1,0 +1,32 @@
+"""The loop on which the proxy runs in production, and the house that most tests live in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from tests.e2e.house import FAST, House, house
+
+HERE = Path(__file__).parent
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], Any]]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that hangs on this loop is out of reach of the alarm that ends others; a thread still ends it."""
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(60, method="thread"))
+
+
+@pytest.fixture
+async def home() -> AsyncIterator[House]:
+    """Two fast replicas with two adapters each."""
+    async with house(FAST, FAST) as opened:
+        yield opened

@@ -1,0 +1,108 @@
+"""A backend whose answers to requests are scripted byte by byte; polls get what a small vLLM says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from tests.backends.raw_server import Peer
+
+Script = Callable[[Peer, bytes], Awaitable[None]]
+"""Is given the connection and the bytes of one request, head and body; a connection that it closes is closed."""
+
+_MODELS = json.dumps({"object": "list", "data": [{"id": "base", "object": "model", "parent": None}]}).encode()
+
+
+def whole(body: bytes, status: str = "200 OK", content_type: str = "application/json", extra: bytes = b"") -> bytes:
+    """An answer with its length."""
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + extra + b"\r\n" + body
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_END = b"0\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """One HTTP chunk."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+class Scripted:
+    """Runs `script` for every request that is no poll, and keeps the bytes of those requests."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.url = ""
+        self.server: asyncio.Server | None = None
+        self._pollers: set[asyncio.StreamWriter] = set()
+
+    def hang(self) -> None:
+        """Refuse connections from now on and leave open requests as they are."""
+        assert self.server is not None
+        self.server.close()
+        for writer in self._pollers:
+            writer.close()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = Peer(reader, writer)
+        asked = False
+        try:
+            while not writer.is_closing():
+                request = await peer.request()
+                target = request.split(b" ", 2)[1]
+                if request.startswith(b"GET "):
+                    self._pollers.add(writer)
+                    await peer.send(_poll_answer(target))
+                    continue
+                self.connections += not asked
+                asked = True
+                self.requests.append(request)
+                await self.script(peer, request)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._pollers.discard(writer)
+            writer.close()
+
+
+def _poll_answer(target: bytes) -> bytes:
+    if target == b"/v1/models":
+        return whole(_MODELS)
+    return whole(b"") if target == b"/health" else whole(b"", "404 Not Found")
+
+
+@asynccontextmanager
+async def scripted(script: Script) -> AsyncIterator[Scripted]:
+    """Listen on a free port for the length of the block."""
+    backend = Scripted(script)
+    tasks: set[asyncio.Task[None]] = set()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(backend.serve(reader, writer))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    server = backend.server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    backend.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield backend
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def answering(*pieces: bytes) -> Script:
+    """Answer every request with the same pieces."""
+
+    async def script(peer: Peer, _: bytes) -> None:
+        for piece in pieces:
+            await peer.send(piece)
+
+    return script

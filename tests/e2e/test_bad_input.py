@@ -1,0 +1,201 @@
+"""Bad input gets an answer in the dialect of its endpoint, with the status that vLLM gives, before it could wait."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.house import CHAT, FAST, HELLO, Answer, House, house
+
+MESSAGES = "/v1/messages"
+PATHS = [CHAT, "/v1/completions", "/v1/responses", MESSAGES, "/tokenize"]
+JSON = {"content-type": "application/json"}
+
+
+def told(answer: Answer, path: str) -> str:
+    """The message of an error, which must have the form of the endpoint's dialect."""
+    assert answer.headers["content-type"].startswith("application/json")
+    error: dict[str, Any] = answer.json["error"]
+    if path.startswith(MESSAGES):
+        assert answer.json["type"] == "error"
+        assert set(error) == {"type", "message"}
+    else:
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == answer.status
+    return str(error["message"])
+
+
+def nothing_was_sent(home: House) -> None:
+    assert not [seen for replica in home.replicas for seen in replica.requests_seen if seen.method == "POST"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "body",
+    [b"", b" ", b"{", b"nonsense", b"[]", b'"text"', b"null", b"17", b'{"model":"base",}', b"\xff\xfe{}",
+     b'{"model":7}', b'{"model":["base"]}', b'{"model":true}'],
+)  # fmt: skip
+async def test_a_body_that_is_no_request(home: House, path: str, body: bytes) -> None:
+    answer = await home.post(path, body)
+    assert answer.status == 400
+    assert told(answer, path)
+    nothing_was_sent(home)
+    assert home.outcomes() == {"bad_request": 1}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_unknown_model(home: House, path: str) -> None:
+    answer = await home.post(path, {"model": "nope"})
+    assert (answer.status, answer.json["error"]["type"]) == (
+        404,
+        "not_found_error" if path == MESSAGES else "NotFoundError",
+    )
+    assert "The model `nope` does not exist" in told(answer, path)
+    nothing_was_sent(home)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_method_that_is_not_allowed(home: House, path: str) -> None:
+    for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        answer = await home.request(method, path)
+        assert (answer.status, answer.headers["allow"]) == (405, "POST")
+        assert told(answer, path)
+
+
+async def test_a_path_that_does_not_exist(home: House) -> None:
+    for path in ("/v1/nothing", "/v1/messages/nothing", "/"):
+        answer = await home.post(path, HELLO)
+        assert answer.status == 404
+        assert path in told(answer, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""]
+)
+async def test_a_content_type_that_is_not_read(home: House, path: str, kind: str) -> None:
+    answer = await home.post(path, json.dumps(HELLO).encode(), headers={"content-type": kind})
+    assert answer.status == 400
+    assert "application/json" in told(answer, path)
+
+
+async def test_a_content_type_with_a_parameter(home: House) -> None:
+    answer = await home.chat(json.dumps(HELLO).encode(), headers={"content-type": "Application/JSON; charset=utf-8"})
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_compressed_body(home: House, path: str) -> None:
+    packed = gzip.compress(json.dumps(HELLO).encode())
+    answer = await home.post(path, packed, headers=JSON | {"content-encoding": "gzip"})
+    assert answer.status == 400
+    assert "compressed" in told(answer, path)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_a_body_beyond_the_limit(path: str) -> None:
+    async with house(FAST, body_bytes_max=1000) as home:
+        body = json.dumps(HELLO | {"x": "x" * 1000}).encode()
+        for options in ({}, {"chunked": True}):
+            answer = await home.post(path, body, **options)
+            assert answer.status == 413
+            assert "body_bytes_max" in told(answer, path)
+        assert (await home.chat()).status == 200
+        assert home.outcomes() == {"too_large": 2, "completed": 1}
+
+
+async def test_a_body_beyond_the_limit_is_refused_before_it_is_sent() -> None:
+    async with house(FAST, body_bytes_max=1000) as home:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+
+
+@pytest.mark.parametrize("value", ["a b", "é", "x" * 257, "a\tb"])
+async def test_a_request_id_that_cannot_be_logged(home: House, value: str) -> None:
+    answer = await home.chat(headers={"x-request-id": value})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "x-request-id")
+    assert answer.headers["x-request-id"] != value, "it has one all the same, for the log"
+
+
+async def test_no_model_means_the_only_one(home: House) -> None:
+    for model in ({}, {"model": None}, {"model": ""}):
+        answer = await home.chat({"messages": HELLO["messages"], "max_tokens": 2} | model)
+        assert (answer.status, answer.json["model"]) == (200, "base")
+
+
+async def test_twelve_megabytes_arrive_whole() -> None:
+    async with house(FAST) as home:
+        url = "data:image/png;base64," + "A" * (12 << 20)
+        image = {"type": "image_url", "image_url": {"url": url}}
+        body = json.dumps(HELLO | {"messages": [{"role": "user", "content": [image]}]}).encode()
+        answer = await home.chat(body)
+        assert answer.status == 200
+        assert home.sent().body == body
+
+
+async def test_an_alias_in_a_large_body_is_spliced() -> None:
+    async with house(FAST, models=[{"name": "gpt", "target": "lora-0"}]) as home:
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (1 << 20)}}
+        body = json.dumps(HELLO | {"messages": [{"role": "user", "content": [image]}], "model": "gpt"}).encode()
+        answer = await home.chat(body)
+        assert answer.json["model"] == "lora-0"
+        assert home.sent().body == body.replace(b'"gpt"', b'"lora-0"')
+
+
+async def test_a_body_in_chunks(home: House) -> None:
+    answer = await home.chat(json.dumps(HELLO).encode(), chunked=True)
+    assert answer.status == 200
+    seen = home.sent(answer.backend)
+    assert "transfer-encoding" not in seen.headers
+    assert int(seen.headers["content-length"]) == len(seen.body)
+
+
+async def test_a_client_that_asks_before_it_sends(home: House) -> None:
+    body = json.dumps(HELLO).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    writer.write(head.encode() + b"expect: 100-continue\r\n\r\n")
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+
+
+async def test_a_form(home: House) -> None:
+    form = aiohttp.FormData({"model": "base"})
+    form.add_field("file", b"RIFF....", filename="a.wav", content_type="audio/wav")
+    async with home.http.post(home.url + "/v1/audio/transcriptions", data=form) as response:
+        assert response.status == 404, "the simulated engine has no such route, and says so itself"
+        assert response.headers["x-llmproxy-backend"] in ("b0", "b1")
+        assert await response.json() == {"detail": "Not Found"}
+    refused = await home.post("/v1/audio/transcriptions", HELLO)
+    assert (refused.status, "multipart/form-data" in refused.json["error"]["message"]) == (400, True)
+
+
+async def test_refusals_need_no_backend() -> None:
+    async with house(wait=False, extra=["http://127.0.0.1:9"]) as home:
+        assert (await home.chat(b"{")).status == 400
+        assert (await home.get(CHAT)).status == 405
+        assert (await home.get("/nothing")).status == 404
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"garbage\r\n\r\n", b"POST /v1/chat/completions HTTP/9.9\r\n\r\n", b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
+     b"CONNECT a:80 HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /%ff%00 HTTP/1.1\r\nhost: x\r\n\r\n",
+     b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+     b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n"],
+)  # fmt: skip
+async def test_what_is_hardly_http(home: House, garbage: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+    writer.write(garbage)
+    assert (await reader.readline()).split(b" ")[1][:1] == b"4"
+    writer.close()
+    assert (await home.chat()).status == 200

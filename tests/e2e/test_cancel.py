@@ -1,0 +1,115 @@
+"""Clients that leave, at every point of the walk: their seat is free at once, and no engine computes for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from llmproxy.simulator.replica import Replica
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, until
+
+
+async def left(task: asyncio.Task[object]) -> None:
+    """Leave in the middle of a request."""
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def running_gauge(home: House, replica: Replica) -> float:
+    page = await home.get(f"{replica.url}/metrics/?name[]=vllm:num_requests_running")
+    return float(page.body.split()[-1])
+
+
+async def test_leaving_the_queue() -> None:
+    async with house(FAST, fixed_limit=1) as home, home.stream() as running:
+        await running.content.readany()
+        waiting = [home.waiting(STREAM) for _ in range(3)]
+        await until(lambda: home.queued == 3)
+        await left(waiting[1])
+        await until(lambda: home.queued == 2)
+        assert home.metric("llmproxy_queued_requests", band="default") == 2
+        assert home.outcomes() == {"cancelled": 1}
+        running.close()
+        assert [(await task).status for task in (waiting[0], waiting[2])] == [200, 200], "the others go on"
+        assert len([seen for seen in home.replicas[0].requests_seen if seen.method == "POST"]) == 3
+
+
+@pytest.mark.parametrize("body", [ENDLESS, ENDLESS | {"stream": False}], ids=["stream", "whole"])
+async def test_leaving_before_the_first_byte(body: object) -> None:
+    async with house(FAST) as home:
+        home.replicas[0].faults.set("frozen")
+        waiting = home.waiting(body)
+        await until(lambda: home.replicas[0].in_flight == 1)
+        await left(waiting)
+        await until(lambda: home.replicas[0].in_flight == 0)
+        home.replicas[0].faults.clear()
+        await home.settled()
+        assert home.outcomes() == {"cancelled": 1}
+
+
+async def test_leaving_a_running_answer_in_one_piece() -> None:
+    async with house(FAST) as home:
+        waiting = home.waiting(ENDLESS | {"stream": False})
+        await until(lambda: home.replicas[0].engine.counters.generation > 5)
+        await left(waiting)
+        await home.settled()
+        assert home.outcomes() == {"cancelled": 1}
+
+
+async def test_leaving_in_mid_stream_stops_the_engine() -> None:
+    async with house(FAST) as home:
+        replica = home.replicas[0]
+        async with home.stream() as running:
+            await running.content.readany()
+            await until(lambda: replica.engine.counters.generation > 5)
+            assert await running_gauge(home, replica) == 1
+        await until(lambda: not replica.engine.busy)
+        generated = replica.engine.counters.generation
+        assert generated < 1000
+        while await running_gauge(home, replica):  # noqa: ASYNC110 - it comes with the engine's next step
+            await asyncio.sleep(0.001)
+        assert home.outcomes() == {"cancelled": 1}
+        assert replica.engine.counters.generation == generated
+
+
+async def test_leaving_while_the_body_is_on_its_way() -> None:
+    async with house(FAST) as home:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode())
+        await until(lambda: home.proxy.walker.walking == 1)
+        writer.close()
+        await home.settled()
+        assert home.outcomes() == {"cancelled": 1}
+
+
+async def test_leaving_with_the_answer_unread() -> None:
+    """Many at once: some leave in the very turn in which they are granted."""
+    async with house(FAST, FAST, fixed_limit=2) as home:
+        data = json.dumps(STREAM).encode()
+        request = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+
+        async def hit_and_run(turns: int) -> None:
+            _, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+            writer.write(request.encode() + data)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            writer.transport.abort()
+
+        for turns in range(40):
+            await asyncio.gather(*(hit_and_run(turns) for _ in range(3)))
+        await home.settled()
+        assert set(home.outcomes()) <= {"cancelled", "completed"}
+        assert (await home.chat()).status == 200
+
+
+async def test_whoever_follows_a_client_that_left_is_served() -> None:
+    async with house(FAST, fixed_limit=1) as home:
+        for _ in range(5):
+            async with home.stream() as running:
+                await running.content.readany()
+            assert (await home.chat(HELLO)).status == 200
+        assert home.outcomes() == {"cancelled": 5, "completed": 5}

@@ -1,0 +1,132 @@
+"""Who may come in, which keys go where, and how the house closes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from llmproxy.app import running
+from llmproxy.config import Config
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, until
+
+GUARDED = replace(FAST, api_key="engine-key")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "Basic key-1"},
+     {"x-api-key": "wrong"}, {"authorization": "Bearer key-1 "+"x"}],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/models", "/v1/responses/resp_1"])
+async def test_without_a_key_nobody_comes_in(headers: dict[str, str], path: str) -> None:
+    async with house(FAST, api_keys=["key-1", "key-2"]) as home:
+        method = "POST" if path in (CHAT, "/v1/messages") else "GET"
+        answer = await home.request(method, path, HELLO if method == "POST" else None, headers=headers)
+        assert answer.status == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        kind = "authentication_error" if path == "/v1/messages" else "AuthenticationError"
+        assert answer.json["error"]["type"] == kind
+        assert home.outcomes() == {"unauthorized": 1}
+        for page in ("/health", "/ready", "/metrics", "/version"):
+            assert (await home.get(page)).status == 200
+
+
+@pytest.mark.parametrize("headers", [{"authorization": "bearer key-2"}, {"x-api-key": "key-1"}])
+async def test_a_clients_key_stays_here_and_the_backends_own_is_sent(headers: dict[str, str]) -> None:
+    async with house(GUARDED, api_keys=["key-1", "key-2"], backend_api_key="engine-key") as home:
+        assert (await home.chat(headers=headers)).status == 200
+        seen = home.sent().headers
+        assert seen["authorization"] == "Bearer engine-key"
+        assert "x-api-key" not in seen
+        made = await home.post(
+            "/v1/responses", {"model": "base", "input": "a", "max_output_tokens": 2}, headers=headers
+        )
+        assert (await home.get(f"/v1/responses/{made.json['id']}", headers=headers)).status == 200
+        assert home.sent().headers["authorization"] == "Bearer engine-key"
+
+
+async def test_without_a_backend_key_a_clients_key_is_not_forwarded_either() -> None:
+    async with house(FAST, api_keys=["key-1"]) as home:
+        assert (await home.chat(headers={"authorization": "Bearer key-1"})).status == 200
+        assert "authorization" not in home.sent().headers
+
+
+async def test_a_proxy_without_keys_hands_the_clients_on(home: House) -> None:
+    answer = await home.chat(headers={"authorization": "Bearer theirs"})
+    assert home.sent(answer.backend).headers["authorization"] == "Bearer theirs"
+
+
+async def test_a_wrong_backend_key_is_told_by_the_engine() -> None:
+    async with house(GUARDED, FAST, wait=False, backend_api_key="wrong") as home:
+        await until(lambda: home.proxy.pools.models())
+        assert (await home.chat(HELLO | {"model": "base"})).status == 200, "the other backend serves"
+        assert home.proxy.pools.backends["b0"].listing is None
+
+
+async def test_draining() -> None:
+    async with house(FAST, fixed_limit=1) as home, home.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
+        await running_stream.content.readany()
+        waiting = [home.waiting(), home.waiting(STREAM)]
+        await until(lambda: home.queued == 2)
+        draining = asyncio.create_task(home.proxy.drain())
+        for task in waiting:
+            answer = await task
+            assert (answer.status, answer.json["error"]["type"]) == (503, "ServiceUnavailableError")
+            assert int(answer.headers["retry-after"]) >= 1
+        assert not draining.done()
+        ready = await home.get("/ready")
+        assert (ready.status, ready.json["reason"]) == (503, "draining")
+        assert (await home.get("/health")).status == 200
+        for path in (CHAT, "/v1/messages"):
+            async with aiohttp.ClientSession() as newcomer, newcomer.post(home.url + path, json=HELLO) as refused:
+                assert refused.status == 503, "the listener stays open"
+                assert int(refused.headers["retry-after"]) >= 1
+        assert (await running_stream.content.read()).endswith(b"data: [DONE]\n\n"), "what runs runs to its end"
+        assert await draining
+        assert home.outcomes() == {"draining": 4, "completed": 1}
+
+
+async def test_draining_has_an_end() -> None:
+    async with house(FAST, drain_timeout_s=0.1) as home, home.stream() as running_stream:
+        await running_stream.content.readany()
+        assert not await home.proxy.drain()
+        assert home.proxy.walker.walking == 1
+
+
+async def test_a_request_that_fails_while_draining_is_not_tried_elsewhere() -> None:
+    async with house(FAST, FAST, fixed_limit=1, scheduling={"placement": "round_robin"}) as home:
+        home.replicas[0].faults.set("frozen")
+        waiting = home.waiting(STREAM)
+        await until(lambda: home.replicas[0].in_flight == 1)
+        draining = asyncio.create_task(home.proxy.drain())
+        await until(lambda: home.proxy.dispatcher.draining)
+        home.replicas[0].faults.clear()
+        home.replicas[0].faults.set("refuse")
+        assert (await waiting).status == 502
+        assert await draining
+        assert not [seen for seen in home.replicas[1].requests_seen if seen.method == "POST"]
+
+
+async def test_closing_cuts_what_still_runs(home: House) -> None:
+    told = Config.model_validate(
+        {"host": "127.0.0.1", "port": 0, "backends": [{"url": home.replicas[0].url}], "poll": {"interval_s": 0.02}}
+    )
+    async with running(told) as second:
+        await until(lambda: second.pools.models())
+        await until(lambda: second.pools.ready(asyncio.get_running_loop().time()))
+        response = await home.http.post(second.url + CHAT, json=ENDLESS)
+        await response.content.readany()
+    response.close()
+    assert second.walker.walking == 0
+    assert second.dispatcher.leases == 0
+    await until(lambda: not home.replicas[0].engine.busy)
+
+
+async def test_a_port_that_is_taken_is_an_os_error(home: House) -> None:
+    told = Config.model_validate({"host": "127.0.0.1", "port": int(home.url.rpartition(":")[2]), "backends": []})
+    with pytest.raises(OSError, match="in use"):
+        async with running(told):
+            pass

@@ -1,0 +1,117 @@
+"""Names are learned from the backends: when they are known, when they are not known yet, and when they are gone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from llmproxy.simulator.replica import Replica
+from tests.e2e.house import FAST, HELLO, House, house, until
+
+OTHER = replace(FAST, model="other", adapters=("lora-9",))
+UNKNOWN = HELLO | {"model": "not-yet"}
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that refuses connections until a replica listens there; bound meanwhile, so that nobody else takes it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def names(home: House) -> set[str]:
+    return {card["id"] for card in home.proxy.pools.models()}
+
+
+async def everybody_down(home: House) -> None:
+    await until(lambda: all(backend.health.down for backend in home.proxy.pools.backends.values()))
+
+
+async def test_a_name_is_unknown_only_when_every_backend_was_read(port: int) -> None:
+    async with house(FAST, extra=[f"http://127.0.0.1:{port}"], wait=False) as home:
+        await until(lambda: "base" in names(home))
+        early = await home.chat(UNKNOWN)
+        assert early.status == 503
+        assert int(early.headers["retry-after"]) >= 1
+        assert "not known yet" in early.json["error"]["message"]
+        assert (await home.chat()).status == 200, "what is known is served"
+        async with Replica(replace(FAST, adapters=("not-yet",)), port=port):
+            await until(lambda: "not-yet" in names(home))
+            answer = await home.chat(UNKNOWN)
+            assert (answer.status, answer.backend) == (200, "b1")
+            late = await home.chat(HELLO | {"model": "never"})
+            assert (late.status, late.json["error"]["type"]) == (404, "NotFoundError")
+        assert home.outcomes() == {"rejected_no_backends": 1, "completed": 2, "unknown_model": 1}
+
+
+async def test_everything_may_be_down_at_the_start(port: int) -> None:
+    async with house(extra=[f"http://127.0.0.1:{port}"], wait=False) as home:
+        assert (await home.chat()).status == 503
+        assert (await home.chat({"messages": HELLO["messages"]})).status == 503, "nor is it known which model is meant"
+        assert (await home.get("/v1/models")).json["data"] == []
+        async with Replica(FAST, port=port):
+            await until(lambda: "base" in names(home))
+            await until(lambda: not home.proxy.pools.backends["b0"].health.down)
+            assert (await home.chat()).status == 200
+
+
+async def test_names_are_remembered_while_their_backends_are_down() -> None:
+    async with house(FAST, OTHER) as home:
+        home.replicas[1].faults.set("refuse")
+        await until(lambda: home.proxy.pools.backends["b1"].health.down)
+        for name in ("other", "lora-9"):
+            answer = await home.chat(HELLO | {"model": name})
+            assert (answer.status, answer.json["error"]["type"]) == (503, "ServiceUnavailableError")
+            assert int(answer.headers["retry-after"]) >= 1
+        assert (await home.chat(HELLO | {"model": "nope"})).status == 404
+        assert (await home.chat()).status == 200
+        assert {"other", "lora-9"} <= names(home)
+        home.replicas[0].faults.set("refuse")
+        await everybody_down(home)
+        assert (await home.chat()).status == 503
+
+
+async def test_an_adapter_whose_only_backend_is_down_is_not_waited_for() -> None:
+    async with house(FAST, replace(FAST, adapters=("rare",))) as home:
+        home.replicas[1].faults.set("refuse")
+        await until(lambda: home.proxy.pools.backends["b1"].health.down)
+        answer = await home.chat(HELLO | {"model": "rare"})
+        assert (answer.status, home.outcomes()) == (503, {"rejected_no_backends": 1})
+
+
+async def test_adapters_come_and_go(home: House) -> None:
+    late = home.replicas[1].url
+    fresh = HELLO | {"model": "fresh"}
+    assert (await home.chat(fresh)).status == 404
+    assert (await home.post(late + "/v1/load_lora_adapter", {"lora_name": "fresh", "lora_path": "/a"})).status == 200
+    await until(lambda: "fresh" in names(home))
+    for _ in range(4):
+        answer = await home.chat(fresh)
+        assert (answer.status, answer.json["model"], answer.backend) == (200, "fresh", "b1")
+    assert (await home.post(late + "/v1/unload_lora_adapter", {"lora_name": "fresh"})).status == 200
+    await until(lambda: "fresh" not in names(home))
+    assert (await home.chat(fresh)).status == 404
+
+
+async def test_a_backend_may_come_back_as_another_model(port: int) -> None:
+    async with house(FAST, extra=[f"http://127.0.0.1:{port}"], wait=False) as home:
+        async with Replica(FAST, port=port):
+            await until(lambda: not home.proxy.pools.backends["b1"].health.down)
+        async with Replica(OTHER, port=port):
+            await until(lambda: "other" in names(home))
+            await until(lambda: not home.proxy.pools.backends["b1"].health.down)
+            assert (await home.chat(HELLO | {"model": "other"})).backend == "b1"
+            assert {(await home.chat()).backend for _ in range(4)} == {"b0"}
+
+
+async def test_without_a_model_there_must_be_only_one_pool() -> None:
+    async with house(FAST, OTHER) as home:
+        for model in ({}, {"model": None}, {"model": ""}):
+            answer = await home.chat({"messages": HELLO["messages"], "max_tokens": 2} | model)
+            assert answer.status == 400
+            assert "base, other" in answer.json["error"]["message"]

@@ -1,0 +1,171 @@
+"""What can be reached through the proxy besides inference, what cannot, and what its own pages say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmproxy import __version__
+from llmproxy.gateway.routes import SCHEDULED
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, until
+
+RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 3}
+
+
+async def test_models_are_the_union_of_all_pools_and_the_aliases() -> None:
+    other = replace(FAST, model="other", adapters=("lora-9",), max_model_len=1000)
+    async with house(
+        FAST, other, models=[{"name": "gpt", "target": "lora-0"}, {"name": "gone", "target": "nobody"}]
+    ) as home:
+        listed = (await home.get("/v1/models")).json
+        assert listed["object"] == "list"
+        cards = {card["id"]: card for card in listed["data"]}
+        assert list(cards) == ["base", "other", "lora-0", "lora-1", "lora-9", "gpt"]
+        direct = {card["id"]: card for card in (await home.get(home.replicas[1].url + "/v1/models")).json["data"]}
+        assert cards["other"] == direct["other"], "real fields are kept"
+        assert cards["other"]["max_model_len"] == 1000
+        assert cards["lora-9"] == direct["lora-9"]
+        assert (cards["gpt"]["root"], cards["gpt"]["parent"]) == ("lora-0", "base")
+        for name in cards:
+            assert (await home.chat(HELLO | {"model": name})).status == 200
+            assert (await home.get(f"/v1/models/{name}")).json == cards[name]
+        assert (await home.get("/v1/models/nobody")).status == 404
+        assert (await home.chat(HELLO | {"model": "other"})).backend == "b1"
+
+
+async def test_health_and_version_need_no_backend() -> None:
+    async with house(wait=False, extra=["http://127.0.0.1:9"]) as home:
+        assert (await home.get("/health")).status == 200
+        assert (await home.get("/version")).json == {"version": __version__}
+        ready = await home.get("/ready")
+        assert (ready.status, ready.json["ready"]) == (503, False)
+        assert int(ready.headers["retry-after"]) >= 1
+
+
+async def test_ready_follows_the_backends(home: House) -> None:
+    assert (await home.get("/ready")).status == 200
+    home.replicas[0].faults.set("refuse")
+    home.replicas[1].faults.set("refuse")
+    await until(lambda: all(backend.health.down for backend in home.proxy.pools.backends.values()))
+    assert (await home.get("/ready")).status == 503
+    assert (await home.get("/health")).status == 200
+    await home.replicas[1].restart()
+    await until(lambda: not home.proxy.pools.backends["b1"].health.down)
+    assert (await home.get("/ready")).status == 200
+
+
+async def test_metrics_can_be_scraped(home: House) -> None:
+    await home.chat()
+    await home.chat(HELLO | {"model": "made-up-by-a-client"})
+    async with home.stream() as response:
+        await response.content.readany()
+        page = await home.get("/metrics")
+        assert page.headers["content-type"].startswith("text/plain")
+        families = {family.name: family for family in text_string_to_metric_families(page.body.decode())}
+        in_flight = {s.labels["backend"]: s.value for s in families["llmproxy_in_flight_requests"].samples}
+        assert sorted(in_flight.values()) == [0, 1]
+        queued = {s.labels["band"]: s.value for s in families["llmproxy_queued_requests"].samples}
+        assert queued == {"critical": 0, "default": 0, "sheddable": 0}
+        ended = {(s.labels["outcome"], s.labels["model"]): s.value for s in families["llmproxy_requests"].samples}
+        assert ended == {("completed", "base"): 1, ("unknown_model", "unknown"): 1}, "clients make no labels"
+    await home.settled()
+    assert home.outcomes()["cancelled"] == 1
+
+
+async def test_a_page_has_a_method(home: House) -> None:
+    for path in ("/health", "/ready", "/metrics", "/version", "/v1/models"):
+        assert (await home.get(path)).status == 200
+        assert (await home.request("HEAD", path)).status == 200
+        refused = await home.post(path, {})
+        assert (refused.status, refused.headers["allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/pause", "/resume",
+        "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
+        "/collective_rpc", "/update_weights", "/init_weight_transfer_engine", "/server_info", "/invocations", "/ping",
+        "/load", "/is_sleeping", "/tokenizer_info", "/kv_event_sources", "/sim/fault", "/docs", "/openapi.json", "/",
+        "/v1", "/v1/chat", "/v1/chat/completions/../../../sleep", "/v1/chat/completions/x", "//v1/chat/completions",
+        "/V1/chat/completions",
+    ],
+)  # fmt: skip
+async def test_management_cannot_be_reached(home: House, path: str) -> None:
+    for method in ("GET", "POST"):
+        answer = await home.request(method, path, {"lora_name": "x", "lora_path": "x"} if method == "POST" else None)
+        assert answer.status == 404
+        assert answer.json["error"]["code"] == 404
+    seen = {request.path.partition("?")[0] for replica in home.replicas for request in replica.requests_seen}
+    assert seen <= {"/health", "/v1/models", "/metrics/", "/metrics"}, "no backend heard of it"
+
+
+async def test_a_trailing_slash_never_becomes_a_redirect(home: House) -> None:
+    for path, body in (("/v1/chat/completions/", HELLO), ("/v1/completions/", {"model": "base", "prompt": "a"})):
+        assert (await home.post(path, body)).status == 200
+    assert (await home.get("/v1/models/")).status == 200
+    assert (await home.get("/health/")).status == 200
+    for replica in home.replicas:
+        assert all(seen.path in SCHEDULED for seen in replica.requests_seen if seen.method == "POST")
+
+
+async def test_a_stored_response_is_asked_of_its_maker(home: House) -> None:
+    made = [(await home.post("/v1/responses", RESPONSES)) for _ in range(8)]
+    assert {answer.backend for answer in made} == {"b0", "b1"}
+    for answer in made:
+        got = await home.get(f"/v1/responses/{answer.json['id']}")
+        assert (got.status, got.json) == (200, answer.json)
+        assert got.backend == answer.backend
+        cancelled = await home.post(f"/v1/responses/{answer.json['id']}/cancel", {})
+        assert cancelled.status == 400, "the engine's own answer"
+        assert cancelled.json["error"]["message"] == "Cannot cancel a synchronous response."
+
+
+async def test_a_streamed_response_is_known_too(home: House) -> None:
+    answer = await home.post("/v1/responses", RESPONSES | {"stream": True})
+    created = json.loads(answer.events[0].partition(b"data: ")[2])
+    got = await home.get(f"/v1/responses/{created['response']['id']}")
+    assert (got.status, got.backend) == (200, answer.backend)
+
+
+async def test_a_response_is_known_as_soon_as_its_client_can_name_it(home: House) -> None:
+    endless = RESPONSES | {"stream": True, "max_output_tokens": 30_000}
+    async with home.stream(endless, "/v1/responses") as response:
+        created = (await response.content.readuntil(b"\n\n")).partition(b"data: ")[2]
+        path = f"/v1/responses/{json.loads(created)['response']['id']}/cancel"
+        cancelled = await home.post(path, {})
+        assert cancelled.backend == response.headers["x-llmproxy-backend"], "it is the maker that answers"
+
+
+async def test_a_response_that_nobody_here_made_is_not_found(home: House) -> None:
+    for method, path in (("GET", "/v1/responses/resp_0"), ("POST", "/v1/responses/resp_0/cancel")):
+        assert (await home.request(method, path)).status == 404
+    assert (await home.get("/v1/responses/resp_0/input_items")).status == 404
+    assert (await home.post("/v1/responses/resp_0", {})).status == 405
+
+
+async def test_a_maker_that_is_gone_is_told(home: House) -> None:
+    made = await home.post("/v1/responses", RESPONSES)
+    home.replica(made.backend).faults.set("refuse")
+    got = await home.get(f"/v1/responses/{made.json['id']}")
+    assert (got.status, got.json["error"]["type"]) == (502, "BadGatewayError")
+
+
+async def test_a_connection_serves_one_request_after_another(home: House) -> None:
+    made = 0
+
+    async def count(*_: object) -> None:
+        nonlocal made
+        made += 1
+
+    traces = aiohttp.TraceConfig()
+    traces.on_connection_create_end.append(count)
+    async with aiohttp.ClientSession(trace_configs=[traces]) as client:
+        for body in (HELLO, STREAM, HELLO | {"model": "nobody"}, {}, STREAM, HELLO | {"max_tokens": -1}):
+            async with client.post(home.url + CHAT, json=body) as response:
+                await response.read()
+    assert made == 1

@@ -1,0 +1,209 @@
+"""Bytes are sacred: what an engine answers is what the client gets, and what a client sends what the engine gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+from yarl import URL
+
+from tests.backends.raw_server import Peer
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
+
+RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 4}
+MESSAGES: dict[str, Any] = {"model": "base", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello there"}]}
+COMPLETION = {"model": "base", "prompt": "Hello", "max_tokens": 3}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+SAME: list[tuple[str, object]] = [
+    (CHAT, HELLO),
+    (CHAT, HELLO | USAGE),
+    (CHAT, STREAM | {"stream_options": {"include_usage": False}}),
+    (CHAT, HELLO | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    (CHAT, HELLO | {"n": 3, "unknown_field": {"kept": [1, 2.50, None]}}),
+    (CHAT, HELLO | {"model": "lora-1"}),
+    (CHAT, HELLO | {"model": None}),
+    (CHAT, HELLO | {"model": ""}),
+    (CHAT, {"messages": HELLO["messages"], "max_tokens": 2}),
+    ("/v1/completions", COMPLETION),
+    ("/v1/completions", COMPLETION | {"prompt": ["one", "two"]}),
+    ("/v1/completions", COMPLETION | {"prompt": [1, 2, 3]}),
+    ("/v1/completions", COMPLETION | USAGE),
+    ("/v1/responses", RESPONSES),
+    ("/v1/responses", RESPONSES | {"stream": True}),
+    ("/v1/messages", MESSAGES),
+    ("/v1/messages", MESSAGES | {"stream": True}),
+    ("/v1/messages/count_tokens", MESSAGES),
+    ("/tokenize", {"model": "base", "prompt": "Hello there", "return_token_strs": True}),
+    ("/detokenize", {"model": "base", "tokens": [1214606444, 1869881344]}),
+    # What the engine refuses is refused in the engine's own words.
+    (CHAT, {"model": "base", "max_tokens": 4}),
+    (CHAT, {"model": "base", "messages": [], "max_tokens": 4}),
+    (CHAT, HELLO | {"max_tokens": -1}),
+    (CHAT, HELLO | {"max_tokens": 1_000_000}),
+    (CHAT, HELLO | {"temperature": -1}),
+    (CHAT, HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"}),
+    (CHAT, HELLO | {"stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"model": "base"}),
+    ("/v1/messages", {"model": "base", "messages": MESSAGES["messages"]}),
+    ("/v1/embeddings", {"model": "base", "input": "Hello"}),
+    ("/rerank", {"model": "base", "query": "a", "documents": ["b"]}),
+]
+
+
+def normal(body: bytes) -> bytes:
+    """A body without what differs from one answer to the next: random ids and the time."""
+    body = re.sub(rb'"(created|created_at)":\d+', rb'"\1":0', body)
+    return re.sub(rb"(resp|msg)_[0-9a-f]{16}", rb"\1_", body)
+
+
+def comparable(answer: Answer) -> tuple[int, set[tuple[str, str]], bytes]:
+    ours = ("x-llmproxy-", "x-request-id", "date")
+    told = {(name.lower(), value) for name, value in answer.headers.items()}
+    return answer.status, {field for field in told if not field[0].startswith(ours)}, normal(answer.body)
+
+
+@pytest.mark.parametrize(("path", "body"), SAME, ids=[f"{i}{path}" for i, (path, _) in enumerate(SAME)])
+async def test_a_proxied_answer_is_the_direct_answer(path: str, body: object) -> None:
+    async with house(FAST) as home:
+        named = {"x-request-id": "the-same-id"}
+        direct = await home.post(home.replicas[0].url + path, body, headers=named)
+        # The prefix cache remembers the direct request, and `usage` would tell.
+        await home.replicas[0].restart()
+        proxied = await home.post(path, body, headers=named)
+        assert comparable(proxied) == comparable(direct)
+        assert proxied.headers["x-llmproxy-backend"] == "b0"
+        assert float(proxied.headers["x-llmproxy-queue-ms"]) >= 0
+        assert proxied.headers["x-llmproxy-attempts"] == "1"
+
+
+async def test_ragged_bytes_pass_as_they_come() -> None:
+    odd = [
+        b'data: {"choices":[{"x":1}]}\r\n\r\n',
+        b": comment\n\nda",
+        b'ta: {"choices":[{"x":"\xff\xfe"}]}\n',
+        b"\nid: 7\n\n",
+    ]
+    async with (
+        scripted(answering(STREAM_HEAD, *map(chunk, odd), STREAM_END)) as backend,
+        house(extra=[backend.url]) as home,
+    ):
+        answer = await home.chat(STREAM)
+        assert answer.body == b"".join(odd)
+
+
+async def test_the_body_reaches_the_engine_byte_for_byte(home: House) -> None:
+    messages = b'[{"role":"user","content":"h\\u00e9 \xc3\xa9"}]'
+    body = b'{ "max_tokens":2,\t"messages":' + messages + b',"x":1.00,"x":[ ] ,"model":"base"}\n'
+    answer = await home.chat(body)
+    assert answer.status == 200
+    assert home.sent(answer.backend).body == body
+
+
+async def test_an_alias_changes_the_name_and_nothing_else() -> None:
+    async with house(FAST, models=[{"name": "gpt", "target": "lora-0"}]) as home:
+        body = b'{"x":"gpt", "model" : "gpt","max_tokens":2,"messages":[{"role":"user","content":"gpt"}]}'
+        answer = await home.chat(body)
+        assert answer.json["model"] == "lora-0", "an alias is not put back into the answer"
+        assert home.sent().body == body.replace(b' : "gpt"', b' : "lora-0"')
+
+
+async def test_usage_is_asked_for_and_hidden(home: House) -> None:
+    silent = await home.chat(STREAM)
+    assert silent.events[-1] == b"data: [DONE]"
+    assert b"usage" not in silent.body
+    assert b"include_usage" in home.sent(silent.backend).body
+    assert home.metric("llmproxy_tokens_total", direction="output") == 4, "hidden from the client, known to the proxy"
+
+    asked = await home.chat(STREAM | {"stream_options": {"include_usage": True}})
+    assert b'"completion_tokens":4' in asked.events[-2]
+    # The hidden chunk is the one that carries the fingerprint; but for it and the usage the streams are equal.
+    assert [re.sub(rb'"id":"[^"]*"', b"", normal(e)) for e in silent.events] == [
+        re.sub(rb'"id":"[^"]*"', b"", normal(e)) for e in asked.events if b'"usage"' not in e
+    ]
+
+
+async def test_a_client_that_refuses_usage_is_respected(home: House) -> None:
+    body = json.dumps(STREAM | {"stream_options": {"include_usage": False}}).encode()
+    answer = await home.chat(body)
+    assert home.sent(answer.backend).body == body
+    assert b"system_fingerprint" in answer.body, "what the engine does without usage is what the client sees"
+
+
+async def test_end_to_end_headers_travel_and_hop_by_hop_ones_do_not() -> None:
+    hop = b"x-hop: 1\r\nconnection: keep-alive, X-Hop\r\nkeep-alive: timeout=5\r\n"
+    extra = b"x-kept: 1\r\nX-Twice: a\r\nX-Twice: b\r\n" + hop
+    async with scripted(answering(whole(b"{}", extra=extra))) as backend, house(extra=[backend.url]) as home:
+        sent = {
+            "x-kept": "2", "traceparent": "00-1-2-01", "x-hop": "2", "connection": "keep-alive, x-hop",
+            "te": "trailers", "keep-alive": "timeout=3", "proxy-authorization": "Basic x",
+            "authorization": "Bearer k", "user-agent": "mine",
+        }  # fmt: skip
+        async with home.http.post(URL(f"{home.url}{CHAT}?a=%2F&b", encoded=True), json=HELLO, headers=sent) as response:
+            assert await response.read() == b"{}"
+        assert response.headers.getall("x-twice") == ["a", "b"]
+        assert response.headers["x-kept"] == "1"
+        assert not {"x-hop", "keep-alive"} & {name.lower() for name in response.headers}
+
+        head = backend.requests[0].split(b"\r\n\r\n")[0].decode().split("\r\n")
+        assert head[0] == f"POST {CHAT}?a=%2F&b HTTP/1.1", "the query goes on as it is"
+        fields = [line.split(": ", 1) for line in head[1:]]
+        names = {name.lower() for name, _ in fields}
+        told = {name.lower(): value for name, value in fields}
+        assert len(fields) == len(names), "nothing is sent twice"
+        assert {"x-kept", "traceparent", "authorization", "user-agent"} <= names
+        assert not {"x-hop", "te", "keep-alive", "proxy-authorization"} & names
+        assert told["host"] == backend.url.removeprefix("http://")
+        assert told["user-agent"] == "mine"
+
+
+async def test_a_request_id_is_taken_sent_on_and_echoed(home: House) -> None:
+    answer = await home.chat(headers={"X-Request-Id": "mine-1"})
+    assert answer.headers.getall("x-request-id") == ["mine-1"]
+    assert answer.json["id"] == "chatcmpl-mine-1", "the engine was told"
+
+
+async def test_a_request_id_is_made_where_there_is_none(home: House) -> None:
+    first, second = await home.chat(), await home.chat()
+    assert first.headers["x-request-id"] != second.headers["x-request-id"]
+    assert first.json["id"] == "chatcmpl-" + first.headers["x-request-id"]
+    refused = await home.chat(HELLO | {"model": "nobody"})
+    assert refused.headers["x-request-id"]
+
+
+async def test_an_old_client_without_chunks_gets_its_stream_too(home: House) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+    body = json.dumps(STREAM).encode()
+    writer.write(
+        f"POST {CHAT} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    )
+    writer.write(body)
+    head, _, stream = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 200")
+    assert b"transfer-encoding" not in head.lower()
+    assert stream.startswith(b"data: {")
+    assert stream.endswith(b"data: [DONE]\n\n")
+    writer.close()
+
+
+async def test_a_keep_alive_comment_is_forwarded_and_is_no_token() -> None:
+    token = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+    go_on = asyncio.Event()
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk(b": keep-alive\n\n"))
+        await go_on.wait()
+        await peer.send(chunk(token) + chunk(b"data: [DONE]\n\n") + STREAM_END)
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home, home.stream(STREAM) as response:
+        assert await response.content.readany() == b": keep-alive\n\n"
+        booking = next(iter(home.proxy.pools.backends["b0"].bookings.values()))
+        assert not booking.started, "a comment is no token"
+        go_on.set()
+        assert await response.content.read() == token + b"data: [DONE]\n\n"
+        await home.settled()
+        assert home.metric("llmproxy_ttft_seconds_count") == 1
