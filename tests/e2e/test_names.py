@@ -34,14 +34,14 @@ async def everybody_down(home: House) -> None:
 
 async def test_a_name_is_unknown_only_when_every_backend_was_read(port: int) -> None:
     async with house(FAST, extra=[f"http://127.0.0.1:{port}"], wait=False) as home:
-        await until(lambda: "base" in names(home))
+        await until(lambda: "base" in names(home) and not home.proxy.pools.backends["b0"].health.down)
         early = await home.chat(UNKNOWN)
         assert early.status == 503
         assert int(early.headers["retry-after"]) >= 1
         assert "not known yet" in early.json["error"]["message"]
         assert (await home.chat()).status == 200, "what is known is served"
         async with Replica(replace(FAST, adapters=("not-yet",)), port=port):
-            await until(lambda: "not-yet" in names(home))
+            await until(lambda: "not-yet" in names(home) and not home.proxy.pools.backends["b1"].health.down)
             answer = await home.chat(UNKNOWN)
             assert (answer.status, answer.backend) == (200, "b1")
             late = await home.chat(HELLO | {"model": "never"})
