@@ -113,6 +113,18 @@ class House:
         finally:
             response.close()
 
+    @asynccontextmanager
+    async def wire(self, data: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection below HTTP on which `data` was sent; it is cut on leaving."""
+        port = int(self.url.rpartition(":")[2])
+        # A small limit, so that nothing is read ahead of a test that reads nothing.
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
+        try:
+            writer.write(data)
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
     def waiting(self, body: object = None, **headers: str) -> asyncio.Task[Answer]:
         """A request of its own task, for one that will have to wait."""
         return asyncio.create_task(self.chat(body, headers=headers))
@@ -156,6 +168,13 @@ class House:
             replica.engine.check()
         outcomes = self.outcomes()
         assert not outcomes["internal"], "the proxy met a bug of its own"
+
+
+def raw_post(body: object, path: str = CHAT, version: str = "1.1", extra: str = "") -> bytes:
+    """The bytes of a request; `extra` are further header lines."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n{extra}"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
 async def until(condition: Callable[[], object], limit_s: float = 15.0) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.house import CHAT, FAST, HELLO, Answer, House, house
+from tests.e2e.house import CHAT, FAST, HELLO, Answer, House, house, raw_post
 
 MESSAGES = "/v1/messages"
 PATHS = [CHAT, "/v1/completions", "/v1/responses", MESSAGES, "/tokenize"]
@@ -111,10 +110,9 @@ async def test_a_body_beyond_the_limit(path: str) -> None:
 
 async def test_a_body_beyond_the_limit_is_refused_before_it_is_sent() -> None:
     async with house(FAST, body_bytes_max=1000) as home:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
-        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n".encode())
-        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
-        writer.close()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n"
+        async with home.wire(head.encode()) as (reader, _):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("value", ["a b", "é", "x" * 257, "a\tb"])
@@ -158,14 +156,11 @@ async def test_a_body_in_chunks(home: House) -> None:
 
 
 async def test_a_client_that_asks_before_it_sends(home: House) -> None:
-    body = json.dumps(HELLO).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    writer.write(head.encode() + b"expect: 100-continue\r\n\r\n")
-    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-    writer.write(body)
-    assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-    writer.close()
+    head, _, body = raw_post(HELLO, extra="expect: 100-continue\r\n").partition(b"\r\n\r\n")
+    async with home.wire(head + b"\r\n\r\n") as (reader, writer):
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_form(home: House) -> None:
@@ -194,8 +189,6 @@ async def test_refusals_need_no_backend() -> None:
      b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n"],
 )  # fmt: skip
 async def test_what_is_hardly_http(home: House, garbage: bytes) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
-    writer.write(garbage)
-    assert (await reader.readline()).split(b" ")[1][:1] == b"4"
-    writer.close()
+    async with home.wire(garbage) as (reader, _):
+        assert (await reader.readline()).split(b" ")[1][:1] == b"4"
     assert (await home.chat()).status == 200

@@ -11,7 +11,7 @@ import pytest
 from yarl import URL
 
 from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house, raw_post
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 4}
@@ -176,18 +176,12 @@ async def test_a_request_id_is_made_where_there_is_none(home: House) -> None:
 
 
 async def test_an_old_client_without_chunks_gets_its_stream_too(home: House) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
-    body = json.dumps(STREAM).encode()
-    writer.write(
-        f"POST {CHAT} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    )
-    writer.write(body)
-    head, _, stream = (await reader.read()).partition(b"\r\n\r\n")
+    async with home.wire(raw_post(STREAM, version="1.0")) as (reader, _):
+        head, _, stream = (await reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 200")
     assert b"transfer-encoding" not in head.lower()
     assert stream.startswith(b"data: {")
     assert stream.endswith(b"data: [DONE]\n\n")
-    writer.close()
 
 
 async def test_a_keep_alive_comment_is_forwarded_and_is_no_token() -> None:

@@ -1,0 +1,225 @@
+"""Streams that break after their first byte: one error event in the client's own dialect, then a proper end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+from llmproxy.gateway.client_leg import AiohttpClientLeg
+from tests.backends.raw_server import Peer
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, House, house, raw_post, until
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk, scripted, whole
+
+TEXT = "Hello there"
+DIALECTS = {
+    "chat": (CHAT, ENDLESS),
+    "completions": ("/v1/completions", {"model": "base", "prompt": TEXT, "stream": True, "max_tokens": 30_000}),
+    "responses": ("/v1/responses", {"model": "base", "input": TEXT, "stream": True, "max_output_tokens": 30_000}),
+    "messages": ("/v1/messages", HELLO | {"stream": True, "max_tokens": 30_000}),
+}
+EVENT = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+
+
+def error_of(event: bytes, dialect: str) -> str:
+    """The message of an error event, which must have the form that clients of the dialect look for."""
+    lines = event.split(b"\n")
+    told: dict[str, Any] = json.loads(lines[-1].removeprefix(b"data: "))
+    if dialect in ("chat", "completions"):
+        assert len(lines) == 1
+        assert (told["error"]["type"], told["error"]["code"]) == ("BadGatewayError", 502)
+        return str(told["error"]["message"])
+    assert lines[0] == b"event: error"
+    assert told["type"] == "error"
+    return str(told["error"]["message"] if dialect == "messages" else told["message"])
+
+
+async def read_stream(home: House, path: str, body: object) -> tuple[bytes, list[bytes]]:
+    """Head and events of a stream on a raw connection, read to its last chunk."""
+    async with home.wire(raw_post(body, path)) as (reader, writer):
+        answered = await reader.readuntil(b"\r\n\r\n")
+        stream = b""
+        while length := int(await reader.readuntil(b"\r\n"), 16):
+            stream += (await reader.readexactly(length + 2))[:-2]
+        # A client may use the connection again, which a proxy that closed it now would answer with a reset.
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"\r\nHTTP/1.1 200 ")
+    return answered, [event for event in stream.split(b"\n\n") if event]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("after_bytes", [1500, 1501, 1650])
+async def test_a_reset_in_mid_stream(dialect: str, after_bytes: int) -> None:
+    async with house(FAST) as home:
+        home.replicas[0].faults.set("reset", after_bytes=after_bytes, times=1)
+        head, events = await read_stream(home, *DIALECTS[dialect])
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        errors = [event for event in events if b"The stream broke" in event]
+        assert errors == events[-1:], "one error event, the last"
+        assert error_of(errors[0], dialect).startswith("The stream broke: ")
+        assert events[0].startswith((b"data: {", b"event: "))
+        await home.settled()
+        assert home.outcomes() == {"broken_stream": 1}
+        assert home.metric("llmproxy_attempts_total", verdict="failed") == 1
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_backend_that_is_shut_down_leaves_nobody_hanging(dialect: str) -> None:
+    async with house(FAST) as home:
+        path, body = DIALECTS[dialect]
+        reading = asyncio.create_task(read_stream(home, path, body))
+        await until(lambda: home.replicas[0].engine.counters.generation > 5)
+        home.replicas[0].faults.set("hang")
+        _, events = await reading
+        assert "refuses connections" in error_of(events[-1], dialect)
+        await home.settled()
+        assert home.outcomes() == {"broken_stream": 1}
+
+
+async def test_silence_in_mid_stream_is_limited() -> None:
+    async with house(FAST, timeouts={"stall_s": 0.2}) as home:
+        reading = asyncio.create_task(read_stream(home, CHAT, ENDLESS))
+        await until(lambda: home.replicas[0].engine.counters.generation > 5)
+        home.replicas[0].faults.set("frozen")
+        _, events = await reading
+        assert "timeouts.stall_s" in error_of(events[-1], "chat")
+        await until(lambda: not home.replicas[0].in_flight)
+        home.replicas[0].faults.clear()
+
+
+async def test_comments_do_not_make_up_for_a_first_token() -> None:
+    chatty = replace(FAST, sse_keep_alive_s=0.02)
+    async with house(chatty, FAST, scheduling={"placement": "round_robin"}, timeouts={"first_byte_s": 0.2}) as home:
+        home.replicas[0].faults.set("frozen")
+        _, events = await read_stream(home, CHAT, ENDLESS)
+        assert set(events[:-1]) == {b": keep-alive"}
+        assert "timeouts.first_byte_s" in error_of(events[-1], "chat")
+        await until(lambda: not home.replicas[0].in_flight)
+        home.replicas[0].faults.clear()
+
+
+async def test_a_stream_has_a_total_time() -> None:
+    async with house(FAST, timeouts={"total_s": 0.3}) as home:
+        _, events = await read_stream(home, CHAT, ENDLESS)
+        assert "timeouts.total_s" in error_of(events[-1], "chat")
+
+
+async def test_an_engine_that_dies_says_so_itself() -> None:
+    async with house(FAST) as home, home.stream() as response:
+        await response.content.readany()
+        home.replicas[0].faults.set("engine_dead")
+        events = [event for event in (await response.content.read()).split(b"\n\n") if event]
+        assert b"EngineCore" in events[-2]
+        assert events[-1] == b"data: [DONE]"
+        assert not any(b"The stream broke" in event for event in events), "nothing is added to the engine's own words"
+        await home.settled()
+        assert home.outcomes() == {"upstream_status": 1}
+        home.replicas[0].faults.clear()
+
+
+async def test_an_answer_in_one_piece_that_breaks_is_cut() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(whole(b"x" * 1000)[:-1])
+        peer.reset()
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        received = b""
+        async with home.wire(raw_post(HELLO)) as (reader, _):
+            with suppress(ConnectionResetError):
+                while piece := await reader.read(65536):
+                    received += piece
+        assert len(received.partition(b"\r\n\r\n")[2]) < 1000, "the client can see that it is not whole"
+        await home.settled()
+        assert home.outcomes() == {"broken_stream": 1}
+        assert len(backend.requests) == 1
+
+
+async def test_a_broken_usage_event_is_not_shown() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk(EVENT) + chunk(b'data: {"id":"1","choices":[],"usage":{"prompt_'))
+        peer.reset()
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        _, events = await read_stream(home, CHAT, ENDLESS)
+        assert events[0] + b"\n\n" == EVENT
+        assert error_of(events[1], "chat")
+        assert len(events) == 2
+
+
+async def test_a_stream_without_its_end_mark_is_passed_on_as_it_is() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk(EVENT) + chunk(b"data: begun") + STREAM_END)
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        assert (await home.chat(ENDLESS)).body == EVENT + b"data: begun"
+
+
+async def test_the_sdk_raises_what_the_error_event_says() -> None:
+    async with house(FAST) as home, openai.AsyncOpenAI(base_url=f"{home.url}/v1", api_key="k", max_retries=0) as sdk:
+        stream = await sdk.responses.create(model="base", input=TEXT, max_output_tokens=30_000, stream=True)
+        kinds = []
+        async for event in stream:
+            kinds.append(event.type)
+            if len(kinds) == 5:
+                home.replicas[0].faults.set("refuse")
+        assert kinds[-1] == "error"
+
+
+class Flood:
+    """A script that answers with more than all buffers on the way hold."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    async def __call__(self, peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD)
+        while not peer.writer.is_closing():
+            await peer.send(chunk(b"data: " + b"x" * 65_000 + b"\n\n"))
+            self.sent += 1
+
+    async def until_blocked(self) -> None:
+        """Until nothing more can be sent: everybody waits for the client."""
+        before = -1
+        while before != self.sent:
+            before = self.sent
+            await asyncio.sleep(0.1)
+
+
+async def test_a_client_that_stops_reading_is_not_held_against_the_backend() -> None:
+    told: dict[str, Any] = {"timeouts": {"stall_s": 0.2}, "health": {"failures": 1, "backoff_s": 30}}
+    async with (
+        scripted(Flood()) as backend,
+        house(extra=[backend.url], **told) as home,
+        home.wire(raw_post(ENDLESS)),
+    ):
+        await until(lambda: home.outcomes() == {"cancelled": 1})
+        assert home.proxy.walker.walking == 0
+        assert home.proxy.pools.backends["b0"].health.available(asyncio.get_running_loop().time())
+
+
+async def test_a_backend_that_goes_while_its_client_does_not_read() -> None:
+    flood = Flood()
+    async with scripted(flood) as backend, house(extra=[backend.url]) as home, home.wire(raw_post(ENDLESS)):
+        await until(lambda: flood.sent)
+        await flood.until_blocked()
+        backend.hang()
+        await until(lambda: home.outcomes() == {"broken_stream": 1})
+        assert home.proxy.walker.walking == 0
+
+
+async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def for_ever(_: AiohttpClientLeg) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("llmproxy.gateway.relay.GOODBYE_S", 0.05)
+    monkeypatch.setattr(AiohttpClientLeg, "end", for_ever)
+    async with house(FAST) as home, home.stream() as response:
+        await response.content.readany()
+        home.replicas[0].faults.set("refuse")
+        await until(lambda: home.proxy.walker.walking == 0)
+        assert home.outcomes() == {"broken_stream": 1}
