@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -25,7 +25,6 @@ from llmproxy.simulator.replica import Replica, ReplicaOptions, SeenRequest
 
 FAST = ReplicaOptions(model="base", adapters=("lora-0", "lora-1"), profile="tiny", noise=False)
 """A replica whose steps take about a millisecond."""
-NARROW = replace(FAST, max_num_seqs=4)
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 4}
 STREAM = HELLO | {"stream": True}
