@@ -50,7 +50,7 @@ class Bench:
         self._running: deque[Grant] = deque()
         card = ModelCard(MODEL, None, 32_768)
         for name in self._names:
-            self._pools.answered(name)
+            self._pools.answered(name, 0.0)
             self._pools.listed(name, Listing(0.0, (card,)))
             self._observe(name, 0)
         waiting = 2 * flows if saturated else 0

@@ -177,7 +177,8 @@ async def _serve(config: Config) -> int:
             finished = await proxy.drain()
             _log.info("stopped", all_requests_finished=finished)
     except OSError as error:
-        _log.error("cannot_listen", host=config.host, port=config.port, error=str(error))
+        hint = "is another program listening there? choose another port with --port"
+        _log.error("cannot_listen", host=config.host, port=config.port, hint=hint, error=str(error))
         return 1
     return 0
 

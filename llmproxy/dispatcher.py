@@ -83,12 +83,15 @@ class Dispatcher:
     # --- the face that requests see ---------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def admit(self, request: Request, excluded: frozenset[str] = frozenset()) -> AsyncIterator[Lease]:
+    async def admit(
+        self, request: Request, excluded: frozenset[str] = frozenset(), *, again: bool = False
+    ) -> AsyncIterator[Lease]:
         """Wait for a backend, hold it for the length of the block, and give it back however the block ends.
 
-        Raises Refused when the request is not let in, or has to leave the waiting room.
+        `again` marks a new attempt of a request that was admitted before. Raises Refused when the request is not let
+        in, or has to leave the waiting room.
         """
-        lease = await self._wait(request, excluded)
+        lease = await self._wait(request, excluded, again)
         try:
             yield lease
         finally:
@@ -96,10 +99,10 @@ class Dispatcher:
             self.pools.finish(lease.grant, lease.verdict, self._now(), lease.usage)
             self._decide_soon()
 
-    async def _wait(self, request: Request, excluded: frozenset[str]) -> Lease:
+    async def _wait(self, request: Request, excluded: frozenset[str], again: bool) -> Lease:
         if self._draining:
             raise Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
-        self.pools.submit(request, self._now(), excluded)
+        self.pools.submit(request, self._now(), excluded, again=again)
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
         self._waiting[request.id] = waiter
         self._decide_soon()
@@ -125,7 +128,7 @@ class Dispatcher:
     # --- the face that pollers see ------------------------------------------------------------------------------------
 
     def answered(self, backend: str) -> None:
-        self.pools.answered(backend)
+        self.pools.answered(backend, self._now())
         self._decide_soon()
 
     def observe(self, backend: str, reading: Reading) -> None:

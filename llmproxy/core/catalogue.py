@@ -73,11 +73,11 @@ class Catalogue:
         if not self.complete:
             raise Refused(
                 Outcome.REJECTED_NO_BACKENDS,
-                f"The model `{name}` is not known yet: not every backend has answered so far. Try again shortly.",
+                f"The model `{name}` is not known yet, and {self._unread()} of {len(self._listings)} backends never "
+                f"answered so far. Known models: {self._known()}. Try again shortly.",
                 RETRY_UNREAD_S,
             )
-        known = ", ".join(sorted(self._targets)[:20]) or "none"
-        raise Refused(Outcome.UNKNOWN_MODEL, f"The model `{name}` does not exist. Known models: {known}.")
+        raise Refused(Outcome.UNKNOWN_MODEL, f"The model `{name}` does not exist. Known models: {self._known()}.")
 
     def models(self) -> list[dict[str, Any]]:
         """The entries of `/v1/models`: every card's real fields, base models first, then the configured aliases."""
@@ -88,6 +88,12 @@ class Catalogue:
             if card is not None:
                 entries.append({**card.fields, "id": alias, "root": card.name, "parent": card.parent})
         return entries
+
+    def _known(self) -> str:
+        return ", ".join(sorted(self._targets)[:20]) or "none"
+
+    def _unread(self) -> int:
+        return sum(listing is None for listing in self._listings.values())
 
     def _only_pool(self) -> Target:
         # A backend that never answers must not fail every request without a name; one pool known is one to choose.

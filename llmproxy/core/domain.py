@@ -127,7 +127,7 @@ class Trouble(StrEnum):
     """Why a poll of a backend gave no reading. The kinds differ in how much they prove."""
 
     REFUSED = "refused"
-    TIMEOUT = "timeout"
+    TIMEOUT = "no_answer"
     UNHEALTHY = "unhealthy"
     GARBAGE = "garbage"
 

@@ -112,9 +112,10 @@ class Backend:
             del self._residents[name]
         self._view = None
 
-    def answered(self) -> None:
+    def answered(self, now: float) -> None:
         """A poll found the backend in good health, whether or not it publishes numbers."""
         self.health.answered()
+        self._notice_running(now)
         self._view = None
 
     def observe(self, reading: Reading) -> None:
@@ -185,6 +186,13 @@ class Backend:
         for lease in [x for x in self._debits if self.bookings[x].booked_s <= before_s]:
             self._debit_tokens -= self._debits.pop(lease)
 
+    def _notice_running(self, now: float) -> None:
+        """Without a stream there is no byte before the end, and not every server publishes counters."""
+        for lease, booking in self.bookings.items():
+            if not booking.started and not booking.request.stream and now - booking.booked_s >= STARTED_AFTER_S:
+                booking.started = True
+                self.health.spoke(lease)
+
     def _notice_started(self, reading: Reading, visible_s: float) -> None:
         for lease, booking in self.bookings.items():
             if booking.started or booking.request.stream:
@@ -192,8 +200,6 @@ class Backend:
             if reading.waiting == 0 and reading.running > 0 and booking.booked_s <= visible_s:
                 booking.started = True
                 self.health.spoke(lease)
-            elif reading.taken_at_s - booking.booked_s >= STARTED_AFTER_S:
-                booking.started = True
 
     def _touch(self, adapter: str) -> None:
         self._residents[adapter] = None

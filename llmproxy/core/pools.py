@@ -59,8 +59,8 @@ class Pools:
         if self.catalogue.listed(backend, listing):
             self._assign(backend)
 
-    def answered(self, backend: str) -> None:
-        self.backends[backend].answered()
+    def answered(self, backend: str, now: float) -> None:
+        self.backends[backend].answered(now)
 
     def observe(self, backend: str, reading: Reading) -> None:
         self.backends[backend].observe(reading)
@@ -94,13 +94,15 @@ class Pools:
         """Expected (prompt tokens, output tokens) of `ask`."""
         return self.estimator.tokens(target.model, ask)
 
-    def submit(self, request: Request, now: float, excluded: frozenset[str] = frozenset()) -> None:
+    def submit(
+        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), *, again: bool = False
+    ) -> None:
         """See `Scheduler.submit`; raises Refused, also when the pool went while the request was on its way here."""
         scheduler = self._schedulers.get(request.pool)
         if scheduler is None:
             message = f"No backend serves `{request.pool}` any more. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
-        scheduler.submit(request, now, excluded)
+        scheduler.submit(request, now, excluded, again=again)
 
     def cancel(self, request: Request) -> None:
         self._schedulers[request.pool].cancel(request.id)

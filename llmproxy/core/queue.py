@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from llmproxy.core.domain import Outcome, Refused, Request
+from llmproxy.core.domain import Request
 from llmproxy.core.fairness import FairnessPolicy
 from llmproxy.core.settings import QueueSettings
 
@@ -31,6 +31,15 @@ class _Usage:
     body_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Full:
+    """A limit of the waiting room that is reached, by its name in the configuration; `total` over all bands."""
+
+    name: str
+    limit: int
+    total: bool
+
+
 class Occupancy:
     """How full the waiting room of this process is, over all pools, held to its limits."""
 
@@ -39,19 +48,21 @@ class Occupancy:
         self._total = _Usage()
         self._bands: dict[int, _Usage] = {}
 
-    def enter(self, band: int, body_bytes: int, retry_after_s: float) -> None:
-        """Count one request in. Raises Refused (`rejected_capacity`) naming the limit that is reached."""
+    def full(self, band: int, body_bytes: int) -> Full | None:
+        """The limit that one more request would break, None where it fits. A band's own limit is told first."""
         usage = self._bands.setdefault(band, _Usage())
-        for name, used, more, limit in (
-            ("queue.band_requests_max", usage.requests, 1, self._limits.band_requests_max),
-            ("queue.band_bytes_max", usage.body_bytes, body_bytes, self._limits.band_bytes_max),
-            ("queue.requests_max", self._total.requests, 1, self._limits.requests_max),
-            ("queue.bytes_max", self._total.body_bytes, body_bytes, self._limits.bytes_max),
+        for full, used, more in (
+            (Full("queue.band_requests_max", self._limits.band_requests_max, False), usage.requests, 1),
+            (Full("queue.band_bytes_max", self._limits.band_bytes_max, False), usage.body_bytes, body_bytes),
+            (Full("queue.requests_max", self._limits.requests_max, True), self._total.requests, 1),
+            (Full("queue.bytes_max", self._limits.bytes_max, True), self._total.body_bytes, body_bytes),
         ):
-            if used + more > limit:
-                message = f"The queue is full: {name} ({limit}) is reached. Try again later."
-                raise Refused(Outcome.REJECTED_CAPACITY, message, retry_after_s)
-        self._add(usage, 1, body_bytes)
+            if used + more > full.limit:
+                return full
+        return None
+
+    def enter(self, band: int, body_bytes: int) -> None:
+        self._add(self._bands.setdefault(band, _Usage()), 1, body_bytes)
 
     def leave(self, band: int, body_bytes: int) -> None:
         self._add(self._bands[band], -1, -body_bytes)
@@ -108,6 +119,10 @@ class Band:
         """The head of `flow` and a few behind it, for when the head fits nowhere."""
         return islice(self._flows[flow], FLOW_LOOK_MAX)
 
+    def newest(self) -> Request:
+        """The request that came last, over all flows."""
+        return max((flow[-1] for flow in self._flows.values()), key=_arrival).request
+
     def requests(self) -> list[Request]:
         return [queued.request for flow in self._flows.values() for queued in flow]
 
@@ -161,6 +176,7 @@ class DrainRate:
     """How fast the waiting room empties, for `Retry-After`: measured over the last grants."""
 
     _GRANTS = 64
+    _PAUSE_S = 10.0
     _RETRY_MIN_S = 1.0
     _RETRY_MAX_S = 60.0
 
@@ -168,6 +184,9 @@ class DrainRate:
         self._granted_s: deque[float] = deque(maxlen=self._GRANTS)
 
     def granted(self, now: float) -> None:
+        # After a pause in which nothing was asked for, the old pace says nothing of the new one.
+        if self._granted_s and now - self._granted_s[-1] > self._PAUSE_S:
+            self._granted_s.clear()
         self._granted_s.append(now)
 
     def retry_after_s(self, ahead: int, now: float) -> float:

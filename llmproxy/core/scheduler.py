@@ -82,6 +82,7 @@ class Scheduler:
         # Shared by all pools, because a backend that moves between them still holds leases of the old one.
         self._lease_serial = lease_serial
         self._lost: list[int] = []
+        self._shed: list[Drop] = []
         self._more = False
 
     # --- backends ------------------------------------------------------------------------------------------------
@@ -111,8 +112,14 @@ class Scheduler:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float, excluded: frozenset[str] = frozenset()) -> None:
+    def submit(
+        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), *, again: bool = False
+    ) -> None:
         """Let a request into the waiting room; `excluded` names backends that already failed it.
+
+        A request that comes `again`, after a failed attempt, was let in once and is not held to the limits anew: those
+        are few, and turning them away would lose what a retry is there to save. Where a total is reached, the newest
+        request of the lowest band makes room for one of a higher band.
 
         Raises Refused: `rejected_no_backends` when no backend that is up could ever serve it, `rejected_capacity`
         when a limit is reached.
@@ -124,16 +131,33 @@ class Scheduler:
             if excluded:
                 message = f"Every backend of `{request.model}` that is up has failed this request."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
-        ahead = sum(band.size for level, band in self._bands.items() if level >= request.band)
-        self._occupancy.enter(request.band, request.body_bytes, self._drain.retry_after_s(ahead, now))
+        if not again:
+            self._make_room(request, now)
+        self._occupancy.enter(request.band, request.body_bytes)
         queued = Queued(request, excluded)
         self._waiting[request.id] = queued
         self._band(request.band).push(queued)
         self._deadlines.add(request.deadline_s, request.id, self._waiting)
 
+    def _make_room(self, request: Request, now: float) -> None:
+        """Shed until `request` fits into the waiting room. Raises Refused where shedding cannot help."""
+        while (full := self._occupancy.full(request.band, request.body_bytes)) is not None:
+            below = [self._bands[level] for level in self._order if level < request.band and self._bands[level].size]
+            if not below or not full.total:
+                ahead = sum(band.size for level, band in self._bands.items() if level >= request.band)
+                message = f"The queue is full: {full.name} ({full.limit}) is reached. Try again later."
+                raise Refused(Outcome.REJECTED_CAPACITY, message, self._drain.retry_after_s(ahead, now))
+            victim = below[-1].newest()
+            self._leave(victim)
+            self._shed.append(Drop(victim, Outcome.SHED, self._drain.retry_after_s(len(self._waiting), now)))
+
     def cancel(self, request_id: str) -> None:
-        """The client of a waiting request left."""
-        self._leave(self._waiting[request_id].request)
+        """The client of a waiting request left, perhaps one that was shed a moment ago."""
+        queued = self._waiting.get(request_id)
+        if queued is not None:
+            self._leave(queued.request)
+        else:
+            self._shed = [drop for drop in self._shed if drop.request.id != request_id]
 
     # --- leases --------------------------------------------------------------------------------------------------
 
@@ -169,7 +193,8 @@ class Scheduler:
 
     def decide(self, now: float) -> list[Decision]:
         """What is to be done now. A second call at the same `now` answers nothing, unless the pass was capped."""
-        decisions: list[Decision] = list(self._revoked())
+        decisions: list[Decision] = [*self._revoked(), *self._shed]
+        self._shed.clear()
         expired = list(self._expired(now))
         decisions += expired
         # Nothing is granted while somebody who is past the deadline may still wait.
@@ -196,10 +221,10 @@ class Scheduler:
 
     def next_wakeup(self, now: float) -> float | None:
         """When `decide` may have something to do although no event happens; None when only an event can."""
+        if self._more or self._shed:
+            return now
         if not self._waiting:
             return None
-        if self._more:
-            return now
         times = [backend.changes_at(now) for backend in self._backends.values()]
         times.append(self._deadlines.next(self._waiting))
         return min((time for time in times if time is not None), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from io import BytesIO
 
@@ -12,9 +13,15 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import Headers
 
+SILENCE_MAX_S = 30.0
+"""How long the next piece of a request body may take."""
+
 
 async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
-    """The whole request body. Raises Failure (413) as soon as it is known to be larger than `bytes_max`."""
+    """The whole request body.
+
+    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 408 when it stops arriving.
+    """
     too_large = Failure(
         Outcome.TOO_LARGE, f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
     )
@@ -23,10 +30,17 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
         raise too_large
     _invite(request)
     body = BytesIO()
-    while piece := await request.content.readany():
-        if body.tell() + len(piece) > bytes_max:
-            raise too_large
-        body.write(piece)
+    now = asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(SILENCE_MAX_S) as patience:
+            while piece := await request.content.readany():
+                if body.tell() + len(piece) > bytes_max:
+                    raise too_large
+                body.write(piece)
+                patience.reschedule(now() + SILENCE_MAX_S)
+    except TimeoutError:
+        message = f"The request body stopped arriving: nothing came for {SILENCE_MAX_S:g} s, or its framing is broken."
+        raise Failure(Outcome.BAD_REQUEST, message, status=408, headers={"Connection": "close"}) from None
     # Unlike joining a list of pieces, this hands out the bytes gathered so far without one more copy of all of them.
     return body.getvalue()
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.errors import Failure
+
 Headers = list[tuple[str, str]]
 
 _HOP_BY_HOP = frozenset(
@@ -56,9 +59,25 @@ def to_backend(
 
 def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
     """A backend's end-to-end fields, without those that the proxy answers itself."""
-    fields = list(fields)
+    fields = [(name, value if value.isascii() else _writable(value)) for name, value in fields]
     dropped = _HOP_BY_HOP | _OURS_DOWNSTREAM | named_in_connection(fields)
     return [(name, value) for name, value in fields if name.lower() not in dropped]
+
+
+def check(fields: Iterable[tuple[str, str]]) -> None:
+    """Raise Failure (400) for a field whose bytes are not UTF-8: it could not be passed on as it is."""
+    for name, value in fields:
+        if not value.isascii() and _writable(value) is not value:
+            raise Failure(Outcome.BAD_REQUEST, f"The value of the header field {name} is not UTF-8.", param=name)
+
+
+def _writable(value: str) -> str:
+    """`value` itself where it can be written as UTF-8, else its bytes read as Latin-1: better than leaving them out."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogateescape").decode("latin-1")
+    return value
 
 
 def named_in_connection(fields: Iterable[tuple[str, str]]) -> frozenset[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from ipaddress import ip_address
+from uuid import uuid4
 
 from aiohttp import web
 
@@ -140,6 +141,12 @@ def request_id(headers: Mapping[str, str]) -> str | None:
         message = f"{REQUEST_ID_HEADER} should be 1 to 256 printable ASCII characters without spaces"
         raise Failure(Outcome.BAD_REQUEST, message, param=REQUEST_ID_HEADER)
     return given
+
+
+def id_for_error(headers: Mapping[str, str]) -> str:
+    """The id under which a refusal is told and logged: the client's where it is fit for that, else a new one."""
+    given = headers.get(REQUEST_ID_HEADER)
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid4().hex
 
 
 def _first(headers: Mapping[str, str], names: Sequence[str]) -> tuple[str, str] | None:

@@ -26,6 +26,9 @@ TAIL_BYTES = 64 << 10
 PROGRESS_EVENTS = 32
 """How many stream events pass between two reports to the scheduler."""
 
+IDLE_DROP_S = 0.1
+"""How soon a kept connection must break to be one that the backend had already dropped: about a round trip."""
+
 GOODBYE_S = 5.0
 """How long a client may take to accept the error event that ends its broken stream."""
 
@@ -125,13 +128,14 @@ class Relay:
             attempt.fail(Outcome.CONNECT_FAILED, Verdict.CONNECT_FAILED, message, retryable=True)
         except UpstreamBroken as error:
             attempt.detail = str(error)
-            outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
-            attempt.fail(outcome, Verdict.FAILED, "The connection to the backend failed.", retryable=True)
+            if not await self._was_complete(attempt, client):
+                self._broke(attempt)
         except TimeoutError:
             if attempt.writing and not lease.revoked:
                 await client.abort()
                 raise ConnectionAbortedError("it stopped reading") from None
-            self._timed_out(attempt, patience, lease)
+            if not await self._was_complete(attempt, client):
+                self._timed_out(attempt, patience, lease)
         finally:
             self._account(attempt, lease)
         if attempt.committed and attempt.outcome is Outcome.BROKEN_STREAM:
@@ -154,24 +158,28 @@ class Relay:
                 elif _is_event_stream(exchange):
                     await self._relay_stream(attempt, patience, lease, exchange, call, client)
                 else:
-                    await self._relay_plain(attempt, lease, exchange, client)
+                    await self._relay_plain(attempt, patience, lease, exchange, client)
         finally:
             lease.on_revoked = None
             if exchange is not None:
                 exchange.close()
 
     async def _open(self, base_url: str, call: Call) -> Exchange:
-        for _ in range(2):
-            try:
-                return await self._upstream.open(
-                    base_url, "POST", call.path_qs, call.headers, call.body, self._timeouts.connect_s
-                )
-            except UpstreamBroken as error:
-                # A kept connection that the backend dropped in the same instant: it never saw the request.
-                if not error.reused:
-                    raise
-                broken = error
-        raise broken
+        loop = asyncio.get_running_loop()
+        sent_s = loop.time()
+        try:
+            return await self._open_once(base_url, call)
+        except UpstreamBroken as error:
+            # A kept connection that the backend dropped in the same instant: it never saw the request. One that breaks
+            # later did see it, and may have worked on it since; that is for the rules of retrying to decide.
+            if not error.reused or loop.time() - sent_s > IDLE_DROP_S:
+                raise
+        return await self._open_once(base_url, call)
+
+    async def _open_once(self, base_url: str, call: Call) -> Exchange:
+        return await self._upstream.open(
+            base_url, "POST", call.path_qs, call.headers, call.body, self._timeouts.connect_s
+        )
 
     # --- an error answer ---------------------------------------------------------------------------------------------
 
@@ -194,17 +202,21 @@ class Relay:
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
         elif status == 500 and DRAINING_MARK in body:
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.DRAINING, message, retryable=True)
-        elif status >= 500:
+        elif status >= 500 and status != 501:
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=False)
         else:
+            # A 4xx is the client's doing, and 501 says that this engine has no such thing: neither is a failure.
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.SERVED, message, retryable=False)
 
     # --- an answer without a stream ----------------------------------------------------------------------------------
 
-    async def _relay_plain(self, attempt: Attempt, lease: Lease, exchange: Exchange, client: ClientLeg) -> None:
+    async def _relay_plain(
+        self, attempt: Attempt, patience: _Patience, lease: Lease, exchange: Exchange, client: ClientLeg
+    ) -> None:
         data = await exchange.chunk()
         attempt.head = data[:4096]
         lease.started()
+        patience.streaming(patience.now())
         attempt.committed = True
         await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
         while data:
@@ -215,6 +227,7 @@ class Relay:
             await client.write(data)
             attempt.writing = False
             data = await exchange.chunk()
+            patience.alive(patience.now())
         attempt.writing = True
         await client.end()
         attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
@@ -236,7 +249,10 @@ class Relay:
             rest = await _read_held(exchange)
             attempt.answer = Answer(exchange.status, exchange.reason, to_client(exchange.headers), first + rest)
             message = "The backend answered with an error event and no token."
-            attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
+            if tap.error_blames_client:
+                attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.SERVED, message, retryable=False)
+            else:
+                attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
             return
         attempt.committed = True
         await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
@@ -256,6 +272,9 @@ class Relay:
                 attempt.writing = True
                 await client.write(data)
                 attempt.writing = False
+            if tap.done_seen and not tap.error_seen:
+                # Many clients leave as soon as they have read the end mark; nothing is missing from what they got.
+                attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
             if tap.data_events - reported >= PROGRESS_EVENTS:
                 reported = tap.data_events
                 lease.progress(reported)
@@ -273,7 +292,8 @@ class Relay:
             await client.write(held)
         if tap.error_seen:
             message = "The backend ended the stream with an error event."
-            attempt.outcome, attempt.verdict, attempt.message = Outcome.UPSTREAM_STATUS, Verdict.FAILED, message
+            verdict = Verdict.SERVED if tap.error_blames_client else Verdict.FAILED
+            attempt.outcome, attempt.verdict, attempt.message = Outcome.UPSTREAM_STATUS, verdict, message
         else:
             attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
         await client.end()
@@ -292,6 +312,17 @@ class Relay:
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
+    async def _was_complete(self, attempt: Attempt, client: ClientLeg) -> bool:
+        """True when a stream had already told its end, so that nothing is missing from what its client has."""
+        if attempt.outcome is not Outcome.COMPLETED:
+            return False
+        await client.end()
+        return True
+
+    def _broke(self, attempt: Attempt) -> None:
+        outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
+        attempt.fail(outcome, Verdict.FAILED, "The connection to the backend failed.", retryable=True)
+
     def _timed_out(self, attempt: Attempt, patience: _Patience, lease: Lease) -> None:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
         if lease.revoked:
@@ -309,7 +340,8 @@ class Relay:
             seen = attempt.tap.data_events
         else:
             attempt.usage = usage_of_tail(attempt.tail) if attempt.tail else None
-            seen = 0
+            # Without a stream nobody saw how far it got; the estimate stands, or leaving early would be free.
+            seen = lease.grant.request.output_tokens
         if attempt.usage is not None:
             lease.usage = attempt.usage
         elif attempt.answer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from uuid import uuid4
 
 import orjson
 from aiohttp import web
@@ -14,6 +15,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.errors import Failure, error_body
+from llmproxy.gateway.identity import id_for_error, request_id
 from llmproxy.gateway.routes import SCHEDULED, STORED_RESPONSES, dialect_of
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
@@ -67,23 +69,37 @@ class FrontDoor:
             return await self._by_itself(path, request)
         except Failure as failure:
             body = error_body(dialect_of(path), failure.status, failure.message, failure.param)
-            self._turned_away(request, path, failure)
-            return web.Response(
-                status=failure.status, body=body, content_type="application/json", headers=failure.headers
-            )
+            own_id = id_for_error(request.headers)
+            self._ended(request, path, own_id, failure.outcome, failure.status, failure.message)
+            headers = {"x-request-id": own_id, **failure.headers}
+            return web.Response(status=failure.status, body=body, content_type="application/json", headers=headers)
         except (ConnectionError, web.RequestPayloadError):
             # Nobody is there to read it; the server only needs something to close the connection with.
             return web.Response(status=400)
 
-    def _turned_away(self, request: web.BaseRequest, path: str, failure: Failure) -> None:
+    async def _stored_response(self, path: str, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
+        own_id = request_id(request.headers) or uuid4().hex
+        try:
+            response = await self._stored.serve(path, request, response_id, own_id)
+        except (asyncio.CancelledError, ConnectionError):
+            self._ended(request, path, own_id, Outcome.CANCELLED, 499, "the client left")
+            raise
+        served = response.status < 400
+        outcome = Outcome.COMPLETED if served else Outcome.UPSTREAM_STATUS
+        self._ended(request, path, own_id, outcome, response.status, None if served else "the backend's own answer")
+        return response
+
+    def _ended(
+        self, request: web.BaseRequest, path: str, own_id: str, outcome: Outcome, status: int, error: str | None
+    ) -> None:
         ended = RequestExit(
-            request_id=request.headers.get("x-request-id", "")[:256],
+            request_id=own_id,
             method=request.method,
             path=path[:256],
-            outcome=failure.outcome,
-            status=failure.status,
+            outcome=outcome,
+            status=status,
             duration_s=0.0,
-            error=failure.message,
+            error=error,
         )
         self._metrics.record(ended)
         log_exit(ended)
@@ -104,7 +120,7 @@ class FrontDoor:
             response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
             if verb in ("", "cancel"):
                 _only(request, "POST" if verb else "GET")
-                return await self._stored.serve(path, request, response_id)
+                return await self._stored_response(path, request, response_id)
         raise Failure(Outcome.BAD_REQUEST, f"There is nothing at {path[:200]}.", status=404)
 
     # --- the proxy's own pages ---------------------------------------------------------------------------------------

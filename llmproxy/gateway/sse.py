@@ -21,6 +21,7 @@ _HEAD_BYTES = 256
 _ORDINARY = b'data: {"id"'
 _EVENT_END = re.compile(rb"\n\r?\n")
 _ERROR = re.compile(rb'\{\s*"(?:error"\s*:|type"\s*:\s*"error")')
+_CLIENT_ERROR = re.compile(rb'"code"\s*:\s*4\d\d\b')
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\s\]]')
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
@@ -35,8 +36,9 @@ class StreamTap:
     """Watches one event stream. With `hide_usage` it takes the engine's closing usage event out of it.
 
     `data_events` counts events that carry data, comments and `[DONE]` not included. `first_event_complete` tells that
-    a whole event or comment was seen; `error_first` that the first event with data was an error; `first_token_seen`
-    that one was neither an error nor a mere acknowledgement. `at_boundary` tells whether what was handed on ends
+    a whole event or comment was seen; `error_first` that the first event with data was an error, `error_blames_client`
+    that an error had a status of 4xx; `first_token_seen` that an event was neither an error nor a mere
+    acknowledgement. `at_boundary` tells whether what was handed on ends
     between two events, so that another event may be appended.
     """
 
@@ -48,6 +50,7 @@ class StreamTap:
         "_partial",
         "data_events",
         "done_seen",
+        "error_blames_client",
         "error_first",
         "error_seen",
         "first_event_complete",
@@ -59,6 +62,7 @@ class StreamTap:
         self.first_token_seen = False
         self.error_first = False
         self.error_seen = False
+        self.error_blames_client = False
         self.done_seen = False
         self.data_events = 0
         self._hide_usage = hide_usage
@@ -144,6 +148,7 @@ class StreamTap:
         error = name in _ERROR_EVENTS or _ERROR.match(payload) is not None
         if error:
             self.error_seen = True
+            self.error_blames_client = _CLIENT_ERROR.search(payload) is not None
             self.error_first = self.error_first or self.data_events == 0
         self.data_events += 1
         self.done_seen = self.done_seen or name in _LAST_EVENTS

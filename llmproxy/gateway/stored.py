@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from uuid import uuid4
 
 from aiohttp import web
 
@@ -14,7 +13,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.client_leg import AiohttpClientLeg
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import to_client
-from llmproxy.gateway.identity import Identity, request_id
+from llmproxy.gateway.identity import Identity
 from llmproxy.upstream import ConnectFailed, Upstream, UpstreamBroken
 
 IDS_MAX = 10_000
@@ -43,15 +42,18 @@ class StoredResponses:
     def backend_of(self, response_id: str) -> str | None:
         return self._made_by.get(response_id)
 
-    async def serve(self, path: str, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
-        """Pass a request about one response to the backend that made it: only that one has it. Raises Failure."""
+    async def serve(self, path: str, request: web.BaseRequest, response_id: str, own_id: str) -> web.StreamResponse:
+        """Pass a request about one response to the backend that made it: only that one has it.
+
+        `own_id` is the id of this request. Raises Failure.
+        """
         name = self.backend_of(response_id)
         if name is None:
             message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
             raise Failure(Outcome.BAD_REQUEST, message, status=404)
         backend = self._backends[name]
-        client = AiohttpClientLeg(request, {"x-llmproxy-backend": name})
-        headers = self._identity.to_backend(request, request_id(request.headers) or uuid4().hex, backend)
+        client = AiohttpClientLeg(request, {"x-llmproxy-backend": name, "x-request-id": own_id})
+        headers = self._identity.to_backend(request, own_id, backend)
         query = request.rel_url.raw_query_string
         try:
             async with asyncio.timeout(self._timeouts.total_s):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from uuid import uuid4
 
@@ -20,6 +20,7 @@ from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
 from llmproxy.gateway.desk import BodyKind, Desk, Sheet
 from llmproxy.gateway.errors import Failure, error_body
+from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import Identity, request_id
 from llmproxy.gateway.relay import Attempt, Call, Relay
 from llmproxy.gateway.routes import Dialect, Route
@@ -30,14 +31,19 @@ from llmproxy.telemetry.logs import log_exit, log_internal
 from llmproxy.telemetry.metrics import Metrics
 from llmproxy.upstream import Body
 
-RETRY_RESERVE = 100.0
-"""Retries that may be made beyond the budget's share: a backend that dies takes a handful of requests at once."""
+RETRY_RESERVE = 1024.0
+"""Retries that may be made beyond the budget's share: a backend that dies takes all of its batch at once."""
+
+
+RETRY_WAIT_MIN_S = 1.0
+"""What a retry may wait at least: its time was used up by a backend that failed, and another may have room at once."""
 
 
 class RetryBudget:
     """Retries as a share of requests, so that a failing fleet is not asked ever more.
 
-    Connections that failed before a byte was sent cost an engine nothing and are not counted.
+    Attempts that cost no engine anything are not counted: connections that failed before a byte was sent, and work lost
+    with a process that is gone.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -48,7 +54,7 @@ class RetryBudget:
         self._left = min(RETRY_RESERVE, self._left + self._ratio)
 
     def take(self, verdict: Verdict) -> bool:
-        if verdict is Verdict.CONNECT_FAILED:
+        if verdict in (Verdict.CONNECT_FAILED, Verdict.LOST):
             return True
         if self._left < 1.0:
             return False
@@ -74,6 +80,8 @@ class Walk:
     request: Request | None = None
     sheet: Sheet | None = None
     body_bytes: int = 0
+    ttl_s: float = 0.0
+    waited_s: float = 0.0
     attempts: int = 0
     granted_s: float | None = None
     lease: Lease | None = None
@@ -128,8 +136,7 @@ class Walker:
         except BadBody as bad:
             return self._fail(walk, Failure(Outcome.BAD_REQUEST, bad.message, status=bad.status, param=bad.param))
         except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError) as left:
-            walk.outcome, walk.status = Outcome.CANCELLED, 499
-            walk.error = "the client left" if isinstance(left, asyncio.CancelledError) else f"the client left: {left}"
+            self._left(walk, left)
             raise
         except Exception as error:  # noqa: BLE001 - the last wall: a bug becomes one 500 and a full story in the log
             log_internal(walk.id, error)
@@ -148,6 +155,7 @@ class Walker:
         http = walk.http
         walk.id = request_id(http.headers) or walk.id
         walk.extra["x-request-id"] = walk.id
+        check_fields(http.headers.items())
         self._keys.check(http.headers)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
@@ -172,6 +180,7 @@ class Walker:
         standing = self._identity.standing(
             http.headers, self._identity.trusts(http.remote), target.requested, target.model
         )
+        walk.ttl_s = standing.ttl_s
         prompt_tokens, output_tokens = self._pools.tokens(target, ask)
         return Request(
             id=str(next(self._serial)),
@@ -195,7 +204,13 @@ class Walker:
     async def _attempts(self, walk: Walk, request: Request, body: Body, hide_usage: bool) -> None:
         while True:
             try:
-                async with self._dispatcher.admit(request, frozenset(walk.excluded)) as lease:
+                now = asyncio.get_running_loop().time()
+                # The time to wait counts while waiting: not while a body arrives, nor while a backend works.
+                again = walk.attempts > 0
+                left_s = walk.ttl_s - walk.waited_s
+                request = replace(request, deadline_s=now + (max(left_s, RETRY_WAIT_MIN_S) if again else left_s))
+                async with self._dispatcher.admit(request, frozenset(walk.excluded), again=again) as lease:
+                    walk.waited_s += lease.grant.at_s - now
                     attempt = await self._attempt(walk, lease, body, hide_usage)
             except Refused:
                 # A retry that finds nobody else tells the client what went wrong first, not that nobody is left.
@@ -221,7 +236,7 @@ class Walker:
         walk.granted_s = lease.grant.at_s
         backend = self._backends[lease.backend]
         walk.extra["x-llmproxy-backend"] = backend.name
-        walk.extra["x-llmproxy-queue-ms"] = f"{(lease.grant.at_s - walk.arrived_s) * 1e3:.1f}"
+        walk.extra["x-llmproxy-queue-ms"] = f"{walk.waited_s * 1e3:.1f}"
         walk.extra["x-llmproxy-attempts"] = str(walk.attempts)
         assert walk.sheet is not None
         headers = self._identity.to_backend(walk.http, walk.id, backend)
@@ -262,6 +277,15 @@ class Walker:
         query = walk.http.rel_url.raw_query_string
         return f"{walk.route.path}?{query}" if query else walk.route.path
 
+    def _left(self, walk: Walk, left: BaseException) -> None:
+        attempt = walk.attempt
+        if attempt is not None and attempt.outcome is Outcome.COMPLETED and walk.request is not None:
+            walk.outcome, walk.status = Outcome.COMPLETED, walk.client.status
+            self._learn(walk, walk.request, attempt)
+            return
+        walk.outcome, walk.status = Outcome.CANCELLED, 499
+        walk.error = "the client left" if isinstance(left, asyncio.CancelledError) else f"the client left: {left}"
+
     # --- the way out -------------------------------------------------------------------------------------------------
 
     def _learn(self, walk: Walk, request: Request, attempt: Attempt) -> None:
@@ -282,7 +306,7 @@ class Walker:
         request, attempt, lease = walk.request, walk.attempt, walk.lease
         usage = attempt.usage if attempt is not None else None
         placed = lease.grant.placed if lease is not None else None
-        queued_until_s = walk.granted_s if walk.granted_s is not None else now
+        waited_s = walk.waited_s if walk.granted_s is not None else now - walk.arrived_s
         ttft_s = None
         if attempt is not None and attempt.first_token_s is not None:
             ttft_s = attempt.first_token_s - walk.arrived_s
@@ -305,7 +329,7 @@ class Walker:
             arrived_s=walk.arrived_s,
             granted_s=walk.granted_s,
             queued_ahead=lease.grant.queued_ahead if lease is not None else None,
-            queue_wait_s=queued_until_s - walk.arrived_s if request is not None else None,
+            queue_wait_s=waited_s if request is not None else None,
             ttft_s=ttft_s,
             max_gap_s=attempt.max_gap_s if attempt is not None and ttft_s is not None else None,
             prompt_tokens=usage.prompt_tokens if usage is not None else None,

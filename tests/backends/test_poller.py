@@ -247,12 +247,12 @@ async def test_looks_again_for_a_better_source_now_and_then(bench: Bench) -> Non
     ("path", "answer", "trouble", "words"),
     [
         ("/health", saying(status=503), "unhealthy", "/health answered 503"),
-        ("/health", hang_up, "timeout", "/health"),
+        ("/health", hang_up, "no_answer", "/health"),
         ("/v1/models", saying(status=500), "unhealthy", "/v1/models answered 500"),
         ("/v1/models", saying(status=401), "garbage", "api_key"),
         ("/v1/models", saying(status=307), "garbage", "answered 307"),
         ("/v1/models", saying("<html>"), "garbage", "not JSON"),
-        ("/metrics/", hang_up, "timeout", "/metrics/: "),
+        ("/metrics/", hang_up, "no_answer", "/metrics/: "),
     ],
 )
 async def test_the_first_step_that_fails_ends_the_lap(
@@ -269,7 +269,7 @@ async def test_a_slow_answer_is_a_timeout(bench: Bench) -> None:
     bench.pace.timeout_s = 0.05
     bench.vllm.answers["/health"] = hang
     await bench.poller().lap()
-    assert bench.sink.take() == ["timeout"]
+    assert bench.sink.take() == ["no_answer"]
 
 
 async def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ async def test_a_refused_connection_is_told_apart_and_tried_again_soon(bench: Be
 async def test_an_unreachable_address_does_not_prove_that_nobody_listens(bench: Bench) -> None:
     # The kernel itself turns this connection down; nothing is sent.
     await bench.poller("http://255.255.255.255:9").lap()
-    assert bench.sink.take() == ["timeout"]
+    assert bench.sink.take() == ["no_answer"]
 
 
 async def test_a_url_that_cannot_be_asked_is_garbage(bench: Bench) -> None:

@@ -70,6 +70,6 @@ def pools(
     """Pools whose backends are all up and serve BASE, unless `listings` says otherwise."""
     made = Pools(settings or Settings(), backends, aliases or {}, Random(0))
     for name in backends:
-        made.answered(name)
+        made.answered(name, 0.0)
         made.listed(name, (listings or {}).get(name, listing()))
     return made

@@ -10,7 +10,7 @@ from tests.core.make import listing, reading, request, view
 
 def backend(*adapters: str, max_in_flight: int | None = 8, **capacity: object) -> Backend:
     made = Backend("a", CapacitySettings(**capacity), HealthSettings(), max_in_flight)  # type: ignore[arg-type]
-    made.answered()
+    made.answered(0.0)
     made.listed(listing(*adapters))
     return made
 
@@ -215,18 +215,28 @@ def test_a_poll_that_timed_out_keeps_them() -> None:
         (reading(0.5, running=1, waiting=1), False),
         (reading(0.5, running=0), False),
         (reading(GAUGE_LAG_S / 2, running=1), False),
-        (reading(STARTED_AFTER_S, running=0, waiting=1), True),
+        (reading(STARTED_AFTER_S, running=0, waiting=1), False),
     ],
 )
-def test_an_answer_without_a_stream_has_started_once_the_counters_say_so_or_a_second_has_passed(
-    seen: Reading, started: bool
-) -> None:
+def test_an_answer_without_a_stream_has_started_once_the_counters_say_so(seen: Reading, started: bool) -> None:
     one = backend()
     one.book(1, request(stream=False), 0.0)
     one.book(2, request(stream=True), 0.0)
     one.observe(seen)
     assert one.bookings[1].started is started
     assert not one.bookings[2].started, "a stream starts with its first byte alone"
+
+
+def test_an_answer_without_a_stream_counts_as_started_after_a_second_even_where_nothing_is_published() -> None:
+    one = backend()
+    one.book(1, request(), 0.0)
+    one.release(1, Verdict.CONNECT_FAILED, 0.0)
+    one.book(2, request(stream=False), 2.0)
+    one.answered(2.0 + STARTED_AFTER_S / 2)
+    assert [booking.started for booking in one.bookings.values()] == [False]
+    one.answered(2.0 + STARTED_AFTER_S)
+    assert [booking.started for booking in one.bookings.values()] == [True]
+    assert one.view(2.0 + STARTED_AFTER_S).available, "the probe's case is closed, however long its answer takes"
 
 
 def test_a_start_seen_by_the_poller_closes_the_case_of_a_probe() -> None:

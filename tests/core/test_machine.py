@@ -252,7 +252,7 @@ def deadline_is_missed(patching: pytest.MonkeyPatch) -> None:
 
 def exclusion_is_forgotten(patching: pytest.MonkeyPatch) -> None:
     submit = Scheduler.submit
-    patching.setattr(Scheduler, "submit", lambda self, *given: submit(self, *given[:2]))
+    patching.setattr(Scheduler, "submit", lambda self, *given, again: submit(self, *given[:2], again=again))
 
 
 def flow_is_offered_twice(patching: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_queue_limits_count_over_all_pools() -> None:
 def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
     one = Pools(TIGHT, {"a": 1, "late": 1}, {}, Random(0))
     for name in ("a", "late"):
-        one.answered(name)
+        one.answered(name, 0.0)
     assert not one.ready(0.0), "up, but nothing is known of what it serves"
     one.listed("a", listing())
     assert one.ready(0.0)
@@ -99,7 +99,7 @@ def test_names_are_remembered_while_their_backend_is_down() -> None:
     with pytest.raises(Refused) as caught:
         one.submit(request(adapter="lora"), 0.0)
     assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
-    one.answered("a")
+    one.answered("a", 0.0)
     one.submit(request(adapter="lora"), 0.0)
     assert granted(one) == ["base"]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.domain import Outcome, Refused, Request
+from llmproxy.core.domain import Request
 from llmproxy.core.fairness import Fcfs
 from llmproxy.core.queue import FLOW_LOOK_MAX, Band, Deadlines, DrainRate, Occupancy, Queued
 from llmproxy.core.settings import QueueSettings, Settings
@@ -20,36 +20,36 @@ from tests.core.make import request
         (QueueSettings(bytes_max=250), "queue.bytes_max (250)"),
     ],
 )
-def test_each_limit_refuses_by_its_name_and_changes_nothing(limits: QueueSettings, named: str) -> None:
+def test_each_limit_is_told_by_its_name(limits: QueueSettings, named: str) -> None:
     occupancy = Occupancy(limits)
-    occupancy.enter(0, 100, 1.0)
-    occupancy.enter(0, 100, 1.0)
-    with pytest.raises(Refused) as caught:
-        occupancy.enter(0, 100, 7.5)
-    assert caught.value.outcome is Outcome.REJECTED_CAPACITY
-    assert named in caught.value.message
-    assert caught.value.retry_after_s == 7.5
+    occupancy.enter(0, 100)
+    occupancy.enter(0, 100)
+    full = occupancy.full(0, 100)
+    assert full is not None
+    assert f"{full.name} ({full.limit})" == named
+    assert full.total is ("band_" not in named)
     assert occupancy.queued() == {0: (2, 200)}
     occupancy.leave(0, 100)
-    occupancy.enter(0, 100, 1.0)
+    assert occupancy.full(0, 100) is None
     occupancy.check()
 
 
 def test_a_full_band_leaves_the_others_alone_and_the_total_counts_all() -> None:
     occupancy = Occupancy(QueueSettings(band_requests_max=2, requests_max=3))
-    occupancy.enter(0, 1, 1.0)
-    occupancy.enter(0, 1, 1.0)
-    occupancy.enter(100, 1, 1.0)
-    with pytest.raises(Refused, match="requests_max"):
-        occupancy.enter(100, 1, 1.0)
-    assert occupancy.queued() == {0: (2, 2), 100: (1, 1)}
+    occupancy.enter(0, 1)
+    occupancy.enter(0, 1)
+    assert occupancy.full(100, 1) is None
+    occupancy.enter(100, 1)
+    full = occupancy.full(100, 1)
+    assert full is not None
+    assert full.name == "queue.requests_max"
 
 
 def test_what_fits_exactly_is_let_in() -> None:
     occupancy = Occupancy(QueueSettings(bytes_max=100, band_bytes_max=100))
-    occupancy.enter(0, 100, 1.0)
-    with pytest.raises(Refused, match="bytes_max"):
-        occupancy.enter(0, 1, 1.0)
+    assert occupancy.full(0, 100) is None
+    occupancy.enter(0, 100)
+    assert occupancy.full(0, 1) is not None
 
 
 # --- flows ------------------------------------------------------------------------------------------------------------

@@ -316,3 +316,43 @@ def test_slow_polls_revoke_nothing() -> None:
         one.troubled("a", Trouble.TIMEOUT)
     assert one.decide(0.0) == []
     assert not one.ready(0.0)
+
+
+# --- a full waiting room ----------------------------------------------------------------------------------------------
+
+FULL = Settings(queue=QueueSettings(requests_max=2), capacity=CapacitySettings(look_ahead=0))
+
+
+def test_a_higher_band_takes_the_place_of_the_newest_of_the_lowest_band() -> None:
+    of = pools({"a": 1}, FULL)
+    submit(of, request(id="runs"))
+    of.decide(0.0)
+    submit(of, request(id="old", band=SHEDDABLE, arrived_s=0.1), request(id="new", band=SHEDDABLE, arrived_s=0.2))
+    submit(of, request(id="urgent", band=CRITICAL, arrived_s=0.3))
+    (drop,) = of.decide(0.3)
+    assert isinstance(drop, Drop)
+    assert (drop.request.id, drop.outcome) == ("new", Outcome.SHED)
+    with pytest.raises(Refused, match="requests_max"):
+        of.submit(request(id="late", band=SHEDDABLE), 0.4)
+    of.check()
+
+
+def test_a_client_that_leaves_in_the_moment_it_is_shed_leaves_nothing_behind() -> None:
+    of = pools({"a": 1}, FULL)
+    submit(of, request(id="runs"))
+    of.decide(0.0)
+    first, second = request(id="first", band=SHEDDABLE), request(id="second", band=SHEDDABLE, arrived_s=0.1)
+    submit(of, first, second, request(id="urgent", band=CRITICAL, arrived_s=0.2))
+    of.cancel(second)
+    assert of.decide(0.2) == []
+    of.check()
+
+
+def test_a_new_attempt_is_not_turned_away_by_a_full_queue() -> None:
+    of = pools({"a": 1, "b": 1}, FULL)
+    submit(of, request(id="one"), request(id="two"))
+    grant = next(d for d in of.decide(0.0) if isinstance(d, Grant))
+    submit(of, request(id="three"), request(id="four"))
+    of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
+    of.submit(grant.request, 0.1, frozenset({grant.placed.backend}), again=True)
+    assert of.queued()[grant.request.band][0] == 3

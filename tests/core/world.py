@@ -125,10 +125,11 @@ class World:
         self.held: dict[int, tuple[Grant, frozenset[str]]] = {}
         self.ended: dict[str, str] = {}
         self.gone: set[str] = set()
+        self.shed: set[str] = set()
         self.trace: list[str] = []
         self._serial = 0
         for name, (_, listed) in fleet.items():
-            self.pools.answered(name)
+            self.pools.answered(name, 0.0)
             self.pools.listed(name, listed)
 
     # --- events --------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class World:
             self.gone.add(backend)
 
     def answered(self, backend: str) -> None:
-        self.pools.answered(backend)
+        self.pools.answered(backend, self.now)
 
     def listed(self, backend: str, new: Listing) -> None:
         self.pools.listed(backend, new)
@@ -202,16 +203,30 @@ class World:
         rows = self._rows(waiter.request.pool).values()
         servable = any(self._serves(row, waiter) and not self._down(row.view.backend) for row in rows)
         in_band = sum(w.request.band == waiter.request.band for w in self.waiting.values())
-        full = len(self.waiting) == QUEUE_MAX or in_band == BAND_MAX
+        again = bool(waiter.excluded)
+        total_full = len(self.waiting) >= QUEUE_MAX and not again
+        below = [w.request for w in self._waiting_in(waiter.request.pool) if w.request.band < waiter.request.band]
         try:
-            self.pools.submit(waiter.request, self.now, waiter.excluded)
+            self.pools.submit(waiter.request, self.now, waiter.excluded, again=again)
         except Refused as refusal:
             self._end(waiter.request.id, refusal.outcome)
         else:
+            if total_full:
+                self._see_shed(waiter.request.pool, below)
             self.waiting[waiter.request.id] = waiter
+        full = (in_band >= BAND_MAX and not again) or (total_full and not below)
         expected = Outcome.REJECTED_CAPACITY if full else None
         answer = self.ended.get(waiter.request.id)
         assert answer == (expected if servable else Outcome.REJECTED_NO_BACKENDS), f"{waiter.request.id}: {answer}"
+
+    def _see_shed(self, pool: str, below: list[Request]) -> None:
+        """Whoever made room must be the newest of the lowest band."""
+        victim = self.pools._schedulers[pool]._shed[-1].request
+        lowest = [request for request in below if request.band == min(one.band for one in below)]
+        assert victim in lowest
+        assert victim.arrived_s == max(request.arrived_s for request in lowest)
+        del self.waiting[victim.id]
+        self.shed.add(victim.id)
 
     def _end(self, request_id: str, how: str) -> None:
         assert request_id not in self.ended, f"{request_id} ended twice: {self.ended[request_id]}, {how}"
@@ -229,6 +244,9 @@ class World:
         for decision in decisions:
             self.trace.append(repr(decision))
             match decision:
+                case Drop(outcome=Outcome.SHED):
+                    self.shed.remove(decision.request.id)
+                    self._end(decision.request.id, decision.outcome)
                 case Drop():
                     assert decision.outcome in (Outcome.EXPIRED, Outcome.EXPIRED_NO_BACKENDS)
                     due.remove(decision.request.id)

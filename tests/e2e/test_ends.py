@@ -1,0 +1,114 @@
+"""Ends that look alike from outside and must not be told alike."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from tests.backends.raw_server import Peer
+from tests.e2e.house import FAST, HELLO, House, house, until
+from tests.e2e.scripted import STREAM_HEAD, chunk, scripted
+
+STREAM = HELLO | {"stream": True}
+
+
+async def test_a_client_that_leaves_at_the_end_mark_has_had_it_all() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk(b'data: {"id":"x","choices":[{"delta":{"content":"hi"}}]}\n\n'))
+        await peer.send(chunk(b"data: [DONE]\n\n"))
+        await asyncio.sleep(30)
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        async with openai.AsyncOpenAI(base_url=f"{home.url}/v1", api_key="k", max_retries=0) as sdk:
+            stream = await sdk.chat.completions.create(
+                model="base", messages=[{"role": "user", "content": "hi"}], stream=True
+            )
+            assert [piece.choices[0].delta.content async for piece in stream] == ["hi"]
+            await stream.close()
+        await until(lambda: home.proxy.walker.walking == 0)
+        assert home.outcomes() == {"completed": 1}
+
+
+async def test_an_error_event_that_blames_the_client_ejects_nobody_and_is_not_tried_again() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        event = b'data: {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}\n\n'
+        await peer.send(STREAM_HEAD + chunk(event) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async with scripted(script) as backend, house(extra=[backend.url], health={"failures": 1}) as home:
+        for _ in range(3):
+            answer = await home.chat(STREAM)
+            assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (200, "1")
+        assert home.proxy.pools.ready(asyncio.get_running_loop().time())
+
+
+async def test_work_that_began_is_not_quietly_done_twice() -> None:
+    """A kept connection that breaks in mid-work is no idle connection that was dropped."""
+    asked = 0
+
+    async def script(peer: Peer, _: bytes) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+            return
+        await asyncio.sleep(0.3)
+        peer.reset()
+
+    async with scripted(script) as backend, house(extra=[backend.url], retry={"extra_attempts": 0}) as home:
+        assert (await home.chat()).status == 200
+        assert (await home.chat()).status == 502
+        assert asked == 2
+
+
+async def test_the_time_to_wait_does_not_run_while_a_body_arrives(home: House) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+    body = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":1}'
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"x-llm-d-inference-ttl: 50ms\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode())
+    await asyncio.sleep(0.15)
+    writer.write(body)
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_body_that_stops_arriving_is_answered(home: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmproxy.gateway.client_leg.SILENCE_MAX_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: 99\r\n\r\n{"
+    )
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_stored_response_is_logged_and_named_like_any_request(home: House) -> None:
+    made = await home.post("/v1/responses", {"model": "base", "input": "hi", "max_output_tokens": 4})
+    before = home.outcomes().get("completed", 0)
+    got = await home.get(f"/v1/responses/{made.json['id']}", headers={"x-request-id": "mine"})
+    assert (got.status, got.headers["x-request-id"]) == (200, "mine")
+    assert home.outcomes()["completed"] == before + 1
+
+
+async def test_a_refusal_at_the_door_has_an_id(home: House) -> None:
+    answer = await home.get("/nothing", headers={"x-request-id": "mine"})
+    assert (answer.status, answer.headers["x-request-id"]) == (404, "mine")
+
+
+async def test_a_stream_that_never_mentions_its_end_after_the_mark_is_complete_all_the_same() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk(b'data: {"id":"x","choices":[]}\n\n') + chunk(b"data: [DONE]\n\n"))
+        peer.reset()
+
+    async with scripted(script) as backend, house(FAST, extra=[backend.url]) as home:
+        del backend
+        answers = [await home.chat(STREAM) for _ in range(6)]
+        assert all(answer.body.endswith(b"data: [DONE]\n\n") for answer in answers)
+        assert home.outcomes() == {"completed": 6}
