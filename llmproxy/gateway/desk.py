@@ -82,13 +82,7 @@ class Spliced:
     """
 
     parts: tuple[bytes | memoryview, ...]
-    size_bytes: int
     hides_usage: bool = False
-
-    def joined(self) -> bytes:
-        """One bytes object; the client's own where nothing changed. Copying costs about 0.4 ms per MB."""
-        first = self.parts[0]
-        return first if len(self.parts) == 1 and isinstance(first, bytes) else b"".join(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +321,7 @@ def _option(body: bytes, name: str, member: Member) -> Any:
 
 def _splice(body: bytes, edits: list[_Edit], hides_usage: bool) -> Spliced:
     if not edits:
-        return Spliced((body,), len(body))
+        return Spliced((body,))
     view = memoryview(body)
     parts: list[bytes | memoryview] = []
     at = 0
@@ -335,4 +329,4 @@ def _splice(body: bytes, edits: list[_Edit], hides_usage: bool) -> Spliced:
         parts += [view[at:start], new]
         at = end
     parts.append(view[at:])
-    return Spliced(tuple(parts), sum(map(len, parts)), hides_usage)
+    return Spliced(tuple(parts), hides_usage)
