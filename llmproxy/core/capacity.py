@@ -7,6 +7,8 @@ from math import floor
 
 PLATEAU_READINGS = 3
 """Waiting must persist this long to be a queue: a request that arrived between two steps waits for one reading."""
+UNPUBLISHED = 256
+"""The limit of a backend that publishes no numbers to learn from: the batch limit that vLLM itself starts with."""
 CALM_READINGS_MIN = 5
 CALM_READINGS_MAX = 160
 """Readings without anybody waiting before a known plateau is tried again. Doubled each time that it proves the same."""
@@ -62,6 +64,11 @@ class BatchLimit:
         # Half, because short requests spend much of their time outside the batch, on their way in and out.
         if load >= used_from and 2 * running >= used_from:
             self._grow(running)
+
+    def unpublished(self) -> None:
+        """The backend lives and publishes no numbers: nothing can be learned, and a low guess would stay for ever."""
+        if self._cap is None and self._plateau is None:
+            self._set(max(self.value, UNPUBLISHED))
 
     def refused(self, load: int) -> None:
         """The engine turned a request away as busy while `load` sequences were at it."""

@@ -115,6 +115,8 @@ class Backend:
     def answered(self, now: float) -> None:
         """A poll found the backend in good health, whether or not it publishes numbers."""
         self.health.answered()
+        if self.reading is None:
+            self.limit.unpublished()
         self._notice_running(now)
         self._view = None
 

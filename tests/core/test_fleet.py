@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from llmproxy.core.capacity import UNPUBLISHED
 from llmproxy.core.domain import Reading, Trouble, Verdict
 from llmproxy.core.fleet import GAUGE_LAG_S, RESIDENT_ADAPTERS_MAX, STARTED_AFTER_S, Backend
 from llmproxy.core.settings import CapacitySettings, HealthSettings
@@ -171,15 +172,26 @@ def test_residency_is_bounded_where_the_engine_does_not_say() -> None:
 
 def test_waiting_for_an_adapter_slot_teaches_no_batch_limit() -> None:
     def watched(adapter: str) -> int:
-        one = backend("x", "y", max_in_flight=None, start_limit=32)
+        one = backend("x", "y", max_in_flight=None, start_limit=UNPUBLISHED)
         one.book(1, request(adapter=adapter), 0.0)
         for at_s in range(1, 6):
             full = frozenset({"x"})
             one.observe(reading(float(at_s), running=3, waiting=2, max_adapters=1, running_adapters=full))
         return one.limit.value
 
-    assert watched("y") == 32
+    assert watched("y") == UNPUBLISHED
     assert watched("x") == 3
+
+
+def test_a_backend_that_publishes_nothing_is_not_held_to_a_first_guess() -> None:
+    assert backend(max_in_flight=None, start_limit=32).limit.value == UNPUBLISHED
+    assert backend(max_in_flight=8).limit.value == 8, "an operator's word stands"
+    busy = backend(max_in_flight=None)
+    for lease in range(10):
+        busy.book(lease, request(), 0.0)
+    busy.release(9, Verdict.BUSY, 0.1)
+    busy.answered(1.0)
+    assert busy.limit.value == 9, "what a refusal taught is not forgotten"
 
 
 # --- what a death takes along -----------------------------------------------------------------------------------------
