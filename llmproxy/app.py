@@ -169,7 +169,8 @@ async def _serve(config: Config) -> int:
         loop.add_signal_handler(number, stop.set)
     try:
         async with running(config) as proxy:
-            _log.info("listening", url=proxy.url, backends=len(config.backends))
+            clients = "those with a key" if config.api_keys else "anybody (no api_keys)"
+            _log.info("listening", url=proxy.url, backends=len(config.backends), clients=clients)
             # What lives by now lives for good: the collector need not look at it again with every young generation.
             gc.freeze()
             await stop.wait()
