@@ -7,9 +7,13 @@ import asyncio
 import openai
 import pytest
 
+from llmproxy.core.domain import DEFAULT, Verdict
+from llmproxy.core.estimate import OUTPUT_TOKENS
+from llmproxy.core.fairness import FairShare
+from llmproxy.gateway.walk import RetryBudget
 from tests.backends.raw_server import Peer
 from tests.e2e.house import FAST, HELLO, House, house, until
-from tests.e2e.scripted import STREAM_HEAD, chunk, scripted
+from tests.e2e.scripted import STREAM_HEAD, chunk, scripted, whole
 
 STREAM = HELLO | {"stream": True}
 
@@ -112,3 +116,49 @@ async def test_a_stream_that_never_mentions_its_end_after_the_mark_is_complete_a
         answers = [await home.chat(STREAM) for _ in range(6)]
         assert all(answer.body.endswith(b"data: [DONE]\n\n") for answer in answers)
         assert home.outcomes() == {"completed": 6}
+
+
+async def test_an_engine_without_such_a_thing_is_not_broken() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(whole(b"{}", "501 Not Implemented"))
+
+    async with scripted(script) as backend, house(extra=[backend.url], health={"failures": 1}) as home:
+        for _ in range(3):
+            assert (await home.chat()).status == 501
+        assert home.proxy.pools.ready(asyncio.get_running_loop().time())
+
+
+async def test_header_bytes_that_cannot_be_passed_on_are_refused_and_not_left_out(home: House) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-name: p\xe9q\r\n"
+        b"connection: close\r\ncontent-length: 15\r\n\r\n" + b'{"messages":[]}'
+    )
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"x-name" in answer
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:
+    async with house(FAST) as home:
+        asked = asyncio.create_task(home.chat(HELLO | {"max_tokens": 30_000, "ignore_eos": True}))
+        await until(lambda: home.replicas[0].in_flight == 1)
+        asked.cancel()
+        await until(lambda: home.proxy.walker.walking == 0)
+        fairness = home.proxy.pools._schedulers["base"]._bands[DEFAULT].fairness
+        assert isinstance(fairness, FairShare)
+        assert fairness.counter("base") > 2 * OUTPUT_TOKENS, "the estimate of the answer is charged, and the prompt"
+
+
+def test_only_attempts_that_cost_an_engine_something_take_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmproxy.gateway.walk.RETRY_RESERVE", 1.0)
+    budget = RetryBudget(0.5)
+    for verdict in (Verdict.LOST, Verdict.CONNECT_FAILED):
+        assert all(budget.take(verdict) for _ in range(10))
+    assert budget.take(Verdict.FAILED)
+    assert not budget.take(Verdict.FAILED)
+    budget.request()
+    budget.request()
+    assert budget.take(Verdict.FAILED)
