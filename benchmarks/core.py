@@ -13,10 +13,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from time import perf_counter
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Listing, ModelCard, Reading, Request, Verdict
+from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 
@@ -43,7 +45,7 @@ class Bench:
         self._rng = Random(1)
         self._flows = flows
         self._names = [f"backend-{number:03d}" for number in range(backends)]
-        self._pools = Pools(Settings(), dict.fromkeys(self._names, BATCH), {}, self._rng)
+        self._pools = Pools(Settings(), dict.fromkeys(self._names, BATCH), {}, partial(make, "blend", self._rng))
         self._now = 0.0
         self._serial = 0
         self._readings = 0

@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import structlog
@@ -18,6 +19,7 @@ from llmproxy.backends.poller import Poller, polling_session
 from llmproxy.backends.upstream import AiohttpUpstream
 from llmproxy.config import Config
 from llmproxy.core.domain import Listing, Reading, Trouble
+from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher
@@ -100,11 +102,12 @@ class Proxy:
 async def running(config: Config) -> AsyncIterator[Proxy]:
     """Start a proxy on the current loop and stop it when the block ends. Raises OSError when it cannot listen."""
     loop = asyncio.get_running_loop()
+    settings, rng = settings_of(config), Random(config.scheduling.seed)
     pools = Pools(
-        settings_of(config),
+        settings,
         {backend.name: backend.max_in_flight for backend in config.backends},
         {model.name: model.target for model in config.models if model.target is not None},
-        Random(config.scheduling.seed),
+        partial(make, settings.placement, rng),
     )
     metrics = Metrics(lambda: _state(pools, config, loop.time()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided)

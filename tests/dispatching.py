@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import wraps
+from functools import partial, wraps
 from random import Random
 from typing import Any
 
 from llmproxy.core.domain import Refused, Request, Verdict
+from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
 from llmproxy.dispatcher import Dispatcher, Lease
@@ -46,7 +47,7 @@ class Passes:
 
 
 def dispatcher(passes: Passes | None = None, **backends: int) -> Dispatcher:
-    pools = Pools(SETTINGS, backends, {}, Random(0))
+    pools = Pools(SETTINGS, backends, {}, partial(make, SETTINGS.placement, Random(0)))
     made = Dispatcher(pools, passes or Passes())
     for name in backends:
         made.answered(name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from random import Random
 
 import pytest
 
 from llmproxy.core import scheduler
 from llmproxy.core.domain import CRITICAL, DEFAULT, Outcome, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from tests.core.make import listing, request
@@ -205,7 +207,7 @@ async def test_a_mass_release_is_spread_over_turns() -> None:
 
 @virtual
 async def test_a_backend_that_appears_takes_what_waits() -> None:
-    one = Dispatcher(Pools(SETTINGS, {"a": 1, "b": 1}, {}, Random(0)))
+    one = Dispatcher(Pools(SETTINGS, {"a": 1, "b": 1}, {}, partial(make, "blend", Random(0))))
     one.answered("a")
     one.listed("a", listing())
     holder, waiting = Client(one), Client(one)

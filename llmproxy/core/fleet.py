@@ -25,6 +25,7 @@ class View:
 
     `load` counts sequences in flight, ours and other clients'; `waiting` those in the engine's own queue at the last
     reading; `kv_used` (0..1) includes prompts booked since that reading. `kv_tokens` is the size of the KV-cache.
+    `reading` is the last one as it came, while it is fresh enough to be believed.
     """
 
     backend: str
@@ -40,6 +41,7 @@ class View:
     kv_tokens: int | None
     look_ahead: int
     kv_full: float
+    reading: Reading | None
 
     def has_room(self, ceiling: float) -> bool:
         """True when one more request may go there under `ceiling`; an idle backend takes anything."""
@@ -259,6 +261,7 @@ class Backend:
             kv_tokens=kv_tokens,
             look_ahead=self._capacity.look_ahead,
             kv_full=self._capacity.kv_full,
+            reading=reading,
         )
 
     def check(self) -> None:

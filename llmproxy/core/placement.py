@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol
 
-from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.fleet import View
 from llmproxy.core.registry import Registry
 
@@ -16,19 +16,47 @@ NO_MATCH_FOR_MODEL = NoMatch(whole_model=True)
 
 
 class Placement(Protocol):
-    """Chooses one backend for one request."""
+    """Chooses one backend for one request, and hears what became of its choices."""
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
     ) -> Placed | NoCapacity | NoMatch:
         """Answer the backend, or why there is none: no room under `ceiling` anywhere, or none for this request."""
 
+    def booked(self, lease: int, request: Request, backend: str) -> None:
+        """The choice was taken: `request` goes to `backend` under `lease`."""
+
+    def started(self, lease: int) -> None:
+        """The first byte of the answer arrived."""
+
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None) -> None:
+        """The attempt ended; `usage` is None where its tokens are unknown."""
+
+    def lost(self, backend: str) -> None:
+        """The process behind `backend` is gone, and all that it had cached."""
+
+
+class Unobserved:
+    """For a placement that needs no news of its choices: the views tell it all."""
+
+    def booked(self, lease: int, request: Request, backend: str) -> None:
+        pass
+
+    def started(self, lease: int) -> None:
+        pass
+
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None) -> None:
+        pass
+
+    def lost(self, backend: str) -> None:
+        pass
+
 
 Pick = Callable[[Request, Sequence[View]], Placed]
 presets: Registry[Callable[[Random], Pick]] = Registry("placement")
 
 
-class FilteredPlacement:
+class FilteredPlacement(Unobserved):
     """The filters every preset shares, then the preset's own choice among those that passed."""
 
     def __init__(self, pick: Pick) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
-from random import Random
 from typing import Any
 
 from llmproxy.core.catalogue import Catalogue, Target
@@ -23,6 +22,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.estimate import Estimator
 from llmproxy.core.fleet import Backend, View
+from llmproxy.core.placement import Placement
 from llmproxy.core.queue import Occupancy
 from llmproxy.core.scheduler import RETRY_EMPTY_S, Scheduler
 from llmproxy.core.settings import Settings
@@ -32,14 +32,18 @@ class Pools:
     """One scheduler per base model, so that a saturated model cannot hold up another.
 
     `backends` maps a backend's name to its configured `max_in_flight`, None where it is to be learned. A backend
-    belongs to no pool until its first listing.
+    belongs to no pool until its first listing. Each pool gets a placement of its own from `make_placement`.
     """
 
     def __init__(
-        self, settings: Settings, backends: Mapping[str, int | None], aliases: Mapping[str, str], rng: Random
+        self,
+        settings: Settings,
+        backends: Mapping[str, int | None],
+        aliases: Mapping[str, str],
+        make_placement: Callable[[], Placement],
     ) -> None:
         self._settings = settings
-        self._rng = rng
+        self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
         self._lease_serial = count(1)
         self._schedulers: dict[str, Scheduler] = {}
@@ -79,7 +83,9 @@ class Pools:
             del self._pool_of[backend]
         if pool is not None:
             if pool not in self._schedulers:
-                self._schedulers[pool] = Scheduler(pool, self._settings, self._occupancy, self._lease_serial, self._rng)
+                self._schedulers[pool] = Scheduler(
+                    pool, self._settings, self._occupancy, self._lease_serial, self._make_placement()
+                )
             self._schedulers[pool].attach(self.backends[backend])
             self._pool_of[backend] = pool
         self._schedulers = {name: s for name, s in self._schedulers.items() if not s.idle}

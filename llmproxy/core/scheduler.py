@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from random import Random
 
 from llmproxy.core.domain import (
     Decision,
@@ -23,7 +22,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.fairness import policies
 from llmproxy.core.fleet import Backend, View
-from llmproxy.core.placement import NO_CAPACITY, context_tokens, make
+from llmproxy.core.placement import NO_CAPACITY, Placement, context_tokens
 from llmproxy.core.queue import Band, Deadlines, DrainRate, Occupancy, Queued
 from llmproxy.core.settings import Settings
 
@@ -65,12 +64,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: str, settings: Settings, occupancy: Occupancy, lease_serial: Iterator[int], rng: Random
+        self, pool: str, settings: Settings, occupancy: Occupancy, lease_serial: Iterator[int], placement: Placement
     ) -> None:
         self.pool = pool
         self._settings = settings
         self._occupancy = occupancy
-        self._placement = make(settings.placement, rng)
+        self._placement = placement
         self._make_fairness = policies.get(settings.fairness)
         self._backends: dict[str, Backend] = {}
         self._bands: dict[int, Band] = {}
@@ -96,6 +95,7 @@ class Scheduler:
 
     def lost(self, backend: Backend) -> None:
         """The process behind a backend is gone: the next `decide` revokes its leases."""
+        self._placement.lost(backend.name)
         self._lost += [lease for lease, held in self._leases.items() if held.backend is backend]
 
     @property
@@ -164,6 +164,7 @@ class Scheduler:
     def started(self, lease: int) -> None:
         """The first byte of the answer arrived."""
         self._leases[lease].backend.started(lease)
+        self._placement.started(lease)
 
     def progress(self, lease: int, output_tokens: int) -> None:
         """The answer has about so many tokens by now: charge what exceeds the estimate."""
@@ -176,6 +177,7 @@ class Scheduler:
         """Return a lease. `usage` is what the engine counted, or the tokens seen so far where it was cut short."""
         held = self._leases.pop(lease)
         held.backend.release(lease, verdict, now)
+        self._placement.finished(lease, verdict, usage)
         if usage is not None:
             self._charge(held, self._cost(usage.prompt_tokens, usage.output_tokens))
         elif verdict is not Verdict.SERVED:
@@ -259,6 +261,7 @@ class Scheduler:
         backend = self._backends[placed.backend]
         lease = next(self._lease_serial)
         backend.book(lease, request, now)
+        self._placement.booked(lease, request, backend.name)
         views[next(i for i, view in enumerate(views) if view.backend == placed.backend)] = backend.view(now)
         held = _Lease(request, backend, 0.0)
         self._leases[lease] = held

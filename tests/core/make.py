@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Any
 
 from llmproxy.core.domain import DEFAULT, Listing, ModelCard, Reading, Request
 from llmproxy.core.fleet import View
+from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 
@@ -57,6 +59,7 @@ def view(name: str = "a", **given: Any) -> View:
         "kv_tokens": None,
         "look_ahead": 0,
         "kv_full": 0.95,
+        "reading": None,
     }
     return View(**(facts | given))
 
@@ -68,7 +71,9 @@ def pools(
     listings: Mapping[str, Listing] | None = None,
 ) -> Pools:
     """Pools whose backends are all up and serve BASE, unless `listings` says otherwise."""
-    made = Pools(settings or Settings(), backends, aliases or {}, Random(0))
+    settings = settings or Settings()
+    placements = partial(make, settings.placement, Random(0))
+    made = Pools(settings, backends, aliases or {}, placements)
     for name in backends:
         made.answered(name, 0.0)
         made.listed(name, (listings or {}).get(name, listing()))

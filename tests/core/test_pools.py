@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
 
 from llmproxy.core.domain import CRITICAL, Grant, Outcome, Refused, Revoke, Trouble, Verdict
+from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 from tests.core.make import listing, pools, request
@@ -39,7 +41,7 @@ def test_queue_limits_count_over_all_pools() -> None:
 
 
 def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
-    one = Pools(TIGHT, {"a": 1, "late": 1}, {}, Random(0))
+    one = Pools(TIGHT, {"a": 1, "late": 1}, {}, partial(make, TIGHT.placement, Random(0)))
     for name in ("a", "late"):
         one.answered(name, 0.0)
     assert not one.ready(0.0), "up, but nothing is known of what it serves"
@@ -116,7 +118,7 @@ def test_ready_means_that_some_backend_takes_requests_now() -> None:
 
 
 def test_a_backend_in_no_pool_may_fail_its_polls() -> None:
-    one = Pools(TIGHT, {"a": None}, {}, Random(0))
+    one = Pools(TIGHT, {"a": None}, {}, partial(make, TIGHT.placement, Random(0)))
     one.troubled("a", Trouble.REFUSED)
     one.troubled("a", Trouble.REFUSED)
     assert one.decide(0.0) == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from random import Random
 
@@ -31,6 +32,7 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.fleet import View
+from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings
@@ -119,7 +121,8 @@ class World:
         self.fleet = fleet
         self.settings = settings
         self.own_checks = own_checks
-        self.pools = Pools(settings, {name: fixed for name, (fixed, _) in fleet.items()}, {}, Random(seed))
+        placements = partial(make, settings.placement, Random(seed))
+        self.pools = Pools(settings, {name: fixed for name, (fixed, _) in fleet.items()}, {}, placements)
         self.now = 0.0
         self.waiting: dict[str, Waiter] = {}
         self.held: dict[int, tuple[Grant, frozenset[str]]] = {}

@@ -1,0 +1,50 @@
+"""What clients ask for in a replay: arrivals, and the trace that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace, with the length that its answer will have, which no policy may look at.
+
+    `at_s` counts from the start of the trace. `blocks` names the prompt's blocks of `Trace.block_tokens` tokens each,
+    the last perhaps partial: equal ids mean equal prompts from the first token to the end of that block. Ids beyond
+    the prompt are those of the answer, as far as it is known; without any id nothing is shared. `adapter` is None for
+    the base model. `band` is a name or an integer as in the configuration. `ttl_s` is the longest wait in the queue
+    that the client asks for; `ttft_slo_s` and `tpot_slo_s` are its own objectives, None for the fleet's. `then` is the
+    next turn of a closed loop: it arrives `think_s` seconds after this answer ended, whatever its `at_s` says, and
+    never when this request got no answer.
+    """
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    tenant: str = "default"
+    adapter: str | None = None
+    band: str | int = "default"
+    session: str | None = None
+    ttl_s: float | None = None
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    think_s: float = 0.0
+    then: Arrival | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Arrivals in the order of their times, read anew by every run: `arrivals()` answers the same ones each time.
+
+    `name` is what reports call it. `block_tokens` is the size of a block in `Arrival.blocks`.
+    """
+
+    name: str
+    arrivals: Callable[[], Iterator[Arrival]]
+    block_tokens: int = 512
+
+
+class TraceError(Exception):
+    """A trace that cannot be replayed. The message is for people: file, line, reason."""

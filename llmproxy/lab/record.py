@@ -1,0 +1,32 @@
+"""What became of one request of a replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmproxy.core.domain import Outcome
+from llmproxy.lab.arrival import Arrival
+
+
+@dataclass(slots=True)
+class Record:
+    """One request from its arrival to its end, in seconds of virtual time.
+
+    `arrived_s` is when it really arrived (a closed loop decides that late), `band` the resolved level. `backend` and
+    `hit_tokens` (prompt tokens found cached) are those of the last attempt. `tpot_s` is the mean time per output token
+    after the first, None for answers of one token. `met` says whether a completed answer kept both objectives.
+    """
+
+    arrival: Arrival
+    arrived_s: float
+    band: int
+    outcome: Outcome = Outcome.INTERNAL
+    ended_s: float = 0.0
+    backend: str | None = None
+    attempts: int = 0
+    queue_wait_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    hit_tokens: int = 0
+    output_tokens: int = 0
+    met: bool = False
