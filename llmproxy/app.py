@@ -17,11 +17,10 @@ from aiohttp import web
 
 from llmproxy.backends.poller import Poller, polling_session
 from llmproxy.backends.upstream import AiohttpUpstream
-from llmproxy.config import Config
+from llmproxy.config import Config, settings_of
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.identity import Identity
@@ -45,37 +44,6 @@ def run(config: Config) -> int:
     logs.configure(config.log_format, config.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config))
-
-
-def settings_of(config: Config) -> Settings:
-    """What the core needs to know of a configuration."""
-    chosen, health, queue = config.scheduling, config.health, config.queue
-    return Settings(
-        fairness=chosen.fairness,
-        placement=chosen.placement,
-        ceilings=config.ceilings(),
-        weights=chosen.weights,
-        input_weight=chosen.input_weight,
-        output_weight=chosen.output_weight,
-        capacity=CapacitySettings(
-            start_limit=chosen.start_limit,
-            look_ahead=chosen.look_ahead,
-            kv_full=chosen.kv_full,
-            stale_after_s=config.poll.stale_after_s,
-        ),
-        health=HealthSettings(
-            failures=health.failures,
-            backoff_s=health.backoff_s,
-            backoff_max_s=health.backoff_max_s,
-            unreachable_after=health.unreachable_after,
-        ),
-        queue=QueueSettings(
-            requests_max=queue.requests_max,
-            bytes_max=queue.bytes_max,
-            band_requests_max=queue.band_requests_max,
-            band_bytes_max=queue.band_bytes_max,
-        ),
-    )
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The command line: `serve`, `check`, `replica`, `demo`."""
+"""The command line: `serve`, `check`, `replica`, `demo`, `simulate`."""
 
 from __future__ import annotations
 
@@ -285,6 +285,70 @@ def demo(
     from llmproxy.demo import run_demo
 
     raise typer.Exit(run_demo(port, replicas))
+
+
+@app.command()
+def simulate(
+    trace: Annotated[
+        str, typer.Option(metavar="FILE", help="A trace (.gz too), or a generator: gen:NAME,key=value,...")
+    ],
+    fleet: Annotated[str, typer.Option(metavar="FLEET", help="8xllama-8b-h100, 4x...+4x..., or a YAML file.")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Policy to run, repeated for more; the configuration's own unless given."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", metavar="FILE", help="A YAML file.")] = None,
+    rate_scale: Annotated[
+        list[float] | None, typer.Option(help="2 is twice the arrival rate; repeat it for more loads.")
+    ] = None,
+    prefill_scale: Annotated[
+        list[float] | None, typer.Option(help="Cost of a prompt token beside the calibrated one; repeat it for more.")
+    ] = None,
+    replicate: Annotated[int, typer.Option(min=1, help="So many copies of the trace's clients at once.")] = 1,
+    skip: Annotated[int, typer.Option(min=0, help="Requests of the trace to leave out at its start.")] = 0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests of the trace to use; all unless given.")] = None,
+    warmup: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the time that is not counted.")] = 0.0,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each policy, each with a seed of its own.")] = 1,
+    first_seed: Annotated[int, typer.Option(help="The first of those seeds.")] = 1,
+    proxies: Annotated[int | None, typer.Option(min=1, max=64, help="Proxies that know nothing of each other.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write result.json and report.html; else nowhere.")
+    ] = None,
+) -> None:
+    """Replay a trace against the production scheduler and simulated vLLM servers, in virtual time, without a GPU.
+
+    Policies are ours (blend, late_least_request, ...), baselines written after other routers (random, round_robin,
+    least_request, power_of_two, cache_aware, epp_blend, epp_sticky, dynamo_cost, session), and an oracle. Parameters
+    may follow a name: "blend(look_ahead=0,fairness=fcfs)".
+    """
+    from llmproxy.lab.simulate import Options, Unusable, simulate
+
+    try:
+        # An arrival of a trace has a tenant; the header that would name it is as good as any.
+        settled = load(config, [] if config else [Override("scheduling.flow", "header:x-tenant", "simulate")])
+        options = Options(
+            trace=trace,
+            fleet=fleet,
+            config=settled,
+            config_file=config,
+            policies=tuple(policy or ()),
+            rate_scales=tuple(rate_scale or (1.0,)),
+            prefill_scales=tuple(prefill_scale or (1.0,)),
+            seeds=tuple(range(first_seed, first_seed + seeds)),
+            replicate=replicate,
+            skip=skip,
+            requests=requests,
+            warmup=warmup,
+            proxies=proxies,
+            workers=workers,
+            out=out,
+        )
+        simulate(options)
+    except ConfigError as error:
+        _fail(error.problems)
+    except Unusable as error:
+        _fail([f"llmproxy simulate: {error}"])
 
 
 def main() -> None:

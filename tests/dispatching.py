@@ -13,9 +13,9 @@ from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
 from llmproxy.dispatcher import Dispatcher, Lease
+from llmproxy.lab.virtual_time import run
 from tests.core.make import listing, request
 from tests.core.world import assert_nothing_left
-from tests.virtual_time import run
 
 SETTINGS = Settings(capacity=CapacitySettings(look_ahead=0))
 

@@ -9,9 +9,9 @@ import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Reading, Refused, Trouble, Usage, Verdict
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.lab.virtual_time import run
 from tests.core.make import request
 from tests.dispatching import Client, dispatcher, empty, now, turns, virtual
-from tests.virtual_time import run
 
 # --- every way out returns the lease ----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from llmproxy.config.schema import (
     SchedulingConfig,
     TimeoutsConfig,
 )
+from llmproxy.config.settings import settings_of
 
 __all__ = [
     "FAIRNESS_POLICIES",
@@ -35,4 +36,5 @@ __all__ = [
     "TimeoutsConfig",
     "keys",
     "load",
+    "settings_of",
 ]

@@ -48,7 +48,7 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
 
     Raises ConfigError with every problem found; a value that is overridden is not looked at.
     """
-    document = _Document(path)
+    document = Document(path)
     origins: dict[Place, str] = {}
     for override in overrides:
         place: Place = tuple(override.key.split("."))
@@ -61,7 +61,7 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         for place, reason in _reasons(error):
             origin = next((origins[place[:n]] for n in range(len(place), 0, -1) if place[:n] in origins), None)
             line = 0 if origin else document.line(place)
-            problems.append((line, f"{origin or document.at(line)}: {_dotted(place)}{reason}"))
+            problems.append((line, f"{origin or document.at(line)}: {dotted(place)}{reason}"))
     if problems:
         raise ConfigError([text for _, text in sorted(problems, key=lambda problem: problem[0])])
     return config
@@ -111,10 +111,10 @@ def _reasons(error: ValidationError) -> Iterator[tuple[Place, str]]:
             yield detail["loc"], f'is not a known key (nearest known key: "{_nearest_key(detail["loc"])}")'
         # A default that could not be derived is the shadow of another problem, which is told.
         elif detail["type"] != "default_factory_not_called":
-            yield detail["loc"], _reason(detail)
+            yield detail["loc"], reason_of(detail)
 
 
-def _reason(detail: ErrorDetails) -> str:
+def reason_of(detail: ErrorDetails) -> str:
     if detail["type"] in SAID_BETTER:
         return SAID_BETTER[detail["type"]]
     if detail["type"] == "value_error":
@@ -150,7 +150,7 @@ def _sections(annotation: Any) -> Iterator[type[Section]]:
         yield from _sections(argument)
 
 
-def _dotted(place: Place) -> str:
+def dotted(place: Place) -> str:
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]")
     return f"{text.lstrip('.')}: " if text else ""
 
@@ -181,7 +181,7 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), list(_first))
 
 
-class _Document:
+class Document:
     """The file as `values`, as nodes that know their lines, and the `problems` of its syntax (line, text)."""
 
     def __init__(self, path: Path | None) -> None:
@@ -260,7 +260,7 @@ class _Document:
                 line = key.start_mark.line + 1
                 if key.value in first:
                     reason = f"is given twice, first in line {first[key.value]}"
-                    self.problems.append((line, f"{self.at(line)}: {_dotted((*place, key.value))}{reason}"))
+                    self.problems.append((line, f"{self.at(line)}: {dotted((*place, key.value))}{reason}"))
                 first.setdefault(key.value, line)
         for name, _, child in _children(node):
             self._find_duplicates(child, (*place, name), seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -32,6 +33,13 @@ class Arrival:
     tpot_slo_s: float | None = None
     think_s: float = 0.0
     then: Arrival | None = None
+
+    def own_blocks(self) -> tuple[int, ...]:
+        """`blocks`, distinct for each adapter: it changes all keys and values, so only its own requests share them."""
+        if self.adapter is None:
+            return self.blocks
+        salt = zlib.crc32(self.adapter.encode()) << 64
+        return tuple(salt + block for block in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)

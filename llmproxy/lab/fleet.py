@@ -20,7 +20,7 @@ class FaultKind(StrEnum):
     `hang`: it accepts requests and polls and answers neither; its engine stands still.
     `slow`: every step takes `value` times as long.
     `reset`: each answer that starts is cut in mid-stream with probability `value`.
-    `metric_age`: readings are `value` seconds old when they arrive.
+    `metric_age`: readings are `value` seconds old when they arrive, and do not say so.
     `lost_readings`: each poll of the metrics fails with probability `value`.
     """
 

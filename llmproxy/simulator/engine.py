@@ -6,89 +6,29 @@ running request finds no block, the youngest running one is preempted and comput
 does not fit the batch waits while others pass it. Step times come from `profiles`.
 
 A step costs time in what *changes*: requests admitted, finished or entering a new block. A decoding request is not
-touched between two blocks, since everything about it follows from the number of the step.
+touched between two blocks, since everything about it follows from the number of the step; while nothing but decoding
+happens, any number of steps can be done at once.
+
+Left out is the overlap of vLLM's asynchronous scheduling, which plans a step while the one before it runs: there, who
+arrives, ends or makes room during a step is noticed one step later than here.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmproxy.simulator.adapter_slots import AdapterSlots
+from llmproxy.simulator.engine_reports import Counters, Gauges, StepResult
 from llmproxy.simulator.kv_cache import KvCache
 from llmproxy.simulator.profiles import Noise, Profile
+from llmproxy.simulator.sequence import Decodes, EngineRequest, LiveSequence, Waiting
 
+__all__ = ["Counters", "Engine", "EngineRequest", "Gauges", "StepResult"]
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """One sequence: a prompt of `prompt_tokens` (>= 1) that is answered with exactly `output_tokens` (>= 1).
-
-    `hashes` are those of `kv_cache.block_hashes` over the prompt, and beyond it over the answer as far as it is known:
-    blocks without a hash are never shared.
-    """
-
-    id: str
-    prompt_tokens: int
-    output_tokens: int
-    hashes: Sequence[int] = ()
-    adapter: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step did; its tokens exist `duration_s` after its start. Everything in it is named by request id.
-
-    `emitted` got one token each, in the order of admission; `finished` are those of them that got their last one;
-    `admitted` left the queue, each with the prompt tokens it found cached.
-    """
-
-    duration_s: float
-    emitted: tuple[str, ...] = ()
-    finished: tuple[str, ...] = ()
-    admitted: tuple[tuple[str, int], ...] = ()
-    preempted: tuple[str, ...] = ()
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """What vLLM publishes after a step. `waiting` counts `deferred` ones, which wait for an adapter slot, too."""
-
-    running: int = 0
-    waiting: int = 0
-    deferred: int = 0
-    kv_used: float = 0.0
-    running_adapters: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start; queries, hits, prompt and generation are tokens."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    prompt: int = 0
-    generation: int = 0
-    steps: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A live request. While it decodes, step `t` computes its token number `mark + t`, counted from 0."""
-
-    request: EngineRequest
-    order: int
-    emitted: int = 0
-    computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    mark: int = 0
-    last_step: int = 0
-    seen: bool = False
+# A stretch of steps that ends this much after a moment has ended at that moment: sums of floats are not exact.
+_SAME_MOMENT_S = 1e-9
 
 
 @dataclass(slots=True)
@@ -99,7 +39,7 @@ class _Plan:
     budget: int = 0
     load_s: float = 0.0
     chunks: list[tuple[int, int]] = field(default_factory=list)
-    ready: list[_Sequence] = field(default_factory=list)
+    ready: list[LiveSequence] = field(default_factory=list)
     admitted: list[tuple[str, int]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
 
@@ -134,19 +74,16 @@ class Engine:
         self._noise = noise
         self._random = random.Random(seed)
         self._cache = KvCache((profile.kv_tokens if kv_tokens is None else kv_tokens) // block_size)
-        self._live: dict[str, _Sequence] = {}
-        # One line per adapter, so that requests whose adapter fits need not be searched for.
-        self._waiting: dict[str | None, OrderedDict[str, _Sequence]] = {}
-        self._arrivals = 0
-        self._returns = 0
+        self._live: dict[str, LiveSequence] = {}
+        self._waiting = Waiting()
+        # Whether those that wait were found to have to: whoever may come in is looked for again only when a request
+        # came or left. Decoding alone makes room for nobody.
+        self._blocked = False
         # In order of admission. At most one, and then the last, is still in prefill: a chunk is cut only where the
         # budget ends, so nobody is admitted behind it.
-        self._running: dict[str, _Sequence] = {}
-        self._prefilling: _Sequence | None = None
-        self._decodes = 0
-        self._marks = 0
-        self._entering: list[dict[str, _Sequence]] = [{} for _ in range(block_size)]
-        self._ending: dict[int, dict[str, _Sequence]] = {}
+        self._running: dict[str, LiveSequence] = {}
+        self._prefilling: LiveSequence | None = None
+        self._decodes = Decodes(block_size)
         self._slots = AdapterSlots(max_loras, max_loras if max_cpu_loras is None else max_cpu_loras, profile)
 
     # --- what callers ask and tell ------------------------------------------------------------------------------------
@@ -166,6 +103,19 @@ class Engine:
         """The longest sequence that can ever be computed."""
         return (self._cache.blocks - 1) * self.block_size
 
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """How many tokens of its prompt a request would find cached now."""
+        return self.block_size * len(self._cached(request, request.prompt_tokens))
+
+    def answered_tokens(self, request_id: str) -> int | None:
+        """How many tokens a request has got, None where it is not (or no longer) in the engine."""
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        if request_id not in self._running or sequence is self._prefilling:
+            return sequence.emitted
+        return sequence.request.output_tokens - (sequence.last_step - self.counters.steps)
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request. ValueError for one that could never finish or whose id is alive."""
         if request.id in self._live:
@@ -177,10 +127,10 @@ class Engine:
             raise ValueError(f"request {request.id!r} has {total_tokens} tokens, the cache {self.kv_room_tokens}")
         if request.adapter is not None and self.max_loras < 1:
             raise ValueError(f"request {request.id!r} asks for an adapter and the engine has no adapter slot")
-        self._arrivals += 1
-        sequence = _Sequence(request, self._arrivals)
+        sequence = LiveSequence(request)
         self._live[request.id] = sequence
-        self._waiting.setdefault(request.adapter, OrderedDict())[request.id] = sequence
+        self._waiting.add(sequence)
+        self._blocked = False
 
     def abort(self, request_id: str) -> bool:
         """Forget a request, queued or running, at once; False where it is not (or no longer) in the engine."""
@@ -190,16 +140,16 @@ class Engine:
         if request_id in self._running:
             self._stop(sequence)
         else:
-            self._unqueue(sequence)
+            self._waiting.remove(sequence)
+            self._blocked = False
         return True
 
     def gauges(self) -> Gauges:
         """The state now. vLLM shows it to the world only after a step, which is for the caller to imitate."""
-        deferred = sum(len(queue) for adapter, queue in self._waiting.items() if not self._slots.fits(adapter))
         return Gauges(
             running=len(self._running),
             waiting=len(self._live) - len(self._running),
-            deferred=deferred,
+            deferred=self._waiting.deferred,
             kv_used=self._cache.usage,
             running_adapters=self._slots.in_batch,
         )
@@ -211,7 +161,7 @@ class Engine:
         self.counters.steps += 1
         plan = _Plan(self.counters.steps)
         self._grow_decodes(plan)
-        decodes, context_tokens = self._decodes, self._marks + self._decodes * (plan.now + 1)
+        decodes, context_tokens = len(self._decodes), self._decodes.context_tokens(plan.now)
         plan.budget = self._step_tokens - decodes
         self._continue_prefill(plan)
         self._admit(plan)
@@ -230,30 +180,78 @@ class Engine:
 
     def check(self) -> None:
         """Raise AssertionError unless all books agree with a recount; for tests."""
-        self._cache.check([sequence.blocks for sequence in self._live.values()])
-        queued = [sequence for queue in self._waiting.values() for sequence in queue.values()]
-        assert len(queued) + len(self._running) == len(self._live), "a request is in no list or in two"
-        assert all(not sequence.blocks for sequence in queued), "a waiting request holds blocks"
-        assert all(self._waiting.values()), "an empty queue was kept"
-        decoding = [sequence for sequence in self._running.values() if sequence is not self._prefilling]
-        assert self._decodes == len(decoding), "the number of decodes is wrong"
-        assert self._marks == sum(sequence.mark for sequence in decoding), "the decode context is wrong"
+        self._cache.check([(one.blocks, one.request.hashes, one.stored) for one in self._live.values()])
+        waiting = list(self._waiting)
+        self._waiting.check()
+        assert len(waiting) + len(self._running) == len(self._live), "a request is in no list or in two"
+        assert all(not sequence.blocks for sequence in waiting), "a waiting request holds blocks"
+        self._decodes.check([one for one in self._running.values() if one is not self._prefilling])
         assert len(self._running) <= self.max_num_seqs, "more run than max_num_seqs"
         self._slots.check([s.request.adapter for s in self._running.values() if s.request.adapter is not None])
-        assert sum(map(len, self._entering)) == sum(map(len, self._ending.values())) == self._decodes
-        assert all(self._ending.values()), "an empty ending was kept"
         if self._prefilling is not None:
             assert next(reversed(self._running.values())) is self._prefilling, "somebody runs behind a cut prefill"
+
+    # --- many steps at once -------------------------------------------------------------------------------------------
+
+    def stable_steps(self) -> int:
+        """How many further steps are certain to do nothing but decode, for the same sequences up to and including the
+        last of them, which may be the last one of some. 0 where the next step is for `step`.
+        """
+        nobody_waits = len(self._live) == len(self._running)
+        if self._prefilling is not None or not self._decodes or not (nobody_waits or self._blocked):
+            return 0
+        return self._decodes.steady_steps(self.counters.steps, self._cache.free)
+
+    def stretch_s(self, steps: int) -> float:
+        """Seconds that the next `steps` steps, all of them stable, take without noise."""
+        return _series(*self._decode_s(), steps)
+
+    def steps_within(self, seconds: float) -> int:
+        """How many of the stable steps have ended `seconds` from now, without noise."""
+        limit_s = max(seconds, 0.0) + _SAME_MOMENT_S
+        first_s, growth_s = self._decode_s()
+        # The positive root of `_series(n) == limit_s`, in the form that stands no growth and loses no digits.
+        half_s = first_s - growth_s / 2
+        root = 2 * limit_s / (half_s + math.sqrt(half_s * half_s + 2 * growth_s * limit_s))
+        steps = min(int(root) + 1, self.stable_steps())
+        while _series(first_s, growth_s, steps) > limit_s:
+            steps -= 1
+        return steps
+
+    def advance(self, steps: int) -> StepResult:
+        """Do that many stable steps, after which everything is as `step` would have left it.
+
+        `duration_s` is without noise. Nobody is named as `emitted`: whoever decodes got a token with every step, and
+        some `finished` with the last one. ValueError for more steps than are stable.
+        """
+        if not 1 <= steps <= self.stable_steps():
+            raise ValueError(f"{steps} steps were to be done at once and {self.stable_steps()} are stable")
+        duration_s = self.stretch_s(steps)
+        decodes, done = len(self._decodes), self.counters.steps
+        for now in range(done + 1, done + steps + 1):
+            for sequence in self._decodes.entering(now):
+                self._grow(sequence, now)
+        self.counters.steps += steps
+        self.counters.generation += decodes * (steps - 1)
+        finished = self._emit(_Plan(self.counters.steps))
+        return StepResult(duration_s, finished=finished, decode_tokens=decodes * steps)
+
+    def _decode_s(self) -> tuple[float, float]:
+        """Seconds of the next step if it only decodes, and how much longer each one after it takes."""
+        decodes, adapters = len(self._decodes), bool(self._slots.in_batch)
+        context_tokens = self._decodes.context_tokens(self.counters.steps + 1)
+        first_s = self.profile.step_s(decodes, context_tokens, [], adapters)
+        second_s = self.profile.step_s(decodes, context_tokens + decodes, [], adapters)
+        return first_s, second_s - first_s
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def _grow_decodes(self, plan: _Plan) -> None:
         """Give a block to each decode that enters one, preempting the youngest while there is none."""
-        for sequence in list(self._entering[plan.now % self.block_size].values()):
+        for sequence in list(self._decodes.entering(plan.now)):
             if sequence.request.id not in self._running:
                 continue
-            self._store(sequence, sequence.mark + plan.now)
-            while not self._extend(sequence, sequence.mark + plan.now + 1):
+            while not self._grow(sequence, plan.now):
                 youngest = next(reversed(self._running.values()))
                 self._preempt(youngest, plan)
                 if youngest is sequence:
@@ -262,59 +260,71 @@ class Engine:
     def _continue_prefill(self, plan: _Plan) -> None:
         """Compute the next chunk of the prompt that the last step cut."""
         sequence = self._prefilling
-        if sequence is None:
-            return
-        if self._extend(sequence, self._chunk_end(sequence, plan)):
-            self._prefill(sequence, plan)
-        else:
+        if sequence is not None and not self._prefill(sequence, plan):
             self._preempt(sequence, plan)
 
     def _admit(self, plan: _Plan) -> None:
-        """Let waiting requests in: first come first served among those whose adapter fits the batch."""
-        while plan.budget > 0 and len(self._running) < self.max_num_seqs and self._prefilling is None:
-            sequence = self._next_waiting()
-            if sequence is None:
-                break
-            length = self._length(sequence)
-            # Nobody starts from a cached prompt alone: its last token must be computed to get the next one.
-            hits = self._cache.match(sequence.request.hashes[: (length - 1) // self.block_size])
-            missing = math.ceil(length / self.block_size) - len(hits)
-            if missing + self._cache.unused(hits) > self._cache.free:
-                break
-            self._unqueue(sequence)
-            self._cache.share(hits)
-            sequence.blocks = hits
-            sequence.computed = len(hits) * self.block_size
-            if not sequence.seen:
-                sequence.seen = True
-                self.counters.prefix_queries += length
-                self.counters.prefix_hits += sequence.computed
-                self.counters.prompt += length
-            plan.admitted.append((sequence.request.id, sequence.computed))
-            plan.load_s += self._slots.enter(sequence.request.adapter)
-            self._running[sequence.request.id] = self._prefilling = sequence
-            self._extend(sequence, self._chunk_end(sequence, plan))
+        """Let waiting requests in, first come first served among those whose adapter fits the batch. Not in a step that
+        has preempted somebody.
+        """
+        if self._blocked or plan.preempted:
+            return
+        while plan.budget > 0 and self._prefilling is None and len(self._running) < len(self._live):
+            full = len(self._running) >= self.max_num_seqs
+            sequence = None if full else self._waiting.first(self._slots.fits)
+            if sequence is None or not self._enter(sequence, plan):
+                self._blocked = True
+                return
             self._prefill(sequence, plan)
 
-    def _chunk_end(self, sequence: _Sequence, plan: _Plan) -> int:
-        return min(self._length(sequence), sequence.computed + plan.budget)
+    def _enter(self, sequence: LiveSequence, plan: _Plan) -> bool:
+        """Take a request from the queue into the batch; False where the free blocks do not hold all of it."""
+        request, length = sequence.request, sequence.length
+        hits = self._cached(request, length)
+        missing = math.ceil(length / self.block_size) - len(hits)
+        if missing + self._cache.unused(hits) > self._cache.free:
+            return False
+        self._waiting.remove(sequence)
+        self._cache.share(hits)
+        sequence.blocks = hits
+        sequence.stored = len(hits)
+        sequence.computed = self.block_size * len(hits)
+        if not sequence.seen:
+            sequence.seen = True
+            self.counters.prefix_queries += length
+            self.counters.prefix_hits += sequence.computed
+        plan.admitted.append((request.id, sequence.computed))
+        plan.load_s += self._slots.enter(request.adapter)
+        self._running[request.id] = self._prefilling = sequence
+        return True
 
-    def _prefill(self, sequence: _Sequence, plan: _Plan) -> None:
-        """Compute as much of the prompt as the budget allows; the end of it is the first token of the answer."""
-        first, end = sequence.computed, self._chunk_end(sequence, plan)
+    def _cached(self, request: EngineRequest, length: int) -> list[int]:
+        # Nobody starts from a cached prompt alone: its last token must be computed to get the next one.
+        return self._cache.match(request.hashes[: (length - 1) // self.block_size])
+
+    def _prefill(self, sequence: LiveSequence, plan: _Plan) -> bool:
+        """Compute as much of the prompt as the budget allows; the end of it is the first token of the answer. False
+        where there are too few blocks.
+        """
+        first, end = sequence.computed, min(sequence.length, sequence.computed + plan.budget)
+        if not self._extend(sequence, end):
+            return False
         plan.chunks.append((first, end))
         plan.budget -= end - first
         sequence.computed = end
-        self._store(sequence, end, first)
-        if end == self._length(sequence):
+        self._store(sequence, end)
+        if end == sequence.length:
             self._prefilling = None
             plan.ready.append(sequence)
+        return True
 
     def _emit(self, plan: _Plan) -> tuple[str, ...]:
         """Hand out this step's tokens, end who got the last one, and let the finished prefills decode from now on."""
-        self.counters.generation += self._decodes + len(plan.ready)
-        done = list(self._ending.get(plan.now, {}).values())
+        self.counters.generation += len(self._decodes) + len(plan.ready)
+        done = self._decodes.ending(plan.now)
         for sequence in plan.ready:
+            if sequence.emitted == 0:
+                self.counters.prompt += sequence.request.prompt_tokens
             sequence.emitted += 1
             left = sequence.request.output_tokens - sequence.emitted
             if left == 0:
@@ -322,10 +332,7 @@ class Engine:
             # The first decode step is the next one, and it computes the token emitted now.
             sequence.mark = sequence.computed - (plan.now + 1)
             sequence.last_step = plan.now + left
-            self._decodes += 1
-            self._marks += sequence.mark
-            self._entering[-sequence.mark % self.block_size][sequence.request.id] = sequence
-            self._ending.setdefault(sequence.last_step, {})[sequence.request.id] = sequence
+            self._decodes.add(sequence)
         for sequence in done:
             self._store(sequence, sequence.request.prompt_tokens + sequence.request.output_tokens - 1)
             self._stop(sequence)
@@ -334,11 +341,7 @@ class Engine:
 
     # --- the life of one sequence -------------------------------------------------------------------------------------
 
-    def _length(self, sequence: _Sequence) -> int:
-        """Tokens to prefill: the prompt, and after a preemption what was answered already."""
-        return sequence.request.prompt_tokens + sequence.emitted
-
-    def _extend(self, sequence: _Sequence, end: int) -> bool:
+    def _extend(self, sequence: LiveSequence, end: int) -> bool:
         """Blocks for the tokens up to `end`; False where there are too few."""
         blocks = self._cache.allocate(math.ceil(end / self.block_size) - len(sequence.blocks))
         if blocks is None:
@@ -346,51 +349,47 @@ class Engine:
         sequence.blocks += blocks
         return True
 
-    def _store(self, sequence: _Sequence, computed: int, since: int | None = None) -> None:
-        """Cache the full blocks up to `computed` tokens: those from `since` on, else the last one."""
-        full = min(computed // self.block_size, len(sequence.request.hashes))
-        first = computed // self.block_size - 1 if since is None else since // self.block_size
-        for index in range(max(first, 0), full):
-            self._cache.store(sequence.blocks[index], sequence.request.hashes[index])
+    def _grow(self, sequence: LiveSequence, now: int) -> bool:
+        """The next block for a decode that filled one with the step before `now`; False where there is none."""
+        blocks = self._cache.allocate(1)
+        if blocks is None:
+            return False
+        sequence.blocks += blocks
+        self._store(sequence, sequence.mark + now)
+        return True
 
-    def _stop(self, sequence: _Sequence) -> None:
+    def _store(self, sequence: LiveSequence, computed: int) -> None:
+        """Cache the blocks that `computed` tokens fill."""
+        full = computed // self.block_size
+        new = slice(sequence.stored, full)
+        self._cache.store(sequence.blocks[new], sequence.request.hashes[new])
+        sequence.stored = full
+
+    def _stop(self, sequence: LiveSequence) -> None:
         """Take a sequence out of the batch and free its blocks."""
         request = sequence.request
         del self._running[request.id]
         if sequence is self._prefilling:
             self._prefilling = None
         else:
-            self._decodes -= 1
-            self._marks -= sequence.mark
-            del self._entering[-sequence.mark % self.block_size][request.id]
-            ending = self._ending[sequence.last_step]
-            del ending[request.id]
-            if not ending:
-                del self._ending[sequence.last_step]
+            self._decodes.remove(sequence)
         self._slots.leave(request.adapter)
-        self._cache.release(sequence.blocks)
+        self._cache.release(sequence.blocks, request.hashes, sequence.stored)
         sequence.blocks = []
+        sequence.stored = 0
+        self._blocked = False
 
-    def _preempt(self, sequence: _Sequence, plan: _Plan) -> None:
+    def _preempt(self, sequence: LiveSequence, plan: _Plan) -> None:
         """Back to the head of the queue, with all its tokens to compute anew."""
         if sequence is not self._prefilling:
             sequence.emitted = sequence.request.output_tokens - (sequence.last_step - plan.now + 1)
         self._stop(sequence)
         sequence.computed = 0
-        self._returns -= 1
-        sequence.order = self._returns
-        queue = self._waiting.setdefault(sequence.request.adapter, OrderedDict())
-        queue[sequence.request.id] = sequence
-        queue.move_to_end(sequence.request.id, last=False)
+        self._waiting.add_first(sequence)
         self.counters.preemptions += 1
         plan.preempted.append(sequence.request.id)
 
-    def _unqueue(self, sequence: _Sequence) -> None:
-        queue = self._waiting[sequence.request.adapter]
-        del queue[sequence.request.id]
-        if not queue:
-            del self._waiting[sequence.request.adapter]
 
-    def _next_waiting(self) -> _Sequence | None:
-        heads = [next(iter(queue.values())) for adapter, queue in self._waiting.items() if self._slots.fits(adapter)]
-        return min(heads, key=lambda sequence: sequence.order, default=None)
+def _series(first: float, growth: float, count: int) -> float:
+    """The sum of `count` numbers of which each is `growth` more than the one before."""
+    return count * (first + growth * (count - 1) / 2)

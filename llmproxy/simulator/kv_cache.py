@@ -1,15 +1,17 @@
 """The paged KV cache of vLLM V1 as a model: blocks, reference counts, chained hashes and LRU eviction. Pure.
 
-What is modelled follows vLLM V1's block manager: one null block is set aside, only full blocks are cached, a freed
-block keeps its content until somebody needs the room, the block freed longest ago goes first, and a request's blocks
-are freed tail first, so that the shared head of a prompt lives longest.
+What is modelled follows vLLM V1's block pool: one null block is set aside, only full blocks are cached, a freed block
+keeps its content until somebody needs the room, and a request's blocks are freed tail first, so that the shared head of
+a prompt lives longest. Room is taken first from blocks without content, then from the block freed longest ago. Nobody
+gives a block back because another one has the same content: the oldest copy is handed out, the others are in reserve.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 
 def block_hashes(
@@ -29,7 +31,7 @@ def block_hashes(
 
 
 class KvCache:
-    """Blocks of `block_size` tokens, `blocks` in all, of which one is never used, as in vLLM.
+    """`blocks` blocks in all, of which one is never used, as in vLLM.
 
     Every call costs time in the blocks it names, never in the size of the cache.
     """
@@ -38,84 +40,135 @@ class KvCache:
         if blocks < 2:
             raise ValueError(f"a KV cache needs at least 2 blocks, one of which stays unused; got {blocks}")
         self.blocks = blocks
-        self._references: dict[int, int] = {}
+        self._used = 0
+        # Only what more than one request holds is counted, since most blocks have one holder or none.
+        self._holders: dict[int, int] = {}
+        # The oldest block with some content, and, where there are any, the younger ones in order.
         self._cached: dict[int, int] = {}
-        self._hash_of: dict[int, int] = {}
-        self._freed: OrderedDict[int, None] = OrderedDict()
+        self._copies: dict[int, dict[int, None]] = {}
+        # Three kinds of free blocks, in the order in which they are taken: emptied, never used, and full ones with the
+        # hash of their content, None where nobody told it.
+        self._empty: list[int] = []
         self._fresh = 1
+        self._freed: OrderedDict[int, int | None] = OrderedDict()
 
     @property
     def free(self) -> int:
         """Blocks that an allocation may take; cached ones that nobody uses count as free."""
-        return self.blocks - 1 - len(self._references)
+        return self.blocks - 1 - self._used
 
     @property
     def usage(self) -> float:
         """Used share, 0..1, as vLLM publishes it."""
-        return len(self._references) / (self.blocks - 1)
+        return self._used / (self.blocks - 1)
 
     def match(self, hashes: Iterable[int]) -> list[int]:
         """The cached blocks of the longest known prefix of `hashes`; nothing is taken yet."""
         found = []
-        for block_hash in hashes:
-            block = self._cached.get(block_hash)
+        for block in map(self._cached.get, hashes):
             if block is None:
                 break
             found.append(block)
         return found
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are free, so that taking them makes the free ones fewer."""
-        return sum(1 for block in blocks if block not in self._references)
+        """How many of the cached `blocks` are free, so that taking them makes the free ones fewer."""
+        return sum(map(self._freed.__contains__, blocks))
 
     def share(self, blocks: Iterable[int]) -> None:
         """Take cached blocks for one more request."""
+        freed, holders = self._freed, self._holders
+        free_before = len(freed)
         for block in blocks:
-            self._freed.pop(block, None)
-            self._references[block] = self._references.get(block, 0) + 1
+            if block in freed:
+                del freed[block]
+            else:
+                holders[block] = holders.get(block, 1) + 1
+        self._used += free_before - len(freed)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` empty blocks, or None where fewer are free. Evicts what was freed longest ago."""
+        """`count` blocks without content, or None where fewer are free."""
         if count > self.free:
             return None
+        self._used += count
+        taken: list[int] = []
+        if self._empty:
+            kept = max(len(self._empty) - count, 0)
+            taken = self._empty[kept:]
+            del self._empty[kept:]
+        if self._fresh < self.blocks:
+            first = self._fresh
+            self._fresh = min(first + count - len(taken), self.blocks)
+            taken += range(first, self._fresh)
+        return taken + self._evict(count - len(taken)) if len(taken) < count else taken
+
+    def store(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+        """Blocks became full; those beyond `hashes` with what will never be asked for."""
+        oldest = list(map(self._cached.setdefault, hashes, blocks))
+        if oldest != blocks[: len(oldest)]:
+            for block_hash, block in zip(hashes, blocks, strict=False):
+                if self._cached[block_hash] != block:
+                    self._copies.setdefault(block_hash, {})[block] = None
+
+    def release(self, blocks: Sequence[int], hashes: Sequence[int], full: int) -> None:
+        """A request lets go of its blocks, in the order of its tokens; the first `full` were stored with `hashes`."""
+        self._empty += blocks[full:]
+        contents = [*hashes[:full], *repeat(None, full - len(hashes))]
+        freed, holders = self._freed, self._holders
+        free_before = len(freed)
+        for block, block_hash in zip(reversed(blocks[:full]), reversed(contents), strict=True):
+            if block in holders:
+                self._leave(block)
+            else:
+                freed[block] = block_hash
+        self._used -= len(freed) - free_before + len(blocks) - full
+
+    def check(self, held: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> None:
+        """Raise AssertionError unless the books agree with what requests hold, each given as to `release`."""
+        counted: Counter[int] = Counter()
+        contents = dict(self._freed)
+        for blocks, hashes, full in held:
+            counted.update(blocks)
+            contents.update(zip(blocks[:full], hashes, strict=False))
+        assert self._holders == {block: count for block, count in counted.items() if count > 1}, "holders miscounted"
+        assert self._used == len(counted), "the used blocks are miscounted"
+        everything = sorted([*counted, *self._empty, *self._freed])
+        assert everything == list(range(1, self._fresh)), "a block was lost, or is free and in use"
+        assert self._fresh <= self.blocks, "a block outside the cache is in use"
+        named = {block: block_hash for block_hash, block in self._cached.items()}
+        named |= {block: block_hash for block_hash, copies in self._copies.items() for block in copies}
+        assert named == {block: name for block, name in contents.items() if name is not None}, (
+            "a hash names wrong blocks"
+        )
+        assert all(self._copies.values()), "an empty list of copies was kept"
+
+    def _evict(self, count: int) -> list[int]:
+        """Take the full blocks that were freed longest ago."""
+        freed, cached, copies = self._freed, self._cached, self._copies
         taken = []
         for _ in range(count):
-            if self._fresh < self.blocks:
-                block = self._fresh
-                self._fresh += 1
-            else:
-                block, _ = self._freed.popitem(last=False)
-                evicted = self._hash_of.pop(block, None)
-                if evicted is not None:
-                    del self._cached[evicted]
-            self._references[block] = 1
+            block, block_hash = freed.popitem(last=False)
             taken.append(block)
+            if block_hash is None:
+                continue
+            if block_hash in copies:
+                self._forget_copy(block, block_hash)
+            else:
+                del cached[block_hash]
         return taken
 
-    def store(self, block: int, block_hash: int) -> None:
-        """A block became full. Where the same content is cached already, the older copy stays the cached one."""
-        if block not in self._hash_of and block_hash not in self._cached:
-            self._hash_of[block] = block_hash
-            self._cached[block_hash] = block
+    def _forget_copy(self, block: int, block_hash: int) -> None:
+        """One of the two or more blocks with the same content goes."""
+        copies = self._copies[block_hash]
+        if self._cached[block_hash] == block:
+            self._cached[block_hash] = block = next(iter(copies))
+        del copies[block]
+        if not copies:
+            del self._copies[block_hash]
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """A request lets go of its blocks, given in the order of its tokens."""
-        for block in reversed(blocks):
-            left = self._references[block] - 1
-            if left:
-                self._references[block] = left
-            else:
-                del self._references[block]
-                self._freed[block] = None
-
-    def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the books agree with the blocks that requests hold."""
-        counted: dict[int, int] = {}
-        for blocks in held:
-            for block in blocks:
-                counted[block] = counted.get(block, 0) + 1
-        assert counted == self._references, "reference counts differ from what requests hold"
-        assert not set(self._freed) & set(self._references), "a block is free and in use"
-        assert len(self._freed) + len(self._references) == self._fresh - 1, "a block was lost"
-        assert {h: b for b, h in self._hash_of.items()} == self._cached, "hashes and cached blocks disagree"
-        assert all(0 < block < self.blocks for block in counted), "a block outside the cache is in use"
+    def _leave(self, block: int) -> None:
+        """One of a block's two or more holders leaves."""
+        if self._holders[block] == 2:
+            del self._holders[block]
+        else:
+            self._holders[block] -= 1

@@ -9,6 +9,7 @@ weights, less 3 GB per GPU.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,10 +64,34 @@ class Noise:
     slow_chance: float = 1 / 2000
     slow_factor: float = 3.0
 
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.slow_chance < 1.0:
+            raise ValueError(f"slow_chance must be at least 0 and below 1, got {self.slow_chance}")
+
     def factor(self, rng: random.Random) -> float:
         """What to multiply the time of the next step with."""
         slow = self.slow_factor if rng.random() < self.slow_chance else 1.0
         return slow * rng.lognormvariate(0.0, self.sigma)
+
+    def stretch_factor(self, rng: random.Random, steps: int) -> float:
+        """What to multiply the time of the next `steps` steps together with: it scatters as the mean of so many
+        factors does, and its expectation is that of one.
+        """
+        sigma = self.sigma / math.sqrt(steps)
+        slow_share = self._slow_steps(rng, steps) / steps
+        scatter = rng.lognormvariate((self.sigma**2 - sigma**2) / 2, sigma)
+        return (1.0 + slow_share * (self.slow_factor - 1.0)) * scatter
+
+    def _slow_steps(self, rng: random.Random, steps: int) -> int:
+        """How many of the steps are slow: a binomial number, drawn by leaping from one slow step to the next."""
+        if self.slow_chance == 0.0:
+            return 0
+        slow, at = 0, -1
+        while True:
+            at += 1 + int(math.log(1.0 - rng.random()) / math.log1p(-self.slow_chance))
+            if at >= steps:
+                return slow
+            slow += 1
 
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(

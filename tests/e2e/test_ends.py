@@ -10,7 +10,7 @@ import pytest
 from llmproxy.core.domain import DEFAULT, Verdict
 from llmproxy.core.estimate import OUTPUT_TOKENS
 from llmproxy.core.fairness import FairShare
-from llmproxy.gateway.walk import RetryBudget
+from llmproxy.core.retry import RetryBudget
 from tests.backends.raw_server import Peer
 from tests.e2e.house import FAST, HELLO, House, house, until
 from tests.e2e.scripted import STREAM_HEAD, chunk, scripted, whole

@@ -40,6 +40,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
         self._now_s = max(self._now_s, scheduled[0].when())
 
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        # A callback that fails would otherwise be logged, and what it was to set off would be waited for in vain.
+        if "handle" in context:
+            raise context["exception"]
+        super().call_exception_handler(context)
+
 
 def run(main: Coroutine[Any, Any, Answer]) -> Answer:
     """The result of `main` on a fresh loop at time 0. Raises RuntimeError when it waits for what cannot come."""

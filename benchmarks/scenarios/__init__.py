@@ -1,0 +1,28 @@
+"""The workloads that policies are judged by, in virtual time. W10, what the proxy itself costs, is `make bench`."""
+
+from benchmarks.scenarios import (
+    w1_conversation,
+    w2_shared_prefix,
+    w3_adapters,
+    w4_noisy_neighbour,
+    w5_priority,
+    w6_bursts,
+    w7_mixed_fleet,
+    w8_failure,
+    w9_stale_state,
+)
+
+SCENARIOS = tuple(
+    workload.SCENARIO
+    for workload in (
+        w1_conversation,
+        w2_shared_prefix,
+        w3_adapters,
+        w4_noisy_neighbour,
+        w5_priority,
+        w6_bursts,
+        w7_mixed_fleet,
+        w8_failure,
+        w9_stale_state,
+    )
+)

@@ -1,0 +1,206 @@
+"""What a scenario is: traffic, a fleet, what befalls it, the loads to look at, and the figure that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from llmproxy.config import Config, Override, load
+from llmproxy.lab.bounds import all_bounds
+from llmproxy.lab.fleet import Fault, FaultKind, Fleet
+from llmproxy.lab.fleet_file import fleet_named
+from llmproxy.lab.result import Bound, RunResult
+from llmproxy.lab.runs import Simulation, prepared
+
+TRACES = Path(__file__).resolve().parents[1] / "traces"
+OURS = ("blend",)
+BASELINES = (
+    "random",
+    "round_robin",
+    "least_request",
+    "power_of_two",
+    "cache_aware",
+    "epp_blend",
+    "epp_sticky",
+    "dynamo_cost",
+    "session",
+)
+POLICIES = (*OURS, "late_least_request", *BASELINES, "oracle")
+WARMUP = 0.1
+"""Share of each trace whose requests are not counted, because caches are cold and limits not yet learned."""
+
+
+def critical_goodput(run: RunResult) -> float | None:
+    """Goodput of the critical band alone."""
+    return run.by_band["critical"].goodput if "critical" in run.by_band else None
+
+
+def victims_goodput(run: RunResult) -> float | None:
+    """Mean goodput of all tenants but the one that asked for most."""
+    tenants = sorted(run.by_tenant.values(), key=lambda group: group.asked_share or 0.0)[:-1]
+    return fmean(group.goodput for group in tenants if group.goodput is not None) if tenants else None
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure of a run that can decide; `higher` says which end is good."""
+
+    name: str
+    of: Callable[[RunResult], float | None]
+    higher: bool = True
+
+
+GOODPUT = Metric("goodput", lambda run: run.goodput)
+CRITICAL_GOODPUT = Metric("goodput of critical", critical_goodput)
+VICTIMS_GOODPUT = Metric("goodput of the victims", victims_goodput)
+TTFT_P99 = Metric("TTFT p99 in s", lambda run: run.ttft_s.p99, higher=False)
+
+Shape = Callable[[Fleet, float], Fleet]
+"""What is special about a fleet, given the length of the trace in seconds."""
+
+
+def plain(fleet: Fleet, duration_s: float) -> Fleet:
+    """The fleet as its name says."""
+    del duration_s
+    return fleet
+
+
+def sized(**given: int) -> Shape:
+    """The same fields for every replica, such as max_num_seqs=16."""
+
+    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+        del duration_s
+        return replace(fleet, replicas=tuple(replace(spec, **given) for spec in fleet.replicas))  # type: ignore[arg-type]
+
+    return shape
+
+
+def befallen(at: float, kind: FaultKind, first: int, value: float = 0.0, until: float | None = None) -> Shape:
+    """A fault of the replicas up to number `first`, from share `at` of the trace on."""
+
+    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+        until_s = None if until is None else until * duration_s
+        faults = [Fault(at * duration_s, kind, spec.name, until_s, value) for spec in fleet.replicas[:first]]
+        return replace(fleet, faults=(*fleet.faults, *faults))
+
+    return shape
+
+
+def joining(last: int, at: float) -> Shape:
+    """The last so many replicas serve only from share `at` of the trace on."""
+
+    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+        early, late = fleet.replicas[:-last], fleet.replicas[-last:]
+        return replace(fleet, replicas=(*early, *(replace(spec, joins_s=at * duration_s) for spec in late)))
+
+    return shape
+
+
+def behind(proxies: int) -> Shape:
+    """So many proxies in front, which know nothing of each other."""
+
+    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+        del duration_s
+        return replace(fleet, proxies=proxies)
+
+    return shape
+
+
+def both(*shapes: Shape) -> Shape:
+    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+        for one in shapes:
+            fleet = one(fleet, duration_s)
+        return fleet
+
+    return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One trace on one fleet.
+
+    `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
+    (see `rate_balance` in `llmproxy.lab.bounds`), None for the trace's own rate. `quick` cases belong to `make lab`.
+    """
+
+    name: str
+    trace: str
+    fleet: str
+    loads: tuple[float | None, ...]
+    requests: int | None = None
+    replicate: int = 1
+    shape: Shape = plain
+    policies: tuple[str, ...] = POLICIES
+    overrides: Mapping[str, str] | None = None
+    quick: bool = True
+    quick_loads: tuple[float | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A workload and its cases. `about` says what is asked, and what stands in for data that cannot be had."""
+
+    key: str
+    title: str
+    about: str
+    decides: Metric
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One case at one load: what to run, how fast, and what bounds it."""
+
+    scenario: Scenario
+    case: Case
+    load: float | None
+    prefill_scale: float
+    rate_scale: float
+    simulation: Simulation
+    bounds: Mapping[str, Bound]
+
+    @property
+    def label(self) -> str:
+        load = "" if self.load is None else f", load {self.load:g}"
+        return f"{self.scenario.key} {self.case.name}{load}, prefill x{self.prefill_scale:g}"
+
+
+def config_of(case: Case) -> Config:
+    """The configuration under which a case runs: a trace's tenants are the flows."""
+    overrides = {"scheduling.flow": "header:x-tenant", **(case.overrides or {})}
+    return load(None, [Override(key, value, case.name) for key, value in overrides.items()])
+
+
+def placed(scenario: Scenario, case: Case, load: float | None, prefill_scale: float, seed: int) -> Place:
+    """Find the rate that is `load` of what the fleet can balance, for the traffic of `seed`."""
+    trace = case.trace if case.trace.startswith("gen:") else str(TRACES / case.trace)
+    simulation = Simulation(
+        trace, fleet_named(case.fleet), config_of(case), requests=case.requests, replicate=case.replicate, warmup=WARMUP
+    )
+    arrivals, found = prepared(simulation, seed, 1.0)
+    # Sizes of replicas decide the balance, faults and late joins do not.
+    well = case.shape(simulation.fleet, found.duration_s)
+    bounds = all_bounds(arrivals, well, prefill_scale, WARMUP * found.duration_s)
+    rate_scale = 1.0
+    if load is not None:
+        balance = bounds["rate_balance"].value
+        assert balance is not None
+        rate_scale = round(load * balance * found.duration_s / found.count, 4)
+        arrivals, found = prepared(simulation, seed, rate_scale)
+        well = case.shape(simulation.fleet, found.duration_s)
+        bounds = all_bounds(arrivals, well, prefill_scale, WARMUP * found.duration_s)
+    return Place(scenario, case, load, prefill_scale, rate_scale, replace(simulation, fleet=well), bounds)
+
+
+def places(scenarios: Sequence[Scenario], quick: bool, prefill_scales: Sequence[float], seed: int) -> list[Place]:
+    """Every case of `scenarios` at each of its loads."""
+    found = []
+    for scenario in scenarios:
+        for case in scenario.cases:
+            if quick and not case.quick:
+                continue
+            loads = (case.quick_loads or case.loads) if quick else case.loads
+            found += [placed(scenario, case, load, scale, seed) for load in loads for scale in prefill_scales]
+    return found

@@ -1,0 +1,37 @@
+"""W1: real chat traffic with prompts of up to 126,000 tokens; what does it matter where a request goes?"""
+
+from benchmarks.scenarios.scenario import GOODPUT, Case, Scenario
+
+SCENARIO = Scenario(
+    "W1",
+    "Conversations",
+    "The first 3,000 requests of the Mooncake conversation trace, faster than they were, never beyond ten times.",
+    GOODPUT,
+    (
+        Case(
+            "8 x 8B",
+            "mooncake_conversation.jsonl.gz",
+            "8xllama-8b-h100",
+            (0.7, 0.85, 1.1),
+            requests=1_500,
+            quick_loads=(0.7,),
+        ),
+        Case(
+            "16 x 8B",
+            "mooncake_conversation.jsonl.gz",
+            "16xllama-8b-h100",
+            (0.7, 0.85),
+            requests=1_500,
+            replicate=2,
+            quick=False,
+        ),
+        Case(
+            "8 x 70B TP8",
+            "mooncake_conversation.jsonl.gz",
+            "8xllama-70b-h100-tp8",
+            (0.7, 0.85),
+            requests=2_000,
+            quick=False,
+        ),
+    ),
+)

@@ -1,0 +1,34 @@
+"""W9: readings that are old, or lost, and proxies that know nothing of each other; what does it cost?"""
+
+from benchmarks.scenarios.scenario import GOODPUT, Case, Scenario, Shape, befallen, behind, both, plain, sized
+from llmproxy.lab.fleet import FaultKind
+
+SIZES = sized(max_num_seqs=16)
+
+
+def _case(name: str, shape: Shape, quick: bool = True) -> Case:
+    return Case(
+        f"{name}, 8 x 8B",
+        "azure2023_conv.csv.gz",
+        "8xllama-8b-h100",
+        (0.85,),
+        requests=3_000,
+        shape=both(SIZES, shape),
+        quick=quick,
+    )
+
+
+SCENARIO = Scenario(
+    "W9",
+    "Stale and divided knowledge",
+    "Azure's conversations with fresh readings, readings 1 s and 10 s old, half of the readings lost, and behind four"
+    " proxies.",
+    GOODPUT,
+    (
+        _case("fresh", plain, quick=False),
+        _case("1 s old", befallen(0.0, FaultKind.METRIC_AGE, 8, 1.0), quick=False),
+        _case("10 s old", befallen(0.0, FaultKind.METRIC_AGE, 8, 10.0)),
+        _case("half lost", befallen(0.0, FaultKind.LOST_READINGS, 8, 0.5), quick=False),
+        _case("4 proxies", behind(4)),
+    ),
+)

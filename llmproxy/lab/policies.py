@@ -1,0 +1,107 @@
+"""From the name of a policy to all that a run needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from pydantic import ValidationError
+
+from llmproxy.config import Config, SchedulingConfig, settings_of
+from llmproxy.config.kinds import nearest
+from llmproxy.core.placement import Placement, make, presets
+from llmproxy.core.settings import Settings
+from llmproxy.lab.baselines import baseline_named, baselines
+from llmproxy.lab.oracle import Oracle
+from llmproxy.lab.policy import Surroundings
+from llmproxy.lab.world import World
+
+LATE = "late_"
+"""Prefix of our own waiting room around a preset whose plain name belongs to a baseline that binds at once."""
+ORACLE = "oracle"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A policy, ready to be run. `scrape_s` is how often it reads metrics, None where it never does."""
+
+    name: str
+    about: str
+    settings: Settings
+    scrape_s: float | None
+    make_placement: Callable[[Surroundings, World], Placement]
+
+
+def own_name(config: Config) -> str:
+    """What the configuration's own placement is called among the policies."""
+    placement = config.scheduling.placement
+    return LATE + placement if placement in baselines.names() else placement
+
+
+def _own() -> dict[str, str]:
+    """Our policies: name -> preset of the core."""
+    return {LATE + name if name in baselines.names() else name: name for name in presets.names()}
+
+
+def is_own(text: str) -> bool:
+    """Whether a policy is one of ours, with or without parameters."""
+    return text.partition("(")[0] in _own()
+
+
+def names() -> tuple[str, ...]:
+    """Every plain name: ours, our waiting room around presets that baselines have too, baselines, the oracle."""
+    return (*_own(), *baselines.names(), ORACLE)
+
+
+def plan_named(text: str, config: Config) -> Plan:
+    """The plan of a policy named like `blend`, or with parameters like `blend(look_ahead=0,fairness=fcfs)`: for our own
+    policies those are keys of the configuration's `scheduling` section, for baselines their own.
+
+    Raises ValueError naming the known ones.
+    """
+    name, given = _taken_apart(text)
+    if name in _own():
+        return _own_plan(text, _own()[name], _with(config, text, given))
+    if text == ORACLE:
+        about = "knows output lengths, the engines' state and caches and step times; one queue"
+        settings = replace(settings_of(config), fairness="fcfs", ceilings={})
+        return Plan(text, about, settings, config.poll.interval_s, lambda around, world: Oracle(world, around.clock))
+    try:
+        baseline = baseline_named(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; policies: {', '.join(names())}") from None
+    settings = settings_of(config)
+    # They believe what they read last for as long as they have nothing newer.
+    capacity = replace(settings.capacity, stale_after_s=inf)
+    settings = replace(settings, fairness=baseline.fairness, ceilings={}, capacity=capacity)
+    return Plan(baseline.name, baseline.about, settings, baseline.scrape_s, lambda around, _: baseline.make(around))
+
+
+def _own_plan(text: str, preset: str, config: Config) -> Plan:
+    settings = replace(settings_of(config), placement=preset)
+    about = f"ours: placement {preset}, fairness {settings.fairness}, late binding from a waiting room"
+    return Plan(text, about, settings, config.poll.interval_s, lambda around, _: make(preset, around.rng))
+
+
+def _taken_apart(text: str) -> tuple[str, dict[str, str]]:
+    name, bracket, rest = text.partition("(")
+    if not bracket:
+        return name, {}
+    pairs = [pair.partition("=") for pair in rest.removesuffix(")").split(",")]
+    if not rest.endswith(")") or not all(equals for _, equals, _ in pairs):
+        raise ValueError(f"policy {text!r}: parameters are written like blend(look_ahead=0,fairness=fcfs)")
+    return name, {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _with(config: Config, text: str, given: Mapping[str, str]) -> Config:
+    known = SchedulingConfig.model_fields
+    for key in given:
+        if key not in known:
+            raise ValueError(f"policy {text!r}: unknown key {key!r} (nearest: {nearest(key, tuple(known))!r})")
+    try:
+        scheduling = SchedulingConfig.model_validate({**config.scheduling.model_dump(), **given})
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"policy {text!r}: {told}") from None
+    return config.model_copy(update={"scheduling": scheduling})

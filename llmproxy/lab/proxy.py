@@ -1,0 +1,243 @@
+"""One proxy of a replay: the production dispatcher and core, with pollers and clients that live in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from random import Random
+
+from llmproxy.config import Config
+from llmproxy.core.domain import Ask, Listing, ModelCard, Outcome, Reading, Refused, Request, Trouble, Usage, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
+from llmproxy.dispatcher import Dispatcher, Lease
+from llmproxy.lab.arrival import Arrival
+from llmproxy.lab.policies import Plan
+from llmproxy.lab.policy import Surroundings
+from llmproxy.lab.record import Record
+from llmproxy.lab.replica import Broken, Job, Refusing, Replica, TooLong
+from llmproxy.lab.world import World
+
+BASE_MODEL = "base"
+BYTES_PER_TOKEN = 4.3
+"""Of the prompts of a replay, on average; the proxy has to learn it from the answers' usage, as in production."""
+BYTES_SIGMA = 0.1
+PROGRESS_S = 0.3
+"""How often the tokens of open streams are counted; the gateway does it every 32 tokens."""
+HEALTH_INTERVAL_S = 1.0
+"""How often a policy that reads no metrics looks whether its backends live."""
+
+
+class LabProxy:
+    """Serves arrivals with the production waiting room and placement seam.
+
+    What it is told of an arrival is what a gateway can read from a request: names, tenant, band, and the bytes of the
+    prompt. The length of the answer goes to the engine alone. `on_record` gets every request's end.
+    """
+
+    def __init__(self, config: Config, plan: Plan, world: World, rng: Random) -> None:
+        self._config = config
+        self._world = world
+        self._replicas = world.replicas
+        self._scrape_s = plan.scrape_s
+        self._rng = rng
+        self._budget = RetryBudget(config.retry.budget_ratio)
+        self._by_tenant = config.scheduling.flow != "model"
+        self._loop = asyncio.get_running_loop()
+        around = Surroundings(Random(rng.getrandbits(32)), self._loop.time, world.prompts, world.blocks.block_tokens)
+        self.pools = Pools(plan.settings, dict.fromkeys(self._replicas), {}, lambda: plan.make_placement(around, world))
+        self.dispatcher = Dispatcher(self.pools)
+        cards = [ModelCard(name, BASE_MODEL, None) for name in world.adapters]
+        self._cards = {
+            name: (ModelCard(BASE_MODEL, None, replica.spec.max_model_len), *cards)
+            for name, replica in self._replicas.items()
+        }
+        self._streams: dict[str, tuple[Lease, Job, Replica]] = {}
+        self._stopped = False
+
+    # --- the side window ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to poll every replica."""
+        for name in self._replicas:
+            self._poll(name, None)
+        self._loop.call_later(PROGRESS_S, self._count_streams)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.dispatcher.close()
+
+    def _poll(self, name: str, listed: float | None) -> None:
+        """One lap of the poller; `listed` is when the models were last asked for, None after a failure."""
+        if self._stopped:
+            return
+        now, poll = self._loop.time(), self._config.poll
+        interval_s = HEALTH_INTERVAL_S if self._scrape_s is None else self._scrape_s
+        try:
+            gauges = self._replicas[name].scrape()
+        except Refusing:
+            self.dispatcher.troubled(name, Trouble.REFUSED, "")
+            self._loop.call_later(self._jittered(interval_s), self._poll, name, None)
+            return
+        except TimeoutError:
+            self._loop.call_later(poll.timeout_s, self._silent, name)
+            return
+        if listed is None or now - listed >= poll.models_interval_s:
+            self.dispatcher.listed(name, Listing(now, self._cards[name]))
+            listed = now
+        if gauges is not None and self._scrape_s is not None:
+            engine = self._replicas[name].engine
+            reading = Reading(
+                taken_at_s=now,
+                running=gauges.running,
+                waiting=gauges.waiting,
+                kv_used=gauges.kv_used,
+                kv_tokens=engine.kv_blocks * engine.block_size,
+                running_adapters=frozenset(gauges.running_adapters),
+                max_adapters=engine.max_loras if len(self._cards[name]) > 1 else None,
+            )
+            self.dispatcher.observe(name, reading)
+        self.dispatcher.answered(name)
+        self._loop.call_later(self._jittered(interval_s), self._poll, name, listed)
+
+    def _silent(self, name: str) -> None:
+        if not self._stopped:
+            self.dispatcher.troubled(name, Trouble.TIMEOUT, "")
+            self._loop.call_later(self._jittered(self._config.poll.page_interval_s), self._poll, name, None)
+
+    def _count_streams(self) -> None:
+        """Tell the policy how far the answers are, as the relay does while it passes them on."""
+        if self._stopped:
+            return
+        for lease, job, replica in self._streams.values():
+            answered_tokens = replica.answered_tokens(job)
+            if answered_tokens:
+                lease.progress(answered_tokens)
+        self._loop.call_later(PROGRESS_S, self._count_streams)
+
+    def _jittered(self, interval_s: float) -> float:
+        return interval_s * self._rng.uniform(0.8, 1.0)
+
+    # --- the walk of one request --------------------------------------------------------------------------------------
+
+    async def serve(self, arrival: Arrival) -> Record:
+        """Take one request through the house; never raises for what can befall a request."""
+        now = self._loop.time()
+        record = Record(arrival, now, self._config.band(arrival.band))
+        request_id = self._world.enter(arrival)
+        try:
+            await self._walk(request_id, record)
+        except Refused as refused:
+            # A retry that finds nobody else tells what went wrong first, as the gateway does.
+            if record.outcome is Outcome.INTERNAL:
+                record.outcome = refused.outcome
+        finally:
+            self._world.leave(request_id)
+            record.ended_s = self._loop.time()
+        return record
+
+    async def _walk(self, request_id: str, record: Record) -> None:
+        arrival = record.arrival
+        if self._too_long_for_all(arrival):
+            record.outcome = Outcome.BAD_REQUEST
+            return
+        prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
+        ask = Ask(arrival.adapter or BASE_MODEL, stream=True, prompt_bytes=prompt_bytes)
+        target = self.pools.resolve(ask.model)
+        self._budget.request()
+        prompt_tokens, output_tokens = self.pools.tokens(target, ask)
+        ttl_s = self._config.queue.ttl_s if arrival.ttl_s is None else min(arrival.ttl_s, self._config.queue.ttl_s)
+        request = Request(
+            id=request_id,
+            pool=target.pool,
+            model=target.model,
+            adapter=target.adapter,
+            band=record.band,
+            flow=arrival.tenant if self._by_tenant else target.requested,
+            arrived_s=record.arrived_s,
+            deadline_s=record.arrived_s + ttl_s,
+            body_bytes=prompt_bytes,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            stream=True,
+        )
+        excluded: set[str] = set()
+        waited_s = 0.0
+        while True:
+            now = self._loop.time()
+            again = record.attempts > 0
+            left_s = ttl_s - waited_s
+            request = replace(request, deadline_s=now + (max(left_s, RETRY_WAIT_MIN_S) if again else left_s))
+            async with self.dispatcher.admit(request, frozenset(excluded), again=again) as lease:
+                waited_s += lease.grant.at_s - now
+                record.queue_wait_s = waited_s
+                record.attempts += 1
+                record.backend = lease.backend
+                retryable = await self._attempt(request, record, lease)
+            if record.outcome is Outcome.COMPLETED:
+                usage = lease.usage
+                assert usage is not None
+                self.pools.estimator.learn(request.model, prompt_bytes, 1, usage)
+                return
+            if not retryable or record.attempts > self._config.retry.extra_attempts:
+                return
+            if not self._budget.take(lease.verdict):
+                return
+            excluded.add(lease.backend)
+
+    async def _attempt(self, request: Request, record: Record, lease: Lease) -> bool:
+        """One try on one backend; whether another one may be made. Writes outcome, verdict and usage."""
+        arrival, replica = record.arrival, self._replicas[lease.backend]
+        sequence = self._world.sequence(request.id, f"{request.id}.{record.attempts}")
+        timers: list[asyncio.TimerHandle] = []
+
+        def first() -> None:
+            lease.started()
+            timers.pop().cancel()
+
+        try:
+            job = replica.open(sequence, first)
+        except Refusing:
+            lease.verdict, record.outcome = Verdict.CONNECT_FAILED, Outcome.CONNECT_FAILED
+            return True
+        except TooLong:
+            lease.verdict, record.outcome = Verdict.SERVED, Outcome.UPSTREAM_STATUS
+            return False
+        timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off))
+        lease.on_revoked = job.break_off
+        self._streams[sequence.id] = lease, job, replica
+        try:
+            async with asyncio.timeout(self._config.timeouts.total_s):
+                await job.ended
+        except (Broken, TimeoutError):
+            return self._broke(record, lease, job)
+        finally:
+            del self._streams[sequence.id]
+            replica.leave(job)
+            for timer in timers:
+                timer.cancel()
+        lease.verdict, record.outcome = Verdict.SERVED, Outcome.COMPLETED
+        self._measure(record, job, arrival.output_tokens)
+        lease.usage = Usage(arrival.prompt_tokens, arrival.output_tokens, job.hit_tokens)
+        return False
+
+    def _broke(self, record: Record, lease: Lease, job: Job) -> bool:
+        lease.verdict = Verdict.LOST if lease.revoked else Verdict.FAILED
+        if job.first_s is None:
+            record.outcome = Outcome.UPSTREAM_TIMEOUT
+            return True
+        record.outcome = Outcome.BROKEN_STREAM
+        self._measure(record, job, 0)
+        return False
+
+    def _measure(self, record: Record, job: Job, output_tokens: int) -> None:
+        assert job.first_s is not None
+        record.hit_tokens = job.hit_tokens
+        record.ttft_s = job.first_s - record.arrived_s
+        record.output_tokens = output_tokens
+        if output_tokens > 1:
+            record.tpot_s = (self._loop.time() - job.first_s) / (output_tokens - 1)
+
+    def _too_long_for_all(self, arrival: Arrival) -> bool:
+        total_tokens = arrival.prompt_tokens + arrival.output_tokens
+        return all(total_tokens > replica.spec.max_model_len for replica in self._replicas.values())

@@ -1,0 +1,161 @@
+"""One run: a trace through the production scheduler onto simulated engines, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from llmproxy.config import Config
+from llmproxy.core.domain import Outcome
+from llmproxy.lab.account import Account
+from llmproxy.lab.arrival import Arrival, Trace
+from llmproxy.lab.faults import schedule
+from llmproxy.lab.fleet import Fleet
+from llmproxy.lab.objectives import Objectives
+from llmproxy.lab.policies import Plan
+from llmproxy.lab.proxy import LabProxy
+from llmproxy.lab.record import Record
+from llmproxy.lab.replica import Replica
+from llmproxy.lab.virtual_time import run
+from llmproxy.lab.world import Blocks, World
+
+SETTLE_S = 2.0
+"""How long the pollers may read the fleet before the first arrival, as a proxy that was started before its clients."""
+SAMPLES = 120
+"""Looks at every replica's load over the length of a trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that one run depends on: two runs of equal setups give equal bytes.
+
+    `duration_s` is the trace's length, and `adapters` are the LoRA names that its arrivals ask for.
+    """
+
+    trace: Trace
+    fleet: Fleet
+    plan: Plan
+    config: Config
+    seed: int
+    prefill_scale: float
+    duration_s: float
+    adapters: tuple[str, ...]
+    warmup_s: float = 0.0
+
+
+def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> Account:
+    """Run it. `progress` is told the number of requests that ended, now and then. Raises TraceError."""
+    frozen = gc.get_threshold()
+    # Live requests are many and die without cycles; looking at them often finds nothing.
+    gc.set_threshold(100_000, 20, 20)
+    try:
+        return run(Run(setup, progress).go())
+    finally:
+        gc.set_threshold(*frozen)
+
+
+class Run:
+    """One run; `account` is its book."""
+
+    def __init__(self, setup: Setup, progress: Callable[[int], None]) -> None:
+        self._setup = setup
+        self._progress = progress
+        self._rng = Random(setup.seed)
+        self.account = Account(setup.duration_s, [r.name for r in setup.fleet.replicas], setup.warmup_s)
+        self._objectives = Objectives(setup.fleet, setup.prefill_scale)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: BaseException | None = None
+        self._ended = 0
+
+    async def go(self) -> Account:
+        setup, loop = self._setup, asyncio.get_running_loop()
+        replicas = {
+            spec.name: Replica(spec, setup.prefill_scale, self._rng.getrandbits(32), loop)
+            for spec in setup.fleet.replicas
+        }
+        for spec in setup.fleet.replicas:
+            if spec.joins_s > 0:
+                loop.call_at(SETTLE_S + spec.joins_s, replicas[spec.name].start)
+            else:
+                replicas[spec.name].start()
+        blocks = Blocks(setup.trace.block_tokens, setup.fleet.replicas[0].block_size)
+        self._replicas = replicas
+        self._proxies = self._start_proxies(World(replicas, setup.adapters, blocks))
+        schedule(setup.fleet.faults, replicas, SETTLE_S)
+        loop.call_at(SETTLE_S, self._sample, loop, 0)
+        await self._feed(loop)
+        while self._tasks:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for proxy in self._proxies:
+            proxy.stop()
+        if self._failed is not None:
+            raise self._failed
+        self._progress(self._ended)
+        return self.account
+
+    def _start_proxies(self, world: World) -> list[LabProxy]:
+        setup = self._setup
+        proxies = [
+            LabProxy(setup.config, setup.plan, world, Random(self._rng.getrandbits(32)))
+            for _ in range(setup.fleet.proxies)
+        ]
+        for proxy in proxies:
+            proxy.start()
+        return proxies
+
+    def _sample(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        """Look at every replica's load, and ask to look again while the trace lasts."""
+        queued: dict[int, int] = {}
+        for proxy in self._proxies:
+            for band, (requests, _) in proxy.pools.queued().items():
+                queued[band] = queued.get(band, 0) + requests
+        load = {name: replica.load() for name, replica in self._replicas.items()}
+        self.account.sample(loop.time() - SETTLE_S, load, queued)
+        if number < SAMPLES:
+            at_s = SETTLE_S + (number + 1) * self._setup.duration_s / SAMPLES
+            loop.call_at(at_s, self._sample, loop, number + 1)
+
+    # --- arrivals -----------------------------------------------------------------------------------------------------
+
+    async def _feed(self, loop: asyncio.AbstractEventLoop) -> None:
+        for arrival in self._setup.trace.arrivals():
+            due_s = SETTLE_S + arrival.at_s
+            if due_s > loop.time():
+                await asyncio.sleep(due_s - loop.time())
+            if self._failed is not None:
+                return
+            self._begin(arrival)
+
+    def _begin(self, arrival: Arrival) -> None:
+        proxy = self._proxies[0] if len(self._proxies) == 1 else self._rng.choice(self._proxies)
+        task = asyncio.get_running_loop().create_task(self._serve(proxy, arrival))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def _serve(self, proxy: LabProxy, arrival: Arrival) -> None:
+        record = await proxy.serve(arrival)
+        # The books count from the beginning of the trace.
+        record.arrived_s -= SETTLE_S
+        record.ended_s -= SETTLE_S
+        self._judge(record)
+        self.account.add(record)
+        self._ended += 1
+        if self._ended % 256 == 0:
+            self._progress(self._ended)
+        if arrival.then is not None and record.output_tokens:
+            await asyncio.sleep(arrival.think_s)
+            self._begin(arrival.then)
+
+    def _judge(self, record: Record) -> None:
+        """Say whether the answer kept its objectives."""
+        if record.outcome is Outcome.COMPLETED and record.ttft_s is not None:
+            ttft_slo_s, tpot_slo_s = self._objectives.of(record.arrival)
+            record.met = record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failed = self._failed or task.exception()

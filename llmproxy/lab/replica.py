@@ -1,0 +1,336 @@
+"""One simulated vLLM server in virtual time: its engine stepped by timers, its front door, and what it publishes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+from llmproxy.lab.fleet import ReplicaSpec
+from llmproxy.simulator.engine import Engine, EngineRequest, Gauges, StepResult
+from llmproxy.simulator.profiles import Noise
+
+GAUGES_KEPT = 4_096
+"""Scrapes remembered for a replica whose readings are old when they arrive; beyond it the oldest one has to do."""
+NOISE = Noise()
+
+
+class Broken(Exception):  # noqa: N818 - what befalls an answer, not an error of this code
+    """The connection of an answer ended before the answer did."""
+
+
+class Refusing(Exception):  # noqa: N818
+    """No process listens."""
+
+
+class TooLong(Exception):  # noqa: N818
+    """The request is longer than this server's context: its own 400."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request at a replica. `ended` is set when the last token is out, or fails with `Broken`.
+
+    `on_first` is called when the first token exists. Times are the loop's; `first_s` is None before the first token.
+    """
+
+    request: EngineRequest
+    on_first: Callable[[], None]
+    ended: asyncio.Future[None]
+    hit_tokens: int = 0
+    first_s: float | None = None
+    cut_short: bool = False
+
+    def break_off(self) -> None:
+        """The connection is gone; nothing where the answer has ended."""
+        if not self.ended.done():
+            self.ended.set_exception(Broken())
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Pure decode steps under way: `steps` of them from `start_s` on, each `factor` times its noise-free time."""
+
+    start_s: float
+    steps: int
+    factor: float
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the replica has done over all its lives, for the account of a run."""
+
+    preemptions: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class _Ills:
+    """The faults in force."""
+
+    slow: float = 1.0
+    reset: float = 0.0
+    metric_age_s: float = 0.0
+    lost_readings: float = 0.0
+    frozen: bool = False
+
+
+class Replica:
+    """A server that accepts jobs and can be scraped, and the faults that can befall it.
+
+    The engine is advanced lazily: while nothing but decoding happens, a whole stretch of steps is one timer, and who
+    arrives or looks in the middle of it finds the engine as it is at that moment.
+    """
+
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        prefill_scale: float,
+        seed: int,
+        loop: asyncio.AbstractEventLoop,
+        noise: Noise = NOISE,
+    ) -> None:
+        self.spec = spec
+        self.alive = False
+        self.ills = _Ills()
+        self.totals = Totals()
+        self.engine: Engine
+        self._profile = replace(spec.profile, prefill_factor=prefill_scale)
+        self._rng = Random(seed)
+        self._noise = noise
+        self._loop = loop
+        self._jobs: dict[str, Job] = {}
+        self._unborn: dict[str, Job] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._stretch: _Stretch | None = None
+        self._step: StepResult | None = None
+        self._left_s = 0.0
+        self._visible = self._coming = Gauges()
+        self._seen: deque[tuple[float, Gauges]] = deque(maxlen=GAUGES_KEPT)
+        self._install()
+
+    def _install(self) -> None:
+        spec = self.spec
+        self.engine = Engine(
+            self._profile,
+            max_num_seqs=spec.max_num_seqs,
+            max_loras=spec.max_loras,
+            max_cpu_loras=spec.max_cpu_loras,
+            kv_tokens=spec.kv_tokens,
+            block_size=spec.block_size,
+            step_tokens=spec.step_tokens,
+            noise=self._noise,
+            seed=self._rng.getrandbits(32),
+        )
+        self._visible = self._coming = Gauges()
+        self._seen.clear()
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Serve, with cold caches."""
+        self.alive = True
+
+    def kill(self) -> None:
+        """The process dies: its connections break, its caches are lost."""
+        self._stop_timer()
+        self._stretch = self._step = None
+        self.totals.preemptions += self.engine.counters.preemptions
+        self.totals.steps += self.engine.counters.steps
+        self.alive = False
+        self.ills.frozen = False
+        jobs, self._jobs = self._jobs, {}
+        self._unborn.clear()
+        self._install()
+        for job in jobs.values():
+            job.break_off()
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop the engine's time, or let it go on; it accepts requests all the same."""
+        if frozen == self.ills.frozen or not self.alive:
+            return
+        self.ills.frozen = frozen
+        if frozen:
+            self._interrupt()
+            if self._timer is not None:
+                self._left_s = self._timer.when() - self._loop.time()
+                self._stop_timer()
+        elif self._step is not None:
+            self._timer = self._loop.call_later(self._left_s, self._step_done)
+        else:
+            self._next()
+
+    def slow_down(self, factor: float) -> None:
+        """Every step from the next one on takes `factor` times as long as it should."""
+        if not self.ills.frozen:
+            self._interrupt()
+        self.ills.slow = factor
+
+    # --- what clients do ----------------------------------------------------------------------------------------------
+
+    def open(self, request: EngineRequest, on_first: Callable[[], None]) -> Job:
+        """Send a request. Raises Refusing when nobody listens and TooLong for one that the server answers with 400."""
+        if not self.alive:
+            raise Refusing
+        if not self.holds(request):
+            raise TooLong
+        job = Job(request, on_first, self._loop.create_future())
+        if self.ills.reset and self._rng.random() < self.ills.reset:
+            job.cut_short = True
+            job.request = replace(request, output_tokens=self._rng.randint(1, request.output_tokens))
+        self._jobs[request.id] = job
+        self._loop.call_later(self._profile.frontend_s, self._enter, job)
+        return job
+
+    def holds(self, request: EngineRequest) -> bool:
+        """Whether the context of this server is long enough."""
+        total_tokens = request.prompt_tokens + request.output_tokens
+        return total_tokens <= min(self.spec.max_model_len, self.engine.kv_room_tokens)
+
+    def answered_tokens(self, job: Job) -> int:
+        """How many tokens of its answer have been sent by now."""
+        if self._stretch is not None and not self.ills.frozen:
+            self._settle(self._loop.time())
+        if job.first_s is None or job.ended.done():
+            return 0
+        answered = self.engine.answered_tokens(job.request.id)
+        # The engine forgets a request when it plans the step of its last token.
+        return job.request.output_tokens - 1 if answered is None else answered
+
+    def leave(self, job: Job) -> None:
+        """The client closed the connection; nothing where the job has ended."""
+        request_id = job.request.id
+        if self._jobs.get(request_id) is not job:
+            return
+        del self._jobs[request_id]
+        if self._unborn.pop(request_id, None) is not None or job.first_s is not None:
+            if not self.ills.frozen:
+                self._interrupt()
+            self.engine.abort(request_id)
+
+    def scrape(self) -> Gauges | None:
+        """What the metrics page shows; None where it is lost on its way. Raises Refusing, or TimeoutError of a hung
+        server.
+        """
+        if not self.alive:
+            raise Refusing
+        if self.ills.frozen:
+            raise TimeoutError
+        if self.ills.lost_readings and self._rng.random() < self.ills.lost_readings:
+            return None
+        now = self._loop.time()
+        if self._stretch is not None:
+            self._settle(now)
+            self._visible = self.engine.gauges()
+        if not self.ills.metric_age_s:
+            return self._visible
+        self._seen.append((now, self._visible))
+        old_s = now - self.ills.metric_age_s
+        while len(self._seen) > 1 and self._seen[1][0] <= old_s:
+            self._seen.popleft()
+        seen_at_s, gauges = self._seen[0]
+        return gauges if seen_at_s <= old_s else None
+
+    def load(self) -> tuple[int, int]:
+        """(running, waiting) at this moment, for the account of a run."""
+        gauges = self.engine.gauges()
+        return gauges.running, gauges.waiting
+
+    # --- the engine's time --------------------------------------------------------------------------------------------
+
+    def _enter(self, job: Job) -> None:
+        """The front end has tokenised the prompt."""
+        if self._jobs.get(job.request.id) is not job:
+            return
+        if not self.ills.frozen:
+            self._interrupt()
+        self.engine.add(job.request)
+        self._unborn[job.request.id] = job
+        if self._timer is None and not self.ills.frozen:
+            self._next()
+
+    def _next(self) -> None:
+        """Begin the next step, or a stretch of them."""
+        self._stretch = self._step = None
+        now = self._loop.time()
+        steps = self.engine.stable_steps()
+        if steps > 1:
+            factor = self._noise.stretch_factor(self._rng, steps) * self.ills.slow
+            self._stretch = _Stretch(now, steps, factor)
+            self._timer = self._loop.call_at(now + self.engine.stretch_s(steps) * factor, self._stretch_done)
+        elif self.engine.busy:
+            self._step = self.engine.step()
+            # Taken here, because what arrives while the step runs is unknown to its gauges.
+            self._coming = self.engine.gauges()
+            self._timer = self._loop.call_at(now + self._step.duration_s * self.ills.slow, self._step_done)
+        else:
+            self._timer = None
+            self._visible = self.engine.gauges()
+
+    def _step_done(self) -> None:
+        step, self._step = self._step, None
+        assert step is not None
+        self._visible = self._coming
+        self._deliver(step)
+        self._next()
+
+    def _stretch_done(self) -> None:
+        stretch, self._stretch = self._stretch, None
+        assert stretch is not None
+        self._deliver(self.engine.advance(stretch.steps))
+        self._visible = self.engine.gauges()
+        self._next()
+
+    def _settle(self, now: float) -> None:
+        """Bring the engine up to the last step of the stretch that is complete at `now`."""
+        stretch = self._stretch
+        assert stretch is not None
+        # The last step of a stretch may end requests, and that is for its own timer to deliver.
+        done = min(self.engine.steps_within((now - stretch.start_s) / stretch.factor), stretch.steps - 1)
+        if done > 0:
+            stretch.start_s += self.engine.stretch_s(done) * stretch.factor
+            stretch.steps -= done
+            self.engine.advance(done)
+
+    def _interrupt(self) -> None:
+        """Something is about to change in the engine: of a stretch, only the step that is running now goes on."""
+        if self._stretch is None:
+            return
+        self._settle(self._loop.time())
+        stretch, self._stretch = self._stretch, None
+        self._stop_timer()
+        self._visible = self.engine.gauges()
+        self._step = self.engine.advance(1)
+        self._coming = self.engine.gauges()
+        end_s = stretch.start_s + self._step.duration_s * stretch.factor
+        # The step is taken as it was: what slowed it is in its factor already.
+        self._timer = self._loop.call_at(max(end_s, self._loop.time()), self._step_done)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _deliver(self, step: StepResult) -> None:
+        """Hand out what a step that ended now has brought."""
+        now = self._loop.time()
+        for request_id, cached_tokens in step.admitted:
+            job = self._jobs.get(request_id)
+            if job is not None and job.first_s is None:
+                job.hit_tokens = cached_tokens
+        if self._unborn and step.emitted:
+            emitted = set(step.emitted)
+            for request_id in [one for one in self._unborn if one in emitted]:
+                job = self._unborn.pop(request_id)
+                job.first_s = now
+                job.on_first()
+        for request_id in step.finished:
+            job = self._jobs.pop(request_id, None)
+            if job is None or job.ended.done():
+                continue
+            if job.cut_short:
+                job.ended.set_exception(Broken())
+            else:
+                job.ended.set_result(None)

@@ -1,0 +1,314 @@
+"""The result of a simulation: what `result.json` holds, and the same averaged over seeds for tables and plots."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+
+FORMAT: Final = "llmproxy-simulate/1"
+SIGNIFICANT_DIGITS = 6
+
+
+def _by_key(value: Any) -> Any:
+    """The order in which somebody filled a mapping means nothing, so it must not be seen in the bytes."""
+    if isinstance(value, dict):
+        return {key: _by_key(value[key]) for key in sorted(value)}
+    return [_by_key(item) for item in value] if isinstance(value, list) else value
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
+
+
+class Quantiles(_Model):
+    """Mean and nearest-rank quantiles over completed requests, within 0.5 %; null where there was none."""
+
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+
+class GroupResult(_Model):
+    """The requests of one band or one tenant.
+
+    Tokens and shares count completed requests (prompt and answer), except `asked_share`, which counts all that were
+    offered with the answers they would have had.
+    """
+
+    offered: int
+    completed: int
+    refused: int
+    failed: int
+    goodput: float | None
+    ttft_s: Quantiles
+    tpot_s: Quantiles
+    queue_wait_s: Quantiles
+    prompt_tokens: int
+    hit_tokens: int
+    output_tokens: int
+    token_share: float | None
+    asked_share: float | None
+
+
+class BackendResult(_Model):
+    """One replica: the requests whose last attempt it had, and what it did for those that got a first token.
+
+    `prefill_tokens` are prompt tokens that it computed, `hit_tokens` those that it found cached. The means are over
+    samples taken all along the trace: sequences in the batch, and requests waiting inside the engine.
+    """
+
+    requests: int
+    prefill_tokens: int
+    hit_tokens: int
+    output_tokens: int
+    mean_running: float | None
+    mean_waiting: float | None
+
+
+class Utilisation(_Model):
+    """Rates over the counted time, and means over samples taken all along the trace.
+
+    `busy` is the share of samples at which a replica had something to do, `mean_running` and `mean_waiting` are per
+    replica, and `mean_queued` counts requests that waited in the proxies.
+    """
+
+    completed_per_s: float | None
+    prefill_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    busy: float | None
+    mean_running: float | None
+    mean_waiting: float | None
+    mean_queued: float | None
+
+
+class RunKey(NamedTuple):
+    """What tells the runs of one simulation apart."""
+
+    policy: str
+    seed: int
+    rate_scale: float
+    prefill_scale: float
+
+
+class RunResult(_Model):
+    """One policy at one load with one seed. Requests that arrived during the warm-up are in no figure.
+
+    `offered` = `completed` + `refused` + `failed`, where refused ones left before a backend was given them, and
+    `goodput` is the share of the offered ones that were completed within both objectives: a refusal and a failure are
+    misses. `ttft_s` counts from the arrival, `tpot_s` is the mean time per output token after the first,
+    `queue_wait_s` the time in the proxy's own waiting room, `e2e_s` from arrival to end.
+    `hit_tokens_ratio` is over the prompt tokens of completed requests. `prefill_imbalance` is max / mean over all
+    replicas of the prompt tokens that they computed. `duration_s` is virtual time from the start of the trace to the
+    last end. `by_tenant` names the largest tenants by tokens, and all others together as "(other)".
+    """
+
+    policy: str
+    seed: int
+    rate_scale: float
+    prefill_scale: float
+    offered: int
+    completed: int
+    refused: int
+    failed: int
+    goodput: float | None
+    ttft_s: Quantiles
+    tpot_s: Quantiles
+    queue_wait_s: Quantiles
+    e2e_s: Quantiles
+    hit_tokens_ratio: float | None
+    prefill_imbalance: float | None
+    duration_s: float
+    attempts: int
+    outcomes: Annotated[dict[str, int], AfterValidator(_by_key)]
+    utilisation: Utilisation
+    by_band: Annotated[dict[str, GroupResult], AfterValidator(_by_key)]
+    by_tenant: Annotated[dict[str, GroupResult], AfterValidator(_by_key)]
+    by_backend: Annotated[dict[str, BackendResult], AfterValidator(_by_key)]
+
+    @property
+    def key(self) -> RunKey:
+        return RunKey(self.policy, self.seed, self.rate_scale, self.prefill_scale)
+
+
+class WaitPoint(_Model):
+    """Waiting in the proxy of the requests that arrived within one stretch of time, which begins at `at_s`."""
+
+    at_s: float
+    mean_s: float
+    max_s: float
+
+
+class Trail(_Model):
+    """What the plots of one run need beyond its result; it is not part of `result.json`.
+
+    The CDFs are pairs (value, share of the completed requests that have one and are not above it), `hits` pairs (time
+    of arrival, hit ratio of all until then). `load` holds running plus waiting requests of each replica at the times
+    `load_at_s`.
+    """
+
+    ttft_cdf: list[tuple[float, float]]
+    tpot_cdf: list[tuple[float, float]]
+    queue_wait: dict[str, list[WaitPoint]]
+    hits: list[tuple[float, float]]
+    load_at_s: list[float]
+    load: dict[str, list[int]]
+
+
+class Bound(_Model):
+    """A limit that follows from the trace and the fleet alone; `about` says of what and under which assumptions.
+
+    Null where it cannot be computed for this trace.
+    """
+
+    value: float | None
+    unit: str
+    about: str
+
+
+class SimulationResult(_Model):
+    """All runs of one trace on one fleet.
+
+    `bounds` are by load, as `load_label` names it, and then by name, in the order in which they should be told.
+    """
+
+    format: Literal["llmproxy-simulate/1"] = FORMAT
+    runs: list[RunResult]
+    bounds: dict[str, dict[str, Bound]] = Field(default_factory=dict)
+    config: Annotated[dict[str, JsonValue], AfterValidator(_by_key)] = Field(default_factory=dict)
+
+
+def load_label(rate_scale: float, prefill_scale: float) -> str:
+    """The key of one load in `SimulationResult.bounds`, such as `rate_scale 1, prefill_scale 1.9`."""
+    return f"rate_scale {rate_scale:g}, prefill_scale {prefill_scale:g}"
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def to_bytes(result: SimulationResult) -> bytes:
+    """`result.json`: equal results give equal bytes, in whatever order the runs were finished.
+
+    Raises ValueError for a figure that is infinite or not a number.
+    """
+    runs = sorted(result.runs, key=lambda run: (run.prefill_scale, run.rate_scale, run.policy, run.seed))
+    tree = _rounded(result.model_copy(update={"runs": runs}).model_dump(), "")
+    return orjson.dumps(tree, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def write_result(path: Path, result: SimulationResult) -> None:
+    """Write `result.json`. Raises OSError, and ValueError as `to_bytes`."""
+    path.write_bytes(to_bytes(result))
+
+
+def schema_bytes() -> bytes:
+    """The JSON schema of `result.json`, as it is kept in `docs/simulate-result.schema.json`."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **SimulationResult.model_json_schema(mode="serialization"),
+    }
+    return orjson.dumps(schema, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _rounded(value: Any, where: str) -> Any:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where.lstrip('.')} is {value}, which JSON cannot say")
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item, f"{where}.{key}") for key, item in value.items()}
+    return [_rounded(item, f"{where}.{i}") for i, item in enumerate(value)] if isinstance(value, list) else value
+
+
+# --- the same, averaged over seeds ------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One policy at one load: means over its seeds, of those where the figure exists; None where it never does."""
+
+    policy: str
+    seeds: int
+    goodput: float | None
+    goodput_range: tuple[float, float] | None
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    tpot_p50_s: float | None
+    tpot_p99_s: float | None
+    queue_wait_p99_s: float | None
+    hit: float | None
+    imbalance: float | None
+    refused: float | None
+    failed: float | None
+
+
+class LoadPoint(NamedTuple):
+    """All policies at one load."""
+
+    rate_scale: float
+    prefill_scale: float
+    rows: tuple[Row, ...]
+    bounds: dict[str, Bound]
+
+    @property
+    def label(self) -> str:
+        return load_label(self.rate_scale, self.prefill_scale)
+
+
+def policies_of(result: SimulationResult, last: Collection[str] = ()) -> list[str]:
+    """The policies in the order of their first run, those of `last` after all others."""
+    policies = list(dict.fromkeys(run.policy for run in result.runs))
+    return sorted(policies, key=lambda policy: policy in last)
+
+
+def load_points(result: SimulationResult, last: Collection[str] = ()) -> list[LoadPoint]:
+    """The runs by load, lighter ones first, and the policies of each in the order of `policies_of`."""
+    policies = policies_of(result, last)
+    loads = sorted({(run.prefill_scale, run.rate_scale) for run in result.runs})
+    points = []
+    for prefill, rate in loads:
+        here = [run for run in result.runs if (run.prefill_scale, run.rate_scale) == (prefill, rate)]
+        by_policy = {policy: [run for run in here if run.policy == policy] for policy in policies}
+        rows = tuple(_row(policy, runs) for policy, runs in by_policy.items() if runs)
+        points.append(LoadPoint(rate, prefill, rows, result.bounds.get(load_label(rate, prefill), {})))
+    return points
+
+
+def best(rows: Iterable[Row], field: str) -> float | None:
+    """The best of one field of rows: the largest goodput or hit ratio, else the smallest; None where there is none."""
+    figures = [figure for row in rows if (figure := getattr(row, field)) is not None]
+    return (max if field in ("goodput", "hit") else min)(figures, default=None)
+
+
+def _row(policy: str, runs: list[RunResult]) -> Row:
+    goodputs = [run.goodput for run in runs if run.goodput is not None]
+    return Row(
+        policy=policy,
+        seeds=len(runs),
+        goodput=_mean(goodputs),
+        goodput_range=(min(goodputs), max(goodputs)) if goodputs else None,
+        ttft_p50_s=_mean(run.ttft_s.p50 for run in runs),
+        ttft_p99_s=_mean(run.ttft_s.p99 for run in runs),
+        tpot_p50_s=_mean(run.tpot_s.p50 for run in runs),
+        tpot_p99_s=_mean(run.tpot_s.p99 for run in runs),
+        queue_wait_p99_s=_mean(run.queue_wait_s.p99 for run in runs),
+        hit=_mean(run.hit_tokens_ratio for run in runs),
+        imbalance=_mean(run.prefill_imbalance for run in runs),
+        refused=_mean(run.refused / run.offered for run in runs if run.offered),
+        failed=_mean(run.failed / run.offered for run in runs if run.offered),
+    )
+
+
+def _mean(figures: Iterable[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return fmean(known) if known else None
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(schema_bytes())

@@ -1,0 +1,163 @@
+"""Many runs: every policy at every load with every seed, on all cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from ctypes import c_longlong
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from llmproxy.config import Config
+from llmproxy.lab.arrival import Trace
+from llmproxy.lab.fleet import Fleet
+from llmproxy.lab.policies import plan_named
+from llmproxy.lab.replay import Setup, replay
+from llmproxy.lab.result import RunResult, Trail
+from llmproxy.lab.traces import Survey, replicated, scaled, sliced, survey, trace_named
+
+LOOK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What is to be simulated, in words that another process can read: `trace` is a file or a generator as
+    `trace_named` takes it, of which `requests` are used from number `skip` on (None for all), replicated `replicate`
+    times. `warmup` is the share of the trace's time whose requests are not counted.
+    """
+
+    trace: str
+    fleet: Fleet
+    config: Config
+    skip: int = 0
+    requests: int | None = None
+    replicate: int = 1
+    warmup: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a simulation."""
+
+    policy: str
+    seed: int
+    rate_scale: float = 1.0
+    prefill_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run, and what its plots need."""
+
+    point: Point
+    run: RunResult
+    trail: Trail
+
+
+def points(
+    policies: Sequence[str], seeds: Sequence[int], rate_scales: Sequence[float], prefill_scales: Sequence[float]
+) -> list[Point]:
+    """Every combination, in the order in which results are told."""
+    return [Point(p, s, r, f) for r, f, p, s in product(rate_scales, prefill_scales, policies, seeds)]
+
+
+def prepared(simulation: Simulation, seed: int, rate_scale: float) -> tuple[Trace, Survey]:
+    """The trace of one run, and what one pass over it found. Raises TraceError."""
+    return _prepared(simulation.trace, simulation.skip, simulation.requests, simulation.replicate, seed, rate_scale)
+
+
+@lru_cache(maxsize=64)
+def _prepared(
+    text: str, skip: int, requests: int | None, replicate: int, seed: int, rate_scale: float
+) -> tuple[Trace, Survey]:
+    trace = trace_named(text, seed)
+    if skip or requests is not None:
+        trace = sliced(trace, skip, requests)
+    if replicate > 1:
+        trace = replicated(trace, replicate, seed)
+    if rate_scale != 1.0:
+        trace = scaled(trace, rate_scale)
+    return trace, survey(trace)
+
+
+def run_one(simulation: Simulation, point: Point, progress: Callable[[int], None] = lambda _: None) -> Finished:
+    """Simulate one point. Raises TraceError, and ValueError for an unknown policy."""
+    trace, found = prepared(simulation, point.seed, point.rate_scale)
+    setup = Setup(
+        trace=trace,
+        fleet=simulation.fleet,
+        plan=plan_named(point.policy, simulation.config),
+        config=simulation.config,
+        seed=point.seed,
+        prefill_scale=point.prefill_scale,
+        duration_s=found.duration_s,
+        adapters=tuple(sorted(found.adapters)),
+        warmup_s=simulation.warmup * found.duration_s,
+    )
+    account = replay(setup, progress)
+    run = account.result(point.policy, point.seed, point.rate_scale, point.prefill_scale)
+    return Finished(point, run, account.trail())
+
+
+def run_all(
+    tasks: Sequence[tuple[Simulation, Point]],
+    workers: int | None = None,
+    progress: Callable[[Sequence[int]], None] = lambda _: None,
+) -> Iterator[tuple[int, Finished]]:
+    """Simulate all tasks and answer (index, result) as each is ready. `progress` is told, now and then, how many
+    requests of each task have ended.
+    """
+    workers = min(len(tasks), workers or os.cpu_count() or 1)
+    if workers <= 1:
+        yield from _one_by_one(tasks, progress)
+        return
+    context = multiprocessing.get_context("spawn")
+    ended: Any = context.Array(c_longlong, len(tasks), lock=False)
+    with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(ended,)) as pool:
+        futures: dict[Future[Finished], int] = {
+            pool.submit(_run_in_worker, index, simulation, point): index
+            for index, (simulation, point) in enumerate(tasks)
+        }
+        try:
+            open_futures = set(futures)
+            while open_futures:
+                done, open_futures = wait(open_futures, LOOK_EVERY_S, FIRST_COMPLETED)
+                progress(list(ended))
+                for future in done:
+                    yield futures[future], future.result()
+        finally:
+            # Whoever stops listening, by Ctrl-C or by an error, does not want the rest computed.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _one_by_one(
+    tasks: Sequence[tuple[Simulation, Point]], progress: Callable[[Sequence[int]], None]
+) -> Iterator[tuple[int, Finished]]:
+    ended = [0] * len(tasks)
+    for index, (simulation, point) in enumerate(tasks):
+
+        def tell(count: int, index: int = index) -> None:
+            ended[index] = count
+            progress(ended)
+
+        yield index, run_one(simulation, point, tell)
+
+
+_ended: Any = None
+"""The counters that a worker shares with the process that started it."""
+
+
+def _share(ended: Any) -> None:
+    global _ended
+    _ended = ended
+
+
+def _run_in_worker(index: int, simulation: Simulation, point: Point) -> Finished:
+    def tell(count: int) -> None:
+        _ended[index] = count
+
+    return run_one(simulation, point, tell)

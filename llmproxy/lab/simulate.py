@@ -1,0 +1,196 @@
+"""`llmproxy simulate`: from names on a command line to a table, `result.json` and `report.html`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from llmproxy import __version__
+from llmproxy.config import Config
+from llmproxy.lab.arrival import Trace, TraceError
+from llmproxy.lab.bounds import all_bounds
+from llmproxy.lab.fleet import Fleet
+from llmproxy.lab.fleet_file import FleetError, fleet_named
+from llmproxy.lab.policies import Plan, is_own, own_name, plan_named
+from llmproxy.lab.report import ReportUnavailable, write_report
+from llmproxy.lab.result import Bound, SimulationResult, load_label, write_result
+from llmproxy.lab.runs import Finished, Point, Simulation, points, prepared, run_all
+from llmproxy.lab.table import print_tables
+from llmproxy.lab.traces import Survey
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line said; see the help of its flags."""
+
+    trace: str
+    fleet: str
+    config: Config
+    policies: tuple[str, ...]
+    rate_scales: tuple[float, ...]
+    prefill_scales: tuple[float, ...]
+    seeds: tuple[int, ...]
+    replicate: int = 1
+    skip: int = 0
+    requests: int | None = None
+    warmup: float = 0.0
+    proxies: int | None = None
+    config_file: Path | None = None
+    workers: int | None = None
+    out: Path | None = None
+
+
+class Unusable(Exception):  # noqa: N818 - an answer for people, not an error of this code
+    """What was asked for cannot be simulated; the message says why and what to do."""
+
+
+def simulate(options: Options) -> None:
+    """Run everything and tell it. Raises Unusable."""
+    try:
+        _simulate(options)
+    except (TraceError, FleetError) as error:
+        raise Unusable(str(error)) from None
+
+
+def _simulate(options: Options) -> None:
+    console = Console()
+    policies = options.policies or (own_name(options.config),)
+    plans = [_plan(policy, options.config) for policy in policies]
+    if any(scale <= 0 for scale in (*options.rate_scales, *options.prefill_scales)):
+        raise Unusable("--rate-scale and --prefill-scale must be above 0")
+    fleet = fleet_named(options.fleet)
+    if options.proxies is not None:
+        fleet = replace(fleet, proxies=options.proxies)
+    simulation = Simulation(
+        options.trace, fleet, options.config, options.skip, options.requests, options.replicate, options.warmup
+    )
+    chosen = points(policies, options.seeds, options.rate_scales, options.prefill_scales)
+    # The whole trace is read before anything runs, so that a bad line at its end does not cost an hour.
+    found = [prepared(simulation, point.seed, point.rate_scale)[1] for point in chosen]
+    _check(options, fleet, prepared(simulation, chosen[0].seed, chosen[0].rate_scale))
+    if options.out is not None:
+        _make_room(options.out)
+    finished = _run(simulation, chosen, [one.count for one in found], options.workers)
+    result = SimulationResult(
+        runs=[one.run for one in finished],
+        bounds=_bounds(simulation, chosen),
+        config=_told(options, fleet, plans, found[0]),
+    )
+    print_tables(result, console)
+    if options.out is not None:
+        _write(options.out, options, result, finished, console)
+
+
+def _plan(policy: str, config: Config) -> Plan:
+    try:
+        return plan_named(policy, config)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
+
+
+def _check(options: Options, fleet: Fleet, read: tuple[Trace, Survey]) -> None:
+    """What fits together only when trace, fleet and configuration are all known."""
+    trace, found = read
+    block_size = fleet.replicas[0].block_size
+    if trace.block_tokens % block_size:
+        raise Unusable(
+            f"{trace.name}: blocks of {trace.block_tokens} tokens are no multiple of the engines' {block_size}"
+            " (block_size in the fleet's file)"
+        )
+    for band in found.bands:
+        try:
+            options.config.band(band)
+        except ValueError as error:
+            raise Unusable(f"{trace.name}: {error}") from None
+
+
+def _make_room(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unusable(f"--out {out}: {error.strerror}") from None
+
+
+def _run(simulation: Simulation, chosen: Sequence[Point], totals: Sequence[int], workers: int | None) -> list[Finished]:
+    finished: list[Finished | None] = [None] * len(chosen)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(f"0/{len(chosen)} runs", total=sum(totals))
+
+        def tell(ended: Sequence[int]) -> None:
+            done = sum(one is not None for one in finished)
+            bar.update(task, completed=sum(ended), description=f"{done}/{len(chosen)} runs")
+
+        for index, one in run_all([(simulation, point) for point in chosen], workers, tell):
+            finished[index] = one
+    return [one for one in finished if one is not None]
+
+
+def _bounds(simulation: Simulation, chosen: Sequence[Point]) -> dict[str, dict[str, Bound]]:
+    """Bounds of the first seed at every load, by load."""
+    first = chosen[0].seed
+    loads = dict.fromkeys((point.rate_scale, point.prefill_scale) for point in chosen)
+    return {
+        load_label(rate, prefill): all_bounds(
+            prepared(simulation, first, rate)[0],
+            simulation.fleet,
+            prefill,
+            simulation.warmup * prepared(simulation, first, rate)[1].duration_s,
+        )
+        for rate, prefill in loads
+    }
+
+
+def _told(options: Options, fleet: Fleet, plans: Sequence[Plan], found: Survey) -> dict[str, Any]:
+    """What was simulated, in words and numbers that somebody else could repeat it with."""
+    return {
+        "trace": Path(options.trace).name if not options.trace.startswith("gen:") else options.trace,
+        "requests": found.count,
+        "trace_duration_s": found.duration_s,
+        "skip": options.skip,
+        "replicate": options.replicate,
+        "warmup": options.warmup,
+        "fleet": fleet.name,
+        "replicas": len(fleet.replicas),
+        "faults": len(fleet.faults),
+        "proxies": fleet.proxies,
+        "seeds": list(options.seeds),
+        "policies": {plan.name: plan.about for plan in plans},
+        "scheduling": options.config.scheduling.model_dump(mode="json"),
+        "queue_ttl_s": options.config.queue.ttl_s,
+        "version": __version__,
+    }
+
+
+def _write(
+    out: Path, options: Options, result: SimulationResult, finished: Sequence[Finished], console: Console
+) -> None:
+    try:
+        write_result(out / "result.json", result)
+        console.print(f"wrote {out / 'result.json'}", soft_wrap=True)
+        trails = {one.run.key: one.trail for one in finished}
+        own = [one.run.policy for one in finished if is_own(one.run.policy)]
+        write_report(out / "report.html", result, trails, _title(options), own)
+        console.print(f"wrote {out / 'report.html'}", soft_wrap=True)
+    except ReportUnavailable as error:
+        console.print(f"no report.html: {error}", soft_wrap=True)
+    except OSError as error:
+        raise Unusable(f"--out {out}: {error.strerror}") from None
+
+
+def _title(options: Options) -> str:
+    return f"{Path(options.trace).name} on {Path(options.fleet).name}"

@@ -1,0 +1,31 @@
+"""Traces: read from files in the formats that people publish, generated from definitions, and transformed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmproxy.lab.arrival import Trace
+from llmproxy.lab.traces.files import open_trace
+from llmproxy.lab.traces.spec import GENERATORS, PREFIX, generate
+from llmproxy.lab.traces.survey import Survey, survey
+from llmproxy.lab.traces.transform import replicated, scaled, sliced
+
+__all__ = [
+    "GENERATORS",
+    "Survey",
+    "generate",
+    "open_trace",
+    "replicated",
+    "scaled",
+    "sliced",
+    "survey",
+    "trace_named",
+]
+
+
+def trace_named(text: str, seed: int = 0) -> Trace:
+    """The trace that a command line names: `gen:NAME,key=value,...` or the path of a file.
+
+    `seed` is that of a generator whose words give none; a file has no use for it. Raises TraceError.
+    """
+    return generate(text, seed) if text.startswith(PREFIX) else open_trace(Path(text))

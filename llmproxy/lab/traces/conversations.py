@@ -1,0 +1,200 @@
+"""Generators of many turns, whose prompts hold all that was said before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from heapq import merge
+from itertools import count
+from math import ceil
+from random import Random
+
+from llmproxy.lab.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces.parts import (
+    LogNormal,
+    Text,
+    chained,
+    check,
+    check_block,
+    check_lengths,
+    check_rates,
+    check_sigma,
+    check_times,
+    interleaved,
+    poisson_times,
+)
+
+NOMINAL_TOKEN_S = 0.02
+"""The pace of answers from which chained turns get their nominal times; a replay goes by the real ones."""
+CHAIN_MAX = 200
+"""Turns of one closed loop: they are held at once, each inside the one before it."""
+
+
+def multi_round_chat(
+    *,
+    users: int = 320,
+    rounds: int = 10,
+    rate: float = 2.0,
+    duration_s: float = 600.0,
+    system_tokens: int = 1_000,
+    history_tokens: int = 20_000,
+    question_tokens: int = 20,
+    answer_tokens: int = 100,
+    closed: bool = False,
+    block_tokens: int = 64,
+    seed: int = 0,
+) -> Trace:
+    """Multi-round question answering, as in production-stack's benchmark with its published sizes.
+
+    A prompt is a system prompt that all users share, a history of this user's own, and the dialogue so far. A user asks
+    every users/rate seconds, `rounds` times; one joins in every (rounds-1)/rate seconds, so that `users` are there at
+    any time and the rate is rate*rounds/(rounds-1). Those who joined before the start are in the midst of their rounds.
+    When exactly a user joins is drawn, beyond the published definition, so that seeds differ. `closed` makes a user
+    wait for each answer and then the same time again. Raises TraceError.
+    """
+    check(1, 5_000, users=users)
+    check(2, CHAIN_MAX, rounds=rounds)
+    check_rates(rate=rate)
+    check_times(duration_s=duration_s)
+    check(0, 10_000_000, history_tokens=history_tokens, system_tokens=system_tokens)
+    check_lengths(question_tokens=question_tokens, answer_tokens=answer_tokens)
+    check_block(block_tokens)
+    ask_gap_s, join_gap_s = users / rate, (rounds - 1) / rate
+
+    def sessions() -> Iterator[list[Arrival]]:
+        rng, ids = Random(seed), count()
+        system = Text(ids, block_tokens)
+        system.grow(system_tokens)
+
+        def session(user: int) -> list[Arrival]:
+            joins_s = (user + rng.random()) * join_gap_s
+            dialogue = Text(ids, block_tokens, system)
+            dialogue.grow(history_tokens)
+            facts = {"session": f"user-{users + user}", "think_s": ask_gap_s}
+            asked = [
+                dialogue.turn(joins_s + number * ask_gap_s, question_tokens, answer_tokens, **facts)
+                for number in range(rounds)
+            ]
+            return [turn for turn in asked if 0 <= turn.at_s < duration_s]
+
+        def begin_s(turns: list[Arrival]) -> float:
+            return turns[0].at_s
+
+        there = filter(None, [session(user) for user in range(-users, 0)])
+        late = filter(None, map(session, range(ceil(duration_s / join_gap_s))))
+        yield from merge(sorted(there, key=begin_s), late, key=begin_s)
+
+    def arrivals() -> Iterator[Arrival]:
+        return (chained(turns) for turns in sessions()) if closed else interleaved(sessions())
+
+    return Trace("multi_round_chat", arrivals, block_tokens)
+
+
+def interactive_chat(
+    *,
+    rate: float = 2.0,
+    duration_s: float = 600.0,
+    turns: int = 4,
+    shared_tokens: int = 1_000,
+    context_tokens: int = 4_000,
+    sigma: float = 0.6,
+    question_tokens: int = 50,
+    answer_tokens: int = 300,
+    think_s: float = 45.0,
+    block_tokens: int = 16,
+    seed: int = 0,
+) -> Trace:
+    """Interactive chat of inference-perf's catalogue: people who read each answer before they write on.
+
+    A dialogue begins with a prompt that all share and a context of its own (log-normal, mean `context_tokens`); after
+    each answer its user thinks for a log-normal time (mean `think_s`, 5 to 300 s). Dialogues begin as a Poisson process
+    of rate/turns. `sigma`, the spread of both logarithms, is not published. Raises TraceError.
+    """
+    check_rates(rate=rate)
+    check_times(duration_s=duration_s)
+    check(1, CHAIN_MAX, turns=turns)
+    check(0, 10_000_000, shared_tokens=shared_tokens)
+    check_lengths(context_tokens=context_tokens, question_tokens=question_tokens, answer_tokens=answer_tokens)
+    check(5, 300, think_s=think_s)
+    check_sigma(sigma)
+    check_block(block_tokens)
+    context, think = LogNormal(context_tokens, sigma), LogNormal(think_s, sigma, 5.0, 300.0)
+
+    def arrivals() -> Iterator[Arrival]:
+        rng, ids = Random(seed), count()
+        shared = Text(ids, block_tokens)
+        shared.grow(shared_tokens)
+        for number, at_s in enumerate(poisson_times(rng, rate / turns, duration_s)):
+            dialogue, asked = Text(ids, block_tokens, shared), list[Arrival]()
+            dialogue.grow(context.tokens(rng))
+            for _ in range(turns):
+                turn = dialogue.turn(at_s, question_tokens, answer_tokens, session=f"chat-{number}")
+                turn = replace(turn, think_s=think.draw(rng))
+                asked.append(turn)
+                at_s = _nominal_end_s(turn)
+            yield chained(asked)
+
+    return Trace("interactive_chat", arrivals, block_tokens)
+
+
+def agent_loops(
+    *,
+    concurrency: int = 30,
+    conversations: int = 3,
+    shared_tokens: int = 3_000,
+    context_tokens_min: int = 15_000,
+    context_tokens_max: int = 100_000,
+    turns: float = 6.0,
+    turns_sigma: float = 3.0,
+    input_tokens: int = 1_500,
+    output_tokens: int = 800,
+    sigma: float = 0.8,
+    think_s: float = 0.0,
+    ramp_s: float = 10.0,
+    block_tokens: int = 128,
+    seed: int = 0,
+) -> Trace:
+    """Code generation of inference-perf's catalogue: agents in closed loops, each of which sends its next turn
+    `think_s` seconds after it has the answer, and begins another conversation when one is over.
+
+    A conversation begins with a prompt that all share and a context of its own (uniform); it has a normal number of
+    turns (2 to 20), each with log-normal input (mean `input_tokens`, 100 to 10,000) and output (mean `output_tokens`,
+    50 to 4,000). `concurrency` agents start evenly over `ramp_s`, and each leads `conversations` of them; one whose
+    request gets no answer stops. `turns_sigma` and `sigma` are not published. Raises TraceError.
+    """
+    check(1, 10_000, concurrency=concurrency)
+    check(1, CHAIN_MAX // 20, conversations=conversations)
+    check(0, 10_000_000, shared_tokens=shared_tokens)
+    check_lengths(context_tokens_min=context_tokens_min, context_tokens_max=context_tokens_max)
+    check(2, 20, turns=turns)
+    check(0, 20, turns_sigma=turns_sigma)
+    check(100, 10_000, input_tokens=input_tokens)
+    check(50, 4_000, output_tokens=output_tokens)
+    check_sigma(sigma)
+    check(0, 86_400, think_s=think_s, ramp_s=ramp_s)
+    check_block(block_tokens)
+    if context_tokens_min > context_tokens_max:
+        raise TraceError(f"context_tokens_min {context_tokens_min} is above context_tokens_max {context_tokens_max}")
+    heard, said = LogNormal(input_tokens, sigma, 100, 10_000), LogNormal(output_tokens, sigma, 50, 4_000)
+
+    def arrivals() -> Iterator[Arrival]:
+        rng, ids = Random(seed), count()
+        shared = Text(ids, block_tokens)
+        shared.grow(shared_tokens)
+        for agent in range(concurrency):
+            at_s, loop = agent * ramp_s / concurrency, list[Arrival]()
+            for conversation in range(conversations):
+                text = Text(ids, block_tokens, shared)
+                text.grow(rng.randint(context_tokens_min, context_tokens_max))
+                for _ in range(min(max(round(rng.gauss(turns, turns_sigma)), 2), 20)):
+                    session = f"agent-{agent}-{conversation}"
+                    turn = text.turn(at_s, heard.tokens(rng), said.tokens(rng), session=session)
+                    loop.append(replace(turn, think_s=think_s))
+                    at_s = _nominal_end_s(loop[-1])
+            yield chained(loop)
+
+    return Trace("agent_loops", arrivals, block_tokens)
+
+
+def _nominal_end_s(turn: Arrival) -> float:
+    return turn.at_s + turn.output_tokens * NOMINAL_TOKEN_S + turn.think_s

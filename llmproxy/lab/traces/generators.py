@@ -1,0 +1,288 @@
+"""Generators of single requests: shared prompts, adapters, neighbours, bands and bursts."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from heapq import merge
+from itertools import accumulate, count, cycle
+from random import Random
+
+from llmproxy.lab.arrival import Arrival, Trace
+from llmproxy.lab.traces.parts import (
+    LogNormal,
+    Text,
+    check,
+    check_block,
+    check_lengths,
+    check_rates,
+    check_sigma,
+    check_times,
+    gamma_times,
+    poisson_times,
+    varying_times,
+)
+
+B2B_STAGES = (
+    (15, 50), (3, 20), (10, 20), (15, 20), (20, 38), (22, 34), (25, 30), (30, 25), (35, 21), (40, 38), (43, 36),
+    (46, 33), (49, 30), (52, 29), (55, 27), (57, 26), (60, 25),
+)  # fmt: skip
+"""Requests per second, and for how many seconds: the published ramp of the b2b-saas benchmark, its warm-up first."""
+
+
+def shared_system_prompts(
+    *,
+    rate: float = 20.0,
+    duration_s: float = 300.0,
+    prefixes: int = 150,
+    users: int = 5,
+    system_tokens: int = 6_000,
+    question_tokens: int = 1_200,
+    output_tokens: int = 1_000,
+    block_tokens: int = 16,
+    seed: int = 0,
+) -> Trace:
+    """llm-d's b2b-saas benchmark at a constant rate (Poisson): `prefixes` customers, each with a long system prompt
+    that its `users` share.
+
+    As in the load generator of that benchmark each user has one question, and the prefixes x users prompts are
+    shuffled once and then sent in turns: with room for all of them, everything hits after the first round. The tenant
+    is the customer. Raises TraceError.
+    """
+    check_rates(rate=rate)
+    check_times(duration_s=duration_s)
+    return _shared_prompts(
+        "shared_system_prompts", [(rate, duration_s)], prefixes, users, system_tokens, question_tokens, output_tokens,
+        block_tokens, seed,
+    )  # fmt: skip
+
+
+def shared_system_ramp(
+    *,
+    rate_factor: float = 1.0,
+    prefixes: int = 150,
+    users: int = 5,
+    system_tokens: int = 6_000,
+    question_tokens: int = 1_200,
+    output_tokens: int = 1_000,
+    block_tokens: int = 16,
+    seed: int = 0,
+) -> Trace:
+    """`shared_system_prompts` under the published ramp from 3 to 60 requests per second, after a warm-up of 50 s;
+    `rate_factor` times those rates. Raises TraceError.
+    """
+    check(1e-3, 1e3, rate_factor=rate_factor)
+    stages = [(rate * rate_factor, float(span_s)) for rate, span_s in B2B_STAGES]
+    return _shared_prompts(
+        "shared_system_ramp", stages, prefixes, users, system_tokens, question_tokens, output_tokens, block_tokens, seed
+    )
+
+
+def _shared_prompts(
+    name: str,
+    stages: Sequence[tuple[float, float]],
+    prefixes: int,
+    users: int,
+    system_tokens: int,
+    question_tokens: int,
+    output_tokens: int,
+    block_tokens: int,
+    seed: int,
+) -> Trace:
+    check(1, 10_000, prefixes=prefixes, users=users, all_users=prefixes * users)
+    check_lengths(system_tokens=system_tokens, question_tokens=question_tokens, output_tokens=output_tokens)
+    check_block(block_tokens)
+    ends_s = list(accumulate(span_s for _, span_s in stages))
+
+    def rate_at(at_s: float) -> float:
+        return stages[bisect_right(ends_s, at_s)][0]
+
+    def arrivals() -> Iterator[Arrival]:
+        rng, ids = Random(seed), count()
+        prompts = list[tuple[str, str, tuple[int, ...]]]()
+        for prefix in range(prefixes):
+            system = Text(ids, block_tokens)
+            system.grow(system_tokens)
+            for user in range(users):
+                prompt = Text(ids, block_tokens, system)
+                prompt.grow(question_tokens)
+                prompts.append((f"customer-{prefix}", f"user-{prefix}-{user}", prompt.blocks()))
+        rng.shuffle(prompts)
+        times = varying_times(rng, rate_at, max(rate for rate, _ in stages), ends_s[-1])
+        for at_s, (tenant, session, blocks) in zip(times, cycle(prompts), strict=False):
+            tokens = system_tokens + question_tokens
+            yield Arrival(at_s, tokens, output_tokens, blocks, tenant, session=session)
+
+    return Trace(name, arrivals, block_tokens)
+
+
+def lora_zipf(
+    *,
+    adapters: int = 100,
+    alpha: float = 1.0,
+    cv: float = 1.0,
+    rate: float = 2.0,
+    duration_s: float = 300.0,
+    tokens_min: int = 8,
+    tokens_max: int = 512,
+    drift_s: float = 0.0,
+    seed: int = 0,
+) -> Trace:
+    """Requests for LoRA adapters of power-law popularity, as in S-LoRA with its defaults.
+
+    Of all requests the adapter of rank i gets a share in proportion to i^-alpha, as a Gamma process with coefficient
+    of variation `cv`; prompts and answers are uniform in tokens_min..tokens_max, and no two prompts share anything.
+    Every `drift_s` seconds (0: never) the ranks are dealt anew. Raises TraceError.
+    """
+    check(1, 10_000, adapters=adapters)
+    check(0, 10, alpha=alpha)
+    check(0.05, 20, cv=cv)
+    check_rates(rate=rate)
+    check_times(duration_s=duration_s)
+    check_lengths(tokens_min=tokens_min, tokens_max=tokens_max)
+    check(tokens_min, 10_000_000, tokens_max=tokens_max)
+    if drift_s:
+        check_times(drift_s=drift_s)
+    weights = [rank**-alpha for rank in range(1, adapters + 1)]
+    width = len(str(adapters - 1))
+
+    def arrivals() -> Iterator[Arrival]:
+        rng = Random(seed)
+        names = [f"lora-{number:0{width}}" for number in range(adapters)]
+
+        def process(rank: int) -> Iterator[tuple[float, int]]:
+            own = Random(rng.getrandbits(64))
+            share = weights[rank] / sum(weights)
+            return ((at_s, rank) for at_s in gamma_times(own, rate * share, cv, duration_s))
+
+        dealt = 0
+        for at_s, rank in merge(*[process(rank) for rank in range(adapters)]):
+            while drift_s and dealt < int(at_s / drift_s):
+                rng.shuffle(names)
+                dealt += 1
+            lengths = rng.randint(tokens_min, tokens_max), rng.randint(tokens_min, tokens_max)
+            yield Arrival(at_s, *lengths, adapter=names[rank])
+
+    return Trace("lora_zipf", arrivals)
+
+
+def noisy_neighbour(
+    *,
+    tenants: int = 8,
+    rate: float = 8.0,
+    factor: float = 10.0,
+    start_s: float = 120.0,
+    end_s: float = 360.0,
+    ramp_s: float = 30.0,
+    duration_s: float = 480.0,
+    prompt_tokens: int = 512,
+    output_tokens: int = 256,
+    sigma: float = 0.8,
+    seed: int = 0,
+) -> Trace:
+    """`tenants` with equal shares of `rate` requests per second (Poisson), one of which, called `noisy`, asks `factor`
+    times as often from `start_s` to `end_s`, growing to that and falling from it over `ramp_s`.
+
+    Lengths are log-normal with the given means and share nothing. Raises TraceError.
+    """
+    check(2, 10_000, tenants=tenants)
+    check_rates(rate=rate)
+    check(1, 1_000, factor=factor)
+    check_times(duration_s=duration_s)
+    check(0, duration_s, end_s=end_s)
+    check(0, end_s, start_s=start_s)
+    check(0, (end_s - start_s) / 2, ramp_s=ramp_s)
+    check_lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    check_sigma(sigma)
+    prompt, output, share = LogNormal(prompt_tokens, sigma), LogNormal(output_tokens, sigma), rate / tenants
+
+    def noise_at(at_s: float) -> float:
+        inside_s = min(at_s - start_s, end_s - at_s)
+        grown = 0.0 if inside_s < 0 else 1.0 if inside_s >= ramp_s else inside_s / ramp_s
+        return share * (1 + (factor - 1) * grown)
+
+    def arrivals() -> Iterator[Arrival]:
+        rng = Random(seed)
+        quiet = rate - share
+        for at_s in varying_times(rng, lambda at_s: quiet + noise_at(at_s), quiet + share * factor, duration_s):
+            is_noise = rng.random() * (quiet + noise_at(at_s)) >= quiet
+            tenant = "noisy" if is_noise else f"tenant-{rng.randrange(1, tenants)}"
+            yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng), tenant=tenant)
+
+    return Trace("noisy_neighbour", arrivals)
+
+
+def priority_mix(
+    *,
+    rate: float = 6.0,
+    duration_s: float = 300.0,
+    critical: float = 0.2,
+    sheddable: float = 0.2,
+    prompt_tokens: int = 1_000,
+    shared_tokens: int = 1_000,
+    output_tokens: int = 512,
+    block_tokens: int = 16,
+    seed: int = 0,
+) -> Trace:
+    """llm-d-benchmark's mix of bands: 20 % critical, 60 % default, 20 % sheddable, alike in all else (Poisson).
+
+    As published all prompts are identical; of their length only the answer's is published. `shared_tokens` below
+    `prompt_tokens` makes the rest of each prompt its own. Raises TraceError.
+    """
+    check_rates(rate=rate)
+    check_times(duration_s=duration_s)
+    check(0, 1, critical=critical, sheddable=sheddable, critical_and_sheddable=round(critical + sheddable, 9))
+    check_lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    check(0, prompt_tokens, shared_tokens=shared_tokens)
+    check_block(block_tokens)
+
+    def arrivals() -> Iterator[Arrival]:
+        rng, ids = Random(seed), count()
+        shared = Text(ids, block_tokens)
+        shared.grow(shared_tokens)
+        for at_s in poisson_times(rng, rate, duration_s):
+            prompt = shared
+            if shared_tokens < prompt_tokens:
+                prompt = Text(ids, block_tokens, shared)
+                prompt.grow(prompt_tokens - shared_tokens)
+            drawn = rng.random()
+            band = "critical" if drawn < critical else "sheddable" if drawn >= 1 - sheddable else "default"
+            yield Arrival(at_s, prompt_tokens, output_tokens, prompt.blocks(), band=band)
+
+    return Trace("priority_mix", arrivals, block_tokens)
+
+
+def step_bursts(
+    *,
+    rate: float = 5.0,
+    factor: float = 5.0,
+    period_s: float = 120.0,
+    step_s: float = 30.0,
+    duration_s: float = 600.0,
+    prompt_tokens: int = 1_155,
+    output_tokens: int = 211,
+    sigma: float = 0.9,
+    seed: int = 0,
+) -> Trace:
+    """`rate` requests per second (Poisson), but `factor` times as many during the last `step_s` of each `period_s`.
+
+    Lengths are log-normal, with the means of Azure's conversations of 2023 unless given, and share nothing. Raises
+    TraceError.
+    """
+    check_rates(rate=rate)
+    check(1, 1_000, factor=factor)
+    check_times(duration_s=duration_s, period_s=period_s)
+    check(0, period_s, step_s=step_s)
+    check_lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    check_sigma(sigma)
+    prompt, output = LogNormal(prompt_tokens, sigma), LogNormal(output_tokens, sigma)
+
+    def rate_at(at_s: float) -> float:
+        return rate * factor if at_s % period_s >= period_s - step_s else rate
+
+    def arrivals() -> Iterator[Arrival]:
+        rng = Random(seed)
+        for at_s in varying_times(rng, rate_at, rate * factor, duration_s):
+            yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng))
+
+    return Trace("step_bursts", arrivals)

@@ -1,0 +1,152 @@
+"""What generators are made of: growing texts, lengths, arrival processes and checks of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush, heapreplace
+from math import exp, log
+from random import Random
+from typing import Any
+
+from llmproxy.lab.arrival import Arrival, TraceError
+from llmproxy.lab.traces.formats import BLOCK_TOKENS_MAX, LENGTH_TOKENS_MAX, TIME_MAX_S
+
+RATE_MAX = 1e6
+
+
+class Text:
+    """A text that only grows, such as a dialogue, and the ids of its blocks.
+
+    It may begin with another text, whose full blocks it shares as they are at that moment; all other ids are drawn
+    from `ids` and are its own. A block keeps its id while it fills.
+    """
+
+    def __init__(self, ids: Iterator[int], block_tokens: int, beginning: Text | None = None) -> None:
+        self._ids = ids
+        self._block_tokens = block_tokens
+        self.tokens: int = beginning.tokens if beginning else 0
+        self._blocks: list[int] = beginning._blocks[: beginning.tokens // block_tokens] if beginning else []
+        self.grow(0)
+
+    def grow(self, tokens: int) -> None:
+        self.tokens += tokens
+        while len(self._blocks) * self._block_tokens < self.tokens:
+            self._blocks.append(next(self._ids))
+
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(self._blocks)
+
+    def turn(self, at_s: float, question_tokens: int, answer_tokens: int, **facts: Any) -> Arrival:
+        """All of the text with a question after it, and the answer, both of which join the text."""
+        self.grow(question_tokens)
+        prompt_tokens = self.tokens
+        self.grow(answer_tokens)
+        return Arrival(at_s, prompt_tokens, answer_tokens, self.blocks(), **facts)
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """A log-normal law by its mean, and the standard deviation of its logarithm; draws are moved into low..high."""
+
+    mean: float
+    sigma: float
+    low: float = 1.0
+    high: float = float(LENGTH_TOKENS_MAX)
+
+    def draw(self, rng: Random) -> float:
+        value = exp(rng.gauss(log(self.mean) - self.sigma**2 / 2, self.sigma))
+        return min(max(value, self.low), self.high)
+
+    def tokens(self, rng: Random) -> int:
+        return round(self.draw(rng))
+
+
+# --- arrival processes ------------------------------------------------------------------------------------------------
+
+
+def gamma_times(rng: Random, rate: float, cv: float, until_s: float) -> Iterator[float]:
+    """Times below `until_s` with Gamma gaps of coefficient of variation `cv`: 1 is Poisson."""
+    shape = 1 / cv**2
+    at_s = rng.gammavariate(shape, 1 / (rate * shape))
+    while at_s < until_s:
+        yield at_s
+        at_s += rng.gammavariate(shape, 1 / (rate * shape))
+
+
+def poisson_times(rng: Random, rate: float, until_s: float) -> Iterator[float]:
+    return gamma_times(rng, rate, 1.0, until_s)
+
+
+def varying_times(rng: Random, rate_at: Callable[[float], float], rate_max: float, until_s: float) -> Iterator[float]:
+    """A Poisson process whose rate changes with time and stays below `rate_max`, by thinning (Lewis and Shedler)."""
+    for at_s in poisson_times(rng, rate_max, until_s):
+        if rng.random() * rate_max < rate_at(at_s):
+            yield at_s
+
+
+# --- many turns -------------------------------------------------------------------------------------------------------
+
+
+def chained(turns: list[Arrival]) -> Arrival:
+    """The turns of a closed loop as one arrival."""
+    result = turns[-1]
+    for turn in reversed(turns[:-1]):
+        result = replace(turn, then=result)
+    return result
+
+
+def interleaved(sessions: Iterator[list[Arrival]]) -> Iterator[Arrival]:
+    """The arrivals of all sessions by their times. Sessions come in the order of their first arrivals, and only those
+    that have begun and not ended are held.
+    """
+    live: list[tuple[float, int, list[Arrival]]] = []
+    for number, session in enumerate(sessions):
+        while live and live[0][0] <= session[0].at_s:
+            yield _first(live)
+        heappush(live, (session[0].at_s, number, session[::-1]))
+    while live:
+        yield _first(live)
+
+
+def _first(live: list[tuple[float, int, list[Arrival]]]) -> Arrival:
+    _, number, turns = live[0]
+    arrival = turns.pop()
+    if turns:
+        heapreplace(live, (turns[-1].at_s, number, turns))
+    else:
+        heappop(live)
+    return arrival
+
+
+# --- checks of parameters ---------------------------------------------------------------------------------------------
+
+
+def check(low: float, high: float, **given: float) -> None:
+    """Raises TraceError for a parameter that is not within low..high, or no number."""
+    for name, value in given.items():
+        if not low <= value <= high:
+            raise TraceError(f"{name} is {value:g}; should be {low:,.12g} to {high:,.12g}")
+
+
+def check_lengths(**given: int) -> None:
+    check(1, LENGTH_TOKENS_MAX, **given)
+
+
+def check_block(block_tokens: int) -> None:
+    check(1, BLOCK_TOKENS_MAX, block_tokens=block_tokens)
+
+
+def check_rates(**given: float) -> None:
+    check(1e-6, RATE_MAX, **given)
+
+
+def check_times(**given: float) -> None:
+    check(1e-3, TIME_MAX_S, **given)
+
+
+def check_sigma(sigma: float) -> None:
+    check(0, 10, sigma=sigma)

@@ -1,0 +1,72 @@
+"""Generators by name, as they are written on a command line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+from llmproxy.config.kinds import nearest
+from llmproxy.lab.arrival import Trace, TraceError
+from llmproxy.lab.traces.conversations import agent_loops, interactive_chat, multi_round_chat
+from llmproxy.lab.traces.generators import (
+    lora_zipf,
+    noisy_neighbour,
+    priority_mix,
+    shared_system_prompts,
+    shared_system_ramp,
+    step_bursts,
+)
+
+PREFIX = "gen:"
+GENERATORS: Mapping[str, Callable[..., Trace]] = {
+    generator.__name__: generator
+    for generator in (
+        agent_loops,
+        interactive_chat,
+        lora_zipf,
+        multi_round_chat,
+        noisy_neighbour,
+        priority_mix,
+        shared_system_prompts,
+        shared_system_ramp,
+        step_bursts,
+    )
+}
+TRUTHS = {"true": True, "false": False}
+KINDS = {int: "an integer", float: "a number", bool: "true or false"}
+
+
+def generate(spec: str, seed: int = 0) -> Trace:
+    """The trace of `gen:NAME,key=value,key=value`: keys are the generator's parameters, a `seed` there goes before the
+    argument. Raises TraceError naming what is nearest to an unknown name or key.
+    """
+    name, *pairs = (part.strip() for part in spec.removeprefix(PREFIX).split(","))
+    if name not in GENERATORS:
+        known = ", ".join(GENERATORS)
+        raise TraceError(f'no generator {name!r} (nearest: "{nearest(name, tuple(GENERATORS))}"); known: {known}')
+    generator = GENERATORS[name]
+    kinds = {key: get_type_hints(generator)[key] for key in inspect.signature(generator).parameters}
+    given: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = (part.strip() for part in pair.partition("="))
+        if not equals:
+            raise TraceError(f"{PREFIX}{name}: {pair!r} should be key=value")
+        if key not in kinds:
+            raise TraceError(f'{PREFIX}{name}: no key {key!r} (nearest: "{nearest(key, tuple(kinds))}")')
+        if key in given:
+            raise TraceError(f"{PREFIX}{name}: {key} is given twice")
+        given[key] = _value(kinds[key], f"{PREFIX}{name}: {key}", text)
+    try:
+        trace = generator(**{"seed": seed, **given})
+    except TraceError as error:
+        raise TraceError(f"{PREFIX}{name}: {error}") from None
+    return replace(trace, name=",".join([name, *pairs]))
+
+
+def _value(kind: type, key: str, text: str) -> Any:
+    try:
+        return TRUTHS[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        raise TraceError(f"{key} is {text!r}; should be {KINDS[kind]}") from None

@@ -1,0 +1,106 @@
+"""Traces made from traces, each streaming: faster, manifold, or only a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from heapq import heappop, heappush
+from itertools import islice
+from random import Random
+
+from llmproxy.lab.arrival import Arrival, Trace, TraceError
+
+COPIES_MAX = 1_000
+OFFSET_MAX_S = 60.0
+
+
+def scaled(trace: Trace, rate_scale: float) -> Trace:
+    """The same requests at `rate_scale` times the rate: every arrival's time is divided by it, think times are not."""
+    if not 0 < rate_scale < float("inf"):
+        raise TraceError(f"rate scale is {rate_scale:g}; should be above 0")
+
+    def arrivals() -> Iterator[Arrival]:
+        for arrival in trace.arrivals():
+            yield _at(arrival, arrival.at_s / rate_scale)
+
+    return replace(trace, name=f"{trace.name} x{rate_scale:g} rate", arrivals=arrivals)
+
+
+def replicated(trace: Trace, copies: int, seed: int, shared: int = 1) -> Trace:
+    """`copies` of a trace at once: more requests and as much more text, with the pace of every session as it was.
+
+    Each copy but the first comes a random 0 to 60 s late, with block ids and sessions of its own; tenants, adapters and
+    the blocks with ids below `shared` are common to all. One is right for Mooncake's traces, where block 0 opens every
+    prompt. The trace is read once; what is held at a time are the arrivals of 60 s.
+    """
+    if not 1 <= copies <= COPIES_MAX:
+        raise TraceError(f"{copies} copies; should be 1 to {COPIES_MAX:,}")
+    return replace(trace, name=f"{trace.name} x{copies} copies", arrivals=partial(_copies, trace, copies, seed, shared))
+
+
+def sliced(trace: Trace, start: int, count: int | None = None) -> Trace:
+    """`count` arrivals from number `start` (from 0) on, None for all that follow; the first of them comes at 0 s.
+
+    A closed loop counts as one arrival and stays whole. Reading raises TraceError where nothing is left.
+    """
+    if start < 0 or (count is not None and count < 1):
+        raise TraceError(f"requests {start} to {start + (count or 0)} of a trace; should be at least one, from 0 on")
+
+    def arrivals() -> Iterator[Arrival]:
+        first_s: float | None = None
+        for arrival in islice(trace.arrivals(), start, None if count is None else start + count):
+            first_s = arrival.at_s if first_s is None else first_s
+            yield _at(arrival, arrival.at_s - first_s)
+        if first_s is None:
+            raise TraceError(f"{trace.name}: no requests left: the trace has {start} arrivals or fewer")
+
+    end = "end" if count is None else str(start + count - 1)
+    return replace(trace, name=f"{trace.name} [{start}-{end}]", arrivals=arrivals)
+
+
+def _copies(trace: Trace, copies: int, seed: int, shared: int) -> Iterator[Arrival]:
+    rng = Random(seed)
+    offsets_s = [0.0, *(rng.uniform(0.0, OFFSET_MAX_S) for _ in range(copies - 1))]
+    due: list[tuple[float, int, int, Arrival]] = []
+    for number, arrival in enumerate(trace.arrivals()):
+        # Whatever is read from here on comes no earlier than this arrival.
+        while due and due[0][0] < arrival.at_s:
+            at_s, _, copy, original = heappop(due)
+            yield _copied(original, at_s, copy, copies, shared)
+        for copy, offset_s in enumerate(offsets_s):
+            heappush(due, (arrival.at_s + offset_s, number, copy, arrival))
+    while due:
+        at_s, _, copy, original = heappop(due)
+        yield _copied(original, at_s, copy, copies, shared)
+
+
+def _copied(arrival: Arrival, at_s: float, copy: int, copies: int, shared: int) -> Arrival:
+    def own(turn: Arrival) -> Arrival:
+        # Interleaved rather than shifted: ids of two copies differ however large a trace's ids are.
+        blocks = tuple(b if b < shared else b * copies + copy for b in turn.blocks)
+        return replace(turn, blocks=blocks, session=turn.session and f"{turn.session}/{copy}")
+
+    return _mapped(_at(arrival, at_s), own)
+
+
+def _at(arrival: Arrival, at_s: float) -> Arrival:
+    """The arrival at another time, the nominal times of its chained turns shifted with it."""
+    if at_s == arrival.at_s:
+        return arrival
+    if arrival.then is None:
+        return replace(arrival, at_s=at_s)
+    shift_s = at_s - arrival.at_s
+    return _mapped(arrival, lambda turn: replace(turn, at_s=turn.at_s + shift_s))
+
+
+def _mapped(arrival: Arrival, change: Callable[[Arrival], Arrival]) -> Arrival:
+    """The arrival and all its chained turns, changed one by one."""
+    turns = [arrival]
+    while turns[-1].then is not None:
+        turns.append(turns[-1].then)
+    result: Arrival | None = None
+    for turn in reversed(turns):
+        result = replace(change(turn), then=result)
+    assert result is not None
+    return result

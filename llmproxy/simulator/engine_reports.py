@@ -1,0 +1,49 @@
+"""What an engine tells: the result of a step, the gauges that vLLM publishes after it, and its totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did; its tokens exist `duration_s` after its start. Everything in it is named by request id.
+
+    `emitted` got one token each, in the order of admission; `finished` are those of them that got their last one;
+    `admitted` left the queue, each with the prompt tokens it found cached.
+    """
+
+    duration_s: float
+    emitted: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
+    admitted: tuple[tuple[str, int], ...] = ()
+    preempted: tuple[str, ...] = ()
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What vLLM publishes after a step. `waiting` counts `deferred` ones, which wait for an adapter slot, too."""
+
+    running: int = 0
+    waiting: int = 0
+    deferred: int = 0
+    kv_used: float = 0.0
+    running_adapters: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; queries, hits, prompt and generation are tokens.
+
+    As in vLLM, queries and hits count the first admission of a request alone, hits those of the local cache alone, and
+    a prompt counts once its first token is out.
+    """
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    prompt: int = 0
+    generation: int = 0
+    steps: int = 0

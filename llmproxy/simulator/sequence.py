@@ -1,0 +1,173 @@
+"""The requests of an engine: one sequence, the line of those that wait, and the group of those that decode. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence, ValuesView
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence: a prompt of `prompt_tokens` (>= 1) that is answered with exactly `output_tokens` (>= 1).
+
+    `hashes` are those of `kv_cache.block_hashes` over the prompt, and beyond it over the answer as far as it is known:
+    blocks without a hash are never shared.
+    """
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    hashes: Sequence[int] = ()
+    adapter: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """A live request. While it decodes, step `t` computes its token number `mark + t`, counted from 0.
+
+    `order` is its place in the line of those that wait, smaller first. `computed` counts the tokens of the prefill,
+    `emitted` those answered before it; the first `stored` of its `blocks` are full and cached.
+    """
+
+    request: EngineRequest
+    order: int = 0
+    emitted: int = 0
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    stored: int = 0
+    mark: int = 0
+    last_step: int = 0
+    seen: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens to prefill: the prompt, and after a preemption what was answered already."""
+        return self.request.prompt_tokens + self.emitted
+
+
+class Waiting:
+    """Who waits, first come first served; one line per adapter, so that those that fit need not be searched for."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str | None, OrderedDict[str, LiveSequence]] = {}
+        self._arrivals = 0
+        self._returns = 0
+        self._passed_over: set[str] = set()
+
+    def __iter__(self) -> Iterator[LiveSequence]:
+        return (sequence for line in self._lines.values() for sequence in line.values())
+
+    def add(self, sequence: LiveSequence) -> None:
+        """To the end of the line."""
+        self._arrivals += 1
+        sequence.order = self._arrivals
+        self._lines.setdefault(sequence.request.adapter, OrderedDict())[sequence.request.id] = sequence
+
+    def add_first(self, sequence: LiveSequence) -> None:
+        """To the head of the line."""
+        self._returns -= 1
+        sequence.order = self._returns
+        line = self._lines.setdefault(sequence.request.adapter, OrderedDict())
+        line[sequence.request.id] = sequence
+        line.move_to_end(sequence.request.id, last=False)
+
+    def remove(self, sequence: LiveSequence) -> None:
+        """Out of the line."""
+        self._passed_over.discard(sequence.request.id)
+        line = self._lines[sequence.request.adapter]
+        del line[sequence.request.id]
+        if not line:
+            del self._lines[sequence.request.adapter]
+
+    def first(self, fits: Callable[[str | None], bool]) -> LiveSequence | None:
+        """Who is next among those whose adapter `fits`; whoever is before them in the line has been passed over."""
+        heads, others = [], []
+        for adapter, line in self._lines.items():
+            if fits(adapter):
+                heads.append(next(iter(line.values())))
+            else:
+                others.append(line)
+        chosen = min(heads, key=lambda sequence: sequence.order, default=None)
+        for line in others:
+            for sequence in line.values():
+                if chosen is not None and sequence.order > chosen.order:
+                    break
+                self._passed_over.add(sequence.request.id)
+        return chosen
+
+    @property
+    def deferred(self) -> int:
+        """How many have been passed over because their adapter did not fit; they count until they are admitted."""
+        return len(self._passed_over)
+
+    def check(self) -> None:
+        """Raise AssertionError where a line is empty or out of order; for tests."""
+        for line in self._lines.values():
+            orders = [sequence.order for sequence in line.values()]
+            assert orders, "an empty line was kept"
+            assert orders == sorted(orders), "a line is out of order"
+
+
+class Decodes:
+    """The sequences that decode. Nothing of them is touched between two blocks: it follows from the step's number."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._count = 0
+        self._marks = 0
+        self._entering: list[dict[str, LiveSequence]] = [{} for _ in range(block_size)]
+        self._ending: dict[int, dict[str, LiveSequence]] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, sequence: LiveSequence) -> None:
+        """A sequence whose `mark` and `last_step` are set begins to decode."""
+        self._count += 1
+        self._marks += sequence.mark
+        self._entering[-sequence.mark % self._block_size][sequence.request.id] = sequence
+        self._ending.setdefault(sequence.last_step, {})[sequence.request.id] = sequence
+
+    def remove(self, sequence: LiveSequence) -> None:
+        """A sequence ends or goes back to the line."""
+        self._count -= 1
+        self._marks -= sequence.mark
+        del self._entering[-sequence.mark % self._block_size][sequence.request.id]
+        ending = self._ending[sequence.last_step]
+        del ending[sequence.request.id]
+        if not ending:
+            del self._ending[sequence.last_step]
+
+    def context_tokens(self, step: int) -> int:
+        """Tokens that all of them attend to together in that step."""
+        return self._marks + self._count * (step + 1)
+
+    def entering(self, step: int) -> ValuesView[LiveSequence]:
+        """Who needs a new block in that step."""
+        return self._entering[step % self._block_size].values()
+
+    def ending(self, step: int) -> list[LiveSequence]:
+        """Who gets its last token in that step."""
+        return list(self._ending.get(step, {}).values())
+
+    def steady_steps(self, step: int, free_blocks: int) -> int:
+        """How many steps after `step` there are up to the first in which somebody ends, that one included, as far as
+        `free_blocks` suffice. There must be somebody.
+        """
+        to_end = min(self._ending) - step
+        cycles, left = divmod(free_blocks, self._count)
+        steps = cycles * self._block_size
+        while steps < to_end:
+            left -= len(self._entering[(step + steps + 1) % self._block_size])
+            if left < 0:
+                return steps
+            steps += 1
+        return to_end
+
+    def check(self, decoding: list[LiveSequence]) -> None:
+        """Raise AssertionError unless the books agree with those that decode; for tests."""
+        assert self._count == len(decoding), "the number of decodes is wrong"
+        assert self._marks == sum(sequence.mark for sequence in decoding), "the decode context is wrong"
+        assert sum(map(len, self._entering)) == sum(map(len, self._ending.values())) == self._count
+        assert all(self._ending.values()), "an empty ending was kept"

@@ -1,0 +1,80 @@
+"""Small traces and fleets for tests, and one call that replays them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from llmproxy.config import Config
+from llmproxy.lab.arrival import Arrival, Trace
+from llmproxy.lab.fleet import Fault, Fleet, ReplicaSpec
+from llmproxy.lab.policies import plan_named
+from llmproxy.lab.record import Record
+from llmproxy.lab.replay import Run, Setup
+from llmproxy.lab.virtual_time import run
+from llmproxy.simulator.profiles import profile_named
+
+
+def fleet(count: int = 3, faults: Iterable[Fault] = (), proxies: int = 1, **given: Any) -> Fleet:
+    profile = profile_named("llama-8b-h100")
+    facts: dict[str, Any] = {"kv_tokens": 40_000, "max_num_seqs": 16, "max_model_len": 8_000, **given}
+    replicas = tuple(ReplicaSpec(f"gpu-{i}", "llama-8b-h100", profile, **facts) for i in range(count))
+    return Fleet("small", replicas, tuple(faults), proxies)
+
+
+def trace(arrivals: Iterable[Arrival], block_tokens: int = 64) -> Trace:
+    fixed = tuple(arrivals)
+    return Trace("small", lambda: iter(fixed), block_tokens)
+
+
+def traffic(seed: int = 0, count: int = 300, rate: float = 30.0, **given: Any) -> list[Arrival]:
+    """Poisson arrivals of short prompts, a third of which begin alike."""
+    rng = Random(seed)
+    made, at_s = [], 0.0
+    for number in range(count):
+        at_s += rng.expovariate(rate)
+        prompt = rng.randint(64, 900)
+        shared = rng.random() < 0.33
+        blocks = tuple((1 if shared and i < 6 else number + 10) * 1_000 + i for i in range(-(-prompt // 64)))
+        one = Arrival(at_s, prompt, rng.randint(1, 150), blocks, tenant=f"t{rng.randint(0, 3)}")
+        made.append(replace(one, **given))
+    return made
+
+
+def setup(
+    arrivals: Iterable[Arrival],
+    policy: str = "blend",
+    on: Fleet | None = None,
+    config: Config | None = None,
+    seed: int = 1,
+    prefill_scale: float = 1.0,
+) -> Setup:
+    arrivals = tuple(arrivals)
+    adapters = sorted({one.adapter for one in arrivals if one.adapter is not None})
+    return Setup(
+        trace=trace(arrivals),
+        fleet=on or fleet(),
+        plan=plan_named(policy, config or Config()),
+        config=config or Config(),
+        seed=seed,
+        prefill_scale=prefill_scale,
+        duration_s=max((one.at_s for one in arrivals), default=0.0),
+        adapters=tuple(adapters),
+    )
+
+
+def records(what: Setup) -> list[Record]:
+    """Every request's end, in the order of the ends."""
+    kept: list[Record] = []
+    one = Run(what, lambda _: None)
+    add = one.account.add
+
+    def keep(record: Record) -> None:
+        kept.append(record)
+        add(record)
+
+    one.account.add = keep  # type: ignore[method-assign]
+    run(one.go())
+    return kept
