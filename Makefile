@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit bench lock clean
+.PHONY: demo test lint types contracts unit bench lab lab-full lock clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -31,6 +31,13 @@ unit: .venv
 
 bench: .venv
 	$(BIN)/python -m benchmarks.run
+
+# The workloads under every policy in virtual time: a minute or three, and the decisive points with intervals, an hour.
+lab: .venv
+	$(BIN)/python -m benchmarks.scenarios.run
+
+lab-full: .venv
+	$(BIN)/python -m benchmarks.scenarios.run --full
 
 # Resolves anew and writes the hashed lock without any index address in it.
 lock: .venv

@@ -12,7 +12,7 @@ from llmproxy.lab.bounds import all_bounds
 from llmproxy.lab.fleet import Fault, FaultKind, Fleet
 from llmproxy.lab.fleet_file import fleet_named
 from llmproxy.lab.result import Bound, RunResult
-from llmproxy.lab.runs import Simulation, prepared
+from llmproxy.lab.runs import Point, Simulation, prepared
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 OURS = ("blend",)
@@ -28,6 +28,8 @@ BASELINES = (
     "session",
 )
 POLICIES = (*OURS, "late_least_request", *BASELINES, "oracle")
+SLICES = 10
+"""How many stretches of a trace file there are to take."""
 WARMUP = 0.1
 """Share of each trace whose requests are not counted, because caches are cold and limits not yet learned."""
 
@@ -122,7 +124,8 @@ class Case:
     """One trace on one fleet.
 
     `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
-    (see `rate_balance` in `llmproxy.lab.bounds`), None for the trace's own rate. `quick` cases belong to `make lab`.
+    (see `rate_balance` in `llmproxy.lab.bounds`), None for the trace's own rate. Of a file, each seed takes `requests`
+    of its own, `stride` further on than the last. `quick` cases belong to `make lab`.
     """
 
     name: str
@@ -130,6 +133,7 @@ class Case:
     fleet: str
     loads: tuple[float | None, ...]
     requests: int | None = None
+    stride: int = 0
     replicate: int = 1
     shape: Shape = plain
     policies: tuple[str, ...] = POLICIES
@@ -151,15 +155,22 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One case at one load: what to run, how fast, and what bounds it."""
+    """One case at one load: what to run, how fast, and what bounds it. All seeds run at the rate of the first."""
 
     scenario: Scenario
     case: Case
     load: float | None
     prefill_scale: float
     rate_scale: float
-    simulation: Simulation
+    fleet: Fleet
     bounds: Mapping[str, Bound]
+
+    def simulation(self, seed: int) -> Simulation:
+        """The traffic of one seed."""
+        return replace(_simulation(self.case, seed), fleet=self.fleet)
+
+    def point(self, policy: str, seed: int) -> Point:
+        return Point(policy, seed, self.rate_scale, self.prefill_scale)
 
     @property
     def label(self) -> str:
@@ -173,25 +184,36 @@ def config_of(case: Case) -> Config:
     return load(None, [Override(key, value, case.name) for key, value in overrides.items()])
 
 
+def _simulation(case: Case, seed: int) -> Simulation:
+    trace = case.trace if case.trace.startswith("gen:") else str(TRACES / case.trace)
+    return Simulation(
+        trace,
+        fleet_named(case.fleet),
+        config_of(case),
+        # Tuning seeds are large; they take other stretches of a file than the first ones.
+        skip=case.stride * ((seed - 1) % SLICES) + (case.stride // 2 if seed > SLICES else 0),
+        requests=case.requests,
+        replicate=case.replicate,
+        warmup=WARMUP,
+    )
+
+
 def placed(scenario: Scenario, case: Case, load: float | None, prefill_scale: float, seed: int) -> Place:
     """Find the rate that is `load` of what the fleet can balance, for the traffic of `seed`."""
-    trace = case.trace if case.trace.startswith("gen:") else str(TRACES / case.trace)
-    simulation = Simulation(
-        trace, fleet_named(case.fleet), config_of(case), requests=case.requests, replicate=case.replicate, warmup=WARMUP
-    )
-    arrivals, found = prepared(simulation, seed, 1.0)
-    # Sizes of replicas decide the balance, faults and late joins do not.
-    well = case.shape(simulation.fleet, found.duration_s)
-    bounds = all_bounds(arrivals, well, prefill_scale, WARMUP * found.duration_s)
+    simulation = _simulation(case, seed)
     rate_scale = 1.0
+    arrivals, found = prepared(simulation, seed, rate_scale)
+    # Sizes of replicas decide the balance, faults and late joins do not.
+    fleet = case.shape(simulation.fleet, found.duration_s)
+    bounds = all_bounds(arrivals, fleet, prefill_scale, WARMUP * found.duration_s)
     if load is not None:
         balance = bounds["rate_balance"].value
         assert balance is not None
         rate_scale = round(load * balance * found.duration_s / found.count, 4)
         arrivals, found = prepared(simulation, seed, rate_scale)
-        well = case.shape(simulation.fleet, found.duration_s)
-        bounds = all_bounds(arrivals, well, prefill_scale, WARMUP * found.duration_s)
-    return Place(scenario, case, load, prefill_scale, rate_scale, replace(simulation, fleet=well), bounds)
+        fleet = case.shape(simulation.fleet, found.duration_s)
+        bounds = all_bounds(arrivals, fleet, prefill_scale, WARMUP * found.duration_s)
+    return Place(scenario, case, load, prefill_scale, rate_scale, fleet, bounds)
 
 
 def places(scenarios: Sequence[Scenario], quick: bool, prefill_scales: Sequence[float], seed: int) -> list[Place]:

@@ -5,7 +5,7 @@ from benchmarks.scenarios.scenario import GOODPUT, Case, Scenario
 SCENARIO = Scenario(
     "W1",
     "Conversations",
-    "The first 3,000 requests of the Mooncake conversation trace, faster than they were, never beyond ten times.",
+    "Stretches of the Mooncake conversation trace, faster than they were, but never ten times.",
     GOODPUT,
     (
         Case(
@@ -14,6 +14,7 @@ SCENARIO = Scenario(
             "8xllama-8b-h100",
             (0.7, 0.85, 1.1),
             requests=1_500,
+            stride=150,
             quick_loads=(0.7,),
         ),
         Case(
@@ -22,6 +23,7 @@ SCENARIO = Scenario(
             "16xllama-8b-h100",
             (0.7, 0.85),
             requests=1_500,
+            stride=150,
             replicate=2,
             quick=False,
         ),
@@ -30,7 +32,8 @@ SCENARIO = Scenario(
             "mooncake_conversation.jsonl.gz",
             "8xllama-70b-h100-tp8",
             (0.7, 0.85),
-            requests=2_000,
+            requests=1_500,
+            stride=150,
             quick=False,
         ),
     ),

@@ -21,7 +21,8 @@ SCENARIO = Scenario(
             "SYNTHETIC_toolagent_like.jsonl.gz",
             "16xllama-8b-h100",
             (0.7, 0.85),
-            requests=4_000,
+            requests=2_500,
+            stride=150,
             quick=False,
         ),
         Case(

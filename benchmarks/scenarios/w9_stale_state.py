@@ -12,7 +12,8 @@ def _case(name: str, shape: Shape, quick: bool = True) -> Case:
         "azure2023_conv.csv.gz",
         "8xllama-8b-h100",
         (0.85,),
-        requests=3_000,
+        requests=2_500,
+        stride=150,
         shape=both(SIZES, shape),
         quick=quick,
     )

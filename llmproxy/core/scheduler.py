@@ -201,7 +201,8 @@ class Scheduler:
         decisions += expired
         # Nothing is granted while somebody who is past the deadline may still wait.
         self._more = len(expired) == PASS_MAX
-        if self._more:
+        if self._more or not self._waiting:
+            # Most passes are asked for by a reading while nobody waits: a large fleet need not be looked over for them.
             return decisions
         views = [backend.view(now) for backend in self._backends.values()]
         grants = 0

@@ -72,7 +72,6 @@ class Oracle:
         self._clock = clock
         self._held = {name: _Held() for name in world.replicas}
         self._where: dict[int, str] = {}
-        self._looked: tuple[str, EngineRequest] | None = None
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
@@ -81,7 +80,7 @@ class Oracle:
         serving = [view for view in views if request.model in view.served and view.backend not in excluded]
         if not serving:
             return NO_MATCH_FOR_MODEL
-        sequence = self._sequence(request.id)
+        sequence = self._world.sequence_of(request.id)
         replicas = [self._world.replicas[view.backend] for view in serving if view.available]
         offers = [self._offer(replica, sequence) for replica in replicas if replica.holds(sequence)]
         at_once = [offer for offer in offers if offer.begin_s == 0.0]
@@ -91,12 +90,6 @@ class Oracle:
             # Who waits for a slot of an adapter does not hold up the others.
             return NO_CAPACITY if sequence.adapter is None else NO_MATCH
         return Placed(best.name, -best.delay_s, (("delay_s", best.delay_s), ("begin_s", best.begin_s)), len(serving))
-
-    def _sequence(self, request_id: str) -> EngineRequest:
-        # The same head is asked about again and again while it waits, and its hashes are many.
-        if self._looked is None or self._looked[0] != request_id:
-            self._looked = (request_id, self._world.sequence(request_id, request_id))
-        return self._looked[1]
 
     def _offer(self, replica: Replica, sequence: EngineRequest) -> _Offer:
         held, profile, slow = self._held[replica.spec.name], replica.engine.profile, replica.ills.slow
@@ -154,7 +147,7 @@ class Oracle:
 
     def booked(self, lease: int, request: Request, backend: str) -> None:
         arrival, held = self._world.arrivals[request.id], self._held[backend]
-        replica, sequence = self._world.replicas[backend], self._sequence(request.id)
+        replica, sequence = self._world.replicas[backend], self._world.sequence_of(request.id)
         prefill_tokens = arrival.prompt_tokens - replica.engine.cached_tokens(sequence)
         step_s = replica.engine.profile.step_s(len(held.arrivals) + 1, held.context_tokens + arrival.prompt_tokens, [])
         begin_s = self._begin_s(replica, sequence, arrival.prompt_tokens - prefill_tokens)

@@ -63,14 +63,15 @@ def plan_named(text: str, config: Config) -> Plan:
     name, given = _taken_apart(text)
     if name in _own():
         return _own_plan(text, _own()[name], _with(config, text, given))
-    if text == ORACLE:
+    if name == ORACLE:
+        if given:
+            raise ValueError(f"policy {text!r}: the oracle takes no parameters")
         about = "knows output lengths, the engines' state and caches and step times; one queue"
         settings = replace(settings_of(config), fairness="fcfs", ceilings={})
         return Plan(text, about, settings, config.poll.interval_s, lambda around, world: Oracle(world, around.clock))
-    try:
-        baseline = baseline_named(text)
-    except ValueError as error:
-        raise ValueError(f"{error}; policies: {', '.join(names())}") from None
+    if name not in names():
+        raise ValueError(f"unknown policy {name!r} (nearest: {nearest(name, names())!r}); known: {', '.join(names())}")
+    baseline = baseline_named(text)
     settings = settings_of(config)
     # They believe what they read last for as long as they have nothing newer.
     capacity = replace(settings.capacity, stale_after_s=inf)

@@ -24,12 +24,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a baseline may use beside the views: `prompts` of the live requests by request id, and a clock."""
+    """What a baseline may use beside the views: `prompts` of the live requests by request id, and a clock.
+
+    `kv_events(backend, request_id)` is for policies that subscribe to the engines' KV events: how many tokens of that
+    prompt the backend has cached now.
+    """
 
     rng: Random
     clock: Callable[[], float]
     prompts: Mapping[str, Prompt]
     block_tokens: int
+    kv_events: Callable[[str, str], int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,13 @@ class LabProxy:
         self._budget = RetryBudget(config.retry.budget_ratio)
         self._by_tenant = config.scheduling.flow != "model"
         self._loop = asyncio.get_running_loop()
-        around = Surroundings(Random(rng.getrandbits(32)), self._loop.time, world.prompts, world.blocks.block_tokens)
+        around = Surroundings(
+            Random(rng.getrandbits(32)),
+            self._loop.time,
+            world.prompts,
+            world.blocks.block_tokens,
+            world.cached_tokens,
+        )
         self.pools = Pools(plan.settings, dict.fromkeys(self._replicas), {}, lambda: plan.make_placement(around, world))
         self.dispatcher = Dispatcher(self.pools)
         cards = [ModelCard(name, BASE_MODEL, None) for name in world.adapters]

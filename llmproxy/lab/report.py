@@ -14,6 +14,7 @@ from llmproxy.lab.table import COLUMNS, MISSING, REFERENCES, bound_value, bounds
 if TYPE_CHECKING:
     from llmproxy.lab.plots import Plot
 
+FACTS_FIRST = ("workload", "case", "trace", "requests", "trace_duration_s", "fleet", "replicas", "proxies", "seeds")
 FACT_MAX = 120
 """Longer values of the configuration are told in full below the plots only."""
 HIT_BOUNDS = ("hit_pooled_lru",)
@@ -103,7 +104,9 @@ def _figure(plot: Plot, svg: str) -> str:
 def _facts(result: SimulationResult, points: list[LoadPoint], policies: list[str]) -> str:
     """What was simulated, in short: the plain values of the configuration, and what the runs themselves tell."""
     facts = {name: _plain(value) for name, value in result.config.items()}
-    facts = {name: text for name, text in facts.items() if text is not None}
+    ranks = {name: rank for rank, name in enumerate(FACTS_FIRST)}
+    ordered = sorted(facts, key=lambda name: ranks.get(name, len(ranks)))
+    facts = {name: text for name in ordered if (text := facts[name]) is not None}
     facts |= {
         "policies": str(len(policies)),
         "rate_scale": ", ".join(f"{rate:g}" for rate in sorted({point.rate_scale for point in points})),

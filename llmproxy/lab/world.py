@@ -45,6 +45,7 @@ class World:
     prompts: dict[str, Prompt] = field(default_factory=dict)
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     serial: Iterator[int] = field(default_factory=lambda: count(1))
+    _asked: tuple[str, EngineRequest] | None = None
 
     def enter(self, arrival: Arrival) -> str:
         """A request begins to live; its id."""
@@ -59,6 +60,17 @@ class World:
         return EngineRequest(
             name, arrival.prompt_tokens, arrival.output_tokens, self.blocks.hashes(arrival), arrival.adapter
         )
+
+    def cached_tokens(self, backend: str, request_id: str) -> int:
+        """How many tokens of a live request's prompt a replica has cached now."""
+        return self.replicas[backend].engine.cached_tokens(self.sequence_of(request_id))
+
+    def sequence_of(self, request_id: str) -> EngineRequest:
+        """A live request as an engine would get it."""
+        # Asked for every replica in turn, and again while the request waits: its hashes are many.
+        if self._asked is None or self._asked[0] != request_id:
+            self._asked = request_id, self.sequence(request_id, request_id)
+        return self._asked[1]
 
     def leave(self, request_id: str) -> None:
         del self.prompts[request_id]

@@ -21,7 +21,9 @@ class World:
     def __init__(self, baseline: str, seed: int = 7) -> None:
         self.now = 100.0
         self.prompts: dict[str, Prompt] = {}
-        around = Surroundings(Random(seed), lambda: self.now, self.prompts, BLOCK)
+        self.cached: dict[str, int] = {}
+        kv_events = lambda backend, _: self.cached.get(backend, 0)  # noqa: E731
+        around = Surroundings(Random(seed), lambda: self.now, self.prompts, BLOCK, kv_events)
         self.policy = baseline_named(baseline).make(around)
         self._leases = 0
 

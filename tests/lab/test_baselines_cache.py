@@ -126,12 +126,12 @@ def costs(world: World, *blocks: int, at: str = "a", tokens: int | None = None) 
 
 
 def test_the_cost_of_a_prompt_at_an_idle_backend() -> None:
-    assert costs(World("dynamo_cost"), 1, 2) == (64.0, 64, 128.0)
-    assert costs(World("dynamo_cost"), 1, tokens=100) == (100 / 16, 7, 100 / 16 + 7)
+    assert costs(World("dynamo_cost(events=0)"), 1, 2) == (64.0, 64, 128.0)
+    assert costs(World("dynamo_cost(events=0)"), 1, tokens=100) == (100 / 16, 7, 100 / 16 + 7)
 
 
 def test_work_in_flight_costs_and_what_is_cached_is_credited() -> None:
-    world = World("dynamo_cost")
+    world = World("dynamo_cost(events=0)")
     _, lease = world.send(world.ask(1, 2), views("a"))
     # Prefill (1024 + 1024) / 16 less 64 cached; of the blocks in use none is new.
     assert costs(world, 1, 2) == (64.0, 64, 128.0)
@@ -145,7 +145,7 @@ def test_work_in_flight_costs_and_what_is_cached_is_credited() -> None:
 
 
 def test_only_the_uncached_part_is_prefill_in_flight_and_shared_blocks_count_once() -> None:
-    world = World("dynamo_cost")
+    world = World("dynamo_cost(events=0)")
     world.serve(world.ask(1, 2), views("a"))
     first = world.send(world.ask(1, 2, 3), views("a"))[1]
     second = world.send(world.ask(1, 2, 4), views("a"))[1]
@@ -158,7 +158,7 @@ def test_only_the_uncached_part_is_prefill_in_flight_and_shared_blocks_count_onc
 
 
 def test_affinity_yields_when_the_holder_is_busier_than_the_prompt_is_long() -> None:
-    world = World("dynamo_cost")
+    world = World("dynamo_cost(events=0)")
     world.serve(world.ask(1, 2, 3), views("a"))
     world.send(world.ask(50, tokens=300), views("a"))
     assert world.placed(world.ask(1, 2, 3), views("a", "b")).backend == "a"
@@ -167,14 +167,17 @@ def test_affinity_yields_when_the_holder_is_busier_than_the_prompt_is_long() -> 
 
 
 def test_parameters_scale_credit_and_prefill() -> None:
-    for name, cost in (("dynamo_cost(overlap=0.5)", 32 + 64), ("dynamo_cost(overlap=0,prefill_scale=3)", 3 * 64 + 64)):
+    for name, cost in (
+        ("dynamo_cost(overlap=0.5,events=0)", 32 + 64),
+        ("dynamo_cost(overlap=0,prefill_scale=3,events=0)", 3 * 64 + 64),
+    ):
         world = World(name)
         world.serve(world.ask(1, 2), views("a"))
         assert costs(world, 1, 2)[2] == cost
 
 
 def test_a_prediction_lives_for_two_minutes_after_its_last_use() -> None:
-    world = World("dynamo_cost")
+    world = World("dynamo_cost(events=0)")
     world.serve(world.ask(1, 2), views("a"))
     world.now += 119.0
     world.serve(world.ask(1), views("a"))
@@ -188,7 +191,7 @@ def test_a_prediction_lives_for_two_minutes_after_its_last_use() -> None:
 
 def test_the_prediction_is_pruned_to_four_fifths_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamo, "TREE_BLOCKS", 10 * BLOCK // 16)
-    world = World("dynamo_cost")
+    world = World("dynamo_cost(events=0)")
     for i in range(10):
         world.serve(world.ask(100 + i), views("ab"[i % 2]))
         world.now += 1.0
@@ -200,7 +203,7 @@ def test_the_prediction_is_pruned_to_four_fifths_oldest_first(monkeypatch: pytes
 
 
 def test_a_lost_backend_has_nothing_cached() -> None:
-    world = World("dynamo_cost")
+    world = World("dynamo_cost(events=0)")
     world.serve(world.ask(1, 2), views("a"))
     world.serve(world.ask(1, 2), views("b"))
     world.policy.lost("a")
@@ -208,6 +211,15 @@ def test_a_lost_backend_has_nothing_cached() -> None:
     assert costs(world, 1, 2, at="b") == (0.0, 64, 64.0)
 
 
-def test_equal_costs_are_drawn() -> None:
+def test_with_events_it_credits_what_the_engines_say_and_nothing_else() -> None:
     world = World("dynamo_cost")
+    world.serve(world.ask(1, 2), views("a"))
+    assert costs(world, 1, 2)[0] == 64.0
+    world.cached = {"b": 2 * BLOCK - 16}
+    assert world.placed(world.ask(1, 2), views("a", "b")).backend == "b"
+    assert costs(world, 1, 2, at="b")[0] == 1.0
+
+
+def test_equal_costs_are_drawn() -> None:
+    world = World("dynamo_cost(events=0)")
     assert {world.placed(world.ask(1), views("a", "b")).backend for _ in range(30)} == {"a", "b"}

@@ -65,72 +65,106 @@ class Active:
         return self._sums.get(backend, 0)
 
 
-class KvCost(AtOnce):
-    """prefill_scale * max(prefill blocks - overlap * cached blocks, 0) + decode blocks; the lowest cost wins.
+class Events:
+    """What the engines' KV events tell: the blocks that each really has, without the delay that real events have."""
 
-    Prefill blocks are those of the prompts that have no byte yet, less what was believed cached, and of this prompt.
-    Decode blocks are those of the prompts in flight and of this one, without their answers, in engine blocks of 16
-    tokens. Cached is what was routed there within 120 s; it is known by the trace's blocks. Equals are drawn at random.
-    """
-
-    def __init__(self, around: Surroundings, overlap: float, prefill_scale: float) -> None:
+    def __init__(self, around: Surroundings) -> None:
         self._around = around
-        self._overlap, self._prefill_scale = overlap, prefill_scale
-        self._predicted = PrefixIndex()
-        self._predicted_blocks = 0
+
+    def tokens(self, request: Request, blocks: dict[Block, int], backends: Sequence[str]) -> list[int]:
+        """Cached tokens of the prompt at each of `backends`."""
+        del blocks
+        return [self._around.kv_events(backend, request.id) for backend in backends]
+
+    def routed(self, backend: str, blocks: dict[Block, int]) -> None:
+        pass
+
+    def lost(self, backend: str) -> None:
+        pass
+
+
+class Prediction:
+    """What was routed to a backend within 120 s, for engines without events; known by the trace's blocks."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._index = PrefixIndex()
+        self._blocks = 0
         self._blocks_max = max(1, TREE_BLOCKS * BLOCK_TOKENS // around.block_tokens)
-        self.prefill_tokens = Ledger()
-        self.active = Active(around.block_tokens)
 
-    def choose(self, request: Request, views: Sequence[View]) -> Placed:
+    def tokens(self, request: Request, blocks: dict[Block, int], backends: Sequence[str]) -> list[int]:
+        """Cached tokens of the prompt at each of `backends`."""
+        del request
         self._expire(self._around.clock())
-        blocks = prompt_blocks(request, self._around)
-        tokens = sum(blocks.values())
-        cached = self._cached_blocks(blocks, tokens)
-        prefill = [
-            max(0.0, (active + tokens) / BLOCK_TOKENS - self._overlap * cached.get(view.backend, 0))
-            for view, active in zip(views, self.prefill_tokens.each(views), strict=True)
-        ]
-        decode = self.active.with_prompt(blocks, views)
-        scores = [-(self._prefill_scale * p + d) for p, d in zip(prefill, decode, strict=True)]
-        return best(views, scores, {"prefill": prefill, "decode": decode}, self._around.rng)
+        depths, prompt_tokens = self._index.matches(blocks, unbroken=True), sum(blocks.values())
+        return [min(prompt_tokens, depths.get(name, 0) * self._around.block_tokens) for name in backends]
 
-    def _cached_blocks(self, blocks: dict[Block, int], tokens: int) -> dict[str, int]:
-        depths = self._predicted.matches(blocks, unbroken=True)
-        return {name: min(tokens, depth * self._around.block_tokens) // BLOCK_TOKENS for name, depth in depths.items()}
-
-    def booked(self, lease: int, request: Request, backend: str) -> None:
-        blocks = prompt_blocks(request, self._around)
-        tokens = sum(blocks.values())
-        cached = self._cached_blocks(blocks, tokens).get(backend, 0)
-        self.prefill_tokens.give(lease, backend, tokens - cached * BLOCK_TOKENS)
-        self.active.add(lease, backend, blocks)
-        before = self._predicted.size(backend)
-        self._predicted.insert(backend, dict.fromkeys(blocks, self._around.clock() + PREDICTED_S))
-        self._predicted_blocks += self._predicted.size(backend) - before
-        if self._predicted_blocks > self._blocks_max:
+    def routed(self, backend: str, blocks: dict[Block, int]) -> None:
+        before = self._index.size(backend)
+        self._index.insert(backend, dict.fromkeys(blocks, self._around.clock() + PREDICTED_S))
+        self._blocks += self._index.size(backend) - before
+        if self._blocks > self._blocks_max:
             self._prune()
 
+    def lost(self, backend: str) -> None:
+        self._blocks -= self._index.size(backend)
+        self._index.forget(backend)
+
     def _expire(self, now: float) -> None:
-        for backend in self._predicted.backends():
-            while (until_s := self._predicted.oldest(backend)) is not None and until_s <= now:
-                self._predicted.drop_oldest(backend)
-                self._predicted_blocks -= 1
+        for backend in self._index.backends():
+            while (until_s := self._index.oldest(backend)) is not None and until_s <= now:
+                self._index.drop_oldest(backend)
+                self._blocks -= 1
 
     def _prune(self) -> None:
         """Forget those that would expire first, whichever backend they are on, until a fifth of the room is free."""
-        index = self._predicted
+        index = self._index
         oldest = [(until_s, name) for name in index.backends() if (until_s := index.oldest(name)) is not None]
         heapify(oldest)
-        while self._predicted_blocks > PRUNED_TO * self._blocks_max:
+        while self._blocks > PRUNED_TO * self._blocks_max:
             backend = oldest[0][1]
             index.drop_oldest(backend)
-            self._predicted_blocks -= 1
+            self._blocks -= 1
             until_s = index.oldest(backend)
             if until_s is None:
                 heappop(oldest)
             else:
                 heapreplace(oldest, (until_s, backend))
+
+
+class KvCost(AtOnce):
+    """prefill_scale * max(prefill blocks - overlap * cached blocks, 0) + decode blocks; the lowest cost wins.
+
+    Prefill blocks are those of the prompts that have no byte yet, less what was believed cached, and of this prompt.
+    Decode blocks are those of the prompts in flight and of this one, without their answers, in engine blocks of 16
+    tokens. Equals are drawn at random.
+    """
+
+    def __init__(self, around: Surroundings, cached: Events | Prediction, overlap: float, prefill_scale: float) -> None:
+        self._around = around
+        self._cached = cached
+        self._overlap, self._prefill_scale = overlap, prefill_scale
+        self.prefill_tokens = Ledger()
+        self.active = Active(around.block_tokens)
+
+    def choose(self, request: Request, views: Sequence[View]) -> Placed:
+        blocks = prompt_blocks(request, self._around)
+        tokens = sum(blocks.values())
+        cached = self._cached.tokens(request, blocks, [view.backend for view in views])
+        prefill = [
+            max(0.0, (active + tokens) / BLOCK_TOKENS - self._overlap * (held // BLOCK_TOKENS))
+            for active, held in zip(self.prefill_tokens.each(views), cached, strict=True)
+        ]
+        decode = self.active.with_prompt(blocks, views)
+        scores = [-(self._prefill_scale * p + d) for p, d in zip(prefill, decode, strict=True)]
+        return best(views, scores, {"prefill": prefill, "decode": decode}, self._around.rng)
+
+    def booked(self, lease: int, request: Request, backend: str) -> None:
+        blocks = prompt_blocks(request, self._around)
+        cached_tokens = self._cached.tokens(request, blocks, [backend])[0] // BLOCK_TOKENS * BLOCK_TOKENS
+        self.prefill_tokens.give(lease, backend, sum(blocks.values()) - cached_tokens)
+        self.active.add(lease, backend, blocks)
+        self._cached.routed(backend, blocks)
 
     def started(self, lease: int) -> None:
         self.prefill_tokens.take_back(lease)
@@ -141,11 +175,15 @@ class KvCost(AtOnce):
         self.active.remove(lease)
 
     def lost(self, backend: str) -> None:
-        self._predicted_blocks -= self._predicted.size(backend)
-        self._predicted.forget(backend)
+        self._cached.lost(backend)
 
 
 @baselines.register("dynamo_cost")
-def dynamo_cost(*, overlap: float = 1.0, prefill_scale: float = 1.0) -> Baseline:
-    about = "NVIDIA Dynamo KV router, predicting caches for 120 s: its mode without KV events (its default has them)"
-    return Baseline("dynamo_cost", about, lambda around: KvCost(around, overlap, prefill_scale))
+def dynamo_cost(*, overlap: float = 1.0, prefill_scale: float = 1.0, events: float = 1.0) -> Baseline:
+    """`events` 0 is its mode for engines that publish none."""
+    how = "KV events, here without delay" if events else "caches predicted for 120 s, without KV events"
+    return Baseline(
+        "dynamo_cost",
+        f"NVIDIA Dynamo KV router: least prefill and decode blocks; {how}",
+        lambda around: KvCost(around, Events(around) if events else Prediction(around), overlap, prefill_scale),
+    )
