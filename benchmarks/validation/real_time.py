@@ -32,6 +32,7 @@ import asyncio
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -42,7 +43,7 @@ import aiohttp
 from benchmarks.fleet import Fleet as Processes
 from benchmarks.fleet import fleet as processes
 from benchmarks.validation.replayed import Check, percentile, print_table, records_of, report_broken, trace_of
-from llmproxy.config import Config, Override, load
+from llmproxy.config import Config, load
 from llmproxy.lab.arrival import Arrival
 from llmproxy.lab.fleet import Fleet
 from llmproxy.lab.fleet_file import fleet_named
@@ -110,10 +111,8 @@ def _throughput(ended: Sequence[Ended], case: Case) -> float:
     return sum(first_s <= one.ended_s < case.seconds for one in ended) / (case.seconds - first_s)
 
 
-def _largest_share(ended: Sequence[Ended], case: Case) -> float:
-    del case
-    names = [one.backend for one in ended]
-    return max(names.count(name) for name in set(names)) / len(names)
+def _shares(ended: Sequence[Ended]) -> list[float]:
+    return [count / len(ended) for count in Counter(one.backend for one in ended).values()]
 
 
 FIGURES = (
@@ -129,7 +128,8 @@ FIGURES = (
     Figure("queue wait p99, s", lambda ended, _: percentile([one.queue_wait_s for one in ended], 0.99)),
     Figure("TTFT less queue wait p50, s", lambda e, _: percentile([one.ttft_s - one.queue_wait_s for one in e], 0.5)),
     Figure("TTFT less queue wait p99, s", lambda e, _: percentile([one.ttft_s - one.queue_wait_s for one in e], 0.99)),
-    Figure("largest replica's share", _largest_share),
+    Figure("largest replica's share", lambda ended, _: max(_shares(ended))),
+    Figure("smallest replica's share", lambda ended, _: min(_shares(ended))),
     Figure("hit tokens per request", lambda ended, _: fmean(one.hit_tokens for one in ended)),
 )
 
@@ -197,7 +197,7 @@ class Seen:
     ended_s: float
 
 
-async def real(case: Case, arrivals: Sequence[Arrival], seed: int) -> tuple[list[Ended], float]:
+async def real(arrivals: Sequence[Arrival], seed: int) -> tuple[list[Ended], float]:
     """The requests through real processes, and the greatest lateness of a sending, in virtual seconds.
 
     RuntimeError where one was not answered.
@@ -276,10 +276,12 @@ def _ended(seen: Seen, line: dict[str, object], arrival: Arrival) -> Ended:
 def compared(case: Case, seed: int) -> list[Check]:
     """Run a case in both worlds and print its table."""
     arrivals = arrivals_of(case, seed)
-    found, late_s = asyncio.run(real(case, arrivals, seed))
+    found, late_s = asyncio.run(real(arrivals, seed))
     runs = [virtual(case, arrivals, one) for one in LAB_SEEDS]
-    print(f"{case.name}: {len(arrivals)} requests in {case.seconds:g} s at {case.rate:g}/s, seed {seed}; real time took"
-          f" {case.seconds / SPEED:.0f} s and more, the latest request left {1e3 * late_s:.1f} virtual ms late")  # fmt: skip
+    print(
+        f"{case.name}: {len(arrivals)} requests in {case.seconds:g} s at {case.rate:g}/s, seed {seed}, which took"
+        f" {case.seconds / SPEED:.0f} s and more; the latest request left {1e3 * late_s:.1f} virtual ms late"
+    )
     checks, rows = [], []
     for figure in FIGURES:
         values = [figure.of(ended, case) for ended in runs]

@@ -38,7 +38,7 @@ def trace_of(name: str, arrivals: Sequence[Arrival], block_tokens: int) -> Trace
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` (0..1) of `values` do not exceed, by linear interpolation. ValueError where there is none."""
+    """The value that `share` (0..1) of `values` do not exceed, by linear interpolation; ValueError where none is."""
     if not values:
         raise ValueError("no value to take a percentile of: every request of this part failed")
     ordered = sorted(values)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from llmproxy.core.domain import BAND_NAMES, Outcome
 from llmproxy.lab.record import Record
 from llmproxy.lab.result import BackendResult, GroupResult, Quantiles, RunResult, Trail, Utilisation, WaitPoint
+from llmproxy.lab.service import ServiceDifference
 from llmproxy.lab.sketch import Sketch
 
 OTHER = "(other)"
@@ -53,6 +54,7 @@ class Account:
     def __init__(self, duration_s: float, replicas: Sequence[str], warmup_s: float = 0.0) -> None:
         self._duration_s = duration_s
         self._warmup_s = warmup_s
+        self.service = ServiceDifference()
         self._total = _Group()
         self._e2e = Sketch()
         self._outcomes: Counter[Outcome] = Counter()
@@ -74,6 +76,8 @@ class Account:
         band = band_name(record.band)
         for group in (self._total, self._bands.of(band), self._tenants.of(record.arrival.tenant)):
             group.add(record)
+        if record.ttft_s is not None:
+            self.service.ended(record.arrival.tenant, record.arrival.prompt_tokens, record.output_tokens)
         self._outcomes[record.outcome] += 1
         self._attempts += record.attempts
         self._ended_s = max(self._ended_s, record.ended_s)
@@ -99,6 +103,10 @@ class Account:
             self._spacing *= 2
         self._samples.append(_Sample(at_s, dict(load), sum(queued.values())))
 
+    def preempted(self, replica: str, count: int) -> None:
+        """The engine of `replica` preempted so often in the whole run."""
+        self._backends[replica].preemptions = count
+
     def result(self, policy: str, seed: int, rate_scale: float, prefill_scale: float) -> RunResult:
         """The figures of the run, under the name that the caller gives it."""
         total = self._total
@@ -119,6 +127,7 @@ class Account:
             e2e_s=_quantiles(self._e2e),
             hit_tokens_ratio=_ratio(total.hit_tokens, total.prompt_tokens),
             prefill_imbalance=self._imbalance(),
+            service_difference_tokens=self.service.largest,
             duration_s=duration_s,
             attempts=self._attempts,
             outcomes={outcome.value: count for outcome, count in self._outcomes.items()},
@@ -168,6 +177,7 @@ class Account:
             prefill_tokens=backend.prefill_tokens,
             hit_tokens=backend.hit_tokens,
             output_tokens=backend.output_tokens,
+            preemptions=backend.preemptions,
             mean_running=_ratio(sum(running for running, _ in looks), len(looks)),
             mean_waiting=_ratio(sum(waiting for _, waiting in looks), len(looks)),
         )
@@ -210,6 +220,7 @@ class _Backend:
     prefill_tokens: int = 0
     hit_tokens: int = 0
     output_tokens: int = 0
+    preemptions: int = 0
 
     def add(self, record: Record) -> None:
         self.requests += 1

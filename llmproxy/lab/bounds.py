@@ -16,12 +16,11 @@ from llmproxy.lab.fleet_file import room_tokens
 from llmproxy.lab.pooled_cache import PooledCache
 from llmproxy.lab.pooled_server import PooledServer, QueueBounds, Served, Work, balance_rps, queue_bounds, work_of
 from llmproxy.lab.result import Bound
+from llmproxy.lab.service import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 BLOCKS_MAX = 1 << 21
 """Distinct blocks that a cache without end may hold; about 200 MB."""
 ADAPTERS_MAX = 10_000
-PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""Weights of prompt and output tokens in the paper on fair service."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -121,6 +122,12 @@ class LabProxy:
                 lease.progress(answered_tokens)
         self._loop.call_later(PROGRESS_S, self._count_streams)
 
+    def answers(self) -> Iterator[tuple[str, int]]:
+        """(Request id, tokens so far) of every answer that has begun."""
+        for request_id, (_, job, replica) in self._streams.items():
+            if job.first_s is not None:
+                yield request_id, replica.answered_tokens(job)
+
     def _jittered(self, interval_s: float) -> float:
         return interval_s * self._rng.uniform(0.8, 1.0)
 
@@ -211,14 +218,14 @@ class LabProxy:
             return False
         timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off))
         lease.on_revoked = job.break_off
-        self._streams[sequence.id] = lease, job, replica
+        self._streams[request.id] = lease, job, replica
         try:
             async with asyncio.timeout(self._config.timeouts.total_s):
                 await job.ended
         except (Broken, TimeoutError):
             return self._broke(record, lease, job)
         finally:
-            del self._streams[sequence.id]
+            del self._streams[request.id]
             replica.leave(job)
             for timer in timers:
                 timer.cancel()

@@ -19,6 +19,7 @@ from llmproxy.lab.policies import Plan
 from llmproxy.lab.proxy import LabProxy
 from llmproxy.lab.record import Record
 from llmproxy.lab.replica import Replica
+from llmproxy.lab.service import LOOK_EVERY_S, OUTPUT_WEIGHT, PROMPT_WEIGHT
 from llmproxy.lab.virtual_time import run
 from llmproxy.lab.world import Blocks, World
 
@@ -83,14 +84,18 @@ class Run:
                 replicas[spec.name].start()
         blocks = Blocks(setup.trace.block_tokens, setup.fleet.replicas[0].block_size)
         self._replicas = replicas
-        self._proxies = self._start_proxies(World(replicas, setup.adapters, blocks))
+        self._world = World(replicas, setup.adapters, blocks)
+        self._proxies = self._start_proxies(self._world)
         schedule(setup.fleet.faults, replicas, SETTLE_S)
         loop.call_at(SETTLE_S, self._sample, loop, 0)
+        loop.call_at(SETTLE_S + max(LOOK_EVERY_S, setup.warmup_s), self._look_at_service, loop)
         await self._feed(loop)
         while self._tasks:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for proxy in self._proxies:
             proxy.stop()
+        for name, replica in replicas.items():
+            self.account.preempted(name, replica.preemptions)
         if self._failed is not None:
             raise self._failed
         self._progress(self._ended)
@@ -117,6 +122,20 @@ class Run:
         if number < SAMPLES:
             at_s = SETTLE_S + (number + 1) * self._setup.duration_s / SAMPLES
             loop.call_at(at_s, self._sample, loop, number + 1)
+
+    def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Who has been served how much by now, and who has to wait, for as long as anybody is there."""
+        under_way: dict[str, float] = {}
+        waiting = dict.fromkeys(self._world.arrivals)
+        for proxy in self._proxies:
+            for request_id, answered_tokens in proxy.answers():
+                arrival = self._world.arrivals[request_id]
+                service = PROMPT_WEIGHT * arrival.prompt_tokens + OUTPUT_WEIGHT * answered_tokens
+                under_way[arrival.tenant] = under_way.get(arrival.tenant, 0.0) + service
+                del waiting[request_id]
+        self.account.service.look(under_way, {self._world.arrivals[one].tenant: None for one in waiting})
+        if loop.time() < SETTLE_S + self._setup.duration_s:
+            loop.call_later(LOOK_EVERY_S, self._look_at_service, loop)
 
     # --- arrivals -----------------------------------------------------------------------------------------------------
 

@@ -59,14 +59,6 @@ class _Stretch:
 
 
 @dataclass(slots=True)
-class Totals:
-    """What the replica has done over all its lives, for the account of a run."""
-
-    preemptions: int = 0
-    steps: int = 0
-
-
-@dataclass(slots=True)
 class _Ills:
     """The faults in force."""
 
@@ -95,7 +87,7 @@ class Replica:
         self.spec = spec
         self.alive = False
         self.ills = _Ills()
-        self.totals = Totals()
+        self._earlier_preemptions = 0
         self.engine: Engine
         self._profile = replace(spec.profile, prefill_factor=prefill_scale)
         self._rng = Random(seed)
@@ -137,8 +129,7 @@ class Replica:
         """The process dies: its connections break, its caches are lost."""
         self._stop_timer()
         self._stretch = self._step = None
-        self.totals.preemptions += self.engine.counters.preemptions
-        self.totals.steps += self.engine.counters.steps
+        self._earlier_preemptions += self.engine.counters.preemptions
         self.alive = False
         self.ills.frozen = False
         jobs, self._jobs = self._jobs, {}
@@ -232,6 +223,11 @@ class Replica:
             self._seen.popleft()
         seen_at_s, gauges = self._seen[0]
         return gauges if seen_at_s <= old_s else None
+
+    @property
+    def preemptions(self) -> int:
+        """Over all its lives."""
+        return self._earlier_preemptions + self.engine.counters.preemptions
 
     def load(self) -> tuple[int, int]:
         """(running, waiting) at this moment, for the account of a run."""

@@ -61,14 +61,16 @@ class GroupResult(_Model):
 class BackendResult(_Model):
     """One replica: the requests whose last attempt it had, and what it did for those that got a first token.
 
-    `prefill_tokens` are prompt tokens that it computed, `hit_tokens` those that it found cached. The means are over
-    samples taken all along the trace: sequences in the batch, and requests waiting inside the engine.
+    `prefill_tokens` are prompt tokens that it computed, `hit_tokens` those that it found cached. `preemptions` are those
+    of its engine in the whole run. The means are over samples taken all along the trace: sequences in the batch, and
+    requests waiting inside the engine.
     """
 
     requests: int
     prefill_tokens: int
     hit_tokens: int
     output_tokens: int
+    preemptions: int
     mean_running: float | None
     mean_waiting: float | None
 
@@ -107,7 +109,9 @@ class RunResult(_Model):
     `queue_wait_s` the time in the proxy's own waiting room, `e2e_s` from arrival to end.
     `hit_tokens_ratio` is over the prompt tokens of completed requests. `prefill_imbalance` is max / mean over all
     replicas of the prompt tokens that they computed. `duration_s` is virtual time from the start of the trace to the
-    last end. `by_tenant` names the largest tenants by tokens, and all others together as "(other)".
+    last end. `service_difference_tokens` is the most by which the weighted service (1 per prompt token, 2 per output
+    token) of two tenants differed over a time in which both had requests waiting, null where there were no two.
+    `by_tenant` names the largest tenants by tokens, and all others together as "(other)".
     """
 
     policy: str
@@ -125,6 +129,7 @@ class RunResult(_Model):
     e2e_s: Quantiles
     hit_tokens_ratio: float | None
     prefill_imbalance: float | None
+    service_difference_tokens: float | None
     duration_s: float
     attempts: int
     outcomes: Annotated[dict[str, int], AfterValidator(_by_key)]
