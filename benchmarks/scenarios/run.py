@@ -8,9 +8,9 @@ token and with 1.9 times that cost, because published runs disagree about it: a 
 both. Runs are kept by all that they depend on, so a set that was stopped goes on where it was, and a change of the code
 makes it run anew. `--minutes` ends a set early and says what is missing.
 
-It prints one table for each place: the figure that decides, goodput (of all offered requests), TTFT, hits, and how our
-policy compares with each other one on the same arrivals. One folder per case below `--out` gets a `result.json` and a
-`report.html`.
+It prints one table for each place: the figure that decides, goodput (of all offered requests), TTFT, hits, how far
+apart the service of two waiting tenants drifted, and how our policy compares with each other one on the same arrivals.
+One folder per case below `--out` gets a `result.json` and a `report.html`.
 """
 
 from __future__ import annotations

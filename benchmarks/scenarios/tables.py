@@ -38,6 +38,7 @@ def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Fini
         "imbalance",
         "refused",
         "failed",
+        "apart ktok",
     ):
         table.add_column(name, justify="right")
     table.add_column(f"{OURS[0]} / it", justify="right", no_wrap=True)
@@ -151,7 +152,7 @@ def write_pages(
 
 def _figures(place: Place, some: Sequence[Finished]) -> list[str]:
     if not some:
-        return ["not run"] + [""] * 8
+        return ["not run"] + [""] * 9
     all_runs = [one.run for one in some]
     decisive = _mean(place, some)
     return [
@@ -164,6 +165,7 @@ def _figures(place: Place, some: Sequence[Finished]) -> list[str]:
         _number(_known(run.prefill_imbalance for run in all_runs)),
         _share(run.refused / run.offered for run in all_runs if run.offered),
         _share(run.failed / run.offered for run in all_runs if run.offered),
+        _number(_known(_kilo(run.service_difference_tokens) for run in all_runs)),
     ]
 
 
@@ -174,6 +176,10 @@ def _mean(place: Place, some: Sequence[Finished]) -> float | None:
 def _known(figures: Iterable[float | None]) -> float | None:
     known = [figure for figure in figures if figure is not None]
     return fmean(known) if known else None
+
+
+def _kilo(figure: float | None) -> float | None:
+    return None if figure is None else figure / 1e3
 
 
 def _number(figure: float | None) -> str:

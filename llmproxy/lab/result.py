@@ -61,9 +61,9 @@ class GroupResult(_Model):
 class BackendResult(_Model):
     """One replica: the requests whose last attempt it had, and what it did for those that got a first token.
 
-    `prefill_tokens` are prompt tokens that it computed, `hit_tokens` those that it found cached. `preemptions` are those
-    of its engine in the whole run. The means are over samples taken all along the trace: sequences in the batch, and
-    requests waiting inside the engine.
+    `prefill_tokens` are prompt tokens that it computed, `hit_tokens` those that it found cached. `preemptions` are
+    those of its engine in the whole run. The means are over samples taken all along the trace: sequences in the batch,
+    and requests waiting inside the engine.
     """
 
     requests: int
