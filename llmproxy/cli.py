@@ -312,6 +312,7 @@ def simulate(
     first_seed: Annotated[int, typer.Option(help="The first of those seeds.")] = 1,
     proxies: Annotated[int | None, typer.Option(min=1, max=64, help="Proxies that know nothing of each other.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
+    oracle: Annotated[bool, typer.Option(help="Run the oracle beside the policies.")] = True,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write result.json and report.html; else nowhere.")
     ] = None,
@@ -331,7 +332,6 @@ def simulate(
             trace=trace,
             fleet=fleet,
             config=settled,
-            config_file=config,
             policies=tuple(policy or ()),
             rate_scales=tuple(rate_scale or (1.0,)),
             prefill_scales=tuple(prefill_scale or (1.0,)),
@@ -343,6 +343,7 @@ def simulate(
             proxies=proxies,
             workers=workers,
             out=out,
+            oracle=oracle,
         )
         simulate(options)
     except ConfigError as error:

@@ -28,8 +28,9 @@ BASELINES = (
     "session",
 )
 POLICIES = (*OURS, "late_least_request", *BASELINES, "oracle")
-SLICES = 10
-"""How many stretches of a trace file there are to take."""
+TUNING_FIRST = 101
+SLICES = 6
+"""Stretches of a trace file that comparisons may take; those behind them are for tuning."""
 WARMUP = 0.1
 """Share of each trace whose requests are not counted, because caches are cold and limits not yet learned."""
 
@@ -125,7 +126,7 @@ class Case:
 
     `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
     (see `rate_balance` in `llmproxy.lab.bounds`), None for the trace's own rate. Of a file, each seed takes `requests`
-    of its own, `stride` further on than the last. `quick` cases belong to `make lab`.
+    of its own. `quick` cases belong to `make lab`.
     """
 
     name: str
@@ -133,7 +134,6 @@ class Case:
     fleet: str
     loads: tuple[float | None, ...]
     requests: int | None = None
-    stride: int = 0
     replicate: int = 1
     shape: Shape = plain
     policies: tuple[str, ...] = POLICIES
@@ -190,12 +190,16 @@ def _simulation(case: Case, seed: int) -> Simulation:
         trace,
         fleet_named(case.fleet),
         config_of(case),
-        # Tuning seeds are large; they take other stretches of a file than the first ones.
-        skip=case.stride * ((seed - 1) % SLICES) + (case.stride // 2 if seed > SLICES else 0),
+        skip=(case.requests or 0) * _slice(seed),
         requests=case.requests,
         replicate=case.replicate,
         warmup=WARMUP,
     )
+
+
+def _slice(seed: int) -> int:
+    """Test seeds are 1, 2, ...; tuning seeds 101, 102, ... take the stretches behind all of theirs."""
+    return seed - 1 if seed <= SLICES else SLICES + seed - TUNING_FIRST
 
 
 def placed(scenario: Scenario, case: Case, load: float | None, prefill_scale: float, seed: int) -> Place:

@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 
 import llmproxy
+from llmproxy.lab.policies import is_own
 from llmproxy.lab.result import RunResult, Trail
 from llmproxy.lab.runs import Finished, Point, Simulation
 
@@ -45,7 +46,7 @@ class Store:
 
     def _path(self, simulation: Simulation, point: Point) -> Path:
         told = (
-            code_digest(),
+            code_digest(rivals=not is_own(point.policy)),
             _trace_digest(simulation.trace),
             repr((simulation.skip, simulation.requests, simulation.replicate, simulation.warmup)),
             repr(simulation.fleet),
@@ -56,10 +57,12 @@ class Store:
 
 
 @cache
-def code_digest() -> str:
-    """Of every file that a run passes through."""
+def code_digest(rivals: bool) -> str:
+    """Of every file that a run passes through; those of the baselines only where they matter."""
     digest = hashlib.sha256()
     for path in _code():
+        if "baselines" in path.parts and not rivals:
+            continue
         digest.update(path.relative_to(PACKAGE).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -135,6 +135,11 @@ def write_pages(
                 "trace": case.trace,
                 "fleet": group[0].fleet.name,
                 "seeds": list(seeds),
+                "tuning": {
+                    name: {"tried": dict(one.figures), "taken": one.best}
+                    for name, one in tuned.items()
+                    if one.place == case.name
+                },
                 "loads": {load_label(p.rate_scale, p.prefill_scale): p.load for p in group},
             },
         )

@@ -21,8 +21,7 @@ SCENARIO = Scenario(
             "SYNTHETIC_toolagent_like.jsonl.gz",
             "16xllama-8b-h100",
             (0.7, 0.85),
-            requests=2_500,
-            stride=150,
+            requests=1_500,
             quick=False,
         ),
         Case(

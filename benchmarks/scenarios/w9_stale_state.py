@@ -12,8 +12,7 @@ def _case(name: str, shape: Shape, quick: bool = True) -> Case:
         "azure2023_conv.csv.gz",
         "8xllama-8b-h100",
         (0.85,),
-        requests=2_500,
-        stride=150,
+        requests=2_000,
         shape=both(SIZES, shape),
         quick=quick,
     )
@@ -30,6 +29,7 @@ SCENARIO = Scenario(
         _case("1 s old", befallen(0.0, FaultKind.METRIC_AGE, 8, 1.0), quick=False),
         _case("10 s old", befallen(0.0, FaultKind.METRIC_AGE, 8, 10.0)),
         _case("half lost", befallen(0.0, FaultKind.LOST_READINGS, 8, 0.5), quick=False),
+        _case("2 proxies", behind(2), quick=False),
         _case("4 proxies", behind(4)),
     ),
 )

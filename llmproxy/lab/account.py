@@ -11,6 +11,7 @@ from llmproxy.lab.record import Record
 from llmproxy.lab.result import BackendResult, GroupResult, Quantiles, RunResult, Trail, Utilisation, WaitPoint
 from llmproxy.lab.service import ServiceDifference
 from llmproxy.lab.sketch import Sketch
+from llmproxy.simulator.engine import Counters
 
 OTHER = "(other)"
 TENANTS_TOLD = 100
@@ -59,6 +60,8 @@ class Account:
         self._e2e = Sketch()
         self._outcomes: Counter[Outcome] = Counter()
         self._attempts = 0
+        self._adapter_requests = 0
+        self._adapter_loads = 0
         self._ended_s = 0.0
         self._bands = _Groups(BANDS_KEPT)
         self._tenants = _Groups(TENANTS_KEPT)
@@ -103,9 +106,11 @@ class Account:
             self._spacing *= 2
         self._samples.append(_Sample(at_s, dict(load), sum(queued.values())))
 
-    def preempted(self, replica: str, count: int) -> None:
-        """The engine of `replica` preempted so often in the whole run."""
-        self._backends[replica].preemptions = count
+    def counted(self, replica: str, counters: Counters) -> None:
+        """What the engine of `replica` counted in the whole run."""
+        self._backends[replica].preemptions = counters.preemptions
+        self._adapter_requests += counters.adapter_requests
+        self._adapter_loads += counters.adapter_loads
 
     def result(self, policy: str, seed: int, rate_scale: float, prefill_scale: float) -> RunResult:
         """The figures of the run, under the name that the caller gives it."""
@@ -126,6 +131,7 @@ class Account:
             queue_wait_s=_quantiles(total.queue_wait),
             e2e_s=_quantiles(self._e2e),
             hit_tokens_ratio=_ratio(total.hit_tokens, total.prompt_tokens),
+            adapter_hit_ratio=_ratio(self._adapter_requests - self._adapter_loads, self._adapter_requests),
             prefill_imbalance=self._imbalance(),
             service_difference_tokens=self.service.largest,
             duration_s=duration_s,

@@ -6,6 +6,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+BASE_MODEL = "base"
+"""What the base model of every replay is called; a trace that names it asks for no adapter."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:

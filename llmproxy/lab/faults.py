@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from llmproxy.lab.fleet import Fault, FaultKind
@@ -10,14 +11,34 @@ from llmproxy.lab.replica import Replica
 
 
 def schedule(faults: Iterable[Fault], replicas: Mapping[str, Replica], start_s: float) -> None:
-    """Set a timer for each fault's beginning and end; `start_s` is the loop's time at which the trace begins."""
+    """Let each fault begin and end in its time; `start_s` is the loop's time at which the trace begins.
+
+    Of what falls on one moment, ends come before beginnings, and otherwise the order is that of `faults`.
+    """
     loop = asyncio.get_running_loop()
+    moments: list[tuple[float, bool, Fault, Replica]] = []
     for fault in faults:
         named = [replicas[fault.replica]] if fault.replica is not None else list(replicas.values())
         for replica in named:
-            loop.call_at(start_s + fault.at_s, _begin, fault, replica, loop)
+            moments.append((start_s + fault.at_s, True, fault, replica))
             if fault.until_s is not None:
-                loop.call_at(start_s + fault.until_s, _end, fault, replica)
+                moments.append((start_s + fault.until_s, False, fault, replica))
+            if fault.kind is FaultKind.METRIC_AGE:
+                replica.ills.remembered_s = max(replica.ills.remembered_s, fault.value)
+    moments.sort(key=lambda moment: moment[:2])
+    _walk(deque(moments), loop)
+
+
+def _walk(moments: deque[tuple[float, bool, Fault, Replica]], loop: asyncio.AbstractEventLoop) -> None:
+    """Do what is due and set one timer for the rest: timers of one moment have no order among themselves."""
+    while moments and moments[0][0] <= loop.time():
+        _, begins, fault, replica = moments.popleft()
+        if begins:
+            _begin(fault, replica, loop)
+        else:
+            _end(fault, replica)
+    if moments:
+        loop.call_at(moments[0][0], _walk, moments, loop)
 
 
 def _begin(fault: Fault, replica: Replica, loop: asyncio.AbstractEventLoop) -> None:

@@ -20,17 +20,22 @@ from llmproxy.lab.world import World
 LATE = "late_"
 """Prefix of our own waiting room around a preset whose plain name belongs to a baseline that binds at once."""
 ORACLE = "oracle"
+NOT_HERE = ("placement", "weights", "ceilings", "seed")
+"""Keys of `scheduling` that cannot follow a policy's name, which is the placement; the rest is too rich for a word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A policy, ready to be run. `scrape_s` is how often it reads metrics, None where it never does."""
+    """A policy, ready to be run. `scrape_s` is how often it reads metrics, None where it never does; a `central` one is
+    alone in front of a fleet that others would share between several proxies.
+    """
 
     name: str
     about: str
     settings: Settings
     scrape_s: float | None
     make_placement: Callable[[Surroundings, World], Placement]
+    central: bool = False
 
 
 def own_name(config: Config) -> str:
@@ -67,8 +72,10 @@ def plan_named(text: str, config: Config) -> Plan:
         if given:
             raise ValueError(f"policy {text!r}: the oracle takes no parameters")
         about = "knows output lengths, the engines' state and caches and step times; one queue"
-        settings = replace(settings_of(config), fairness="fcfs", ceilings={})
-        return Plan(text, about, settings, config.poll.interval_s, lambda around, world: Oracle(world, around.clock))
+        settings = replace(settings_of(config), ceilings={})
+        return Plan(
+            text, about, settings, config.poll.interval_s, lambda around, world: Oracle(world, around.clock), True
+        )
     if name not in names():
         raise ValueError(f"unknown policy {name!r} (nearest: {nearest(name, names())!r}); known: {', '.join(names())}")
     baseline = baseline_named(text)
@@ -96,7 +103,7 @@ def _taken_apart(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _with(config: Config, text: str, given: Mapping[str, str]) -> Config:
-    known = SchedulingConfig.model_fields
+    known = [key for key in SchedulingConfig.model_fields if key not in NOT_HERE]
     for key in given:
         if key not in known:
             raise ValueError(f"policy {text!r}: unknown key {key!r} (nearest: {nearest(key, tuple(known))!r})")

@@ -12,14 +12,13 @@ from llmproxy.core.domain import Ask, Listing, ModelCard, Outcome, Reading, Refu
 from llmproxy.core.pools import Pools
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
-from llmproxy.lab.arrival import Arrival
+from llmproxy.lab.arrival import BASE_MODEL, Arrival
 from llmproxy.lab.policies import Plan
 from llmproxy.lab.policy import Surroundings
 from llmproxy.lab.record import Record
 from llmproxy.lab.replica import Broken, Job, Refusing, Replica, TooLong
 from llmproxy.lab.world import World
 
-BASE_MODEL = "base"
 BYTES_PER_TOKEN = 4.3
 """Of the prompts of a replay, on average; the proxy has to learn it from the answers' usage, as in production."""
 BYTES_SIGMA = 0.1
@@ -116,10 +115,14 @@ class LabProxy:
         """Tell the policy how far the answers are, as the relay does while it passes them on."""
         if self._stopped:
             return
+        now, stall_s = self._loop.time(), self._config.timeouts.stall_s
         for lease, job, replica in self._streams.values():
             answered_tokens = replica.answered_tokens(job)
-            if answered_tokens:
+            if answered_tokens > job.heard_tokens:
+                job.heard_tokens, job.heard_s = answered_tokens, now
                 lease.progress(answered_tokens)
+            elif answered_tokens and now - job.heard_s >= stall_s:
+                job.break_off(by_timeout=True)
         self._loop.call_later(PROGRESS_S, self._count_streams)
 
     def answers(self) -> Iterator[tuple[str, int]]:
@@ -144,6 +147,7 @@ class LabProxy:
             # A retry that finds nobody else tells what went wrong first, as the gateway does.
             if record.outcome is Outcome.INTERNAL:
                 record.outcome = refused.outcome
+                record.queue_wait_s = self._loop.time() - now
         finally:
             self._world.leave(request_id)
             record.ended_s = self._loop.time()
@@ -215,15 +219,18 @@ class LabProxy:
             return True
         except TooLong:
             lease.verdict, record.outcome = Verdict.SERVED, Outcome.UPSTREAM_STATUS
+            lease.usage = Usage(0, 0)
             return False
-        timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off))
+        timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off, True))
         lease.on_revoked = job.break_off
         self._streams[request.id] = lease, job, replica
         try:
             async with asyncio.timeout(self._config.timeouts.total_s):
                 await job.ended
-        except (Broken, TimeoutError):
-            return self._broke(record, lease, job)
+        except Broken as broken:
+            return self._broke(request, record, lease, job, broken.by_timeout)
+        except TimeoutError:
+            return self._broke(request, record, lease, job, by_timeout=True)
         finally:
             del self._streams[request.id]
             replica.leave(job)
@@ -234,18 +241,20 @@ class LabProxy:
         lease.usage = Usage(arrival.prompt_tokens, arrival.output_tokens, job.hit_tokens)
         return False
 
-    def _broke(self, record: Record, lease: Lease, job: Job) -> bool:
+    def _broke(self, request: Request, record: Record, lease: Lease, job: Job, by_timeout: bool) -> bool:
         lease.verdict = Verdict.LOST if lease.revoked else Verdict.FAILED
         if job.first_s is None:
-            record.outcome = Outcome.UPSTREAM_TIMEOUT
+            record.outcome = Outcome.UPSTREAM_TIMEOUT if by_timeout else Outcome.CONNECT_FAILED
             return True
         record.outcome = Outcome.BROKEN_STREAM
-        self._measure(record, job, 0)
+        self._measure(record, job, job.heard_tokens)
+        # What got through was work, and is charged as far as it was seen.
+        lease.usage = Usage(request.prompt_tokens, job.heard_tokens)
         return False
 
     def _measure(self, record: Record, job: Job, output_tokens: int) -> None:
         assert job.first_s is not None
-        record.hit_tokens = job.hit_tokens
+        record.hit_tokens = job.hit_tokens or 0
         record.ttft_s = job.first_s - record.arrived_s
         record.output_tokens = output_tokens
         if output_tokens > 1:
@@ -253,4 +262,4 @@ class LabProxy:
 
     def _too_long_for_all(self, arrival: Arrival) -> bool:
         total_tokens = arrival.prompt_tokens + arrival.output_tokens
-        return all(total_tokens > replica.spec.max_model_len for replica in self._replicas.values())
+        return all(total_tokens > replica.context_tokens for replica in self._replicas.values())

@@ -26,7 +26,8 @@ from llmproxy.lab.world import Blocks, World
 SETTLE_S = 2.0
 """How long the pollers may read the fleet before the first arrival, as a proxy that was started before its clients."""
 SAMPLES = 120
-"""Looks at every replica's load over the length of a trace."""
+"""Looks at every replica's load over the length of a trace; as often until the last answer."""
+SAMPLE_LEAST_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class Run:
         self._objectives = Objectives(setup.fleet, setup.prefill_scale)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: BaseException | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._over = False
         self._ended = 0
 
     async def go(self) -> Account:
@@ -90,12 +93,14 @@ class Run:
         loop.call_at(SETTLE_S, self._sample, loop, 0)
         loop.call_at(SETTLE_S + max(LOOK_EVERY_S, setup.warmup_s), self._look_at_service, loop)
         await self._feed(loop)
-        while self._tasks:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        if self._tasks:
+            self._drained = loop.create_future()
+            await self._drained
+        self._over = True
         for proxy in self._proxies:
             proxy.stop()
         for name, replica in replicas.items():
-            self.account.preempted(name, replica.preemptions)
+            self.account.counted(name, replica.counters)
         if self._failed is not None:
             raise self._failed
         self._progress(self._ended)
@@ -105,23 +110,24 @@ class Run:
         setup = self._setup
         proxies = [
             LabProxy(setup.config, setup.plan, world, Random(self._rng.getrandbits(32)))
-            for _ in range(setup.fleet.proxies)
+            for _ in range(1 if setup.plan.central else setup.fleet.proxies)
         ]
         for proxy in proxies:
             proxy.start()
         return proxies
 
     def _sample(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Look at every replica's load, and ask to look again while the trace lasts."""
+        """Look at every replica's load, and ask to look again while anybody is there."""
+        if self._over:
+            return
         queued: dict[int, int] = {}
         for proxy in self._proxies:
             for band, (requests, _) in proxy.pools.queued().items():
                 queued[band] = queued.get(band, 0) + requests
         load = {name: replica.load() for name, replica in self._replicas.items()}
         self.account.sample(loop.time() - SETTLE_S, load, queued)
-        if number < SAMPLES:
-            at_s = SETTLE_S + (number + 1) * self._setup.duration_s / SAMPLES
-            loop.call_at(at_s, self._sample, loop, number + 1)
+        every_s = max(SAMPLE_LEAST_S, self._setup.duration_s / SAMPLES)
+        loop.call_at(SETTLE_S + (number + 1) * every_s, self._sample, loop, number + 1)
 
     def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
         """Who has been served how much by now, and who has to wait, for as long as anybody is there."""
@@ -134,7 +140,7 @@ class Run:
                 under_way[arrival.tenant] = under_way.get(arrival.tenant, 0.0) + service
                 del waiting[request_id]
         self.account.service.look(under_way, {self._world.arrivals[one].tenant: None for one in waiting})
-        if loop.time() < SETTLE_S + self._setup.duration_s:
+        if not self._over:
             loop.call_later(LOOK_EVERY_S, self._look_at_service, loop)
 
     # --- arrivals -----------------------------------------------------------------------------------------------------
@@ -164,9 +170,19 @@ class Run:
         self._ended += 1
         if self._ended % 256 == 0:
             self._progress(self._ended)
-        if arrival.then is not None and record.output_tokens:
+        if arrival.then is None:
+            return
+        if record.outcome is Outcome.COMPLETED:
             await asyncio.sleep(arrival.think_s)
             self._begin(arrival.then)
+        else:
+            self._give_up(arrival.then, record)
+
+    def _give_up(self, turn: Arrival | None, failed: Record) -> None:
+        """The turns that a failed one leaves unasked count as offered and missed, or failing would pay."""
+        while turn is not None:
+            self.account.add(Record(turn, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
+            turn = turn.then
 
     def _judge(self, record: Record) -> None:
         """Say whether the answer kept its objectives."""
@@ -176,5 +192,7 @@ class Run:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if not self._tasks and self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
         if not task.cancelled() and task.exception() is not None:
             self._failed = self._failed or task.exception()

@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from llmproxy.lab.fleet import ReplicaSpec
-from llmproxy.simulator.engine import Engine, EngineRequest, Gauges, StepResult
+from llmproxy.simulator.engine import Counters, Engine, EngineRequest, Gauges, StepResult
 from llmproxy.simulator.profiles import Noise
 
-GAUGES_KEPT = 4_096
-"""Scrapes remembered for a replica whose readings are old when they arrive; beyond it the oldest one has to do."""
 NOISE = Noise()
 
 
 class Broken(Exception):  # noqa: N818 - what befalls an answer, not an error of this code
-    """The connection of an answer ended before the answer did."""
+    """The connection of an answer ended before the answer did; `by_timeout` when the proxy itself gave it up."""
+
+    def __init__(self, by_timeout: bool = False) -> None:
+        super().__init__()
+        self.by_timeout = by_timeout
 
 
 class Refusing(Exception):  # noqa: N818
@@ -34,19 +36,22 @@ class Job:
     """One request at a replica. `ended` is set when the last token is out, or fails with `Broken`.
 
     `on_first` is called when the first token exists. Times are the loop's; `first_s` is None before the first token.
+    `heard_tokens` and `heard_s` are how much of the answer its proxy saw, and when it last saw more.
     """
 
     request: EngineRequest
     on_first: Callable[[], None]
     ended: asyncio.Future[None]
-    hit_tokens: int = 0
+    hit_tokens: int | None = None
     first_s: float | None = None
     cut_short: bool = False
+    heard_tokens: int = 0
+    heard_s: float = 0.0
 
-    def break_off(self) -> None:
+    def break_off(self, by_timeout: bool = False) -> None:
         """The connection is gone; nothing where the answer has ended."""
         if not self.ended.done():
-            self.ended.set_exception(Broken())
+            self.ended.set_exception(Broken(by_timeout))
 
 
 @dataclass(slots=True)
@@ -60,12 +65,13 @@ class _Stretch:
 
 @dataclass(slots=True)
 class _Ills:
-    """The faults in force."""
+    """The faults in force. Gauges are remembered for `remembered_s`, the most that any fault to come will ask for."""
 
     slow: float = 1.0
     reset: float = 0.0
     metric_age_s: float = 0.0
     lost_readings: float = 0.0
+    remembered_s: float = 0.0
     frozen: bool = False
 
 
@@ -87,7 +93,7 @@ class Replica:
         self.spec = spec
         self.alive = False
         self.ills = _Ills()
-        self._earlier_preemptions = 0
+        self._earlier = Counters()
         self.engine: Engine
         self._profile = replace(spec.profile, prefill_factor=prefill_scale)
         self._rng = Random(seed)
@@ -100,7 +106,7 @@ class Replica:
         self._step: StepResult | None = None
         self._left_s = 0.0
         self._visible = self._coming = Gauges()
-        self._seen: deque[tuple[float, Gauges]] = deque(maxlen=GAUGES_KEPT)
+        self._seen: deque[tuple[float, Gauges]] = deque()
         self._install()
 
     def _install(self) -> None:
@@ -129,7 +135,7 @@ class Replica:
         """The process dies: its connections break, its caches are lost."""
         self._stop_timer()
         self._stretch = self._step = None
-        self._earlier_preemptions += self.engine.counters.preemptions
+        self._earlier = self.counters
         self.alive = False
         self.ills.frozen = False
         jobs, self._jobs = self._jobs, {}
@@ -175,10 +181,14 @@ class Replica:
         self._loop.call_later(self._profile.frontend_s, self._enter, job)
         return job
 
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt with its answer that this server takes."""
+        return min(self.spec.max_model_len, self.engine.kv_room_tokens)
+
     def holds(self, request: EngineRequest) -> bool:
         """Whether the context of this server is long enough."""
-        total_tokens = request.prompt_tokens + request.output_tokens
-        return total_tokens <= min(self.spec.max_model_len, self.engine.kv_room_tokens)
+        return request.prompt_tokens + request.output_tokens <= self.context_tokens
 
     def answered_tokens(self, job: Job) -> int:
         """How many tokens of its answer have been sent by now."""
@@ -215,19 +225,21 @@ class Replica:
         if self._stretch is not None:
             self._settle(now)
             self._visible = self.engine.gauges()
+        if self.ills.remembered_s:
+            self._seen.append((now, self._visible))
+            while len(self._seen) > 1 and self._seen[1][0] <= now - self.ills.remembered_s:
+                self._seen.popleft()
         if not self.ills.metric_age_s:
             return self._visible
-        self._seen.append((now, self._visible))
         old_s = now - self.ills.metric_age_s
-        while len(self._seen) > 1 and self._seen[1][0] <= old_s:
-            self._seen.popleft()
-        seen_at_s, gauges = self._seen[0]
-        return gauges if seen_at_s <= old_s else None
+        past = [gauges for seen_s, gauges in self._seen if seen_s <= old_s]
+        # A process younger than that has nothing older to show than what it showed first.
+        return past[-1] if past else self._seen[0][1]
 
     @property
-    def preemptions(self) -> int:
-        """Over all its lives."""
-        return self._earlier_preemptions + self.engine.counters.preemptions
+    def counters(self) -> Counters:
+        """Of the engines of all its lives."""
+        return self._earlier + self.engine.counters
 
     def load(self) -> tuple[int, int]:
         """(running, waiting) at this moment, for the account of a run."""
@@ -314,13 +326,15 @@ class Replica:
         now = self._loop.time()
         for request_id, cached_tokens in step.admitted:
             job = self._jobs.get(request_id)
-            if job is not None and job.first_s is None:
+            # A preempted request finds its own blocks again, which is no hit.
+            if job is not None and job.hit_tokens is None:
                 job.hit_tokens = cached_tokens
         if self._unborn and step.emitted:
             emitted = set(step.emitted)
             for request_id in [one for one in self._unborn if one in emitted]:
                 job = self._unborn.pop(request_id)
-                job.first_s = now
+                job.first_s = job.heard_s = now
+                job.heard_tokens = 1
                 job.on_first()
         for request_id in step.finished:
             job = self._jobs.pop(request_id, None)

@@ -107,11 +107,12 @@ class RunResult(_Model):
     `goodput` is the share of the offered ones that were completed within both objectives: a refusal and a failure are
     misses. `ttft_s` counts from the arrival, `tpot_s` is the mean time per output token after the first,
     `queue_wait_s` the time in the proxy's own waiting room, `e2e_s` from arrival to end.
-    `hit_tokens_ratio` is over the prompt tokens of completed requests. `prefill_imbalance` is max / mean over all
-    replicas of the prompt tokens that they computed. `duration_s` is virtual time from the start of the trace to the
-    last end. `service_difference_tokens` is the most by which the weighted service (1 per prompt token, 2 per output
-    token) of two tenants differed over a time in which both had requests waiting, null where there were no two.
-    `by_tenant` names the largest tenants by tokens, and all others together as "(other)".
+    `hit_tokens_ratio` is over the prompt tokens of completed requests; `adapter_hit_ratio` is the share of requests
+    with an adapter that found it in a slot when they were admitted, over the whole run. `prefill_imbalance` is
+    max / mean over all replicas of the prompt tokens that they computed. `duration_s` is virtual time from the start of
+    the trace to the last end. `service_difference_tokens` is the most by which the weighted service (1 per prompt
+    token, 2 per output token) of two tenants differed over a time in which both had requests waiting, null where there
+    were no two. `by_tenant` names the largest tenants by tokens, and all others together as "(other)".
     """
 
     policy: str
@@ -128,6 +129,7 @@ class RunResult(_Model):
     queue_wait_s: Quantiles
     e2e_s: Quantiles
     hit_tokens_ratio: float | None
+    adapter_hit_ratio: float | None
     prefill_imbalance: float | None
     service_difference_tokens: float | None
     duration_s: float

@@ -5,9 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from ctypes import c_longlong
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -18,7 +17,7 @@ from llmproxy.lab.fleet import Fleet
 from llmproxy.lab.policies import plan_named
 from llmproxy.lab.replay import Setup, replay
 from llmproxy.lab.result import RunResult, Trail
-from llmproxy.lab.traces import Survey, replicated, scaled, sliced, survey, trace_named
+from llmproxy.lab.traces import PREFIX, Survey, replicated, scaled, sliced, survey, trace_named
 
 LOOK_EVERY_S = 0.2
 
@@ -67,20 +66,23 @@ def points(
 
 def prepared(simulation: Simulation, seed: int, rate_scale: float) -> tuple[Trace, Survey]:
     """The trace of one run, and what one pass over it found. Raises TraceError."""
-    return _prepared(simulation.trace, simulation.skip, simulation.requests, simulation.replicate, seed, rate_scale)
+    # A file without copies is the same for every seed, and reading a large one again takes a while.
+    seeded = simulation.trace.startswith(PREFIX) or simulation.replicate > 1
+    trace, found = _prepared(
+        simulation.trace, simulation.skip, simulation.requests, simulation.replicate, seed if seeded else 0
+    )
+    if rate_scale == 1.0:
+        return trace, found
+    return scaled(trace, rate_scale), replace(found, duration_s=found.duration_s / rate_scale)
 
 
 @lru_cache(maxsize=64)
-def _prepared(
-    text: str, skip: int, requests: int | None, replicate: int, seed: int, rate_scale: float
-) -> tuple[Trace, Survey]:
+def _prepared(text: str, skip: int, requests: int | None, replicate: int, seed: int) -> tuple[Trace, Survey]:
     trace = trace_named(text, seed)
     if skip or requests is not None:
         trace = sliced(trace, skip, requests)
     if replicate > 1:
         trace = replicated(trace, replicate, seed)
-    if rate_scale != 1.0:
-        trace = scaled(trace, rate_scale)
     return trace, survey(trace)
 
 
@@ -117,21 +119,18 @@ def run_all(
         return
     context = multiprocessing.get_context("spawn")
     ended: Any = context.Array(c_longlong, len(tasks), lock=False)
-    with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(ended,)) as pool:
-        futures: dict[Future[Finished], int] = {
-            pool.submit(_run_in_worker, index, simulation, point): index
-            for index, (simulation, point) in enumerate(tasks)
-        }
-        try:
-            open_futures = set(futures)
-            while open_futures:
-                done, open_futures = wait(open_futures, LOOK_EVERY_S, FIRST_COMPLETED)
-                progress(list(ended))
-                for future in done:
-                    yield futures[future], future.result()
-        finally:
-            # Whoever stops listening, by Ctrl-C or by an error, does not want the rest computed.
-            pool.shutdown(wait=False, cancel_futures=True)
+    # Leaving the block ends the workers, so whoever stops listening, by Ctrl-C or by an error, stops the runs too.
+    with context.Pool(workers, _share, (ended,)) as pool:
+        results = pool.imap_unordered(_run_in_worker, [(i, *task) for i, task in enumerate(tasks)])
+        for _ in tasks:
+            while True:
+                try:
+                    one = results.next(LOOK_EVERY_S)
+                    break
+                except multiprocessing.TimeoutError:
+                    progress(list(ended))
+            progress(list(ended))
+            yield one
 
 
 def _one_by_one(
@@ -156,8 +155,10 @@ def _share(ended: Any) -> None:
     _ended = ended
 
 
-def _run_in_worker(index: int, simulation: Simulation, point: Point) -> Finished:
+def _run_in_worker(task: tuple[int, Simulation, Point]) -> tuple[int, Finished]:
+    index, simulation, point = task
+
     def tell(count: int) -> None:
         _ended[index] = count
 
-    return run_one(simulation, point, tell)
+    return index, run_one(simulation, point, tell)

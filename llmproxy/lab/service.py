@@ -27,6 +27,9 @@ class ServiceDifference:
 
     def ended(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request of `tenant` is over, and this much was served of it."""
+        if tenant not in self._followed:
+            # Only how a difference moves while both wait counts, and nobody unknown has waited yet.
+            return
         service = PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
         self._ended[tenant] = self._ended.get(tenant, 0.0) + service
 

@@ -17,12 +17,15 @@ from llmproxy.lab.arrival import Trace, TraceError
 from llmproxy.lab.bounds import all_bounds
 from llmproxy.lab.fleet import Fleet
 from llmproxy.lab.fleet_file import FleetError, fleet_named
-from llmproxy.lab.policies import Plan, is_own, own_name, plan_named
+from llmproxy.lab.policies import ORACLE, Plan, is_own, own_name, plan_named
 from llmproxy.lab.report import ReportUnavailable, write_report
 from llmproxy.lab.result import Bound, SimulationResult, load_label, write_result
 from llmproxy.lab.runs import Finished, Point, Simulation, points, prepared, run_all
 from llmproxy.lab.table import print_tables
 from llmproxy.lab.traces import Survey
+
+FILES = ("result.json", "report.html")
+SCALE_LEAST, SCALE_MOST = 1e-3, 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,9 @@ class Options:
     requests: int | None = None
     warmup: float = 0.0
     proxies: int | None = None
-    config_file: Path | None = None
     workers: int | None = None
     out: Path | None = None
+    oracle: bool = True
 
 
 class Unusable(Exception):  # noqa: N818 - an answer for people, not an error of this code
@@ -60,17 +63,20 @@ def simulate(options: Options) -> None:
 
 def _simulate(options: Options) -> None:
     console = Console()
-    policies = options.policies or (own_name(options.config),)
-    plans = [_plan(policy, options.config) for policy in policies]
-    if any(scale <= 0 for scale in (*options.rate_scales, *options.prefill_scales)):
-        raise Unusable("--rate-scale and --prefill-scale must be above 0")
+    wanted = [*(options.policies or (own_name(options.config),)), *((ORACLE,) if options.oracle else ())]
+    plans = {plan.name: plan for plan in (_plan(policy, options.config) for policy in wanted)}
+    rates, prefills = dict.fromkeys(options.rate_scales), dict.fromkeys(options.prefill_scales)
+    for name, scales in (("rate", rates), ("prefill", prefills)):
+        for scale in scales:
+            if not SCALE_LEAST <= scale <= SCALE_MOST:
+                raise Unusable(f"--{name}-scale {scale:g}: should be from {SCALE_LEAST:g} to {SCALE_MOST:g}")
     fleet = fleet_named(options.fleet)
     if options.proxies is not None:
         fleet = replace(fleet, proxies=options.proxies)
     simulation = Simulation(
         options.trace, fleet, options.config, options.skip, options.requests, options.replicate, options.warmup
     )
-    chosen = points(policies, options.seeds, options.rate_scales, options.prefill_scales)
+    chosen = points(tuple(plans), options.seeds, tuple(rates), tuple(prefills))
     # The whole trace is read before anything runs, so that a bad line at its end does not cost an hour.
     found = [prepared(simulation, point.seed, point.rate_scale)[1] for point in chosen]
     _check(options, fleet, prepared(simulation, chosen[0].seed, chosen[0].rate_scale))
@@ -80,7 +86,7 @@ def _simulate(options: Options) -> None:
     result = SimulationResult(
         runs=[one.run for one in finished],
         bounds=_bounds(simulation, chosen),
-        config=_told(options, fleet, plans, found[0]),
+        config=_told(options, fleet, list(plans.values()), found[0]),
     )
     print_tables(result, console)
     if options.out is not None:
@@ -103,6 +109,8 @@ def _check(options: Options, fleet: Fleet, read: tuple[Trace, Survey]) -> None:
             f"{trace.name}: blocks of {trace.block_tokens} tokens are no multiple of the engines' {block_size}"
             " (block_size in the fleet's file)"
         )
+    if found.adapters and (none := [spec.name for spec in fleet.replicas if spec.max_loras < 1]):
+        raise Unusable(f"{trace.name} asks for adapters, and {', '.join(none[:5])} of the fleet has max_loras 0")
     for band in found.bands:
         try:
             options.config.band(band)
@@ -113,6 +121,10 @@ def _check(options: Options, fleet: Fleet, read: tuple[Trace, Survey]) -> None:
 def _make_room(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            # Tried before an hour of simulation, not after it.
+            with (out / name).open("ab"):
+                pass
     except OSError as error:
         raise Unusable(f"--out {out}: {error.strerror}") from None
 
@@ -187,6 +199,7 @@ def _write(
         write_report(out / "report.html", result, trails, _title(options), own)
         console.print(f"wrote {out / 'report.html'}", soft_wrap=True)
     except ReportUnavailable as error:
+        (out / "report.html").unlink()
         console.print(f"no report.html: {error}", soft_wrap=True)
     except OSError as error:
         raise Unusable(f"--out {out}: {error.strerror}") from None

@@ -294,7 +294,10 @@ class Engine:
             self.counters.prefix_queries += length
             self.counters.prefix_hits += sequence.computed
         plan.admitted.append((request.id, sequence.computed))
-        plan.load_s += self._slots.enter(request.adapter)
+        load_s = self._slots.enter(request.adapter)
+        plan.load_s += load_s
+        self.counters.adapter_requests += request.adapter is not None
+        self.counters.adapter_loads += load_s > 0.0
         self._running[request.id] = self._prefilling = sequence
         return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Counters:
     """Totals since the start; queries, hits, prompt and generation are tokens.
 
     As in vLLM, queries and hits count the first admission of a request alone, hits those of the local cache alone, and
-    a prompt counts once its first token is out.
+    a prompt counts once its first token is out. Of the `adapter_requests` admitted, `adapter_loads` found their adapter
+    in no slot.
     """
 
     prefix_queries: int = 0
@@ -47,3 +48,8 @@ class Counters:
     prompt: int = 0
     generation: int = 0
     steps: int = 0
+    adapter_requests: int = 0
+    adapter_loads: int = 0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))

@@ -41,7 +41,7 @@ def test_what_is_not_known_or_older_than_200_ms_counts_as_full() -> None:
     assert epp.saturation([*idle("a"), view("down", available=False)], 100.0) == 0.0
 
 
-@pytest.mark.parametrize("name", ["epp_blend", "epp_sticky"])
+@pytest.mark.parametrize("name", ["epp_blend", "epp_sticky(gate=1)"])
 def test_a_full_pool_holds_up_everybody_even_where_one_is_free(name: str) -> None:
     world = World(name)
     assert world.place(world.ask(1), [seen("a", waiting=10), seen("b")]) == NoCapacity()

@@ -1,6 +1,7 @@
-"""The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10), with its flow control on.
+"""The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10).
 
-Both of its default configurations: the weighted blend of its code, and "sticky until saturated" of its newer guides.
+Both of its default configurations: the weighted blend of its code, here with its flow control on, and "sticky until
+saturated" of its newer guides, which binds at once as the flow control is off by default; `gate` changes either.
 Simplified: the waiting room is the production one (strict bands, first come first served), without their one-second
 expiry sweep; blocks of prompts are those of the trace, because only these have names; of the prefix index the two
 known defects (heads evicted before their tails, capacity of 16-token blocks counted in 64-token blocks) are taken as
@@ -71,14 +72,15 @@ class Ticks:
 
 
 class Picker(Unobserved):
-    """The gate in front, the prefix index, and the work in flight; a subclass scores.
+    """The gate in front where there is one, the prefix index, and the work in flight; a subclass scores.
 
     Work in flight is counted in prompt tokens that the index does not believe to be cached, until the first byte. The
     index is written when a request is sent, before it succeeds, and knows prompts only.
     """
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: Surroundings, gate: bool) -> None:
         self._around = around
+        self._gate = gate
         self._index = PrefixIndex()
         self._capacity: dict[str, int] = {}
         self._ticks = Ticks(around.clock)
@@ -90,7 +92,7 @@ class Picker(Unobserved):
     ) -> Placed | NoCapacity | NoMatch:
         del ceiling  # Their default allows every band the whole pool.
         now = self._around.clock()
-        if saturation(views, now) >= 1.0 or not self._ticks.left():
+        if self._gate and (saturation(views, now) >= 1.0 or not self._ticks.left()):
             return NO_CAPACITY
         found = candidates(request, views, excluded)
         if not isinstance(found, list):
@@ -149,8 +151,8 @@ class Blend(Picker):
     candidates with the best score share by chance, and between two scrapes everybody sees the same best one.
     """
 
-    def __init__(self, around: Surroundings, queue: float, kv: float, prefix: float) -> None:
-        super().__init__(around)
+    def __init__(self, around: Surroundings, gate: bool, queue: float, kv: float, prefix: float) -> None:
+        super().__init__(around, gate)
         self._weights = queue, kv, prefix
 
     def score(self, request: Request, views: list[View], matches: dict[str, int], blocks: int) -> Placed:
@@ -175,8 +177,8 @@ class Sticky(Picker):
     ones included.
     """
 
-    def __init__(self, around: Surroundings, match: float, penalty_s: float, rate: float) -> None:
-        super().__init__(around)
+    def __init__(self, around: Surroundings, gate: bool, match: float, penalty_s: float, rate: float) -> None:
+        super().__init__(around, gate)
         self._match, self._penalty_s, self._rate = match, penalty_s, rate
 
     def score(self, request: Request, views: list[View], matches: dict[str, int], blocks: int) -> Placed:
@@ -204,14 +206,14 @@ class Sticky(Picker):
 
 
 @baselines.register("epp_blend")
-def epp_blend(*, queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Baseline:
+def epp_blend(*, queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0, gate: float = 1.0) -> Baseline:
     about = "llm-d endpoint picker, code default: queue, KV-cache and prefix scores behind its pool-wide gate"
-    return Baseline("epp_blend", about, lambda around: Blend(around, queue, kv, prefix), SCRAPE_S)
+    return Baseline("epp_blend", about, lambda around: Blend(around, gate > 0, queue, kv, prefix), SCRAPE_S)
 
 
 @baselines.register("epp_sticky")
-def epp_sticky(*, match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) -> Baseline:
+def epp_sticky(*, match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0, gate: float = 0.0) -> Baseline:
     about = (
         "llm-d endpoint picker, newer guide: sticky to a cached prefix until saturated, then fewest tokens in flight"
     )
-    return Baseline("epp_sticky", about, lambda around: Sticky(around, match, penalty_s, rate), SCRAPE_S)
+    return Baseline("epp_sticky", about, lambda around: Sticky(around, gate > 0, match, penalty_s, rate), SCRAPE_S)

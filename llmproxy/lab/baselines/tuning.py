@@ -13,8 +13,8 @@ from typing import cast
 from llmproxy.lab.policy import Baseline, baselines
 
 variants: Mapping[str, Mapping[str, Sequence[float]]] = {
-    "epp_sticky": {"match": (0.5, 0.8), "penalty_s": (0.5, 2.0, 6.0)},
-    "epp_blend": {"queue": (1.0, 2.0), "prefix": (1.0, 3.0, 6.0)},
+    "epp_sticky": {"match": (0.5, 0.8), "penalty_s": (0.5, 2.0, 18.0)},
+    "epp_blend": {"gate": (0.0, 1.0), "prefix": (1.0, 3.0, 6.0)},
     "dynamo_cost": {"overlap": (0.5, 1.0), "prefill_scale": (0.5, 1.0, 3.0)},
 }
 """What is tried when the three strongest are tuned: every combination of these values, the other parameters as

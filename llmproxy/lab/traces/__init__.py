@@ -12,6 +12,7 @@ from llmproxy.lab.traces.transform import replicated, scaled, sliced
 
 __all__ = [
     "GENERATORS",
+    "PREFIX",
     "Survey",
     "generate",
     "open_trace",

@@ -1,6 +1,7 @@
 """The lines of trace files, in the formats that people publish and in our own.
 
-- Mooncake JSONL: `timestamp` in ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks.
+- Mooncake JSONL: `timestamp` in ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks; the optional
+  fields of our own format may stand beside them.
 - Azure CSV: `TIMESTAMP` (absolute; counted from the first row), `ContextTokens`, `GeneratedTokens`.
 - ServeGen CSV: `t_s`, `client`, `input_tokens`, `output_tokens`, perhaps `reason_ratio`, which is not looked at.
 - arena CSV: `t_s`, `client`, `prompt_tokens`, `output_tokens`. A client is a tenant in both.
@@ -22,7 +23,7 @@ from typing import Any
 import orjson
 
 from llmproxy.config.kinds import nearest
-from llmproxy.lab.arrival import Arrival
+from llmproxy.lab.arrival import BASE_MODEL, Arrival
 
 LENGTH_TOKENS_MAX = 10_000_000
 TIME_MAX_S = 366 * 86_400.0
@@ -67,7 +68,8 @@ REQUIRED = ("at_s", "prompt_tokens", "output_tokens")
 HEADER = ("llmproxy_trace", "block_tokens")
 NAMES = {"tenant": "tenant", "adapter": "adapter", "model": "adapter", "session": "session"}
 SPANS = {"ttl_s": "ttl_s", "deadline_s": "ttl_s", "ttft_slo_s": "ttft_slo_s", "tpot_slo_s": "tpot_slo_s"}
-OWN = (*REQUIRED, "blocks", "criticality", *NAMES, *SPANS)
+MORE = ("criticality", *NAMES, *SPANS)
+OWN = (*REQUIRED, "blocks", *MORE)
 
 
 def _json_layout(first: Mapping[str, Any]) -> Layout:
@@ -94,18 +96,26 @@ def _own(block_tokens: int, line: str) -> Arrival:
     _all_there(given, REQUIRED)
     at_s, prompt_tokens = _time("at_s", given["at_s"]), _count("prompt_tokens", given["prompt_tokens"])
     output_tokens = _count("output_tokens", given["output_tokens"])
+    optional = _optionals({key: value for key, value in given.items() if key not in REQUIRED})
+    if "blocks" in optional:
+        _fit("blocks", optional["blocks"], prompt_tokens + output_tokens, block_tokens)
+    return Arrival(at_s, prompt_tokens, output_tokens, **optional)
+
+
+def _optionals(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What optional keys say, by field of an Arrival."""
     optional: dict[str, Any] = {}
     for key, value in given.items():
-        if key in REQUIRED or value is None:
+        if value is None:
             continue
         field, checked = _optional(key, value)
         if field in optional:
             aliases = " and ".join(k for k in OWN if k in given and (NAMES | SPANS).get(k) == field)
             raise LineError(f"{aliases} mean the same; give one of them")
         optional[field] = checked
-    if "blocks" in optional:
-        _fit("blocks", optional["blocks"], prompt_tokens + output_tokens, block_tokens)
-    return Arrival(at_s, prompt_tokens, output_tokens, **optional)
+    if optional.get("adapter") == BASE_MODEL:
+        del optional["adapter"]
+    return optional
 
 
 def _optional(key: str, value: Any) -> tuple[str, Any]:
@@ -122,11 +132,14 @@ def _optional(key: str, value: Any) -> tuple[str, Any]:
 def _mooncake(line: str) -> Arrival:
     given = _object(line)
     _all_there(given, MOONCAKE)
+    # Somebody else's format may say more than we know; what we know of it counts.
+    more = {key: value for key, value in given.items() if key in MORE}
     prompt_tokens = _count("input_length", given["input_length"])
     output_tokens = _count("output_length", given["output_length"])
     ids = _ids("hash_ids", given["hash_ids"])
     _fit("hash_ids", ids, prompt_tokens, MOONCAKE_BLOCK_TOKENS)
-    return Arrival(_time("timestamp", given["timestamp"], 1e-3), prompt_tokens, output_tokens, ids)
+    at_s = _time("timestamp", given["timestamp"], 1e-3)
+    return Arrival(at_s, prompt_tokens, output_tokens, ids, **_optionals(more))
 
 
 def _object(line: str) -> dict[str, Any]:
