@@ -165,6 +165,11 @@ class Place:
     fleet: Fleet
     bounds: Mapping[str, Bound]
 
+    @property
+    def quick(self) -> bool:
+        """Whether it belongs to the quick set."""
+        return self.case.quick and self.load in (self.case.quick_loads or self.case.loads)
+
     def simulation(self, seed: int) -> Simulation:
         """The traffic of one seed."""
         return replace(_simulation(self.case, seed), fleet=self.fleet)

@@ -50,7 +50,7 @@ class Store:
             _trace_digest(simulation.trace),
             repr((simulation.skip, simulation.requests, simulation.replicate, simulation.warmup)),
             repr(simulation.fleet),
-            simulation.config.model_dump_json(),
+            simulation.config.model_dump_json(warnings=False),
             repr(asdict(point)),
         )
         return self._folder / f"{hashlib.sha256('|'.join(told).encode()).hexdigest()[:32]}.json"

@@ -138,7 +138,7 @@ def write_pages(
                 "tuning": {
                     name: {"tried": dict(one.figures), "taken": one.best}
                     for name, one in tuned.items()
-                    if one.place == case.name
+                    if one.workload == scenario.key
                 },
                 "loads": {load_label(p.rate_scale, p.prefill_scale): p.load for p in group},
             },

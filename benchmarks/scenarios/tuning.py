@@ -17,9 +17,9 @@ Runs = Callable[[Place, str, Sequence[int]], list[Finished]]
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was tried of one baseline in one case, how it did, and what was taken."""
+    """What was tried of one baseline for one workload, how it did, and what was taken."""
 
-    place: str
+    workload: str
     baseline: str
     figures: Mapping[str, float | None]
     best: str
@@ -40,4 +40,4 @@ def pick(place: Place, name: str, tried: Sequence[str], runs: Runs) -> Tuned:
     known_figures = {variant: figure for variant, figure in figures.items() if figure is not None}
     sign = 1.0 if metric.higher else -1.0
     best = max(known_figures, key=lambda variant: sign * known_figures[variant], default=name)
-    return Tuned(place.case.name, name, figures, best)
+    return Tuned(place.scenario.key, name, figures, best)

@@ -61,6 +61,7 @@ COLUMNS = (
     Column("hit", "hit", percent),
     Column("imba-\nlance", "imbalance", ratio),
     Column("re-\nfused", "refused", percent),
+    Column("fail-\ned", "failed", percent),
 )
 
 
