@@ -78,14 +78,17 @@ def _simulate(options: Options) -> None:
     )
     chosen = points(tuple(plans), options.seeds, tuple(rates), tuple(prefills))
     # The whole trace is read before anything runs, so that a bad line at its end does not cost an hour.
-    found = [prepared(simulation, point.seed, point.rate_scale)[1] for point in chosen]
+    with Console(stderr=True).status(f"reading {options.trace}"):
+        found = [prepared(simulation, point.seed, point.rate_scale)[1] for point in chosen]
     _check(options, fleet, prepared(simulation, chosen[0].seed, chosen[0].rate_scale))
     if options.out is not None:
         _make_room(options.out)
     finished = _run(simulation, chosen, [one.count for one in found], options.workers)
+    with Console(stderr=True).status("computing bounds"):
+        bounds = _bounds(simulation, chosen)
     result = SimulationResult(
         runs=[one.run for one in finished],
-        bounds=_bounds(simulation, chosen),
+        bounds=bounds,
         config=_told(options, fleet, list(plans.values()), found[0]),
     )
     print_tables(result, console)
