@@ -196,8 +196,8 @@ dl{display:flex;flex-wrap:wrap;gap:8px;margin:0 0 14px}dl div{background:var(--c
 dt{font-size:12px;color:var(--muted)}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
 .rules,.absent,figcaption{color:var(--muted);max-width:88ch}figure{margin:0}figcaption{font-size:14px;margin-top:6px}
 svg{display:block;width:100%;height:auto}svg image{image-rendering:pixelated}
-.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:14px}
-th,td{padding:4px 10px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
+.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:13px}
+th,td{padding:4px 6px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
 thead th{color:var(--muted);font-weight:600;border-bottom-width:2px}
 th:first-child{text-align:left}tbody th{font-weight:400}tr.own th{font-weight:700}tr.own{background:var(--card)}
 tr.reference{font-style:italic;color:var(--muted)}td.best{font-weight:700}

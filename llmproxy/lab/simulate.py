@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from llmproxy import __version__
@@ -78,7 +79,7 @@ def _simulate(options: Options) -> None:
     )
     chosen = points(tuple(plans), options.seeds, tuple(rates), tuple(prefills))
     # The whole trace is read before anything runs, so that a bad line at its end does not cost an hour.
-    with Console(stderr=True).status(f"reading {options.trace}"):
+    with Console(stderr=True).status(f"reading {escape(options.trace)}"):
         found = [prepared(simulation, point.seed, point.rate_scale)[1] for point in chosen]
     _check(options, fleet, prepared(simulation, chosen[0].seed, chosen[0].rate_scale))
     if options.out is not None:
@@ -113,7 +114,7 @@ def _check(options: Options, fleet: Fleet, read: tuple[Trace, Survey]) -> None:
             " (block_size in the fleet's file)"
         )
     if found.adapters and (none := [spec.name for spec in fleet.replicas if spec.max_loras < 1]):
-        raise Unusable(f"{trace.name} asks for adapters, and {', '.join(none[:5])} of the fleet has max_loras 0")
+        raise Unusable(f"{trace.name} asks for adapters, and max_loras is 0 at {', '.join(none[:5])}")
     for band in found.bands:
         try:
             options.config.band(band)
@@ -196,14 +197,14 @@ def _write(
 ) -> None:
     try:
         write_result(out / "result.json", result)
-        console.print(f"wrote {out / 'result.json'}", soft_wrap=True)
+        console.print(f"wrote {out / 'result.json'}", soft_wrap=True, markup=False)
         trails = {one.run.key: one.trail for one in finished}
         own = [one.run.policy for one in finished if is_own(one.run.policy)]
         write_report(out / "report.html", result, trails, _title(options), own)
-        console.print(f"wrote {out / 'report.html'}", soft_wrap=True)
+        console.print(f"wrote {out / 'report.html'}", soft_wrap=True, markup=False)
     except ReportUnavailable as error:
         (out / "report.html").unlink()
-        console.print(f"no report.html: {error}", soft_wrap=True)
+        console.print(f"no report.html: {error}", soft_wrap=True, markup=False)
     except OSError as error:
         raise Unusable(f"--out {out}: {error.strerror}") from None
 

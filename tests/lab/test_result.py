@@ -183,7 +183,7 @@ def test_what_most_reach_is_not_pointed_at() -> None:
 def test_a_run_that_completed_nothing_has_a_row_without_latencies() -> None:
     result = SimulationResult(runs=[invented_run("blend", 1.0, skill=0.0, count=20)[0]])
     [line] = [line for line in printed(result).splitlines() if "blend" in line]
-    assert line.split() == ["blend", "0.0%", "-", "-", "-", "-", "-", "-", "-", "100.0%"]
+    assert line.split() == ["blend", "0.0%", "-", "-", "-", "-", "-", "-", "-", "100.0%", "0.0%"]
 
 
 def test_bounds_of_all_loads_stand_side_by_side_and_are_explained_once() -> None:

@@ -1,4 +1,4 @@
-"""The walk of a request in a replay: what the proxy is told, when it gives up, where it tries again, what it charges."""
+"""The walk of a request in a replay: what the proxy is told, when it gives up, what it tries again and charges."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from tests.lab.small import fleet, records, setup, traffic
 
 @dataclass(slots=True)
 class Heard:
-    """All that the production side was told, in its order; `published` are the gauges on their way there."""
+    """All that the production side was told, in its order; `published` are the gauges on their way there.
+
+    `attempts` has, for every request that was let in, how many backends were excluded and whether it came again.
+    """
 
     requests: list[Request] = field(default_factory=list)
-    excluded: list[frozenset[str]] = field(default_factory=list)
+    attempts: list[tuple[int, bool]] = field(default_factory=list)
     readings: list[tuple[str, Reading]] = field(default_factory=list)
     published: list[tuple[float, Replica, Gauges]] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
@@ -42,7 +45,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
 
     def submitted(pools: Pools, request: Request, now: float, excluded: frozenset[str], *, again: bool) -> None:
         told.requests.append(request)
-        told.excluded.append(excluded)
+        told.attempts.append((len(excluded), again))
         submit(pools, request, now, excluded, again=again)
 
     def observed(pools: Pools, backend: str, reading: Reading) -> None:
@@ -205,7 +208,9 @@ def test_a_backend_that_answers_400_is_charged_for_nothing_and_not_asked_again(h
         ("b", Outcome.COMPLETED): 4,
     }
     assert {one.attempts for one in ends} == {1}
-    told = Counter((grant.placed.backend, verdict, usage and usage.output_tokens) for grant, verdict, usage in heard.ends)
+    told = Counter(
+        (grant.placed.backend, verdict, usage and usage.output_tokens) for grant, verdict, usage in heard.ends
+    )
     assert told == {("a", Verdict.SERVED, 0): 4, ("b", Verdict.SERVED, 600): 4}
     assert {usage and usage.prompt_tokens for grant, _, usage in heard.ends if grant.placed.backend == "a"} == {0}
 
@@ -213,16 +218,19 @@ def test_a_backend_that_answers_400_is_charged_for_nothing_and_not_asked_again(h
 # --- where it tries again ---------------------------------------------------------------------------------------------
 
 
-def test_a_retry_goes_to_a_backend_that_has_not_failed_the_request_yet(heard: Heard) -> None:
+@pytest.mark.parametrize("extra", [0, 1, 3])
+def test_a_retry_goes_to_a_backend_that_has_not_failed_the_request_yet(heard: Heard, extra: int) -> None:
     on, config = hung(4, 0.0, first_byte_s=0.4)
+    config = config.model_copy(update={"retry": given(retry={"extra_attempts": extra}).retry})
     ends = records(setup([Arrival(0.1 + 0.01 * i, 100, 10) for i in range(12)], on=on, config=config))
-    assert {(one.outcome, one.attempts) for one in ends} == {(Outcome.UPSTREAM_TIMEOUT, 3)}
+    assert {(one.outcome, one.attempts) for one in ends} == {(Outcome.UPSTREAM_TIMEOUT, extra + 1)}
     tried: dict[str, list[str]] = {}
     for grant, verdict, _ in heard.ends:
         tried.setdefault(grant.request.id, []).append(grant.placed.backend)
         assert verdict is Verdict.FAILED
-    assert [len(set(backends)) for backends in tried.values()] == [3] * 12
-    assert Counter(map(len, heard.excluded)) == {0: 12, 1: 12, 2: 12}
+    assert [len(set(backends)) for backends in tried.values()] == [extra + 1] * 12
+    # A retry is told as one: it was let in before, and is not held to the limits of the waiting room anew.
+    assert Counter(heard.attempts) == {(failed, failed > 0): 12 for failed in range(extra + 1)}
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])

@@ -1,0 +1,122 @@
+"""From the name of a policy to its plan: every name means one thing, and a wrong one is told with what is known."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+
+from llmproxy.config import PLACEMENT_PRESETS, Config
+from llmproxy.lab.baselines import baseline_named, baselines
+from llmproxy.lab.policies import is_own, names, own_name, plan_named
+
+NAMES = (
+    "random",
+    "round_robin",
+    "least_request",
+    "power_of_two",
+    "cache_aware",
+    "epp_blend",
+    "epp_sticky",
+    "dynamo_cost",
+    "session",
+)
+LATE = ("late_least_request", "late_power_of_two", "late_random", "late_round_robin")
+
+
+def scheduling(**given: Any) -> Config:
+    return Config.model_validate({"scheduling": given})
+
+
+def test_the_names_are_ours_those_of_the_baselines_and_the_oracle() -> None:
+    assert len(names()) == len(set(names()))
+    assert set(names()) == {"blend", *LATE, *NAMES, "oracle"}
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_plain_name_has_a_plan_of_that_name(name: str) -> None:
+    config = scheduling(fairness="round_robin", ceilings={"sheddable": 0.5}, look_ahead=7)
+    plan = plan_named(name, config)
+    assert plan.name == name
+    assert plan.about
+    assert plan.central == (name == "oracle")
+    assert plan.settings.capacity.look_ahead == 7
+    if is_own(name):
+        assert plan.settings.placement == name.removeprefix("late_")
+        assert plan.settings.fairness == "round_robin"
+        assert min(plan.settings.ceilings.values()) == 0.5
+        assert plan.settings.capacity.stale_after_s == config.poll.stale_after_s
+        assert plan.scrape_s == config.poll.interval_s
+    else:
+        assert not plan.settings.ceilings
+    if name in NAMES:
+        assert plan.scrape_s == baseline_named(name).scrape_s
+        assert plan.settings.fairness == baseline_named(name).fairness
+        assert plan.settings.capacity.stale_after_s == inf
+
+
+def test_ours_are_those_that_wait_in_our_room() -> None:
+    assert [name for name in names() if is_own(name)] == ["blend", *LATE]
+    assert is_own("blend(look_ahead=0)")
+    assert not is_own("blender")
+    assert not is_own("least_request(x=1)")
+
+
+@pytest.mark.parametrize("placement", PLACEMENT_PRESETS)
+def test_the_configuration_s_own_policy_is_its_placement_in_our_room(placement: str) -> None:
+    config = scheduling(placement=placement)
+    name = own_name(config)
+    assert name == (f"late_{placement}" if placement in baselines.names() else placement)
+    assert is_own(name)
+    assert plan_named(name, config).settings.placement == placement
+
+
+def test_a_name_goes_before_the_placement_of_the_configuration() -> None:
+    assert own_name(scheduling(placement="least_request")) == "late_least_request"
+    assert plan_named("blend", scheduling(placement="least_request")).settings.placement == "blend"
+
+
+def test_parameters_of_ours_are_keys_of_the_configuration() -> None:
+    config = scheduling(kv_full=0.8)
+    plan = plan_named("blend(look_ahead=0, fairness=fcfs,output_weight=3.5)", config)
+    assert plan.name == "blend(look_ahead=0, fairness=fcfs,output_weight=3.5)"
+    assert (plan.settings.placement, plan.settings.fairness) == ("blend", "fcfs")
+    assert plan.settings.capacity.look_ahead == 0
+    assert plan.settings.capacity.kv_full == 0.8
+    assert plan.settings.output_weight == 3.5
+    assert plan_named("late_least_request(start_limit=9)", config).settings.capacity.start_limit == 9
+    assert "fcfs" in plan.about
+    assert config.scheduling.look_ahead == 2
+
+
+def test_parameters_of_baselines_are_their_own() -> None:
+    plan = plan_named("epp_sticky( penalty_s=2, match=0.5 )", Config())
+    assert plan.name == baseline_named("epp_sticky(match=0.5,penalty_s=2)").name
+    assert plan.name not in names()
+    assert not is_own(plan.name)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("blends", r"unknown policy 'blends' \(nearest: 'blend'\); known: blend, late_least_request, .*oracle$"),
+        ("late_blend", r"unknown policy 'late_blend'"),
+        ("late_session", r"unknown policy 'late_session'"),
+        ("", r"unknown policy ''"),
+        ("blend(look_behind=1)", r"unknown key 'look_behind' \(nearest: 'look_ahead'\)"),
+        *((f"blend({key}=1)", rf"unknown key '{key}'") for key in ("placement", "weights", "ceilings", "seed")),
+        ("late_random(match=0.5)", r"unknown key 'match'"),
+        ("blend(look_ahead=-1)", r"look_ahead: "),
+        ("blend(fairness=fifo)", r"fairness: "),
+        ("blend(look_ahead)", r"parameters are written like blend\("),
+        ("blend(look_ahead=0", r"parameters are written like blend\("),
+        ("oracle(patience=1)", r"the oracle takes no parameters"),
+        ("epp_sticky(look_ahead=1)", r"'look_ahead'"),
+        ("random(x=1)", r"'x'"),
+    ],
+)
+def test_what_means_no_policy_is_refused_in_one_line(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        plan_named(text, Config())
+    assert "\n" not in str(caught.value)
