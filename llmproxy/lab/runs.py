@@ -9,6 +9,8 @@ from ctypes import c_longlong
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from llmproxy.config import Config
@@ -119,18 +121,38 @@ def run_all(
         return
     context = multiprocessing.get_context("spawn")
     ended: Any = context.Array(c_longlong, len(tasks), lock=False)
-    # Leaving the block ends the workers, so whoever stops listening, by Ctrl-C or by an error, stops the runs too.
-    with context.Pool(workers, _share, (ended,)) as pool:
-        results = pool.imap_unordered(_run_in_worker, [(i, *task) for i, task in enumerate(tasks)])
-        for _ in tasks:
-            while True:
+    todo = iter(enumerate(tasks))
+    # Each worker has a pipe of its own: they share no lock that a worker could take with it when it is ended.
+    busy: dict[Connection, SpawnProcess] = {}
+    try:
+        for _ in range(workers):
+            here, there = context.Pipe()
+            busy[here] = context.Process(target=_work, args=(there, ended), daemon=True)
+            busy[here].start()
+            there.close()
+            here.send(next(todo))
+        while busy:
+            for one in wait(list(busy), LOOK_EVERY_S):
+                assert isinstance(one, Connection)
                 try:
-                    one = results.next(LOOK_EVERY_S)
-                    break
-                except multiprocessing.TimeoutError:
-                    progress(list(ended))
+                    answer = one.recv()
+                except EOFError:
+                    raise RuntimeError(f"a worker died: {busy[one]}") from None
+                if isinstance(answer, BaseException):
+                    raise answer
+                if (task := next(todo, None)) is None:
+                    idle = busy.pop(one)
+                    one.close()
+                    idle.join()
+                else:
+                    one.send(task)
+                yield answer
             progress(list(ended))
-            yield one
+    finally:
+        # Whoever stops listening, by Ctrl-C or by an error, stops the runs too.
+        for process in busy.values():
+            process.kill()
+            process.join()
 
 
 def _one_by_one(
@@ -146,19 +168,18 @@ def _one_by_one(
         yield index, run_one(simulation, point, tell)
 
 
-_ended: Any = None
-"""The counters that a worker shares with the process that started it."""
+def _work(asked: Connection, ended: Any) -> None:
+    """A worker: runs one task after the other until the other end is closed."""
+    while True:
+        try:
+            index, (simulation, point) = asked.recv()
+        except EOFError:
+            return
 
+        def tell(count: int, index: int = index) -> None:
+            ended[index] = count
 
-def _share(ended: Any) -> None:
-    global _ended
-    _ended = ended
-
-
-def _run_in_worker(task: tuple[int, Simulation, Point]) -> tuple[int, Finished]:
-    index, simulation, point = task
-
-    def tell(count: int) -> None:
-        _ended[index] = count
-
-    return index, run_one(simulation, point, tell)
+        try:
+            asked.send((index, run_one(simulation, point, tell)))
+        except Exception as error:  # noqa: BLE001 - whatever went wrong is for the caller to hear
+            asked.send(error)
