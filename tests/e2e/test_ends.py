@@ -153,7 +153,7 @@ async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:
 
 
 def test_only_attempts_that_cost_an_engine_something_take_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.gateway.walk.RETRY_RESERVE", 1.0)
+    monkeypatch.setattr("llmproxy.core.retry.RETRY_RESERVE", 1.0)
     budget = RetryBudget(0.5)
     for verdict in (Verdict.LOST, Verdict.CONNECT_FAILED):
         assert all(budget.take(verdict) for _ in range(10))

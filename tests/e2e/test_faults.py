@@ -148,7 +148,7 @@ async def test_there_are_two_extra_attempts_at_most() -> None:
 
 
 async def test_retries_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.gateway.walk.RETRY_RESERVE", 100.0)
+    monkeypatch.setattr("llmproxy.core.retry.RETRY_RESERVE", 100.0)
     async with scripted(answering(BAD_GATEWAY)) as one, scripted(answering(BAD_GATEWAY)) as two:
         retry, health = {"budget_ratio": 0.1}, {"failures": 100_000}
         async with house(extra=[one.url, two.url], retry=retry, health=health) as home:
