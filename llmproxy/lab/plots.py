@@ -108,12 +108,13 @@ def _shown(result: SimulationResult, trails: Mapping[RunKey, Trail], at: LoadPoi
 
 
 def goodput(scene: _Scene) -> Plot:
-    """Goodput against load, or bars where there is only one load."""
+    """Goodput against load, or bars where there is only one load for each cost of a prompt token."""
     title = "Goodput"
     prefills = sorted({point.prefill_scale for point in scene.points})
     if all(row.goodput is None for point in scene.points for row in point.rows):
         return Plot(title, "Left out: no request was offered.", None)
-    if len({point.rate_scale for point in scene.points}) == 1:
+    # A line needs two loads at one cost of a prompt token.
+    if len(scene.points) == len(prefills):
         return _goodput_bars(scene, title)
     figure = new_figure(3.6)
     axes_row = figure.subplots(1, len(prefills), sharey=True, squeeze=False)[0]
