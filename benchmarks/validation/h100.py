@@ -15,11 +15,10 @@ times and serves as its repetition.
 1,200 tokens, answers of 1,000. Its published knees are 38 requests per second of its ramp (between its stages of 35 and
 40) for a scheduler that knows prefixes and 18 (15 and 20) for a plain service, at 90,000 and 45,000 prompt tokens per
 second: 1.56 and 0.78 requests per second and pod. `cache_aware` and `round_robin` stand for the two. The published one
-was llm-d's own sticky scheduler; `epp_sticky` has no band because the laboratory runs it with llm-d's flow control on,
-which is off by default there, and whose gate closes here on a busy KV-cache. The stages last only 20 to 38 s, about as
-long as one answer, and inference-perf waits for all answers before the next stage and counts that time in; so the ramp
-is replayed like that, with a long pause after each stage. A stage is good when at least 90 % of its requests have their
-first token within 2 s.
+was llm-d's own sticky scheduler, version and flow control unknown; `epp_sticky` has no band for that reason. The stages
+last only 20 to 38 s, about as long as one answer, and inference-perf waits for all answers before the next stage and
+counts that time in; so the ramp is replayed like that, with a long pause after each stage. A stage is good when at
+least 90 % of its requests have their first token within 2 s.
 
 **Steady knees** answer what a capacity planner asks: the largest Poisson rate at which 90 % of the requests of the
 second half of 400 s have their first token within 2 s, found by bisection to 3 %, each rate with three seeds of which
