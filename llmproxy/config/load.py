@@ -127,7 +127,7 @@ def reason_of(detail: ErrorDetails) -> str:
 
 def _nearest_key(place: Place) -> str:
     """A key beside the unknown one if any looks like it, else one elsewhere, else the likest of those beside it."""
-    word, beside = str(place[-1]), tuple(_section_at(place[:-1]).model_fields)
+    word, beside = str(place[-1]), tuple(section_at(Config, place[:-1]).model_fields)
     elsewhere = {key.rpartition(".")[2]: key for key, _ in _fields(Config)}
     for known in (beside, tuple(elsewhere)):
         if found := get_close_matches(word.lower(), known, n=1):
@@ -135,8 +135,9 @@ def _nearest_key(place: Place) -> str:
     return nearest(word, beside)
 
 
-def _section_at(place: Place) -> type[Section]:
-    section: type[Section] = Config
+def section_at(top: type[Section], place: Place) -> type[Section]:
+    """The section that stands at `place` of one of kind `top`."""
+    section = top
     for part in place:
         if isinstance(part, str):
             section = next(_sections(section.model_fields[part].annotation))

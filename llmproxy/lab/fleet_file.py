@@ -20,13 +20,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 # The loader of the configuration knows the line of every value; a fleet's file deserves the same care.
 from llmproxy.config.kinds import Count, Integer, Name, Number, nearest, one_of
-from llmproxy.config.load import ConfigError, Document, Place, dotted, reason_of
+from llmproxy.config.load import ConfigError, Document, Place, dotted, reason_of, section_at
 from llmproxy.config.schema import Section
 from llmproxy.lab.fleet import MAX_MODEL_LEN, MAX_NUM_SEQS, STEP_TOKENS, Fault, FaultKind, Fleet, ReplicaSpec
 from llmproxy.simulator.profiles import PROFILES, Profile
@@ -349,22 +349,7 @@ def _findings_in(error: ValidationError) -> Iterator[Finding]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "extra_forbidden":
             place = detail["loc"]
-            known = nearest(str(place[-1]), tuple(_section_at(place[:-1]).model_fields))
+            known = nearest(str(place[-1]), tuple(section_at(_FleetEntry, place[:-1]).model_fields))
             yield place, f'is not a known key (nearest known key: "{known}")'
         else:
             yield detail["loc"], reason_of(detail)
-
-
-def _section_at(place: Place) -> type[Section]:
-    section: type[Section] = _FleetEntry
-    for part in place:
-        if isinstance(part, str):
-            section = next(_sections(section.model_fields[part].annotation))
-    return section
-
-
-def _sections(annotation: Any) -> Iterator[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _sections(argument)
