@@ -17,11 +17,12 @@ from aiohttp import web
 
 from llmproxy.backends.poller import Poller, polling_session
 from llmproxy.backends.upstream import AiohttpUpstream
-from llmproxy.config import Config, settings_of
+from llmproxy.config import Config, ConfigError, settings_of
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.admin import AdminPages
 from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.identity import Identity
 from llmproxy.gateway.relay import Relay
@@ -29,10 +30,12 @@ from llmproxy.gateway.server import FrontDoor
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
 from llmproxy.telemetry import logs
+from llmproxy.telemetry.decisions import DecisionLog, appended
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
 
 HEAD_BYTES_MAX = 128 << 10
 KEEP_ALIVE_S = 75.0
+GC_THRESHOLDS = (20_000, 20, 50)
 CUT_AFTER_S = 0.1
 """How long requests that outlived the drain get before they are cut; the server library takes 0 for "for ever"."""
 
@@ -68,7 +71,10 @@ class Proxy:
 
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Proxy]:
-    """Start a proxy on the current loop and stop it when the block ends. Raises OSError when it cannot listen."""
+    """Start a proxy on the current loop and stop it when the block ends.
+
+    Raises OSError when it cannot listen, ConfigError when it cannot write its decision log.
+    """
     loop = asyncio.get_running_loop()
     settings, rng = settings_of(config), Random(config.scheduling.seed)
     pools = Pools(
@@ -79,19 +85,32 @@ async def running(config: Config) -> AsyncIterator[Proxy]:
     )
     metrics = Metrics(lambda: _state(pools, config, loop.time()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided)
-    keys, identity = Keys(config.api_keys), Identity(config)
+    keys, identity = Keys(config), Identity(config)
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(AiohttpUpstream())
         stored = StoredResponses(config, identity, upstream)
         relay = Relay(upstream, config.timeouts)
-        walker = Walker(config, pools, dispatcher, relay, keys, identity, stored, metrics)
-        door = FrontDoor(keys, pools, dispatcher, walker, stored, metrics)
+        decisions = _decision_log(config, metrics, loop.time())
+        if decisions is not None:
+            stack.push_async_callback(asyncio.to_thread, decisions.close)
+        walker = Walker(config, pools, dispatcher, relay, keys, identity, stored, metrics, decisions)
+        door = FrontDoor(keys, pools, dispatcher, walker, stored, metrics, AdminPages(config, dispatcher, loop.time))
         await stack.enter_async_context(_polling(config, _Watch(pools, dispatcher, metrics)))
         # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.
         stack.push_async_callback(walker.idle.wait)
         url = await _listen(stack, config, door)
         stack.callback(dispatcher.close)
         yield Proxy(config, url, pools, dispatcher, walker, metrics)
+
+
+def _decision_log(config: Config, metrics: Metrics, now: float) -> DecisionLog | None:
+    path = config.decision_log
+    if path is None:
+        return None
+    try:
+        return DecisionLog(appended(path), config.decision_log_sample, now, metrics.decisions_lost)
+    except OSError as error:
+        raise ConfigError([f"decision_log: {path} cannot be written: {error.strerror or error}"]) from None
 
 
 @asynccontextmanager
@@ -140,14 +159,21 @@ async def _serve(config: Config) -> int:
         loop.add_signal_handler(number, stop.set)
     try:
         async with running(config) as proxy:
-            clients = "those with a key" if config.api_keys else "anybody (no api_keys)"
+            clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             _log.info("listening", url=proxy.url, backends=len(config.backends), clients=clients)
             # What lives by now lives for good: the collector need not look at it again with every young generation.
             gc.freeze()
+            # What waits is reached from one heap and is no garbage; looking it all over, again and again, held up
+            # decisions for tens of milliseconds with 100,000 requests waiting.
+            gc.set_threshold(*GC_THRESHOLDS)
             await stop.wait()
             _log.info("draining", requests=proxy.walker.walking, timeout_s=config.drain_timeout_s)
             finished = await proxy.drain()
             _log.info("stopped", all_requests_finished=finished)
+    except ConfigError as error:
+        for problem in error.problems:
+            _log.error("cannot_start", problem=problem)
+        return 2
     except OSError as error:
         hint = "is another program listening there? choose another port with --port"
         _log.error("cannot_listen", host=config.host, port=config.port, hint=hint, error=str(error))
@@ -178,7 +204,7 @@ def _state(pools: Pools, config: Config, now: float) -> LiveState:
         QueueState(names.get(band, str(band)), *queued.get(band, (0, 0)))
         for band in sorted({*names, *queued}, reverse=True)
     )
-    return LiveState(queues, backends)
+    return LiveState(queues, pools.parked(), backends)
 
 
 class _Watch:

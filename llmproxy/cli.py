@@ -1,4 +1,4 @@
-"""The command line: `serve`, `check`, `replica`, `demo`, `simulate`."""
+"""The command line: `serve`, `check`, `hash-key`, `replica`, `demo`, `simulate`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import asyncio
 import inspect
 import os
 import re
+import secrets
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from getpass import getpass
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from llmproxy import __version__
-from llmproxy.config import PLACEMENT_PRESETS, Config, ConfigError, Override, keys, load
+from llmproxy.config import PLACEMENT_PRESETS, Config, ConfigError, Override, hash_of, is_api_key, keys, load
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "--backend": ("backends",),
@@ -215,15 +218,37 @@ def _summary(file: Path, config: Config) -> str:
     return "\n".join(
         [
             f"{file}: fine",
-            f"listens on    {config.host}:{config.port}, {'with' if config.api_keys else 'without'} API keys",
+            f"listens on    {config.host}:{config.port}, {'with' if config.needs_key() else 'without'} API keys",
             f"backends      {len(config.backends) or 'none here: serve needs one from a flag or LLMPROXY_BACKEND'}",
             *backends,
-            f"scheduling    fairness {config.scheduling.fairness}, placement {config.scheduling.placement},"
-            f" flows by {config.scheduling.flow}",
+            f"scheduling    fairness {config.scheduling.fairness}, ordering {config.scheduling.ordering},"
+            f" placement {config.scheduling.placement}, flows by {config.scheduling.flow}",
             f"bands wait    {ceilings}",
-            f"entries       {len(config.models)} models, {len(config.objectives)} objectives",
+            f"entries       {len(config.models)} models, {len(config.objectives)} objectives,"
+            f" {len(config.tenants)} tenants",
         ]
     )
+
+
+@app.command()
+def hash_key(
+    new: Annotated[
+        bool, typer.Option("--new", help="Make a random key instead, and print it before its hash.")
+    ] = False,
+) -> None:
+    """Print what a configuration holds instead of a client's key, which is read from standard input.
+
+    There is no argument for the key: other users of a machine can read those of its running programs.
+    """
+    if new:
+        key = f"llmproxy-{secrets.token_urlsafe(32)}"
+        typer.echo(key)
+    else:
+        key = getpass("key: ") if sys.stdin.isatty() else sys.stdin.buffer.read().decode(errors="replace")
+        key = key.removesuffix("\n").removesuffix("\r")
+    if not is_api_key(key):
+        _fail(["llmproxy hash-key: the key should be one line of printable ASCII characters without spaces"])
+    typer.echo(hash_of(key))
 
 
 @app.command()

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import (
     Decision,
     Drop,
+    Entry,
     Grant,
     Listing,
     Outcome,
@@ -19,6 +21,7 @@ from llmproxy.core.domain import (
     Trouble,
     Usage,
     Verdict,
+    Withdraw,
 )
 from llmproxy.core.pools import Pools
 
@@ -30,15 +33,18 @@ class Lease:
     """The right to use one backend for one attempt; returned exactly once, by leaving the block that lent it.
 
     The holder says what became of the attempt by setting `verdict`; a block left without a word counts as left by its
-    client. `revoked` is called when the backend is known to be gone: nothing more will come from it.
+    client. `on_cut` is called when the attempt is to end at once: `revoked`, because the backend is known to be gone
+    and nothing more will come from it, or `withdrawn`, because a request of a higher band needs the room. A withdrawn
+    lease whose answer has begun may be kept.
     """
 
     grant: Grant
     _pools: Pools
     verdict: Verdict = Verdict.CLIENT_GONE
     usage: Usage | None = None
-    on_revoked: Callable[[], None] | None = None
+    on_cut: Callable[[], None] | None = None
     revoked: bool = False
+    withdrawn: bool = False
 
     @property
     def backend(self) -> str:
@@ -46,16 +52,17 @@ class Lease:
 
     def started(self) -> None:
         """The first byte of the answer arrived."""
-        self._pools.started(self.grant)
+        self._pools.started(self.grant, _now())
 
     def progress(self, output_tokens: int) -> None:
         """About so many tokens were answered by now."""
-        self._pools.progress(self.grant, output_tokens)
+        self._pools.progress(self.grant, output_tokens, _now())
 
-    def revoke(self) -> None:
-        self.revoked = True
-        if self.on_revoked is not None:
-            self.on_revoked()
+    def cut(self, *, revoked: bool) -> None:
+        """Ask the holder to end the attempt."""
+        self.revoked, self.withdrawn = self.revoked or revoked, self.withdrawn or not revoked
+        if self.on_cut is not None:
+            self.on_cut()
 
 
 @dataclass(slots=True)
@@ -79,30 +86,32 @@ class Dispatcher:
     _scheduled: bool = False
     _timer: asyncio.TimerHandle | None = None
     _draining: bool = False
+    nameless: int = 0
+    _listed: asyncio.Event = field(default_factory=asyncio.Event)
 
     # --- the face that requests see ---------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def admit(
-        self, request: Request, excluded: frozenset[str] = frozenset(), *, again: bool = False
+        self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
     ) -> AsyncIterator[Lease]:
         """Wait for a backend, hold it for the length of the block, and give it back however the block ends.
 
-        `again` marks a new attempt of a request that was admitted before. Raises Refused when the request is not let
-        in, or has to leave the waiting room.
+        `entry` tells a new attempt of a request that was admitted before from a new request. Raises Refused when the
+        request is not let in, or has to leave the waiting room.
         """
-        lease = await self._wait(request, excluded, again)
+        lease = await self._wait(request, excluded, entry)
         try:
             yield lease
         finally:
             del self._leases[request.pool, lease.grant.lease]
-            self.pools.finish(lease.grant, lease.verdict, self._now(), lease.usage)
+            self.pools.finish(lease.grant, lease.verdict, _now(), lease.usage)
             self._decide_soon()
 
-    async def _wait(self, request: Request, excluded: frozenset[str], again: bool) -> Lease:
+    async def _wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
         if self._draining:
             raise Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
-        self.pools.submit(request, self._now(), excluded, again=again)
+        self.pools.submit(request, _now(), excluded, entry)
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
         self._waiting[request.id] = waiter
         self._decide_soon()
@@ -122,13 +131,40 @@ class Dispatcher:
         elif granted.done() and not granted.cancelled() and granted.exception() is None:
             grant = granted.result()
             del self._leases[request.pool, grant.lease]
-            self.pools.finish(grant, Verdict.CLIENT_GONE, self._now())
+            self.pools.finish(grant, Verdict.CLIENT_GONE, _now())
         self._decide_soon()
+
+    def ended(self, request: Request, met: bool | None) -> None:
+        """See `Pools.ended`."""
+        self.pools.ended(request, met, _now())
+
+    async def resolve(self, name: str | None, hold_s: float) -> Target:
+        """What a requested name means, waiting up to `hold_s` for a backend that was never read to come up.
+
+        Raises Refused for a name that no backend serves, or when nothing came up in time.
+        """
+        ends_s = _now() + hold_s
+        while True:
+            try:
+                return self.pools.resolve(name)
+            except Refused as refused:
+                if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or self._draining or _now() >= ends_s:
+                    raise
+                if self.nameless >= self.pools.settings.queue.requests_max:
+                    raise
+            self.nameless += 1
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    await self._listed.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self.nameless -= 1
 
     # --- the face that pollers see ------------------------------------------------------------------------------------
 
     def answered(self, backend: str) -> None:
-        self.pools.answered(backend, self._now())
+        self.pools.answered(backend, _now())
         self._decide_soon()
 
     def observe(self, backend: str, reading: Reading) -> None:
@@ -137,6 +173,7 @@ class Dispatcher:
 
     def listed(self, backend: str, listing: Listing) -> None:
         self.pools.listed(backend, listing)
+        self._wake_nameless()
         self._decide_soon()
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
@@ -187,19 +224,24 @@ class Dispatcher:
         else:
             lease = self._leases.get((decision.request.pool, decision.lease))
             if lease is not None:
-                lease.revoke()
+                lease.cut(revoked=not isinstance(decision, Withdraw))
 
     # --- drain --------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Stop granting: everything that waits is refused with `draining`, and so is what comes; leases run on."""
         self._draining = True
+        self._wake_nameless()
         for waiter in list(self._waiting.values()):
             del self._waiting[waiter.request.id]
             self.pools.cancel(waiter.request)
             if not waiter.granted.done():
                 refusal = Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
                 waiter.granted.set_exception(refusal)
+
+    def _wake_nameless(self) -> None:
+        self._listed.set()
+        self._listed = asyncio.Event()
 
     @property
     def draining(self) -> bool:
@@ -213,9 +255,9 @@ class Dispatcher:
         if self._timer is not None:
             self._timer.cancel()
 
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _refusal(drop: Drop) -> Refused:

@@ -8,7 +8,7 @@ from functools import partial, wraps
 from random import Random
 from typing import Any
 
-from llmproxy.core.domain import Refused, Request, Verdict
+from llmproxy.core.domain import Entry, Refused, Request, Verdict
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
@@ -46,8 +46,8 @@ class Passes:
         self.count += 1
 
 
-def dispatcher(passes: Passes | None = None, **backends: int) -> Dispatcher:
-    pools = Pools(SETTINGS, backends, {}, partial(make, SETTINGS.placement, Random(0)))
+def dispatcher(passes: Passes | None = None, settings: Settings = SETTINGS, **backends: int) -> Dispatcher:
+    pools = Pools(settings, backends, {}, partial(make, settings.placement, Random(0)))
     made = Dispatcher(pools, passes or Passes())
     for name in backends:
         made.answered(name)
@@ -65,7 +65,7 @@ async def turns(count: int = 5) -> None:
 
 
 def empty(one: Dispatcher) -> None:
-    one.pools.check()
+    one.pools.check(now())
     assert_nothing_left(one.pools, now())
     assert not one._waiting
     assert not one._leases
@@ -75,8 +75,10 @@ def empty(one: Dispatcher) -> None:
 class Client:
     """A task that is admitted, holds its lease until told, and remembers what happened."""
 
-    def __init__(self, one: Dispatcher, asked: Request | None = None, **facts: Any) -> None:
+    def __init__(self, one: Dispatcher, asked: Request | None = None, entry: Entry = Entry.NEW, **facts: Any) -> None:
         self.request = asked or request(arrived_s=now(), deadline_s=now() + 60.0, **facts)
+        self.entry = entry
+        self.verdict = Verdict.SERVED
         self.lease: Lease | None = None
         self.refused: Refused | None = None
         self.leave = asyncio.Event()
@@ -85,10 +87,10 @@ class Client:
 
     async def _run(self) -> None:
         try:
-            async with self._dispatcher.admit(self.request) as lease:
+            async with self._dispatcher.admit(self.request, entry=self.entry) as lease:
                 self.lease = lease
                 await self.leave.wait()
-                lease.verdict = Verdict.SERVED
+                lease.verdict = self.verdict
         except Refused as refused:
             self.refused = refused
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
@@ -16,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from llmproxy import __version__, cli
-from llmproxy.config import Config, keys
+from llmproxy.config import Config, hash_of, keys
 
 Serve = Callable[..., Config]
 
@@ -101,10 +102,17 @@ OTHER_THAN_DEFAULT = {
     "scheduling.fairness": "fcfs",
     "scheduling.placement": "random",
     "scheduling.flow": "header:x-tenant",
+    "scheduling.ordering": "edf",
+    "scheduling.charged": "requests",
+    "scheduling.withdrawal": "false",
+    "scheduling.refuse_late": "true",
     "scheduling.kv_full": "0.5",
     "retry.budget_ratio": "0.5",
     "queue.bytes_max": "99999999",
     "queue.band_bytes_max": "99999999",
+    "queue.flow_bytes_max": "99999999",
+    "admin_key": hash_of("k"),
+    "decision_log_sample": "0.5",
 }
 
 
@@ -214,6 +222,17 @@ def test_check_tells_what_a_sound_file_means(tmp_path: Path) -> None:
         assert part in result.stdout
 
 
+def test_check_tells_whether_a_key_is_needed(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    for text, told in (
+        ("", "without API keys"),
+        ("api_keys: [k]", "with API keys"),
+        (f"tenants: [{{name: a, keys: [{hash_of('k')}]}}]", "with API keys"),
+    ):
+        file.write_text(text)
+        assert f"0.0.0.0:8080, {told}\n" in CliRunner().invoke(cli.app, ["check", str(file)]).stdout
+
+
 def test_check_does_not_need_backends_which_flags_may_bring(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("")
@@ -229,6 +248,51 @@ def test_check_prints_every_problem_and_ends_with_2(tmp_path: Path) -> None:
         f'{file}:1: prot: is not a known key (nearest known key: "port")',
         f"{file}:2: port: should be a valid integer, not 'x'",
     ]
+
+
+# --- hash-key ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["s3cret", "s3cret\n", "s3cret\r\n"])
+def test_hash_key_prints_what_a_configuration_holds_instead_of_a_key(line: str) -> None:
+    result = CliRunner().invoke(cli.app, ["hash-key"], input=line)
+    known = "sha256:1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0"
+    assert (result.exit_code, result.stdout, result.stderr) == (0, known + "\n", "")
+
+
+def test_hash_key_makes_a_new_key_that_is_never_the_same() -> None:
+    printed = [CliRunner().invoke(cli.app, ["hash-key", "--new"]).stdout.splitlines() for _ in range(2)]
+    assert printed[0] != printed[1]
+    for key, told in printed:
+        assert told == hash_of(key)
+        assert len(key) > 40
+        assert Config.model_validate({"api_keys": [key]}).api_keys == (key,)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "two words\n", "one\ntwo\n", "s3cret \n", "\u00e9\n", b"\xff", "x" * 4097])
+def test_hash_key_refuses_what_no_client_can_present_and_does_not_repeat_it(text: str | bytes) -> None:
+    result = CliRunner().invoke(cli.app, ["hash-key"], input=text)
+    assert (result.exit_code, result.stdout) == (2, "")
+    told = "llmproxy hash-key: the key should be one line of printable ASCII characters without spaces"
+    assert result.stderr.startswith(told)
+    assert result.stderr.strip() == told
+
+
+def test_hash_key_does_not_show_what_is_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(cli, "getpass", lambda prompt: f"typed-at-{prompt.strip(': ')}")
+    cli.hash_key()
+    assert capsys.readouterr().out == hash_of("typed-at-key") + "\n"
+
+
+def test_hash_key_takes_no_key_as_an_argument() -> None:
+    assert "unexpected extra argument" in refused(["hash-key", "s3cret"])
 
 
 # --- replica ----------------------------------------------------------------------------------------------------------

@@ -14,28 +14,22 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from llmproxy.config import (
-    FAIRNESS_POLICIES,
-    PLACEMENT_PRESETS,
     BackendConfig,
     Config,
     ConfigError,
     Override,
+    hash_of,
     keys,
     load,
 )
+from llmproxy.config.load import Document
 from llmproxy.config.schema import Section
+from llmproxy.core.charge import charges
+from llmproxy.core.fairness import policies
+from llmproxy.core.ordering import orderings
+from llmproxy.core.placement import presets
 
 EXAMPLE = Path(__file__).parent.parent / "config.example.yaml"
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def to_file(text: str | bytes) -> Path:
-        path = tmp_path / "c.yaml"
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
-        return path
-
-    return to_file
 
 
 def problems(path: Path | None, *overrides: Override) -> list[str]:
@@ -61,27 +55,48 @@ def described(section: type[Section]) -> list[tuple[str, str | None]]:
     return found
 
 
-def test_example_shows_every_key_under_its_description() -> None:
-    shown = re.findall(r"# (.+)\n *(?:- )?(\w+):", EXAMPLE.read_text())
+@pytest.fixture
+def full_example(write: Any) -> Path:
+    """The example with the tenant in it that is commented out, because with tenants everybody needs a key."""
+    text = re.sub(r"^#(?=  )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
+    path: Path = write(text.replace("tenants: []", "tenants:"))
+    return path
+
+
+def test_example_shows_every_key_under_its_description(full_example: Path) -> None:
+    shown = re.findall(r"# (.+)\n *(?:- )?(\w+):", full_example.read_text())
     assert [(key, comment) for comment, key in shown] == described(Config)
 
 
-def test_example_holds_the_defaults() -> None:
-    document = yaml.safe_load(EXAMPLE.read_text())
-    shown, defaults = load(EXAMPLE), Config()
-    lists = {name: document.pop(name) for name in ("backends", "models", "objectives")}
+def test_example_lets_everybody_in() -> None:
+    assert not load(EXAMPLE).needs_key()
+
+
+def test_example_holds_the_defaults(full_example: Path) -> None:
+    document = Document(full_example).values
+    shown, defaults = load(full_example), Config()
+    lists = {name: document.pop(name) for name in ("backends", "models", "objectives", "tenants")}
     assert document.pop("trust_headers") == "loopback"
     assert document == defaults.model_dump(mode="json", exclude={*lists, "trust_headers"})
     assert shown.model_copy(update=dict.fromkeys(lists, ())) == defaults
     for name, entries in lists.items():
-        assert [entry.model_dump() for entry in getattr(shown, name)] == entries
+        assert [entry.model_dump(mode="json") for entry in getattr(shown, name)] == entries
     assert shown.backends == (BackendConfig(url="http://localhost:8000"),)
-    assert [(model.target, model.criticality) for model in shown.models] == [(None, None)]
+    for entry in (*shown.models, *shown.tenants):
+        needed = {"name", "keys"} & entry.model_fields_set
+        bare = type(entry).model_validate({name: getattr(entry, name) for name in needed})
+        assert entry == bare
 
 
 def test_descriptions_name_every_policy() -> None:
-    for key, names in (("scheduling.fairness", FAIRNESS_POLICIES), ("scheduling.placement", PLACEMENT_PRESETS)):
-        assert all(name in (keys()[key].description or "") for name in names)
+    for key, registry in (
+        ("fairness", policies),
+        ("ordering", orderings),
+        ("placement", presets),
+        ("charged", charges),
+    ):
+        description = keys()[f"scheduling.{key}"].description or ""
+        assert set(re.findall(r"\w+", description)) >= set(registry.names())
 
 
 # --- what is wrong, and where -----------------------------------------------------------------------------------------
@@ -121,7 +136,7 @@ def test_descriptions_name_every_policy() -> None:
         ("models:\n- name: a\n  criticality: critcal", "FILE:3: models[0].criticality: 'critcal' is no band"),
         ("models:\n- name: a\n  criticality: critcal", '(nearest: "critical")'),
         ("models:\n- name: a\n  criticality: 1.5", "FILE:3: models[0].criticality: should be the name of a band or an"),
-        ("objectives: [{name: a}]", "FILE:1: objectives[0].criticality: is missing"),
+        ("objectives:\n- {name: a, ttft_s: 0}", "FILE:2: objectives[0].ttft_s: should be greater than 0, not 0"),
         (
             "objectives: [{name: a, criticality: 1}, {name: a, criticality: 1}]",
             "objectives[1].name: 'a' is given twice",
@@ -130,9 +145,14 @@ def test_descriptions_name_every_policy() -> None:
         ("bands: {critical: 7}", "FILE:1: bands.critical: is already the name of another band"),
         ("bands: {a: 1, A: 2}", "FILE:1: bands.A: is already the name of another band"),
         ("bands: {5: 7}", "FILE:1: bands.5: should be a name"),
-        ("scheduling:\n  fairness: fair", "FILE:2: scheduling.fairness: 'fair' is none of fcfs"),
+        ("scheduling:\n  fairness: fair", "FILE:2: scheduling.fairness: 'fair' is none of "),
         ("scheduling:\n  placement: roundrobin", '(nearest: "round_robin")'),
-        ("scheduling: {flow: tenant}", 'scheduling.flow: \'tenant\' should be "model" or "header:NAME"'),
+        ("scheduling: {flow: team}", 'scheduling.flow: \'team\' should be "model", "tenant", "tenant+model" or'),
+        (
+            "scheduling: {flow: 'header:Authorization'}",
+            "FILE:1: scheduling.flow: 'header:Authorization' would write keys",
+        ),
+        ("scheduling: {flow: 'header:x-api-key'}", "scheduling.flow: 'header:x-api-key' would write keys into logs"),
         ("scheduling: {flow: 'header:a b'}", "scheduling.flow: 'header:a b' should be"),
         ("scheduling: {weights: {a: 0}}", "scheduling.weights.a: should be greater than 0"),
         ("scheduling: {ceilings: {critical: 1.5}}", "scheduling.ceilings.critical: should be less than or equal to 1"),
@@ -264,15 +284,23 @@ def test_overridden_values_are_not_looked_at_but_their_sections_are(write: Any) 
     assert problems(None, Override("backends", ["http://a", "b"], "--backend"))[0].startswith("--backend: backends[1]")
 
 
+OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
+    "trust_headers": "all",
+    "backend_api_key": "k",
+    "admin_key": hash_of("k"),
+    "decision_log": "decisions.jsonl",
+    "api_keys": ["k"],
+    "backends": ["http://a"],
+}
+
+
 def test_every_key_outside_lists_can_be_overridden() -> None:
     for key, field in keys().items():
-        default = field.default
-        value = ["http://a"] if key == "backends" else ["k"] if key == "api_keys" else str(default)
-        value = {"trust_headers": "all", "scheduling.seed": "7", "backend_api_key": "k"}.get(key, value)
+        value = OTHER_THAN_DEFAULT.get(key, "99999999" if field.default is None else str(field.default))
         config: Any = load(None, [Override(key, value, "here")])
         for part in key.split("."):
             config = getattr(config, part)
-        assert config != default if key in {"backends", "api_keys", "trust_headers"} else str(config) == value
+        assert config != field.default if isinstance(value, list) or key == "trust_headers" else str(config) == value
 
 
 def test_keys_without_a_value_have_their_default(write: Any) -> None:

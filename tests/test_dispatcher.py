@@ -9,9 +9,10 @@ from random import Random
 import pytest
 
 from llmproxy.core import scheduler
-from llmproxy.core.domain import CRITICAL, DEFAULT, Outcome, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Outcome, Reading, Refused, Trouble, Usage, Verdict
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
+from llmproxy.core.settings import QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, Passes, dispatcher, empty, now, turns, virtual
@@ -70,7 +71,7 @@ async def test_the_higher_band_goes_first_however_late_it_came() -> None:
 
 @virtual
 async def test_a_refusal_at_the_door_leaves_nothing_behind() -> None:
-    one = dispatcher(a=1)
+    one = dispatcher(settings=Settings(queue=QueueSettings(hold_s=0.0)), a=1)
     one.troubled("a", Trouble.UNHEALTHY, "503")
     with pytest.raises(Refused) as caught:
         async with one.admit(request()):
@@ -86,7 +87,7 @@ async def test_a_backend_that_failed_is_excluded_on_the_next_lap() -> None:
     asked = request()
     async with one.admit(asked) as first:
         first.verdict = Verdict.FAILED
-    async with one.admit(asked, frozenset({first.backend})) as second:
+    async with one.admit(asked, frozenset({first.backend}), Entry.RETRY) as second:
         assert {first.backend, second.backend} == {"a", "b"}
     await turns()
     empty(one)
@@ -117,7 +118,8 @@ async def test_who_expires_with_every_backend_down_is_told_so() -> None:
     holder, waiting = Client(one), Client(one)
     await turns()
     one.troubled("a", Trouble.UNHEALTHY, "503")
-    await asyncio.sleep(61.0)
+    await asyncio.sleep(30.0)
+    await turns()
     assert waiting.refused is not None
     assert waiting.refused.outcome is Outcome.EXPIRED_NO_BACKENDS
     assert "No backend of `base` came up" in waiting.refused.message
@@ -231,7 +233,7 @@ async def test_a_dead_backend_revokes_its_leases_and_no_others() -> None:
     told: list[str] = []
     for client in clients:
         assert client.lease is not None
-        client.lease.on_revoked = lambda backend=client.lease.backend: told.append(backend)
+        client.lease.on_cut = lambda backend=client.lease.backend: told.append(backend)
     one.troubled("a", Trouble.REFUSED, "refused")
     await turns()
     assert told == []
@@ -259,6 +261,90 @@ async def test_a_lease_revoked_before_anybody_listens_says_so() -> None:
     await client.done()
     await turns()
     empty(one)
+
+
+@virtual
+async def test_a_withdrawn_lease_is_cut_and_its_request_comes_back_first() -> None:
+    one = dispatcher(a=1)
+    batch = Client(one, stream=True, band=SHEDDABLE)
+    await turns()
+    other = Client(one, stream=True, band=SHEDDABLE)
+    urgent = Client(one, band=CRITICAL)
+    assert batch.lease is not None
+    told: list[bool] = []
+    batch.lease.on_cut = lambda: told.append(batch.lease is not None and batch.lease.withdrawn)
+    await turns()
+    assert told == [True]
+    assert not batch.lease.revoked
+    batch.verdict = Verdict.WITHDRAWN
+    await batch.done()
+    again = Client(one, batch.request, entry=Entry.WITHDRAWN)
+    await turns()
+    assert [client.holds() for client in (urgent, again, other)] == ["a", None, None]
+    await urgent.done()
+    await turns()
+    assert [client.holds() for client in (again, other)] == ["a", None]
+    await again.done()
+    await other.done()
+    await turns()
+    empty(one)
+
+
+# --- names that nobody serves yet -------------------------------------------------------------------------------------
+
+
+def unread() -> Dispatcher:
+    """A house whose only backend was configured and never read."""
+    return Dispatcher(Pools(SETTINGS, {"a": 1}, {}, partial(make, "blend", Random(0))))
+
+
+@virtual
+async def test_a_name_is_waited_for_until_the_first_listing_knows_it() -> None:
+    one = unread()
+    task = asyncio.create_task(one.resolve("base", 5.0))
+    await asyncio.sleep(3.0)
+    assert not task.done()
+    one.answered("a")
+    one.listed("a", listing())
+    assert (await task).pool == "base"
+    assert now() == 3.0
+
+
+@virtual
+async def test_a_name_is_waited_for_no_longer_than_told() -> None:
+    one = unread()
+    with pytest.raises(Refused) as caught:
+        await one.resolve("base", 5.0)
+    assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
+    assert now() == 5.0
+    with pytest.raises(Refused):
+        await one.resolve("base", 0.0)
+    assert now() == 5.0
+
+
+@virtual
+async def test_a_drain_ends_the_wait_for_a_name() -> None:
+    one = unread()
+    task = asyncio.create_task(one.resolve("base", 5.0))
+    await turns()
+    one.drain()
+    with pytest.raises(Refused):
+        await task
+    assert now() == 0.0
+
+
+@virtual
+async def test_only_so_many_names_are_waited_for() -> None:
+    settings = Settings(queue=QueueSettings(requests_max=1))
+    one = Dispatcher(Pools(settings, {"a": 1}, {}, partial(make, "blend", Random(0))))
+    first = asyncio.create_task(one.resolve("base", 5.0))
+    await turns()
+    with pytest.raises(Refused):
+        await one.resolve("base", 5.0)
+    assert now() == 0.0
+    with pytest.raises(Refused):
+        await first
+    assert one.nameless == 0
 
 
 # --- drain ------------------------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def test_a_crowd_of_impatient_clients_leaves_nothing_behind(seed: int) -> None:
             if rng.random() < 0.1:
                 one.answered("b")
                 one.observe("c", Reading(now(), running=rng.randrange(8)))
-            one.pools.check()
+            one.pools.check(now())
         await asyncio.gather(*tasks, return_exceptions=True)
         cancelled = sum(task.cancelled() for task in tasks)
         assert len(ends) + cancelled == len(tasks)

@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scenarios import SCENARIOS, store
+from benchmarks.scenarios.goals import full_step_s, versus, window_s
 from benchmarks.scenarios.run import FULL_SEEDS, PREFILL_SCALES, QUICK_SEEDS
 from benchmarks.scenarios.scenario import (
     GOODPUT,
     TRACES,
     TTFT_P99,
+    Beside,
     Case,
+    Found,
+    Goal,
     Metric,
     Place,
     Scenario,
@@ -29,12 +33,14 @@ from benchmarks.scenarios.scenario import (
 )
 from benchmarks.scenarios.statistics import Ratio, paired_ratio
 from benchmarks.scenarios.store import Store, code_digest
+from benchmarks.scenarios.tables import goal_rows, told
 from benchmarks.scenarios.tuning import TUNING_SEEDS, contenders, pick
 from llmproxy.config import Config
 from llmproxy.lab.fleet_file import fleet_named
 from llmproxy.lab.policies import plan_named
-from llmproxy.lab.result import Quantiles, RunResult
+from llmproxy.lab.result import Bound, Loaded, Quantiles, RunResult
 from llmproxy.lab.runs import Finished, Point, Simulation
+from llmproxy.lab.traces.mix import Mix
 from tests.lab.invented import invented_run
 
 CASES = [(scenario, case) for scenario in SCENARIOS for case in scenario.cases]
@@ -127,6 +133,7 @@ def other_config(**given: object) -> Simulation:
         replace(GENERATED, requests=10),
         replace(GENERATED, replicate=2),
         replace(GENERATED, warmup=0.1),
+        replace(GENERATED, mix=Mix(band="critical")),
     ],
 )
 def test_a_run_of_anything_else_is_not_found(tmp_path: Path, other: Simulation) -> None:
@@ -308,7 +315,7 @@ def test_the_case_that_is_tuned_on_has_other_traffic_for_every_seed(scenario: Sc
 
 
 def test_the_workloads_are_w1_to_w9_and_no_two_places_are_called_the_same() -> None:
-    assert [scenario.key for scenario in SCENARIOS] == [f"W{i}" for i in range(1, 10)]
+    assert [scenario.key for scenario in SCENARIOS] == ["W1", "W2", "W3", "W4", "W4b", *(f"W{i}" for i in range(5, 10))]
     labels = [place_of(scenario, case, load).label for scenario, case in CASES for load in case.loads]
     assert len(set(labels)) == len(labels)
     assert all(any(case.quick for case in scenario.cases) for scenario in SCENARIOS)
@@ -319,8 +326,9 @@ def test_the_workloads_are_w1_to_w9_and_no_two_places_are_called_the_same() -> N
 def test_every_policy_of_a_case_is_known(scenario: Scenario, case: Case) -> None:
     config = config_of(case)
     assert config.scheduling.flow == "header:x-tenant"
-    assert len(set(case.policies)) == len(case.policies) > 1
-    for policy in case.policies:
+    assert len(set(case.policies)) == len(case.policies)
+    assert len(case.policies) > 1 or case.beside
+    for policy in (*case.policies, *(one.policy for one in case.beside)):
         plan_named(policy, config)
     assert set(case.quick_loads or case.loads) <= set(case.loads), scenario.key
 
@@ -353,5 +361,119 @@ def test_the_quick_set_is_the_quick_cases_at_their_quick_loads() -> None:
     assert [(place.scenario.key, place.load, place.prefill_scale) for place in quick] == [
         *(("W1", 0.7, scale) for scale in PREFILL_SCALES),
         *(("W5", 2.0, scale) for scale in PREFILL_SCALES),
-        *(("W5", 0.4, scale) for scale in PREFILL_SCALES),
+        *(("W5", 2.0, scale) for scale in PREFILL_SCALES),
     ]
+
+
+# --- goals ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_goal_is_met_at_its_value_and_a_figure_that_does_not_exist_meets_none() -> None:
+    assert Goal("x", 0.95, 0.95).met
+    assert not Goal("x", 0.949, 0.95).met
+    assert Goal("x", 0.95, 0.95, at_least=False).met
+    assert not Goal("x", 0.951, 0.95, at_least=False).met
+    assert not Goal("x", None, 0.0).met
+    assert not Goal("x", None, 1.0, at_least=False).met
+
+
+def test_goals_are_told_with_what_was_measured_and_what_was_wanted() -> None:
+    scenario = SCENARIOS[0]
+    goals = [Goal("up", 0.5, 0.9), Goal("down", 0.5, 0.9, at_least=False, about="why"), Goal("none", None, 1.0)]
+    place = place_of(scenario, replace(scenario.cases[0], goals=lambda _: goals))
+    run = invented_run("blend", 1.0, count=30)[0]
+    assert goal_rows(Found(place, {"blend": [run]}, {})) == [
+        ["up", "0.5", ">= 0.9", "MISSED"],
+        ["down", "0.5", "<= 0.9 (why)", "met"],
+        ["none", "none", ">= 1", ""],
+    ]
+    assert goal_rows(Found(place, {"blend": []}, {})) == []
+    assert goal_rows(Found(place_of(scenario, scenario.cases[0]), {"blend": [run]}, {})) == []
+
+
+def test_what_is_run_beside_is_another_part_of_the_same_arrivals() -> None:
+    beside = Beside("alone", "random", Mix(band="critical"))
+    case = replace(SCENARIOS[0].cases[0], mix=Mix(loud="x"), beside=(beside,), policies=("blend",))
+    place = place_of(SCENARIOS[0], case)
+    other = place.beside(beside)
+    assert (other.rate_scale, other.fleet, other.bounds) == (place.rate_scale, place.fleet, place.bounds)
+    assert other.simulation(3) == replace(place.simulation(3), mix=beside.mix)
+    assert other.label != place.label
+    asked: list[tuple[str, str]] = []
+
+    def runs(where: Place, policy: str, seeds: Sequence[int]) -> list[Finished]:
+        asked.append((where.label, policy))
+        return [Finished(Point(policy, seed), *invented_run(policy, 1.0, seed=seed, count=30)) for seed in seeds]
+
+    found = told(place, {place.label: ["blend"]}, runs, (1, 2))
+    assert asked == [(place.label, "blend"), (other.label, "random")]
+    assert [run.seed for run in found.beside["alone"]] == [1, 2]
+
+
+def test_a_proxy_that_is_told_the_limits_knows_those_of_its_fleet() -> None:
+    w5 = next(scenario for scenario in SCENARIOS if scenario.key == "W5")
+    case = next(case for case in w5.cases if case.told)
+    place = placed(w5, replace(case, requests=40), 2.0, 1.0, 1)
+    backends = place.simulation(1).config.backends
+    assert {one.name: one.max_in_flight for one in backends} == {
+        spec.name: spec.max_num_seqs for spec in place.fleet.replicas
+    }
+
+
+def test_ratios_are_of_the_same_seeds() -> None:
+    runs = [invented_run("blend", 1.0, seed=seed, count=30)[0] for seed in (1, 2, 3)]
+    figures = {1: 1.0, 2: 4.0, 3: 100.0}
+    assert versus(runs[:2], runs[1:], lambda run: figures[run.seed]) == 1.0
+    assert versus(runs[:1], runs[1:], lambda run: figures[run.seed]) is None
+
+
+def test_the_bound_of_a_wait_is_two_full_steps_and_what_may_be_ahead() -> None:
+    case = replace(SCENARIOS[0].cases[0], fleet="2xllama-8b-h100")
+    place = replace(place_of(SCENARIOS[0], case), bounds={"rate_balance": Bound(value=10.0, unit="", about="")})
+    assert window_s(place, 2) == pytest.approx(0.4)
+    spec = place.fleet.replicas[0]
+    chunks = [(500, 1_000)] * 16
+    step_s = spec.profile.step_s(spec.max_num_seqs, spec.max_num_seqs * 1_200, chunks)
+    assert full_step_s(place, 1_000, 500, 1_200) == pytest.approx(step_s)
+    assert full_step_s(replace(place, prefill_scale=1.9), 1_000, 500, 1_200) > 1.3 * step_s
+
+
+JUDGED = [(scenario, case) for scenario, case in CASES if case.goals is not None]
+
+
+@pytest.mark.parametrize(("scenario", "case"), JUDGED, ids=[f"{s.key} {c.name}" for s, c in JUDGED])
+def test_goals_can_be_judged_on_runs_of_any_kind_and_on_none(scenario: Scenario, case: Case) -> None:
+    assert case.goals is not None
+    bounds = {"rate_balance": Bound(value=10.0, unit="", about="")}
+    place = replace(place_of(scenario, case, case.loads[0]), bounds=bounds)
+    loaded = Loaded(duration_s=100.0, output_tokens={"critical": 1_000, "default": 4_000, "sheddable": 100})
+    empty = Found(place, {policy: [] for policy in case.policies}, {one.name: [] for one in case.beside})
+    assert not any(goal.met for goal in case.goals(empty))
+    # A load at which nothing is completed has no latency either.
+    for skill in (0.5, 0.0):
+        runs = [invented_run("blend", 1.0, seed=seed, skill=skill, count=200)[0] for seed in (1, 2)]
+        runs = [run.model_copy(update={"loaded": loaded}) for run in runs]
+        full = Found(place, dict.fromkeys(case.policies, runs), dict.fromkeys((one.name for one in case.beside), runs))
+        goals = case.goals(full)
+        assert len({goal.name for goal in goals}) == len(goals) > 0
+
+
+def test_the_frontier_is_drawn_for_every_cost_of_a_prompt_and_without_runs() -> None:
+    pytest.importorskip("matplotlib")
+    w5 = next(scenario for scenario in SCENARIOS if scenario.key == "W5")
+    case = next(case for case in w5.cases if case.plots is not None)
+    assert case.plots is not None
+    run = invented_run("blend", 1.0, count=100)[0]
+    run = run.model_copy(update={"loaded": Loaded(duration_s=10.0, output_tokens={"default": 100})})
+    for runs in ([run], []):
+        found = [
+            Found(
+                replace(place_of(w5, case, 1.5), prefill_scale=scale),
+                dict.fromkeys(case.policies, runs),
+                dict.fromkeys((one.name for one in case.beside), runs),
+            )
+            for scale in PREFILL_SCALES
+        ]
+        (plot,) = case.plots(found)
+        assert plot.figure is not None
+        assert len(plot.figure.axes) == 4

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.scenario import Place, places
 from benchmarks.scenarios.store import Store
-from benchmarks.scenarios.tables import print_place, print_verdicts, write_pages
+from benchmarks.scenarios.tables import print_goals, print_place, print_verdicts, told, write_pages
 from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
 from llmproxy.lab.runs import Finished, Point, Simulation, run_all
 
@@ -87,9 +87,9 @@ def main() -> None:
     args = parser.parse_args()
     began_s = time.monotonic()
     only = {name.strip().upper() for name in args.only.split(",") if name.strip()}
-    if unknown := only - {scenario.key for scenario in SCENARIOS}:
+    if unknown := only - {scenario.key.upper() for scenario in SCENARIOS}:
         parser.error(f"no workload {', '.join(sorted(unknown))}; known: {', '.join(s.key for s in SCENARIOS)}")
-    chosen = [scenario for scenario in SCENARIOS if not only or scenario.key in only]
+    chosen = [scenario for scenario in SCENARIOS if not only or scenario.key.upper() in only]
     seeds = FULL_SEEDS if args.full else QUICK_SEEDS
     book = Book(Store(args.store), began_s + 60.0 * args.minutes)
     found = places(chosen, not args.full, PREFILL_SCALES, seeds[0])
@@ -99,10 +99,13 @@ def main() -> None:
     # policy on the same arrivals.
     first = [place for place in found if place.quick]
     for some in (first, [place for place in found if not place.quick]):
-        book.run(((p, p.point(policy, s)) for s in seeds for p in some for policy in policies[p.label]), "simulating")
+        book.run(
+            ((q, q.point(policy, s)) for s in seeds for p in some for q, policy in _all_of(p, policies)), "simulating"
+        )
     console = Console(width=None if Console().is_terminal else 132)
     for place in found:
         print_place(console, place, {policy: book.of(place, policy, seeds) for policy in policies[place.label]})
+        print_goals(console, told(place, policies, book.of, seeds))
     print_verdicts(console, found, policies, book.of, seeds)
     write_pages(args.out, found, policies, book.of, seeds, tuned)
     console.print(
@@ -110,6 +113,12 @@ def main() -> None:
     )
     if book.missing:
         console.print(f"{book.missing} runs are missing: the time was over. The same command goes on from here.")
+
+
+def _all_of(place: Place, policies: Mapping[str, Sequence[str]]) -> Iterator[tuple[Place, str]]:
+    """What is to be run for one place, with what is run beside it."""
+    yield from ((place, policy) for policy in policies[place.label])
+    yield from ((place.beside(one), one.policy) for one in place.case.beside)
 
 
 def _policies(place: Place, tuned: dict[str, Tuned]) -> list[str]:

@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-from llmproxy.config import Config, Override, load
+from llmproxy.config import BackendConfig, Config, Override, load
 from llmproxy.lab.bounds import all_bounds
 from llmproxy.lab.fleet import Fault, FaultKind, Fleet
 from llmproxy.lab.fleet_file import fleet_named
 from llmproxy.lab.result import Bound, RunResult
 from llmproxy.lab.runs import Point, Simulation, prepared
+from llmproxy.lab.traces.mix import AS_IT_IS, Mix
+
+if TYPE_CHECKING:
+    from llmproxy.lab.plots import Plot
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 OURS = ("blend",)
@@ -121,12 +126,52 @@ def both(*shapes: Shape) -> Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """One more run of a place, for comparison: another part of the same arrivals, at the same rate and fleet."""
+
+    name: str
+    policy: str
+    mix: Mix
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a figure should be, and what it is; `measured` is None where the run has no such figure.
+
+    `about` says where the wanted value comes from, if not from a person.
+    """
+
+    name: str
+    measured: float | None
+    wanted: float
+    at_least: bool = True
+    about: str = ""
+
+    @property
+    def met(self) -> bool:
+        if self.measured is None:
+            return False
+        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was run at one place: by policy, and by the name of what was run beside; one run for each seed."""
+
+    place: Place
+    runs: Mapping[str, Sequence[RunResult]]
+    beside: Mapping[str, Sequence[RunResult]]
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """One trace on one fleet.
 
     `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
     (see `rate_balance` in `llmproxy.lab.bounds`), None for the trace's own rate. Of a file, each seed takes `requests`
-    of its own. `quick` cases belong to `make lab`.
+    of its own. `mix` says which of a trace's requests are played. With `told` the proxy is told every replica's batch
+    limit (`max_in_flight`) and need not learn it. `goals` judges what was found at each place, and `plots` draws it,
+    over all places. `quick` cases belong to `make lab`.
     """
 
     name: str
@@ -138,6 +183,11 @@ class Case:
     shape: Shape = plain
     policies: tuple[str, ...] = POLICIES
     overrides: Mapping[str, str] | None = None
+    mix: Mix = AS_IT_IS
+    told: bool = False
+    beside: tuple[Beside, ...] = ()
+    goals: Callable[[Found], list[Goal]] | None = None
+    plots: Callable[[Sequence[Found]], list[Plot]] | None = None
     quick: bool = True
     quick_loads: tuple[float | None, ...] | None = None
 
@@ -172,7 +222,19 @@ class Place:
 
     def simulation(self, seed: int) -> Simulation:
         """The traffic of one seed."""
-        return replace(_simulation(self.case, seed), fleet=self.fleet)
+        simulation = replace(_simulation(self.case, seed), fleet=self.fleet)
+        if not self.case.told:
+            return simulation
+        backends = tuple(
+            BackendConfig(url=f"http://{spec.name}:8000", name=spec.name, max_in_flight=spec.max_num_seqs)
+            for spec in self.fleet.replicas
+        )
+        return replace(simulation, config=simulation.config.model_copy(update={"backends": backends}))
+
+    def beside(self, one: Beside) -> Place:
+        """The place of one more run."""
+        case = replace(self.case, name=f"{self.case.name}, {one.name}", mix=one.mix, policies=(one.policy,), beside=())
+        return replace(self, case=case)
 
     def point(self, policy: str, seed: int) -> Point:
         return Point(policy, seed, self.rate_scale, self.prefill_scale)
@@ -199,6 +261,7 @@ def _simulation(case: Case, seed: int) -> Simulation:
         requests=case.requests,
         replicate=case.replicate,
         warmup=WARMUP,
+        mix=case.mix,
     )
 
 

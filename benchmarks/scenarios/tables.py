@@ -11,15 +11,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.scenarios.scenario import OURS, Place
+from benchmarks.scenarios.scenario import OURS, Found, Place
 from benchmarks.scenarios.statistics import Ratio, paired_ratio
 from benchmarks.scenarios.tuning import Runs, Tuned
 from llmproxy.lab.policies import ORACLE
-from llmproxy.lab.report import ReportUnavailable, write_report
+from llmproxy.lab.report import Extra, ExtraTable, ReportUnavailable, write_report
 from llmproxy.lab.result import SimulationResult, load_label, write_result
 from llmproxy.lab.runs import Finished
 
 BOUNDS = ("utilisation", "ttft_p99_pooled", "ttft_p99_floor", "hit_pooled_lru", "lora_static_hit", "vtc_difference")
+
+GOAL_HEADS = ("goal", "measured", "wanted", "")
 
 
 def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Finished]]) -> None:
@@ -52,6 +54,46 @@ def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Fini
         f"{name} {bound.value:.4g} {bound.unit}" for name in BOUNDS if (bound := place.bounds.get(name)) and bound.value
     ]
     console.print(f"  bounds: {'; '.join(told)}\n", soft_wrap=True)
+
+
+def told(place: Place, policies: Mapping[str, Sequence[str]], runs: Runs, seeds: Sequence[int]) -> Found:
+    """Everything that was run at one place."""
+    by_policy = {policy: runs(place, policy, seeds) for policy in policies[place.label]}
+    beside = {one.name: runs(place.beside(one), one.policy, seeds) for one in place.case.beside}
+    return Found(
+        place,
+        {policy: [one.run for one in some] for policy, some in by_policy.items()},
+        {name: [one.run for one in some] for name, some in beside.items()},
+    )
+
+
+def goal_rows(found: Found) -> list[list[str]]:
+    """One row for each goal of a place: what it is, the measured value, the wanted one, and whether it was met."""
+    goals = found.place.case.goals
+    if goals is None or not any(found.runs.values()):
+        return []
+    return [
+        [
+            goal.name,
+            "none" if goal.measured is None else f"{goal.measured:.4g}",
+            f"{'>=' if goal.at_least else '<='} {goal.wanted:.4g}{f' ({goal.about})' if goal.about else ''}",
+            "" if goal.measured is None else "met" if goal.met else "MISSED",
+        ]
+        for goal in goals(found)
+    ]
+
+
+def print_goals(console: Console, found: Found) -> None:
+    """What was hoped for at a place, and what came."""
+    rows = goal_rows(found)
+    if not rows:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for name in GOAL_HEADS:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def versus(place: Place, ours: Sequence[Finished], theirs: Sequence[Finished]) -> Ratio | None:
@@ -123,6 +165,8 @@ def write_pages(
     """One folder per case with its result.json and report.html, and what was tried while tuning."""
     for group in _by_case(found):
         case, scenario = group[0].case, group[0].scenario
+        judged = [told(place, policies, runs, seeds) for place in group]
+        goals = {one.place.label: rows for one in judged if (rows := goal_rows(one))}
         some = [one for place in group for policy in policies[place.label] for one in runs(place, policy, seeds)]
         result = SimulationResult(
             runs=[one.run for one in some],
@@ -140,6 +184,7 @@ def write_pages(
                     for name, one in tuned.items()
                     if one.workload == scenario.key
                 },
+                "goals": {label: [" ".join(row).strip() for row in rows] for label, rows in goals.items()},
                 "loads": {load_label(p.rate_scale, p.prefill_scale): p.load for p in group},
             },
         )
@@ -148,11 +193,24 @@ def write_pages(
         write_result(folder / "result.json", result)
         trails = {one.run.key: one.trail for one in some if one.point.seed == seeds[0]}
         try:
-            write_report(folder / "report.html", result, trails, f"{scenario.key} {scenario.title}: {case.name}", OURS)
+            write_report(
+                folder / "report.html",
+                result,
+                trails,
+                f"{scenario.key} {scenario.title}: {case.name}",
+                OURS,
+                extra=_extra(judged, goals),
+            )
         except ReportUnavailable as error:
             print(f"no report.html: {error}")
     tried = {name: {"tried": dict(one.figures), "taken": one.best} for name, one in tuned.items()}
     (out / "tuning.json").write_bytes(orjson.dumps(tried, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def _extra(judged: Sequence[Found], goals: Mapping[str, Sequence[Sequence[str]]]) -> Extra:
+    draw = judged[0].place.case.plots
+    tables = [ExtraTable(f"Goals: {label}", GOAL_HEADS, rows) for label, rows in goals.items()]
+    return Extra(tables, None if draw is None else lambda: draw(judged))
 
 
 def _figures(place: Place, some: Sequence[Finished]) -> list[str]:

@@ -1,12 +1,114 @@
-"""W6: bursts, and replicas that come when they are needed; how late does a first token get?"""
+"""W6: bursts, replicas that come when they are needed, and replicas that go for a while; how late is a first token?"""
 
-from benchmarks.scenarios.scenario import TTFT_P99, Case, Scenario, both, joining, sized
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.scenarios.goals import in_band, mean, versus
+from benchmarks.scenarios.scenario import (
+    CRITICAL_GOODPUT,
+    TTFT_P99,
+    Case,
+    Found,
+    Goal,
+    Scenario,
+    Shape,
+    both,
+    joining,
+    sized,
+)
+from llmproxy.core.domain import Outcome
+from llmproxy.lab.fleet import Fault, FaultKind, Fleet
+from llmproxy.lab.result import RunResult
+
+KEPT = "blend(withdrawal=false)"
+LEVEL, LEVEL_KEPT = "blend(ceilings=1/1/1)", "blend(ceilings=1/1/1,withdrawal=false)"
+HOLD_S = 30.0
+IN_TURN_S = (20.0, 27.0, 33.0, 40.0)
+"""For how long each of four replicas is gone."""
+ERRORS = frozenset(Outcome) - {Outcome.COMPLETED, Outcome.CANCELLED}
+
+critical_ttft_p99 = in_band("critical", lambda group: group.ttft_s.p99)
+sheddable_wait = in_band("sheddable", lambda group: group.ttft_s.mean)
+
+
+def rolled(kind: FaultKind, gone_s: tuple[float, ...], first_s: float = 20.0, apart_s: float = 5.0) -> Shape:
+    """One replica after the other is gone for so many seconds; each begins `apart_s` after the one before is back."""
+
+    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+        del duration_s
+        at_s, faults = first_s, []
+        for spec, value in zip(fleet.replicas, gone_s, strict=True):
+            faults.append(Fault(at_s, kind, spec.name, None, value))
+            at_s += value + apart_s
+        return replace(fleet, faults=(*fleet.faults, *faults))
+
+    return shape
+
+
+def withdrawn(found: Found) -> list[Goal]:
+    """What taking leases back gives to critical requests, and takes from sheddable ones."""
+    told = []
+    for name, policy, kept in (("", "blend", KEPT), (", no ceilings", LEVEL, LEVEL_KEPT)):
+        ours, others = found.runs[policy], found.runs[kept]
+        count = mean(ours, lambda run: float(run.withdrawals)) or 0.0
+        told += [
+            Goal(f"critical goodput, withdrawal on / off{name}", versus(ours, others, CRITICAL_GOODPUT.of), 1.0),
+            Goal(
+                f"critical TTFT p99, withdrawal on / off{name}",
+                versus(ours, others, critical_ttft_p99),
+                1.0,
+                False,
+                f"{mean(ours, critical_ttft_p99) or 0.0:.3f} s, {count:.0f} withdrawals",
+            ),
+            Goal(
+                f"sheddable TTFT mean, on / off{name}",
+                versus(ours, others, sheddable_wait),
+                1.05,
+                False,
+                f"{mean(ours, sheddable_wait) or 0.0:.3f} s",
+            ),
+        ]
+    return told
+
+
+def errors(run: RunResult) -> float:
+    """Requests that did not get their whole answer."""
+    return float(sum(count for outcome, count in run.outcomes.items() if Outcome(outcome) in ERRORS))
+
+
+def held(found: Found) -> list[Goal]:
+    """What clients hear of a rollout."""
+    ours = found.runs["blend"]
+    outcomes: dict[str, int] = {}
+    for run in ours:
+        for outcome, count in run.outcomes.items():
+            outcomes[outcome] = outcomes.get(outcome, 0) + count
+    told = ", ".join(f"{outcome} {count}" for outcome, count in sorted(outcomes.items()))
+    return [Goal("client errors", mean(ours, errors), 0.0, False, told)]
+
+
+def _rollout(name: str, fleet: str, rate: float, gone: Shape, quick: bool = True) -> Case:
+    return Case(
+        name,
+        f"gen:step_bursts,rate={rate:g},factor=1,duration_s={100 if fleet.startswith('1x') else 180}",
+        fleet,
+        (None,),
+        shape=both(sized(max_num_seqs=64), gone),
+        overrides={"queue.hold_s": f"{HOLD_S:g}"},
+        policies=("blend", "least_request"),
+        goals=held,
+        quick=quick,
+    )
+
 
 SCENARIO = Scenario(
     "W6",
-    "Bursts and growth",
+    "Bursts, growth and rollouts",
     "Steps of five times the rate, with two replicas that join in mid-burst; a bursty production hour (ServeGen"
-    " m-large; Azure's code trace, burstier still, cannot be had).",
+    " m-large; Azure's code trace, burstier still, cannot be had); bursts of critical requests above sheddable ones"
+    " that fill the fleet; replicas that restart one after the other, having ended what they had, while requests are"
+    f" held for up to {HOLD_S:g} s.",
     TTFT_P99,
     (
         Case(
@@ -16,6 +118,19 @@ SCENARIO = Scenario(
             (None,),
             shape=both(sized(max_num_seqs=32), joining(2, 0.4)),
         ),
+        Case(
+            "critical bursts, 2 x 8B",
+            "gen:critical_bursts,rate=60,sheddable_rate=30,period_s=20,burst_s=4,duration_s=60",
+            "2xllama-8b-h100",
+            (None,),
+            shape=sized(max_num_seqs=32),
+            policies=("blend", KEPT, LEVEL, LEVEL_KEPT, "least_request"),
+            goals=withdrawn,
+        ),
+        _rollout("rollout, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FaultKind.ROLL, IN_TURN_S)),
+        _rollout("rollout of one, 25 s", "1xllama-8b-h100", 5.0, rolled(FaultKind.ROLL, (25.0,))),
+        _rollout("rollout of one, 40 s", "1xllama-8b-h100", 5.0, rolled(FaultKind.ROLL, (40.0,)), quick=False),
+        _rollout("killed in turn, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FaultKind.RESTART, IN_TURN_S), quick=False),
         Case(
             "ServeGen m-large, 4 x 8B",
             "servegen_mlarge_1h.csv.gz",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from difflib import get_close_matches
+from hashlib import sha256
 from ipaddress import IPv4Network, IPv6Network, ip_network
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+from llmproxy.core.registry import Registry
 
 Network = IPv4Network | IPv6Network
 TRUST_WORDS: Mapping[str, tuple[Network, ...]] = {
@@ -18,6 +22,9 @@ TRUST_WORDS: Mapping[str, tuple[Network, ...]] = {
     "none": (),
 }
 
+KEY_PATTERN = r"^[\x21-\x7e]+$"
+KEY_CHARS_MAX = 4096
+
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """The member of `known` (not empty) that looks most like `word`."""
@@ -25,9 +32,20 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def one_of(known: Sequence[str]) -> AfterValidator:
+    return _named_in(lambda: known)
+
+
+def registered(registry: Registry[Any]) -> AfterValidator:
+    """The name of a policy, looked up when a value is validated: plugins may have brought more by then."""
+    return _named_in(registry.names)
+
+
+def _named_in(names: Callable[[], Sequence[str]]) -> AfterValidator:
     def check(value: str) -> str:
-        if value.lower() in known:
-            return value.lower()
+        known = names()
+        for word in (value, value.lower()):
+            if word in known:
+                return word
         raise ValueError(f'{value!r} is none of {", ".join(known)} (nearest: "{nearest(value, known)}")')
 
     return AfterValidator(check)
@@ -87,9 +105,46 @@ def base_url(value: str) -> str:
 
 
 def flow_of(value: str) -> str:
-    if value == "model" or re.fullmatch(r"header:[\w!#$%&'*+.^`|~-]+", value, re.ASCII):
+    flow = value.lower()
+    if flow in ("header:authorization", "header:x-api-key"):
+        raise ValueError(f"{value!r} would write keys into logs; flows by key are what tenants are for")
+    if flow in ("model", "tenant", "tenant+model") or re.fullmatch(r"header:[\w!#$%&'*+.^`|~-]+", flow, re.ASCII):
+        return flow
+    raise ValueError(f'{value!r} should be "model", "tenant", "tenant+model" or "header:NAME", such as header:x-tenant')
+
+
+def is_api_key(text: str) -> bool:
+    """Whether a client can present this as its key in a header field."""
+    return len(text) <= KEY_CHARS_MAX and re.fullmatch(KEY_PATTERN, text) is not None
+
+
+def hash_of(key: str) -> str:
+    """What a configuration holds instead of a client's key."""
+    return f"sha256:{sha256(key.encode()).hexdigest()}"
+
+
+def key_hash(value: object) -> str:
+    if isinstance(value, str) and re.fullmatch(r"sha256:[0-9a-fA-F]{64}", value):
         return value.lower()
-    raise ValueError(f'{value!r} should be "model" or "header:NAME", such as header:x-tenant')
+    # What was written here may be a key, and is therefore not repeated.
+    raise ValueError("should be sha256: and 64 hex digits; `llmproxy hash-key` makes that of a key")
+
+
+def moment_of(value: object) -> datetime:
+    """A date, which means its first moment, or a timestamp; in UTC where it names no zone."""
+    if isinstance(value, str) and re.match(r"\d{4}-\d\d-\d\d", value):
+        try:
+            moment = datetime.fromisoformat(value.strip())
+            return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+        except (ValueError, OverflowError):
+            pass
+    raise ValueError(f"should be a date or a timestamp, such as 2027-01-31 or 2027-01-31T18:00:00Z, not {value!r}")
+
+
+def module_name(value: str) -> str:
+    if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", value):
+        return value
+    raise ValueError(f"{value!r} should be the name of a Python module, such as our_policies or our.policies")
 
 
 def from_text(key: str) -> BeforeValidator:
@@ -102,6 +157,11 @@ Seconds = Annotated[Number, Field(gt=0)]
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Count = Annotated[Integer, Field(ge=1)]
 Fraction = Annotated[Number, Field(gt=0, le=1)]
+Weight = Annotated[Number, Field(gt=0)]
+Rate = Annotated[Number, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
-ApiKey = Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=4096)]
+ApiKey = Annotated[str, Field(pattern=KEY_PATTERN, max_length=KEY_CHARS_MAX)]
 Criticality = Annotated[str | int, PlainValidator(criticality_of)]
+KeyHash = Annotated[str, PlainValidator(key_hash)]
+Moment = Annotated[datetime, BeforeValidator(moment_of)]
+Module = Annotated[str, AfterValidator(module_name)]

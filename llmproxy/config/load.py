@@ -15,11 +15,24 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from llmproxy.config.config import Config
 from llmproxy.config.kinds import nearest
-from llmproxy.config.schema import Config, Section
+from llmproxy.config.schema import Section
 
 FILE_BYTES_MAX = 4 << 20
-FILE_ONLY = frozenset({"bands", "models", "objectives", "scheduling.ceilings", "scheduling.weights"})
+FILE_ONLY = frozenset(
+    {
+        "plugins",
+        "bands",
+        "models",
+        "objectives",
+        "tenants",
+        "scheduling.ceilings",
+        "scheduling.min_shares",
+        "scheduling.weights",
+        "queue.band_ttl_s",
+    }
+)
 """Keys whose values are too rich for one flag or variable."""
 
 Place = tuple[str | int, ...]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from llmproxy.config.schema import Config
-from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings
+from llmproxy.config.config import Config
+from llmproxy.config.schema import LimitsConfig
+from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
 
 
 def settings_of(config: Config) -> Settings:
@@ -11,11 +12,19 @@ def settings_of(config: Config) -> Settings:
     chosen, health, queue = config.scheduling, config.health, config.queue
     return Settings(
         fairness=chosen.fairness,
+        ordering=chosen.ordering,
         placement=chosen.placement,
+        charged=chosen.charged,
         ceilings=config.ceilings(),
-        weights=chosen.weights,
+        min_shares=config.by_band(chosen.min_shares),
         input_weight=chosen.input_weight,
         output_weight=chosen.output_weight,
+        quantum_tokens=chosen.quantum_tokens,
+        slo_window_s=chosen.slo_window_s,
+        ageing_s=chosen.ageing_s,
+        withdrawal=chosen.withdrawal,
+        refuse_late=chosen.refuse_late,
+        limits=_limits(config),
         capacity=CapacitySettings(
             start_limit=chosen.start_limit,
             look_ahead=chosen.look_ahead,
@@ -31,7 +40,34 @@ def settings_of(config: Config) -> Settings:
         queue=QueueSettings(
             requests_max=queue.requests_max,
             bytes_max=queue.bytes_max,
+            tokens_max=queue.tokens_max,
             band_requests_max=queue.band_requests_max,
             band_bytes_max=queue.band_bytes_max,
+            band_tokens_max=queue.band_tokens_max,
+            flow_requests_max=queue.flow_requests_max,
+            flow_bytes_max=queue.flow_bytes_max,
+            flow_tokens_max=queue.flow_tokens_max,
+            hold_s=queue.hold_s,
         ),
     )
+
+
+def tenant_limit(name: str) -> str:
+    """What the usage limit of a tenant is called in `Settings.limits` and `Request.limits`."""
+    return f"tenant:{name}"
+
+
+def model_limit(name: str) -> str:
+    """What the usage limit of a name that clients ask for is called there."""
+    return f"model:{name}"
+
+
+def _limits(config: Config) -> dict[str, UsageLimit]:
+    """The limits of those tenants and models that have any."""
+    entries = [(tenant_limit(tenant.name), tenant.limits) for tenant in config.tenants]
+    entries += [(model_limit(model.name), model.limits) for model in config.models]
+    return {
+        name: UsageLimit(limits.in_flight, limits.requests_per_min, limits.tokens_per_min)
+        for name, limits in entries
+        if limits != LimitsConfig()
+    }

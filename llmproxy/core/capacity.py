@@ -29,8 +29,10 @@ class BatchLimit:
     Starts at `start` and grows by a quarter while the engine is used and shows nobody waiting; settles on the number
     running once requests keep waiting while that number no longer rises. A plateau once met is tried again, by an
     eighth, after a calm that doubles each time it proves the same, since what made it (long prompts, a full KV-cache)
-    may have passed. `fixed` caps the limit for good: an operator's word bounds what is tried, and the engine's own
-    queue may still prove it too high.
+    may have passed. Such a trial ends with the first reading that shows somebody waiting behind no more than the known
+    number: what it lets in beyond that stands in the engine's own queue, before everything that comes after it, a
+    critical request included. `fixed` caps the limit for good: an operator's word bounds what is tried, and the
+    engine's own queue may still prove it too high.
 
     "Used" means filled to `lowest_ceiling`: traffic of low bands alone never fills a backend further than that, and
     must be able to teach its limit all the same. The reading itself must bear that out: the gauges of a frozen engine
@@ -52,6 +54,9 @@ class BatchLimit:
         """Learn from one reading; `load` is how many sequences are thought to be at the engine."""
         if waiting > 0:
             self._calm = 0
+            if self._plateau is not None and running <= self._plateau < self.value:
+                self._settle(self._plateau)
+                return
             self._waited.append(running)
             steady = max(self._waited) - min(self._waited) <= max(1, running // 10)
             if len(self._waited) == PLATEAU_READINGS and steady and running > 0:

@@ -32,6 +32,8 @@ class Outcome(StrEnum):
     TOO_LARGE = "too_large"
     REJECTED_CAPACITY = "rejected_capacity"
     REJECTED_NO_BACKENDS = "rejected_no_backends"
+    REJECTED_DEADLINE = "rejected_deadline"
+    RATE_LIMITED = "rate_limited"
     EXPIRED = "expired"
     EXPIRED_NO_BACKENDS = "expired_no_backends"
     SHED = "shed"
@@ -66,8 +68,29 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Slo:
+    """A latency objective: seconds from arrival to the first token, mean seconds per output token after it.
+
+    None where that part is not asked for; at least one part is.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
+        """Whether an answer kept the objective; `ttft_s` is None where no token came, `tpot_s` where only one did."""
+        if ttft_s is None or (self.ttft_s is not None and ttft_s > self.ttft_s):
+            return False
+        return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """An ask with identity, flow, band, cost, arrival and deadline. It never changes once made."""
+    """An ask with identity, flow, band, cost, arrival and deadline. It never changes once made.
+
+    `weight` is the share of its flow. `limits` names the usage limits that it counts against (of its tenant, its
+    model); see `core.limits`. `label` is what its client and the log call it.
+    """
 
     id: str
     pool: str
@@ -83,6 +106,19 @@ class Request:
     max_tokens: int | None = None
     sequences: int = 1
     stream: bool = False
+    tenant: str = ""
+    weight: float = 1.0
+    slo: Slo | None = None
+    limits: tuple[str, ...] = ()
+    label: str = ""
+
+
+class Entry(StrEnum):
+    """How a request comes into the waiting room."""
+
+    NEW = "new"
+    RETRY = "retry"
+    WITHDRAWN = "withdrawn"
 
 
 # --- what backends say ------------------------------------------------------------------------------------------------
@@ -145,6 +181,7 @@ class Verdict(StrEnum):
     BUSY = "busy"
     DRAINING = "draining"
     LOST = "lost"
+    WITHDRAWN = "withdrawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +219,22 @@ class NoMatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Why:
+    """Why this request went and no other, noted when it was decided.
+
+    `waiting` counts requests by band, highest first, this one among them; `flows` the flows of its band that had some.
+    `standing` is what the fairness policy held of its flow. `passed_over` requests of its band were looked at before
+    and fitted nowhere. `guaranteed` says that it went by its band's minimum share, although a higher band waited.
+    """
+
+    waiting: tuple[tuple[int, int], ...]
+    flows: int
+    standing: tuple[tuple[str, float], ...]
+    passed_over: int
+    guaranteed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """A booking already made: `request` may use `backend` until the lease is finished."""
 
@@ -190,6 +243,7 @@ class Grant:
     placed: Placed
     at_s: float
     queued_ahead: int
+    why: Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +264,19 @@ class Revoke:
     backend: str
 
 
-Decision = Grant | Drop | Revoke
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """A lease to be given back before its first byte, in favour of a waiting request of a higher band.
+
+    Its request loses nothing: it comes back to the head of its flow, with its waiting time kept.
+    """
+
+    lease: int
+    request: Request
+    backend: str
+
+
+Decision = Grant | Drop | Revoke | Withdraw
 
 
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not an error of this code

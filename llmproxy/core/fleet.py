@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from llmproxy.core.capacity import BatchLimit, slots_under
@@ -185,6 +185,30 @@ class Backend:
         self._debit_tokens -= self._debits.pop(lease, 0)
         self.health.finished(lease, verdict, now)
         self._view = None
+
+    def unstarted(self, lease: int) -> bool:
+        """Nothing was done for `lease` that anybody saw: its stream has no byte, or the engine has it in its queue.
+
+        Without a stream only the engine's own numbers can prove it: a reading younger than the booking shows requests
+        waiting, all of them ours, and this is one of the last that came.
+        """
+        booking = self.bookings[lease]
+        if booking.started or booking.request.stream:
+            return not booking.started
+        reading = self.reading
+        if reading is None or self._others or booking.booked_s > reading.taken_at_s - GAUGE_LAG_S:
+            return False
+        seen = [x for x, b in self.bookings.items() if b.booked_s <= reading.taken_at_s - GAUGE_LAG_S]
+        return lease in seen[len(seen) - reading.waiting :] if reading.waiting else False
+
+    def view_without(self, leases: list[int], now: float) -> View:
+        """The view as it will be when `leases` have been given back."""
+        view = self.view(now)
+        kv_used = view.kv_used
+        if view.kv_tokens:
+            kv_used -= sum(self._debits.get(lease, 0) for lease in leases) / view.kv_tokens
+        freed = sum(self.bookings[lease].request.sequences for lease in leases)
+        return replace(view, load=view.load - freed, kv_used=kv_used)
 
     def _settle_debits(self, before_s: float) -> None:
         for lease in [x for x in self._debits if self.bookings[x].booked_s <= before_s]:

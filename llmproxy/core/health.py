@@ -89,7 +89,7 @@ class Health:
                     self._eject(now)
             case Verdict.BUSY:
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
-            case Verdict.CLIENT_GONE | Verdict.LOST:
+            case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.WITHDRAWN:
                 pass
 
     def _close_case(self) -> None:

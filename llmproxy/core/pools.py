@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
@@ -10,6 +11,7 @@ from llmproxy.core.catalogue import Catalogue, Target
 from llmproxy.core.domain import (
     Ask,
     Decision,
+    Entry,
     Grant,
     Listing,
     Outcome,
@@ -22,10 +24,12 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.estimate import Estimator
 from llmproxy.core.fleet import Backend, View
+from llmproxy.core.limits import UsageLimits
+from llmproxy.core.occupancy import Occupancy
 from llmproxy.core.placement import Placement
-from llmproxy.core.queue import Occupancy
 from llmproxy.core.scheduler import RETRY_EMPTY_S, Scheduler
 from llmproxy.core.settings import Settings
+from llmproxy.core.snapshot import LIMITS_MAX, TOTAL_FLOWS_MAX, LimitSnapshot, PoolSnapshot, Position, Snapshot
 
 
 class Pools:
@@ -42,9 +46,10 @@ class Pools:
         aliases: Mapping[str, str],
         make_placement: Callable[[], Placement],
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._make_placement = make_placement
         self._occupancy = Occupancy(settings.queue)
+        self._limits = UsageLimits(settings.limits)
         self._lease_serial = count(1)
         self._schedulers: dict[str, Scheduler] = {}
         self._pool_of: dict[str, str] = {}
@@ -84,7 +89,7 @@ class Pools:
         if pool is not None:
             if pool not in self._schedulers:
                 self._schedulers[pool] = Scheduler(
-                    pool, self._settings, self._occupancy, self._lease_serial, self._make_placement()
+                    pool, self.settings, self._occupancy, self._limits, self._lease_serial, self._make_placement()
                 )
             self._schedulers[pool].attach(self.backends[backend])
             self._pool_of[backend] = pool
@@ -101,26 +106,36 @@ class Pools:
         return self.estimator.tokens(target.model, ask)
 
     def submit(
-        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), *, again: bool = False
+        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
     ) -> None:
         """See `Scheduler.submit`; raises Refused, also when the pool went while the request was on its way here."""
         scheduler = self._schedulers.get(request.pool)
         if scheduler is None:
             message = f"No backend serves `{request.pool}` any more. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
-        scheduler.submit(request, now, excluded, again=again)
+        scheduler.submit(request, now, excluded, entry)
 
     def cancel(self, request: Request) -> None:
         self._schedulers[request.pool].cancel(request.id)
 
-    def started(self, grant: Grant) -> None:
-        self._schedulers[grant.request.pool].started(grant.lease)
+    def started(self, grant: Grant, now: float) -> None:
+        self._schedulers[grant.request.pool].started(grant.lease, now)
 
-    def progress(self, grant: Grant, output_tokens: int) -> None:
-        self._schedulers[grant.request.pool].progress(grant.lease, output_tokens)
+    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
+        self._schedulers[grant.request.pool].progress(grant.lease, output_tokens, now)
 
     def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         self._schedulers[grant.request.pool].finish(grant.lease, verdict, now, usage)
+
+    def ended(self, request: Request, met: bool | None, now: float) -> None:
+        """A request has left the house, whether it was served, refused or left by its client; told once of each.
+
+        `met` says whether it kept its objective, None where it had none or its client left.
+        """
+        self._limits.ended(request, now)
+        scheduler = self._schedulers.get(request.pool)
+        if scheduler is not None:
+            scheduler.ended(request, met, now)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
@@ -137,6 +152,36 @@ class Pools:
         """Band -> (requests, body bytes) waiting."""
         return self._occupancy.queued()
 
+    def snapshot(self, now: float) -> Snapshot:
+        """What waits, why, and who has room; costs what it shows, however much waits."""
+        pools: list[PoolSnapshot] = []
+        flows_left = TOTAL_FLOWS_MAX
+        for scheduler in self._schedulers.values():
+            pools.append(scheduler.snapshot(now, flows_left))
+            flows_left -= sum(len(band.shown) for band in pools[-1].bands)
+        in_flight = self._limits.in_flight()
+        names = sorted(in_flight, key=lambda name: -in_flight[name])[:LIMITS_MAX]
+        limits = tuple(
+            LimitSnapshot(
+                name, in_flight[name], self.settings.limits[name].in_flight, *self._limits.left_per_min(name, now)
+            )
+            for name in names
+        )
+        return Snapshot(tuple(pools), limits, len(in_flight) - len(names))
+
+    def position(self, name: str, now: float) -> Position | None:
+        """Where the waiting request of this label or id stands; None where nothing of that name waits."""
+        found = (scheduler.position(name, now) for scheduler in self._schedulers.values())
+        return next((position for position in found if position is not None), None)
+
+    def parked(self) -> dict[str, int]:
+        """Usage limit -> requests that wait for it, over all pools."""
+        parked: Counter[str] = Counter()
+        for scheduler in self._schedulers.values():
+            for (_, limit), waiting in scheduler.parked().items():
+                parked[limit] += waiting
+        return dict(parked)
+
     def views(self, now: float) -> dict[str, View]:
         return {name: backend.view(now) for name, backend in self.backends.items()}
 
@@ -147,8 +192,8 @@ class Pools:
     def models(self) -> list[dict[str, Any]]:
         return self.catalogue.models()
 
-    def check(self) -> None:
+    def check(self, now: float) -> None:
         for scheduler in self._schedulers.values():
-            scheduler.check()
+            scheduler.check(now)
         waiting = sum(requests for requests, _ in self.queued().values())
         assert waiting == sum(scheduler.waiting for scheduler in self._schedulers.values())

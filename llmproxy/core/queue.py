@@ -1,197 +1,208 @@
-"""Bands, flows, limits and deadlines: who waits, in which order, and how much of it there may be."""
+"""Bands, flows and lines: who waits, and in which order."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import count
+from math import inf
+from typing import Generic, TypeVar
 
 from llmproxy.core.domain import Request
 from llmproxy.core.fairness import FairnessPolicy
-from llmproxy.core.settings import QueueSettings
+from llmproxy.core.ordering import Key, Rank
 
 FLOW_LOOK_MAX = 8
 """Requests of one flow that are looked at when the first of them fit nowhere; bounds the time of a pass."""
 
+BEFORE_LOOK_MAX = 20_000
+"""Entries of a heap that are counted to say how many come before one of them: some milliseconds of work."""
 
-@dataclass(frozen=True, slots=True)
+
+def head_rank(request: Request) -> Rank:
+    """The rank of a request that was withdrawn: it had its turn already, and goes before all that had not."""
+    return Rank((-inf, request.arrived_s))
+
+
+@dataclass(slots=True, eq=False)
 class Queued:
-    """A request in the waiting room, with the backends that already failed it."""
+    """A request in the waiting room, with the backends that already failed it.
+
+    `due_s` are its deadlines on the two clocks of `core.patience`. `key` is its place in its flow now. `parked` names
+    the usage limit for which it stands outside its flow, `back_from` the one for which it did before. `gone` and `key`
+    tell the heaps which of their entries still count, so an object that is gone never comes back: its request gets a
+    new one.
+    """
 
     request: Request
+    rank: Rank
     excluded: frozenset[str] = frozenset()
+    due_s: tuple[float, float] = (inf, inf)
+    key: Key = (0.0, 0.0)
+    parked: str | None = None
+    back_from: str | None = None
+    gone: bool = False
 
 
-@dataclass(slots=True)
-class _Usage:
-    requests: int = 0
-    body_bytes: int = 0
+K = TypeVar("K", bound=tuple[float, ...] | float)
+Entry = tuple[K, int, Queued]
 
 
-@dataclass(frozen=True, slots=True)
-class Full:
-    """A limit of the waiting room that is reached, by its name in the configuration; `total` over all bands."""
+class LazyHeap(Generic[K]):
+    """A heap from which entries are not taken out when they stop to count, but dropped when they surface.
 
-    name: str
-    limit: int
-    total: bool
+    Putting one in is O(log n), leaving is free; `counts` says whether an entry still does.
+    """
+
+    def __init__(self, counts: Callable[[K, Queued], bool]) -> None:
+        self._entries: list[Entry[K]] = []
+        self._counts = counts
+        self._serial = count()
+
+    def push(self, key: K, queued: Queued, live: int) -> None:
+        """Put in an entry; `live` is about how many count, beyond a multiple of which the rest is cleared out."""
+        heappush(self._entries, (key, next(self._serial), queued))
+        if len(self._entries) > 64 + 2 * live:
+            self._entries = [entry for entry in self._entries if self._counts(entry[0], entry[2])]
+            heapify(self._entries)
+
+    def least(self) -> Entry[K] | None:
+        """The least entry that counts."""
+        entries = self._entries
+        while entries and not self._counts(entries[0][0], entries[0][2]):
+            heappop(entries)
+        return entries[0] if entries else None
+
+    def pop(self) -> Queued:
+        """Take out the entry that `least` has just answered."""
+        return heappop(self._entries)[2]
+
+    def before(self, queued: Queued) -> int | None:
+        """How many come before `queued`, None where there are more than `BEFORE_LOOK_MAX` entries to count."""
+        if len(self._entries) > BEFORE_LOOK_MAX:
+            return None
+        own = next(entry for entry in self._entries if entry[2] is queued and self._counts(entry[0], queued))
+        return sum(1 for entry in self._entries if entry < own and self._counts(entry[0], entry[2]))
+
+    def __iter__(self) -> Generator[Queued, None, None]:
+        """Those that count, least key first. Close the iterator before changing anything."""
+        taken: list[Entry[K]] = []
+        try:
+            while (entry := self.least()) is not None:
+                # The first is asked for almost always and those behind it hardly ever: it stays where it is till then.
+                yield entry[2]
+                taken.append(heappop(self._entries))
+        finally:
+            for entry in taken:
+                heappush(self._entries, entry)
 
 
-class Occupancy:
-    """How full the waiting room of this process is, over all pools, held to its limits."""
+class _Line:
+    """The waiting requests of one flow, in the order of their ranks."""
 
-    def __init__(self, limits: QueueSettings) -> None:
-        self._limits = limits
-        self._total = _Usage()
-        self._bands: dict[int, _Usage] = {}
+    def __init__(self) -> None:
+        self._heap: LazyHeap[Key] = LazyHeap(lambda key, queued: not queued.gone and queued.key == key)
+        self.size = 0
 
-    def full(self, band: int, body_bytes: int) -> Full | None:
-        """The limit that one more request would break, None where it fits. A band's own limit is told first."""
-        usage = self._bands.setdefault(band, _Usage())
-        for full, used, more in (
-            (Full("queue.band_requests_max", self._limits.band_requests_max, False), usage.requests, 1),
-            (Full("queue.band_bytes_max", self._limits.band_bytes_max, False), usage.body_bytes, body_bytes),
-            (Full("queue.requests_max", self._limits.requests_max, True), self._total.requests, 1),
-            (Full("queue.bytes_max", self._limits.bytes_max, True), self._total.body_bytes, body_bytes),
-        ):
-            if used + more > full.limit:
-                return full
-        return None
+    def put(self, queued: Queued, key: Key) -> None:
+        queued.key = key
+        self._heap.push(key, queued, self.size + 1)
 
-    def enter(self, band: int, body_bytes: int) -> None:
-        self._add(self._bands.setdefault(band, _Usage()), 1, body_bytes)
+    def head(self) -> Queued | None:
+        entry = self._heap.least()
+        return None if entry is None else entry[2]
 
-    def leave(self, band: int, body_bytes: int) -> None:
-        self._add(self._bands[band], -1, -body_bytes)
+    def before(self, queued: Queued) -> int | None:
+        return self._heap.before(queued)
 
-    def _add(self, usage: _Usage, requests: int, body_bytes: int) -> None:
-        for counted in (usage, self._total):
-            counted.requests += requests
-            counted.body_bytes += body_bytes
-
-    def queued(self) -> dict[int, tuple[int, int]]:
-        """Band -> (requests, body bytes) waiting."""
-        return {band: (usage.requests, usage.body_bytes) for band, usage in self._bands.items()}
-
-    def check(self) -> None:
-        assert self._total.requests == sum(u.requests for u in self._bands.values())
-        assert self._total.body_bytes == sum(u.body_bytes for u in self._bands.values())
-        assert all(u.requests >= 0 and u.body_bytes >= 0 for u in self._bands.values())
+    def __iter__(self) -> Generator[Queued, None, None]:
+        return self._heap.__iter__()
 
 
 class Band:
-    """The flows of one priority level. A flow is listed while it has a request waiting, in order of arrival.
+    """The flows of one priority level. A flow is listed while it has a request waiting, in the order of its ranks.
 
-    A retry keeps its arrival time and so comes back to where it stood. Flows are plain sorted lists: moving ten
-    thousand pointers takes a few microseconds, and almost all traffic is at the two ends.
+    `ceiling` is the saturation (0..1] at which the band waits.
     """
 
-    def __init__(self, fairness: FairnessPolicy) -> None:
+    def __init__(self, fairness: FairnessPolicy, ceiling: float = 1.0) -> None:
         self.fairness = fairness
-        self._flows: dict[str, list[Queued]] = {}
+        self.ceiling = ceiling
         self.size = 0
+        self._lines: dict[str, _Line] = {}
+        self._turns: LazyHeap[float] = LazyHeap(lambda _, queued: not queued.gone)
 
-    def push(self, queued: Queued) -> None:
-        request = queued.request
-        flow = self._flows.setdefault(request.flow, [])
-        insort(flow, queued, key=_arrival)
+    @property
+    def flows(self) -> int:
+        return len(self._lines)
+
+    def push(self, queued: Queued, now: float) -> None:
+        request, rank = queued.request, queued.rank
+        line = self._lines.setdefault(request.flow, _Line())
+        if rank.turns_s <= now:
+            line.put(queued, rank.then)
+        else:
+            line.put(queued, rank.key)
+            if rank.turns_s < inf:
+                self._turns.push(rank.turns_s, queued, self.size + 1)
+        line.size += 1
         self.size += 1
-        if flow[0] is queued:
+        if line.head() is queued:
             self.fairness.backlogged(request.flow, request)
 
-    def remove(self, request: Request) -> None:
-        flow = self._flows[request.flow]
-        at = bisect_left(flow, request.arrived_s, key=_arrival)
-        while flow[at].request.id != request.id:
-            at += 1
-        del flow[at]
+    def remove(self, queued: Queued) -> None:
+        request = queued.request
+        line = self._lines[request.flow]
+        was_head = line.head() is queued
+        queued.gone = True
+        line.size -= 1
         self.size -= 1
-        if not flow:
-            del self._flows[request.flow]
+        if not line.size:
+            del self._lines[request.flow]
             self.fairness.emptied(request.flow)
-        elif at == 0:
-            self.fairness.backlogged(request.flow, flow[0].request)
+        elif was_head:
+            self._tell_head(request.flow, line)
 
-    def first(self, flow: str) -> Iterator[Queued]:
-        """The head of `flow` and a few behind it, for when the head fits nowhere."""
-        return islice(self._flows[flow], FLOW_LOOK_MAX)
+    def settle(self, now: float) -> None:
+        """Give those whose rank turns with time their new one. The order of a line is as of the last call."""
+        while (entry := self._turns.least()) is not None and entry[0] <= now:
+            queued = self._turns.pop()
+            line = self._lines[queued.request.flow]
+            before = line.head()
+            line.put(queued, queued.rank.then)
+            if line.head() is not before:
+                self._tell_head(queued.request.flow, line)
 
-    def newest(self) -> Request:
-        """The request that came last, over all flows."""
-        return max((flow[-1] for flow in self._flows.values()), key=_arrival).request
+    def _tell_head(self, flow: str, line: _Line) -> None:
+        head = line.head()
+        assert head is not None
+        self.fairness.backlogged(flow, head.request)
+
+    def first(self, flow: str) -> Generator[Queued, None, None]:
+        """The requests of `flow` in their order. Close the iterator before changing anything."""
+        return self._lines[flow].__iter__()
+
+    def before(self, queued: Queued) -> int | None:
+        """How many of its flow come before `queued`, None where they are too many to count."""
+        return self._lines[queued.request.flow].before(queued)
+
+    def waiting_in(self, flow: str) -> int:
+        line = self._lines.get(flow)
+        return 0 if line is None else line.size
 
     def requests(self) -> list[Request]:
-        return [queued.request for flow in self._flows.values() for queued in flow]
+        """All that wait, flow by flow, each in its order; for looking in, as it takes its time."""
+        return [queued.request for line in self._lines.values() for queued in list(line)]
 
-    def check(self) -> None:
-        assert self.size == sum(len(flow) for flow in self._flows.values())
-        assert all(self._flows.values()), "a flow without a request is still listed"
-        for flow in self._flows.values():
-            assert flow == sorted(flow, key=_arrival), "a flow is out of order"
-        offered = list(self.fairness.candidates())
+    def check(self, now: float) -> None:
+        """Raise AssertionError when two accounts of the same thing differ."""
+        assert self.size == sum(line.size for line in self._lines.values())
+        for flow, line in self._lines.items():
+            queued = list(line)
+            assert len(queued) == line.size > 0, f"{flow} lists {len(queued)} requests and counts {line.size}"
+            assert all(one.request.flow == flow for one in queued)
+            assert [one.key for one in queued] == sorted(one.key for one in queued), f"{flow} is out of order"
+        offered = list(self.fairness.candidates(now))
         assert len(offered) == len(set(offered)), "a flow is listed twice"
-        assert set(offered) == set(self._flows), "the policy offers other flows than those that wait"
-
-
-def _arrival(queued: Queued) -> float:
-    return queued.request.arrived_s
-
-
-@dataclass(slots=True)
-class Deadlines:
-    """The earliest deadline among waiting requests; entries of requests that left are dropped when they surface."""
-
-    _heap: list[tuple[float, str]] = field(default_factory=list)
-
-    def add(self, deadline_s: float, request_id: str, waiting: dict[str, Queued]) -> None:
-        heappush(self._heap, (deadline_s, request_id))
-        # Most requests leave long before their deadline; without this their entries would outnumber the queue.
-        if len(self._heap) > 64 + 2 * len(waiting):
-            self._heap = [entry for entry in self._heap if self._live(entry, waiting)]
-            heapify(self._heap)
-
-    def next(self, waiting: dict[str, Queued]) -> float | None:
-        while self._heap and not self._live(self._heap[0], waiting):
-            heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def due(self, now: float, waiting: dict[str, Queued], most: int) -> list[Queued]:
-        """Take out those whose deadline has passed, the earliest first and at most so many."""
-        due: dict[str, Queued] = {}
-        # A request that waited, failed and waits again has an entry of each time; it is due once.
-        while len(due) < most and (deadline_s := self.next(waiting)) is not None and deadline_s <= now:
-            request_id = heappop(self._heap)[1]
-            due[request_id] = waiting[request_id]
-        return list(due.values())
-
-    def _live(self, entry: tuple[float, str], waiting: dict[str, Queued]) -> bool:
-        queued = waiting.get(entry[1])
-        return queued is not None and queued.request.deadline_s == entry[0]
-
-
-class DrainRate:
-    """How fast the waiting room empties, for `Retry-After`: measured over the last grants."""
-
-    _GRANTS = 64
-    _PAUSE_S = 10.0
-    _RETRY_MIN_S = 1.0
-    _RETRY_MAX_S = 60.0
-
-    def __init__(self) -> None:
-        self._granted_s: deque[float] = deque(maxlen=self._GRANTS)
-
-    def granted(self, now: float) -> None:
-        # After a pause in which nothing was asked for, the old pace says nothing of the new one.
-        if self._granted_s and now - self._granted_s[-1] > self._PAUSE_S:
-            self._granted_s.clear()
-        self._granted_s.append(now)
-
-    def retry_after_s(self, ahead: int, now: float) -> float:
-        """Seconds until a request with `ahead` others before it would be granted, within 1 s and 60 s."""
-        if not self._granted_s:
-            return self._RETRY_MIN_S
-        per_s = len(self._granted_s) / max(now - self._granted_s[0], 0.1)
-        return min(self._RETRY_MAX_S, max(self._RETRY_MIN_S, (ahead + 1) / per_s))
+        assert set(offered) == set(self._lines), "the policy offers other flows than those that wait"

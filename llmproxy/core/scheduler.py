@@ -1,34 +1,45 @@
-"""Joins the parts: one synchronous object per pool that decides who goes next and where, in one step."""
+"""Who goes next and where, decided in one step: the one object that changes scheduling state."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from llmproxy.core.charge import charges
 from llmproxy.core.domain import (
     Decision,
     Drop,
+    Entry,
     Grant,
     NoCapacity,
-    NoMatch,
     Outcome,
-    Placed,
     Refused,
     Request,
     Revoke,
     Usage,
     Verdict,
+    Why,
 )
-from llmproxy.core.fairness import policies
+from llmproxy.core.first_fit import Found, Limited, Unmatched, first_fit, head
+from llmproxy.core.first_token import FirstToken
 from llmproxy.core.fleet import Backend, View
-from llmproxy.core.placement import NO_CAPACITY, Placement, context_tokens
-from llmproxy.core.queue import Band, Deadlines, DrainRate, Occupancy, Queued
+from llmproxy.core.limits import UsageLimits
+from llmproxy.core.min_share import MinShares
+from llmproxy.core.occupancy import DrainRate, Occupancy
+from llmproxy.core.ordering import orderings
+from llmproxy.core.placement import Placement
+from llmproxy.core.queue import Queued, head_rank
+from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
+from llmproxy.core.snapshot import Look, PoolSnapshot, Position
+from llmproxy.core.withdrawal import Withdrawal
 
 PASS_MAX = 64
 """Drops or grants of one pass; the rest follow in a pass asked for at once, so that a mass release never holds the
 loop."""
+SHED_MAX = 64
+"""Requests that make room for one of a higher band, which may be as large as all of them."""
 RETRY_EMPTY_S = 2.0
 """Retry-After while no backend is up: about the time in which a poll finds one that came back."""
 
@@ -37,22 +48,25 @@ RETRY_EMPTY_S = 2.0
 class _Lease:
     request: Request
     backend: Backend
+    at_s: float
     charged: float
 
 
-class _Unmatched:
-    """Requests of one band that found no match in this pass: room only shrinks, so their like finds none either."""
+@dataclass(slots=True)
+class _Pass:
+    """One `decide`: what it has seen and done so far.
 
-    def __init__(self) -> None:
-        self._from_tokens: dict[tuple[str, frozenset[str]], int] = {}
+    `steps` bounds how long it takes. `blocked`: nobody has room for anything. `guaranteed_none` are the bands of which
+    nothing fits anywhere even under their minimum share.
+    """
 
-    def add(self, queued: Queued, why: NoMatch) -> None:
-        tokens = 0 if why.whole_model else context_tokens(queued.request)
-        self._from_tokens[queued.request.model, queued.excluded] = tokens
-
-    def covers(self, queued: Queued) -> bool:
-        tokens = self._from_tokens.get((queued.request.model, queued.excluded))
-        return tokens is not None and context_tokens(queued.request) >= tokens
+    now: float
+    views: list[View]
+    index: Mapping[str, int]
+    decisions: list[Decision]
+    steps: int = 0
+    blocked: bool = False
+    guaranteed_none: set[int] = field(default_factory=set)
 
 
 class Scheduler:
@@ -64,22 +78,30 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: str, settings: Settings, occupancy: Occupancy, lease_serial: Iterator[int], placement: Placement
+        self,
+        pool: str,
+        settings: Settings,
+        occupancy: Occupancy,
+        limits: UsageLimits,
+        lease_serial: Iterator[int],
+        placement: Placement,
     ) -> None:
         self.pool = pool
         self._settings = settings
-        self._occupancy = occupancy
-        self._placement = placement
-        self._make_fairness = policies.get(settings.fairness)
-        self._backends: dict[str, Backend] = {}
-        self._bands: dict[int, Band] = {}
-        self._order: list[int] = []
-        self._waiting: dict[str, Queued] = {}
-        self._deadlines = Deadlines()
-        self._drain = DrainRate()
-        self._leases: dict[int, _Lease] = {}
-        # Shared by all pools, because a backend that moves between them still holds leases of the old one.
+        # Shared by all pools: a tenant may use several models, and a backend that moves still holds leases of the old.
+        self._limits = limits
         self._lease_serial = lease_serial
+        self._placement = placement
+        self._charge = charges.get(settings.charged)(settings)
+        self._ordering = orderings.get(settings.ordering)(settings)
+        self._backends: dict[str, Backend] = {}
+        self._index: dict[str, int] = {}
+        self._room = WaitingRoom(settings, occupancy, limits)
+        self._drain = DrainRate()
+        self._first_token = FirstToken()
+        self._min_shares = MinShares(settings.min_shares)
+        self._withdrawal = Withdrawal()
+        self._leases: dict[int, _Lease] = {}
         self._lost: list[int] = []
         self._shed: list[Drop] = []
         self._more = False
@@ -88,10 +110,12 @@ class Scheduler:
 
     def attach(self, backend: Backend) -> None:
         self._backends[backend.name] = backend
+        self._index = {name: index for index, name in enumerate(self._backends)}
 
     def detach(self, backend: str) -> None:
         """Stop granting to a backend; its leases run on."""
         del self._backends[backend]
+        self._index = {name: index for index, name in enumerate(self._backends)}
 
     def lost(self, backend: Backend) -> None:
         """The process behind a backend is gone: the next `decide` revokes its leases."""
@@ -100,95 +124,137 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._room)
 
     @property
     def idle(self) -> bool:
-        return not (self._backends or self._waiting or self._leases)
+        return not (self._backends or self._room or self._leases or self._shed)
 
     def alive(self) -> bool:
         """Some backend of this pool is up, be it full or resting."""
-        return any(not backend.health.down for backend in self._backends.values())
+        return not all(backend.health.down for backend in self._backends.values())
 
     # --- requests ------------------------------------------------------------------------------------------------
 
     def submit(
-        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), *, again: bool = False
+        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
     ) -> None:
         """Let a request into the waiting room; `excluded` names backends that already failed it.
 
-        A request that comes `again`, after a failed attempt, was let in once and is not held to the limits anew: those
-        are few, and turning them away would lose what a retry is there to save. Where a total is reached, the newest
-        request of the lowest band makes room for one of a higher band.
+        One that comes back after a failed attempt, or that was withdrawn, was let in once and is not held to limits
+        anew: those are few, and turning them away would lose what a retry is there to save. Where a total is reached,
+        the newest request of the lowest band makes room for one of a higher band.
 
-        Raises Refused: `rejected_no_backends` when no backend that is up could ever serve it, `rejected_capacity`
-        when a limit is reached.
+        Raises Refused: `rejected_no_backends` when no backend could ever serve it, `rejected_capacity` when a limit of
+        the waiting room is reached, `rate_limited` when one of its tenant or model is, `rejected_deadline` when it
+        would be late even if served next.
         """
-        up = (name for name, b in self._backends.items() if not b.health.down and b.serves(request.model))
-        # Asked as a question with an early answer, because almost always the first backend answers it.
-        if not any(name not in excluded for name in up):
-            message = f"No backend of `{request.model}` is up. Try again shortly."
-            if excluded:
-                message = f"Every backend of `{request.model}` that is up has failed this request."
-            raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
-        if not again:
-            self._make_room(request, now)
-        self._occupancy.enter(request.band, request.body_bytes)
-        queued = Queued(request, excluded)
-        self._waiting[request.id] = queued
-        self._band(request.band).push(queued)
-        self._deadlines.add(request.deadline_s, request.id, self._waiting)
+        excluded, held = self._servable(request, excluded, now)
+        service_s = self._first_token.expected_s(request.prompt_tokens)
+        if entry is Entry.NEW:
+            self._refuse_late(request, service_s, now)
+            victims = self._in_the_way(request, now)
+            self._limits.admit(request, now)
+            self._shed_now(victims, now)
+            self._room.band(request.band).fairness.entered(request, now)
+        rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
+        self._room.pool_is(self.alive(), now)
+        self._room.enter(request, rank, excluded, now, held=held)
 
-    def _make_room(self, request: Request, now: float) -> None:
-        """Shed until `request` fits into the waiting room. Raises Refused where shedding cannot help."""
-        while (full := self._occupancy.full(request.band, request.body_bytes)) is not None:
-            below = [self._bands[level] for level in self._order if level < request.band and self._bands[level].size]
-            if not below or not full.total:
-                ahead = sum(band.size for level, band in self._bands.items() if level >= request.band)
-                message = f"The queue is full: {full.name} ({full.limit}) is reached. Try again later."
-                raise Refused(Outcome.REJECTED_CAPACITY, message, self._drain.retry_after_s(ahead, now))
-            victim = below[-1].newest()
-            self._leave(victim)
-            self._shed.append(Drop(victim, Outcome.SHED, self._drain.retry_after_s(len(self._waiting), now)))
+    def _servable(self, request: Request, excluded: frozenset[str], now: float) -> tuple[frozenset[str], bool]:
+        """`excluded`, and whether the request has to be held; then less those that may come back as new processes."""
+        able = [backend for backend in self._backends.values() if backend.serves(request.model)]
+        if any(not backend.health.down and backend.name not in excluded for backend in able):
+            return excluded, False
+        resting = {backend.name for backend in able if not backend.health.available(now)}
+        if resting and self._settings.queue.hold_s:
+            return excluded - resting, True
+        message = f"No backend of `{request.model}` is up. Try again shortly."
+        if excluded:
+            message = f"Every backend of `{request.model}` that is up has failed this request."
+        raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
+
+    def _refuse_late(self, request: Request, service_s: float, now: float) -> None:
+        if not self._settings.refuse_late or request.slo is None or request.slo.ttft_s is None:
+            return
+        ceiling = self._settings.ceiling(request.band)
+        roomy = any(backend.view(now).has_room(ceiling) for backend in self._backends.values())
+        room_s = 0.0 if roomy else self._drain.interval_s(now) or 0.0
+        late_s = now + room_s + service_s - request.arrived_s - request.slo.ttft_s
+        if late_s > 0.0:
+            message = (
+                f"The first token is due within {request.slo.ttft_s:g} s and would come {late_s:.2f} s late even if"
+                " this request were served next. Try elsewhere, or later."
+            )
+            retry_after_s = self._drain.retry_after_s(self._room.ahead_of(request.band), now)
+            raise Refused(Outcome.REJECTED_DEADLINE, message, retry_after_s)
+
+    def _in_the_way(self, request: Request, now: float) -> list[Queued]:
+        """Whom to shed for `request` to fit into the waiting room. Raises Refused where shedding cannot help."""
+        victims: list[Queued] = []
+        with closing(self._room.newest_below(request.band)) as below:
+            while (full := self._room.full(request, victims)) is not None:
+                victim = next(below, None) if full.total and len(victims) < SHED_MAX else None
+                if victim is None:
+                    message = f"The queue is full: {full.name} ({full.limit}) is reached. Try again later."
+                    retry_after_s = self._drain.retry_after_s(self._room.ahead_of(request.band), now)
+                    raise Refused(Outcome.REJECTED_CAPACITY, message, retry_after_s)
+                victims.append(victim)
+        return victims
+
+    def _shed_now(self, victims: list[Queued], now: float) -> None:
+        for victim in victims:
+            self._room.leave(victim)
+            retry_after_s = self._drain.retry_after_s(len(self._room), now)
+            self._shed.append(Drop(victim.request, Outcome.SHED, retry_after_s))
 
     def cancel(self, request_id: str) -> None:
         """The client of a waiting request left, perhaps one that was shed a moment ago."""
-        queued = self._waiting.get(request_id)
+        queued = self._room.waiting.get(request_id)
         if queued is not None:
-            self._leave(queued.request)
+            self._room.leave(queued)
         else:
             self._shed = [drop for drop in self._shed if drop.request.id != request_id]
 
+    def ended(self, request: Request, met: bool | None, now: float) -> None:
+        """The request has left the house for good. `met`: it kept its objective; None where it had none to keep."""
+        self._room.band(request.band).fairness.ended(request, met, now)
+
     # --- leases --------------------------------------------------------------------------------------------------
 
-    def started(self, lease: int) -> None:
+    def started(self, lease: int, now: float) -> None:
         """The first byte of the answer arrived."""
-        self._leases[lease].backend.started(lease)
+        held = self._leases[lease]
+        held.backend.started(lease)
+        self._withdrawal.closed(lease)
         self._placement.started(lease)
+        if held.request.stream:
+            self._room.band(held.request.band).fairness.started(held.request, now)
+            self._first_token.learn(held.request.prompt_tokens, now - held.at_s)
 
-    def progress(self, lease: int, output_tokens: int) -> None:
+    def progress(self, lease: int, output_tokens: int, now: float) -> None:
         """The answer has about so many tokens by now: charge what exceeds the estimate."""
         held = self._leases[lease]
-        so_far = self._cost(held.request.prompt_tokens, output_tokens)
+        so_far = self._charge.so_far(held.request, output_tokens, now - held.at_s)
         if so_far > held.charged:
-            self._charge(held, so_far)
+            self._charge_to(held, so_far)
 
     def finish(self, lease: int, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         """Return a lease. `usage` is what the engine counted, or the tokens seen so far where it was cut short."""
         held = self._leases.pop(lease)
         held.backend.release(lease, verdict, now)
+        self._withdrawal.closed(lease)
         self._placement.finished(lease, verdict, usage)
+        self._limits.released(held.request, _used_tokens(held.request, verdict, usage), now)
         if usage is not None:
-            self._charge(held, self._cost(usage.prompt_tokens, usage.output_tokens))
+            self._charge_to(held, self._charge.final(held.request, usage, now - held.at_s))
         elif verdict is not Verdict.SERVED:
             # The attempt gave nothing: a retry is charged anew, and a failure is not the client's debt.
-            self._charge(held, 0.0)
+            self._charge_to(held, 0.0)
 
-    def _cost(self, prompt_tokens: int, output_tokens: int) -> float:
-        return self._settings.input_weight * prompt_tokens + self._settings.output_weight * output_tokens
-
-    def _charge(self, held: _Lease, cost: float) -> None:
-        self._band(held.request.band).fairness.charge(held.request.flow, cost - held.charged)
+    def _charge_to(self, held: _Lease, cost: float) -> None:
+        request = held.request
+        self._room.band(request.band).fairness.charge(request.flow, (cost - held.charged) / request.weight)
         held.charged = cost
 
     # --- decisions -----------------------------------------------------------------------------------------------
@@ -197,80 +263,125 @@ class Scheduler:
         """What is to be done now. A second call at the same `now` answers nothing, unless the pass was capped."""
         decisions: list[Decision] = [*self._revoked(), *self._shed]
         self._shed.clear()
-        expired = list(self._expired(now))
+        alive = self.alive()
+        self._room.pool_is(alive, now)
+        expired = self._expired(alive, now)
         decisions += expired
         # Nothing is granted while somebody who is past the deadline may still wait.
         self._more = len(expired) == PASS_MAX
-        if self._more or not self._waiting:
+        if self._more or not self._room:
             # Most passes are asked for by a reading while nobody waits: a large fleet need not be looked over for them.
             return decisions
-        views = [backend.view(now) for backend in self._backends.values()]
-        grants = 0
-        for level in self._order:
-            unmatched = _Unmatched()
-            while self._bands[level].size:
-                if grants == PASS_MAX:
-                    self._more = True
-                    return decisions
-                granted = self._grant_one(level, views, unmatched, now)
-                if isinstance(granted, NoCapacity):
-                    # Lower bands see a lower ceiling: where this one finds no room, neither may they.
-                    return decisions
-                if granted is None:
-                    break
-                decisions.append(granted)
-                grants += 1
+        self._room.settle(now)
+        this = _Pass(now, self.views(now), self._index, decisions)
+        self._grant_all(this)
+        while this.steps < PASS_MAX and not this.blocked and self._room.unpark(now):
+            self._grant_all(this)
+        self._more = this.steps >= PASS_MAX and bool(self._room)
         return decisions
+
+    def _grant_all(self, this: _Pass) -> None:
+        """Grant band by band, the highest first, until nobody has room for more or the pass is long enough."""
+        for level in self._room.order:
+            unmatched, band = Unmatched(), self._room.band(level)
+            while self._grant_guaranteed(this) and (band.size or self._unpark(level, this)):
+                granted = self._grant_one(level, band.ceiling, this, unmatched)
+                if isinstance(granted, NoCapacity):
+                    self._withdraw(level, this)
+                    # Lower bands see a lower ceiling: where this one finds no room, neither may they.
+                    return
+                if granted is None and not self._unpark(level, this):
+                    break
+            if this.steps >= PASS_MAX or this.blocked:
+                return
+
+    def _grant_guaranteed(self, this: _Pass) -> bool:
+        """Grant what bands have earned by their minimum shares; True when others may go on."""
+        while self._settings.min_shares and this.steps < PASS_MAX:
+            due = [x for x in self._min_shares.due(self._room.levels()[1:]) if x not in this.guaranteed_none]
+            if not due:
+                return True
+            granted = self._grant_one(due[0], 1.0, this, Unmatched(), guaranteed=True)
+            if isinstance(granted, NoCapacity):
+                this.blocked = True
+                return False
+            if granted is None:
+                this.guaranteed_none.add(due[0])
+        return this.steps < PASS_MAX
+
+    def _unpark(self, level: int, this: _Pass) -> int:
+        """Let others back into the band in place of those that came back and fitted nowhere; answer how many."""
+        back = self._room.unpark(this.now, level)
+        this.steps += back
+        if back:
+            this.guaranteed_none.clear()
+        return back
 
     def next_wakeup(self, now: float) -> float | None:
         """When `decide` may have something to do although no event happens; None when only an event can."""
         if self._more or self._shed:
             return now
-        if not self._waiting:
+        if not self._room:
             return None
         times = [backend.changes_at(now) for backend in self._backends.values()]
-        times.append(self._deadlines.next(self._waiting))
+        times.append(self._room.next_deadline(now))
         return min((time for time in times if time is not None), default=None)
 
-    def _grant_one(self, level: int, views: list[View], unmatched: _Unmatched, now: float) -> Grant | NoCapacity | None:
+    def _grant_one(
+        self, level: int, ceiling: float, this: _Pass, unmatched: Unmatched, *, guaranteed: bool = False
+    ) -> Grant | NoCapacity | None:
         """Book the band's next request; None when there is room, but for none of those looked at."""
-        found = self._find(self._bands[level], self._settings.ceiling(level), views, unmatched)
-        return self._book(*found, views, now) if isinstance(found, tuple) else found
+        band = self._room.band(level)
+        while True:
+            found = first_fit(band, self._placement, this.views, ceiling, self._limits, unmatched, this.now)
+            if not isinstance(found, Limited):
+                break
+            # Its tenant or model has enough in flight: it steps aside, and the flow goes on behind it.
+            self._room.park(found.queued, found.limit)
+            this.steps += 1
+            if not band.size or this.steps >= PASS_MAX:
+                return None
+        if not isinstance(found, Found):
+            return found
+        return self._book(found, this, guaranteed)
 
-    def _find(
-        self, band: Band, ceiling: float, views: list[View], unmatched: _Unmatched
-    ) -> tuple[Queued, Placed] | NoCapacity | None:
-        with closing(_generator(band.fairness.candidates())) as flows:
-            for flow in flows:
-                # A head that fits nowhere must not hold up those behind it while lower bands are served.
-                for queued in band.first(flow):
-                    if unmatched.covers(queued):
-                        continue
-                    placed = self._placement.place(queued.request, views, ceiling, queued.excluded)
-                    if isinstance(placed, NoCapacity):
-                        return placed
-                    if isinstance(placed, Placed):
-                        return queued, placed
-                    unmatched.add(queued, placed)
-        # Those passed over were not asked about room, and a band that is blocked must stop the pool.
-        return None if any(view.has_room(ceiling) for view in views) else NO_CAPACITY
-
-    def _book(self, queued: Queued, placed: Placed, views: list[View], now: float) -> Grant:
+    def _book(self, found: Found, this: _Pass, guaranteed: bool) -> Grant:
+        queued, placed, now = found.queued, found.placed, this.now
         request = queued.request
-        ahead = len(self._waiting) - 1
-        self._leave(request)
+        band = self._room.band(request.band)
+        why = Why(self._room.sizes(), band.flows, band.fairness.standing(request.flow), found.passed_over, guaranteed)
+        ahead = len(self._room) - 1
+        self._room.leave(queued)
         backend = self._backends[placed.backend]
         lease = next(self._lease_serial)
         backend.book(lease, request, now)
+        self._limits.booked(request)
         self._placement.booked(lease, request, backend.name)
-        views[next(i for i, view in enumerate(views) if view.backend == placed.backend)] = backend.view(now)
-        held = _Lease(request, backend, 0.0)
-        self._leases[lease] = held
-        fairness = self._band(request.band).fairness
-        fairness.dispatched(request.flow)
-        self._charge(held, self._cost(request.prompt_tokens, request.output_tokens))
+        if not guaranteed:
+            # What a band is granted by its minimum share is not to be taken back by those who waited above it.
+            self._withdrawal.booked(lease, request, backend)
+        this.views[this.index[placed.backend]] = backend.view(now)
+        held = self._leases[lease] = _Lease(request, backend, now, 0.0)
+        band.fairness.dispatched(request.flow)
+        if not request.stream:
+            # Nobody can see its first token; that it was granted in time is what can be known.
+            band.fairness.started(request, now)
+        self._charge_to(held, self._charge.estimate(request))
+        if self._settings.min_shares:
+            self._min_shares.granted(request.band, held.charged, self._room.levels())
         self._drain.granted(now)
-        return Grant(lease, request, placed, now, ahead)
+        grant = Grant(lease, request, placed, now, ahead, why)
+        this.decisions.append(grant)
+        this.steps += 1
+        return grant
+
+    def _withdraw(self, level: int, this: _Pass) -> None:
+        """Take back what may be taken back, for the head of a band that is blocked."""
+        band = self._room.band(level)
+        if not self._settings.withdrawal or not self._withdrawal.open:
+            return
+        queued = head(band, this.now)
+        this.decisions += self._withdrawal.choose(queued.request, queued.excluded, band.size, band.ceiling, this.now)
 
     def _revoked(self) -> Iterator[Revoke]:
         lost, self._lost = self._lost, []
@@ -279,36 +390,41 @@ class Scheduler:
             if held is not None:
                 yield Revoke(lease, held.request, held.backend.name)
 
-    def _expired(self, now: float) -> Iterator[Drop]:
-        outcome = Outcome.EXPIRED if self.alive() else Outcome.EXPIRED_NO_BACKENDS
-        for queued in self._deadlines.due(now, self._waiting, PASS_MAX):
-            self._leave(queued.request)
-            yield Drop(queued.request, outcome, self._drain.retry_after_s(len(self._waiting), now))
-
-    def _leave(self, request: Request) -> None:
-        del self._waiting[request.id]
-        self._bands[request.band].remove(request)
-        self._occupancy.leave(request.band, request.body_bytes)
-
-    def _band(self, level: int) -> Band:
-        band = self._bands.get(level)
-        if band is None:
-            band = self._bands[level] = Band(self._make_fairness(self._settings))
-            self._order = sorted(self._bands, reverse=True)
-        return band
+    def _expired(self, alive: bool, now: float) -> list[Drop]:
+        outcome = Outcome.EXPIRED if alive else Outcome.EXPIRED_NO_BACKENDS
+        due = self._room.due(now, PASS_MAX)
+        return [Drop(queued.request, outcome, self._drain.retry_after_s(len(self._room), now)) for queued in due]
 
     # --- looking in ----------------------------------------------------------------------------------------------
 
     def views(self, now: float) -> list[View]:
         return [backend.view(now) for backend in self._backends.values()]
 
-    def check(self) -> None:
+    def snapshot(self, now: float, flows_max: int) -> PoolSnapshot:
+        """What waits and who has room, with at most so many flows."""
+        return self._look(now).shown(
+            self.views(now),
+            alive=self.alive(),
+            leases=len(self._leases),
+            withdrawing=self._withdrawal.pending,
+            flows_max=flows_max,
+        )
+
+    def position(self, name: str, now: float) -> Position | None:
+        """Where the waiting request of this label or id stands; None where nothing of that name waits."""
+        queued = self._room.find(name)
+        return None if queued is None else self._look(now).position(queued)
+
+    def parked(self) -> dict[tuple[int, str], int]:
+        """(Band, usage limit) -> requests that wait for it."""
+        return self._room.parked_by()
+
+    def _look(self, now: float) -> Look:
+        return Look(self.pool, now, self._settings, self._room, self._first_token)
+
+    def check(self, now: float) -> None:
         """Raise AssertionError when two accounts of the same thing differ."""
-        self._occupancy.check()
-        for band in self._bands.values():
-            band.check()
-        queued = [request.id for band in self._bands.values() for request in band.requests()]
-        assert sorted(queued) == sorted(self._waiting), "the bands and the index of waiting requests differ"
+        self._room.check(now)
         booked = {lease: held.backend for lease, held in self._leases.items()}
         for backend in {id(b): b for b in (*self._backends.values(), *booked.values())}.values():
             backend.check()
@@ -316,6 +432,8 @@ class Scheduler:
             assert mine <= backend.bookings.keys(), "a lease is not booked on its backend"
 
 
-def _generator(flows: Iterator[str]) -> Generator[str, None, None]:
-    # Policies may answer any iterator; only a generator can be closed, which is what ends the looking.
-    yield from flows
+def _used_tokens(request: Request, verdict: Verdict, usage: Usage | None) -> int | None:
+    """What an attempt used of a limit of tokens: as counted, else as expected of a whole answer, else unknown."""
+    if usage is not None:
+        return usage.prompt_tokens + usage.output_tokens
+    return request.prompt_tokens + request.output_tokens if verdict is Verdict.SERVED else None

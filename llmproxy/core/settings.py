@@ -39,12 +39,34 @@ class HealthSettings:
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """Bounds of the waiting room, over all pools of the process."""
+    """Bounds of the waiting room, over all pools of the process; None is no bound of that kind.
+
+    Tokens are the estimate of a prompt and its answer. `hold_s` is how long a request may wait while its pool has no
+    backend that is up, beside its own time to wait, which stands still meanwhile; 0 refuses at once.
+    """
 
     requests_max: int = 20_000
     bytes_max: int = 2 << 30
+    tokens_max: int | None = None
     band_requests_max: int = 10_000
     band_bytes_max: int = 1 << 30
+    band_tokens_max: int | None = None
+    flow_requests_max: int | None = None
+    flow_bytes_max: int | None = None
+    flow_tokens_max: int | None = None
+    hold_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class UsageLimit:
+    """What one tenant or one model may use; None is no limit.
+
+    Requests beyond `in_flight` wait; requests beyond a rate are refused. Tokens are those of prompts and answers.
+    """
+
+    in_flight: int | None = None
+    requests_per_min: float | None = None
+    tokens_per_min: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +74,27 @@ class Settings:
     """All of the above, and the choice of policies.
 
     `ceilings` maps a band to the saturation at which it waits (0..1]; a band without one takes that of the next lower
-    band that has one. `weights` maps a flow to its share, 1 unless given.
+    band that has one. `min_shares` maps a band to the share of the work (0..1) that it gets while it waits, however
+    much waits above it. `charged` is the resource that counting policies share out. `ageing_s` is after how long the
+    `shortest` ordering serves by age. `quantum_tokens` is how much a flow may have at a stretch under
+    `locality_fair_share`, `slo_window_s` the rolling window of `slo`. `refuse_late` refuses requests that cannot meet
+    their objective even if served next. `limits` maps the names in `Request.limits` to what they allow.
     """
 
     fairness: str = "fair_share"
+    ordering: str = "fcfs"
     placement: str = "blend"
+    charged: str = "tokens"
     ceilings: Mapping[int, float] = field(default_factory=lambda: {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85})
-    weights: Mapping[str, float] = field(default_factory=dict)
+    min_shares: Mapping[int, float] = field(default_factory=dict)
     input_weight: float = 1.0
     output_weight: float = 2.0
+    quantum_tokens: float = 16_384.0
+    slo_window_s: float = 300.0
+    ageing_s: float = 30.0
+    withdrawal: bool = True
+    refuse_late: bool = False
+    limits: Mapping[str, UsageLimit] = field(default_factory=dict)
     capacity: CapacitySettings = field(default_factory=CapacitySettings)
     health: HealthSettings = field(default_factory=HealthSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)

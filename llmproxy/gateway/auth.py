@@ -1,35 +1,111 @@
-"""Which clients may come in: one of the configured keys, compared in constant time."""
+"""Which clients may come in, and whose they are: keys compared with known hashes in constant time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from hashlib import sha256
 from hmac import compare_digest
+from typing import NoReturn
 
+from llmproxy.config import Config, TenantConfig, hash_of
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.errors import Failure
 
 
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose request it is, as its key tells, and what its tenant may do.
+
+    `band` is that of its requests where no trusted header names one, None where the model decides; none of them gets
+    above `band_max`. `models` are the names that it may ask for, None for all.
+    """
+
+    name: str = ""
+    band: int | None = None
+    band_max: int | None = None
+    weight: float = 1.0
+    models: frozenset[str] | None = None
+    trusted: bool = False
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def allows(self, name: str) -> bool:
+        """Whether its clients may ask for `name`; any other is to be answered like a name that nobody serves."""
+        return self.models is None or name in self.models
+
+
+NO_TENANT = Tenant()
+"""Whose the clients are that present a plain key, or none where none is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    digest: bytes
+    tenant: Tenant
+    expires: datetime | None = None
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
 class Keys:
-    """The client keys, kept as digests so that no dump or log of this object shows one."""
+    """The client keys, kept as digests so that no dump or log of this object shows one.
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [sha256(key.encode()).digest() for key in keys]
+    `wall_clock` is asked for nothing but whether a key has expired, which is a date: everything else in this program
+    runs on a monotonic clock.
+    """
 
-    def __bool__(self) -> bool:
-        return bool(self._digests)
+    def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
+        self._wall_clock = wall_clock
+        self._known = [_Known(digest_of(hash_of(key)), NO_TENANT) for key in config.api_keys]
+        for entry in config.tenants:
+            tenant = _tenant(config, entry)
+            self._known += [_Known(digest_of(key.hash), tenant, key.expires) for key in entry.keys]
 
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raise Failure (401) unless no keys are configured or the request presents one of them.
+    def check(self, headers: Mapping[str, str]) -> Tenant:
+        """The tenant whose key the request presents. Raises Failure (401) for an unknown or expired one.
 
         The key is a bearer token, as OpenAI's clients send it, or stands in `x-api-key`, as Anthropic's send it.
         """
-        if not self._digests:
-            return
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        digest = sha256(given.encode("utf-8", "surrogateescape")).digest()
+        if not self._known:
+            return NO_TENANT
+        digest = presented(headers)
         # Every key is compared, so that the time taken does not tell which one was close.
-        if sum(compare_digest(digest, known) for known in self._digests) == 0:
-            message = "Missing or wrong API key: send one that this proxy accepts as `Authorization: Bearer KEY`."
-            raise Failure(Outcome.UNAUTHORIZED, message, headers={"WWW-Authenticate": "Bearer"})
+        found = [known for known in self._known if compare_digest(digest, known.digest)]
+        if not found:
+            _refuse("Missing or wrong API key: send one that this proxy accepts as `Authorization: Bearer KEY`.")
+        if found[0].expires is not None and self._wall_clock() >= found[0].expires:
+            _refuse("This API key has expired.")
+        return found[0].tenant
+
+
+def presented(headers: Mapping[str, str]) -> bytes:
+    """The digest of the key that a request presents, be it an empty one."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return sha256(given.encode("utf-8", "surrogateescape")).digest()
+
+
+def digest_of(key_hash: str) -> bytes:
+    """The digest in what a configuration holds instead of a key."""
+    return bytes.fromhex(key_hash.removeprefix("sha256:"))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Failure(Outcome.UNAUTHORIZED, message, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _tenant(config: Config, entry: TenantConfig) -> Tenant:
+    return Tenant(
+        name=entry.name,
+        band=None if entry.criticality is None else config.band(entry.criticality),
+        band_max=None if entry.band_max is None else config.band(entry.band_max),
+        weight=entry.weight,
+        models=None if entry.models is None else frozenset(entry.models),
+        trusted=entry.trusted,
+        ttft_s=entry.ttft_s,
+        tpot_s=entry.tpot_s,
+    )

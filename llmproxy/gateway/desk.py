@@ -47,6 +47,7 @@ _TEXT = (
 # The first one given counts, as in the engine.
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _OPTIONS = ("model", "stream", "stream_options", "n", "best_of", *_MAX_TOKENS)
+_PRIORITY = "priority"
 # Inside messages: members that the chat template does not turn into text, and those that hold an image or a sound.
 _NOT_TEXT = frozenset(
     {"role", "type", "id", "tool_call_id", "call_id", "cache_control", "detail", "format", "media_type", "status"}
@@ -74,6 +75,9 @@ class BodyKind(StrEnum):
     FORM = "form"
 
 
+_PRIORITISED = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES})
+
+
 @dataclass(frozen=True, slots=True)
 class Spliced:
     """The bytes to send on, in order, without a copy of what the client sent.
@@ -95,11 +99,12 @@ class Sheet:
     stream_options: Any = _ABSENT
     members: Mapping[str, Member] | None = field(default=None, repr=False)
 
-    def spliced(self, *, model: str | None = None, want_usage: bool = False) -> Spliced:
+    def spliced(self, *, model: str | None = None, want_usage: bool = False, priority: int | None = None) -> Spliced:
         """The body with `model` in the place of the name it gave, and with the usage option of a stream.
 
         A body that names no model is left so. `want_usage` changes chat and completion streams alone, and only those
-        whose client said nothing about usage.
+        whose client said nothing about usage. `priority` is the engine's own, lower first; it takes the place of what
+        the client said of it, where the endpoint knows such a field.
         """
         edits: list[_Edit] = []
         if model is not None and model != self.ask.model and self.ask.model is not None:
@@ -108,7 +113,18 @@ class Sheet:
         usage = self._usage_edit() if want_usage else None
         if usage is not None:
             edits.append(usage)
+        if priority is not None and self.kind in _PRIORITISED:
+            edits.append(self._priority_edit(str(priority).encode()))
         return _splice(self.body, sorted(edits), usage is not None)
+
+    def _priority_edit(self, value: bytes) -> _Edit:
+        members = drain(scan_members(self.body, (_PRIORITY,))) if self.members is None else self.members
+        found = members.get(_PRIORITY)
+        if found is not None:
+            return found.start, found.end, value
+        start = self.body.index(b"{") + 1
+        rest = self.body[start:].lstrip()
+        return start, start, b'"' + _PRIORITY.encode() + b'":' + value + (b"" if rest.startswith(b"}") else b",")
 
     def _usage_edit(self) -> _Edit | None:
         if not self.ask.stream or self.kind not in (BodyKind.CHAT, BodyKind.COMPLETION):
@@ -189,7 +205,7 @@ def read_small(body: bytes, kind: BodyKind) -> Sheet:
 
 def read_large(body: bytes, kind: BodyKind) -> Slices[Sheet]:
     """Scan a JSON body of any size in slices. Raises BadBody; broken values that nobody here asked for pass."""
-    members = yield from scan_members(body, (*_TEXT, *_OPTIONS))
+    members = yield from scan_members(body, (*_TEXT, *_OPTIONS, _PRIORITY))
     fields = {name: _option(body, name, members[name]) for name in _OPTIONS if name in members}
     sizes = [_measure_member(members[name]) for name in _TEXT if name in members]
     return Sheet(_ask(fields, sizes, kind), kind, body, fields.get("stream_options", _ABSENT), members)

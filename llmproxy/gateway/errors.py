@@ -19,6 +19,8 @@ STATUS: dict[Outcome, int] = {
     Outcome.EXPIRED: 429,
     Outcome.EXPIRED_NO_BACKENDS: 503,
     Outcome.SHED: 429,
+    Outcome.REJECTED_DEADLINE: 429,
+    Outcome.RATE_LIMITED: 429,
     Outcome.CANCELLED: 499,
     Outcome.CONNECT_FAILED: 502,
     Outcome.UPSTREAM_TIMEOUT: 504,

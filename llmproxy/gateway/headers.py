@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.errors import Failure
@@ -24,30 +24,38 @@ _HOP_BY_HOP = frozenset(
 )
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id"})
 _OURS_DOWNSTREAM = frozenset({"x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"})
-_PRIVILEGED = frozenset(
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+PRIVILEGED = frozenset(
     {
         "x-vllm-priority",
         "x-data-parallel-rank",
-        "x-llm-d-inference-objective",
-        "x-gateway-inference-objective",
-        "x-llm-d-inference-fairness-id",
-        "x-gateway-inference-fairness-id",
+        *OBJECTIVE_HEADERS,
+        *FAIRNESS_HEADERS,
+        *TTFT_HEADERS,
+        *TPOT_HEADERS,
     }
 )
-"""Fields by which a client could choose its own place in a queue; passed on for trusted peers only."""
+"""Fields by which a client could choose its own place in a queue; passed on for those who are trusted only."""
 
 
 def to_backend(
-    fields: Iterable[tuple[str, str]], *, request_id: str, trusted: bool, authorization: str | None, keep_auth: bool
+    fields: Iterable[tuple[str, str]],
+    *,
+    request_id: str,
+    withheld: Set[str],
+    authorization: str | None,
+    keep_auth: bool,
 ) -> Headers:
     """The client's end-to-end fields, with the proxy's request id and the backend's key in place of the client's.
 
+    Fields named in `withheld` (lower case) stay here.
     `authorization` replaces the client's own; without one, the client's is passed on where `keep_auth` says so.
     """
     fields = list(fields)
-    dropped = _HOP_BY_HOP | _REPLACED_UPSTREAM | named_in_connection(fields)
-    if not trusted:
-        dropped |= _PRIVILEGED
+    dropped = _HOP_BY_HOP | _REPLACED_UPSTREAM | withheld | named_in_connection(fields)
     if authorization is not None or not keep_auth:
         dropped |= {"authorization", "x-api-key"}
     kept = [(name, value) for name, value in fields if name.lower() not in dropped]

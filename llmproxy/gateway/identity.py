@@ -1,23 +1,30 @@
-"""Whose request it is, how urgent, and how long it may wait: read from headers and the configuration."""
+"""Whose request it is, how urgent, what it may expect, how long it may wait: from keys, headers and configuration."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from ipaddress import ip_address
+from math import isfinite
 from uuid import uuid4
 
 from aiohttp import web
 
-from llmproxy.config import BackendConfig, Config, Network
-from llmproxy.core.domain import BAND_NAMES, Outcome
+from llmproxy.config import BackendConfig, Config, ModelConfig, Network, model_limit, settings_of, tenant_limit
+from llmproxy.core.domain import BAND_NAMES, DEFAULT, Outcome, Slo
+from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.errors import Failure
-from llmproxy.gateway.headers import Headers, to_backend
+from llmproxy.gateway.headers import (
+    FAIRNESS_HEADERS,
+    OBJECTIVE_HEADERS,
+    PRIVILEGED,
+    TPOT_HEADERS,
+    TTFT_HEADERS,
+    Headers,
+    to_backend,
+)
 
-OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
-FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 TTL_HEADER = "x-llm-d-inference-ttl"
 REQUEST_ID_HEADER = "x-request-id"
 FLOW_CHARS_MAX = 256
@@ -29,32 +36,63 @@ _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a request is worth to the waiting room: its band, its flow, and how long it may wait (seconds)."""
+    """What a request is worth to the waiting room.
+
+    Its band, its flow with the share `weight`, how long it may wait (seconds), its tenant ("" for none), its objective,
+    and the names of the usage limits that it counts against. `unknown_objective` is what its header asked for where
+    nobody configured that.
+    """
 
     band: int
     flow: str
     ttl_s: float
+    tenant: str = ""
+    weight: float = 1.0
+    slo: Slo | None = None
+    limits: tuple[str, ...] = ()
+    unknown_objective: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    """What a name in a header, or one that clients ask for, says; None leaves to others what it is silent about."""
+
+    band: int | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+_SILENT = _Objective()
 
 
 class Identity:
-    """Reads a request's standing. Headers that give advantage count only from peers that are trusted."""
+    """Reads a request's standing. Headers that give advantage count only from those who are trusted."""
 
     def __init__(self, config: Config) -> None:
         self._trusted: Sequence[Network] = config.trust_headers
         self._ttl_s = config.queue.ttl_s
-        self._default = config.band(None)
-        self._models = {m.name: config.band(m.criticality) for m in config.models if m.criticality is not None}
-        self._objectives = {**BAND_NAMES, **config.bands}
-        self._objectives |= {o.name: config.band(o.criticality) for o in config.objectives}
-        flow = config.scheduling.flow
-        self._flow_headers = FAIRNESS_HEADERS + ((flow.removeprefix("header:"),) if flow.startswith("header:") else ())
+        self._band_ttls_s = config.by_band(config.queue.band_ttl_s)
+        self._models = {model.name: _of_model(config, model) for model in config.models}
+        self._objectives = {name: _Objective(band) for name, band in {**BAND_NAMES, **config.bands}.items()}
+        for entry in config.objectives:
+            band = None if entry.criticality is None else config.band(entry.criticality)
+            self._objectives[entry.name] = _Objective(band, entry.ttft_s, entry.tpot_s)
+        self._limits = settings_of(config).limits
+        self._weights = config.scheduling.weights
+        self._flow = config.scheduling.flow
+        own = (self._flow.removeprefix("header:"),) if self._flow.startswith("header:") else ()
+        self._flow_headers = FAIRNESS_HEADERS + own
+        self._privileged = PRIVILEGED.union(own)
         self._peers: dict[str, bool] = {}
         self._backend_key = config.backend_api_key
-        self._keeps_auth = not config.api_keys
+        self._keeps_auth = not config.needs_key()
 
-    def trusts(self, peer: str | None) -> bool:
-        """True when the headers of this peer address count. A Unix socket's peer has none, and is local."""
-        if peer is None:
+    def trusts(self, peer: str | None, tenant: Tenant = NO_TENANT) -> bool:
+        """True when headers of this peer address, or of this tenant from anywhere, count.
+
+        A Unix socket's peer has no address, and is local.
+        """
+        if peer is None or tenant.trusted:
             return True
         known = self._peers.get(peer)
         if known is None:
@@ -68,54 +106,100 @@ class Identity:
         mapped = getattr(address, "ipv4_mapped", None) or address
         return any(mapped in network for network in self._trusted if network.version == mapped.version)
 
-    def to_backend(self, http: web.BaseRequest, request_id: str, backend: BackendConfig) -> Headers:
-        """The header fields of a request as `backend` gets them: its own key, and no privilege of an untrusted peer."""
+    def to_backend(
+        self, http: web.BaseRequest, request_id: str, backend: BackendConfig, tenant: Tenant = NO_TENANT
+    ) -> Headers:
+        """The header fields of a request as `backend` gets them: its own key, and no privilege that is not trusted."""
         key = backend.api_key or self._backend_key
         return to_backend(
             http.headers.items(),
             request_id=request_id,
-            trusted=self.trusts(http.remote),
+            withheld=frozenset() if self.trusts(http.remote, tenant) else self._privileged,
             authorization=f"Bearer {key}" if key else None,
             keep_auth=self._keeps_auth,
         )
 
-    def standing(self, headers: Mapping[str, str], trusted: bool, requested: str, target: str) -> Standing:
-        """Band, flow and time to wait of a request for `requested`, which means `target`.
+    def standing(
+        self, headers: Mapping[str, str], trusted: bool, requested: str, target: str, tenant: Tenant = NO_TENANT
+    ) -> Standing:
+        """The standing of a request of `tenant` for `requested`, which means `target`.
 
-        Raises Failure (400) for a header that counts and cannot be understood.
+        The first that says something decides: a trusted header, the tenant, the model. Nothing lifts a request above
+        its tenant's highest band. Raises Failure (400) for a header that counts and cannot be understood.
         """
-        band = self._models.get(requested, self._models.get(target, self._default))
-        flow = requested
-        if trusted:
-            objective = _first(headers, OBJECTIVE_HEADERS)
-            if objective is not None:
-                band = self._band_of(*objective)
-            fairness = _first(headers, self._flow_headers)
-            if fairness is not None:
-                flow = fairness[1][:FLOW_CHARS_MAX]
-        return Standing(band, flow, self._ttl(headers.get(TTL_HEADER)))
+        asked = _first(headers, OBJECTIVE_HEADERS) if trusted else None
+        objective, unknown = _SILENT, None
+        if asked is not None:
+            known = self._objectives.get(asked[1])
+            objective = _Objective(DEFAULT) if known is None else known
+            unknown = asked[1][:FLOW_CHARS_MAX] if known is None else None
+        said = [objective, _Objective(tenant.band, tenant.ttft_s, tenant.tpot_s)]
+        said += [self._models.get(name, _SILENT) for name in (requested, target)]
+        band = next((one.band for one in said if one.band is not None), DEFAULT)
+        if tenant.band_max is not None:
+            band = min(band, tenant.band_max)
+        ttft_s = _milliseconds(headers, TTFT_HEADERS) if trusted else None
+        tpot_s = _milliseconds(headers, TPOT_HEADERS) if trusted else None
+        if ttft_s is None:
+            ttft_s = next((one.ttft_s for one in said if one.ttft_s is not None), None)
+        if tpot_s is None:
+            tpot_s = next((one.tpot_s for one in said if one.tpot_s is not None), None)
+        flow = self._flow_of(headers, trusted, requested, tenant)
+        return Standing(
+            band=band,
+            flow=flow,
+            ttl_s=self._ttl(headers.get(TTL_HEADER), band),
+            tenant=tenant.name,
+            weight=self._weights.get(flow, tenant.weight),
+            slo=None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s),
+            limits=tuple(self._limits_of(tenant.name, requested, target)),
+            unknown_objective=unknown,
+        )
 
-    def _band_of(self, header: str, objective: str) -> int:
-        band = self._objectives.get(objective)
-        if band is None:
-            known = sorted(self._objectives)
-            near = get_close_matches(objective, known, n=1)
-            hint = f"; nearest: {near[0]}" if near else ""
-            raise Failure(
-                Outcome.BAD_REQUEST,
-                f"{header} names an objective that is not configured; known: {', '.join(known[:20])}{hint}",
-                param=header,
-            )
-        return band
+    def _flow_of(self, headers: Mapping[str, str], trusted: bool, requested: str, tenant: Tenant) -> str:
+        named = _first(headers, self._flow_headers) if trusted else None
+        if named is not None:
+            flow = named[1]
+        elif self._flow == "tenant":
+            flow = tenant.name
+        elif self._flow == "tenant+model":
+            flow = f"{tenant.name}+{requested}"
+        else:
+            flow = requested
+        return flow[:FLOW_CHARS_MAX]
 
-    def _ttl(self, text: str | None) -> float:
+    def _limits_of(self, tenant: str, requested: str, target: str) -> Iterator[str]:
+        names = (tenant_limit(tenant), model_limit(requested), model_limit(target))
+        # An alias for nothing is its own target, and counts once.
+        return (name for name in dict.fromkeys(names) if name in self._limits)
+
+    def _ttl(self, text: str | None, band: int) -> float:
+        ttl_s = self._band_ttls_s.get(band, self._ttl_s)
         if text is None:
-            return self._ttl_s
+            return ttl_s
         duration_s = parse_duration_s(text)
         if duration_s is None or duration_s <= 0:
             message = f"{TTL_HEADER} should be a positive duration such as 1.5s, 300ms or 1m30s"
             raise Failure(Outcome.BAD_REQUEST, message, param=TTL_HEADER)
-        return min(self._ttl_s, duration_s)
+        return min(ttl_s, duration_s)
+
+
+def _of_model(config: Config, model: ModelConfig) -> _Objective:
+    band = None if model.criticality is None else config.band(model.criticality)
+    return _Objective(band, model.ttft_s, model.tpot_s)
+
+
+def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
+    """Seconds of the first of these headers, which say milliseconds; None without any. Raises Failure (400)."""
+    given = _first(headers, names)
+    if given is None:
+        return None
+    header, text = given
+    number = float(text) if re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", text, re.ASCII) else 0.0
+    if number == 0.0 or not isfinite(number):
+        message = f"{header} should be a positive number of milliseconds, such as 500"
+        raise Failure(Outcome.BAD_REQUEST, message, param=header)
+    return number / 1e3
 
 
 def parse_duration_s(text: str) -> float | None:

@@ -148,8 +148,9 @@ class Relay:
         try:
             async with asyncio.timeout_at(patience.deadline_s) as scope:
                 patience.scope = scope
-                lease.on_revoked = patience.cut
-                if lease.revoked:
+                # What has begun to answer is not withdrawn any more; a dead backend is left in any case.
+                lease.on_cut = lambda: patience.cut() if lease.revoked or not attempt.committed else None
+                if lease.revoked or lease.withdrawn:
                     patience.cut()
                 exchange = await self._open(base_url, call)
                 attempt.status = exchange.status
@@ -160,7 +161,7 @@ class Relay:
                 else:
                     await self._relay_plain(attempt, patience, lease, exchange, client)
         finally:
-            lease.on_revoked = None
+            lease.on_cut = None
             if exchange is not None:
                 exchange.close()
 
@@ -215,6 +216,7 @@ class Relay:
     ) -> None:
         data = await exchange.chunk()
         attempt.head = data[:4096]
+        _check_kept(lease)
         lease.started()
         patience.streaming(patience.now())
         attempt.committed = True
@@ -254,6 +256,7 @@ class Relay:
             else:
                 attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
             return
+        _check_kept(lease)
         attempt.committed = True
         await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
         reported = 0
@@ -329,6 +332,8 @@ class Relay:
             message = "The backend is gone: it refuses connections, and its open streams will never speak again."
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
             attempt.fail(lost, Verdict.LOST, message, retryable=True)
+        elif lease.withdrawn and not attempt.committed:
+            attempt.fail(Outcome.INTERNAL, Verdict.WITHDRAWN, "", retryable=True)
         else:
             attempt.fail(outcome, Verdict.FAILED, patience.story(), retryable=patience.streams)
 
@@ -397,6 +402,15 @@ class _Patience:
         self.deadline_s = min(self._end_s, now + self._stall_s * 1.125)
         if self.scope is not None and not self.scope.expired():
             self.scope.reschedule(self.deadline_s)
+
+
+def _check_kept(lease: Lease) -> None:
+    """Raise TimeoutError for a lease that was withdrawn in the very turn in which its first byte came.
+
+    The timer that ends the attempt is running already, and must not go off between two bytes of an answer.
+    """
+    if lease.withdrawn:
+        raise TimeoutError
 
 
 async def _end_broken(attempt: Attempt, call: Call, client: ClientLeg) -> None:

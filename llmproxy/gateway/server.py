@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 from uuid import uuid4
 
 import orjson
@@ -13,6 +14,7 @@ from llmproxy import __version__
 from llmproxy.core.domain import Outcome
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.admin import QUEUE, AdminPages
 from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.errors import Failure, error_body
 from llmproxy.gateway.identity import id_for_error, request_id
@@ -40,7 +42,9 @@ class FrontDoor:
         walker: Walker,
         stored: StoredResponses,
         metrics: Metrics,
+        admin: AdminPages,
     ) -> None:
+        self._admin = admin
         self._keys = keys
         self._pools = pools
         self._dispatcher = dispatcher
@@ -108,13 +112,13 @@ class FrontDoor:
         own = self._own.get(path)
         if own is not None:
             _only(request, "GET", "HEAD")
-            if path == MODELS:
-                self._keys.check(request.headers)
             return await own(request)
         if path.startswith(MODELS + "/"):
             _only(request, "GET", "HEAD")
-            self._keys.check(request.headers)
-            return self._one_model(path.removeprefix(MODELS + "/"))
+            return self._one_model(request, path.removeprefix(MODELS + "/"))
+        if path == QUEUE and self._admin.admits(request):
+            _only(request, "GET", "HEAD")
+            return self._admin.queue(request)
         if path.startswith(STORED_RESPONSES):
             self._keys.check(request.headers)
             response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
@@ -143,14 +147,19 @@ class FrontDoor:
     async def _version(self, _: web.BaseRequest) -> web.Response:
         return _json({"version": __version__})
 
-    async def _models(self, _: web.BaseRequest) -> web.Response:
-        return _json({"object": "list", "data": self._pools.models()})
+    async def _models(self, request: web.BaseRequest) -> web.Response:
+        return _json({"object": "list", "data": self._models_for(request)})
 
-    def _one_model(self, name: str) -> web.Response:
-        for entry in self._pools.models():
+    def _one_model(self, request: web.BaseRequest, name: str) -> web.Response:
+        for entry in self._models_for(request):
             if entry["id"] == name:
                 return _json(entry)
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
+
+    def _models_for(self, request: web.BaseRequest) -> list[dict[str, Any]]:
+        """The models that the tenant of this request may ask for. Raises Failure (401)."""
+        tenant = self._keys.check(request.headers)
+        return [entry for entry in self._pools.models() if tenant.allows(entry["id"])]
 
 
 def _only(request: web.BaseRequest, *methods: str) -> None:

@@ -13,11 +13,11 @@ from multidict import CIMultiDict
 
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.catalogue import Target
-from llmproxy.core.domain import Outcome, Refused, Request, Verdict
+from llmproxy.core.domain import Entry, Outcome, Refused, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
-from llmproxy.gateway.auth import Keys
+from llmproxy.gateway.auth import NO_TENANT, Keys, Tenant
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
 from llmproxy.gateway.desk import BodyKind, Desk, Sheet
 from llmproxy.gateway.errors import Failure, error_body
@@ -27,10 +27,10 @@ from llmproxy.gateway.relay import Attempt, Call, Relay
 from llmproxy.gateway.routes import Dialect, Route
 from llmproxy.gateway.scan import BadBody
 from llmproxy.gateway.stored import StoredResponses
+from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 from llmproxy.telemetry.logs import log_exit, log_internal
 from llmproxy.telemetry.metrics import Metrics
-from llmproxy.upstream import Body
 
 
 @dataclass(slots=True)
@@ -46,7 +46,9 @@ class Walk:
     outcome: Outcome = Outcome.INTERNAL
     status: int = 0
     error: str = ""
+    tenant: Tenant = NO_TENANT
     requested: str | None = None
+    unknown_objective: str | None = None
     target: Target | None = None
     request: Request | None = None
     sheet: Sheet | None = None
@@ -54,6 +56,7 @@ class Walk:
     ttl_s: float = 0.0
     waited_s: float = 0.0
     attempts: int = 0
+    withdrawals: int = 0
     granted_s: float | None = None
     lease: Lease | None = None
     attempt: Attempt | None = None
@@ -73,12 +76,14 @@ class Walker:
         identity: Identity,
         stored: StoredResponses,
         metrics: Metrics,
+        decisions: DecisionLog | None,
     ) -> None:
         self._config = config
         self._pools = pools
         self._dispatcher = dispatcher
         self._relay = relay
         self._metrics = metrics
+        self._decisions = decisions
         self._stored = stored
         self._keys = keys
         self._identity = identity
@@ -127,7 +132,7 @@ class Walker:
         walk.id = request_id(http.headers) or walk.id
         walk.extra["x-request-id"] = walk.id
         check_fields(http.headers.items())
-        self._keys.check(http.headers)
+        tenant = walk.tenant = self._keys.check(http.headers)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
         if http.headers.get("content-encoding", "identity").lower() != "identity":
@@ -139,19 +144,19 @@ class Walker:
         _check_content_type(walk.route, content_type)
         sheet = walk.sheet = await self._desk.read(body, walk.route.kind, content_type)
         walk.requested = sheet.ask.model
-        target = walk.target = self._pools.resolve(sheet.ask.model)
+        # While replicas start, nobody knows yet what they serve: such a request is held too.
+        _check_allowed(tenant, sheet.ask.model)
+        target = walk.target = await self._dispatcher.resolve(sheet.ask.model, self._config.queue.hold_s)
         walk.requested = target.requested
+        _check_allowed(tenant, target.requested)
         self._budget.request()
-        request = walk.request = self._make_request(walk, sheet, target)
-        spliced = sheet.spliced(model=target.model, want_usage=True)
-        await self._attempts(walk, request, spliced.parts, spliced.hides_usage)
+        await self._attempts(walk, sheet, self._make_request(walk, sheet, target))
 
     def _make_request(self, walk: Walk, sheet: Sheet, target: Target) -> Request:
         http, ask = walk.http, sheet.ask
-        standing = self._identity.standing(
-            http.headers, self._identity.trusts(http.remote), target.requested, target.model
-        )
-        walk.ttl_s = standing.ttl_s
+        trusted = self._identity.trusts(http.remote, walk.tenant)
+        standing = self._identity.standing(http.headers, trusted, target.requested, target.model, walk.tenant)
+        walk.ttl_s, walk.unknown_objective = standing.ttl_s, standing.unknown_objective
         prompt_tokens, output_tokens = self._pools.tokens(target, ask)
         return Request(
             id=str(next(self._serial)),
@@ -168,21 +173,28 @@ class Walker:
             max_tokens=ask.max_tokens,
             sequences=ask.sequences,
             stream=ask.stream,
+            tenant=standing.tenant,
+            weight=standing.weight,
+            slo=standing.slo,
+            limits=standing.limits,
+            label=walk.id,
         )
 
     # --- the waiting room and the corridor, as often as it takes -----------------------------------------------------
 
-    async def _attempts(self, walk: Walk, request: Request, body: Body, hide_usage: bool) -> None:
+    async def _attempts(self, walk: Walk, sheet: Sheet, request: Request) -> None:
+        entry = Entry.NEW
         while True:
             try:
                 now = asyncio.get_running_loop().time()
                 # The time to wait counts while waiting: not while a body arrives, nor while a backend works.
-                again = walk.attempts > 0
                 left_s = walk.ttl_s - walk.waited_s
-                request = replace(request, deadline_s=now + (max(left_s, RETRY_WAIT_MIN_S) if again else left_s))
-                async with self._dispatcher.admit(request, frozenset(walk.excluded), again=again) as lease:
+                if entry is not Entry.NEW:
+                    left_s = max(left_s, RETRY_WAIT_MIN_S)
+                request = walk.request = replace(request, deadline_s=now + left_s)
+                async with self._dispatcher.admit(request, frozenset(walk.excluded), entry) as lease:
                     walk.waited_s += lease.grant.at_s - now
-                    attempt = await self._attempt(walk, lease, body, hide_usage)
+                    attempt = await self._attempt(walk, sheet, lease)
             except Refused:
                 # A retry that finds nobody else tells the client what went wrong first, not that nobody is left.
                 if walk.attempt is None or walk.attempt.outcome is Outcome.INTERNAL:
@@ -194,14 +206,19 @@ class Walker:
                 walk.outcome, walk.status, walk.error = attempt.outcome, walk.client.status, attempt.message
                 self._learn(walk, request, attempt)
                 return
+            if attempt.verdict is Verdict.WITHDRAWN:
+                walk.withdrawals += 1
+                entry = Entry.WITHDRAWN
+                continue
             if not self._retries(walk, attempt):
                 await self._deliver_failure(walk, attempt)
                 return
+            entry = Entry.RETRY
             # A busy backend is full, not broken: it may well be the first to have room again.
             if attempt.verdict is not Verdict.BUSY:
                 walk.excluded.add(lease.backend)
 
-    async def _attempt(self, walk: Walk, lease: Lease, body: Body, hide_usage: bool) -> Attempt:
+    async def _attempt(self, walk: Walk, sheet: Sheet, lease: Lease) -> Attempt:
         walk.attempts += 1
         walk.lease = lease
         walk.granted_s = lease.grant.at_s
@@ -209,10 +226,14 @@ class Walker:
         walk.extra["x-llmproxy-backend"] = backend.name
         walk.extra["x-llmproxy-queue-ms"] = f"{walk.waited_s * 1e3:.1f}"
         walk.extra["x-llmproxy-attempts"] = str(walk.attempts)
-        assert walk.sheet is not None
-        headers = self._identity.to_backend(walk.http, walk.id, backend)
-        streams = walk.sheet.ask.stream
-        call = Call(self._path_qs(walk), headers, body, streams, hide_usage, walk.route.dialect)
+        request = lease.grant.request
+        # The engine's own priority is lower first.
+        priority = -request.band if backend.forward_priority else None
+        spliced = sheet.spliced(model=request.model, want_usage=True, priority=priority)
+        headers = self._identity.to_backend(walk.http, walk.id, backend, walk.tenant)
+        call = Call(
+            self._path_qs(walk), headers, spliced.parts, request.stream, spliced.hides_usage, walk.route.dialect
+        )
         # Assigned before it runs, so that the story of a request cut off in mid-stream has its numbers.
         attempt = walk.attempt = Attempt()
         if walk.route.dialect is Dialect.RESPONSES:
@@ -224,7 +245,7 @@ class Walker:
     def _retries(self, walk: Walk, attempt: Attempt) -> bool:
         return (
             attempt.retryable
-            and walk.attempts <= self._config.retry.extra_attempts
+            and walk.attempts - walk.withdrawals <= self._config.retry.extra_attempts
             and not self._dispatcher.draining
             and self._budget.take(attempt.verdict)
         )
@@ -281,6 +302,10 @@ class Walker:
         ttft_s = None
         if attempt is not None and attempt.first_token_s is not None:
             ttft_s = attempt.first_token_s - walk.arrived_s
+        met = None
+        if request is not None:
+            met = _met(walk, request, ttft_s, usage)
+            self._dispatcher.ended(request, met)
         ended = RequestExit(
             request_id=walk.id,
             method=walk.http.method,
@@ -290,11 +315,20 @@ class Walker:
             duration_s=now - walk.arrived_s,
             model=walk.target.requested if walk.target is not None else UNKNOWN_MODEL,
             target=walk.target.model if walk.target is not None else None,
+            adapter=request.adapter if request is not None else None,
+            tenant=walk.tenant.name,
             band=self._band_names.get(request.band, str(request.band)) if request is not None else None,
+            level=request.band if request is not None else None,
             flow=request.flow if request is not None else None,
+            ttl_s=walk.ttl_s if request is not None else None,
+            slo=request.slo if request is not None else None,
+            met=met,
+            unknown_objective=walk.unknown_objective,
             stream=request.stream if request is not None else False,
             backend=lease.backend if lease is not None else None,
             attempts=walk.attempts,
+            withdrawals=walk.withdrawals,
+            why=lease.grant.why if lease is not None else None,
             candidates=placed.candidates if placed is not None else None,
             terms=placed.terms if placed is not None else (),
             arrived_s=walk.arrived_s,
@@ -303,6 +337,7 @@ class Walker:
             queue_wait_s=waited_s if request is not None else None,
             ttft_s=ttft_s,
             max_gap_s=attempt.max_gap_s if attempt is not None and ttft_s is not None else None,
+            expected_prompt_tokens=request.prompt_tokens if request is not None else None,
             prompt_tokens=usage.prompt_tokens if usage is not None else None,
             cached_tokens=usage.cached_tokens if usage is not None else None,
             output_tokens=usage.output_tokens if usage is not None else None,
@@ -313,6 +348,30 @@ class Walker:
         )
         self._metrics.record(ended)
         log_exit(ended)
+        if self._decisions is not None:
+            self._decisions.record(ended)
+
+
+def _check_allowed(tenant: Tenant, name: str | None) -> None:
+    """Raise Failure (404) for a model that is not for this tenant, in the words for one that does not exist."""
+    if name is not None and not tenant.allows(name):
+        raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
+
+
+def _met(walk: Walk, request: Request, ttft_s: float | None, usage: Usage | None) -> bool | None:
+    """Whether the request kept its objective; None where it has none, or where its client is why it did not."""
+    slo, attempt = request.slo, walk.attempt
+    if slo is None or walk.outcome in (Outcome.CANCELLED, Outcome.BAD_REQUEST) or 400 <= walk.status < 429:
+        return None
+    if walk.outcome is not Outcome.COMPLETED or attempt is None:
+        return False
+    if not request.stream:
+        # Nobody saw its first token. That it was granted in time is all that can be known.
+        return walk.granted_s is not None and slo.met(walk.granted_s - walk.arrived_s, None)
+    tpot_s = None
+    if usage is not None and usage.output_tokens > 1 and attempt.first_token_s is not None:
+        tpot_s = (attempt.last_byte_s - attempt.first_token_s) / (usage.output_tokens - 1)
+    return slo.met(ttft_s, tpot_s)
 
 
 def _check_content_type(route: Route, content_type: str) -> None:

@@ -20,7 +20,7 @@ class Arrival:
     the base model. `band` is a name or an integer as in the configuration. `ttl_s` is the longest wait in the queue
     that the client asks for; `ttft_slo_s` and `tpot_slo_s` are its own objectives, None for the fleet's. `then` is the
     next turn of a closed loop: it arrives `think_s` seconds after this answer ended, whatever its `at_s` says, and
-    never when this request got no answer.
+    never when this request got no answer. `guessed` says that the real one got none, and its length is an assumption.
     """
 
     at_s: float
@@ -36,6 +36,7 @@ class Arrival:
     tpot_slo_s: float | None = None
     think_s: float = 0.0
     then: Arrival | None = None
+    guessed: bool = False
 
     def own_blocks(self) -> tuple[int, ...]:
         """`blocks`, distinct for each adapter: it changes all keys and values, so only its own requests share them."""

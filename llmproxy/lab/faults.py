@@ -48,6 +48,8 @@ def _begin(fault: Fault, replica: Replica, loop: asyncio.AbstractEventLoop) -> N
         case FaultKind.RESTART:
             replica.kill()
             loop.call_later(fault.value, replica.start)
+        case FaultKind.ROLL:
+            replica.roll(fault.value)
         case FaultKind.HANG:
             replica.freeze(True)
         case FaultKind.SLOW:
@@ -72,5 +74,5 @@ def _end(fault: Fault, replica: Replica) -> None:
             replica.ills.metric_age_s = 0.0
         case FaultKind.LOST_READINGS:
             replica.ills.lost_readings = 0.0
-        case FaultKind.KILL | FaultKind.RESTART:
+        case FaultKind.KILL | FaultKind.RESTART | FaultKind.ROLL:
             pass

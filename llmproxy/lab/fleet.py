@@ -13,10 +13,11 @@ MAX_MODEL_LEN = 131_072
 
 
 class FaultKind(StrEnum):
-    """What can befall a replica. All but `kill` and `restart` end at `until_s`.
+    """What can befall a replica. All but `kill`, `restart` and `roll` end at `until_s`.
 
     `kill`: the process dies, connections break and polls are refused; for good, or until a `restart`.
     `restart`: the process dies (if it lives) and serves again, caches cold, `value` seconds later.
+    `roll`: it takes nothing new and says so, ends the answers under way, and then restarts as above: a rollout.
     `hang`: it accepts requests and polls and answers neither; its engine stands still.
     `slow`: every step takes `value` times as long.
     `reset`: each answer that starts is cut in mid-stream with probability `value`.
@@ -26,6 +27,7 @@ class FaultKind(StrEnum):
 
     KILL = "kill"
     RESTART = "restart"
+    ROLL = "roll"
     HANG = "hang"
     SLOW = "slow"
     RESET = "reset"

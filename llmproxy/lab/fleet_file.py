@@ -39,7 +39,8 @@ EVERY = "all"
 EXAMPLE = "write it like 8xllama-8b-h100, 4xllama-8b-h100+4xllama-8b-a100, or as the path of a YAML file"
 
 KNOWN_PROFILES = tuple(PROFILES)
-ENDLESS = frozenset({FaultKind.KILL, FaultKind.RESTART})
+RESTARTS = frozenset({FaultKind.RESTART, FaultKind.ROLL})
+ENDLESS = RESTARTS | {FaultKind.KILL}
 VALUELESS = frozenset({FaultKind.KILL, FaultKind.HANG})
 PROBABLE = frozenset({FaultKind.RESET, FaultKind.LOST_READINGS})
 
@@ -239,7 +240,7 @@ class _FaultEntry(Section):
 
 
 VALUES = {
-    FaultKind.RESTART: "should be the seconds until it serves again",
+    **dict.fromkeys(RESTARTS, "should be the seconds until it serves again"),
     FaultKind.SLOW: "should be a factor above 1",
     FaultKind.RESET: "should be a probability from 0 to 1",
     FaultKind.METRIC_AGE: "should be an age in seconds",
@@ -327,7 +328,7 @@ def _faults_out_of_place(entries: Sequence[_FaultEntry], specs: dict[str, Replic
         for name in (entry.replica,) if named else specs:
             since_s, back_s = dead.get(name, (0.0, 0.0))
             starting = entry.at_s < back_s < inf
-            if specs[name].joins_s > entry.at_s and (named or entry.what is FaultKind.RESTART):
+            if specs[name].joins_s > entry.at_s and (named or entry.what in RESTARTS):
                 yield ("faults", i, "at_s"), f"{name} joins only at {specs[name].joins_s:g} seconds"
             elif starting and (named or entry.what in ENDLESS):
                 yield ("faults", i, "at_s"), f"{name} restarts since {since_s:g} and until {back_s:g} seconds"

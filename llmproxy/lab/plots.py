@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from llmproxy.core.domain import BAND_NAMES
-from llmproxy.lab.account import OTHER
 from llmproxy.lab.drawing import (
     GRID,
     INK,
@@ -33,6 +32,7 @@ from llmproxy.lab.drawing import (
     short,
 )
 from llmproxy.lab.result import LoadPoint, RunKey, RunResult, SimulationResult, Trail, load_points, policies_of
+from llmproxy.lab.tally import OTHER
 
 TENANTS_DRAWN = len(SERIES) - 1
 WAIT_MIN_S = 0.001

@@ -20,14 +20,17 @@ from llmproxy.lab.world import World
 LATE = "late_"
 """Prefix of our own waiting room around a preset whose plain name belongs to a baseline that binds at once."""
 ORACLE = "oracle"
-NOT_HERE = ("placement", "weights", "ceilings", "seed")
+NOT_HERE = ("placement", "weights", "min_shares", "seed")
 """Keys of `scheduling` that cannot follow a policy's name, which is the placement; the rest is too rich for a word."""
+CEILED = ("critical", "default", "sheddable")
+"""The bands of `ceilings=1/0.95/0.85`, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A policy, ready to be run. `scrape_s` is how often it reads metrics, None where it never does; a `central` one is
-    alone in front of a fleet that others would share between several proxies.
+    """A policy, ready to be run. `scrape_s` is how often it reads metrics, None where it never does; a `late` one lets
+    requests wait in the proxy until a backend can begin them; a `central` one is alone in front of a fleet that others
+    would share between several proxies.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Plan:
     settings: Settings
     scrape_s: float | None
     make_placement: Callable[[Surroundings, World], Placement]
+    late: bool = True
     central: bool = False
 
 
@@ -61,7 +65,8 @@ def names() -> tuple[str, ...]:
 
 def plan_named(text: str, config: Config) -> Plan:
     """The plan of a policy named like `blend`, or with parameters like `blend(look_ahead=0,fairness=fcfs)`: for our own
-    policies those are keys of the configuration's `scheduling` section, for baselines their own.
+    policies those are keys of the configuration's `scheduling` section, for baselines their own. Ceilings are written
+    as `ceilings=1/0.95/0.85`, for critical, default and sheddable.
 
     Raises ValueError naming the known ones.
     """
@@ -72,18 +77,30 @@ def plan_named(text: str, config: Config) -> Plan:
         if given:
             raise ValueError(f"policy {text!r}: the oracle takes no parameters")
         about = "knows output lengths, the engines' state and caches and step times; one queue"
-        settings = replace(settings_of(config), ceilings={})
+        settings = replace(settings_of(config), ceilings={}, withdrawal=False)
         return Plan(
-            text, about, settings, config.poll.interval_s, lambda around, world: Oracle(world, around.clock), True
-        )
+            text, about, settings, config.poll.interval_s, lambda around, world: Oracle(world, around.clock),
+            central=True,
+        )  # fmt: skip
     if name not in names():
         raise ValueError(f"unknown policy {name!r} (nearest: {nearest(name, names())!r}); known: {', '.join(names())}")
     baseline = baseline_named(text)
     settings = settings_of(config)
     # They believe what they read last for as long as they have nothing newer.
     capacity = replace(settings.capacity, stale_after_s=inf)
-    settings = replace(settings, fairness=baseline.fairness, ceilings={}, capacity=capacity)
-    return Plan(baseline.name, baseline.about, settings, baseline.scrape_s, lambda around, _: baseline.make(around))
+    settings = replace(
+        settings,
+        fairness=baseline.fairness,
+        ordering="fcfs",
+        ceilings={},
+        min_shares={},
+        withdrawal=False,
+        refuse_late=False,
+        capacity=capacity,
+    )
+    return Plan(
+        baseline.name, baseline.about, settings, baseline.scrape_s, lambda around, _: baseline.make(around), late=False
+    )
 
 
 def _own_plan(text: str, preset: str, config: Config) -> Plan:
@@ -107,9 +124,24 @@ def _with(config: Config, text: str, given: Mapping[str, str]) -> Config:
     for key in given:
         if key not in known:
             raise ValueError(f"policy {text!r}: unknown key {key!r} (nearest: {nearest(key, tuple(known))!r})")
+    values: dict[str, object] = dict(given)
+    if "ceilings" in given:
+        values["ceilings"] = _ceilings(text, given["ceilings"])
     try:
-        scheduling = SchedulingConfig.model_validate({**config.scheduling.model_dump(), **given})
+        scheduling = SchedulingConfig.model_validate({**config.scheduling.model_dump(), **values})
     except ValidationError as error:
         told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ValueError(f"policy {text!r}: {told}") from None
     return config.model_copy(update={"scheduling": scheduling})
+
+
+def _ceilings(text: str, given: str) -> dict[str, str]:
+    parts = given.split("/")
+    try:
+        falling = sorted(map(float, parts), reverse=True) == [float(part) for part in parts]
+    except ValueError:
+        falling = False
+    if len(parts) != len(CEILED) or not falling:
+        told = ", ".join(CEILED)
+        raise ValueError(f"policy {text!r}: ceilings are written like 1/0.95/0.85, for {told}, and do not rise")
+    return dict(zip(CEILED, parts, strict=True))

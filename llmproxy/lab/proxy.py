@@ -8,15 +8,28 @@ from dataclasses import replace
 from random import Random
 
 from llmproxy.config import Config
-from llmproxy.core.domain import Ask, Listing, ModelCard, Outcome, Reading, Refused, Request, Trouble, Usage, Verdict
-from llmproxy.core.pools import Pools
+from llmproxy.core.domain import (
+    Ask,
+    Entry,
+    Listing,
+    ModelCard,
+    Outcome,
+    Reading,
+    Refused,
+    Request,
+    Trouble,
+    Usage,
+    Verdict,
+)
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
 from llmproxy.lab.arrival import BASE_MODEL, Arrival
+from llmproxy.lab.audit import AuditedPools
 from llmproxy.lab.policies import Plan
 from llmproxy.lab.policy import Surroundings
 from llmproxy.lab.record import Record
-from llmproxy.lab.replica import Broken, Job, Refusing, Replica, TooLong
+from llmproxy.lab.replica import Broken, Job, Leaving, Refusing, Replica, TooLong
+from llmproxy.lab.standing import Standings
 from llmproxy.lab.world import World
 
 BYTES_PER_TOKEN = 4.3
@@ -42,7 +55,7 @@ class LabProxy:
         self._scrape_s = plan.scrape_s
         self._rng = rng
         self._budget = RetryBudget(config.retry.budget_ratio)
-        self._by_tenant = config.scheduling.flow != "model"
+        self._standings = Standings(config)
         self._loop = asyncio.get_running_loop()
         around = Surroundings(
             Random(rng.getrandbits(32)),
@@ -51,7 +64,9 @@ class LabProxy:
             world.blocks.block_tokens,
             world.cached_tokens,
         )
-        self.pools = Pools(plan.settings, dict.fromkeys(self._replicas), {}, lambda: plan.make_placement(around, world))
+        told = {backend.name: backend.max_in_flight for backend in config.backends}
+        limits = {name: told.get(name) for name in self._replicas}
+        self.pools = AuditedPools(plan.settings, limits, {}, lambda: plan.make_placement(around, world))
         self.dispatcher = Dispatcher(self.pools)
         cards = [ModelCard(name, BASE_MODEL, None) for name in world.adapters]
         self._cards = {
@@ -81,8 +96,9 @@ class LabProxy:
         interval_s = HEALTH_INTERVAL_S if self._scrape_s is None else self._scrape_s
         try:
             gauges = self._replicas[name].scrape()
-        except Refusing:
-            self.dispatcher.troubled(name, Trouble.REFUSED, "")
+        except (Refusing, Leaving) as failed:
+            trouble = Trouble.REFUSED if isinstance(failed, Refusing) else Trouble.UNHEALTHY
+            self.dispatcher.troubled(name, trouble, "")
             self._loop.call_later(self._jittered(interval_s), self._poll, name, None)
             return
         except TimeoutError:
@@ -131,6 +147,10 @@ class LabProxy:
             if job.first_s is not None:
                 yield request_id, replica.answered_tokens(job)
 
+    def band(self, arrival: Arrival) -> int:
+        """The band in which it is served."""
+        return self._standings.band(arrival)
+
     def _jittered(self, interval_s: float) -> float:
         return interval_s * self._rng.uniform(0.8, 1.0)
 
@@ -139,7 +159,7 @@ class LabProxy:
     async def serve(self, arrival: Arrival) -> Record:
         """Take one request through the house; never raises for what can befall a request."""
         now = self._loop.time()
-        record = Record(arrival, now, self._config.band(arrival.band))
+        record = Record(arrival, now, self.band(arrival))
         request_id = self._world.enter(arrival)
         try:
             await self._walk(request_id, record)
@@ -160,32 +180,44 @@ class LabProxy:
             return
         prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
         ask = Ask(arrival.adapter or BASE_MODEL, stream=True, prompt_bytes=prompt_bytes)
-        target = self.pools.resolve(ask.model)
+        target = await self.dispatcher.resolve(ask.model, self._config.queue.hold_s)
         self._budget.request()
         prompt_tokens, output_tokens = self.pools.tokens(target, ask)
-        ttl_s = self._config.queue.ttl_s if arrival.ttl_s is None else min(arrival.ttl_s, self._config.queue.ttl_s)
+        standing = self._standings.of(arrival, target, record.band)
         request = Request(
             id=request_id,
             pool=target.pool,
             model=target.model,
             adapter=target.adapter,
             band=record.band,
-            flow=arrival.tenant if self._by_tenant else target.requested,
+            flow=standing.flow,
             arrived_s=record.arrived_s,
-            deadline_s=record.arrived_s + ttl_s,
+            deadline_s=record.arrived_s + standing.ttl_s,
             body_bytes=prompt_bytes,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             stream=True,
+            tenant=standing.tenant,
+            weight=standing.weight,
+            slo=standing.slo,
+            limits=standing.limits,
         )
+        try:
+            await self._attempts(request, record, standing.ttl_s)
+        finally:
+            self.dispatcher.ended(request, _met(request, record))
+
+    async def _attempts(self, request: Request, record: Record, ttl_s: float) -> None:
+        """The waiting room and the engines, as often as it takes. Raises Refused."""
         excluded: set[str] = set()
-        waited_s = 0.0
+        waited_s, entry = 0.0, Entry.NEW
         while True:
             now = self._loop.time()
-            again = record.attempts > 0
             left_s = ttl_s - waited_s
-            request = replace(request, deadline_s=now + (max(left_s, RETRY_WAIT_MIN_S) if again else left_s))
-            async with self.dispatcher.admit(request, frozenset(excluded), again=again) as lease:
+            if entry is not Entry.NEW:
+                left_s = max(left_s, RETRY_WAIT_MIN_S)
+            request = replace(request, deadline_s=now + left_s)
+            async with self.dispatcher.admit(request, frozenset(excluded), entry) as lease:
                 waited_s += lease.grant.at_s - now
                 record.queue_wait_s = waited_s
                 record.attempts += 1
@@ -194,18 +226,28 @@ class LabProxy:
             if record.outcome is Outcome.COMPLETED:
                 usage = lease.usage
                 assert usage is not None
-                self.pools.estimator.learn(request.model, prompt_bytes, 1, usage)
+                self.pools.estimator.learn(request.model, request.body_bytes, 1, usage)
                 return
+            if lease.verdict is Verdict.WITHDRAWN:
+                # It had its turn taken back, through nobody's fault: that is no attempt.
+                record.attempts -= 1
+                record.withdrawals += 1
+                entry = Entry.WITHDRAWN
+                continue
             if not retryable or record.attempts > self._config.retry.extra_attempts:
                 return
             if not self._budget.take(lease.verdict):
                 return
+            entry = Entry.RETRY
             excluded.add(lease.backend)
 
     async def _attempt(self, request: Request, record: Record, lease: Lease) -> bool:
         """One try on one backend; whether another one may be made. Writes outcome, verdict and usage."""
         arrival, replica = record.arrival, self._replicas[lease.backend]
-        sequence = self._world.sequence(request.id, f"{request.id}.{record.attempts}")
+        if lease.withdrawn and not lease.revoked:
+            lease.verdict = Verdict.WITHDRAWN
+            return True
+        sequence = self._world.sequence(request.id, f"{request.id}.{record.attempts}.{record.withdrawals}")
         timers: list[asyncio.TimerHandle] = []
 
         def first() -> None:
@@ -214,15 +256,25 @@ class LabProxy:
 
         try:
             job = replica.open(sequence, first)
-        except Refusing:
-            lease.verdict, record.outcome = Verdict.CONNECT_FAILED, Outcome.CONNECT_FAILED
+        except (Refusing, Leaving) as failed:
+            leaving = isinstance(failed, Leaving)
+            lease.verdict = Verdict.DRAINING if leaving else Verdict.CONNECT_FAILED
+            record.outcome = Outcome.UPSTREAM_STATUS if leaving else Outcome.CONNECT_FAILED
             return True
         except TooLong:
             lease.verdict, record.outcome = Verdict.SERVED, Outcome.UPSTREAM_STATUS
             lease.usage = Usage(0, 0)
             return False
         timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off, True))
-        lease.on_revoked = job.break_off
+
+        def cut() -> None:
+            # What has begun to answer is not withdrawn any more; a dead backend is left in any case.
+            if lease.revoked or job.first_s is None:
+                job.break_off()
+                # The engine drops the sequence at once: no token of it may come between now and the task's turn.
+                replica.leave(job)
+
+        lease.on_cut = cut
         self._streams[request.id] = lease, job, replica
         try:
             async with asyncio.timeout(self._config.timeouts.total_s):
@@ -232,6 +284,7 @@ class LabProxy:
         except TimeoutError:
             return self._broke(request, record, lease, job, by_timeout=True)
         finally:
+            lease.on_cut = None
             del self._streams[request.id]
             replica.leave(job)
             for timer in timers:
@@ -242,6 +295,9 @@ class LabProxy:
         return False
 
     def _broke(self, request: Request, record: Record, lease: Lease, job: Job, by_timeout: bool) -> bool:
+        if lease.withdrawn and not lease.revoked and job.first_s is None:
+            lease.verdict = Verdict.WITHDRAWN
+            return True
         lease.verdict = Verdict.LOST if lease.revoked else Verdict.FAILED
         if job.first_s is None:
             record.outcome = Outcome.UPSTREAM_TIMEOUT if by_timeout else Outcome.CONNECT_FAILED
@@ -263,3 +319,10 @@ class LabProxy:
     def _too_long_for_all(self, arrival: Arrival) -> bool:
         total_tokens = arrival.prompt_tokens + arrival.output_tokens
         return all(total_tokens > replica.context_tokens for replica in self._replicas.values())
+
+
+def _met(request: Request, record: Record) -> bool | None:
+    """Whether the request kept the objective that the proxy knows of; None where it has none."""
+    if request.slo is None:
+        return None
+    return record.outcome is Outcome.COMPLETED and request.slo.met(record.ttft_s, record.tpot_s)

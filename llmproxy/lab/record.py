@@ -14,7 +14,8 @@ class Record:
 
     `arrived_s` is when it really arrived (a closed loop decides that late), `band` the resolved level. `backend` and
     `hit_tokens` (prompt tokens found cached) are those of the last attempt. `tpot_s` is the mean time per output token
-    after the first, None for answers of one token. `met` says whether a completed answer kept both objectives.
+    after the first, None for answers of one token. `withdrawals` are leases that were taken back, which are no
+    attempts. `met` says whether a completed answer kept both objectives.
     """
 
     arrival: Arrival
@@ -24,6 +25,7 @@ class Record:
     ended_s: float = 0.0
     backend: str | None = None
     attempts: int = 0
+    withdrawals: int = 0
     queue_wait_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None

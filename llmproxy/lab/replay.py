@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -73,6 +74,7 @@ class Run:
         self._drained: asyncio.Future[None] | None = None
         self._over = False
         self._ended = 0
+        self._output_tokens: Counter[int] = Counter()
 
     async def go(self) -> Account:
         setup, loop = self._setup, asyncio.get_running_loop()
@@ -92,6 +94,8 @@ class Run:
         schedule(setup.fleet.faults, replicas, SETTLE_S)
         loop.call_at(SETTLE_S, self._sample, loop, 0)
         loop.call_at(SETTLE_S + max(LOOK_EVERY_S, setup.warmup_s), self._look_at_service, loop)
+        for at_s in (setup.warmup_s, setup.duration_s):
+            loop.call_at(SETTLE_S + at_s, self._look_at_output)
         await self._feed(loop)
         if self._tasks:
             self._drained = loop.create_future()
@@ -99,6 +103,7 @@ class Run:
         self._over = True
         for proxy in self._proxies:
             proxy.stop()
+            self.account.audited(proxy.pools.audit)
         for name, replica in replicas.items():
             self.account.counted(name, replica.counters)
         if self._failed is not None:
@@ -132,16 +137,26 @@ class Run:
     def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
         """Who has been served how much by now, and who has to wait, for as long as anybody is there."""
         under_way: dict[str, float] = {}
-        waiting = dict.fromkeys(self._world.arrivals)
+        waiting: dict[str, None] = {} if self._setup.plan.late else dict.fromkeys(self._world.arrivals)
         for proxy in self._proxies:
+            if self._setup.plan.late:
+                waiting.update(dict.fromkeys(proxy.pools.audit.waiting))
             for request_id, answered_tokens in proxy.answers():
                 arrival = self._world.arrivals[request_id]
                 service = PROMPT_WEIGHT * arrival.prompt_tokens + OUTPUT_WEIGHT * answered_tokens
                 under_way[arrival.tenant] = under_way.get(arrival.tenant, 0.0) + service
-                del waiting[request_id]
+                waiting.pop(request_id, None)
         self.account.service.look(under_way, {self._world.arrivals[one].tenant: None for one in waiting})
         if not self._over:
             loop.call_later(LOOK_EVERY_S, self._look_at_service, loop)
+
+    def _look_at_output(self) -> None:
+        """How many tokens were streamed by now, by band."""
+        tokens = self._output_tokens.copy()
+        for proxy in self._proxies:
+            for request_id, answered_tokens in proxy.answers():
+                tokens[proxy.band(self._world.arrivals[request_id])] += answered_tokens
+        self.account.output(tokens)
 
     # --- arrivals -----------------------------------------------------------------------------------------------------
 
@@ -166,6 +181,7 @@ class Run:
         record.arrived_s -= SETTLE_S
         record.ended_s -= SETTLE_S
         self._judge(record)
+        self._output_tokens[record.band] += record.output_tokens
         self.account.add(record)
         self._ended += 1
         if self._ended % 256 == 0:

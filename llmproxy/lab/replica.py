@@ -27,6 +27,10 @@ class Refusing(Exception):  # noqa: N818
     """No process listens."""
 
 
+class Leaving(Exception):  # noqa: N818
+    """The server is about to stop: it ends what it has and takes nothing new."""
+
+
 class TooLong(Exception):  # noqa: N818
     """The request is longer than this server's context: its own 400."""
 
@@ -92,6 +96,7 @@ class Replica:
     ) -> None:
         self.spec = spec
         self.alive = False
+        self._leaving_for_s: float | None = None
         self.ills = _Ills()
         self._earlier = Counters()
         self.engine: Engine
@@ -130,6 +135,17 @@ class Replica:
     def start(self) -> None:
         """Serve, with cold caches."""
         self.alive = True
+        self._leaving_for_s = None
+
+    def roll(self, gone_s: float) -> None:
+        """Take nothing new, end the answers under way, then stop, and serve again with cold caches `gone_s` later."""
+        self._leaving_for_s = gone_s
+        self._stop_when_done()
+
+    def _stop_when_done(self) -> None:
+        if self._leaving_for_s is not None and self.alive and not self._jobs:
+            self._loop.call_later(self._leaving_for_s, self.start)
+            self.kill()
 
     def kill(self) -> None:
         """The process dies: its connections break, its caches are lost."""
@@ -168,9 +184,13 @@ class Replica:
     # --- what clients do ----------------------------------------------------------------------------------------------
 
     def open(self, request: EngineRequest, on_first: Callable[[], None]) -> Job:
-        """Send a request. Raises Refusing when nobody listens and TooLong for one that the server answers with 400."""
+        """Send a request. Raises Refusing when nobody listens, Leaving where the server is about to stop, and TooLong
+        for a request that it answers with 400.
+        """
         if not self.alive:
             raise Refusing
+        if self._leaving_for_s is not None:
+            raise Leaving
         if not self.holds(request):
             raise TooLong
         job = Job(request, on_first, self._loop.create_future())
@@ -206,17 +226,21 @@ class Replica:
         if self._jobs.get(request_id) is not job:
             return
         del self._jobs[request_id]
+        if self._leaving_for_s is not None:
+            self._loop.call_soon(self._stop_when_done)
         if self._unborn.pop(request_id, None) is not None or job.first_s is not None:
             if not self.ills.frozen:
                 self._interrupt()
             self.engine.abort(request_id)
 
     def scrape(self) -> Gauges | None:
-        """What the metrics page shows; None where it is lost on its way. Raises Refusing, or TimeoutError of a hung
-        server.
+        """What the metrics page shows; None where it is lost on its way. Raises Refusing, Leaving of a server whose
+        health says that it is about to stop, or TimeoutError of a hung one.
         """
         if not self.alive:
             raise Refusing
+        if self._leaving_for_s is not None:
+            raise Leaving
         if self.ills.frozen:
             raise TimeoutError
         if self.ills.lost_readings and self._rng.random() < self.ills.lost_readings:
@@ -344,3 +368,5 @@ class Replica:
                 job.ended.set_exception(Broken())
             else:
                 job.ended.set_result(None)
+        if self._leaving_for_s is not None:
+            self._loop.call_soon(self._stop_when_done)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,26 @@ RULES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ExtraTable:
+    """A table of one's own: plain text in every cell."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What a page shows beyond the figures of its runs; `draw` is called where plots can be drawn."""
+
+    tables: Sequence[ExtraTable] = ()
+    draw: Callable[[], Sequence[Plot]] | None = None
+
+
+NOTHING_MORE = Extra()
+
+
 class ReportUnavailable(Exception):  # noqa: N818 - something is missing, nothing went wrong
     """The report cannot be drawn on this installation. The message says what to install."""
 
@@ -38,6 +59,7 @@ def write_report(
     own: Collection[str] = (),
     references: Collection[str] = REFERENCES,
     hit_bounds: Collection[str] = HIT_BOUNDS,
+    extra: Extra = NOTHING_MORE,
 ) -> None:
     """Write `result` as a page to `path`. Equal arguments give equal bytes.
 
@@ -45,7 +67,7 @@ def write_report(
     thicker, `references` are yardsticks that cannot win, `hit_bounds` names the bounds that are hit ratios.
     Raises ReportUnavailable without matplotlib, OSError when the file cannot be written.
     """
-    path.write_text(page(result, trails, title, own, references, hit_bounds), encoding="utf-8")
+    path.write_text(page(result, trails, title, own, references, hit_bounds, extra), encoding="utf-8")
 
 
 def page(
@@ -55,9 +77,10 @@ def page(
     own: Collection[str] = (),
     references: Collection[str] = REFERENCES,
     hit_bounds: Collection[str] = HIT_BOUNDS,
+    extra: Extra = NOTHING_MORE,
 ) -> str:
     """The page that `write_report` writes."""
-    figures = _figures(result, trails, own, references, hit_bounds)
+    figures = _figures(result, trails, own, references, hit_bounds, extra)
     policies = policies_of(result, references)
     points = load_points(result, references)
     tables = "".join(_load(point, policies, own, references) for point in points) or "<p>Nothing was run.</p>"
@@ -65,7 +88,7 @@ def page(
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{_CSS}</style></head><body>
 <header><h1>{escape(title)}</h1>{_facts(result, points, policies)}<p class="rules">{RULES}</p></header>
-<main><section><h2>Results</h2>{tables}</section>{_bounds(points)}
+<main><section><h2>Results</h2>{tables}</section>{"".join(map(_extra_table, extra.tables))}{_bounds(points)}
 {figures}
 <section><h2>Configuration</h2><details><summary>All that the runs depend on</summary><pre>{_config(result)}</pre>
 </details></section></main><script>{_SCRIPT}</script></body></html>
@@ -78,6 +101,7 @@ def _figures(
     own: Collection[str],
     references: Collection[str],
     hit_bounds: Collection[str],
+    extra: Extra,
 ) -> str:
     try:
         from llmproxy.lab import drawing, plots
@@ -86,7 +110,8 @@ def _figures(
             raise
         raise ReportUnavailable(f"the report needs {error.name}: pip install 'llmproxy[lab]'") from error
     with drawing.style():
-        drawn = plots.draw_all(result, trails, own, references, hit_bounds)
+        drawn = [*(extra.draw() if extra.draw is not None else ())]
+        drawn += plots.draw_all(result, trails, own, references, hit_bounds)
         svgs = [drawing.to_svg(plot.figure, i) if plot.figure else "" for i, plot in enumerate(drawn)]
     return "\n".join(_figure(plot, svg) for plot, svg in zip(drawn, svgs, strict=True))
 
@@ -118,6 +143,15 @@ def _facts(result: SimulationResult, points: list[LoadPoint], policies: list[str
         f"<div><dt>{escape(name)}</dt><dd>{escape(text or MISSING)}</dd></div>" for name, text in facts.items()
     )
     return f"<dl>{items}</dl>"
+
+
+def _extra_table(table: ExtraTable) -> str:
+    heads = "".join(f"<th class=text>{escape(head)}</th>" for head in table.heads)
+    rows = "".join(f"<tr>{''.join(f'<td class=text>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return (
+        f"<section><h2>{escape(table.title)}</h2><div class=wide><table class=bounds><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
 
 
 def _plain(value: object) -> str | None:

@@ -91,6 +91,40 @@ class Utilisation(_Model):
     mean_queued: float | None
 
 
+class Loaded(_Model):
+    """What came out between the warm-up and the last arrival: a trace's tail, in which the fleet drains, is left out.
+
+    `output_tokens` are those that were streamed in that time, by band, whatever became of their requests.
+    """
+
+    duration_s: float
+    output_tokens: Annotated[dict[str, int], AfterValidator(_by_key)]
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Of all bands together; 0 where there was no such time."""
+        return sum(self.output_tokens.values()) / self.duration_s if self.duration_s > 0 else 0.0
+
+
+class Fairness(_Model):
+    """How evenly tenants were served; null where nothing was to be compared.
+
+    `counter_difference` is the most by which the virtual token counters of two backlogged flows of one band differed,
+    for the whole run. `jain_least` is the least index of Jain (1 = all alike) of the weighted service (as in
+    `service_difference_tokens`) of the tenants that were backlogged all through 60 s, over all such times.
+    `adherence_least` is the least share of one tenant's requests that met their objectives, of those that ended within
+    5 minutes, and `ended_most` the most requests, of all tenants, that did. `prompt_tokens_most` is the longest prompt,
+    and `unfinished_tokens_most` the most that was dispatched and unfinished at a time.
+    """
+
+    counter_difference: float | None = None
+    jain_least: float | None = None
+    adherence_least: float | None = None
+    ended_most: int = 0
+    prompt_tokens_most: int = 0
+    unfinished_tokens_most: int = 0
+
+
 class RunKey(NamedTuple):
     """What tells the runs of one simulation apart."""
 
@@ -111,8 +145,11 @@ class RunResult(_Model):
     with an adapter that found it in a slot when they were admitted, over the whole run. `prefill_imbalance` is
     max / mean over all replicas of the prompt tokens that they computed. `duration_s` is virtual time from the start of
     the trace to the last end. `service_difference_tokens` is the most by which the weighted service (1 per prompt
-    token, 2 per output token) of two tenants differed over a time in which both had requests waiting, null where there
-    were no two. `by_tenant` names the largest tenants by tokens, and all others together as "(other)".
+    token, 2 per output token) of two tenants differed over a time in which both were backlogged, null where there were
+    no two. A tenant is backlogged while a request of it waits in the proxy, or, under policies that bind at once, has
+    no first token. `withdrawals` are leases taken back for a request of a higher band, and `inversions` grants to a
+    request while one of a higher band could have had them. `by_tenant` names the largest tenants by tokens, and all
+    others together as "(other)".
     """
 
     policy: str
@@ -134,8 +171,12 @@ class RunResult(_Model):
     service_difference_tokens: float | None
     duration_s: float
     attempts: int
+    withdrawals: int
+    inversions: int
     outcomes: Annotated[dict[str, int], AfterValidator(_by_key)]
     utilisation: Utilisation
+    loaded: Loaded
+    fairness: Fairness
     by_band: Annotated[dict[str, GroupResult], AfterValidator(_by_key)]
     by_tenant: Annotated[dict[str, GroupResult], AfterValidator(_by_key)]
     by_backend: Annotated[dict[str, BackendResult], AfterValidator(_by_key)]

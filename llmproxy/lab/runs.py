@@ -20,6 +20,7 @@ from llmproxy.lab.policies import plan_named
 from llmproxy.lab.replay import Setup, replay
 from llmproxy.lab.result import RunResult, Trail
 from llmproxy.lab.traces import PREFIX, Survey, replicated, scaled, sliced, survey, trace_named
+from llmproxy.lab.traces.mix import AS_IT_IS, Mix, mixed
 
 LOOK_EVERY_S = 0.2
 
@@ -28,7 +29,8 @@ LOOK_EVERY_S = 0.2
 class Simulation:
     """What is to be simulated, in words that another process can read: `trace` is a file or a generator as
     `trace_named` takes it, of which `requests` are used from number `skip` on (None for all), replicated `replicate`
-    times. `warmup` is the share of the trace's time whose requests are not counted.
+    times. `mix` says which of them are played. `warmup` is the share of the trace's time whose requests are not
+    counted.
     """
 
     trace: str
@@ -38,6 +40,7 @@ class Simulation:
     requests: int | None = None
     replicate: int = 1
     warmup: float = 0.0
+    mix: Mix = AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +70,35 @@ def points(
 
 
 def prepared(simulation: Simulation, seed: int, rate_scale: float) -> tuple[Trace, Survey]:
-    """The trace of one run, and what one pass over it found. Raises TraceError."""
+    """The trace of one run, and what one pass over it found. Raises TraceError.
+
+    A part of a trace takes as long as the whole, so that both warm up together.
+    """
     # A file without copies is the same for every seed, and reading a large one again takes a while.
-    seeded = simulation.trace.startswith(PREFIX) or simulation.replicate > 1
+    loud = simulation.mix.loud
+    seeded = simulation.trace.startswith(PREFIX) or simulation.replicate > 1 or loud is not None
+    whole = Mix(loud=loud, factor=simulation.mix.factor)
     trace, found = _prepared(
-        simulation.trace, simulation.skip, simulation.requests, simulation.replicate, seed if seeded else 0
+        simulation.trace, simulation.skip, simulation.requests, simulation.replicate, whole, seed if seeded else 0
     )
+    if simulation.mix != whole:
+        trace = mixed(trace, replace(simulation.mix, loud=None), seed)
     if rate_scale == 1.0:
         return trace, found
     return scaled(trace, rate_scale), replace(found, duration_s=found.duration_s / rate_scale)
 
 
 @lru_cache(maxsize=64)
-def _prepared(text: str, skip: int, requests: int | None, replicate: int, seed: int) -> tuple[Trace, Survey]:
+def _prepared(
+    text: str, skip: int, requests: int | None, replicate: int, whole: Mix, seed: int
+) -> tuple[Trace, Survey]:
     trace = trace_named(text, seed)
     if skip or requests is not None:
         trace = sliced(trace, skip, requests)
     if replicate > 1:
         trace = replicated(trace, replicate, seed)
+    if whole.loud is not None:
+        trace = mixed(trace, whole, seed)
     return trace, survey(trace)
 
 

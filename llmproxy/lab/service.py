@@ -1,8 +1,9 @@
-"""How far apart the service of two tenants drifts while both have something waiting: what fair sharing bounds."""
+"""How evenly tenants are served while they have something waiting, and how well they keep their objectives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
 from itertools import combinations
 
 LOOK_EVERY_S = 1.0
@@ -10,6 +11,12 @@ PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Weights of prompt and output tokens in "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024)."""
 TENANTS_MAX = 40
 """Tenants whose pairs are followed, the first ones that had to wait; pairs grow with the square."""
+WINDOW_S = 60.0
+"""Over which the index of Jain is taken."""
+ADHERENCE_S = 300.0
+ADHERENCE_PARTS = 60
+ADHERENCE_LEAST = 20
+"""Requests of a tenant in a window below which its adherence says nothing."""
 
 
 class ServiceDifference:
@@ -24,6 +31,7 @@ class ServiceDifference:
         self._spans: dict[tuple[str, str], tuple[float, float]] = {}
         self._followed: dict[str, None] = {}
         self.largest: float | None = None
+        self.windows = EvenWindows()
 
     def ended(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request of `tenant` is over, and this much was served of it."""
@@ -34,8 +42,8 @@ class ServiceDifference:
         self._ended[tenant] = self._ended.get(tenant, 0.0) + service
 
     def look(self, under_way: Mapping[str, float], backlogged: Mapping[str, None]) -> None:
-        """`under_way` is the service of requests that are not over yet, `backlogged` who has a request without a first
-        token; both by tenant.
+        """`under_way` is the service of requests that are not over yet, `backlogged` who is backlogged; both by tenant.
+        To be called every `LOOK_EVERY_S`.
         """
         for tenant in backlogged:
             if len(self._followed) < TENANTS_MAX:
@@ -53,3 +61,73 @@ class ServiceDifference:
             self.largest = max(self.largest or 0.0, high - low)
         # Pairs of which one had nothing waiting begin anew.
         self._spans = spans
+        self.windows.look(served)
+
+
+def jain(shares: Collection[float]) -> float:
+    """The index of fairness of Jain, Chiu and Hawe (1984): 1 where all shares are equal, 1/n where one has all."""
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
+
+
+class EvenWindows:
+    """The least index of Jain of what tenants were served in a window, of those that were backlogged all through it."""
+
+    def __init__(self) -> None:
+        self._looks = round(WINDOW_S / LOOK_EVERY_S)
+        self._served: deque[Mapping[str, float]] = deque(maxlen=self._looks + 1)
+        self._in_a_row: Counter[str] = Counter()
+        self.least: float | None = None
+
+    def look(self, served: Mapping[str, float]) -> None:
+        """`served` is the service so far of each tenant that is backlogged now."""
+        self._served.append(served)
+        self._in_a_row = Counter({tenant: self._in_a_row[tenant] + 1 for tenant in served})
+        lasting = [tenant for tenant, looks in self._in_a_row.items() if looks > self._looks]
+        if len(lasting) > 1:
+            index = jain([served[tenant] - self._served[0][tenant] for tenant in lasting])
+            self.least = index if self.least is None else min(self.least, index)
+
+
+class Adherence:
+    """The least share of one tenant's requests that kept their objectives, of those that ended in a rolling window; and
+    the most requests that did.
+    """
+
+    def __init__(self, until_s: float) -> None:
+        self._until_s = until_s
+        self._part_s = ADHERENCE_S / ADHERENCE_PARTS
+        self._parts: deque[tuple[int, Counter[str], Counter[str]]] = deque()
+        self._counted: Counter[str] = Counter()
+        self._met: Counter[str] = Counter()
+        self._began: int | None = None
+        self.least: float | None = None
+        self.most = 0
+
+    def ended(self, tenant: str, met: bool, at_s: float) -> None:
+        """A request ended; to be told in the order of the ends. What ends after `until_s` is the tail of a trace."""
+        part = int(at_s / self._part_s)
+        if at_s > self._until_s:
+            return
+        self._began = part if self._began is None else self._began
+        if not self._parts or self._parts[-1][0] != part:
+            self._look(part)
+            self._parts.append((part, Counter(), Counter()))
+        for counts in (self._parts[-1][1], self._counted):
+            counts[tenant] += 1
+        for counts in (self._parts[-1][2], self._met):
+            counts[tenant] += met
+
+    def _look(self, part: int) -> None:
+        """The part before `part` is complete: look at the window that ends with it."""
+        while self._parts and self._parts[0][0] < part - ADHERENCE_PARTS:
+            _, counted, met = self._parts.popleft()
+            self._counted -= counted
+            self._met.subtract(met)
+        if self._began is None or part - self._began < ADHERENCE_PARTS:
+            return
+        self.most = max(self.most, self._counted.total())
+        for tenant, requests in self._counted.items():
+            if requests >= ADHERENCE_LEAST:
+                share = self._met[tenant] / requests
+                self.least = share if self.least is None else min(self.least, share)

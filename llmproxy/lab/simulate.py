@@ -81,6 +81,9 @@ def _simulate(options: Options) -> None:
     # The whole trace is read before anything runs, so that a bad line at its end does not cost an hour.
     with Console(stderr=True).status(f"reading {escape(options.trace)}"):
         found = [prepared(simulation, point.seed, point.rate_scale)[1] for point in chosen]
+    if found[0].guessed:
+        told = f"{found[0].guessed:,} of {found[0].count:,} requests got no answer when the trace was taken"
+        console.print(f"{told}: each is given the mean length of its model's answers", markup=False)
     _check(options, fleet, prepared(simulation, chosen[0].seed, chosen[0].rate_scale))
     if options.out is not None:
         _make_room(options.out)
@@ -177,6 +180,7 @@ def _told(options: Options, fleet: Fleet, plans: Sequence[Plan], found: Survey) 
         "trace": Path(options.trace).name if not options.trace.startswith("gen:") else options.trace,
         "requests": found.count,
         "trace_duration_s": found.duration_s,
+        "answers_guessed": found.guessed,
         "skip": options.skip,
         "replicate": options.replicate,
         "warmup": options.warmup,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Slo, Why
 
 UNKNOWN_MODEL = "unknown"
 """The `model` of a request whose name is not in the catalogue: names that clients invent never become labels."""
@@ -21,9 +21,16 @@ class RequestExit:
     scheduler's clock, so that the order of grants can be audited; `queued_ahead` is how many others of its pool waited
     when it was granted.
 
+    `tenant` is "" for clients without one. `level` is the band as an integer, `ttl_s` how long it was allowed to wait,
+    `slo` its objective and `met` whether it kept that; None where it had none, or where its client is why it did not.
+    `unknown_objective` is what its header asked for where nobody configured that. `expected_prompt_tokens` is the
+    estimate by which it was scheduled, None where it never came to the waiting room. `why` tells why it was its turn
+    at the last grant, `withdrawals` how often it gave its backend up for a request of a higher band.
+
     `model` is the name that was asked for where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is the base
-    model or adapter that served it. `path` comes without its query. `attempts` counts the backends tried, and
-    `terms` are the named parts of the last placement's score, among `candidates` backends.
+    model or adapter that served it, `adapter` that adapter, None for a base model. `path` comes without its query.
+    `attempts` counts the backends tried, and `terms` are the named parts of the last placement's score, among
+    `candidates` backends.
     """
 
     request_id: str
@@ -34,11 +41,20 @@ class RequestExit:
     duration_s: float
     model: str = UNKNOWN_MODEL
     target: str | None = None
+    adapter: str | None = None
+    tenant: str = ""
     band: str | None = None
+    level: int | None = None
     flow: str | None = None
+    ttl_s: float | None = None
+    slo: Slo | None = None
+    met: bool | None = None
+    unknown_objective: str | None = None
     stream: bool = False
     backend: str | None = None
     attempts: int = 0
+    withdrawals: int = 0
+    why: Why | None = None
     candidates: int | None = None
     terms: tuple[tuple[str, float], ...] = ()
     arrived_s: float | None = None
@@ -47,6 +63,7 @@ class RequestExit:
     queue_wait_s: float | None = None
     ttft_s: float | None = None
     max_gap_s: float | None = None
+    expected_prompt_tokens: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None

@@ -19,7 +19,7 @@ import orjson
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Why
 from llmproxy.telemetry.exit import RequestExit
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
@@ -60,9 +60,15 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
 
 
 def log_exit(ended: RequestExit) -> None:
-    """Write the one line of a request that has ended: who it was, what was decided and why, and how it went."""
-    write = getattr(_log, _ALARMING.get(ended.outcome, "info"))
-    write("request", **_fields(ended))
+    """Write the one line of a request that has ended: who it was, what was decided, and how it went.
+
+    Where the level is `debug`, it says as well why it was the turn of this request.
+    """
+    log = _log.bind()
+    fields = _fields(ended)
+    if ended.why is not None and log.is_enabled_for(LEVELS["debug"]):
+        fields["why"] = why_fields(ended.why)
+    getattr(log, _ALARMING.get(ended.outcome, "info"))("request", **fields)
 
 
 def log_internal(request_id: str, error: BaseException) -> None:
@@ -77,16 +83,20 @@ def _fields(ended: RequestExit) -> dict[str, Any]:
         "status": ended.status,
         "model": ended.model,
         "target": ended.target if ended.target != ended.model else None,
+        "tenant": ended.tenant or None,
         "band": ended.band,
         "flow": ended.flow,
         "backend": ended.backend,
         "attempts": ended.attempts,
+        "withdrawals": ended.withdrawals or None,
         "arrived_s": _rounded(ended.arrived_s),
         "granted_s": _rounded(ended.granted_s),
         "queued_ahead": ended.queued_ahead,
         "queue_wait_s": _rounded(ended.queue_wait_s),
         "ttft_s": _rounded(ended.ttft_s),
         "duration_s": _rounded(ended.duration_s),
+        "met": ended.met,
+        "unknown_objective": ended.unknown_objective,
         "prompt_tokens": ended.prompt_tokens,
         "cached_tokens": ended.cached_tokens,
         "output_tokens": ended.output_tokens,
@@ -103,6 +113,17 @@ def _fields(ended: RequestExit) -> dict[str, Any]:
         "error": ended.error,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def why_fields(why: Why) -> dict[str, Any]:
+    """Why it was a request's turn, by the names that logs have for it; bands are integers here."""
+    return {
+        "waiting": {str(level): waiting for level, waiting in why.waiting},
+        "flows": why.flows,
+        "standing": {name: _rounded(value) for name, value in why.standing},
+        "passed_over": why.passed_over,
+        "guaranteed": why.guaranteed,
+    }
 
 
 def _rounded(value: float | None) -> float | None:

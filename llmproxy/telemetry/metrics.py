@@ -6,8 +6,8 @@ dispatcher at the moment of a scrape, so that a gauge can never drift from the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import prometheus_client
@@ -21,10 +21,11 @@ from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-MODELS_MAX = 200
-"""Distinct values of the `model` label, `unknown` and `other` included; models beyond them are counted as `other`."""
+LABELS_MAX = 200
+"""Distinct values of a label that configurations or clients bring (`model`, `tenant`, `limit`), `other` included; what
+comes beyond them is counted as `other`."""
 
-OTHER_MODELS = "other"
+OTHER = "other"
 NO_BAND = "none"
 
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -65,9 +66,10 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """Everything the gauges speak of, taken in one go."""
+    """Everything the gauges speak of, taken in one go. `parked` has the requests that wait for a usage limit."""
 
     queues: tuple[QueueState, ...] = ()
+    parked: Mapping[str, int] = field(default_factory=dict)
     backends: tuple[BackendState, ...] = ()
 
 
@@ -96,6 +98,10 @@ class _LiveCollector(Collector):
             size.add_metric([queue.band], queue.bytes)
         yield requests
         yield size
+        parked = GaugeMetricFamily("llmproxy_parked_requests", "Requests waiting for a usage limit.", labels=["limit"])
+        for limit, waiting in _most(state.parked):
+            parked.add_metric([limit], waiting)
+        yield parked
         for name, text, value_of in _BACKEND_GAUGES:
             gauge = GaugeMetricFamily(f"llmproxy_{name}", text, labels=["backend"])
             for backend in state.backends:
@@ -106,8 +112,31 @@ class _LiveCollector(Collector):
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         # Registering asks for the names; the state need not exist yet at that time.
-        for name in ("queued_requests", "queued_bytes", *(name for name, _, _ in _BACKEND_GAUGES)):
+        for name in ("queued_requests", "queued_bytes", "parked_requests", *(name for name, _, _ in _BACKEND_GAUGES)):
             yield GaugeMetricFamily(f"llmproxy_{name}", "")
+
+
+def _most(parked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Each with its count, the largest first, and the sum of what is too many to name."""
+    ordered = sorted(parked.items(), key=lambda one: (-one[1], one[0]))
+    named = LABELS_MAX - 1
+    yield from ordered[:named]
+    if len(ordered) > named:
+        yield OTHER, sum(waiting for _, waiting in ordered[named:])
+
+
+class _Capped:
+    """The values of one label, bounded; what comes beyond the bound is `other`."""
+
+    def __init__(self, *known: str) -> None:
+        self._known = {*known, OTHER}
+
+    def __call__(self, value: str) -> str:
+        if value not in self._known:
+            if len(self._known) >= LABELS_MAX:
+                return OTHER
+            self._known.add(value)
+        return value
 
 
 Meter = TypeVar("Meter", Counter, Gauge, Histogram)
@@ -133,7 +162,7 @@ class Metrics:
         # The library would add the time of creation to every series: a third more lines that nobody reads.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
-        self._models = {UNKNOWN_MODEL, OTHER_MODELS}
+        self._model_label, self._tenant_label = _Capped(UNKNOWN_MODEL), _Capped()
 
         def counter(name: str, text: str, *labels: str) -> _Children[Counter]:
             return _Children(Counter(f"llmproxy_{name}", text, labels, registry=registry))
@@ -146,6 +175,20 @@ class Metrics:
             "attempts_total", "Attempts ended, by what they proved of their backend.", "backend", "verdict"
         )
         self._retries = Counter("llmproxy_retries_total", "Attempts beyond a request's first.", registry=registry)
+        self._withdrawals = counter("withdrawals_total", "Leases given back for a request of a higher band.", "band")
+        self._objectives = counter("objectives_total", "Requests that kept or missed their objective.", "band", "met")
+        self._unknown_objectives = Counter(
+            "llmproxy_unknown_objectives_total", "Requests whose header named an unknown objective.", registry=registry
+        )
+        self._tenant_requests = counter(
+            "tenant_requests_total", "Requests of tenants ended, by their one outcome.", "tenant", "outcome"
+        )
+        self._tenant_tokens = counter(
+            "tenant_tokens_total", "Tokens of tenants as the engines counted them.", "tenant", "direction"
+        )
+        self._decisions_lost = Counter(
+            "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
+        )
         self._tokens = counter("tokens_total", "Tokens as the engines counted them.", "direction", "model")
         self._poll_failures = counter("poll_failures_total", "Polls that ended early.", "backend", "trouble")
         self._queue_wait = histogram(
@@ -192,9 +235,24 @@ class Metrics:
             self._gaps[band, "max"].observe(ended.max_gap_s if ended.max_gap_s is not None else mean_gap_s)
         if ended.outcome is Outcome.COMPLETED:
             self._seconds[band, model].observe(ended.duration_s)
-        self._count_tokens("input", model, ended.prompt_tokens)
-        self._count_tokens("cached", model, ended.cached_tokens)
-        self._count_tokens("output", model, ended.output_tokens)
+        if ended.withdrawals:
+            self._withdrawals[band,].inc(ended.withdrawals)
+        if ended.met is not None:
+            self._objectives[band, "true" if ended.met else "false"].inc()
+        if ended.unknown_objective is not None:
+            self._unknown_objectives.inc()
+        tenant = self._tenant_label(ended.tenant) if ended.tenant else None
+        if tenant is not None:
+            self._tenant_requests[tenant, ended.outcome.value].inc()
+        for direction, tokens in (
+            ("input", ended.prompt_tokens),
+            ("cached", ended.cached_tokens),
+            ("output", ended.output_tokens),
+        ):
+            if tokens:
+                self._tokens[direction, model].inc(tokens)
+                if tenant is not None:
+                    self._tenant_tokens[tenant, direction].inc(tokens)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         """Count one attempt that has ended."""
@@ -204,6 +262,10 @@ class Metrics:
         """Count one poll that ended early."""
         self._poll_failures[backend, trouble.value].inc()
 
+    def decisions_lost(self, lines: int) -> None:
+        """Count lines that the decision log could not take; may be called from any thread."""
+        self._decisions_lost.inc(lines)
+
     def decided(self, seconds: float) -> None:
         """Note how long one decision pass took."""
         self._decision.observe(seconds)
@@ -211,14 +273,3 @@ class Metrics:
     def page(self) -> bytes:
         """The whole page as text; its content type is `CONTENT_TYPE`."""
         return generate_latest(self.registry)
-
-    def _count_tokens(self, direction: str, model: str, tokens: int | None) -> None:
-        if tokens:
-            self._tokens[direction, model].inc(tokens)
-
-    def _model_label(self, model: str) -> str:
-        if model not in self._models:
-            if len(self._models) >= MODELS_MAX:
-                return OTHER_MODELS
-            self._models.add(model)
-        return model

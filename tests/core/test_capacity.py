@@ -63,6 +63,16 @@ def test_a_lower_plateau_is_outgrown_when_what_made_it_has_passed() -> None:
     assert limit.value >= 190
 
 
+def test_a_trial_that_fails_is_over_with_its_first_reading() -> None:
+    engine = Engine(64, BatchLimit(None, 32, 2, lowest_ceiling=0.85), ceiling=0.95)
+    engine.saturate(60)
+    tried_from = len(engine.waiting_seen)
+    engine.saturate(500)
+    waited = [number for number, waiting in enumerate(engine.waiting_seen[tried_from:]) if waiting]
+    assert waited, "the plateau is tried again"
+    assert all(later - earlier > 1 for earlier, later in pairwise(waited))
+
+
 def test_one_reading_with_somebody_waiting_is_no_plateau() -> None:
     limit = BatchLimit(None, 32, 2)
     for _ in range(PLATEAU_READINGS - 1):

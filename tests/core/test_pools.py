@@ -20,7 +20,7 @@ def two_pools(settings: Settings = TIGHT) -> Pools:
 
 def granted(of: Pools, now: float = 0.0) -> list[str]:
     decisions = of.decide(now)
-    of.check()
+    of.check(now)
     return [decision.request.pool for decision in decisions if isinstance(decision, Grant)]
 
 
@@ -60,11 +60,11 @@ def test_a_backend_that_changes_its_model_changes_its_pool_and_its_leases_run_on
     (grant,) = one.decide(0.0)
     assert isinstance(grant, Grant)
     one.listed("a", listing(base="new"))
-    one.check()
+    one.check(0.0)
     one.submit(request(pool="new", model="new"), 0.0)
     assert granted(one) == ["new"]
     one.finish(grant, Verdict.SERVED, 1.0)
-    one.check()
+    one.check(0.0)
     assert one.views(1.0)["a"].load == 1
 
 
@@ -92,7 +92,8 @@ def test_a_request_for_a_pool_that_went_meanwhile_is_refused_and_may_come_again(
 
 
 def test_names_are_remembered_while_their_backend_is_down() -> None:
-    one = pools({"a": 4}, TIGHT, listings={"a": listing("lora")}, aliases={"fast": "lora"})
+    no_hold = Settings(queue=QueueSettings(hold_s=0.0))
+    one = pools({"a": 4}, no_hold, listings={"a": listing("lora")}, aliases={"fast": "lora"})
     for _ in range(2):
         one.troubled("a", Trouble.REFUSED)
     assert not one.ready(0.0)

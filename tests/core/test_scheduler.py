@@ -8,6 +8,7 @@ from llmproxy.core.domain import (
     DEFAULT,
     SHEDDABLE,
     Drop,
+    Entry,
     Grant,
     Outcome,
     Refused,
@@ -24,14 +25,14 @@ from tests.core.make import listing, pools, reading, request
 
 def grants(of: Pools, now: float = 0.0) -> list[Grant]:
     decisions = of.decide(now)
-    of.check()
+    of.check(now)
     return [decision for decision in decisions if isinstance(decision, Grant)]
 
 
 def refusal(of: Pools, one: Request, now: float = 0.0, excluded: frozenset[str] = frozenset()) -> Refused:
     with pytest.raises(Refused) as caught:
         of.submit(one, now, excluded)
-    of.check()
+    of.check(now)
     return caught.value
 
 
@@ -112,7 +113,7 @@ def test_a_retry_avoids_what_failed_it_and_holds_nobody_up() -> None:
     by_backend = {grant.placed.backend: grant for grant in grants(one)}
     failed = by_backend["a"]
     one.finish(failed, Verdict.FAILED, 1.0)
-    one.submit(failed.request, 1.0, frozenset({"a"}))
+    one.submit(failed.request, 1.0, frozenset({"a"}), Entry.RETRY)
     submit(one, request(id="third", arrived_s=0.5))
     (other,) = grants(one, 1.0)
     assert (other.request.id, other.placed.backend) == ("third", "a")
@@ -165,15 +166,18 @@ def test_a_mass_expiry_is_capped_too_and_grants_wait_for_its_end(monkeypatch: py
 # --- refused before it waits ------------------------------------------------------------------------------------------
 
 
-def test_without_a_backend_that_is_up_a_request_is_refused_at_once() -> None:
-    one = pools({"a": 4})
+NO_HOLD = Settings(queue=QueueSettings(hold_s=0.0))
+
+
+def test_without_a_backend_that_is_up_and_without_holding_a_request_is_refused_at_once() -> None:
+    one = pools({"a": 4}, NO_HOLD)
     one.troubled("a", Trouble.UNHEALTHY)
     refused = refusal(one, request())
     assert (refused.outcome, refused.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, RETRY_EMPTY_S)
 
 
 def test_a_name_that_only_a_dead_backend_serves_is_refused_at_once() -> None:
-    one = pools({"a": 4, "b": 4}, listings={"a": listing("x"), "b": listing()})
+    one = pools({"a": 4, "b": 4}, NO_HOLD, listings={"a": listing("x"), "b": listing()})
     one.troubled("a", Trouble.UNHEALTHY)
     assert one.resolve("x").adapter == "x", "it is remembered"
     refused = refusal(one, request(adapter="x"))
@@ -183,7 +187,7 @@ def test_a_name_that_only_a_dead_backend_serves_is_refused_at_once() -> None:
 
 
 def test_a_retry_that_every_backend_has_failed_is_refused() -> None:
-    one = pools({"a": 4, "b": 4})
+    one = pools({"a": 4, "b": 4}, NO_HOLD)
     one.troubled("b", Trouble.UNHEALTHY)
     refused = refusal(one, request(), excluded=frozenset({"a"}))
     assert refused.outcome is Outcome.REJECTED_NO_BACKENDS
@@ -236,7 +240,7 @@ def test_a_deadline_is_a_drop_at_its_instant_even_with_room() -> None:
 
 
 def test_who_expires_while_every_backend_is_down_is_told_so() -> None:
-    one = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    one = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(hold_s=0.0)))
     submit(one, request(), request(deadline_s=5.0))
     grants(one)
     assert one.next_wakeup(0.0) == 5.0
@@ -251,9 +255,9 @@ def test_a_request_that_was_granted_failed_and_waits_again_expires_once() -> Non
     submit(one, request(id="retried", deadline_s=5.0), request())
     (retried, _) = grants(one)
     one.finish(retried, Verdict.FAILED, 1.0)
-    one.submit(retried.request, 1.0, frozenset({retried.placed.backend}))
+    one.submit(retried.request, 1.0, frozenset({retried.placed.backend}), Entry.RETRY)
     assert [decision.request.id for decision in one.decide(5.0)] == ["retried"]
-    one.check()
+    one.check(0.0)
 
 
 # --- waking up --------------------------------------------------------------------------------------------------------
@@ -294,7 +298,7 @@ def test_leases_of_a_process_that_is_gone_are_revoked_once_and_still_have_to_be_
     assert one.decide(0.0) == []
     for grant in held:
         one.finish(grant, Verdict.LOST, 1.0)
-    one.check()
+    one.check(0.0)
     assert one.views(1.0)["a"].load == 0
 
 
@@ -334,7 +338,7 @@ def test_a_higher_band_takes_the_place_of_the_newest_of_the_lowest_band() -> Non
     assert (drop.request.id, drop.outcome) == ("new", Outcome.SHED)
     with pytest.raises(Refused, match="requests_max"):
         of.submit(request(id="late", band=SHEDDABLE), 0.4)
-    of.check()
+    of.check(0.0)
 
 
 def test_a_client_that_leaves_in_the_moment_it_is_shed_leaves_nothing_behind() -> None:
@@ -345,7 +349,7 @@ def test_a_client_that_leaves_in_the_moment_it_is_shed_leaves_nothing_behind() -
     submit(of, first, second, request(id="urgent", band=CRITICAL, arrived_s=0.2))
     of.cancel(second)
     assert of.decide(0.2) == []
-    of.check()
+    of.check(0.0)
 
 
 def test_a_new_attempt_is_not_turned_away_by_a_full_queue() -> None:
@@ -354,5 +358,5 @@ def test_a_new_attempt_is_not_turned_away_by_a_full_queue() -> None:
     grant = next(d for d in of.decide(0.0) if isinstance(d, Grant))
     submit(of, request(id="three"), request(id="four"))
     of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
-    of.submit(grant.request, 0.1, frozenset({grant.placed.backend}), again=True)
+    of.submit(grant.request, 0.1, frozenset({grant.placed.backend}), Entry.RETRY)
     assert of.queued()[grant.request.band][0] == 3

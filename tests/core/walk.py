@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 from llmproxy.core.domain import Reading, Trouble, Verdict
-from tests.core.world import ADAPTERS, BANDS, CEILINGS, FLEETS, FLOWS, World, world_settings
+from llmproxy.core.fairness import policies
+from llmproxy.core.ordering import orderings
+from tests.core.world import (
+    ADAPTERS,
+    BANDS,
+    CEILINGS,
+    FLEETS,
+    FLOWS,
+    LIMITED_BY,
+    LIMITS,
+    MIN_SHARES,
+    SLOS,
+    World,
+    world_settings,
+)
 
 
-def random_walk(seed: int, steps: int) -> World:
+def random_walk(seed: int, steps: int, begins_s: float = 0.0) -> World:
     rng = Random(seed)
     settings = world_settings(
-        rng.choice(("fcfs", "round_robin", "fair_share")), rng.choice(("blend", "power_of_two")), rng.choice(CEILINGS)
+        fairness=rng.choice(sorted(policies.names())),
+        ordering=rng.choice(sorted(orderings.names())),
+        placement=rng.choice(("blend", "power_of_two")),
+        ceilings=rng.choice(CEILINGS),
+        limits=LIMITS,
+        min_shares=rng.choice(MIN_SHARES),
+        hold_s=rng.choice((0.0, 2.0)),
     )
-    world = World(rng.choice(FLEETS), settings, seed)
+    world = World(rng.choice(FLEETS), settings, seed, begins_s=begins_s)
     for _ in range(steps):
         _random_event(world, rng)
         world.decide()
@@ -24,12 +45,19 @@ def random_walk(seed: int, steps: int) -> World:
 def _random_event(world: World, rng: Random) -> None:
     kind = rng.random()
     backend = rng.choice(list(world.fleet))
-    if kind < 0.45:
+    if kind < 0.40:
         pool = rng.choice(list(world.pools.catalogue.pools))
-        sizes = {"prompt_tokens": rng.choice((5, 50, 150, 800)), "sequences": rng.choice((1, 1, 1, 4))}
+        given: dict[str, Any] = {
+            "prompt_tokens": rng.choice((5, 50, 150, 800)),
+            "sequences": rng.choice((1, 1, 1, 4)),
+            "slo": rng.choice(SLOS),
+            "limits": rng.choice(LIMITED_BY),
+        }
         world.submit(
-            pool, rng.choice(ADAPTERS[pool]), rng.choice(BANDS), rng.choice(FLOWS), rng.choice((3.0, 1e3)), **sizes
+            pool, rng.choice(ADAPTERS[pool]), rng.choice(BANDS), rng.choice(FLOWS), rng.choice((3.0, 1e3)), **given
         )
+    elif kind < 0.50 and world.held:
+        world.started(rng.choice(list(world.held)))
     elif kind < 0.75 and world.held:
         verdict = rng.choice((Verdict.SERVED, Verdict.SERVED, *Verdict))
         world.finish(rng.choice(list(world.held)), verdict, rng.choice((None, 10, 500)), retry=rng.random() < 0.7)
@@ -49,4 +77,4 @@ def _random_event(world: World, rng: Random) -> None:
 
 if __name__ == "__main__":
     for walk in range(3):
-        print("\n".join(random_walk(walk, 250).trace))
+        print("\n".join(random_walk(walk, 400).trace))

@@ -1,25 +1,20 @@
-"""A small unequal fleet, and a second, independent account of what its scheduler may and must do.
-
-`World` feeds `Pools` with events and keeps its own books: who waits, who holds which lease, how full every backend is.
-After each pass it works through the decisions one by one and asserts the promises of the scheduler; nothing of the
-scheduler's own reasoning is used, only the views taken before the pass.
-"""
+"""A small unequal fleet under any order of events, whose every pass is held to the promises in `account`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from math import inf
 from random import Random
+from typing import Any
 
-from llmproxy.core import scheduler
 from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
     SHEDDABLE,
     Decision,
     Drop,
+    Entry,
     Grant,
     Listing,
     Outcome,
@@ -27,15 +22,16 @@ from llmproxy.core.domain import (
     Refused,
     Request,
     Revoke,
+    Slo,
     Trouble,
     Usage,
     Verdict,
+    Withdraw,
 )
-from llmproxy.core.fleet import View
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
-from llmproxy.core.queue import FLOW_LOOK_MAX
-from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings
+from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
+from tests.core.account import Books, Row, Waiter, serves
 from tests.core.make import listing
 
 BANDS = (CRITICAL, 7, DEFAULT, SHEDDABLE)
@@ -43,7 +39,15 @@ FLOWS = ("f", "g", "h")
 ADAPTERS: Mapping[str, tuple[str | None, ...]] = {"base": (None, "x", "y"), "other": (None,)}
 QUEUE_MAX = 40
 BAND_MAX = 30
+FLOW_MAX = 12
 FOR_EVER_S = 1e6
+LIMITS: Mapping[str, UsageLimit] = {
+    "tenant:t": UsageLimit(in_flight=2, tokens_per_min=1e9),
+    "model:m": UsageLimit(in_flight=3),
+}
+LIMITED_BY: tuple[tuple[str, ...], ...] = ((), ("tenant:t",), ("model:m",), ("tenant:t", "model:m"))
+SLOS = (None, Slo(tpot_s=0.1), Slo(ttft_s=0.5), Slo(ttft_s=3.0))
+MIN_SHARES: tuple[Mapping[int, float], ...] = ({}, {DEFAULT: 0.2, SHEDDABLE: 0.1})
 
 # No sane configuration: strict priority must not rest on the ceilings being in order.
 RISING_CEILINGS: Mapping[int, float] = {CRITICAL: 0.5, DEFAULT: 0.75, SHEDDABLE: 1.0}
@@ -69,79 +73,60 @@ FLEETS: tuple[Mapping[str, tuple[int | None, Listing]], ...] = (
 )
 
 
-def world_settings(fairness: str, placement: str, ceilings: Mapping[int, float]) -> Settings:
-    return Settings(
-        fairness=fairness,
-        placement=placement,
-        ceilings=ceilings,
-        weights={"g": 3.0},
-        capacity=CapacitySettings(start_limit=4, look_ahead=1, stale_after_s=5.0),
-        health=HealthSettings(failures=2, backoff_s=1.0, backoff_max_s=4.0, unreachable_after=2),
-        queue=QueueSettings(requests_max=QUEUE_MAX, band_requests_max=BAND_MAX),
-    )
-
-
-@dataclass
-class Row:
-    """One backend in this account."""
-
-    view: View
-    available: bool
-    load: int
-    kv_used: float
-    half_open: bool
-
-    def has_room(self, ceiling: float) -> bool:
-        slots = (
-            self.view.limit + self.view.look_ahead if ceiling >= 1.0 else max(1, int(self.view.limit * ceiling + 0.5))
-        )
-        spare = self.load < slots and self.kv_used < self.view.kv_full * ceiling
-        return self.available and (self.load == 0 or spare)
-
-    def book(self, request: Request) -> None:
-        self.load += request.sequences
-        self.kv_used += request.prompt_tokens / self.view.kv_tokens if self.view.kv_tokens else 0.0
-        self.available = self.available and not self.half_open
-
-
-@dataclass(frozen=True)
-class Waiter:
-    request: Request
-    excluded: frozenset[str]
+def world_settings(**given: Any) -> Settings:
+    hold_s = given.pop("hold_s", 2.0)
+    facts: dict[str, Any] = {
+        "capacity": CapacitySettings(start_limit=4, look_ahead=1, stale_after_s=5.0),
+        "health": HealthSettings(failures=2, backoff_s=1.0, backoff_max_s=4.0, unreachable_after=2),
+        "queue": QueueSettings(
+            requests_max=QUEUE_MAX, band_requests_max=BAND_MAX, flow_requests_max=FLOW_MAX, hold_s=hold_s
+        ),
+        "ageing_s": 2.0,
+        "slo_window_s": 20.0,
+        "quantum_tokens": 100.0,
+    }
+    return Settings(**(facts | given))
 
 
 class World:
+    """`Pools` and the books beside it; `begins_s` is what the clock says at first."""
+
     def __init__(
         self,
         fleet: Mapping[str, tuple[int | None, Listing]],
         settings: Settings,
         seed: int = 0,
         own_checks: bool = True,
+        begins_s: float = 0.0,
     ) -> None:
         self.fleet = fleet
         self.settings = settings
         self.own_checks = own_checks
         placements = partial(make, settings.placement, Random(seed))
         self.pools = Pools(settings, {name: fixed for name, (fixed, _) in fleet.items()}, {}, placements)
-        self.now = 0.0
-        self.waiting: dict[str, Waiter] = {}
-        self.held: dict[int, tuple[Grant, frozenset[str]]] = {}
+        self.books = Books(settings, begins_s)
+        self.waiting, self.held = self.books.waiting, self.books.held
         self.ended: dict[str, str] = {}
         self.gone: set[str] = set()
         self.shed: set[str] = set()
         self.trace: list[str] = []
+        self._told: dict[str, tuple[float, bool]] = {}
         self._serial = 0
         for name, (_, listed) in fleet.items():
-            self.pools.answered(name, 0.0)
+            self.pools.answered(name, self.now)
             self.pools.listed(name, listed)
+
+    @property
+    def now(self) -> float:
+        return self.books.now
 
     # --- events --------------------------------------------------------------------------------------------------
 
     def submit(
-        self, pool: str, adapter: str | None, band: int, flow: str, ttl_s: float = FOR_EVER_S, **sizes: int
+        self, pool: str, adapter: str | None, band: int, flow: str, ttl_s: float = FOR_EVER_S, **given: Any
     ) -> None:
         self._serial += 1
-        facts = {"body_bytes": 10, "prompt_tokens": 20, "output_tokens": 20} | sizes
+        facts = {"body_bytes": 10, "prompt_tokens": 20, "output_tokens": 20} | given
         request = Request(
             id=f"r{self._serial}",
             pool=pool,
@@ -152,28 +137,38 @@ class World:
             arrived_s=self.now,
             deadline_s=self.now + ttl_s,
             stream=self._serial % 2 == 0,
+            weight=3.0 if flow == "g" else 1.0,
             **facts,
         )
-        self._enter(Waiter(request, frozenset()))
+        self._enter(request, frozenset(), Entry.NEW)
 
     def cancel(self, request_id: str) -> None:
-        self.pools.cancel(self.waiting.pop(request_id).request)
-        self._end(request_id, "cancelled")
+        request = self.waiting.pop(request_id).request
+        self.pools.cancel(request)
+        self._end(request, "cancelled")
 
     def started(self, lease: int) -> None:
-        self.pools.started(self.held[lease][0])
+        self.held[lease].started = True
+        self.pools.started(self.held[lease].grant, self.now)
 
     def progress(self, lease: int, tokens: int) -> None:
-        self.pools.progress(self.held[lease][0], tokens)
+        self.pools.progress(self.held[lease].grant, tokens, self.now)
 
     def finish(self, lease: int, verdict: Verdict, tokens: int | None, retry: bool) -> None:
-        grant, excluded = self.held.pop(lease)
-        usage = Usage(grant.request.prompt_tokens, tokens) if tokens is not None else None
-        self.pools.finish(grant, verdict, self.now, usage)
-        if retry and verdict not in (Verdict.SERVED, Verdict.CLIENT_GONE):
-            self._enter(Waiter(grant.request, excluded | {grant.placed.backend}))
+        held = self.held.pop(lease)
+        request = held.grant.request
+        if verdict is Verdict.WITHDRAWN and not held.taken_back:
+            verdict = Verdict.FAILED
+        usage = (
+            Usage(request.prompt_tokens, tokens) if tokens is not None and verdict is not Verdict.WITHDRAWN else None
+        )
+        self.pools.finish(held.grant, verdict, self.now, usage)
+        if verdict is Verdict.WITHDRAWN:
+            self._enter(request, held.excluded, Entry.WITHDRAWN)
+        elif retry and verdict not in (Verdict.SERVED, Verdict.CLIENT_GONE):
+            self._enter(request, held.excluded | {held.grant.placed.backend}, Entry.RETRY)
         else:
-            self._end(grant.request.id, verdict)
+            self._end(request, verdict)
 
     def observe(self, backend: str, reading: Reading) -> None:
         self.pools.observe(backend, reading)
@@ -196,31 +191,61 @@ class World:
             wakeup_s = self.pools.next_wakeup(self.now)
             if wakeup_s is None or wakeup_s > end_s:
                 break
-            self.now = max(self.now, wakeup_s)
+            self.books.now = max(self.now, wakeup_s)
             self.decide()
         else:
             raise AssertionError("the scheduler asks to be woken again and again")
-        self.now = end_s
+        self.books.now = end_s
 
-    def _enter(self, waiter: Waiter) -> None:
-        rows = self._rows(waiter.request.pool).values()
-        servable = any(self._serves(row, waiter) and not self._down(row.view.backend) for row in rows)
-        in_band = sum(w.request.band == waiter.request.band for w in self.waiting.values())
-        again = bool(waiter.excluded)
-        total_full = len(self.waiting) >= QUEUE_MAX and not again
-        below = [w.request for w in self._waiting_in(waiter.request.pool) if w.request.band < waiter.request.band]
+    # --- into the waiting room -------------------------------------------------------------------------------------
+
+    def _enter(self, request: Request, excluded: frozenset[str], entry: Entry) -> None:
+        rows = self._rows(request.pool).values()
+        able = [row.view.backend for row in rows if request.model in row.view.served]
+        up = [name for name in able if not self._down(name) and name not in excluded]
+        resting = {name for name in able if not self.pools.backends[name].health.available(self.now)}
+        held = not up and resting and self.settings.queue.hold_s
+        # A request that is held may go to the new process of a backend whose old one failed it.
+        times = self._service_s(request), *self._time_left(request, bool(held))
+        waiter = Waiter(request, excluded - resting if held else excluded, entry, *times)
+        expected = self._expected(request, entry) if up or held else Outcome.REJECTED_NO_BACKENDS
+        below = [w.request for w in self.books.waiting_in(request.pool) if w.request.band < request.band]
+        total_full = len(self.waiting) >= QUEUE_MAX and entry is Entry.NEW
+        refused = self._submit(request, excluded, entry)
+        assert refused == expected, f"{request.id}: {refused}"
+        if refused is not None:
+            self._end(request, refused)
+            return
+        if total_full:
+            self._see_shed(request.pool, below)
+        self._tell(request.pool)
+        self.waiting[request.id] = waiter
+
+    def _submit(self, request: Request, excluded: frozenset[str], entry: Entry) -> Outcome | None:
         try:
-            self.pools.submit(waiter.request, self.now, waiter.excluded, again=again)
+            self.pools.submit(request, self.now, excluded, entry)
         except Refused as refusal:
-            self._end(waiter.request.id, refusal.outcome)
-        else:
-            if total_full:
-                self._see_shed(waiter.request.pool, below)
-            self.waiting[waiter.request.id] = waiter
-        full = (in_band >= BAND_MAX and not again) or (total_full and not below)
-        expected = Outcome.REJECTED_CAPACITY if full else None
-        answer = self.ended.get(waiter.request.id)
-        assert answer == (expected if servable else Outcome.REJECTED_NO_BACKENDS), f"{waiter.request.id}: {answer}"
+            return refusal.outcome
+        return None
+
+    def _service_s(self, request: Request) -> float:
+        scheduler = self.pools._schedulers.get(request.pool)
+        return scheduler._first_token.expected_s(request.prompt_tokens) if scheduler is not None else 0.0
+
+    def _time_left(self, request: Request, held: bool) -> tuple[float, float]:
+        """How long it may wait while its pool is up, and while it is not; `held`: nobody that serves its name is up."""
+        own_s = request.deadline_s - self.now
+        held_s = min(own_s, self.settings.queue.hold_s)
+        return held_s if held else own_s, held_s
+
+    def _expected(self, request: Request, entry: Entry) -> Outcome | None:
+        if entry is not Entry.NEW:
+            return None
+        in_band = [w.request for w in self.waiting.values() if w.request.band == request.band]
+        in_flow = sum(one.flow == request.flow for one in in_band)
+        below = any(w.request.band < request.band for w in self.books.waiting_in(request.pool))
+        full = in_flow >= FLOW_MAX or len(in_band) >= BAND_MAX or (len(self.waiting) >= QUEUE_MAX and not below)
+        return Outcome.REJECTED_CAPACITY if full else None
 
     def _see_shed(self, pool: str, below: list[Request]) -> None:
         """Whoever made room must be the newest of the lowest band."""
@@ -231,93 +256,97 @@ class World:
         del self.waiting[victim.id]
         self.shed.add(victim.id)
 
-    def _end(self, request_id: str, how: str) -> None:
-        assert request_id not in self.ended, f"{request_id} ended twice: {self.ended[request_id]}, {how}"
-        self.ended[request_id] = how
+    def _end(self, request: Request, how: str) -> None:
+        assert request.id not in self.ended, f"{request.id} ended twice: {self.ended[request.id]}, {how}"
+        self.ended[request.id] = how
+        self.pools.ended(request, None if request.slo is None else how == Verdict.SERVED, self.now)
 
-    # --- the account of one pass -----------------------------------------------------------------------------------
+    # --- one pass --------------------------------------------------------------------------------------------------
 
     def decide(self) -> list[Decision]:
         """One pass, held to every promise. Answers its decisions."""
-        rows = {pool: self._rows(pool) for pool in self.pools.catalogue.pools}
-        due = {name for name, waiter in self.waiting.items() if waiter.request.deadline_s <= self.now}
+        rows = {pool: self._rows(pool) for pool in {*self.pools.catalogue.pools, *self.pools._schedulers}}
+        held = {pool: self._tell(pool) for pool in rows}
+        left_s = {n: w.held_s if held[w.request.pool] else w.own_s for n, w in self.waiting.items()}
+        due = {name for name, left in left_s.items() if left <= 5e-7}
         decisions = self.pools.decide(self.now)
-        granted, dropped = dict.fromkeys(rows, 0), dict.fromkeys(self.pools._schedulers, 0)
         reached: dict[str, float] = dict.fromkeys(rows, inf)
         for decision in decisions:
             self.trace.append(repr(decision))
+            request = decision.request
             match decision:
                 case Drop(outcome=Outcome.SHED):
-                    self.shed.remove(decision.request.id)
-                    self._end(decision.request.id, decision.outcome)
+                    self.shed.remove(request.id)
+                    self._end(request, decision.outcome)
                 case Drop():
-                    assert decision.outcome in (Outcome.EXPIRED, Outcome.EXPIRED_NO_BACKENDS)
-                    due.remove(decision.request.id)
-                    dropped[decision.request.pool] += 1
-                    del self.waiting[decision.request.id]
-                    self._end(decision.request.id, decision.outcome)
+                    assert decision.outcome is self._expiry(request.pool)
+                    assert left_s[request.id] < 2e-6, "a request was dropped before its time was over"
+                    due.discard(request.id)
+                    del self.waiting[request.id]
+                    self._end(request, decision.outcome)
                 case Revoke():
-                    assert self.held[decision.lease][0].placed.backend == decision.backend
+                    assert self.held[decision.lease].grant.placed.backend == decision.backend
                     assert decision.backend in self.gone
+                case Withdraw():
+                    self.books.take_back(decision)
+                    if not request.stream:
+                        self._proven_to_wait(decision)
                 case Grant():
-                    late = [name for name in due if self.waiting[name].request.pool == decision.request.pool]
+                    late = [name for name in due if self.waiting[name].request.pool == request.pool]
                     assert not late, "a request past its deadline still waits while others are granted"
-                    pool = decision.request.pool
-                    self._check_grant(decision, rows[pool], reached[pool])
-                    reached[pool] = decision.request.band
-                    granted[pool] += 1
-        most = scheduler.PASS_MAX
-        unnoticed = [name for name in due if dropped[self.waiting[name].request.pool] < most]
+                    self.books.grant(decision, rows[request.pool], reached[request.pool])
+                    if not decision.why.guaranteed:
+                        reached[request.pool] = request.band
+        self._after(rows, due)
+        return decisions
+
+    def _after(self, rows: Mapping[str, dict[str, Row]], due: set[str]) -> None:
+        capped = {pool for pool in self.pools._schedulers if self._wants_more(pool)}
+        unnoticed = [name for name in due if self.waiting[name].request.pool not in capped]
         assert not unnoticed, f"deadlines passed unnoticed: {unnoticed}"
-        assert max((*granted.values(), *dropped.values()), default=0) <= most
         for pool, its_rows in rows.items():
-            if max(granted[pool], dropped[pool]) < most:
-                self._check_nobody_left_behind(pool, its_rows)
+            if pool not in capped:
+                self.books.nobody_left_behind(pool, its_rows)
             for row in its_rows.values():
                 load = self.pools.backends[row.view.backend].view(self.now).load
                 assert load == row.load, f"{row.view.backend} has {row.load} sequences, and the scheduler sees {load}"
-        if max((*granted.values(), *dropped.values()), default=0) < most:
+        if not capped:
             assert self.pools.decide(self.now) == [], "a second pass at the same time found something to do"
-        return decisions
 
-    def _check_grant(self, grant: Grant, rows: dict[str, Row], reached: float) -> None:
-        """Hold one grant to the promises; `reached` is the band of the grant before it in the same pass."""
-        request = grant.request
-        assert request.id in self.waiting, "granted without waiting"
-        waiter = self.waiting.pop(request.id)
-        assert request == waiter.request
-        row = rows[grant.placed.backend]
-        ceiling = self._ceiling(request.band)
-        assert self._fits(waiter, row, rows, ceiling), f"{request.id} does not fit {row.view.backend}"
-        assert request.band <= reached, "a pass went back up"
-        for band in {w.request.band for w in self._waiting_in(request.pool) if w.request.band > request.band}:
-            above = self._ceiling(band)
-            # Asked at the moment at which the pass leaves a band; those below may take the room that was no use to it.
-            if band <= reached and request.band < reached:
-                blocked = not any(other.has_room(above) for other in rows.values())
-                assert not blocked, f"band {request.band} went although band {band} is blocked"
-            for higher in self._looked_at(request.pool, band):
-                free = [name for name, other in rows.items() if self._fits(higher, other, rows, above)]
-                assert not free, f"band {request.band} went although {higher.request.id} of band {band} could"
-        row.book(request)
-        assert grant.lease not in self.held
-        self.held[grant.lease] = grant, waiter.excluded
+    def _wants_more(self, pool: str) -> bool:
+        wakeup_s = self.pools._schedulers[pool].next_wakeup(self.now)
+        return wakeup_s is not None and wakeup_s <= self.now
 
-    def _check_nobody_left_behind(self, pool: str, rows: dict[str, Row]) -> None:
-        for band in sorted({waiter.request.band for waiter in self._waiting_in(pool)}, reverse=True):
-            ceiling = self._ceiling(band)
-            if not any(row.has_room(ceiling) for row in rows.values()):
-                return
-            for waiter in self._looked_at(pool, band):
-                free = [name for name, row in rows.items() if self._fits(waiter, row, rows, ceiling)]
-                assert not free, f"{waiter.request.id} waits although {free} could take it"
+    def _expiry(self, pool: str) -> Outcome:
+        return Outcome.EXPIRED if self._alive(pool) else Outcome.EXPIRED_NO_BACKENDS
+
+    def _proven_to_wait(self, withdraw: Withdraw) -> None:
+        reading = self.pools.backends[withdraw.backend].reading
+        assert reading is not None
+        assert reading.waiting > 0
+        assert reading.taken_at_s > self.held[withdraw.lease].grant.at_s
+
+    # --- what is known of the fleet ----------------------------------------------------------------------------------
+
+    def _tell(self, pool: str) -> bool:
+        """Let the time since this pool was last heard of pass on the clock that ran; True when it is held from now."""
+        since_s, held = self._told.get(pool, (self.now, False))
+        self.books.pass_time(pool, self.now - since_s, held)
+        held = bool(self.settings.queue.hold_s) and not self._alive(pool)
+        self._told[pool] = self.now, held
+        return held
+
+    def _alive(self, pool: str) -> bool:
+        names = [name for name in self.pools.backends if self.pools.catalogue.pool_of(name) == pool]
+        return any(not self._down(name) for name in names)
 
     def _rows(self, pool: str) -> dict[str, Row]:
         rows = {}
         for name, backend in self.pools.backends.items():
             if self.pools.catalogue.pool_of(name) == pool:
                 view = backend.view(self.now)
-                own = sum(grant.request.sequences for grant, _ in self.held.values() if grant.placed.backend == name)
+                mine = [held.grant for held in self.held.values() if held.grant.placed.backend == name]
+                own = sum(grant.request.sequences for grant in mine)
                 assert view.load >= own, f"{name} holds {own} sequences, and the scheduler sees {view.load}"
                 rows[name] = Row(view, view.available, view.load, view.kv_used, backend.health._half_open)
         return rows
@@ -325,48 +354,25 @@ class World:
     def _down(self, backend: str) -> bool:
         return self.pools.backends[backend].health.down
 
-    def _serves(self, row: Row, waiter: Waiter) -> bool:
-        return waiter.request.model in row.view.served and row.view.backend not in waiter.excluded
-
-    def _fits(self, waiter: Waiter, row: Row, rows: dict[str, Row], ceiling: float) -> bool:
-        if not (row.has_room(ceiling) and self._serves(row, waiter)):
-            return False
-        needed = waiter.request.prompt_tokens + (waiter.request.max_tokens or 1)
-        longest = max(r.view.max_model_len or needed for r in rows.values() if self._serves(r, waiter))
-        return row.view.max_model_len is None or row.view.max_model_len >= min(needed, longest)
-
-    def _waiting_in(self, pool: str) -> Iterator[Waiter]:
-        return (waiter for waiter in self.waiting.values() if waiter.request.pool == pool)
-
-    def _looked_at(self, pool: str, band: int) -> Iterator[Waiter]:
-        """The first requests of every flow: the scheduler promises to look no further."""
-        flows: dict[str, list[Waiter]] = {}
-        for waiter in self._waiting_in(pool):
-            if waiter.request.band == band:
-                flows.setdefault(waiter.request.flow, []).append(waiter)
-        for flow in flows.values():
-            yield from sorted(flow, key=lambda waiter: waiter.request.arrived_s)[:FLOW_LOOK_MAX]
-
-    def _ceiling(self, band: int) -> float:
-        ceilings = self.settings.ceilings
-        return ceilings[max((b for b in ceilings if b <= band), default=min(ceilings))]
-
     # --- at any time, and at the end ---------------------------------------------------------------------------------
 
     def check(self) -> None:
         if self.own_checks:
-            self.pools.check()
+            self.pools.check(self.now)
         for band in BANDS:
             mine = [waiter.request for waiter in self.waiting.values() if waiter.request.band == band]
             assert self.pools.queued().get(band, (0, 0)) == (len(mine), sum(r.body_bytes for r in mine))
         for name, backend in self.pools.backends.items():
-            own = {lease for lease, (grant, _) in self.held.items() if grant.placed.backend == name}
+            own = {lease for lease, held in self.held.items() if held.grant.placed.backend == name}
             assert backend.bookings.keys() == own
+        flying = self.books.in_flight()
+        for limit, in_flight in self.pools._limits.in_flight().items():
+            assert in_flight == flying[limit] <= (self.settings.limits[limit].in_flight or inf)
 
     def wind_down(self) -> None:
-        """Bring everything up, serve what waits, and assert that nothing is left anywhere."""
+        """Let the fleet recover and the load drain; then everything must be as if nothing had ever been."""
+        self.advance(10.0)
         for name, (_, listed) in self.fleet.items():
-            self.troubled(name, Trouble.UNHEALTHY)
             self.answered(name)
             self.listed(name, listed)
             for _ in range(2):
@@ -378,7 +384,7 @@ class World:
                 self.finish(lease, Verdict.SERVED, 5, retry=False)
         for waiter in self.waiting.values():
             rows = self._rows(waiter.request.pool).values()
-            assert not any(self._serves(row, waiter) for row in rows), f"{waiter.request.id} was never served"
+            assert not any(serves(row, waiter) for row in rows), f"{waiter.request.id} was never served"
         self.advance(2 * FOR_EVER_S)
         self.decide()
         self.check()
@@ -390,13 +396,19 @@ class World:
 def assert_nothing_left(pools: Pools, now: float) -> None:
     assert pools.next_wakeup(now) is None
     assert set(pools.queued().values()) <= {(0, 0)}
+    assert pools._limits.open == 0
+    assert not any(pools._limits.in_flight().values())
     for one in pools._schedulers.values():
-        assert not one._waiting
+        room = one._room
+        assert not room.waiting
+        assert not room._labels
+        assert not room._parking.size
         assert not one._leases
         assert not one._lost
-        for band in one._bands.values():
-            assert not band._flows
-            assert not list(band.fairness.candidates())
+        assert one._withdrawal.open == one._withdrawal.pending == 0
+        for band in room._bands.values():
+            assert not band.flows
+            assert not list(band.fairness.candidates(now))
     for backend in pools.backends.values():
         assert not backend.bookings
         assert not backend._debits

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +31,12 @@ async def home() -> AsyncIterator[House]:
     """Two fast replicas with two adapters each."""
     async with house(FAST, FAST) as opened:
         yield opened
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that refuses connections until a replica listens there; bound meanwhile, so that nobody else takes it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

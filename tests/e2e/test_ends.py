@@ -9,7 +9,7 @@ import pytest
 
 from llmproxy.core.domain import DEFAULT, Verdict
 from llmproxy.core.estimate import OUTPUT_TOKENS
-from llmproxy.core.fairness import FairShare
+from llmproxy.core.fairness.fair_share import FairShare
 from llmproxy.core.retry import RetryBudget
 from tests.backends.raw_server import Peer
 from tests.e2e.house import FAST, HELLO, House, house, until
@@ -147,7 +147,7 @@ async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:
         await until(lambda: home.replicas[0].in_flight == 1)
         asked.cancel()
         await until(lambda: home.proxy.walker.walking == 0)
-        fairness = home.proxy.pools._schedulers["base"]._bands[DEFAULT].fairness
+        fairness = home.proxy.pools._schedulers["base"]._room.band(DEFAULT).fairness
         assert isinstance(fairness, FairShare)
         assert fairness.counter("base") > 2 * OUTPUT_TOKENS, "the estimate of the answer is charged, and the prompt"
 

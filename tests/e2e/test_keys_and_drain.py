@@ -9,10 +9,26 @@ import aiohttp
 import pytest
 
 from llmproxy.app import running
-from llmproxy.config import Config
+from llmproxy.config import Config, hash_of
 from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, until
 
 GUARDED = replace(FAST, api_key="engine-key")
+PRIVILEGES = {
+    "x-llm-d-inference-objective": "critical",
+    "x-gateway-inference-fairness-id": "me",
+    "x-slo-ttft-ms": "50",
+    "x-vllm-priority": "-9",
+    "x-team": "blue",
+}
+TENANTS = [
+    {"name": "acme", "keys": [hash_of("acme-1"), {"hash": hash_of("acme-0"), "expires": "2020-01-01"}]},
+    {"name": "small", "keys": [hash_of("small-1")], "models": ["lora-0"]},
+    {"name": "gateway", "keys": [hash_of("gateway-1")], "trusted": True},
+]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +80,41 @@ async def test_a_wrong_backend_key_is_told_by_the_engine() -> None:
         await until(lambda: home.proxy.pools.models())
         assert (await home.chat(HELLO | {"model": "base"})).status == 200, "the other backend serves"
         assert home.proxy.pools.backends["b0"].listing is None
+
+
+async def test_a_tenants_key_opens_until_it_expires_and_stays_here() -> None:
+    async with house(FAST, tenants=TENANTS) as home:
+        assert (await home.chat(headers=bearer("acme-1"))).status == 200
+        assert "authorization" not in home.sent().headers
+        for headers, told in (({}, "Missing or wrong"), (bearer("acme-0"), "has expired")):
+            answer = await home.chat(headers=headers)
+            assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert told in answer.json["error"]["message"]
+        assert home.outcomes() == {"completed": 1, "unauthorized": 2}
+
+
+async def test_a_model_that_is_not_for_a_tenant_does_not_exist_for_it() -> None:
+    async with house(FAST, tenants=TENANTS) as home:
+        small, acme = bearer("small-1"), bearer("acme-1")
+        assert (await home.chat(HELLO | {"model": "lora-0"}, headers=small)).status == 200
+        hidden = await home.chat(HELLO | {"model": "lora-1"}, headers=small)
+        unknown = await home.chat(HELLO | {"model": "lora-9"}, headers=small)
+        assert hidden.status == unknown.status == 404
+        assert hidden.body == unknown.body.replace(b"lora-9", b"lora-1")
+        listed = [entry["id"] for entry in (await home.get("/v1/models", headers=small)).json["data"]]
+        assert listed == ["lora-0"]
+        assert (await home.get("/v1/models/lora-0", headers=small)).status == 200
+        assert (await home.get("/v1/models/lora-1", headers=small)).status == 404
+        assert (await home.get("/v1/models/lora-1", headers=acme)).status == 200
+        assert len((await home.get("/v1/models", headers=acme)).json["data"]) == 3
+
+
+async def test_headers_that_give_advantage_are_removed_unless_the_tenant_is_trusted() -> None:
+    async with house(FAST, tenants=TENANTS, trust_headers="none", scheduling={"flow": "header:x-team"}) as home:
+        assert (await home.chat(headers=bearer("acme-1") | PRIVILEGES)).status == 200
+        assert not PRIVILEGES.keys() & {name.lower() for name in home.sent().headers}
+        assert (await home.chat(headers=bearer("gateway-1") | PRIVILEGES)).status == 200
+        assert PRIVILEGES.items() <= {name.lower(): value for name, value in home.sent().headers.items()}.items()
 
 
 async def test_draining() -> None:

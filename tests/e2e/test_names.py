@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
 from dataclasses import replace
-
-import pytest
 
 from llmproxy.simulator.replica import Replica
 from tests.e2e.house import FAST, HELLO, House, house, until
 
 OTHER = replace(FAST, model="other", adapters=("lora-9",))
 UNKNOWN = HELLO | {"model": "not-yet"}
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """A port that refuses connections until a replica listens there; bound meanwhile, so that nobody else takes it."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
 
 
 def names(home: House) -> set[str]:

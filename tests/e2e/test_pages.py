@@ -91,6 +91,7 @@ async def test_a_page_has_a_method(home: House) -> None:
         "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
         "/collective_rpc", "/update_weights", "/init_weight_transfer_engine", "/server_info", "/invocations", "/ping",
         "/load", "/is_sleeping", "/tokenizer_info", "/kv_event_sources", "/sim/fault", "/docs", "/openapi.json", "/",
+        "/debug", "/debug/queue/x", "/debug/pools",
         "/v1", "/v1/chat", "/v1/chat/completions/../../../sleep", "/v1/chat/completions/x", "//v1/chat/completions",
         "/V1/chat/completions",
     ],

@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.house import FAST, HELLO, STREAM, Answer, House, house, until
+from llmproxy.config import hash_of
+from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, Answer, House, house, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS = "x-llm-d-inference-fairness-id"
@@ -136,10 +137,32 @@ async def test_a_waiting_time_that_means_nothing(home: House, ttl: str) -> None:
     assert (answer.status, answer.json["error"]["param"]) == (400, TTL)
 
 
-async def test_an_objective_that_nobody_configured(home: House) -> None:
-    answer = await home.chat(headers={OBJECTIVE: "critcal"})
-    assert answer.status == 400
-    assert "nearest: critical" in answer.json["error"]["message"]
+async def test_an_objective_that_nobody_configured_waits_in_the_default_band() -> None:
+    async with full_house(models=[{"name": "base", "criticality": "sheddable"}]) as (home, seat):
+        queue = Queue(home, seat)
+        await queue.enter("sheddable")
+        await queue.enter("unknown", **{OBJECTIVE: "critcal"})
+        await queue.enter("critical", **{OBJECTIVE: "critical"})
+        assert await queue.served() == ["critical", "unknown", "sheddable"]
+
+
+async def test_tenants_have_bands_and_a_highest_one() -> None:
+    keys = {name: {"authorization": f"Bearer {name}"} for name in ("production", "batch", "plain")}
+    tenants = [
+        {"name": "production", "keys": [hash_of("production")], "criticality": "critical"},
+        {"name": "batch", "keys": [hash_of("batch")], "band_max": "sheddable"},
+        {"name": "plain", "keys": [hash_of("plain")]},
+    ]
+    async with (
+        house(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, tenants=tenants) as home,
+        home.stream(ENDLESS, **keys["plain"]) as seat,
+    ):
+        await seat.content.readany()
+        queue = Queue(home, seat)
+        await queue.enter("batch", **keys["batch"], **{OBJECTIVE: "critical"})
+        await queue.enter("plain", **keys["plain"])
+        await queue.enter("production", **keys["production"])
+        assert await queue.served() == ["production", "plain", "batch"]
 
 
 @pytest.mark.parametrize("limit", ["requests_max", "band_requests_max"])

@@ -276,6 +276,36 @@ def test_only_the_model_changes(others: dict[str, Any], name: str, place: int) -
             assert body.endswith(after)
 
 
+@pytest.mark.parametrize("kind", [CHAT, COMPLETION, BodyKind.RESPONSES])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","stream":true}',
+        b'{ "priority" : 7, "model":"m"}',
+        b'{"model":"m","messages":[{"priority":3}],"priority":null}',
+        b'{"priority":-1}',
+        b"{}",
+        b"{ }",
+    ],
+)
+def test_the_engines_priority_takes_the_place_of_the_clients(kind: BodyKind, body: bytes) -> None:
+    expected = json.loads(body) | {"priority": -100}
+    for sheet in both(body, kind):
+        assert json.loads(b"".join(sheet.spliced(priority=-100).parts)) == expected
+
+
+def test_priority_and_usage_and_model_together() -> None:
+    for sheet in both(b'{"stream":true,"model":"alias"}'):
+        told = json.loads(b"".join(sheet.spliced(model="real", want_usage=True, priority=5).parts))
+        assert told == {"stream": True, "model": "real", "priority": 5, "stream_options": {"include_usage": True}}
+
+
+def test_endpoints_without_a_priority_are_left_as_they_are() -> None:
+    body = b'{"model":"m","priority":3}'
+    for kind in (OTHER, BodyKind.MESSAGES):
+        assert b"".join(read_small(body, kind).spliced(priority=-100).parts) == body
+
+
 def test_model_and_usage_together() -> None:
     for body, expected in (
         (

@@ -8,10 +8,12 @@ import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome
 from llmproxy.lab import account as account_module
-from llmproxy.lab.account import OTHER, REFUSALS, SAMPLES_MAX, STRETCHES, TENANTS_KEPT, TENANTS_TOLD, Account, band_name
+from llmproxy.lab import tally as tally_module
+from llmproxy.lab.account import SAMPLES_MAX, TENANTS_KEPT, TENANTS_TOLD, Account, band_name
 from llmproxy.lab.arrival import Arrival
 from llmproxy.lab.record import Record
 from llmproxy.lab.result import Quantiles, RunResult
+from llmproxy.lab.tally import OTHER, REFUSALS, STRETCHES
 
 
 def record(
@@ -235,6 +237,7 @@ def test_rates_are_over_the_counted_time() -> None:
 
 def test_too_many_bands_share_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(account_module, "BANDS_KEPT", 4)
+    monkeypatch.setattr(tally_module, "BANDS_KEPT", 4)
     account = Account(60.0, ["a"])
     for band in range(1, 10):
         account.add(record(band=band))

@@ -153,12 +153,12 @@ def test_limits_of_the_proxy_hold_nobody_back(name: str) -> None:
         pools.submit(world.ask(i), world.now)
     granted = pools.decide(world.now)
     assert len(granted) == 40
-    pools.check()
+    pools.check(world.now)
     for grant in granted:
         assert isinstance(grant, Grant)
-        pools.started(grant)
+        pools.started(grant, world.now)
         pools.finish(grant, Verdict.SERVED, world.now)
-    pools.check()
+    pools.check(world.now)
 
 
 @pytest.mark.parametrize("name", GATED)

@@ -150,3 +150,38 @@ def test_readings_are_as_old_as_asked_for_and_do_not_say_so(readings: list[tuple
     assert alone.ended_s + 1.7 < max(shown) < alone.ended_s + 2.1
     assert any(reading.running for at_s, reading in readings if 7.0 < at_s < 7.5)
     assert all(reading.taken_at_s - SETTLE_S == at_s for at_s, reading in readings)
+
+
+def test_a_replica_that_is_rolled_ends_what_it_has_and_takes_nothing_new_until_it_is_back() -> None:
+    arrivals = [Arrival(0.0, 100, 300), Arrival(1.1, 100, 10), Arrival(1.2, 100, 10)]
+    ends = records(setup(arrivals, on=fleet(2, [Fault(1.0, FaultKind.ROLL, f"gpu-{i}", None, 3.0) for i in range(1)])))
+    assert {one.outcome for one in ends} == {Outcome.COMPLETED}
+    assert all(one.backend == "gpu-1" for one in ends if one.arrived_s > 1.0)
+
+
+def test_a_fleet_of_one_that_is_rolled_is_back_so_long_after_its_last_answer() -> None:
+    arrivals = [Arrival(0.0, 100, 300), Arrival(1.5, 100, 10)]
+    first, held = sorted(
+        records(setup(arrivals, on=fleet(1, [Fault(1.0, FaultKind.ROLL, "gpu-0", None, 4.0)]))),
+        key=lambda one: one.arrived_s,
+    )
+    assert first.outcome is held.outcome is Outcome.COMPLETED
+    assert held.ttft_s is not None
+    # Its polls have to find it, which takes a moment.
+    assert first.ended_s + 4.0 < held.arrived_s + held.ttft_s < first.ended_s + 5.5
+
+
+def test_a_request_that_meets_a_replica_that_is_leaving_comes_back_and_is_held_for_it() -> None:
+    arrivals = [Arrival(0.0, 100, 300), Arrival(1.0005, 100, 10)]
+    on = fleet(1, [Fault(1.0, FaultKind.ROLL, "gpu-0", None, 4.0)])
+    held, first = sorted(records(setup(arrivals, on=on)), key=lambda one: -one.arrived_s)
+    assert first.outcome is held.outcome is Outcome.COMPLETED
+    assert (first.attempts, held.attempts) == (1, 2)
+    assert held.ended_s > first.ended_s + 4.0
+
+
+def test_an_idle_replica_is_rolled_at_once() -> None:
+    told = seen(
+        1, [Fault(1.0, FaultKind.ROLL, "gpu-0", None, 2.0)], lambda replica: replica.alive, [0.9, 1.1, 2.9, 3.1]
+    )
+    assert told == [[True], [False], [False], [True]]

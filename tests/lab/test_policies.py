@@ -90,6 +90,26 @@ def test_parameters_of_ours_are_keys_of_the_configuration() -> None:
     assert config.scheduling.look_ahead == 2
 
 
+def test_who_goes_next_can_be_said_in_a_name() -> None:
+    text = "blend(fairness=slo,ordering=least_slack,withdrawal=false,charged=requests,ceilings=1/0.9/0.6)"
+    settings = plan_named(text, Config()).settings
+    assert (settings.fairness, settings.ordering, settings.charged) == ("slo", "least_slack", "requests")
+    assert settings.withdrawal is False
+    assert [settings.ceiling(band) for band in (100, 0, -100)] == [1.0, 0.9, 0.6]
+
+
+def test_what_is_not_ours_has_none_of_our_waiting_room_s_ways() -> None:
+    config = scheduling(ordering="edf", min_shares={"sheddable": 0.1}, refuse_late=True)
+    for name in (*NAMES, "oracle"):
+        plan = plan_named(name, config)
+        assert plan.late == (name == "oracle")
+        assert plan.settings.withdrawal is False
+        if name in NAMES:
+            assert (plan.settings.ordering, plan.settings.min_shares, plan.settings.refuse_late) == ("fcfs", {}, False)
+    assert plan_named("blend", config).late
+    assert plan_named("blend", config).settings.withdrawal
+
+
 def test_parameters_of_baselines_are_their_own() -> None:
     plan = plan_named("epp_sticky( penalty_s=2, match=0.5 )", Config())
     assert plan.name == baseline_named("epp_sticky(match=0.5,penalty_s=2)").name
@@ -105,7 +125,12 @@ def test_parameters_of_baselines_are_their_own() -> None:
         ("late_session", r"unknown policy 'late_session'"),
         ("", r"unknown policy ''"),
         ("blend(look_behind=1)", r"unknown key 'look_behind' \(nearest: 'look_ahead'\)"),
-        *((f"blend({key}=1)", rf"unknown key '{key}'") for key in ("placement", "weights", "ceilings", "seed")),
+        *((f"blend({key}=1)", rf"unknown key '{key}'") for key in ("placement", "weights", "min_shares", "seed")),
+        ("blend(ceilings=1/0.9)", r"ceilings are written like 1/0\.95/0\.85, for critical, default, sheddable"),
+        ("blend(ceilings=0.8/0.9/0.7)", r"do not rise"),
+        ("blend(ceilings=1/x/0.5)", r"ceilings are written like"),
+        ("blend(ceilings=1/1/0)", r"ceilings"),
+        ("blend(ordering=lifo)", r"ordering: "),
         ("late_random(match=0.5)", r"unknown key 'match'"),
         ("blend(look_ahead=-1)", r"look_ahead: "),
         ("blend(fairness=fifo)", r"fairness: "),

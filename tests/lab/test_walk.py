@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from llmproxy.config import Config
+from llmproxy.config import Config, hash_of
 from llmproxy.core import retry
-from llmproxy.core.domain import Grant, Outcome, Reading, Request, Usage, Verdict
+from llmproxy.core.domain import Entry, Grant, Outcome, Reading, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Lease
 from llmproxy.lab.arrival import Arrival
 from llmproxy.lab.fleet import Fault, FaultKind, Fleet
 from llmproxy.lab.record import Record
-from llmproxy.lab.replay import SETTLE_S, replay
+from llmproxy.lab.replay import SETTLE_S, Run, replay
 from llmproxy.lab.replica import Replica
+from llmproxy.lab.virtual_time import run
 from llmproxy.simulator.engine import Gauges
 from tests.lab.small import fleet, records, setup, traffic
 
@@ -26,11 +29,11 @@ from tests.lab.small import fleet, records, setup, traffic
 class Heard:
     """All that the production side was told, in its order; `published` are the gauges on their way there.
 
-    `attempts` has, for every request that was let in, how many backends were excluded and whether it came again.
+    `attempts` has, for every request that was let in, how many backends were excluded and how it came.
     """
 
     requests: list[Request] = field(default_factory=list)
-    attempts: list[tuple[int, bool]] = field(default_factory=list)
+    attempts: list[tuple[int, Entry]] = field(default_factory=list)
     readings: list[tuple[str, Reading]] = field(default_factory=list)
     published: list[tuple[float, Replica, Gauges]] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
@@ -43,18 +46,18 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     submit, observe, progress, finish = Pools.submit, Pools.observe, Pools.progress, Pools.finish
     scrape = Replica.scrape
 
-    def submitted(pools: Pools, request: Request, now: float, excluded: frozenset[str], *, again: bool) -> None:
+    def submitted(pools: Pools, request: Request, now: float, excluded: frozenset[str], entry: Entry) -> None:
         told.requests.append(request)
-        told.attempts.append((len(excluded), again))
-        submit(pools, request, now, excluded, again=again)
+        told.attempts.append((len(excluded), entry))
+        submit(pools, request, now, excluded, entry)
 
     def observed(pools: Pools, backend: str, reading: Reading) -> None:
         told.readings.append((backend, reading))
         observe(pools, backend, reading)
 
-    def progressed(pools: Pools, grant: Grant, output_tokens: int) -> None:
+    def progressed(pools: Pools, grant: Grant, output_tokens: int, now: float) -> None:
         told.progress.append(output_tokens)
-        progress(pools, grant, output_tokens)
+        progress(pools, grant, output_tokens, now)
 
     def finished(pools: Pools, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         told.ends.append((grant, verdict, usage))
@@ -230,7 +233,9 @@ def test_a_retry_goes_to_a_backend_that_has_not_failed_the_request_yet(heard: He
         assert verdict is Verdict.FAILED
     assert [len(set(backends)) for backends in tried.values()] == [extra + 1] * 12
     # A retry is told as one: it was let in before, and is not held to the limits of the waiting room anew.
-    assert Counter(heard.attempts) == {(failed, failed > 0): 12 for failed in range(extra + 1)}
+    assert Counter(heard.attempts) == {
+        (failed, Entry.RETRY if failed else Entry.NEW): 12 for failed in range(extra + 1)
+    }
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -288,8 +293,8 @@ def test_turns_that_a_failed_one_leaves_unasked_are_offered_and_missed(first: Ar
     assert [one.outcome for one in ends] == [outcome, Outcome.CANCELLED, Outcome.CANCELLED]
     assert [one.attempts for one in ends[1:]] == [0, 0]
     assert {one.arrived_s for one in ends[1:]} == {ends[0].ended_s}
-    run = replay(what).result("blend", 1, 1.0, 1.0)
-    assert (run.offered, run.completed, run.goodput) == (3, 0, 0.0)
+    result = replay(what).result("blend", 1, 1.0, 1.0)
+    assert (result.offered, result.completed, result.goodput) == (3, 0, 0.0)
 
 
 def test_what_arrives_during_the_warm_up_is_served_and_not_counted(heard: Heard) -> None:
@@ -299,3 +304,133 @@ def test_what_arrives_during_the_warm_up_is_served_and_not_counted(heard: Heard)
     assert 0 < counted < 100
     assert replay(what).result("blend", 1, 1.0, 1.0).offered == counted
     assert len(heard.requests) == 100
+
+
+# --- taking back, holding, usage limits -------------------------------------------------------------------------------
+
+
+def overloaded(band: str = "critical") -> list[Arrival]:
+    """Sheddable requests that fill one engine's batch and its look-ahead, then one of another band."""
+    crowd = [Arrival(0.001 * i, 4_000, 200, band="sheddable") for i in range(20)]
+    return [*crowd, Arrival(0.3, 100, 10, band=band)]
+
+
+def one_engine(**scheduling: Any) -> Config:
+    return given(scheduling={"start_limit": 4, "fairness": "fcfs", "ceilings": dict.fromkeys(
+        ("critical", "default", "sheddable"), 1.0), **scheduling})  # fmt: skip
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_sheddable_request_without_a_byte_is_taken_back_for_a_critical_one(heard: Heard, on: bool) -> None:
+    what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine(withdrawal=on))
+    ends = records(what)
+    assert {one.outcome for one in ends} == {Outcome.COMPLETED}
+    withdrawn = [one for one in ends if one.withdrawals]
+    assert bool(withdrawn) == on
+    assert Counter(verdict for _, verdict, _ in heard.ends)[Verdict.WITHDRAWN] == sum(one.withdrawals for one in ends)
+    assert {one.attempts for one in ends} == {1}
+    assert replay(what).result("blend", 1, 1.0, 1.0).withdrawals == sum(one.withdrawals for one in ends)
+    if on:
+        # It comes back as one that was withdrawn, nothing is held against its backend, and its wait goes on.
+        assert heard.attempts.count((0, Entry.WITHDRAWN)) >= len(withdrawn)
+        assert all(one.queue_wait_s is not None and one.queue_wait_s > 0.0 for one in withdrawn)
+
+
+def test_an_engine_drops_what_is_taken_back_before_another_token_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Run(setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine()), lambda _: None)
+    left: list[int] = []
+    cut = Lease.cut
+
+    def spied(lease: Lease, *, revoked: bool) -> None:
+        (replica,) = one._replicas.values()
+        before = len(replica._jobs)
+        cut(lease, revoked=revoked)
+        left.append(before - len(replica._jobs))
+
+    monkeypatch.setattr(Lease, "cut", spied)
+    run(one.go())
+    assert left
+    assert set(left) == {1}
+
+
+def test_nothing_is_taken_back_for_a_default_request() -> None:
+    ends = records(setup(overloaded("default"), on=fleet(1, max_num_seqs=4), config=one_engine()))
+    assert not any(one.withdrawals for one in ends)
+
+
+def test_what_was_taken_back_leaves_no_work_in_the_engine() -> None:
+    what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine())
+    one = Run(what, lambda _: None)
+    run(one.go())
+    (replica,) = one._replicas.values()
+    assert replica.load() == (0, 0)
+    assert not replica._jobs
+    assert not replica._unborn
+
+
+def test_every_request_ends_once_for_the_policy_and_with_whether_it_kept_its_objective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[str, bool | None]] = []
+    ended = Pools.ended
+
+    def heard_end(pools: Pools, request: Request, met: bool | None, now: float) -> None:
+        told.append((request.id, met))
+        ended(pools, request, met, now)
+
+    monkeypatch.setattr(Pools, "ended", heard_end)
+    arrivals = [
+        Arrival(0.0, 100, 10),
+        Arrival(1.0, 100, 10, ttft_slo_s=5.0),
+        Arrival(2.0, 100, 10, ttft_slo_s=0.001),
+        Arrival(3.0, 100, 10, tpot_slo_s=1e-6),
+        Arrival(4.0, 100, 900, ttft_slo_s=5.0),
+    ]
+    records(setup(arrivals, on=fleet(1, [Fault(5.0, FaultKind.KILL)])))
+    assert told == [("1", None), ("2", True), ("3", False), ("4", False), ("5", False)]
+
+
+@pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
+def test_while_nobody_is_up_a_request_is_held_and_its_own_time_stands_still(hold_s: float, outcome: Outcome) -> None:
+    on = fleet(1, [Fault(1.0, FaultKind.RESTART, "gpu-0", None, 8.0)])
+    config = given(queue={"hold_s": hold_s, "ttl_s": 10.0})
+    (end,) = records(setup([Arrival(4.0, 100, 10)], on=on, config=config))
+    assert end.outcome is outcome
+    if hold_s:
+        assert end.queue_wait_s is not None
+        assert 5.0 <= end.queue_wait_s <= 7.0
+
+
+@pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
+def test_a_request_is_held_while_nobody_knows_yet_what_will_be_served(hold_s: float, outcome: Outcome) -> None:
+    late = fleet(1)
+    late = replace(late, replicas=(replace(late.replicas[0], joins_s=5.0),))
+    (end,) = records(setup([Arrival(1.0, 100, 10)], on=late, config=given(queue={"hold_s": hold_s})))
+    assert end.outcome is outcome
+    if hold_s:
+        assert end.ttft_s is not None
+        assert 4.0 <= end.ttft_s <= 6.0
+
+
+def test_a_limit_on_what_is_in_flight_makes_a_tenant_wait_and_one_on_the_rate_refuses() -> None:
+    tenants = [{"name": "a", "keys": [hash_of("a")], "limits": {"in_flight": 1}},
+               {"name": "b", "keys": [hash_of("b")], "limits": {"requests_per_min": 2}}]  # fmt: skip
+    config = Config.model_validate({"tenants": tenants})
+    arrivals = [Arrival(0.01 * i, 100, 50, tenant=name) for i in range(4) for name in "ab"]
+    ends = records(setup(arrivals, on=fleet(1), config=config))
+    mine = sorted((one for one in ends if one.arrival.tenant == "a"), key=lambda one: one.ended_s)
+    assert {one.outcome for one in mine} == {Outcome.COMPLETED}
+    for before, after in pairwise(mine):
+        assert after.arrived_s + (after.queue_wait_s or 0.0) >= before.ended_s - 1e-6
+    theirs = Counter(one.outcome for one in ends if one.arrival.tenant == "b")
+    assert theirs == {Outcome.COMPLETED: 2, Outcome.RATE_LIMITED: 2}
+
+
+def test_a_configured_batch_limit_is_believed_from_the_start() -> None:
+    backends = [{"url": "http://gpu-0:8000", "name": "gpu-0", "max_in_flight": 3}]
+    config = Config.model_validate({"backends": backends, "scheduling": {"look_ahead": 0}})
+    one = Run(setup(traffic(count=20), on=fleet(2), config=config), lambda _: None)
+    run(one.go())
+    (proxy,) = one._proxies
+    assert proxy.pools.backends["gpu-0"].limit.value == 3
+    assert proxy.pools.backends["gpu-1"].limit.value != 3

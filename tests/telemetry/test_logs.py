@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Why
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.logs import configure, log_exit, log_internal
 
@@ -89,6 +89,36 @@ def test_json_has_the_whole_decision_in_one_line() -> None:
         "path": "/v1/chat/completions",
         "request_id": "r1",
     }
+
+
+WHY = Why(waiting=((100, 1), (0, 2)), flows=2, standing=(("counter", 3.00001),), passed_over=4, guaranteed=False)
+
+
+def test_why_it_was_its_turn_is_told_at_debug_level_alone() -> None:
+    for level in ("debug", "info"):
+        out = io.StringIO()
+        configure("json", level, out)
+        log_exit(replace(SERVED, why=WHY))
+        (line,) = json_lines(out)
+        assert line["level"] == "info"
+        assert ("why" in line) == (level == "debug")
+        if level == "debug":
+            assert line["why"] == {
+                "waiting": {"100": 1, "0": 2},
+                "flows": 2,
+                "standing": {"counter": 3.0},
+                "passed_over": 4,
+                "guaranteed": False,
+            }
+
+
+def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
+    out = io.StringIO()
+    configure("json", "info", out)
+    log_exit(replace(SERVED, tenant="acme", withdrawals=2, met=False, unknown_objective="gold"))
+    (line,) = json_lines(out)
+    told = {key: line[key] for key in ("tenant", "withdrawals", "met", "unknown_objective")}
+    assert told == {"tenant": "acme", "withdrawals": 2, "met": False, "unknown_objective": "gold"}
 
 
 def test_text_is_one_line_without_colours_where_there_is_no_terminal() -> None:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from llmproxy import __version__
 from llmproxy.core.domain import Outcome, Trouble, Verdict
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
-from llmproxy.telemetry.metrics import MODELS_MAX, BackendState, LiveState, Metrics, QueueState
+from llmproxy.telemetry.metrics import LABELS_MAX, BackendState, LiveState, Metrics, QueueState
 
 MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
 SERVED = RequestExit(
@@ -40,6 +40,7 @@ REFUSED = RequestExit(
 )
 STATE = LiveState(
     queues=(QueueState("critical", 1, 10), QueueState("default", 2, 20)),
+    parked={"tenant:acme": 4},
     backends=(
         BackendState("gpu-0", 3, 32, 0.1, True, running=2, waiting=1, kv_used=0.4, reading_age_s=0.2),
         BackendState("gpu-1", 0, 32, 0.0, False),
@@ -106,16 +107,73 @@ def test_times_are_counted_only_where_they_mean_something(
 
 
 def test_the_number_of_model_labels_is_limited(metrics: Metrics) -> None:
-    for index in range(MODELS_MAX + 50):
+    for index in range(LABELS_MAX + 50):
         metrics.record(replace(SERVED, model=f"m{index}"))
     metrics.record(REFUSED)
     metrics.record(replace(SERVED, model="m0"))
     families = {family.name: family for family in metrics.registry.collect()}
     models = {sample.labels["model"] for sample in families["llmproxy_requests"].samples}
-    assert len(models) == MODELS_MAX
+    assert len(models) == LABELS_MAX
     assert value(metrics, "requests_total", outcome="completed", band="default", model="other") == 52
     assert value(metrics, "requests_total", outcome="completed", band="default", model="m0") == 2
     assert value(metrics, "requests_total", outcome="unknown_model", band="none", model="unknown") == 1
+
+
+def test_what_a_decision_did_to_a_request_is_counted(metrics: Metrics) -> None:
+    metrics.record(replace(SERVED, band="sheddable", withdrawals=2, met=True, unknown_objective="gold"))
+    metrics.record(replace(SERVED, met=False))
+    metrics.record(SERVED)
+    assert value(metrics, "withdrawals_total", band="sheddable") == 2
+    assert value(metrics, "withdrawals_total", band="default") is None
+    assert value(metrics, "unknown_objectives_total") == 1
+    assert value(metrics, "objectives_total", band="sheddable", met="true") == 1
+    assert value(metrics, "objectives_total", band="default", met="false") == 1
+    assert value(metrics, "objectives_total", band="default", met="true") is None, "it had no objective to keep"
+
+
+def test_tenants_are_counted_where_there_are_any(metrics: Metrics) -> None:
+    metrics.record(SERVED)
+    metrics.record(replace(SERVED, tenant="acme"))
+    metrics.record(replace(REFUSED, tenant="acme"))
+    assert value(metrics, "tenant_requests_total", tenant="acme", outcome="completed") == 1
+    assert value(metrics, "tenant_requests_total", tenant="acme", outcome="unknown_model") == 1
+    for direction, tokens in (("input", 10), ("cached", 4), ("output", 11)):
+        assert value(metrics, "tenant_tokens_total", tenant="acme", direction=direction) == tokens
+    assert 'tenant=""' not in metrics.page().decode()
+
+
+def test_the_number_of_tenant_labels_is_limited(metrics: Metrics) -> None:
+    for index in range(LABELS_MAX + 50):
+        metrics.record(replace(SERVED, tenant=f"t{index}"))
+    families = {family.name: family for family in metrics.registry.collect()}
+    tenants = {sample.labels["tenant"] for sample in families["llmproxy_tenant_requests"].samples}
+    assert len(tenants) == LABELS_MAX
+    assert value(metrics, "tenant_requests_total", tenant="other", outcome="completed") == 51
+    assert value(metrics, "tenant_tokens_total", tenant="other", direction="input") == 510
+
+
+def test_flows_without_end_make_no_series(metrics: Metrics) -> None:
+    metrics.record(replace(SERVED, flow="f", request_id="i"))
+    before = metrics.page().count(b"\n")
+    for index in range(100):
+        metrics.record(replace(SERVED, flow=f"f{index}", request_id=f"i{index}", unknown_objective=f"o{index}"))
+    assert metrics.page().count(b"\n") == before
+
+
+def test_the_longest_lines_of_parked_requests_have_names() -> None:
+    few = Metrics(lambda: LiveState(parked={"tenant:a": 2, "model:m": 1}))
+    assert value(few, "parked_requests", limit="tenant:a") == 2
+    assert value(few, "parked_requests", limit="model:m") == 1
+    many = Metrics(lambda: LiveState(parked={f"tenant:{i:03}": i + 1 for i in range(LABELS_MAX + 1)}))
+    families = {family.name: family for family in many.registry.collect()}
+    counted = {sample.labels["limit"]: sample.value for sample in families["llmproxy_parked_requests"].samples}
+    assert len(counted) == LABELS_MAX
+    assert (counted["tenant:200"], counted["other"]) == (201, 1 + 2)
+
+
+def test_lines_that_a_log_could_not_take_are_counted(metrics: Metrics) -> None:
+    metrics.decisions_lost(3)
+    assert value(metrics, "decision_log_lost_total") == 3
 
 
 def test_gauges_are_read_at_the_scrape() -> None:
@@ -168,7 +226,7 @@ def test_a_real_scraper_reads_the_page(metrics: Metrics) -> None:
 
 
 def test_the_manual_lists_every_metric_with_its_type_and_labels(metrics: Metrics) -> None:
-    metrics.record(SERVED)
+    metrics.record(replace(SERVED, tenant="acme", met=True, withdrawals=1))
     metrics.attempted("gpu-0", Verdict.SERVED)
     metrics.poll_failed("gpu-0", Trouble.TIMEOUT)
     found = set()

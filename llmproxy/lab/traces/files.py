@@ -7,10 +7,12 @@ import io
 import zlib
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from llmproxy.lab.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces import decisions
 from llmproxy.lab.traces.formats import Layout, LineError, recognise
 
 LINE_BYTES_MAX = 16 << 20
@@ -22,13 +24,17 @@ BOM = b"\xef\xbb\xbf"
 def open_trace(path: Path) -> Trace:
     """The trace in a file whose format its first line tells, gzipped or not; see `formats` for those known.
 
-    Only that first line is looked at here. `Trace.arrivals` reads the file anew each time, holding one line at once,
-    and raises TraceError as `FILE:LINE: reason` for a line that cannot be replayed. Raises TraceError for a file that
-    cannot be read, holds nothing, or is in no known format.
+    Only that first line is looked at here. `Trace.arrivals` reads the file anew each time and holds one line at once;
+    of a decision log, whose lines are not in the order of their times, as many as one request may last. It raises
+    TraceError as `FILE:LINE: reason` for a line that cannot be replayed. Raises TraceError for a file that cannot be
+    read, holds nothing, or is in no known format.
     """
     if path.exists() and not path.is_dir() and not path.is_file():
         raise TraceError(f"{path}: not a regular file; a trace is read once per run, so save it to a file first")
-    _, layout = _begin(path, _lines(path))
+    lines = partial(_lines, path)
+    if any(decisions.is_log(line) for _, line in islice(lines(), 1)):
+        return Trace(_name(path), partial(decisions.arrivals, path, lines))
+    _, layout = _begin(path, lines())
     return Trace(_name(path), partial(_read, path), layout.block_tokens)
 
 

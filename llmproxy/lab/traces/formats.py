@@ -8,6 +8,8 @@
 - Our own JSONL: the fields of `Arrival` by name, of which `at_s`, `prompt_tokens` and `output_tokens` are required.
   `criticality` is the band; `model` may be said for `adapter`, and `deadline_s` (after the arrival) for `ttl_s`. A
   first line `{"llmproxy_trace": 1, "block_tokens": 512}` may tell the size of a block.
+
+Decision logs of the proxy have a module of their own, `decisions`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ VERSION = 1
 KNOWN = (
     "known are Mooncake JSONL (timestamp, input_length, output_length, hash_ids), "
     "Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens), ServeGen CSV (t_s,client,input_tokens,output_tokens), "
-    "arena CSV (t_s,client,prompt_tokens,output_tokens) and our own JSONL (at_s, prompt_tokens, output_tokens, ...)"
+    "arena CSV (t_s,client,prompt_tokens,output_tokens), our own JSONL (at_s, prompt_tokens, output_tokens, ...) and "
+    "decision logs of the proxy"
 )
 
 
@@ -58,7 +61,7 @@ class Layout:
 
 def recognise(line: str) -> Layout:
     """The layout of a file that begins with this line. Raises LineError."""
-    return _json_layout(_object(line)) if line.startswith("{") else _csv_layout(_fields(line))
+    return _json_layout(object_of(line)) if line.startswith("{") else _csv_layout(_fields(line))
 
 
 # --- JSON lines -------------------------------------------------------------------------------------------------------
@@ -87,22 +90,22 @@ def _headed(first: Mapping[str, Any]) -> Layout:
     version, block_tokens = first[HEADER[0]], first.get(HEADER[1], MOONCAKE_BLOCK_TOKENS)
     if type(version) is not int or version != VERSION:
         raise LineError(f"llmproxy_trace is {_told(version)}; only version {VERSION} is known")
-    return Layout(partial(_own, _count("block_tokens", block_tokens, BLOCK_TOKENS_MAX)), True, block_tokens)
+    return Layout(partial(_own, count_of("block_tokens", block_tokens, BLOCK_TOKENS_MAX)), True, block_tokens)
 
 
 def _own(block_tokens: int, line: str) -> Arrival:
-    given = _object(line)
+    given = object_of(line)
     _all_known(given, OWN)
     _all_there(given, REQUIRED)
-    at_s, prompt_tokens = _time("at_s", given["at_s"]), _count("prompt_tokens", given["prompt_tokens"])
-    output_tokens = _count("output_tokens", given["output_tokens"])
-    optional = _optionals({key: value for key, value in given.items() if key not in REQUIRED})
+    at_s, prompt_tokens = seconds_of("at_s", given["at_s"]), count_of("prompt_tokens", given["prompt_tokens"])
+    output_tokens = count_of("output_tokens", given["output_tokens"])
+    optional = optionals_of({key: value for key, value in given.items() if key not in REQUIRED})
     if "blocks" in optional:
         _fit("blocks", optional["blocks"], prompt_tokens + output_tokens, block_tokens)
     return Arrival(at_s, prompt_tokens, output_tokens, **optional)
 
 
-def _optionals(given: Mapping[str, Any]) -> dict[str, Any]:
+def optionals_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """What optional keys say, by field of an Arrival."""
     optional: dict[str, Any] = {}
     for key, value in given.items():
@@ -130,19 +133,19 @@ def _optional(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _mooncake(line: str) -> Arrival:
-    given = _object(line)
+    given = object_of(line)
     _all_there(given, MOONCAKE)
     # Somebody else's format may say more than we know; what we know of it counts.
     more = {key: value for key, value in given.items() if key in MORE}
-    prompt_tokens = _count("input_length", given["input_length"])
-    output_tokens = _count("output_length", given["output_length"])
+    prompt_tokens = count_of("input_length", given["input_length"])
+    output_tokens = count_of("output_length", given["output_length"])
     ids = _ids("hash_ids", given["hash_ids"])
     _fit("hash_ids", ids, prompt_tokens, MOONCAKE_BLOCK_TOKENS)
-    at_s = _time("timestamp", given["timestamp"], 1e-3)
-    return Arrival(at_s, prompt_tokens, output_tokens, ids, **_optionals(more))
+    at_s = seconds_of("timestamp", given["timestamp"], 1e-3)
+    return Arrival(at_s, prompt_tokens, output_tokens, ids, **optionals_of(more))
 
 
-def _object(line: str) -> dict[str, Any]:
+def object_of(line: str) -> dict[str, Any]:
     try:
         found = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -164,7 +167,7 @@ def _all_there(given: Mapping[str, Any], required: Sequence[str]) -> None:
         raise LineError(f"{', '.join(missing)} missing")
 
 
-def _count(name: str, value: Any, most: int = LENGTH_TOKENS_MAX) -> int:
+def count_of(name: str, value: Any, most: int = LENGTH_TOKENS_MAX) -> int:
     if type(value) is not int:
         raise LineError(f"{name} is {_told(value)}; should be an integer")
     if not 1 <= value <= most:
@@ -172,7 +175,7 @@ def _count(name: str, value: Any, most: int = LENGTH_TOKENS_MAX) -> int:
     return value
 
 
-def _time(name: str, value: Any, unit_s: float = 1.0) -> float:
+def seconds_of(name: str, value: Any, unit_s: float = 1.0) -> float:
     if type(value) not in (int, float) or not isfinite(value):
         raise LineError(f"{name} is {_told(value)}; should be a number")
     at_s = float(value * unit_s)
@@ -288,7 +291,7 @@ def _number(name: str, text: str) -> float:
         value = nan
     if not isfinite(value):
         raise LineError(f"{name} is {_told(text)}; should be a number of seconds")
-    return _time(name, value)
+    return seconds_of(name, value)
 
 
 class _Stamps:
@@ -306,4 +309,4 @@ class _Stamps:
             raise LineError(f"{name} is {_told(text)}; should be like 2023-11-16 18:15:46.6805900") from None
         if at_s < 0:
             raise LineError(f"{name} {text} is before that of the first request: sort the file by time")
-        return _time(name, at_s)
+        return seconds_of(name, at_s)

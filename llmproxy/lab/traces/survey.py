@@ -19,6 +19,7 @@ class Survey:
     `duration_s` is the latest `at_s`; that of a chained turn is when it would come if answers took their nominal time.
     `context_tokens_max` is the longest prompt with its answer. `tenants` counts distinct names, and stops at 1,000.
     `adapters` has the requests of each adapter, the base model left out. `bands` are those named, as they first came.
+    `guessed` requests got no answer when the trace was taken, so that its length is an assumption.
     """
 
     count: int
@@ -31,13 +32,14 @@ class Survey:
     tenants: int
     adapters: Mapping[str, int]
     bands: tuple[str | int, ...]
+    guessed: int
 
 
 def survey(trace: Trace) -> Survey:
     """Read all of `trace`, so that whatever is wrong with it is told before a run. Raises TraceError, also for a trace
     without any request, of more than 10,000 adapters or of more than 100 bands.
     """
-    count = prompt_sum = output_sum = prompt_max = output_max = context_max = 0
+    count = prompt_sum = output_sum = prompt_max = output_max = context_max = guessed = 0
     duration_s = 0.0
     tenants: set[str] = set()
     adapters: dict[str, int] = {}
@@ -45,6 +47,7 @@ def survey(trace: Trace) -> Survey:
     for arrival in _all(trace.arrivals()):
         prompt_tokens, output_tokens = arrival.prompt_tokens, arrival.output_tokens
         count += 1
+        guessed += arrival.guessed
         prompt_sum += prompt_tokens
         output_sum += output_tokens
         duration_s = max(duration_s, arrival.at_s)
@@ -65,7 +68,7 @@ def survey(trace: Trace) -> Survey:
         raise TraceError(f"{trace.name}: no requests")
     return Survey(
         count, duration_s, prompt_sum, output_sum, prompt_max, output_max, context_max, len(tenants), adapters,
-        tuple(bands),
+        tuple(bands), guessed,
     )  # fmt: skip
 
 

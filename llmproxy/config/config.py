@@ -1,0 +1,258 @@
+"""The whole configuration: its sections, and what must hold between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from math import fsum
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, ValidationInfo, field_validator
+
+from llmproxy.config.findings import (
+    CEILINGS,
+    Finding,
+    band_of,
+    bands_in,
+    repeated,
+    report,
+    rising_ceilings,
+    unknown_bands,
+)
+from llmproxy.config.kinds import (
+    TRUST_WORDS,
+    ApiKey,
+    Count,
+    Integer,
+    KeyHash,
+    Module,
+    Network,
+    Number,
+    criticality_of,
+    from_text,
+    hash_of,
+    integer_of,
+    networks_of,
+    one_of,
+)
+from llmproxy.config.schema import (
+    BackendConfig,
+    HealthConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    PollConfig,
+    QueueConfig,
+    RetryConfig,
+    SchedulingConfig,
+    Section,
+    TenantConfig,
+    TimeoutsConfig,
+)
+from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class Config(Section):
+    host: Annotated[str, Field(min_length=1)] = "0.0.0.0"
+    """Address to listen on."""
+    port: Annotated[Integer, Field(ge=0, le=65535)] = 8080
+    """Port to listen on; 0 takes a free one."""
+    log_format: Annotated[str, one_of(LOG_FORMATS)] = "text"
+    """Form of log lines: text or json."""
+    log_level: Annotated[str, one_of(LOG_LEVELS)] = "info"
+    """Least severe level that is logged: debug, info, warning or error."""
+    api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
+    """Keys of clients that belong to no tenant; without any, and without tenants, everybody comes in."""
+    backend_api_key: ApiKey | None = Field(default=None, repr=False)
+    """Key sent to every backend that has no api_key of its own."""
+    body_bytes_max: Count = 64 << 20
+    """Largest request body."""
+    drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
+    """How long running requests may take to end after SIGTERM."""
+    trust_headers: Annotated[tuple[Network, ...], PlainValidator(networks_of)] = TRUST_WORDS["loopback"]
+    """Peers whose objective, fairness and SLO headers count: loopback, all, none, or a list of networks."""
+    admin_key: KeyHash | None = Field(default=None, repr=False)
+    """Hash of the key that opens the pages under /debug, from `llmproxy hash-key`; null: only for this machine."""
+    decision_log: Path | None = None
+    """File to which decisions are appended, one JSON object a line; null writes none."""
+    decision_log_sample: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    """Share of the requests (0..1) whose decisions are written there."""
+    plugins: tuple[Module, ...] = ()
+    """Python modules that are imported first and may register policies of their own."""
+    backends: tuple[Annotated[BackendConfig, from_text("url")], ...] = ()
+    """The vLLM servers; a plain URL may stand for an entry."""
+    bands: dict[str, Integer] = Field(default_factory=dict)
+    """Further bands, larger integers first, beside critical 100, default 0 and sheddable -100: {urgent: 50}."""
+    models: tuple[ModelConfig, ...] = ()
+    """What is special about names that clients ask for; all others need no entry."""
+    objectives: tuple[ObjectiveConfig, ...] = ()
+    """Objectives that headers may name."""
+    tenants: tuple[TenantConfig, ...] = ()
+    """Who the clients are, by their keys; with any, a key is required."""
+    scheduling: SchedulingConfig = SchedulingConfig()
+    """Who goes next, and where."""
+    queue: QueueConfig = Field(default=QueueConfig(), validate_default=True)
+    """Limits of the waiting room."""
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    """Limits of one attempt."""
+    retry: RetryConfig = RetryConfig()
+    """New attempts after a failure before the first byte."""
+    health: HealthConfig = HealthConfig()
+    """When a backend is left alone."""
+    poll: PollConfig = PollConfig()
+    """How backends are read."""
+
+    @field_validator("backends")
+    @classmethod
+    def _distinct_backends(cls, backends: tuple[BackendConfig, ...]) -> tuple[BackendConfig, ...]:
+        urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
+        findings = repeated(urls, "url")
+        told = {place[0] for place, _ in findings}
+        report(findings + [finding for finding in repeated(names, "name") if finding[0][0] not in told])
+        return backends
+
+    @field_validator("bands")
+    @classmethod
+    def _new_band_names(cls, bands: dict[str, int]) -> dict[str, int]:
+        findings: list[Finding] = []
+        named: dict[str, int] = {}
+        for name, band in bands.items():
+            if integer_of(name) is not None or not name.strip():
+                findings.append(((name,), "should be a name: integers need none"))
+            elif {**BAND_NAMES, **named}.get(name.strip().lower(), band) != band:
+                findings.append(((name,), "is already the name of another band"))
+            named[name.strip().lower()] = band
+        report(findings)
+        return named
+
+    @field_validator("plugins")
+    @classmethod
+    def _imported(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
+        """Import them now: `scheduling`, which is validated later, may name policies that they register."""
+        findings: list[Finding] = []
+        for i, module in enumerate(plugins):
+            try:
+                import_module(module)
+            except Exception as error:  # noqa: BLE001 - whatever somebody's module does wrong, it is told with its place
+                findings.append(((i,), f"{module!r} cannot be imported: {type(error).__name__}: {error}"))
+        report(findings)
+        return plugins
+
+    @field_validator("models")
+    @classmethod
+    def _sound_models(cls, models: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
+        findings = repeated([model.name for model in models], "name") + _unknown(models, "criticality", info)
+        aliases = {model.name for model in models if model.target is not None}
+        for i, model in enumerate(models):
+            if model.target == model.name:
+                findings.append(((i, "target"), f"{model.name!r} is an alias for itself"))
+            elif model.target in aliases:
+                findings.append(((i, "target"), f"{model.target!r} is an alias too; name the model that it stands for"))
+        report(findings)
+        return models
+
+    @field_validator("objectives")
+    @classmethod
+    def _sound_objectives(
+        cls, objectives: tuple[ObjectiveConfig, ...], info: ValidationInfo
+    ) -> tuple[ObjectiveConfig, ...]:
+        names = [objective.name for objective in objectives]
+        report(repeated(names, "name") + _unknown(objectives, "criticality", info))
+        return objectives
+
+    @field_validator("tenants")
+    @classmethod
+    def _sound_tenants(cls, tenants: tuple[TenantConfig, ...], info: ValidationInfo) -> tuple[TenantConfig, ...]:
+        findings = repeated([tenant.name for tenant in tenants], "name")
+        findings += (unknown := _unknown(tenants, "criticality", info) + _unknown(tenants, "band_max", info))
+        if "bands" in info.data and not unknown:
+            findings += _above_their_ceiling(tenants, info.data["bands"])
+        # Hashes are compared and never repeated: they belong into no log.
+        first = {hash_of(key): "one of api_keys" for key in info.data.get("api_keys", ())}
+        for i, tenant in enumerate(tenants):
+            for j, key in enumerate(tenant.keys):
+                if key.hash in first:
+                    findings.append(((i, "keys", j), f"is the same key as {first[key.hash]}"))
+                first.setdefault(key.hash, f"tenants[{i}].keys[{j}]")
+        report(findings)
+        return tenants
+
+    @field_validator("scheduling")
+    @classmethod
+    def _sound_shares(cls, scheduling: SchedulingConfig, info: ValidationInfo) -> SchedulingConfig:
+        if "bands" not in info.data:
+            return scheduling
+        given, findings = bands_in(scheduling.ceilings, "ceilings", info.data["bands"])
+        findings += rising_ceilings(scheduling.ceilings, given)
+        findings += bands_in(scheduling.min_shares, "min_shares", info.data["bands"])[1]
+        promised = fsum(scheduling.min_shares.values())
+        if promised >= 1:
+            reason = f"add up to {promised:g}: they must leave something to priority, hence stay below 1"
+            findings.append((("min_shares",), reason))
+        report(findings)
+        return scheduling
+
+    @field_validator("queue")
+    @classmethod
+    def _sound_queue(cls, queue: QueueConfig, info: ValidationInfo) -> QueueConfig:
+        findings = bands_in(queue.band_ttl_s, "band_ttl_s", info.data["bands"])[1] if "bands" in info.data else []
+        body_bytes_max = info.data.get("body_bytes_max", 0)
+        rooms = {"bytes_max": queue.bytes_max, "band_bytes_max": queue.band_bytes_max}
+        if queue.flow_bytes_max is not None:
+            rooms["flow_bytes_max"] = queue.flow_bytes_max
+        key = min(rooms, key=rooms.__getitem__)
+        if rooms[key] < body_bytes_max:
+            reason = f"{rooms[key]} is below body_bytes_max {body_bytes_max}: such a body could never wait"
+            findings.append(((key,), reason))
+        report(findings)
+        return queue
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Another process that is handed this configuration needs the policies that its plugins register, too."""
+        super().__setstate__(state)
+        for module in self.plugins:
+            import_module(module)
+
+    def band(self, criticality: str | int | None) -> int:
+        """The band that a name or integer means; None is the default band. Raises ValueError for an unknown name."""
+        return DEFAULT if criticality is None else band_of(criticality_of(criticality), self.bands)
+
+    def band_names(self) -> dict[int, str]:
+        """The name by which logs and metrics call each named band."""
+        names = {level: name for name, level in self.bands.items()}
+        return names | {CRITICAL: "critical", DEFAULT: "default", SHEDDABLE: "sheddable"}
+
+    def ceilings(self) -> dict[int, float]:
+        """Ceilings by band: those given, over the defaults."""
+        return {**CEILINGS, **self.by_band(self.scheduling.ceilings)}
+
+    def by_band(self, section: Mapping[str, float]) -> dict[int, float]:
+        """A mapping of the configuration whose keys name bands, by band."""
+        return {self.band(name): value for name, value in section.items()}
+
+    def needs_key(self) -> bool:
+        """Whether clients must present a key."""
+        return bool(self.api_keys or self.tenants)
+
+
+def _unknown(
+    entries: Iterable[ModelConfig | ObjectiveConfig | TenantConfig], key: str, info: ValidationInfo
+) -> list[Finding]:
+    """What is no band among the values of `key`."""
+    # Bands that are wrong themselves are missing here: they are reported once, not again at every use.
+    if "bands" not in info.data:
+        return []
+    return unknown_bands((((i, key), getattr(entry, key)) for i, entry in enumerate(entries)), info.data["bands"])
+
+
+def _above_their_ceiling(tenants: Iterable[TenantConfig], bands: Mapping[str, int]) -> list[Finding]:
+    findings: list[Finding] = []
+    for i, tenant in enumerate(tenants):
+        if tenant.criticality is not None and tenant.band_max is not None:
+            band, band_max = band_of(tenant.criticality, bands), band_of(tenant.band_max, bands)
+            if band > band_max:
+                findings.append(((i, "criticality"), f"is band {band}, above band_max, which is {band_max}"))
+    return findings

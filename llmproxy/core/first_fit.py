@@ -1,0 +1,92 @@
+"""The request of a band that goes next: the first, in the order of fairness and flow, that fits somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed
+from llmproxy.core.fleet import View
+from llmproxy.core.limits import UsageLimits
+from llmproxy.core.placement import NO_CAPACITY, Placement, context_tokens
+from llmproxy.core.queue import FLOW_LOOK_MAX, Band, Queued
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A request, its backend, and how many before it fitted nowhere."""
+
+    queued: Queued
+    placed: Placed
+    passed_over: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """A request whose turn it is, and the usage limit that keeps it waiting all the same."""
+
+    queued: Queued
+    limit: str
+
+
+class Unmatched:
+    """Requests of one band that found no match in this pass: room only shrinks, so their like finds none either."""
+
+    def __init__(self) -> None:
+        self._from_tokens: dict[tuple[str, frozenset[str]], int] = {}
+
+    def add(self, queued: Queued, why: NoMatch) -> None:
+        tokens = 0 if why.whole_model else context_tokens(queued.request)
+        self._from_tokens[queued.request.model, queued.excluded] = tokens
+
+    def covers(self, queued: Queued) -> bool:
+        if not self._from_tokens:
+            return False
+        tokens = self._from_tokens.get((queued.request.model, queued.excluded))
+        return tokens is not None and context_tokens(queued.request) >= tokens
+
+
+def first_fit(
+    band: Band,
+    placement: Placement,
+    views: Sequence[View],
+    ceiling: float,
+    limits: UsageLimits,
+    unmatched: Unmatched,
+    now: float,
+) -> Found | Limited | NoCapacity | None:
+    """Answer the request that goes next, or that nobody has room, or None where the room is of use to none."""
+    passed_over = 0
+    flows = band.fairness.candidates(now)
+    try:
+        for flow in flows:
+            line = band.first(flow)
+            try:
+                # A head that fits nowhere must not hold up those behind it while lower bands are served.
+                for queued in islice(line, FLOW_LOOK_MAX):
+                    if queued.request.limits and (limit := limits.full(queued.request)) is not None:
+                        return Limited(queued, limit)
+                    if unmatched.covers(queued):
+                        continue
+                    placed = placement.place(queued.request, views, ceiling, queued.excluded)
+                    if isinstance(placed, Placed):
+                        return Found(queued, placed, passed_over)
+                    if isinstance(placed, NoCapacity):
+                        return placed
+                    unmatched.add(queued, placed)
+                    passed_over += 1
+            finally:
+                line.close()
+    finally:
+        # A policy may answer any iterator; one that looks along a heap puts back what it took when it is closed.
+        if (close := getattr(flows, "close", None)) is not None:
+            close()
+    # Those passed over were not asked about room, and a band that is blocked must stop the pool.
+    return None if any(view.has_room(ceiling) for view in views) else NO_CAPACITY
+
+
+def head(band: Band, now: float) -> Queued:
+    """The first request of the first flow."""
+    flow = next(iter(band.fairness.candidates(now)))
+    return next(band.first(flow))

@@ -1,0 +1,154 @@
+"""What one tenant or one model may use: requests in flight, requests and tokens per minute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmproxy.core.domain import Outcome, Refused, Request
+from llmproxy.core.settings import UsageLimit
+
+MINUTE_S = 60.0
+ROUNDING_S = 1e-6
+
+
+class _Bucket:
+    """A token bucket that holds one minute's worth and fills evenly."""
+
+    def __init__(self, per_min: float) -> None:
+        self._per_min = per_min
+        self._level = per_min
+        self._at_s = 0.0
+
+    def lacks_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount` may be taken; what is more than a minute's worth may be taken from a full bucket."""
+        self._fill(now)
+        wait_s = (min(amount, self._per_min) - self._level) * MINUTE_S / self._per_min
+        # A level filled in many steps is a sum of floats, and who comes when told to must not be told once more.
+        return wait_s if wait_s > ROUNDING_S else 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        """Take `amount`, perhaps more than there is; a negative one is given back."""
+        self._fill(now)
+        self._level = min(self._per_min, self._level - amount)
+
+    def left(self, now: float) -> float:
+        """How much may be taken now; below 0 where more was taken than there was."""
+        self._fill(now)
+        return self._level
+
+    def _fill(self, now: float) -> None:
+        self._level = min(self._per_min, self._level + max(0.0, now - self._at_s) * self._per_min / MINUTE_S)
+        self._at_s = now
+
+
+class _Use:
+    def __init__(self, limit: UsageLimit) -> None:
+        self.limit = limit
+        self.in_flight = 0
+        self.requests = _Bucket(limit.requests_per_min) if limit.requests_per_min is not None else None
+        self.tokens = _Bucket(limit.tokens_per_min) if limit.tokens_per_min is not None else None
+
+
+@dataclass(slots=True)
+class _Account:
+    """One request that has not ended: what the buckets were told it would use, until they are told what it did."""
+
+    tokens: float
+    settled: bool = False
+
+
+class UsageLimits:
+    """The usage of all limited tenants and models, over all pools of the process.
+
+    Too many in flight: the request waits (`full`). Too many in a minute: it is refused (`admit`), because a client that
+    is told when to come back can plan, and one that hangs cannot.
+    """
+
+    def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
+        self._uses = {name: _Use(limit) for name, limit in limits.items()}
+        self._accounts: dict[str, _Account] = {}
+
+    def admit(self, request: Request, now: float) -> None:
+        """Count a new request and the tokens it is expected to use.
+
+        Raises Refused (`rate_limited`) where a rate of one of its limits is used up.
+        """
+        if not request.limits:
+            return
+        tokens = float(request.prompt_tokens + request.output_tokens)
+        longest_s, message = 0.0, ""
+        for name in request.limits:
+            use = self._uses[name]
+            for bucket, amount, key in ((use.requests, 1.0, "requests"), (use.tokens, tokens, "tokens")):
+                wait_s = 0.0 if bucket is None else bucket.lacks_s(amount, now)
+                if wait_s > longest_s:
+                    allowed = use.limit.requests_per_min if key == "requests" else use.limit.tokens_per_min
+                    message = f"The limit of {allowed:g} {key} per minute of {told(name)} is used up. Try again later."
+                    longest_s = wait_s
+        if message:
+            raise Refused(Outcome.RATE_LIMITED, message, max(1.0, longest_s))
+        self._take(request, 1.0, tokens, now)
+        self._accounts[request.id] = _Account(tokens)
+
+    def full(self, request: Request) -> str | None:
+        """The limit for which `request` has to wait, because as many are in flight as it allows."""
+        for name in request.limits:
+            use = self._uses[name]
+            if use.limit.in_flight is not None and use.in_flight >= use.limit.in_flight:
+                return name
+        return None
+
+    def free(self, name: str) -> int:
+        """How many more may be in flight under a limit that has a bound on it."""
+        use = self._uses[name]
+        assert use.limit.in_flight is not None
+        return max(0, use.limit.in_flight - use.in_flight)
+
+    def booked(self, request: Request) -> None:
+        for name in request.limits:
+            self._uses[name].in_flight += 1
+
+    def released(self, request: Request, used_tokens: int | None, now: float) -> None:
+        """An attempt ended; `used_tokens` as the engine counted them, None where nothing was used or nobody knows."""
+        for name in request.limits:
+            self._uses[name].in_flight -= 1
+        account = self._accounts.get(request.id)
+        if account is not None and used_tokens is not None:
+            self._take(request, 0.0, used_tokens - (0.0 if account.settled else account.tokens), now)
+            account.settled = True
+
+    def ended(self, request: Request, now: float) -> None:
+        """The request has left the house; what it was expected to use and did not is given back."""
+        account = self._accounts.pop(request.id, None)
+        if account is not None and not account.settled:
+            self._take(request, 0.0, -account.tokens, now)
+
+    def _take(self, request: Request, requests: float, tokens: float, now: float) -> None:
+        for name in request.limits:
+            use = self._uses[name]
+            if use.requests is not None:
+                use.requests.take(requests, now)
+            if use.tokens is not None:
+                use.tokens.take(tokens, now)
+
+    def in_flight(self) -> dict[str, int]:
+        """Limit -> requests in flight under it."""
+        return {name: use.in_flight for name, use in self._uses.items()}
+
+    def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
+        """(Requests, tokens) that may still be taken now under the limit `name`, None where it has no such rate."""
+        use = self._uses[name]
+        requests = None if use.requests is None else use.requests.left(now)
+        return requests, None if use.tokens is None else use.tokens.left(now)
+
+    @property
+    def open(self) -> int:
+        """Requests of which it is not yet known what they used."""
+        return len(self._accounts)
+
+
+def told(name: str) -> str:
+    """A limit's name as a sentence has it: `tenant:acme` is the tenant `acme`."""
+    kind, _, whose = name.partition(":")
+    return f"the {kind} `{whose}`"

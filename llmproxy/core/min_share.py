@@ -1,0 +1,35 @@
+"""The share of the work that a band gets while it waits, however much waits above it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+CREDIT_GRANTS = 8.0
+"""Credit that a band may gather, in grants of the size last seen: what fits nowhere must not save up for ever."""
+
+
+class MinShares:
+    """Credits by band: work granted to others earns a waiting band its share, its own grants use it up.
+
+    The other bands are blocked for no longer than those grants last; without configured shares nothing happens here.
+    """
+
+    def __init__(self, shares: Mapping[int, float]) -> None:
+        self._shares = {band: share for band, share in shares.items() if share > 0.0}
+        self._credits = dict.fromkeys(self._shares, 0.0)
+
+    def granted(self, band: int, cost: float, waiting: Iterable[int]) -> None:
+        """`cost` was granted to `band`; `waiting` are the bands that have something to wait for."""
+        if not self._shares:
+            return
+        if band in self._credits:
+            self._credits[band] = max(-CREDIT_GRANTS * cost, self._credits[band] - cost)
+        for other in waiting:
+            if other in self._shares:
+                earned = self._credits[other] + self._shares[other] * cost
+                self._credits[other] = min(earned, CREDIT_GRANTS * cost)
+
+    def due(self, waiting: Iterable[int]) -> list[int]:
+        """Bands that have earned a grant before all others, the most credit first."""
+        due = [band for band in waiting if self._credits.get(band, 0.0) > 0.0]
+        return sorted(due, key=lambda band: -self._credits[band])

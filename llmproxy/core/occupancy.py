@@ -1,0 +1,137 @@
+"""How full the waiting room is, held to its limits, and how fast it empties."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmproxy.core.domain import Request
+from llmproxy.core.settings import QueueSettings
+
+
+@dataclass(slots=True)
+class _Usage:
+    requests: int = 0
+    body_bytes: int = 0
+    tokens: int = 0
+
+    def add(self, requests: int, body_bytes: int, tokens: int) -> None:
+        self.requests += requests
+        self.body_bytes += body_bytes
+        self.tokens += tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """A limit of the waiting room that is reached, by its name in the configuration; `total` over all bands."""
+
+    name: str
+    limit: int
+    total: bool
+
+
+class Occupancy:
+    """How much waits in this process, over all pools: requests, body bytes, and tokens (prompt and answer, estimated).
+
+    Each of the three is limited for one flow, for one band and in total.
+    """
+
+    def __init__(self, limits: QueueSettings) -> None:
+        self._limits = limits
+        self._total = _Usage()
+        self._bands: dict[int, _Usage] = {}
+        self._flows: dict[tuple[int, str], _Usage] = {}
+
+    def full(self, request: Request, without: Sequence[Request] = ()) -> Full | None:
+        """The limit that `request` would break, None where it fits. The narrowest is told first.
+
+        `without` are requests of lower bands that are counted as if they had left.
+        """
+        limits, none = self._limits, _Usage()
+        flow = self._flows.get((request.band, request.flow), none)
+        band = self._bands.get(request.band, none)
+        total = self._total
+        if without:
+            total = _Usage(total.requests, total.body_bytes, total.tokens)
+            for one in without:
+                total.add(-1, -one.body_bytes, -one.prompt_tokens - one.output_tokens)
+        more_tokens = request.prompt_tokens + request.output_tokens
+        for name, used, more, limit in (
+            ("flow_requests_max", flow.requests, 1, limits.flow_requests_max),
+            ("flow_bytes_max", flow.body_bytes, request.body_bytes, limits.flow_bytes_max),
+            ("flow_tokens_max", flow.tokens, more_tokens, limits.flow_tokens_max),
+            ("band_requests_max", band.requests, 1, limits.band_requests_max),
+            ("band_bytes_max", band.body_bytes, request.body_bytes, limits.band_bytes_max),
+            ("band_tokens_max", band.tokens, more_tokens, limits.band_tokens_max),
+            ("requests_max", total.requests, 1, limits.requests_max),
+            ("bytes_max", total.body_bytes, request.body_bytes, limits.bytes_max),
+            ("tokens_max", total.tokens, more_tokens, limits.tokens_max),
+        ):
+            # What alone is more than a limit of tokens may wait where nothing else does: it is only an estimate.
+            if limit is not None and used + more > limit and (used or not name.endswith("tokens_max")):
+                return Full(f"queue.{name}", limit, name in ("requests_max", "bytes_max", "tokens_max"))
+        return None
+
+    def enter(self, request: Request) -> None:
+        where = (request.band, request.flow)
+        if request.band not in self._bands:
+            self._bands[request.band] = _Usage()
+        if where not in self._flows:
+            self._flows[where] = _Usage()
+        tokens = request.prompt_tokens + request.output_tokens
+        for usage in (self._total, self._bands[request.band], self._flows[where]):
+            usage.add(1, request.body_bytes, tokens)
+
+    def leave(self, request: Request) -> None:
+        where = (request.band, request.flow)
+        tokens = request.prompt_tokens + request.output_tokens
+        for usage in (self._total, self._bands[request.band], self._flows[where]):
+            usage.add(-1, -request.body_bytes, -tokens)
+        # Flows come and go without an end to their names.
+        if not self._flows[where].requests:
+            del self._flows[where]
+
+    def queued(self) -> dict[int, tuple[int, int]]:
+        """Band -> (requests, body bytes) waiting."""
+        return {band: (usage.requests, usage.body_bytes) for band, usage in self._bands.items()}
+
+    def check(self) -> None:
+        for parts in (self._bands, self._flows):
+            sums = _Usage()
+            for usage in parts.values():
+                sums.add(usage.requests, usage.body_bytes, usage.tokens)
+                assert min(usage.requests, usage.body_bytes, usage.tokens) >= 0
+            assert sums == self._total
+        assert all(usage.requests for usage in self._flows.values()), "a flow that is empty is still listed"
+
+
+class DrainRate:
+    """How fast the waiting room empties, for `Retry-After`: measured over the last grants."""
+
+    _GRANTS = 64
+    _PAUSE_S = 10.0
+    _RETRY_MIN_S = 1.0
+    _RETRY_MAX_S = 60.0
+
+    def __init__(self) -> None:
+        self._granted_s: deque[float] = deque(maxlen=self._GRANTS)
+
+    def granted(self, now: float) -> None:
+        # After a pause in which nothing was asked for, the old pace says nothing of the new one.
+        if self._granted_s and now - self._granted_s[-1] > self._PAUSE_S:
+            self._granted_s.clear()
+        self._granted_s.append(now)
+
+    def interval_s(self, now: float) -> float | None:
+        """Seconds between two grants of late, None before the first."""
+        if not self._granted_s:
+            return None
+        return max(now - self._granted_s[0], 0.1) / len(self._granted_s)
+
+    def retry_after_s(self, ahead: int, now: float) -> float:
+        """Seconds until a request with `ahead` others before it would be granted, within 1 s and 60 s."""
+        interval_s = self.interval_s(now)
+        if interval_s is None:
+            return self._RETRY_MIN_S
+        return min(self._RETRY_MAX_S, max(self._RETRY_MIN_S, (ahead + 1) * interval_s))

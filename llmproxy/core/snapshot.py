@@ -1,0 +1,210 @@
+"""What waits, why it waits and who has room, frozen for a person to look at.
+
+Looking costs what is shown, not what waits: of each band at most `FLOWS_MAX` flows, of each flow its first requests. A
+fairness policy is asked for its order as in a decision, so that one which works off its books when it is asked (the
+refill of `locality_fair_share`) may do so a little earlier; its bounds hold at any time of asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+
+from llmproxy.core.first_token import FirstToken
+from llmproxy.core.fleet import View
+from llmproxy.core.queue import FLOW_LOOK_MAX, Band, Queued
+from llmproxy.core.room import WaitingRoom
+from llmproxy.core.settings import Settings
+
+FLOWS_MAX = 100
+"""Flows shown of one band, those first that its fairness policy prefers."""
+TOTAL_FLOWS_MAX = 1_000
+"""Flows shown over all pools; a house of many models is shown in part, and says so."""
+
+LIMITS_MAX = 1_000
+"""Usage limits shown, those first that most is in flight under."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSnapshot:
+    """The first request of a flow. `left_s` is how long it may still wait.
+
+    `slack_s` is what its objective for the first token leaves after the time waited and the expected service; below 0
+    it will be late. None without such an objective.
+    """
+
+    id: str
+    label: str
+    age_s: float
+    left_s: float
+    prompt_tokens: int
+    slack_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSnapshot:
+    """`oldest_age_s` is that of its first `FLOW_LOOK_MAX` requests; `standing` what the fairness policy holds of it."""
+
+    flow: str
+    waiting: int
+    oldest_age_s: float
+    head: HeadSnapshot
+    standing: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BandSnapshot:
+    """`waiting` counts requests in flows, `parked` those beside them, by the usage limit that they wait for.
+
+    `flows` is how many flows wait, `shown` the first of them in the order in which the policy would take them.
+    """
+
+    level: int
+    ceiling: float
+    min_share: float
+    waiting: int
+    parked: Mapping[str, int]
+    flows: int
+    shown: tuple[FlowSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSnapshot:
+    """One backend, and the bands (`room_for`) under whose ceiling it would take one more request."""
+
+    view: View
+    room_for: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """One pool. `held` says that it has no backend that is up, and that what waits is kept until one is.
+
+    `leases` are the requests in flight, `withdrawing` those of them that were asked to give their room back.
+    """
+
+    pool: str
+    alive: bool
+    held: bool
+    leases: int
+    withdrawing: int
+    bands: tuple[BandSnapshot, ...]
+    backends: tuple[BackendSnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LimitSnapshot:
+    """One usage limit: requests in flight under it, the most it allows, and what is left of its rates now."""
+
+    name: str
+    in_flight: int
+    in_flight_max: int | None
+    requests_left: float | None
+    tokens_left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All of them; `limits_more` usage limits are left out."""
+
+    pools: tuple[PoolSnapshot, ...]
+    limits: tuple[LimitSnapshot, ...]
+    limits_more: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where one waiting request stands.
+
+    `ahead_in_bands` requests wait in higher bands of its pool, `ahead_in_flow` before it in its flow, or in its line
+    where it is `parked` for a usage limit; None where they are too many to count.
+    """
+
+    pool: str
+    id: str
+    label: str
+    band: int
+    flow: str
+    ahead_in_bands: int
+    ahead_in_flow: int | None
+    waited_s: float
+    left_s: float
+    parked: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A look at one pool at the time `now`: what a scheduler has, for the functions of this module."""
+
+    pool: str
+    now: float
+    settings: Settings
+    room: WaitingRoom
+    first_token: FirstToken
+
+    def shown(
+        self, views: Sequence[View], *, alive: bool, leases: int, withdrawing: int, flows_max: int
+    ) -> PoolSnapshot:
+        """The pool; at most `flows_max` flows are shown, the highest bands first."""
+        levels = sorted({*self.room.order, *self.settings.ceilings}, reverse=True)
+        parked = self.room.parked_by()
+        bands = []
+        for level in levels:
+            of_band = {limit: count for (band, limit), count in parked.items() if band == level}
+            bands.append(self._band(level, of_band, min(FLOWS_MAX, flows_max)))
+            flows_max -= len(bands[-1].shown)
+        ceilings = [(level, self.settings.ceiling(level)) for level in levels]
+        backends = [
+            BackendSnapshot(view, tuple(level for level, ceiling in ceilings if view.has_room(ceiling)))
+            for view in views
+        ]
+        held = not alive and self.settings.queue.hold_s > 0.0
+        return PoolSnapshot(self.pool, alive, held, leases, withdrawing, tuple(bands), tuple(backends))
+
+    def position(self, queued: Queued) -> Position:
+        request = queued.request
+        return Position(
+            pool=self.pool,
+            id=request.id,
+            label=request.label,
+            band=request.band,
+            flow=request.flow,
+            ahead_in_bands=sum(self.room.band(level).size for level in self.room.levels() if level > request.band),
+            ahead_in_flow=self.room.before(queued),
+            waited_s=self.now - request.arrived_s,
+            left_s=self.room.left_s(queued, self.now),
+            parked=queued.parked,
+        )
+
+    def _band(self, level: int, parked: Mapping[str, int], flows_max: int) -> BandSnapshot:
+        ceiling, min_share = self.settings.ceiling(level), self.settings.min_shares.get(level, 0.0)
+        if level not in self.room.order:
+            return BandSnapshot(level, ceiling, min_share, 0, parked, 0, ())
+        band = self.room.band(level)
+        with closing(_offered(band, self.now)) as flows:
+            names = list(islice(flows, flows_max))
+        shown = tuple(self._flow(band, name) for name in names)
+        return BandSnapshot(level, ceiling, min_share, band.size, parked, band.flows, shown)
+
+    def _flow(self, band: Band, flow: str) -> FlowSnapshot:
+        with closing(band.first(flow)) as line:
+            first = list(islice(line, FLOW_LOOK_MAX))
+        oldest_age_s = self.now - min(queued.request.arrived_s for queued in first)
+        return FlowSnapshot(
+            flow, band.waiting_in(flow), oldest_age_s, self._head(first[0]), band.fairness.standing(flow)
+        )
+
+    def _head(self, queued: Queued) -> HeadSnapshot:
+        request = queued.request
+        age_s, slack_s = self.now - request.arrived_s, None
+        if request.slo is not None and request.slo.ttft_s is not None:
+            slack_s = request.slo.ttft_s - age_s - self.first_token.expected_s(request.prompt_tokens)
+        left_s = self.room.left_s(queued, self.now)
+        return HeadSnapshot(request.id, request.label, age_s, left_s, request.prompt_tokens, slack_s)
+
+
+def _offered(band: Band, now: float) -> Generator[str, None, None]:
+    # Policies may answer any iterator; only a generator can be closed, which is what ends the looking.
+    yield from band.fairness.candidates(now)

@@ -1,0 +1,69 @@
+"""Which leases may be taken back for a request of a higher band, while nothing is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from llmproxy.core.domain import DEFAULT, Request, Withdraw
+from llmproxy.core.fleet import Backend
+from llmproxy.core.placement import context_tokens
+
+WITHDRAW_MAX = 4
+"""Leases being taken back at a time, so that one burst does not empty the engines of all that they have begun."""
+LOOK_MAX = 64
+"""Leases looked at by one pass."""
+
+
+class Withdrawal:
+    """Leases of bands below `default` that have not answered a byte; the newest is taken back first.
+
+    The newest has had the least done for it. Whoever is granted the room decides the pass that follows the release.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[Request, Backend]] = {}
+        self._pending: dict[int, Backend] = {}
+
+    def booked(self, lease: int, request: Request, backend: Backend) -> None:
+        if request.band < DEFAULT:
+            self._open[lease] = (request, backend)
+
+    def closed(self, lease: int) -> None:
+        """The lease spoke or ended: there is nothing to take back any more."""
+        self._open.pop(lease, None)
+        self._pending.pop(lease, None)
+
+    def choose(self, head: Request, excluded: frozenset[str], waiting: int, ceiling: float, now: float
+               ) -> Iterable[Withdraw]:  # fmt: skip
+        """What to take back so that `head`, and with it `waiting` requests of its band, find room under `ceiling`."""
+        if head.band <= DEFAULT:
+            return
+        while len(self._pending) < min(WITHDRAW_MAX, waiting):
+            # Each is looked for anew, as one that is taken back may be what the room for a newer one was short of.
+            helps = (x for x in self._newest() if self._makes_room(x, head, excluded, ceiling, now))
+            lease = next(helps, None)
+            if lease is None:
+                return
+            request, backend = self._open[lease]
+            self._pending[lease] = backend
+            yield Withdraw(lease, request, backend.name)
+
+    def _newest(self) -> Iterator[int]:
+        return (lease for lease in islice(reversed(self._open), LOOK_MAX) if lease not in self._pending)
+
+    def _makes_room(self, lease: int, head: Request, excluded: frozenset[str], ceiling: float, now: float) -> bool:
+        backend = self._open[lease][1]
+        if backend.name in excluded or not backend.serves(head.model) or not backend.unstarted(lease):
+            return False
+        view = backend.view_without([*(x for x, owner in self._pending.items() if owner is backend), lease], now)
+        fits = view.max_model_len is None or view.max_model_len >= context_tokens(head)
+        return fits and view.has_room(ceiling)
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def open(self) -> int:
+        return len(self._open)

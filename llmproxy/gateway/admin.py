@@ -1,0 +1,190 @@
+"""`GET /debug/queue`: what waits, why it waits and who has room, for the people who run the proxy and nobody else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from hmac import compare_digest
+from ipaddress import ip_address
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from llmproxy.config import Config
+from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.auth import digest_of, presented
+from llmproxy.gateway.errors import error_body
+from llmproxy.gateway.routes import Dialect
+
+QUEUE = "/debug/queue"
+PAGES_PER_S = 5.0
+BURST = 10.0
+"""Pages that may be asked for at once after a pause. Each is built on the loop that serves everybody."""
+
+UNSTORED = {"Cache-Control": "no-store"}
+FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
+"""Fields that tell of a proxy before this one: then the peer's address is not the client's."""
+
+
+class AdminPages:
+    """Who may look, how often, and what they are shown. `clock` is that of the scheduler, in seconds."""
+
+    def __init__(self, config: Config, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
+        self._dispatcher = dispatcher
+        self._pools = dispatcher.pools
+        self._clock = clock
+        self._digest = None if config.admin_key is None else digest_of(config.admin_key)
+        self._names = config.band_names()
+        self._allowance = BURST
+        self._at_s = clock()
+
+    def admits(self, request: web.BaseRequest) -> bool:
+        """True for a client on this machine, and for one that presents the admin key."""
+        if self._digest is not None and compare_digest(presented(request.headers), self._digest):
+            return True
+        return _is_local(request.remote) and FORWARDED.isdisjoint(name.lower() for name in request.headers)
+
+    def queue(self, request: web.BaseRequest) -> web.Response:
+        """The page, or with `?request=` where one waiting request stands (404 where none of that name waits).
+
+        429 to those who ask too often. No look is a request of the metrics or the log: it is of another kind.
+        """
+        now, wanted = self._clock(), request.query.get("request")
+        if not self._may(now):
+            return _refusal(429, "Too many looks at this page. Try again.", {"Retry-After": "1"})
+        if not wanted:
+            return _json(self._everything(now))
+        position = self._pools.position(wanted, now)
+        if position is None:
+            return _refusal(404, f"No request `{wanted[:256]}` waits.")
+        return _json(self._position(position))
+
+    def _may(self, now: float) -> bool:
+        self._allowance = min(BURST, self._allowance + (now - self._at_s) * PAGES_PER_S)
+        self._at_s = now
+        if self._allowance < 1.0:
+            return False
+        self._allowance -= 1.0
+        return True
+
+    def _name(self, level: int) -> str:
+        return self._names.get(level, str(level))
+
+    def _everything(self, now: float) -> dict[str, Any]:
+        seen = self._pools.snapshot(now)
+        limits = [
+            {
+                "limit": one.name,
+                "in_flight": one.in_flight,
+                "in_flight_max": one.in_flight_max,
+                "requests_left": _rounded(one.requests_left, 1),
+                "tokens_left": _rounded(one.tokens_left, 1),
+            }
+            for one in seen.limits
+        ]
+        pools = [self._pool(pool) for pool in seen.pools]
+        return {
+            "nameless": self._dispatcher.nameless,
+            "pools": pools,
+            "usage_limits": limits,
+            "more_usage_limits": seen.limits_more,
+        }
+
+    def _pool(self, pool: PoolSnapshot) -> dict[str, Any]:
+        return {
+            "pool": pool.pool,
+            "alive": pool.alive,
+            "held": pool.held,
+            "in_flight": pool.leases,
+            "being_withdrawn": pool.withdrawing,
+            "bands": [self._band(band) for band in pool.bands],
+            "backends": [self._backend(backend) for backend in pool.backends],
+        }
+
+    def _band(self, band: BandSnapshot) -> dict[str, Any]:
+        return {
+            "band": self._name(band.level),
+            "level": band.level,
+            "ceiling": band.ceiling,
+            "min_share": band.min_share,
+            "waiting": band.waiting,
+            "parked": dict(band.parked),
+            "flows": [_flow(flow) for flow in band.shown],
+            "more": band.flows - len(band.shown),
+        }
+
+    def _backend(self, backend: BackendSnapshot) -> dict[str, Any]:
+        view = backend.view
+        return {
+            "backend": view.backend,
+            "available": view.available,
+            "load": view.load,
+            "limit": view.limit,
+            "saturation": _rounded(view.saturation),
+            "kv_used": _rounded(view.kv_used),
+            "waiting_in_engine": view.waiting,
+            "room_for": [self._name(level) for level in backend.room_for],
+        }
+
+    def _position(self, position: Position) -> dict[str, Any]:
+        return {
+            "request": position.label,
+            "id": position.id,
+            "pool": position.pool,
+            "band": self._name(position.band),
+            "flow": position.flow,
+            "ahead_in_higher_bands": position.ahead_in_bands,
+            "ahead_in_flow": position.ahead_in_flow,
+            "waited_s": _rounded(position.waited_s),
+            "left_s": _rounded(position.left_s),
+            "parked_for": position.parked,
+        }
+
+
+def _flow(flow: FlowSnapshot) -> dict[str, Any]:
+    head = flow.head
+    return {
+        "flow": flow.flow,
+        "waiting": flow.waiting,
+        "oldest_age_s": _rounded(flow.oldest_age_s),
+        "head": {
+            "request": head.label,
+            "id": head.id,
+            "age_s": _rounded(head.age_s),
+            "left_s": _rounded(head.left_s),
+            "prompt_tokens": head.prompt_tokens,
+            "slack_s": _rounded(head.slack_s),
+        },
+        "standing": {name: _rounded(value) for name, value in flow.standing},
+    }
+
+
+def _json(page: dict[str, Any]) -> web.Response:
+    return web.Response(body=_dumped(page), content_type="application/json", headers=UNSTORED)
+
+
+def _dumped(page: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(page, option=orjson.OPT_INDENT_2)
+    except TypeError:
+        # A header that was no UTF-8 named a flow.
+        return json.dumps(page, indent=2).encode()
+
+
+def _refusal(status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
+    body = error_body(Dialect.OPENAI, status, message)
+    return web.Response(status=status, body=body, content_type="application/json", headers={**UNSTORED, **headers})
+
+
+def _is_local(peer: str | None) -> bool:
+    if peer is None:
+        return False
+    address = ip_address(peer.partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,0 +1,85 @@
+"""Generators of contention: tenants that want more than there is, bursts of critical requests above a full fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import merge
+from itertools import accumulate
+from random import Random
+
+from llmproxy.lab.arrival import Arrival, Trace
+from llmproxy.lab.traces.parts import check, check_lengths, check_rates, check_times, poisson_times, varying_times
+
+
+def unequal_tenants(
+    *,
+    tenants: int = 4,
+    ratio: float = 2.0,
+    rate: float = 25.0,
+    ttft_slo_s: float = 2.0,
+    duration_s: float = 480.0,
+    prompt_tokens: int = 512,
+    output_tokens: int = 128,
+    seed: int = 0,
+) -> Trace:
+    """Tenants of which each asks `ratio` times as often as the one before, all for the same and with one objective.
+
+    Together they ask `rate` times a second (Poisson), and the first token should come within `ttft_slo_s`; nothing is
+    asked of the rest. Requests cost the same, so a fleet can keep the objective of as many as it completes, whosever
+    they are, and the max-min optimum of the tenants' adherence is that number over those offered, for each of them.
+    Raises TraceError.
+    """
+    check(2, 1_000, tenants=tenants)
+    check(1, 100, ratio=ratio)
+    check_rates(rate=rate)
+    check_times(ttft_slo_s=ttft_slo_s, duration_s=duration_s)
+    check_lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    names = [f"tenant-{number}" for number in range(1, tenants + 1)]
+    shares = list(accumulate(ratio**number for number in range(tenants)))
+
+    def arrivals() -> Iterator[Arrival]:
+        rng = Random(seed)
+        for at_s in poisson_times(rng, rate, duration_s):
+            (tenant,) = rng.choices(names, cum_weights=shares)
+            yield Arrival(
+                at_s, prompt_tokens, output_tokens, tenant=tenant, ttft_slo_s=ttft_slo_s, tpot_slo_s=duration_s
+            )
+
+    return Trace("unequal_tenants", arrivals)
+
+
+def critical_bursts(
+    *,
+    rate: float = 40.0,
+    sheddable_rate: float = 40.0,
+    period_s: float = 20.0,
+    burst_s: float = 4.0,
+    duration_s: float = 100.0,
+    prompt_tokens: int = 512,
+    output_tokens: int = 128,
+    sheddable_prompt_tokens: int = 4_096,
+    seed: int = 0,
+) -> Trace:
+    """Sheddable requests at `sheddable_rate` per second (Poisson) all the time, and critical ones at `rate` during the
+    last `burst_s` of each `period_s`. Nothing is shared. Raises TraceError.
+    """
+    check_rates(rate=rate, sheddable_rate=sheddable_rate)
+    check_times(duration_s=duration_s, period_s=period_s)
+    check(0, period_s, burst_s=burst_s)
+    check_lengths(
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, sheddable_prompt_tokens=sheddable_prompt_tokens
+    )
+
+    def rate_at(at_s: float) -> float:
+        return rate if at_s % period_s >= period_s - burst_s else 0.0
+
+    def arrivals() -> Iterator[Arrival]:
+        rng = Random(seed)
+        calm, bursting = Random(rng.getrandbits(64)), Random(rng.getrandbits(64))
+        sheddable = ((at_s, "sheddable") for at_s in poisson_times(calm, sheddable_rate, duration_s))
+        critical = ((at_s, "critical") for at_s in varying_times(bursting, rate_at, rate, duration_s))
+        for at_s, band in merge(sheddable, critical):
+            prompt = prompt_tokens if band == "critical" else sheddable_prompt_tokens
+            yield Arrival(at_s, prompt, output_tokens, tenant=band, band=band)
+
+    return Trace("critical_bursts", arrivals)

@@ -1,0 +1,163 @@
+"""Decision logs of the proxy, read as traces: what a day brought, replayed against another policy.
+
+A log has a line for each request that has ended, in the order of the ends, and a header wherever the proxy was started.
+Times count from the header above; here, from the first arrival of the file. What a replay has no use for is ignored,
+such as all that was decided. A request that got no answer, or none whose length is known, takes the mean length of its
+model's answers, and is marked as guessed. Its tenant is its flow where its client had none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from heapq import heappop, heappush
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from llmproxy.lab.arrival import Arrival, TraceError
+from llmproxy.lab.traces.formats import LineError, count_of, object_of, optionals_of, seconds_of
+
+HEADER = "llmproxy_decisions"
+VERSION = 1
+MARKS = ("request_id", "outcome")
+"""Keys by which a piece of a log is known, when its header stayed in another file."""
+TAKEN = ("tenant", "adapter", "session", "criticality", "ttl_s", "ttft_slo_s", "tpot_slo_s")
+
+Lines = Callable[[], Iterator[tuple[int, str]]]
+
+
+def is_log(first: str) -> bool:
+    """Whether a file that begins with this line is a decision log."""
+    try:
+        given = object_of(first)
+    except LineError:
+        return False
+    return HEADER in given or all(key in given for key in MARKS)
+
+
+def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
+    """The arrivals in a log, in the order of their times. Raises TraceError as `FILE:LINE: reason`.
+
+    The file is read twice: first to learn how long answers are and how far its lines are out of order, so that then no
+    more has to be held than arrived within the longest of its requests.
+    """
+    found = _Pass()
+    for logged in _logged(path, lines()):
+        found.add(logged)
+    if not found.count:
+        raise TraceError(f"{path}: no requests: there is nothing below the first line")
+    due: list[tuple[float, int, Arrival]] = []
+    newest_s = 0.0
+    for serial, logged in enumerate(_logged(path, lines())):
+        at_s = logged.arrival.at_s - found.first_s
+        heappush(due, (at_s, serial, replace(found.answered(path, logged), at_s=at_s)))
+        newest_s = max(newest_s, at_s)
+        while due and due[0][0] <= newest_s - found.late_s:
+            yield heappop(due)[2]
+    while due:
+        yield heappop(due)[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """One line: the arrival, the length of whose answer is not known where `guessed`, and its model."""
+
+    arrival: Arrival
+    model: str
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What one reading of the whole file tells: `late_s` is the most by which a line is behind an earlier one."""
+
+    count: int = 0
+    first_s: float = inf
+    late_s: float = 0.0
+    _newest_s: float = 0.0
+    _answers: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, logged: _Logged) -> None:
+        at_s = logged.arrival.at_s
+        self.count += 1
+        self.first_s = min(self.first_s, at_s)
+        self._newest_s = max(self._newest_s, at_s)
+        self.late_s = max(self.late_s, self._newest_s - at_s)
+        if not logged.arrival.guessed:
+            answers, tokens = self._answers.get(logged.model, (0, 0))
+            self._answers[logged.model] = (answers + 1, tokens + logged.arrival.output_tokens)
+
+    def answered(self, path: Path, logged: _Logged) -> Arrival:
+        """The arrival with a length for its answer: the mean of its model's, of all models' where that has none."""
+        if not logged.arrival.guessed:
+            return logged.arrival
+        if not self._answers:
+            raise TraceError(f"{path}: no request got an answer, so that nobody knows how long one is")
+        own = self._answers.get(logged.model)
+        answers, tokens = own or [sum(column) for column in zip(*self._answers.values(), strict=True)]
+        return replace(logged.arrival, output_tokens=max(1, round(tokens / answers)))
+
+
+def _logged(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_Logged]:
+    start_s = newest_s = 0.0
+    began: datetime | None = None
+    torn: TraceError | None = None
+    number = 0
+    try:
+        for number, line in lines:
+            try:
+                given = object_of(line)
+            except LineError as error:
+                if torn is not None:
+                    raise torn from None
+                torn = TraceError(f"{path}:{number}: {error}")
+                continue
+            if HEADER in given:
+                wall_time = _wall_time(given)
+                began = began or wall_time
+                # Wall clocks may be set back; what comes after a start came later all the same.
+                start_s = max(newest_s, (wall_time - began).total_seconds())
+            elif torn is not None:
+                raise torn
+            else:
+                logged = _parsed(given, start_s)
+                newest_s = max(newest_s, logged.arrival.at_s)
+                yield logged
+            # A line that a start or the end of the file follows was cut off when the proxy was killed.
+            torn = None
+    except LineError as error:
+        raise TraceError(f"{path}:{number}: {error}") from None
+
+
+def _wall_time(header: Mapping[str, Any]) -> datetime:
+    if header[HEADER] != VERSION:
+        raise LineError(f"{HEADER} is not {VERSION}, the only version that is known")
+    try:
+        wall_time = datetime.fromisoformat(header["wall_time"])
+    except (KeyError, TypeError, ValueError):
+        wall_time = None
+    if wall_time is None or wall_time.tzinfo is None:
+        raise LineError("wall_time should be like 2027-01-31T18:00:00+00:00")
+    return wall_time
+
+
+def _parsed(given: Mapping[str, Any], start_s: float) -> _Logged:
+    at_s = seconds_of("at_s", given.get("at_s")) + start_s
+    prompt_tokens = count_of("prompt_tokens", given.get("prompt_tokens"))
+    output_tokens = given.get("output_tokens")
+    if output_tokens == 0:
+        # An embedding is complete without an answer; anything else without a token got none.
+        output_tokens = 1 if given.get("outcome") == "completed" else None
+    optional = optionals_of({key: given[key] for key in TAKEN if key in given})
+    if "tenant" not in optional and given.get("flow"):
+        optional |= optionals_of({"tenant": given["flow"]})
+    model = given.get("model")
+    arrival = Arrival(
+        at_s,
+        prompt_tokens,
+        1 if output_tokens is None else count_of("output_tokens", output_tokens),
+        guessed=output_tokens is None,
+        **optional,
+    )
+    return _Logged(arrival, model if isinstance(model, str) else "")

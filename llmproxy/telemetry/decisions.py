@@ -1,0 +1,184 @@
+"""The decision log: one line of JSON for each request that came to the waiting room, written when it has ended.
+
+A line is a line of the laboratory's own trace format and says besides what was decided and why, so that a log can be
+replayed against another policy. Its times are seconds since the log was opened, as the header above it says; prompts,
+answers and keys are in none of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from hashlib import blake2b
+from io import FileIO
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import orjson
+import structlog
+
+from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.logs import why_fields
+
+VERSION = 1
+LINES_MAX = 8_192
+"""Lines that wait for the disk; what comes beyond them is lost, and counted."""
+FLUSH_LINES = 256
+FLUSH_S = 1.0
+CLOSE_S = 5.0
+"""How long closing may wait for the disk."""
+
+_log = structlog.get_logger()
+
+
+def appended(path: Path) -> FileIO:
+    """The file, open at its end. Raises OSError, also for what is no regular file and might never take a line."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file")
+    return FileIO(path, "ab")
+
+
+class DecisionLog:
+    """Writes lines on a thread of its own, so that no disk ever holds up a request.
+
+    `origin_s` is the instant from which times are counted, on the clock of the exit records; `on_lost` is told, on
+    either thread, how many lines could not be written. A share of `sample` (0..1) of the requests is written, chosen by
+    a hash of their ids: a request is in all logs of that share or in none. Raises OSError when the file takes nothing
+    to begin with; whatever fails later is told once and costs its lines alone.
+    """
+
+    def __init__(self, file: FileIO, sample: float, origin_s: float, on_lost: Callable[[int], None]) -> None:
+        self._file = file
+        self._sample_below = sample * 2**64
+        self._origin_s = origin_s
+        self._on_lost = on_lost
+        self._waiting: deque[RequestExit] = deque()
+        self._wake = Event()
+        self._closing = False
+        self._failing = False
+        # What was there before may end in the middle of a line; an empty line means nothing to those who read it.
+        self._begin = b"\n" if file.seek(0, 2) else b""
+        self._begin += orjson.dumps({"llmproxy_decisions": VERSION, "wall_time": datetime.now(UTC).isoformat()}) + b"\n"
+        try:
+            self._write(b"")
+        except OSError:
+            file.close()
+            raise
+        self._thread = Thread(target=self._run, name="decision log", daemon=True)
+        self._thread.start()
+
+    def record(self, ended: RequestExit) -> None:
+        """Take one request that has ended; never waits."""
+        if ended.expected_prompt_tokens is None or not self._sampled(ended.request_id):
+            return
+        if len(self._waiting) >= LINES_MAX:
+            self._on_lost(1)
+            return
+        self._waiting.append(ended)
+        if len(self._waiting) >= FLUSH_LINES:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Write what waits and close the file, unless the disk takes longer than `CLOSE_S`."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(CLOSE_S)
+
+    def _sampled(self, request_id: str) -> bool:
+        digest = blake2b(request_id.encode("utf-8", "replace"), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self._sample_below
+
+    # --- on the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            self._wake.wait(FLUSH_S)
+            self._wake.clear()
+            # Looked at before the flush: what was taken before closing is then surely in it.
+            closing = self._closing
+            self._flush()
+        self._file.close()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            lines = [self._waiting.popleft() for _ in range(min(FLUSH_LINES, len(self._waiting)))]
+            try:
+                self._write(b"".join(_encoded(line_of(ended, self._origin_s)) for ended in lines))
+            except OSError as error:
+                self._on_lost(len(lines))
+                if not self._failing:
+                    self._failing = True
+                    _log.error("decision_log_failed", error=str(error))
+                continue
+            if self._failing:
+                self._failing = False
+                _log.info("decision_log_resumed")
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(self._begin + data)
+        while view:
+            taken = self._file.write(view)
+            # Some bytes are out: whatever follows a failure from here on has to begin a line of its own.
+            self._begin = b"\n"
+            view = view[taken or 0 :]
+        self._begin = b""
+
+
+def line_of(ended: RequestExit, origin_s: float) -> dict[str, Any]:
+    """The line of a request: first the keys of a trace, then what became of it; without what was never known.
+
+    `output_tokens` is missing where it got no answer whose length is known.
+    """
+    slo, why = ended.slo, ended.why
+    line = {
+        "at_s": _since(origin_s, ended.arrived_s),
+        "prompt_tokens": ended.prompt_tokens or ended.expected_prompt_tokens,
+        "output_tokens": ended.output_tokens,
+        "tenant": ended.tenant or None,
+        "model": ended.model,
+        "adapter": ended.adapter,
+        "criticality": ended.level,
+        "ttl_s": ended.ttl_s,
+        "ttft_slo_s": slo.ttft_s if slo is not None else None,
+        "tpot_slo_s": slo.tpot_s if slo is not None else None,
+        "request_id": ended.request_id,
+        "outcome": ended.outcome.value,
+        "status": ended.status,
+        "backend": ended.backend,
+        "band": ended.band,
+        "flow": ended.flow,
+        "stream": ended.stream,
+        "queue_wait_s": _rounded(ended.queue_wait_s),
+        "ttft_s": _rounded(ended.ttft_s),
+        "tpot_s": _rounded(ended.time_per_output_token_s),
+        "met": ended.met,
+        "attempts": ended.attempts,
+        "withdrawals": ended.withdrawals,
+        "granted_at_s": _since(origin_s, ended.granted_s),
+        "ended_at_s": _since(origin_s, ended.arrived_s, ended.duration_s),
+        "queued_ahead": ended.queued_ahead,
+        "why": why_fields(why) if why is not None else None,
+        "candidates": ended.candidates,
+        "placement": {name: _rounded(value) for name, value in ended.terms} or None,
+    }
+    return {name: value for name, value in line.items() if value is not None}
+
+
+def _since(origin_s: float, at_s: float | None, later_s: float = 0.0) -> float | None:
+    return None if at_s is None else _rounded(at_s + later_s - origin_s)
+
+
+def _rounded(value_s: float | None) -> float | None:
+    return None if value_s is None else round(value_s, 6)
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        # A header that was no UTF-8 named a flow: rare, and its other bytes still tell it apart.
+        return json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"

@@ -1,0 +1,18 @@
+"""What tests of every area may need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def to_file(text: str | bytes) -> Path:
+        path = tmp_path / "c.yaml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return path
+
+    return to_file

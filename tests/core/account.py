@@ -1,0 +1,232 @@
+"""The second account of a waiting room: what may be granted, dropped or taken back, and what must not be left undone.
+
+Nothing of the scheduler's own reasoning is used, only the views taken before a pass and the books kept here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from llmproxy.core.domain import DEFAULT, Entry, Grant, Request, Withdraw
+from llmproxy.core.fleet import View
+from llmproxy.core.queue import FLOW_LOOK_MAX
+from llmproxy.core.settings import Settings
+from llmproxy.core.withdrawal import WITHDRAW_MAX
+
+Rank = tuple[float, float]
+
+
+@dataclass
+class Row:
+    """One backend in this account."""
+
+    view: View
+    available: bool
+    load: int
+    kv_used: float
+    half_open: bool
+
+    def has_room(self, ceiling: float) -> bool:
+        slots = (
+            self.view.limit + self.view.look_ahead if ceiling >= 1.0 else max(1, int(self.view.limit * ceiling + 0.5))
+        )
+        spare = self.load < slots and self.kv_used < self.view.kv_full * ceiling
+        return self.available and (self.load == 0 or spare)
+
+    def book(self, request: Request) -> None:
+        self.load += request.sequences
+        self.kv_used += request.prompt_tokens / self.view.kv_tokens if self.view.kv_tokens else 0.0
+        self.available = self.available and not self.half_open
+
+
+@dataclass
+class Waiter:
+    """A request that waits. `own_s` and `held_s` are left of its time while its pool is up, and while it is not."""
+
+    request: Request
+    excluded: frozenset[str]
+    entry: Entry
+    service_s: float
+    own_s: float
+    held_s: float
+
+    def rank(self, ordering: str, ageing_s: float, now: float) -> Rank:
+        """Its place in its flow by the words of the ordering policies, least first."""
+        asked = self.request
+        if self.entry is Entry.WITHDRAWN:
+            return (-inf, asked.arrived_s)
+        ttft_s = asked.slo.ttft_s if asked.slo is not None else None
+        match ordering:
+            case "edf":
+                return (asked.deadline_s if ttft_s is None else asked.arrived_s + ttft_s, asked.arrived_s)
+            case "least_slack" if ttft_s is not None:
+                start_by_s = asked.arrived_s + ttft_s - self.service_s
+                return (start_by_s, asked.arrived_s) if start_by_s > now else (inf, inf)
+            case "least_slack":
+                return (inf, asked.arrived_s)
+            case "shortest" if asked.arrived_s + ageing_s > now:
+                return (asked.prompt_tokens + 2.0 * asked.output_tokens, asked.arrived_s)
+            case "shortest":
+                return (-inf, asked.arrived_s)
+        return (0.0, asked.arrived_s)
+
+
+@dataclass
+class Held:
+    """A lease in this account. `taken_back`: the scheduler has asked for it."""
+
+    grant: Grant
+    excluded: frozenset[str]
+    started: bool = False
+    taken_back: bool = False
+
+
+@dataclass
+class Books:
+    """Who waits and who holds a lease, over all pools."""
+
+    settings: Settings
+    now: float = 0.0
+    waiting: dict[str, Waiter] = field(default_factory=dict)
+    held: dict[int, Held] = field(default_factory=dict)
+
+    # --- what is so ------------------------------------------------------------------------------------------------
+
+    def waiting_in(self, pool: str) -> Iterator[Waiter]:
+        return (waiter for waiter in self.waiting.values() if waiter.request.pool == pool)
+
+    def limited(self, waiter: Waiter) -> bool:
+        """A usage limit of its own has as many in flight as it allows."""
+        flying = self.in_flight()
+        return any(flying[name] >= (self.settings.limits[name].in_flight or inf) for name in waiter.request.limits)
+
+    def in_flight(self) -> Counter[str]:
+        return Counter(name for held in self.held.values() for name in held.grant.request.limits)
+
+    def ceiling(self, band: int) -> float:
+        ceilings = self.settings.ceilings
+        return ceilings[max((b for b in ceilings if b <= band), default=min(ceilings))]
+
+    def rank(self, waiter: Waiter) -> Rank:
+        return waiter.rank(self.settings.ordering, self.settings.ageing_s, self.now)
+
+    def looked_at(self, pool: str, band: int) -> Iterator[Waiter]:
+        """Those that are surely among the first of their flows: the scheduler promises to look no further."""
+        flows: dict[str, list[Waiter]] = {}
+        for waiter in self.waiting_in(pool):
+            if waiter.request.band == band and not self.limited(waiter):
+                flows.setdefault(waiter.request.flow, []).append(waiter)
+        for flow in flows.values():
+            ranks = sorted(self.rank(waiter) for waiter in flow)
+            # Of equals any may stand before the others.
+            beyond = ranks[FLOW_LOOK_MAX] if len(ranks) > FLOW_LOOK_MAX else None
+            yield from (waiter for waiter in flow if beyond is None or self.rank(waiter) < beyond)
+
+    def fits(self, waiter: Waiter, row: Row, rows: Mapping[str, Row], ceiling: float) -> bool:
+        if not (row.has_room(ceiling) and serves(row, waiter)):
+            return False
+        needed = waiter.request.prompt_tokens + (waiter.request.max_tokens or 1)
+        longest = max(r.view.max_model_len or needed for r in rows.values() if serves(r, waiter))
+        return row.view.max_model_len is None or row.view.max_model_len >= min(needed, longest)
+
+    def free_for(self, waiter: Waiter, rows: Mapping[str, Row]) -> list[str]:
+        ceiling = self.ceiling(waiter.request.band)
+        return [name for name, row in rows.items() if self.fits(waiter, row, rows, ceiling)]
+
+    # --- what may be done ------------------------------------------------------------------------------------------
+
+    def grant(self, grant: Grant, rows: Mapping[str, Row], reached: float) -> None:
+        """Hold one grant to the promises; `reached` is the band of the grant before it in the same pass."""
+        request = grant.request
+        assert request.id in self.waiting, "granted without waiting"
+        waiter = self.waiting[request.id]
+        assert request == waiter.request
+        assert not self.limited(waiter), f"{request.id} goes beyond a limit of {request.limits}"
+        self._explained(grant)
+        row = rows[grant.placed.backend]
+        ceiling = 1.0 if grant.why.guaranteed else self.ceiling(request.band)
+        assert self.fits(waiter, row, rows, ceiling), f"{request.id} does not fit {row.view.backend}"
+        if grant.why.guaranteed:
+            assert self.settings.min_shares.get(request.band), "no minimum share was promised"
+            assert any(w.request.band > request.band for w in self.waiting_in(request.pool)), "nobody waits above"
+        else:
+            self._strict(grant, rows, reached)
+        self._in_order(waiter, rows, ceiling)
+        del self.waiting[request.id]
+        row.book(request)
+        assert grant.lease not in self.held
+        self.held[grant.lease] = Held(grant, waiter.excluded)
+
+    def _explained(self, grant: Grant) -> None:
+        told = dict(grant.why.waiting)
+        pool, band = grant.request.pool, grant.request.band
+        here = Counter(w.request.band for w in self.waiting_in(pool))
+        assert list(told) == sorted(told, reverse=True)
+        assert all(0 < told[level] <= here[level] for level in told), f"{told} are said to wait, and {here} do"
+        if not self.settings.limits:
+            assert told == here
+        assert 1 <= grant.why.flows <= len({w.request.flow for w in self.waiting_in(pool) if w.request.band == band})
+
+    def _strict(self, grant: Grant, rows: Mapping[str, Row], reached: float) -> None:
+        request = grant.request
+        assert request.band <= reached, "a pass went back up"
+        above = {w.request.band for w in self.waiting_in(request.pool) if not self.limited(w)}
+        for band in (band for band in above if band > request.band):
+            # Asked at the moment at which the pass leaves a band; those below may take the room that was no use to it.
+            if band <= reached and request.band < reached and not (self.settings.limits or self.settings.min_shares):
+                blocked = not any(other.has_room(self.ceiling(band)) for other in rows.values())
+                assert not blocked, f"band {request.band} went although band {band} is blocked"
+            for higher in self.looked_at(request.pool, band):
+                free = self.free_for(higher, rows)
+                assert not free, f"band {request.band} went although {higher.request.id} of band {band} could"
+
+    def _in_order(self, waiter: Waiter, rows: Mapping[str, Row], ceiling: float) -> None:
+        """Nobody of its own flow who stands before it could have gone.
+
+        Those with usage limits may have been parked, and come back by band and arrival.
+        """
+        asked = waiter.request
+        for other in self.looked_at(asked.pool, asked.band):
+            if other.request.limits or other.request.flow != asked.flow:
+                continue
+            if self.rank(other) < self.rank(waiter):
+                free = [name for name, row in rows.items() if self.fits(other, row, rows, ceiling)]
+                assert not free, f"{asked.id} went before {other.request.id} of its flow"
+
+    def take_back(self, withdraw: Withdraw) -> None:
+        held = self.held[withdraw.lease]
+        assert self.settings.withdrawal
+        assert (held.grant.request, held.grant.placed.backend) == (withdraw.request, withdraw.backend)
+        assert withdraw.request.band < DEFAULT
+        assert not held.started, "a lease was taken back that had spoken"
+        assert not held.taken_back, "a lease was taken back twice"
+        assert not held.grant.why.guaranteed, "a band lost what its minimum share had given it"
+        wanting = sum(w.request.band > DEFAULT and not self.limited(w) for w in self.waiting_in(withdraw.request.pool))
+        held.taken_back = True
+        outstanding = sum(h.taken_back for h in self.held.values() if h.grant.request.pool == withdraw.request.pool)
+        assert outstanding <= min(WITHDRAW_MAX, wanting), f"{outstanding} leases were taken back for {wanting}"
+
+    # --- what must be done -----------------------------------------------------------------------------------------
+
+    def nobody_left_behind(self, pool: str, rows: Mapping[str, Row]) -> None:
+        for band in sorted({w.request.band for w in self.waiting_in(pool) if not self.limited(w)}, reverse=True):
+            if not any(row.has_room(self.ceiling(band)) for row in rows.values()):
+                return
+            for waiter in self.looked_at(pool, band):
+                free = self.free_for(waiter, rows)
+                assert not free, f"{waiter.request.id} waits although {free} could take it"
+
+    def pass_time(self, pool: str, seconds: float, held: bool) -> None:
+        """Let time pass for all that wait in `pool`, on the clock that ran."""
+        for waiter in self.waiting_in(pool):
+            if held:
+                waiter.held_s -= seconds
+            else:
+                waiter.own_s -= seconds
+
+
+def serves(row: Row, waiter: Waiter) -> bool:
+    return waiter.request.model in row.view.served and row.view.backend not in waiter.excluded

@@ -1,0 +1,140 @@
+"""Requests are held while their pool has no backend that is up."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.core.domain import CRITICAL, SHEDDABLE, Drop, Entry, Grant, Outcome, Refused, Trouble, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
+from tests.core.make import listing, pools, request
+
+
+def house(hold_s: float = 10.0, **backends: int) -> Pools:
+    settings = Settings(queue=QueueSettings(hold_s=hold_s), capacity=CapacitySettings(look_ahead=0))
+    return pools(backends or {"a": 1}, settings)
+
+
+def down(of: Pools, *names: str) -> None:
+    for name in names:
+        for _ in range(2):
+            of.troubled(name, Trouble.REFUSED)
+
+
+def up(of: Pools, name: str, now: float) -> None:
+    of.answered(name, now)
+    of.listed(name, listing())
+
+
+def granted(of: Pools, now: float) -> list[str]:
+    decisions = of.decide(now)
+    of.check(now)
+    assert of.decide(now) == []
+    return [decision.request.id for decision in decisions if isinstance(decision, Grant)]
+
+
+def test_requests_are_held_for_a_pool_that_comes_back_and_are_served_in_their_order() -> None:
+    of = house(a=9)
+    down(of, "a")
+    for name, band, at in (("low", SHEDDABLE, 1.0), ("second", CRITICAL, 2.0), ("first", CRITICAL, 1.5)):
+        of.submit(request(id=name, band=band, arrived_s=at), 2.0)
+    assert granted(of, 5.0) == []
+    up(of, "a", 6.0)
+    assert granted(of, 6.0) == ["first", "second", "low"]
+
+
+def test_a_request_is_held_no_longer_than_the_hold_and_told_that_nobody_came_up() -> None:
+    of = house(hold_s=10.0)
+    down(of, "a")
+    of.submit(request(deadline_s=60.0), 2.0)
+    of.decide(2.0)
+    assert of.next_wakeup(2.0) == 12.0
+    (drop,) = of.decide(12.0)
+    assert isinstance(drop, Drop)
+    assert drop.outcome is Outcome.EXPIRED_NO_BACKENDS
+
+
+def test_a_request_that_may_wait_less_is_held_less() -> None:
+    of = house(hold_s=10.0)
+    down(of, "a")
+    of.submit(request(deadline_s=3.0), 2.0)
+    (drop,) = of.decide(3.0)
+    assert isinstance(drop, Drop)
+
+
+def test_its_own_time_stands_still_while_a_request_is_held() -> None:
+    of = house(hold_s=30.0)
+    of.submit(request(id="runs"), 0.0)
+    of.submit(request(id="waits", deadline_s=5.0), 0.0)
+    (runs,) = of.decide(0.0)
+    assert isinstance(runs, Grant)
+    down(of, "a")
+    of.decide(4.0)
+    of.finish(runs, Verdict.LOST, 4.0)
+    assert granted(of, 8.5) == []
+    up(of, "a", 8.6)
+    of.submit(request(id="urgent", band=CRITICAL, arrived_s=8.6), 8.6)
+    assert granted(of, 8.6) == ["urgent"]
+    assert of.next_wakeup(8.6) == pytest.approx(9.6), "it had one second left"
+    (drop,) = of.decide(9.6)
+    assert isinstance(drop, Drop)
+    assert drop.outcome is Outcome.EXPIRED
+
+
+def test_a_retry_that_could_not_connect_to_the_only_backend_is_held_and_may_go_to_it_again() -> None:
+    of = house()
+    of.submit(request(id="retried"), 0.0)
+    (grant,) = of.decide(0.0)
+    assert isinstance(grant, Grant)
+    of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
+    of.submit(grant.request, 0.1, frozenset({"a"}), Entry.RETRY)
+    assert granted(of, 0.2) == []
+    down(of, "a")
+    assert granted(of, 0.5) == []
+    up(of, "a", 4.0)
+    assert granted(of, 4.0) == ["retried"]
+
+
+def test_a_retry_goes_elsewhere_while_another_is_up_and_is_refused_where_none_can_come_back() -> None:
+    of = house(a=1, b=1)
+    of.submit(request(), 0.0, frozenset({"a"}), Entry.RETRY)
+    (grant,) = of.decide(0.0)
+    assert isinstance(grant, Grant)
+    assert grant.placed.backend == "b"
+    with pytest.raises(Refused, match="has failed this request"):
+        of.submit(request(), 0.0, frozenset({"a", "b"}), Entry.RETRY)
+
+
+def test_without_holding_all_of_these_are_refused_at_once() -> None:
+    of = house(hold_s=0.0)
+    of.submit(request(), 0.0)
+    (grant,) = of.decide(0.0)
+    assert isinstance(grant, Grant)
+    of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
+    for excluded, entry in ((frozenset({"a"}), Entry.RETRY), (frozenset(), Entry.NEW)):
+        if entry is Entry.NEW:
+            down(of, "a")
+        with pytest.raises(Refused) as caught:
+            of.submit(grant.request, 0.1, excluded, entry)
+        assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
+        assert caught.value.retry_after_s
+
+
+def test_a_name_of_which_nobody_is_up_is_held_for_the_hold_though_its_pool_has_others() -> None:
+    settings = Settings(queue=QueueSettings(hold_s=10.0))
+    of = pools({"a": 1, "b": 1}, settings, listings={"a": listing("lora"), "b": listing()})
+    down(of, "a")
+    of.submit(request(id="lora", adapter="lora", deadline_s=60.0), 0.0)
+    of.submit(request(id="base", deadline_s=60.0), 0.0)
+    assert granted(of, 0.0) == ["base"]
+    (drop,) = of.decide(10.0)
+    assert drop.request.id == "lora"
+
+
+def test_the_limits_of_the_waiting_room_hold_while_requests_are_held() -> None:
+    of = pools({"a": 1}, Settings(queue=QueueSettings(requests_max=2)))
+    down(of, "a")
+    for _ in range(2):
+        of.submit(request(), 0.0)
+    with pytest.raises(Refused, match="requests_max"):
+        of.submit(request(), 0.0)

@@ -1,0 +1,310 @@
+"""What a person is shown of the waiting room: everything that counts, bounded, and nothing changed by looking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmproxy.core import queue, snapshot
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Refused, Request, Slo, Trouble, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
+from llmproxy.core.snapshot import BandSnapshot, PoolSnapshot
+from tests.core.make import listing, pools, reading, request
+
+NO_LOOK_AHEAD = CapacitySettings(look_ahead=0)
+ACME = "tenant:acme"
+
+
+def full(backends: int = 1, **settings: Any) -> Pools:
+    """A pool whose every backend has its one seat taken."""
+    given: dict[str, Any] = {"capacity": NO_LOOK_AHEAD, "fairness": "round_robin"} | settings
+    house = pools({f"b{i}": 1 for i in range(backends)}, Settings(**given))
+    for i in range(backends):
+        house.submit(request(id=f"seat-{i}"), 0.0)
+    assert len(house.decide(0.0)) == backends
+    return house
+
+
+def enter(house: Pools, now: float = 0.0, **given: Any) -> Request:
+    one = request(arrived_s=now, deadline_s=now + 60.0, **given)
+    house.submit(one, now)
+    return one
+
+
+def only_pool(house: Pools, now: float) -> PoolSnapshot:
+    (pool,) = house.snapshot(now).pools
+    return pool
+
+
+def band(house: Pools, level: int, now: float = 0.0) -> BandSnapshot:
+    return next(one for one in only_pool(house, now).bands if one.level == level)
+
+
+def test_every_band_is_shown_with_its_ceiling_and_share() -> None:
+    house = full(min_shares={SHEDDABLE: 0.1})
+    enter(house, band=7)
+    shown = [(one.level, one.ceiling, one.min_share, one.waiting) for one in only_pool(house, 0.0).bands]
+    assert shown == [(CRITICAL, 1.0, 0.0, 0), (7, 0.95, 0.0, 1), (DEFAULT, 0.95, 0.0, 0), (SHEDDABLE, 0.85, 0.1, 0)]
+
+
+def test_a_flow_shows_its_head_and_what_the_policy_holds_of_it() -> None:
+    house = full(fairness="fair_share")
+    first = enter(house, 1.0, label="mine", prompt_tokens=70, slo=Slo(ttft_s=3.0))
+    enter(house, 2.0)
+    (flow,) = band(house, DEFAULT, 5.0).shown
+    assert (flow.flow, flow.waiting, flow.oldest_age_s) == ("flow", 2, 4.0)
+    assert (flow.head.id, flow.head.label, flow.head.age_s, flow.head.prompt_tokens) == (first.id, "mine", 4.0, 70)
+    assert flow.head.left_s == pytest.approx(56.0)
+    assert flow.head.slack_s == pytest.approx(-1.0)
+    assert dict(flow.standing) == {"counter": 30.0}, "it was charged for the seat that it has"
+
+
+def test_the_oldest_need_not_be_the_head() -> None:
+    house = full(ordering="shortest")
+    enter(house, 1.0, flow="blue", prompt_tokens=500)
+    enter(house, 2.0, flow="blue", prompt_tokens=5)
+    (flow,) = band(house, DEFAULT, 4.0).shown
+    assert (flow.head.age_s, flow.oldest_age_s) == (2.0, 3.0)
+
+
+def test_slack_counts_how_long_service_takes() -> None:
+    house = full()
+    (grant,) = _granted(house, request(id="r", stream=True), 0.0)
+    house.started(grant, 2.0)
+    enter(house, 3.0, slo=Slo(ttft_s=5.0), flow="blue")
+    enter(house, 3.0, flow="green", slo=Slo(tpot_s=0.1))
+    slack_s = {flow.flow: flow.head.slack_s for flow in band(house, DEFAULT, 4.0).shown}
+    assert slack_s == {"blue": pytest.approx(2.0), "green": None}
+
+
+def _granted(house: Pools, one: Request, now: float) -> list[Grant]:
+    """Serve `one` in the seat that is taken."""
+    seat = Grant(1, request(), None, 0.0, 0, None)  # type: ignore[arg-type]
+    house.finish(seat, Verdict.SERVED, now)
+    house.submit(one, now)
+    return [decision for decision in house.decide(now) if isinstance(decision, Grant)]
+
+
+def test_flows_come_in_the_order_of_the_policy_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "FLOWS_MAX", 3)
+    house = full()
+    for name in "abcde":
+        enter(house, flow=name)
+    one = band(house, DEFAULT)
+    assert [flow.flow for flow in one.shown] == ["a", "b", "c"]
+    assert (one.flows, one.waiting) == (5, 5)
+
+
+def test_all_pools_together_show_a_bounded_number_of_flows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmproxy.core.pools.TOTAL_FLOWS_MAX", 5)
+    house = pools(
+        {"a": 1, "b": 1}, Settings(capacity=NO_LOOK_AHEAD), listings={"a": listing(), "b": listing(base="other")}
+    )
+    for level in (CRITICAL, DEFAULT):
+        for i in range(3):
+            enter(house, band=level, flow=f"f{i}")
+            enter(house, band=level, flow=f"f{i}", pool="other", model="other")
+    shown = {pool.pool: [len(one.shown) for one in pool.bands] for pool in house.snapshot(0.0).pools}
+    assert shown == {"base": [3, 2, 0], "other": [0, 0, 0]}
+
+
+def test_only_the_first_of_each_flow_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = full()
+    for i in range(100):
+        enter(house, float(i), flow="blue")
+    looked = 0
+    really = queue.LazyHeap.__iter__
+
+    def counted(heap: Any) -> Any:
+        nonlocal looked
+        for queued in really(heap):
+            looked += 1
+            yield queued
+
+    monkeypatch.setattr(queue.LazyHeap, "__iter__", counted)
+    house.snapshot(100.0)
+    assert 0 < looked <= queue.FLOW_LOOK_MAX
+
+
+@pytest.mark.parametrize("fairness", ["fcfs", "round_robin", "fair_share", "slo"])
+def test_looking_changes_nothing(fairness: str) -> None:
+    def order(look: bool) -> list[str]:
+        house = full(fairness=fairness)
+        for i in range(20):
+            enter(house, i / 10, flow=f"f{i % 4}", prompt_tokens=10 * (i % 3) + 1)
+        seat, served = Grant(1, request(), None, 0.0, 0, None), []  # type: ignore[arg-type]
+        for i in range(20):
+            if look:
+                house.snapshot(2.0 + i)
+                house.check(2.0 + i)
+            house.finish(seat, Verdict.SERVED, 2.0 + i)
+            (seat,) = house.decide(2.0 + i)  # type: ignore[assignment]
+            served.append(f"{seat.request.flow} {seat.request.arrived_s}")
+        return served
+
+    assert order(look=True) == order(look=False)
+
+
+def test_backends_say_for_whom_they_have_room() -> None:
+    house = pools({"a": 10, "b": 10, "c": 10}, Settings(capacity=NO_LOOK_AHEAD))
+    house.observe("a", reading(0.0, running=9))
+    house.observe("a", reading(0.1, running=9))
+    house.observe("b", reading(0.0, running=10))
+    house.observe("b", reading(0.1, running=10))
+    for _ in range(2):
+        house.troubled("c", Trouble.TIMEOUT)
+    rooms = {one.view.backend: one.room_for for one in only_pool(house, 0.2).backends}
+    assert rooms == {"a": (CRITICAL, DEFAULT), "b": (), "c": ()}
+
+
+def test_a_pool_without_a_backend_that_is_up_holds_what_waits_and_its_clock_stands() -> None:
+    house = full(queue=QueueSettings(hold_s=30.0))
+    one = enter(house, 0.0)
+    for _ in range(2):
+        house.troubled("b0", Trouble.TIMEOUT)
+    house.decide(10.0)
+    pool = only_pool(house, 15.0)
+    assert (pool.alive, pool.held, pool.leases) == (False, True, 1)
+    position = house.position(one.id, 15.0)
+    assert position is not None
+    assert position.left_s == pytest.approx(25.0), "of the 30 s for which it is held, 5 s are over"
+    house.answered("b0", 20.0)
+    house.decide(20.0)
+    position = house.position(one.id, 21.0)
+    assert position is not None
+    assert position.left_s == pytest.approx(49.0), "of its own 60 s, 10 s were over before and 1 s is since"
+
+
+def limited() -> Pools:
+    limits = {ACME: UsageLimit(in_flight=1, requests_per_min=60.0, tokens_per_min=600.0), "model:m": UsageLimit(9)}
+    house = pools({"a": 1}, Settings(capacity=NO_LOOK_AHEAD, limits=limits))
+    enter(house, limits=(ACME,))
+    house.decide(0.0)
+    return house
+
+
+def test_usage_limits_say_what_is_left() -> None:
+    house = limited()
+    seen = {one.name: one for one in house.snapshot(0.0).limits}
+    acme, model = seen[ACME], seen["model:m"]
+    assert (acme.in_flight, acme.in_flight_max) == (1, 1)
+    assert [acme.requests_left, acme.tokens_left] == pytest.approx([59.0, 580.0])
+    assert (model.in_flight, model.in_flight_max, model.requests_left, model.tokens_left) == (0, 9, None, None)
+    later = {one.name: one for one in house.snapshot(1.0).limits}[ACME]
+    assert [later.requests_left, later.tokens_left] == pytest.approx([60.0, 590.0])
+
+
+def test_usage_limits_are_shown_up_to_a_bound_those_in_use_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmproxy.core.pools.LIMITS_MAX", 1)
+    seen = limited().snapshot(0.0)
+    assert ([one.name for one in seen.limits], seen.limits_more) == ([ACME], 1)
+
+
+def test_parked_requests_are_counted_by_band_and_limit() -> None:
+    house = limited()
+    parked = [enter(house, band=level, limits=(ACME,)) for level in (DEFAULT, CRITICAL, DEFAULT)]
+    seat = Grant(1, request(limits=(ACME,)), None, 0.0, 0, None)  # type: ignore[arg-type]
+    _park(house)
+    assert (dict(band(house, CRITICAL).parked), dict(band(house, DEFAULT).parked)) == ({ACME: 1}, {ACME: 2})
+    assert house.parked() == {ACME: 3}
+    assert band(house, DEFAULT).waiting == 0
+    positions = [house.position(one.id, 1.0) for one in parked]
+    assert [(one.parked, one.ahead_in_flow) for one in positions if one is not None] == [
+        (ACME, 1),
+        (ACME, 0),
+        (ACME, 2),
+    ]
+    house.finish(seat, Verdict.SERVED, 1.0)
+    (grant,) = house.decide(1.0)
+    assert isinstance(grant, Grant)
+    assert grant.request.band == CRITICAL
+    assert house.parked() == {ACME: 2}
+
+
+def _park(house: Pools) -> None:
+    """A second seat, so that those who wait have their turn and are found to be limited."""
+    house.backends["a"].limit.value = 2
+    house.backends["a"]._view = None
+    assert not house.decide(0.0)
+
+
+# --- one request ------------------------------------------------------------------------------------------------------
+
+
+def test_a_position_counts_who_goes_first() -> None:
+    house = full()
+    enter(house, 0.1, flow="blue")
+    enter(house, 0.2, flow="blue", band=CRITICAL)
+    enter(house, 0.3, flow="green", band=CRITICAL)
+    enter(house, 0.4, flow="green", band=SHEDDABLE)
+    enter(house, 0.5, flow="green")
+    one = enter(house, 0.6, flow="blue", label="mine")
+    enter(house, 0.7, flow="blue")
+    position = house.position("mine", 1.0)
+    assert position == house.position(one.id, 1.0)
+    assert position is not None
+    assert (position.pool, position.id, position.label, position.flow) == ("base", one.id, "mine", "blue")
+    assert (position.band, position.ahead_in_bands, position.ahead_in_flow) == (DEFAULT, 2, 1)
+    assert position.waited_s == pytest.approx(0.4)
+    assert position.parked is None
+
+
+def test_a_place_is_that_of_the_ordering() -> None:
+    house = full(ordering="shortest")
+    long = enter(house, 0.1, prompt_tokens=500)
+    short = enter(house, 0.2, prompt_tokens=5)
+    back = request(id="back", prompt_tokens=900)
+    house.submit(back, 0.3, entry=Entry.WITHDRAWN)
+    places = {one.id: house.position(one.id, 1.0) for one in (long, short, back)}
+    assert [place and place.ahead_in_flow for place in places.values()] == [2, 1, 0]
+
+
+def test_those_who_left_are_neither_found_nor_counted() -> None:
+    house = full()
+    _, left, last = (enter(house, i / 10, label=name) for i, name in enumerate(("one", "two", "three")))
+    house.cancel(left)
+    assert house.position("two", 1.0) is None
+    assert house.position(left.id, 1.0) is None
+    assert house.position("nobody", 1.0) is None
+    position = house.position("three", 1.0)
+    assert position is not None
+    assert (position.id, position.ahead_in_flow) == (last.id, 1)
+    house.check(1.0)
+
+
+def test_of_two_that_a_client_calls_the_same_the_newer_is_meant_until_it_leaves() -> None:
+    house = full()
+    older, newer = enter(house, 0.1, label="same"), enter(house, 0.2, label="same")
+    position = house.position("same", 1.0)
+    assert position is not None
+    assert position.id == newer.id
+    house.cancel(older)
+    position = house.position("same", 1.0)
+    assert position is not None
+    assert position.id == newer.id
+    house.cancel(newer)
+    assert house.position("same", 1.0) is None
+
+
+def test_a_request_that_was_refused_is_not_found() -> None:
+    house = full(queue=QueueSettings(requests_max=1))
+    enter(house, label="in")
+    with pytest.raises(Refused):
+        enter(house, label="out")
+    assert house.position("out", 0.0) is None
+
+
+def test_a_line_too_long_to_count_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = full()
+    for i in range(12):
+        enter(house, i / 10, label=f"l{i}")
+    monkeypatch.setattr(queue, "BEFORE_LOOK_MAX", 12)
+    position = house.position("l7", 2.0)
+    assert position is not None
+    assert position.ahead_in_flow == 7
+    monkeypatch.setattr(queue, "BEFORE_LOOK_MAX", 11)
+    position = house.position("l7", 2.0)
+    assert position is not None
+    assert position.ahead_in_flow is None

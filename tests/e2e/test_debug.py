@@ -1,0 +1,258 @@
+"""What those who run the proxy can find out: the page on the queue, and the log of decisions and its replay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from typer.testing import CliRunner
+
+from llmproxy import app, cli
+from llmproxy.config import Config, ConfigError, hash_of
+from llmproxy.lab import runs
+from llmproxy.lab.result import SimulationResult
+from llmproxy.lab.traces import open_trace, survey
+from tests.e2e.house import FAST, HELLO, STREAM, House, house, until
+
+QUEUE = "/debug/queue"
+OBJECTIVE = "x-llm-d-inference-objective"
+FLOW = "x-llm-d-inference-fairness-id"
+ACME = {"authorization": "Bearer acme-key"}
+TENANTS: dict[str, Any] = {
+    "tenants": [{"name": "acme", "keys": [hash_of("acme-key")], "limits": {"in_flight": 1}, "trusted": True}],
+    "api_keys": ["plain"],
+}
+ONE_SEAT: dict[str, Any] = {"fixed_limit": 1, "scheduling": {"look_ahead": 0}}
+
+
+async def enter(home: House, name: str, body: object = None, **headers: str) -> asyncio.Task[Any]:
+    before = home.queued
+    task = home.waiting(body, **headers, **{"x-request-id": name})
+    await until(lambda: home.queued == before + 1)
+    return task
+
+
+async def test_the_page_shows_who_waits_and_who_has_room() -> None:
+    async with house(FAST, **ONE_SEAT) as home:
+        async with home.stream() as seat:
+            await seat.content.readany()
+            waiting = [
+                await enter(home, "late", **{OBJECTIVE: "sheddable", FLOW: "blue"}),
+                await enter(home, "a1", HELLO | {"model": "lora-0"}),
+                await enter(home, "a2", HELLO | {"model": "lora-0"}),
+                await enter(home, "now", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
+            ]
+            answer = await home.get(QUEUE)
+            assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
+            (pool,) = answer.json["pools"]
+            assert (pool["pool"], pool["alive"], pool["held"], pool["in_flight"]) == ("base", True, False, 1)
+            shown = {
+                band["band"]: [(f["flow"], f["waiting"], f["head"]["request"]) for f in band["flows"]]
+                for band in pool["bands"]
+            }
+            assert shown == {
+                "critical": [("base", 1, "now")],
+                "default": [("lora-0", 2, "a1")],
+                "sheddable": [("blue", 1, "late")],
+            }
+            (head,) = [flow["head"] for band in pool["bands"] for flow in band["flows"] if band["band"] == "critical"]
+            assert 0 <= head["age_s"] < 60 < head["age_s"] + head["left_s"] + 1
+            assert head["slack_s"] < 60
+            (backend,) = pool["backends"]
+            assert (backend["backend"], backend["load"], backend["limit"]) == ("b0", 1, 1)
+            assert backend["room_for"] == []
+            position = (await home.get(f"{QUEUE}?request=a2")).json
+            assert (position["band"], position["flow"]) == ("default", "lora-0")
+            assert (position["ahead_in_higher_bands"], position["ahead_in_flow"]) == (1, 1)
+            assert (await home.get(f"{QUEUE}?request=gone")).status == 404
+        await asyncio.gather(*waiting)
+        (pool,) = (await home.get(QUEUE)).json["pools"]
+        assert all(band["flows"] == [] for band in pool["bands"])
+        assert pool["backends"][0]["room_for"] == ["critical", "default", "sheddable"]
+
+
+async def test_a_request_that_waits_for_its_tenants_limit_says_so() -> None:
+    async with house(FAST, FAST, **TENANTS) as home:
+        async with home.stream(**ACME) as seat:
+            await seat.content.readany()
+            task = await enter(home, "parked", **ACME)
+            await until(lambda: home.proxy.pools.parked())
+            page = (await home.get(QUEUE)).json
+            assert page["usage_limits"] == [
+                {"limit": "tenant:acme", "in_flight": 1, "in_flight_max": 1, "requests_left": None, "tokens_left": None}
+            ]
+            parked = {band["band"]: band["parked"] for band in page["pools"][0]["bands"]}
+            assert parked["default"] == {"tenant:acme": 1}
+            assert (await home.get(f"{QUEUE}?request=parked")).json["parked_for"] == "tenant:acme"
+            assert home.metric("llmproxy_parked_requests", limit="tenant:acme") == 1
+        assert (await task).status == 200
+        assert home.metric("llmproxy_parked_requests") == 0
+        await home.settled()
+        assert home.metric("llmproxy_tenant_requests_total", tenant="acme", outcome="completed") == 1
+
+
+async def test_those_held_until_somebody_knows_their_model_are_counted() -> None:
+    async with house(wait=False, extra=["http://127.0.0.1:9"], queue={"hold_s": 30.0}) as home:
+        held = home.waiting()
+        await until(lambda: home.proxy.dispatcher.nameless == 1)
+        page = (await home.get(QUEUE)).json
+        assert (page["nameless"], page["pools"]) == (1, [])
+        held.cancel()
+        await until(lambda: home.proxy.dispatcher.nameless == 0)
+
+
+async def test_for_others_there_is_no_such_page() -> None:
+    async with house(FAST, admin_key=hash_of("for-admins"), api_keys=["for-clients"]) as home:
+        nothing = await home.get("/debug/nothing", headers={"x-forwarded-for": "1.2.3.4"})
+        for method, query, headers in (
+            ("GET", "", {}),
+            ("POST", "", {}),
+            ("GET", "?request=x", {}),
+            ("GET", "", {"authorization": "Bearer for-clients"}),
+        ):
+            answer = await home.request(method, QUEUE + query, headers={"x-forwarded-for": "1.2.3.4"} | headers)
+            assert answer.status == nothing.status == 404
+            assert answer.body == nothing.body.replace(b"/debug/nothing", QUEUE.encode())
+        admin = {"authorization": "Bearer for-admins", "x-forwarded-for": "1.2.3.4"}
+        assert (await home.get(QUEUE, headers=admin)).status == 200
+        assert (await home.request("HEAD", QUEUE, headers=admin)).status == 200
+        assert (await home.request("POST", QUEUE, headers=admin)).status == 405
+
+
+async def test_an_objective_that_nobody_configured_is_counted() -> None:
+    async with house(FAST) as home:
+        assert (await home.chat(headers={OBJECTIVE: "gold"})).status == 200
+        await home.settled()
+        assert home.metric("llmproxy_unknown_objectives_total") == 1
+        assert home.metric("llmproxy_requests_total", band="default") == 1
+
+
+# --- the decision log -------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert header["llmproxy_decisions"] == 1
+    return lines
+
+
+async def test_a_log_tells_who_went_in_which_order_and_why(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    async with house(FAST, **ONE_SEAT, decision_log=str(path)) as home:
+        async with home.stream() as seat:
+            await seat.content.readany()
+            waiting = [
+                await enter(home, "third", **{OBJECTIVE: "sheddable"}),
+                await enter(home, "second", **{"x-llm-d-inference-ttl": "30s"}),
+                await enter(home, "first", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
+            ]
+        await asyncio.gather(*waiting)
+        assert (await home.chat(HELLO | {"model": "nobody"})).status == 404
+    lines = {line["request_id"]: line for line in read(path)}
+    assert len(lines) == 4, "a request for a model that nobody serves never came to the waiting room"
+    granted = sorted(lines.values(), key=lambda line: line["granted_at_s"])
+    assert [line["request_id"] for line in granted][1:] == ["first", "second", "third"]
+    why = [lines[name]["why"]["waiting"] for name in ("first", "second", "third")]
+    assert why == [{"100": 1, "0": 1, "-100": 1}, {"0": 1, "-100": 1}, {"-100": 1}]
+    first = lines["first"]
+    assert (first["band"], first["criticality"], first["outcome"], first["backend"]) == (
+        "critical", 100, "completed", "b0"
+    )  # fmt: skip
+    assert first["at_s"] <= first["granted_at_s"] <= first["ended_at_s"]
+    assert first["output_tokens"] == 4
+    assert (first["ttft_slo_s"], first["met"]) == (60.0, True)
+    assert (lines["second"]["ttl_s"], "met" in lines["second"]) == (30.0, False)
+    assert set(first["placement"]) >= {"queue", "kv"}
+    assert granted[0]["outcome"] == "cancelled"
+    assert "output_tokens" not in granted[0]
+
+
+async def test_a_request_that_gave_its_backend_up_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    async with house(FAST, **ONE_SEAT, decision_log=str(path)) as home:
+        home.replicas[0].faults.set("frozen")
+        sheddable = home.waiting(STREAM, **{OBJECTIVE: "sheddable", "x-request-id": "sheddable"})
+        await until(lambda: home.proxy.dispatcher.leases)
+        critical = home.waiting(STREAM, **{OBJECTIVE: "critical", "x-request-id": "critical"})
+        await until(lambda: home.proxy.pools.position("sheddable", 0.0))
+        home.replicas[0].faults.clear()
+        await asyncio.gather(sheddable, critical)
+        await home.settled()
+        assert home.metric("llmproxy_withdrawals_total", band="sheddable") == 1
+    lines = {line["request_id"]: line for line in read(path)}
+    assert (lines["sheddable"]["withdrawals"], lines["sheddable"]["attempts"]) == (1, 2)
+    assert lines["critical"]["withdrawals"] == 0
+    assert lines["critical"]["granted_at_s"] <= lines["sheddable"]["granted_at_s"]
+
+
+async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Path) -> None:
+    path, out = tmp_path / "decisions.jsonl", tmp_path / "out"
+    runs._prepared.cache_clear()
+    config = ONE_SEAT | TENANTS | {"queue": {"requests_max": 2}, "decision_log": str(path)}
+    async with house(FAST, **config) as home:
+        key = {"authorization": "Bearer plain"}
+        async with home.stream(**key) as seat:
+            await seat.content.readany()
+            waiting = [
+                await enter(
+                    home, "acme", HELLO | {"model": "lora-0", "max_tokens": 6}, **ACME, **{OBJECTIVE: "critical"}
+                ),
+                await enter(home, "plain", HELLO | {"max_tokens": 2}, **key),
+            ]
+            refused = await home.chat(headers=key | {"x-request-id": "refused"})
+            assert refused.status == 429
+        await asyncio.gather(*waiting)
+    assert [line["request_id"] for line in read(path)][:1] == ["refused"], "lines come in the order of the ends"
+    arrivals = list(open_trace(path).arrivals())
+    assert [arrival.at_s for arrival in arrivals] == sorted(arrival.at_s for arrival in arrivals)
+    # Those of one millisecond are in the order of their ends.
+    told = sorted((one.tenant, one.adapter or "", one.band, one.output_tokens, one.guessed) for one in arrivals)
+    assert told == [
+        ("acme", "lora-0", 100, 6, False),
+        ("base", "", 0, 2, False),
+        ("base", "", 0, 2, True),
+        ("base", "", 0, 2, True),
+    ]
+    assert survey(open_trace(path)).guessed == 2
+    command = [
+        "simulate",
+        "--trace",
+        str(path),
+        "--fleet",
+        "1xtiny",
+        "--workers",
+        "1",
+        "--no-oracle",
+        "--out",
+        str(out),
+    ]
+    ran = await asyncio.to_thread(
+        CliRunner().invoke, cli.app, [*command, "--policy", "blend", "--policy", "blend(fairness=fcfs)"]
+    )
+    assert ran.exit_code == 0, ran.output
+    assert "2 of 4 requests got no answer when the trace was taken" in ran.output
+    result = SimulationResult.model_validate_json((out / "result.json").read_bytes())
+    assert result.config["answers_guessed"] == 2
+    assert {run.policy for run in result.runs} == {"blend", "blend(fairness=fcfs)"}
+
+
+async def test_a_log_that_cannot_be_written_is_told_before_anything_is_served(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"decision_log: .*missing/log cannot be written: No such file"):
+        async with house(FAST, decision_log=str(tmp_path / "missing" / "log")):
+            pass
+
+
+def test_the_program_ends_with_2_then(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = {"host": "127.0.0.1", "port": 0, "backends": ["http://127.0.0.1:9"], "decision_log": str(tmp_path)}
+    handlers = logging.getLogger().handlers[:]
+    try:
+        assert app.run(Config.model_validate(told)) == 2
+    finally:
+        logging.getLogger().handlers[:] = handlers
+        structlog.reset_defaults()
+    assert f"decision_log: {tmp_path} cannot be written" in capfd.readouterr().err

@@ -1,0 +1,119 @@
+"""Who may see the pages for those who run the proxy, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from llmproxy.config import Config, hash_of, settings_of
+from llmproxy.core.placement import make
+from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway import admin
+from llmproxy.gateway.admin import BURST, PAGES_PER_S, QUEUE, AdminPages
+from tests.core.make import listing, request
+
+AFAR = "10.0.0.7"
+KEY = {"Authorization": "Bearer for-admins"}
+
+
+def pages(clock: Callable[[], float] = lambda: 0.0, **fields: Any) -> AdminPages:
+    config = Config.model_validate({"backends": ["http://gpu-0:8000"], **fields})
+    settings = settings_of(config)
+    pools = Pools(settings, {"gpu-0:8000": 1}, {}, partial(make, settings.placement, Random(0)))
+    pools.answered("gpu-0:8000", 0.0)
+    pools.listed("gpu-0:8000", listing())
+    pools.submit(request(), 0.0)
+    pools.decide(0.0)
+    for name in ("first", "caf\udce9"):
+        pools.submit(request(label=name, flow=name, band=50), 0.0)
+    return AdminPages(config, Dispatcher(pools), clock)
+
+
+def asked(headers: dict[str, str] | None = None, peer: str | None = "127.0.0.1", query: str = "") -> web.BaseRequest:
+    # A mock has no peer; None stands for one that is gone already.
+    made = make_mocked_request("GET", f"{QUEUE}{query}", headers=headers)
+    return made if peer is None else made.clone(remote=peer)
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
+def test_this_machine_may_look(peer: str) -> None:
+    assert pages().admits(asked(peer=peer))
+    assert pages(admin_key=hash_of("for-admins")).admits(asked(peer=peer))
+
+
+@pytest.mark.parametrize("peer", [AFAR, "::ffff:10.0.0.7", "fe80::1%eth0", "192.168.0.1", None])
+def test_others_may_not(peer: str | None) -> None:
+    assert not pages().admits(asked(peer=peer))
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"])
+def test_a_proxy_on_this_machine_speaks_for_somebody_else(name: str) -> None:
+    assert not pages().admits(asked({name: "127.0.0.1"}))
+
+
+def test_the_admin_key_opens_from_anywhere_and_nothing_else_does() -> None:
+    page = pages(admin_key=hash_of("for-admins"), api_keys=["a-client"])
+    assert page.admits(asked(KEY, AFAR))
+    assert page.admits(asked(KEY | {"X-Forwarded-For": "1.2.3.4"}))
+    for wrong in ("a-client", "for-admin", hash_of("for-admins"), ""):
+        assert not page.admits(asked({"Authorization": f"Bearer {wrong}"}, AFAR))
+    assert not page.admits(asked(peer=AFAR))
+    assert not pages().admits(asked(KEY, AFAR)), "no key is configured"
+    assert not pages().admits(asked({"Authorization": "Bearer "}, AFAR))
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(given: bytes, known: bytes) -> bool:
+        compared.append((given, known))
+        return given == known
+
+    monkeypatch.setattr(admin, "compare_digest", compare)
+    assert pages(admin_key=hash_of("for-admins")).admits(asked(KEY, AFAR))
+    assert [len(one) for pair in compared for one in pair] == [32, 32]
+
+
+def test_looks_are_bounded_and_come_back_with_time() -> None:
+    now = 0.0
+    page = pages(lambda: now)
+    statuses = [page.queue(asked()).status for _ in range(int(BURST) + 1)]
+    assert statuses == [200] * int(BURST) + [429]
+    refused = page.queue(asked(query="?request=first"))
+    assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+    now = 1.0
+    assert [page.queue(asked()).status for _ in range(int(PAGES_PER_S) + 1)] == [200] * int(PAGES_PER_S) + [429]
+    now = 1e6
+    assert [page.queue(asked()).status for _ in range(int(BURST) + 1)] == [200] * int(BURST) + [429]
+
+
+def test_bands_have_their_names_and_no_page_is_kept_by_a_cache() -> None:
+    answer = pages(bands={"urgent": 50}).queue(asked(query="?request=first"))
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert isinstance(answer.body, bytes)
+    assert orjson.loads(answer.body)["band"] == "urgent"
+    answer = pages().queue(asked(query="?request=first"))
+    assert isinstance(answer.body, bytes)
+    assert orjson.loads(answer.body)["band"] == "50"
+
+
+def test_a_flow_whose_name_is_no_text_is_shown_all_the_same() -> None:
+    answer = pages().queue(asked())
+    assert answer.status == 200
+    assert isinstance(answer.body, bytes)
+    assert b"caf\\udce9" in answer.body
+
+
+def test_a_request_that_does_not_wait_is_not_found() -> None:
+    answer = pages().queue(asked(query="?request=nobody"))
+    assert answer.status == 404
+    assert isinstance(answer.body, bytes)
+    assert orjson.loads(answer.body)["error"]["message"] == "No request `nobody` waits."

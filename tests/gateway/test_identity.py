@@ -1,0 +1,289 @@
+"""What a request is worth: band, flow, weight, objective, limits and time to wait, and whose word counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmproxy.config import Config, hash_of
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Slo
+from llmproxy.gateway.auth import Keys, Tenant
+from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.identity import FLOW_CHARS_MAX, Identity, Standing, parse_duration_s, request_id
+
+OBJECTIVE = "x-llm-d-inference-objective"
+FAIRNESS = "x-gateway-inference-fairness-id"
+TTL = "x-llm-d-inference-ttl"
+
+
+def config(**fields: object) -> Config:
+    return Config.model_validate({"backends": ["http://gpu-0:8000"], **fields})
+
+
+def of_acme(tenant: dict[str, Any] | None = None, **fields: Any) -> tuple[Identity, Tenant]:
+    """The identity of a configuration with one tenant, and that tenant, as its key tells."""
+    told = config(tenants=[{"name": "acme", "keys": [hash_of("k")]} | (tenant or {})], **fields)
+    return Identity(told), Keys(told).check({"x-api-key": "k"})
+
+
+# --- times and ids ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1.5s", 1.5),
+        ("300ms", 0.3),
+        ("1m30s", 90.0),
+        ("2h", 7200.0),
+        ("0", 0.0),
+        ("5us", 5e-6),
+        ("5µs", 5e-6),
+        (".5s", 0.5),
+    ],
+)
+def test_durations_in_gos_notation(text: str, seconds: float) -> None:
+    assert parse_duration_s(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "5", "-1s", "1 s", "s", "1s2", "1x", "1s junk", "--1s", "1..5s"])
+def test_what_is_no_duration(text: str) -> None:
+    assert parse_duration_s(text) is None
+
+
+def test_request_ids_are_taken_when_they_fit_a_log_line() -> None:
+    assert request_id({}) is None
+    assert request_id({"x-request-id": "abc-1"}) == "abc-1"
+    for bad in ("", "a b", "x" * 257, "caf\u00e9"):
+        with pytest.raises(Failure):
+            request_id({"x-request-id": bad})
+
+
+def test_the_ttl_header_can_only_shorten() -> None:
+    identity = Identity(config(queue={"ttl_s": 10}))
+    assert identity.standing({TTL: "300ms"}, False, "m", "m").ttl_s == pytest.approx(0.3)
+    assert identity.standing({TTL: "1h"}, False, "m", "m").ttl_s == 10
+    with pytest.raises(Failure):
+        identity.standing({TTL: "soon"}, False, "m", "m")
+
+
+def test_a_band_may_wait_longer_or_shorter_than_others() -> None:
+    identity = Identity(config(queue={"ttl_s": 10, "band_ttl_s": {"sheddable": 600, "critical": 2}}))
+
+    def ttl_s(band: str, **headers: str) -> float:
+        return identity.standing({OBJECTIVE: band} | headers, True, "m", "m").ttl_s
+
+    assert [ttl_s(band) for band in ("critical", "default", "sheddable")] == [2, 10, 600]
+    assert [ttl_s(band, **{TTL: "60s"}) for band in ("critical", "default", "sheddable")] == [2, 10, 60]
+
+
+def test_the_time_to_wait_is_that_of_the_band_a_request_ends_up_in() -> None:
+    identity, acme = of_acme({"band_max": "sheddable"}, queue={"band_ttl_s": {"sheddable": 600}})
+    assert identity.standing({OBJECTIVE: "critical"}, True, "m", "m", acme).ttl_s == 600
+
+
+# --- trust ------------------------------------------------------------------------------------------------------------
+
+
+def test_trust_is_by_network() -> None:
+    loopback = Identity(config())
+    assert loopback.trusts("127.0.0.1")
+    assert loopback.trusts("127.8.8.8")
+    assert loopback.trusts("::1")
+    assert loopback.trusts("::ffff:127.0.0.1")
+    assert not loopback.trusts("10.0.0.7")
+    networks = Identity(config(trust_headers=["10.0.0.0/8"]))
+    assert networks.trusts("10.0.0.7")
+    assert not networks.trusts("127.0.0.1")
+    assert not Identity(config(trust_headers="none")).trusts("127.0.0.1")
+
+
+def test_trust_is_by_tenant_too_from_wherever_it_comes() -> None:
+    identity, trusted = of_acme({"trusted": True}, trust_headers="none")
+    assert identity.trusts("8.8.8.8", trusted)
+    assert not identity.trusts("8.8.8.8"), "what is known of a peer is not what is known of its tenant"
+    identity, plain = of_acme(trust_headers=["10.0.0.0/8"])
+    assert not identity.trusts("8.8.8.8", plain)
+    assert identity.trusts("10.0.0.7", plain)
+
+
+def test_of_the_untrusted_nothing_counts_but_a_shorter_wait() -> None:
+    identity = Identity(config(scheduling={"flow": "header:x-team"}))
+    headers = {
+        OBJECTIVE: "nonsense",
+        FAIRNESS: "me",
+        "x-team": "me",
+        "x-slo-ttft-ms": "nonsense",
+        "x-llm-d-slo-tpot-ms": "-1",
+        TTL: "5s",
+    }
+    assert identity.standing(headers, False, "m", "m") == Standing(DEFAULT, "m", 5.0)
+
+
+# --- bands ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trusted_header_beats_the_models_entry_and_an_untrusted_one_does_not_count() -> None:
+    identity = Identity(
+        config(
+            models=[{"name": "fast", "target": "base", "criticality": "critical"}],
+            objectives=[{"name": "batch", "criticality": "sheddable"}],
+        )
+    )
+    headers = {OBJECTIVE: "batch", FAIRNESS: "team-a"}
+    trusted = identity.standing(headers, True, "fast", "base")
+    assert (trusted.band, trusted.flow) == (SHEDDABLE, "team-a")
+    untrusted = identity.standing(headers, False, "fast", "base")
+    assert (untrusted.band, untrusted.flow) == (CRITICAL, "fast")
+    assert identity.standing({}, True, "base", "base").band == DEFAULT
+
+
+def test_a_band_of_the_target_holds_for_its_alias_unless_the_alias_has_its_own() -> None:
+    models = [
+        {"name": "base", "criticality": "critical"},
+        {"name": "alias", "target": "base"},
+        {"name": "slow", "target": "base", "criticality": "sheddable"},
+    ]
+    identity = Identity(config(models=models))
+    assert identity.standing({}, False, "alias", "base").band == CRITICAL
+    assert identity.standing({}, False, "slow", "base").band == SHEDDABLE
+
+
+@pytest.mark.parametrize(
+    ("headers", "tenant", "band"),
+    [
+        ({}, {}, SHEDDABLE),
+        ({}, {"criticality": 50}, 50),
+        ({}, {"criticality": "default"}, DEFAULT),
+        ({OBJECTIVE: "critical"}, {"criticality": 50}, CRITICAL),
+        ({OBJECTIVE: "default"}, {"criticality": 50}, DEFAULT),
+        ({OBJECTIVE: "quick"}, {"criticality": 50}, 50),
+        ({OBJECTIVE: "quick"}, {}, SHEDDABLE),
+        ({OBJECTIVE: "critical"}, {"band_max": 70}, 70),
+        ({OBJECTIVE: "sheddable"}, {"band_max": 70}, SHEDDABLE),
+        ({}, {"band_max": -200}, -200),
+        ({OBJECTIVE: "unheard of"}, {"criticality": 50}, DEFAULT),
+        ({OBJECTIVE: "unheard of"}, {"band_max": -5}, -5),
+    ],
+)
+def test_the_band_is_the_headers_else_the_tenants_else_the_models_and_never_above_the_tenants_highest(
+    headers: dict[str, str], tenant: dict[str, Any], band: int
+) -> None:
+    identity, acme = of_acme(
+        tenant,
+        models=[{"name": "m", "criticality": "sheddable"}],
+        objectives=[{"name": "quick", "ttft_s": 0.5}],
+    )
+    assert identity.standing(headers, True, "m", "m", acme).band == band
+
+
+def test_an_objective_that_nobody_configured_is_the_default_band_and_told() -> None:
+    identity = Identity(config(objectives=[{"name": "batch", "criticality": "sheddable"}]))
+    standing = identity.standing({OBJECTIVE: "bacth"}, True, "m", "m")
+    assert (standing.band, standing.unknown_objective) == (DEFAULT, "bacth")
+    assert identity.standing({OBJECTIVE: "batch"}, True, "m", "m").unknown_objective is None
+    assert identity.standing({OBJECTIVE: "bacth"}, False, "m", "m").unknown_objective is None
+    long = identity.standing({OBJECTIVE: "x" * 9999}, True, "m", "m").unknown_objective
+    assert long is not None
+    assert len(long) == FLOW_CHARS_MAX
+
+
+# --- flows and weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "flow"),
+    [("model", "alias"), ("tenant", "acme"), ("tenant+model", "acme+alias"), ("header:x-team", "blue")],
+)
+def test_what_makes_a_flow(kind: str, flow: str) -> None:
+    identity, acme = of_acme(scheduling={"flow": kind})
+    assert identity.standing({"x-team": "blue"}, True, "alias", "base", acme).flow == flow
+    assert identity.standing({FAIRNESS: "green", "x-team": "blue"}, True, "alias", "base", acme).flow == "green"
+
+
+@pytest.mark.parametrize(("kind", "flow"), [("tenant", ""), ("tenant+model", "+m"), ("header:x-team", "m")])
+def test_the_flow_of_a_client_without_a_tenant_or_a_header(kind: str, flow: str) -> None:
+    assert Identity(config(scheduling={"flow": kind})).standing({}, True, "m", "m").flow == flow
+
+
+def test_names_of_flows_are_bounded() -> None:
+    identity = Identity(config())
+    assert identity.standing({FAIRNESS: "x" * 9999}, True, "m", "m").flow == "x" * FLOW_CHARS_MAX
+    assert len(identity.standing({}, False, "x" * 9999, "m").flow) == FLOW_CHARS_MAX
+
+
+def test_the_weight_of_a_flow_is_its_own_else_the_tenants_else_one() -> None:
+    identity, acme = of_acme({"weight": 3}, scheduling={"weights": {"gold": 5}})
+    assert identity.standing({FAIRNESS: "gold"}, True, "m", "m", acme).weight == 5
+    assert identity.standing({}, True, "m", "m", acme).weight == 3
+    assert identity.standing({}, True, "m", "m").weight == 1
+
+
+# --- objectives -------------------------------------------------------------------------------------------------------
+
+PLACES = {
+    "models": [{"name": "m", "ttft_s": 1.0, "tpot_s": 0.1}, {"name": "alias", "target": "m", "tpot_s": 0.15}],
+    "objectives": [
+        {"name": "quick", "ttft_s": 3.0, "criticality": "critical"},
+        {"name": "smooth", "ttft_s": 4.0, "tpot_s": 0.4},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("headers", "tenant", "requested", "slo"),
+    [
+        ({}, {}, "other", None),
+        ({}, {}, "m", Slo(1.0, 0.1)),
+        ({}, {}, "alias", Slo(1.0, 0.15)),
+        ({}, {"ttft_s": 2.0}, "m", Slo(2.0, 0.1)),
+        ({}, {"ttft_s": 2.0, "tpot_s": 0.2}, "m", Slo(2.0, 0.2)),
+        ({}, {"tpot_s": 0.2}, "other", Slo(None, 0.2)),
+        ({OBJECTIVE: "quick"}, {"ttft_s": 2.0, "tpot_s": 0.2}, "m", Slo(3.0, 0.2)),
+        ({OBJECTIVE: "smooth"}, {"ttft_s": 2.0, "tpot_s": 0.2}, "m", Slo(4.0, 0.4)),
+        ({OBJECTIVE: "critical"}, {}, "m", Slo(1.0, 0.1)),
+        ({OBJECTIVE: "smooth", "x-slo-ttft-ms": "250"}, {"ttft_s": 2.0}, "m", Slo(0.25, 0.4)),
+        ({"x-llm-d-slo-ttft-ms": "250", "x-slo-ttft-ms": "1"}, {}, "m", Slo(0.25, 0.1)),
+        ({"x-llm-d-slo-tpot-ms": " 12.5 "}, {}, "other", Slo(None, 0.0125)),
+        ({"x-slo-tpot-ms": ".5"}, {}, "other", Slo(None, 0.0005)),
+    ],
+)
+def test_each_part_of_an_objective_is_that_of_a_header_else_the_named_objectives_else_the_tenants_else_the_models(
+    headers: dict[str, str], tenant: dict[str, Any], requested: str, slo: Slo | None
+) -> None:
+    identity, acme = of_acme(tenant, **PLACES)
+    target = "m" if requested == "alias" else requested
+    assert identity.standing(headers, True, requested, target, acme).slo == slo
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf", "1e3", "1_000", "9" * 400, "250ms", " "])
+@pytest.mark.parametrize("header", ["x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
+def test_an_objective_in_a_trusted_header_is_a_positive_number_of_milliseconds(header: str, text: str) -> None:
+    with pytest.raises(Failure) as caught:
+        Identity(config()).standing({header: text}, True, "m", "m")
+    assert caught.value.status == 400
+    assert caught.value.param == header
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_counts_against_the_limits_of_its_tenant_its_name_and_its_target() -> None:
+    limits = {"in_flight": 1}
+    models = [
+        {"name": "m", "limits": limits},
+        {"name": "alias", "target": "m", "limits": limits},
+        {"name": "free", "target": "m"},
+    ]
+    identity, acme = of_acme({"limits": {"tokens_per_min": 5}}, models=models)
+    assert identity.standing({}, False, "alias", "m", acme).limits == ("tenant:acme", "model:alias", "model:m")
+    assert identity.standing({}, False, "free", "m", acme).limits == ("tenant:acme", "model:m")
+    assert identity.standing({}, False, "m", "m").limits == ("model:m",)
+    assert identity.standing({}, False, "other", "other").limits == ()
+
+
+def test_a_tenant_without_limits_counts_against_none() -> None:
+    identity, acme = of_acme()
+    standing = identity.standing({}, False, "m", "m", acme)
+    assert (standing.tenant, standing.limits) == ("acme", ())
