@@ -100,7 +100,7 @@ class Scheduler:
         self._drain = DrainRate()
         self._first_token = FirstToken()
         self._min_shares = MinShares(settings.min_shares)
-        self._withdrawal = Withdrawal()
+        self._withdrawal = Withdrawal(settings)
         self._leases: dict[int, _Lease] = {}
         self._lost: list[int] = []
         self._shed: list[Drop] = []
@@ -378,10 +378,10 @@ class Scheduler:
     def _withdraw(self, level: int, this: _Pass) -> None:
         """Take back what may be taken back, for the head of a band that is blocked."""
         band = self._room.band(level)
-        if not self._settings.withdrawal or not self._withdrawal.open:
+        if not self._withdrawal.open:
             return
         queued = head(band, this.now)
-        this.decisions += self._withdrawal.choose(queued.request, queued.excluded, band.size, band.ceiling, this.now)
+        this.decisions += self._withdrawal.choose(queued.request, queued.excluded, band.size, this.now)
 
     def _revoked(self) -> Iterator[Revoke]:
         lost, self._lost = self._lost, []

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from llmproxy.core.capacity import slots_under
 from llmproxy.core.domain import DEFAULT, Request, Withdraw
 from llmproxy.core.fleet import Backend
 from llmproxy.core.placement import context_tokens
+from llmproxy.core.settings import Settings
 
 WITHDRAW_MAX = 4
 """Leases being taken back at a time, so that one burst does not empty the engines of all that they have begun."""
@@ -16,32 +18,33 @@ LOOK_MAX = 64
 
 
 class Withdrawal:
-    """Leases of bands below `default` that have not answered a byte; the newest is taken back first.
+    """Leases that have not answered a byte; the newest is taken back first, as it has had the least done for it.
 
-    The newest has had the least done for it. Whoever is granted the room decides the pass that follows the release.
+    Taken back are those of bands below `default`; and of any lower band what its backend would not be given now: a
+    batch limit that was thought larger than it is leaves the surplus in the engine's own queue, before all that comes
+    later. Whoever is granted the room decides the pass that follows the release.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._open: dict[int, tuple[Request, Backend]] = {}
         self._pending: dict[int, Backend] = {}
 
     def booked(self, lease: int, request: Request, backend: Backend) -> None:
-        if request.band < DEFAULT:
-            self._open[lease] = (request, backend)
+        self._open[lease] = (request, backend)
 
     def closed(self, lease: int) -> None:
         """The lease spoke or ended: there is nothing to take back any more."""
         self._open.pop(lease, None)
         self._pending.pop(lease, None)
 
-    def choose(self, head: Request, excluded: frozenset[str], waiting: int, ceiling: float, now: float
-               ) -> Iterable[Withdraw]:  # fmt: skip
-        """What to take back so that `head`, and with it `waiting` requests of its band, find room under `ceiling`."""
-        if head.band <= DEFAULT:
+    def choose(self, head: Request, excluded: frozenset[str], waiting: int, now: float) -> Iterable[Withdraw]:
+        """What to take back so that `head`, and with it `waiting` requests of its band, find room."""
+        if head.band <= DEFAULT or not self._settings.withdrawal:
             return
         while len(self._pending) < min(WITHDRAW_MAX, waiting):
             # Each is looked for anew, as one that is taken back may be what the room for a newer one was short of.
-            helps = (x for x in self._newest() if self._makes_room(x, head, excluded, ceiling, now))
+            helps = (x for x in self._newest(head.band) if self._helps(x, head, excluded, now))
             lease = next(helps, None)
             if lease is None:
                 return
@@ -49,16 +52,29 @@ class Withdrawal:
             self._pending[lease] = backend
             yield Withdraw(lease, request, backend.name)
 
-    def _newest(self) -> Iterator[int]:
-        return (lease for lease in islice(reversed(self._open), LOOK_MAX) if lease not in self._pending)
+    def _newest(self, below: int) -> Iterator[int]:
+        lower = (lease for lease, (request, _) in reversed(self._open.items()) if request.band < below)
+        return (lease for lease in islice(lower, LOOK_MAX) if lease not in self._pending)
 
-    def _makes_room(self, lease: int, head: Request, excluded: frozenset[str], ceiling: float, now: float) -> bool:
-        backend = self._open[lease][1]
+    def _helps(self, lease: int, head: Request, excluded: frozenset[str], now: float) -> bool:
+        request, backend = self._open[lease]
         if backend.name in excluded or not backend.serves(head.model) or not backend.unstarted(lease):
             return False
+        if request.band >= DEFAULT:
+            # Several of a surplus may have to go before there is room; none of them should be where it is.
+            return self._surplus(backend, request.band)
         view = backend.view_without([*(x for x, owner in self._pending.items() if owner is backend), lease], now)
         fits = view.max_model_len is None or view.max_model_len >= context_tokens(head)
-        return fits and view.has_room(ceiling)
+        return fits and view.has_room(self._settings.ceiling(head.band))
+
+    def _surplus(self, backend: Backend, band: int) -> bool:
+        """Whether `band` and those below it hold more of `backend` than they would be given now."""
+        held = sum(
+            booking.request.sequences
+            for lease, booking in backend.bookings.items()
+            if booking.request.band <= band and lease not in self._pending
+        )
+        return held > slots_under(backend.limit.value, self._settings.ceiling(band), self._settings.capacity.look_ahead)
 
     @property
     def pending(self) -> int:
