@@ -214,7 +214,10 @@ def _summary(file: Path, config: Config) -> str:
         + (f", at most {backend.max_in_flight} in flight" if backend.max_in_flight else "")
         for backend in config.backends
     ]
-    ceilings = ", ".join(f"{band} at {value:g}" for band, value in sorted(config.ceilings().items(), reverse=True))
+    names = config.band_names()
+    ceilings = ", ".join(
+        f"{names.get(band, band)} at {value:g}" for band, value in sorted(config.ceilings().items(), reverse=True)
+    )
     return "\n".join(
         [
             f"{file}: fine",

@@ -87,6 +87,7 @@ class Dispatcher:
     _timer: asyncio.TimerHandle | None = None
     _draining: bool = False
     nameless: int = 0
+    _nameless_bytes: int = 0
     _listed: asyncio.Event = field(default_factory=asyncio.Event)
 
     # --- the face that requests see ---------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class Dispatcher:
 
     async def _wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
         if self._draining:
-            raise Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
+            raise _shutting_down()
         self.pools.submit(request, _now(), excluded, entry)
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
         self._waiting[request.id] = waiter
@@ -138,21 +139,25 @@ class Dispatcher:
         """See `Pools.ended`."""
         self.pools.ended(request, met, _now())
 
-    async def resolve(self, name: str | None, hold_s: float) -> Target:
+    async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
         """What a requested name means, waiting up to `hold_s` for a backend that was never read to come up.
 
+        Those who wait here are in no pool's waiting room, and its limits in total hold for them on their own.
         Raises Refused for a name that no backend serves, or when nothing came up in time.
         """
-        ends_s = _now() + hold_s
+        ends_s, limits = _now() + hold_s, self.pools.settings.queue
         while True:
             try:
                 return self.pools.resolve(name)
             except Refused as refused:
-                if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or self._draining or _now() >= ends_s:
+                if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or _now() >= ends_s:
                     raise
-                if self.nameless >= self.pools.settings.queue.requests_max:
+                if self._draining:
+                    raise _shutting_down() from None
+                if self.nameless >= limits.requests_max or self._nameless_bytes + body_bytes > limits.bytes_max:
                     raise
             self.nameless += 1
+            self._nameless_bytes += body_bytes
             try:
                 async with asyncio.timeout_at(ends_s):
                     await self._listed.wait()
@@ -160,6 +165,7 @@ class Dispatcher:
                 pass
             finally:
                 self.nameless -= 1
+                self._nameless_bytes -= body_bytes
 
     # --- the face that pollers see ------------------------------------------------------------------------------------
 
@@ -236,8 +242,7 @@ class Dispatcher:
             del self._waiting[waiter.request.id]
             self.pools.cancel(waiter.request)
             if not waiter.granted.done():
-                refusal = Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
-                waiter.granted.set_exception(refusal)
+                waiter.granted.set_exception(_shutting_down())
 
     def _wake_nameless(self) -> None:
         self._listed.set()
@@ -258,6 +263,10 @@ class Dispatcher:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _shutting_down() -> Refused:
+    return Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
 
 
 def _refusal(drop: Drop) -> Refused:

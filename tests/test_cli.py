@@ -218,7 +218,14 @@ def test_check_tells_what_a_sound_file_means(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(cli.app, ["check", str(file)])
     assert (result.exit_code, result.stderr) == (0, "")
-    for part in (f"{file}: fine", "0.0.0.0:81", "left", "http://a, at most 4 in flight", "fairness fcfs", "100 at 1"):
+    for part in (
+        f"{file}: fine",
+        "0.0.0.0:81",
+        "left",
+        "http://a, at most 4 in flight",
+        "fairness fcfs",
+        "critical at 1,",
+    ):
         assert part in result.stdout
 
 

@@ -301,7 +301,7 @@ def unread() -> Dispatcher:
 @virtual
 async def test_a_name_is_waited_for_until_the_first_listing_knows_it() -> None:
     one = unread()
-    task = asyncio.create_task(one.resolve("base", 5.0))
+    task = asyncio.create_task(one.resolve("base", 5.0, 1))
     await asyncio.sleep(3.0)
     assert not task.done()
     one.answered("a")
@@ -314,33 +314,44 @@ async def test_a_name_is_waited_for_until_the_first_listing_knows_it() -> None:
 async def test_a_name_is_waited_for_no_longer_than_told() -> None:
     one = unread()
     with pytest.raises(Refused) as caught:
-        await one.resolve("base", 5.0)
+        await one.resolve("base", 5.0, 1)
     assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
     assert now() == 5.0
     with pytest.raises(Refused):
-        await one.resolve("base", 0.0)
+        await one.resolve("base", 0.0, 1)
     assert now() == 5.0
 
 
 @virtual
 async def test_a_drain_ends_the_wait_for_a_name() -> None:
     one = unread()
-    task = asyncio.create_task(one.resolve("base", 5.0))
+    task = asyncio.create_task(one.resolve("base", 5.0, 1))
     await turns()
     one.drain()
-    with pytest.raises(Refused):
+    with pytest.raises(Refused) as caught:
         await task
+    assert caught.value.outcome is Outcome.DRAINING
     assert now() == 0.0
 
 
 @virtual
 async def test_only_so_many_names_are_waited_for() -> None:
-    settings = Settings(queue=QueueSettings(requests_max=1))
+    await names_waited_for(QueueSettings(requests_max=1))
+
+
+@virtual
+async def test_only_so_many_bytes_are_held_for_names() -> None:
+    await names_waited_for(QueueSettings(bytes_max=1))
+
+
+async def names_waited_for(bounds: QueueSettings) -> None:
+    """One that may wait, and one that is too many."""
+    settings = Settings(queue=bounds)
     one = Dispatcher(Pools(settings, {"a": 1}, {}, partial(make, "blend", Random(0))))
-    first = asyncio.create_task(one.resolve("base", 5.0))
+    first = asyncio.create_task(one.resolve("base", 5.0, 1))
     await turns()
     with pytest.raises(Refused):
-        await one.resolve("base", 5.0)
+        await one.resolve("base", 5.0, 1)
     assert now() == 0.0
     with pytest.raises(Refused):
         await first

@@ -189,8 +189,8 @@ class Backend:
     def unstarted(self, lease: int) -> bool:
         """Nothing was done for `lease` that anybody saw: its stream has no byte, or the engine has it in its queue.
 
-        Without a stream only the engine's own numbers can prove it: a reading younger than the booking shows requests
-        waiting, all of them ours, and this is one of the last that came.
+        Without a stream only the engine's own numbers can prove it: a reading younger than the booking shows sequences
+        waiting, all of them ours, and those of this request are among as many that came last.
         """
         booking = self.bookings[lease]
         if booking.started or booking.request.stream:
@@ -198,8 +198,13 @@ class Backend:
         reading = self.reading
         if reading is None or self._others or booking.booked_s > reading.taken_at_s - GAUGE_LAG_S:
             return False
-        seen = [x for x, b in self.bookings.items() if b.booked_s <= reading.taken_at_s - GAUGE_LAG_S]
-        return lease in seen[len(seen) - reading.waiting :] if reading.waiting else False
+        last = 0
+        for other, later in reversed(self.bookings.items()):
+            if later.booked_s <= reading.taken_at_s - GAUGE_LAG_S:
+                last += later.request.sequences
+            if other == lease or last > reading.waiting:
+                break
+        return last <= reading.waiting
 
     def view_without(self, leases: list[int], now: float) -> View:
         """The view as it will be when `leases` have been given back."""

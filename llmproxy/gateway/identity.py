@@ -90,10 +90,12 @@ class Identity:
     def trusts(self, peer: str | None, tenant: Tenant = NO_TENANT) -> bool:
         """True when headers of this peer address, or of this tenant from anywhere, count.
 
-        A Unix socket's peer has no address, and is local.
+        A peer that is gone already has no address, and is nobody.
         """
-        if peer is None or tenant.trusted:
+        if tenant.trusted:
             return True
+        if not peer:
+            return False
         known = self._peers.get(peer)
         if known is None:
             if len(self._peers) >= 10_000:
@@ -148,7 +150,7 @@ class Identity:
         return Standing(
             band=band,
             flow=flow,
-            ttl_s=self._ttl(headers.get(TTL_HEADER), band),
+            ttl_s=self.ttl_s(headers, band),
             tenant=tenant.name,
             weight=self._weights.get(flow, tenant.weight),
             slo=None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s),
@@ -173,8 +175,9 @@ class Identity:
         # An alias for nothing is its own target, and counts once.
         return (name for name in dict.fromkeys(names) if name in self._limits)
 
-    def _ttl(self, text: str | None, band: int) -> float:
-        ttl_s = self._band_ttls_s.get(band, self._ttl_s)
+    def ttl_s(self, headers: Mapping[str, str], band: int = DEFAULT) -> float:
+        """How long a request of `band` may wait, in seconds. Raises Failure (400) for a header that says no time."""
+        ttl_s, text = self._band_ttls_s.get(band, self._ttl_s), headers.get(TTL_HEADER)
         if text is None:
             return ttl_s
         duration_s = parse_duration_s(text)

@@ -41,6 +41,8 @@ PROMPT_MEMBERS: Mapping[BodyKind, tuple[str, ...]] = {
 }
 SALT = "cache_salt"
 
+# Bounds the time on a parsed body of nothing but tiny values, to a few milliseconds; a message makes about three.
+PIECES_MAX = 10_000
 DEPTH_MAX = 8  # Deeper values are taken as they stand; no content goes that deep.
 MESSAGE, PART, MEMBER, MEDIUM = b"\x1e", b"\x1d", b"\x1f", b"\x1c"  # What the canonical bytes put before each.
 # Members of messages and their parts that hold the text, those that hold an image or a sound, and those that templates
@@ -78,13 +80,20 @@ class Chain:
         return Chain((*self.hashes, *hashes), last, b"" if full else data[blocks * BLOCK_BYTES :])
 
 
+class _DenseError(Exception):
+    """A body has more pieces than anybody writes."""
+
+
 def seed_of(model: str, adapter: str | None) -> bytes:
     """What separates the prompts of one model and adapter from all others."""
     return orjson.dumps([model, adapter])
 
 
 def chain_of(fields: Mapping[str, Any], kind: BodyKind, seed: bytes) -> Chain:
-    """The chain of a body as orjson parsed it. An endpoint without a prompt has an empty chain; bad values pass."""
+    """The chain of a body as orjson parsed it. An endpoint without a prompt has an empty chain; bad values pass.
+
+    It ends early after PIECES_MAX pieces.
+    """
     out: list[bytes] = []
     try:
         for name in PROMPT_MEMBERS.get(kind, ()):
@@ -93,33 +102,39 @@ def chain_of(fields: Mapping[str, Any], kind: BodyKind, seed: bytes) -> Chain:
                 _member(out, name, value)
     except orjson.JSONEncodeError:
         out = []
-    return start(seed, fields.get(SALT)).extended(b"".join(out))
+    except _DenseError:
+        pass
+    return empty_chain(seed, fields.get(SALT)).extended(b"".join(out))
 
 
 def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
     """The canonical bytes of an answer, which extend the chain of its prompt to that of the next turn's start.
 
     `answer` is what the client will send back: the message of a chat choice, the `content` list of an Anthropic
-    message, the `output` list of a response; of a completion the text, to which the next prompt only adds.
+    message, the `output` list of a response; of a completion the text, to which the next prompt only adds. Nothing
+    where the prompt of such a turn would end early.
     """
     out: list[bytes] = []
-    if kind is BodyKind.COMPLETION:
-        _content(out, answer, 0)
-    elif kind is BodyKind.MESSAGES:
-        _messages(out, [{"role": "assistant", "content": answer}])
-    else:
-        _messages(out, answer if isinstance(answer, list) else [answer])
+    try:
+        if kind is BodyKind.COMPLETION:
+            _content(out, answer, 0)
+        elif kind is BodyKind.MESSAGES:
+            _messages(out, [{"role": "assistant", "content": answer}])
+        else:
+            _messages(out, answer if isinstance(answer, list) else [answer])
+    except (orjson.JSONEncodeError, _DenseError):
+        return b""
     return b"".join(out)
 
 
-def start(seed: bytes, salt: Any) -> Chain:
-    """The chain of nothing, for a body with this `cache_salt`, None where it has none."""
-    return Chain((), xxh64_intdigest(seed if salt is None else seed + orjson.dumps(salt)))
+def empty_chain(seed: bytes, salt: Any) -> Chain:
+    """The chain of nothing, for a body with this `cache_salt`; one that is no string the engine refuses."""
+    return Chain((), xxh64_intdigest(seed + salt.encode() if isinstance(salt, str) else seed))
 
 
 def _member(out: list[bytes], name: str, value: Any) -> None:
     if name == "tools":
-        out += (MEMBER, orjson.dumps(value))
+        out.append(MEMBER + orjson.dumps(value))
     elif name == "prompt":
         _prompt(out, value)
     elif name in ("messages", "input"):
@@ -147,10 +162,12 @@ def _messages(out: list[bytes], value: Any) -> None:
 
 
 def _content(out: list[bytes], value: Any, depth: int) -> None:
+    if len(out) > PIECES_MAX:
+        raise _DenseError
     if type(value) is str:
         out.append(value.encode())
     elif depth == DEPTH_MAX and type(value) in (list, dict):
-        out.append(orjson.dumps(value))
+        out.append(MEMBER + orjson.dumps(value))
     elif type(value) is dict:
         _item(out, value, depth)
     elif type(value) is list:
@@ -158,14 +175,14 @@ def _content(out: list[bytes], value: Any, depth: int) -> None:
             if number:
                 out.append(PART)
             _content(out, part, depth + 1)
-    elif value is not None:
-        out.append(orjson.dumps(value))
 
 
 def _item(out: list[bytes], item: dict[str, Any], depth: int) -> None:
     """One message, or one part of its content. The role comes last, because clients differ in where they put it."""
     role = b""
     for name, value in item.items():
+        if len(out) > PIECES_MAX:
+            raise _DenseError
         if name in TEXT:
             _content(out, value, depth + 1)
         elif name in SKIPPED or value is None or value == [] or value == {}:
@@ -175,7 +192,8 @@ def _item(out: list[bytes], item: dict[str, Any], depth: int) -> None:
         elif name == "role":
             role = MEMBER + b"role" + orjson.dumps(value)
         else:
-            out += (MEMBER, name.encode(), orjson.dumps(value))
+            # What orjson returns is copied: to keep thousands of its shrunken buffers is slow, twenty times over.
+            out.append(MEMBER + name.encode() + orjson.dumps(value))
     out.append(role)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
-from xxhash import xxh64, xxh64_intdigest
+from xxhash import xxh64, xxh64_hexdigest
 
 from llmproxy.gateway.desk import PARSE_BYTES_MAX, BodyKind
 from llmproxy.gateway.prompt import (
@@ -29,7 +29,7 @@ from llmproxy.gateway.prompt import (
     SKIPPED,
     TEXT,
     Chain,
-    start,
+    empty_chain,
 )
 from llmproxy.gateway.scan import SLICE_BYTES, Member, Slices
 
@@ -54,15 +54,14 @@ def chain_of_large(
 ) -> Slices[Chain]:
     """The chain of a body of any size, given where its PROMPT_MEMBERS and SALT lie.
 
-    Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
-
-    Equal to `chain_of`, but where an object has two members of one name, which no client sends. It ends early where
-    the JSON is broken or holds more than _VALUES_MAX values.
+    Equal to `chain_of`, but where an object has two members of one name, or a body more than PIECES_MAX pieces; no
+    client sends either. It ends early where the JSON cannot be read, or holds more than _VALUES_MAX values; the engine
+    says what is wrong with it. Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
     """
     try:
-        begin = start(seed, _salt(body, members.get(SALT)))
+        begin = empty_chain(seed, _salt(body, members.get(SALT)))
     except orjson.JSONDecodeError:
-        return start(seed, None)
+        return empty_chain(seed, None)
     reader = _Reader(body, begin, slice_bytes)
     try:
         for name in PROMPT_MEMBERS.get(kind, ()):
@@ -80,7 +79,8 @@ def _salt(body: bytes, member: Member | None) -> Any:
     if member is None:
         return None
     if member.end - member.start > PARSE_BYTES_MAX:
-        return xxh64_intdigest(body[member.start : member.start + PARSE_BYTES_MAX])  # No small body has such a one.
+        # No small body has one of this size, so its spelling may count.
+        return xxh64_hexdigest(body[member.start : member.start + PARSE_BYTES_MAX])
     return orjson.loads(body[member.start : member.end])
 
 
@@ -180,7 +180,7 @@ class _Reader:
     def _ids(self) -> Slices[None]:
         end = -1
         while end < 0:
-            stop = min(self._at + self._slice_bytes, self._end)
+            stop = min(self._at + SLICE_BYTES, self._end)
             end = self._body.find(b"]", self._at, stop)
             to = self._body.rfind(b",", self._at, stop) if end < 0 else end
             if to < 0:
@@ -199,9 +199,9 @@ class _Reader:
         if first == 0x22:
             yield from self._string(self._write, as_json=False)
         elif first not in b"[{":
-            if (literal := self._literal()) != b"null":
-                self._write(literal)
+            self._literal()  # No text.
         elif depth == DEPTH_MAX:
+            self._write(MEMBER)
             yield from self._json(self._write)
         elif first == 0x7B:
             yield from self._item(depth)
@@ -278,7 +278,7 @@ class _Reader:
         if match is None:
             raise _EndError
         self._at = match.end()
-        return orjson.dumps(orjson.loads(match.group()))
+        return bytes(memoryview(orjson.dumps(orjson.loads(match.group()))))  # A copy, as in `prompt`.
 
     def _string(self, sink: _Sink, *, as_json: bool) -> Slices[None]:
         """Give `sink` the text of the string that follows, without its quotes, and escaped as orjson would."""
@@ -291,16 +291,18 @@ class _Reader:
             closed = to >= 0
             if not closed:
                 to = stop
-            if body.find(b"\\", at, to) < 0:
-                sink(body[at:to])
-            else:
+            escaped = body.find(b"\\", at, to) >= 0
+            if escaped:
                 match = _STRING.match(body, at, stop)
                 to = at if match is None else match.end()
                 closed = to < stop and body[to] == 0x22
-                while not closed and to > at and body[to : to + 1] >= b"\x80" and body[to] < 0xC0:
-                    to -= 1  # The piece must not end within a character.
+            while not closed and to > at and 0x80 <= body[to] < 0xC0:
+                to -= 1  # No piece may end within a character.
+            if escaped:
                 text = orjson.loads(b'"' + body[at:to] + b'"')
                 sink(orjson.dumps(text)[1:-1] if as_json else text.encode())
+            else:
+                sink(body[at:to])
             if to == at and not closed:
                 raise _EndError
             self._at = to + closed

@@ -15,7 +15,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin import QUEUE, AdminPages
-from llmproxy.gateway.auth import Keys
+from llmproxy.gateway.auth import Keys, Tenant
 from llmproxy.gateway.errors import Failure, error_body
 from llmproxy.gateway.identity import id_for_error, request_id
 from llmproxy.gateway.routes import SCHEDULED, STORED_RESPONSES, dialect_of
@@ -81,10 +81,12 @@ class FrontDoor:
             # Nobody is there to read it; the server only needs something to close the connection with.
             return web.Response(status=400)
 
-    async def _stored_response(self, path: str, request: web.BaseRequest, response_id: str) -> web.StreamResponse:
+    async def _stored_response(
+        self, path: str, request: web.BaseRequest, response_id: str, tenant: Tenant
+    ) -> web.StreamResponse:
         own_id = request_id(request.headers) or uuid4().hex
         try:
-            response = await self._stored.serve(path, request, response_id, own_id)
+            response = await self._stored.serve(path, request, response_id, own_id, tenant)
         except (asyncio.CancelledError, ConnectionError):
             self._ended(request, path, own_id, Outcome.CANCELLED, 499, "the client left")
             raise
@@ -120,11 +122,11 @@ class FrontDoor:
             _only(request, "GET", "HEAD")
             return self._admin.queue(request)
         if path.startswith(STORED_RESPONSES):
-            self._keys.check(request.headers)
+            tenant = self._keys.check(request.headers)
             response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
             if verb in ("", "cancel"):
                 _only(request, "POST" if verb else "GET")
-                return await self._stored_response(path, request, response_id)
+                return await self._stored_response(path, request, response_id, tenant)
         raise Failure(Outcome.BAD_REQUEST, f"There is nothing at {path[:200]}.", status=404)
 
     # --- the proxy's own pages ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
+from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import AiohttpClientLeg
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import to_client
@@ -21,39 +22,45 @@ _ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,256})"')
 
 
 class StoredResponses:
-    """Response id -> backend name; the ids least recently made are forgotten first."""
+    """Response id -> its backend and its tenant, by name; the ids least recently made are forgotten first.
+
+    A response exists for those alone whose request made it.
+    """
 
     def __init__(self, config: Config, identity: Identity, upstream: Upstream) -> None:
         self._timeouts = config.timeouts
         self._backends = {backend.name: backend for backend in config.backends}
         self._identity = identity
         self._upstream = upstream
-        self._made_by: OrderedDict[str, str] = OrderedDict()
+        self._made_by: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
-    def remember(self, head: bytes, backend: str) -> None:
+    def remember(self, head: bytes, backend: str, tenant: Tenant = NO_TENANT) -> None:
         """Note the id that stands in the first bytes of a `/v1/responses` answer."""
         found = _ID.search(head)
         if found is None:
             return
-        self._made_by[found[1].decode()] = backend
+        self._made_by[found[1].decode()] = backend, tenant.name
         if len(self._made_by) > IDS_MAX:
             self._made_by.popitem(last=False)
 
-    def backend_of(self, response_id: str) -> str | None:
-        return self._made_by.get(response_id)
+    def backend_of(self, response_id: str, tenant: Tenant = NO_TENANT) -> str | None:
+        backend, owner = self._made_by.get(response_id, (None, tenant.name))
+        return backend if owner == tenant.name else None
 
-    async def serve(self, path: str, request: web.BaseRequest, response_id: str, own_id: str) -> web.StreamResponse:
-        """Pass a request about one response to the backend that made it: only that one has it.
+    async def serve(
+        self, path: str, request: web.BaseRequest, response_id: str, own_id: str, tenant: Tenant
+    ) -> web.StreamResponse:
+        """Pass a request of `tenant` about one response to the backend that made it: only that one has it.
 
         `own_id` is the id of this request. Raises Failure.
         """
-        name = self.backend_of(response_id)
+        name = self.backend_of(response_id, tenant)
         if name is None:
             message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
             raise Failure(Outcome.BAD_REQUEST, message, status=404)
         backend = self._backends[name]
         client = AiohttpClientLeg(request, {"x-llmproxy-backend": name, "x-request-id": own_id})
-        headers = self._identity.to_backend(request, own_id, backend)
+        headers = self._identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
         try:
             async with asyncio.timeout(self._timeouts.total_s):

@@ -32,6 +32,8 @@ from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 from llmproxy.telemetry.logs import log_exit, log_internal
 from llmproxy.telemetry.metrics import Metrics
 
+_CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
+
 
 @dataclass(slots=True)
 class Walk:
@@ -47,7 +49,6 @@ class Walk:
     status: int = 0
     error: str = ""
     tenant: Tenant = NO_TENANT
-    requested: str | None = None
     unknown_objective: str | None = None
     target: Target | None = None
     request: Request | None = None
@@ -55,6 +56,7 @@ class Walk:
     body_bytes: int = 0
     ttl_s: float = 0.0
     waited_s: float = 0.0
+    waits_since_s: float | None = None
     attempts: int = 0
     withdrawals: int = 0
     granted_s: float | None = None
@@ -132,7 +134,7 @@ class Walker:
         walk.id = request_id(http.headers) or walk.id
         walk.extra["x-request-id"] = walk.id
         check_fields(http.headers.items())
-        tenant = walk.tenant = self._keys.check(http.headers)
+        walk.tenant = self._keys.check(http.headers)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
         if http.headers.get("content-encoding", "identity").lower() != "identity":
@@ -143,14 +145,32 @@ class Walker:
         content_type = http.headers.get("content-type", "")
         _check_content_type(walk.route, content_type)
         sheet = walk.sheet = await self._desk.read(body, walk.route.kind, content_type)
-        walk.requested = sheet.ask.model
-        # While replicas start, nobody knows yet what they serve: such a request is held too.
-        _check_allowed(tenant, sheet.ask.model)
-        target = walk.target = await self._dispatcher.resolve(sheet.ask.model, self._config.queue.hold_s)
-        walk.requested = target.requested
-        _check_allowed(tenant, target.requested)
+        target = walk.target = await self._target(walk, sheet.ask.model)
         self._budget.request()
         await self._attempts(walk, sheet, self._make_request(walk, sheet, target))
+
+    async def _target(self, walk: Walk, asked: str | None) -> Target:
+        """What the name that was asked for means, in words that tell a tenant of no models but its own.
+
+        While replicas start, nobody knows yet what they serve: such a request is held too.
+        """
+        tenant = walk.tenant
+        try:
+            if asked is None or tenant.allows(asked):
+                hold_s = min(self._config.queue.hold_s, self._identity.ttl_s(walk.http.headers))
+                target = await self._dispatcher.resolve(asked, hold_s, walk.body_bytes)
+                if tenant.allows(target.requested):
+                    return target
+        except Refused as refused:
+            if tenant.models is None or refused.outcome is Outcome.DRAINING:
+                raise
+            if refused.outcome is Outcome.REJECTED_NO_BACKENDS:
+                message = "No backend is known yet that serves this. Try again shortly."
+                raise Refused(refused.outcome, message, refused.retry_after_s) from None
+        if asked is None:
+            own = ", ".join(sorted(tenant.models or ())[:20])
+            raise Failure(Outcome.BAD_REQUEST, f"The request names no model: set `model` to one of {own}.")
+        raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{asked[:200]}` does not exist.")
 
     def _make_request(self, walk: Walk, sheet: Sheet, target: Target) -> Request:
         http, ask = walk.http, sheet.ask
@@ -192,8 +212,10 @@ class Walker:
                 if entry is not Entry.NEW:
                     left_s = max(left_s, RETRY_WAIT_MIN_S)
                 request = walk.request = replace(request, deadline_s=now + left_s)
+                walk.waits_since_s = now
                 async with self._dispatcher.admit(request, frozenset(walk.excluded), entry) as lease:
                     walk.waited_s += lease.grant.at_s - now
+                    walk.waits_since_s = None
                     attempt = await self._attempt(walk, sheet, lease)
             except Refused:
                 # A retry that finds nobody else tells the client what went wrong first, not that nobody is left.
@@ -238,7 +260,7 @@ class Walker:
         attempt = walk.attempt = Attempt()
         if walk.route.dialect is Dialect.RESPONSES:
             # A client may name a response as soon as it has read its first bytes, long before its end.
-            walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name)
+            walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name, walk.tenant)
         await self._relay.attempt(attempt, lease, backend.url, call, walk.client)
         return attempt
 
@@ -298,7 +320,9 @@ class Walker:
         request, attempt, lease = walk.request, walk.attempt, walk.lease
         usage = attempt.usage if attempt is not None else None
         placed = lease.grant.placed if lease is not None else None
-        waited_s = walk.waited_s if walk.granted_s is not None else now - walk.arrived_s
+        waited_s = now - walk.arrived_s
+        if walk.granted_s is not None:
+            waited_s = walk.waited_s + (0.0 if walk.waits_since_s is None else now - walk.waits_since_s)
         ttft_s = None
         if attempt is not None and attempt.first_token_s is not None:
             ttft_s = attempt.first_token_s - walk.arrived_s
@@ -352,16 +376,13 @@ class Walker:
             self._decisions.record(ended)
 
 
-def _check_allowed(tenant: Tenant, name: str | None) -> None:
-    """Raise Failure (404) for a model that is not for this tenant, in the words for one that does not exist."""
-    if name is not None and not tenant.allows(name):
-        raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
-
-
 def _met(walk: Walk, request: Request, ttft_s: float | None, usage: Usage | None) -> bool | None:
-    """Whether the request kept its objective; None where it has none, or where its client is why it did not."""
+    """Whether the request kept its objective; None where it has none, or where its client is why it did not.
+
+    A used-up rate is its tenant's doing: as a miss it would put those first who send more than they may.
+    """
     slo, attempt = request.slo, walk.attempt
-    if slo is None or walk.outcome in (Outcome.CANCELLED, Outcome.BAD_REQUEST) or 400 <= walk.status < 429:
+    if slo is None or walk.outcome in _CLIENTS_DOING or 400 <= walk.status < 429:
         return None
     if walk.outcome is not Outcome.COMPLETED or attempt is None:
         return False

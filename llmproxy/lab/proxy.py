@@ -164,10 +164,7 @@ class LabProxy:
         try:
             await self._walk(request_id, record)
         except Refused as refused:
-            # A retry that finds nobody else tells what went wrong first, as the gateway does.
-            if record.outcome is Outcome.INTERNAL:
-                record.outcome = refused.outcome
-                record.queue_wait_s = self._loop.time() - now
+            self._refuse(record, refused)
         finally:
             self._world.leave(request_id)
             record.ended_s = self._loop.time()
@@ -180,7 +177,7 @@ class LabProxy:
             return
         prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
         ask = Ask(arrival.adapter or BASE_MODEL, stream=True, prompt_bytes=prompt_bytes)
-        target = await self.dispatcher.resolve(ask.model, self._config.queue.hold_s)
+        target = await self.dispatcher.resolve(ask.model, self._config.queue.hold_s, prompt_bytes)
         self._budget.request()
         prompt_tokens, output_tokens = self.pools.tokens(target, ask)
         standing = self._standings.of(arrival, target, record.band)
@@ -204,8 +201,16 @@ class LabProxy:
         )
         try:
             await self._attempts(request, record, standing.ttl_s)
+        except Refused as refused:
+            self._refuse(record, refused)
         finally:
             self.dispatcher.ended(request, _met(request, record))
+
+    def _refuse(self, record: Record, refused: Refused) -> None:
+        # A retry that finds nobody else tells what went wrong first, as the gateway does.
+        if record.outcome is Outcome.INTERNAL:
+            record.outcome = refused.outcome
+            record.queue_wait_s = self._loop.time() - record.arrived_s
 
     async def _attempts(self, request: Request, record: Record, ttl_s: float) -> None:
         """The waiting room and the engines, as often as it takes. Raises Refused."""
@@ -322,7 +327,7 @@ class LabProxy:
 
 
 def _met(request: Request, record: Record) -> bool | None:
-    """Whether the request kept the objective that the proxy knows of; None where it has none."""
-    if request.slo is None:
+    """Whether the request kept the objective that the proxy knows of; None as in the gateway."""
+    if request.slo is None or record.outcome is Outcome.RATE_LIMITED:
         return None
     return record.outcome is Outcome.COMPLETED and request.slo.met(record.ttft_s, record.tpot_s)

@@ -14,12 +14,12 @@ UNKNOWN_MODEL = "unknown"
 class RequestExit:
     """What became of one request. It holds no prompt, no answer text and no key.
 
-    All durations are seconds: `queue_wait_s` from arrival to the last grant, or to the end where there was none;
-    `ttft_s` from arrival to the first body byte handed to the client; `duration_s` from arrival to the end.
-    `max_gap_s` is the longest wait between two consecutive chunks. None stands for whatever never came to be known:
-    a request refused at the desk has no band, no backend and no wait. `arrived_s` and `granted_s` are instants on the
-    scheduler's clock, so that the order of grants can be audited; `queued_ahead` is how many others of its pool waited
-    when it was granted.
+    All durations are seconds: `queue_wait_s` waiting for a backend, over all attempts, or from arrival to the end where
+    there was no grant; `ttft_s` from arrival to the first body byte handed to the client; `duration_s` from arrival to
+    the end. `max_gap_s` is the longest wait between two consecutive chunks. None stands for whatever never came to be
+    known: a request refused at the desk has no band, no backend and no wait. `arrived_s` and `granted_s` are instants
+    on the scheduler's clock, so that the order of grants can be audited; `queued_ahead` is how many others of its pool
+    waited when it was granted.
 
     `tenant` is "" for clients without one. `level` is the band as an integer, `ttl_s` how long it was allowed to wait,
     `slo` its objective and `met` whether it kept that; None where it had none, or where its client is why it did not.

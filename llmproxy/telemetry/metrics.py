@@ -174,7 +174,7 @@ class Metrics:
         self._attempts = counter(
             "attempts_total", "Attempts ended, by what they proved of their backend.", "backend", "verdict"
         )
-        self._retries = Counter("llmproxy_retries_total", "Attempts beyond a request's first.", registry=registry)
+        self._retries = Counter("llmproxy_retries_total", "Attempts after one that failed.", registry=registry)
         self._withdrawals = counter("withdrawals_total", "Leases given back for a request of a higher band.", "band")
         self._objectives = counter("objectives_total", "Requests that kept or missed their objective.", "band", "met")
         self._unknown_objectives = Counter(
@@ -222,8 +222,9 @@ class Metrics:
         """Count one request that has ended. Called exactly once for each."""
         band, model = ended.band or NO_BAND, self._model_label(ended.model)
         self._requests[ended.outcome.value, band, model].inc()
-        if ended.attempts > 1:
-            self._retries.inc(ended.attempts - 1)
+        # A withdrawal is nobody's failure, and what follows it no retry.
+        if (retries := ended.attempts - ended.withdrawals - 1) > 0:
+            self._retries.inc(retries)
         if ended.queue_wait_s is not None:
             self._queue_wait[band,].observe(ended.queue_wait_s)
         if ended.stream and ended.ttft_s is not None:

@@ -14,7 +14,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from llmproxy.core.withdrawal import WITHDRAW_MAX
+from llmproxy.core.withdrawal import LOOK_MAX, WITHDRAW_MAX
 from tests.core.make import listing, pools, reading, request
 
 TIGHT = Settings(ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0))
@@ -108,6 +108,17 @@ def test_the_newest_is_taken_back_first_and_no_more_than_wait() -> None:
     assert taken_back(of) == ["low3"]
 
 
+def test_the_lowest_band_gives_way_first_and_is_not_hidden_by_those_above_it() -> None:
+    of = pools({"a": LOOK_MAX + 1}, TIGHT)
+    of.submit(request(id="low", band=SHEDDABLE, stream=True, flow="low", arrived_s=0.0), 1.0)
+    of.decide(1.0)
+    for number in range(LOOK_MAX):
+        of.submit(request(id=f"default{number}", stream=True, flow="default", arrived_s=0.5), 1.0)
+    of.decide(1.0)
+    urgent(of)
+    assert taken_back(of) == ["low"]
+
+
 def test_only_so_many_are_outstanding_at_a_time() -> None:
     of, held = full(WITHDRAW_MAX + 4)
     urgent(of, WITHDRAW_MAX + 4)
@@ -185,6 +196,18 @@ def test_without_a_stream_a_reading_proves_which_requests_wait_in_the_engine() -
     urgent(of, 3)
     of.observe("a", reading(1.5, running=2, waiting=1))
     assert taken_back(of) == ["low2"], "one waits, and it can only be the last"
+
+
+def test_without_a_stream_a_request_of_several_sequences_stands_for_all_of_them() -> None:
+    of = pools({"a": 6}, TIGHT)
+    for number, sequences in enumerate((1, 1, 4)):
+        of.submit(request(id=f"low{number}", band=SHEDDABLE, sequences=sequences, arrived_s=number / 100), 1.0)
+    of.decide(1.0)
+    urgent(of, 3)
+    of.observe("a", reading(1.5, running=3, waiting=3))
+    assert taken_back(of) == [], "of the last one, a sequence runs; those before it run all the more"
+    of.observe("a", reading(1.6, running=2, waiting=4))
+    assert taken_back(of) == ["low2"]
 
 
 def test_without_a_stream_what_a_reading_showed_running_is_never_taken_back() -> None:

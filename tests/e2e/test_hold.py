@@ -71,6 +71,13 @@ async def test_who_has_no_name_yet_is_told_when_time_is_over_or_the_proxy_stops(
         assert (await early).status == 503
 
 
+async def test_who_has_no_name_yet_may_want_to_be_told_sooner_too(port: int) -> None:
+    async with house(extra=[f"http://127.0.0.1:{port}"], wait=False, queue={"hold_s": 60.0}) as home:
+        # Without an end the test would be as long as the hold.
+        async with asyncio.timeout(15.0):
+            assert (await home.chat(headers={TTL: "30ms"})).status == 503
+
+
 async def test_a_rolling_restart_costs_no_client_an_error() -> None:
     async with house(FAST, FAST, queue=HOLD) as home:
         done = asyncio.Event()

@@ -109,6 +109,27 @@ async def test_a_model_that_is_not_for_a_tenant_does_not_exist_for_it() -> None:
         assert len((await home.get("/v1/models", headers=acme)).json["data"]) == 3
 
 
+async def test_a_tenant_is_told_of_no_model_but_its_own() -> None:
+    other = {"name": "other", "keys": [hash_of("other-1")], "models": ["lora-0", "not-yet"]}
+    async with house(FAST, tenants=[other]) as home:
+        for model, status in (("not-yet", 404), ("base", 404), ("", 400)):
+            answer = await home.chat(HELLO | {"model": model}, headers=bearer("other-1"))
+            assert answer.status == status
+            assert b"lora-1" not in answer.body
+            assert b"base" not in answer.body.replace(b"`base`", b""), "but where it was asked for"
+        assert b"lora-0, not-yet" in answer.body
+        assert home.outcomes() == {"unknown_model": 2, "bad_request": 1}
+
+
+async def test_a_tenant_that_sends_more_than_it_may_has_missed_no_objective() -> None:
+    eager = {"name": "eager", "keys": [hash_of("eager-1")], "ttft_s": 60.0, "limits": {"requests_per_min": 1}}
+    async with house(FAST, tenants=[eager]) as home:
+        statuses = [(await home.chat(STREAM, headers=bearer("eager-1"))).status for _ in range(3)]
+        assert statuses == [200, 429, 429]
+        assert (home.metric("llmproxy_objectives_total", met="true"), home.outcomes()["rate_limited"]) == (1, 2)
+        assert home.metric("llmproxy_objectives_total", met="false") == 0
+
+
 async def test_headers_that_give_advantage_are_removed_unless_the_tenant_is_trusted() -> None:
     async with house(FAST, tenants=TENANTS, trust_headers="none", scheduling={"flow": "header:x-team"}) as home:
         assert (await home.chat(headers=bearer("acme-1") | PRIVILEGES)).status == 200

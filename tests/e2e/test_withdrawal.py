@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from llmproxy.gateway import walk
 from tests.e2e.house import FAST, HELLO, STREAM, House, house, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
@@ -42,6 +43,18 @@ async def test_a_sheddable_stream_without_a_byte_makes_room_for_a_critical_reque
         assert posted(home) == ["sheddable", "critical", "sheddable", "behind"], "it came back to the head of its flow"
         assert (await sheddable).headers["x-llmproxy-attempts"] == "2"
         assert home.outcomes() == {"completed": 3}
+
+
+async def test_waiting_after_a_withdrawal_is_told_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "RETRY_WAIT_MIN_S", 0.08)
+    async with frozen_house() as home:
+        sheddable = home.waiting(STREAM, **SHEDDABLE, **{"x-llm-d-inference-ttl": "80ms"})
+        await until(lambda: len(posted(home)) == 1)
+        critical = home.waiting(STREAM, **CRITICAL)
+        assert (await sheddable).status == 429, "its time was over before its seat was free"
+        assert home.metric("llmproxy_queue_wait_seconds_sum", band="sheddable") >= 0.07
+        home.replicas[0].faults.clear()
+        assert (await critical).status == 200
 
 
 async def test_what_has_begun_to_answer_stays() -> None:

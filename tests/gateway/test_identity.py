@@ -93,6 +93,8 @@ def test_trust_is_by_network() -> None:
     assert loopback.trusts("::1")
     assert loopback.trusts("::ffff:127.0.0.1")
     assert not loopback.trusts("10.0.0.7")
+    assert not loopback.trusts(None)
+    assert not Identity(config(trust_headers="all")).trusts(""), "whoever has no address any more is in no network"
     networks = Identity(config(trust_headers=["10.0.0.0/8"]))
     assert networks.trusts("10.0.0.7")
     assert not networks.trusts("127.0.0.1")

@@ -10,6 +10,7 @@ import pytest
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
+from llmproxy.gateway.auth import Tenant
 from llmproxy.gateway.errors import STATUS, Failure, error_body, error_event
 from llmproxy.gateway.headers import PRIVILEGED, to_backend, to_client
 from llmproxy.gateway.identity import Identity
@@ -151,3 +152,11 @@ def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
         stored.remember(f'{{"id":"resp_{i}"}}'.encode(), "gpu-1")
     assert stored.backend_of("resp_0") is None
     assert stored.backend_of(f"resp_{IDS_MAX}") == "gpu-1"
+
+
+def test_a_response_exists_for_the_tenant_that_made_it_alone() -> None:
+    stored = StoredResponses(config(), Identity(config()), NoUpstream())
+    acme, zeta = Tenant(name="acme"), Tenant(name="zeta")
+    stored.remember(b'{"id":"resp_0"}', "gpu-0", acme)
+    assert stored.backend_of("resp_0", acme) == "gpu-0"
+    assert stored.backend_of("resp_0", zeta) is stored.backend_of("resp_0") is None

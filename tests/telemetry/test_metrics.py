@@ -72,6 +72,13 @@ def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
         assert value(metrics, "tokens_total", direction=direction, **model) == tokens
 
 
+@pytest.mark.parametrize(("attempts", "withdrawals", "retries"), [(3, 1, 1), (2, 2, 0), (1, 1, 0)])
+def test_what_follows_a_withdrawal_is_no_retry(metrics: Metrics, attempts: int, withdrawals: int, retries: int) -> None:
+    metrics.record(replace(SERVED, attempts=attempts, withdrawals=withdrawals))
+    assert value(metrics, "retries_total") == retries
+    assert value(metrics, "withdrawals_total", band="default") == withdrawals
+
+
 def test_a_refused_request_leaves_only_its_outcome(metrics: Metrics) -> None:
     metrics.record(REFUSED)
     assert value(metrics, "requests_total", outcome="unknown_model", band="none", model=UNKNOWN_MODEL) == 1
