@@ -26,6 +26,8 @@ from llmproxy.core.domain import (
 from llmproxy.core.pools import Pools
 
 DRAIN_RETRY_S = 1.0
+FAULT_RETRY_S = 1.0
+"""Until the next try after a policy raised an exception; sooner where something happens."""
 
 
 @dataclass(slots=True)
@@ -51,8 +53,12 @@ class Lease:
         return self.grant.placed.backend
 
     def started(self) -> None:
-        """The first byte of the answer arrived."""
+        """The first token of the answer arrived."""
         self._pools.started(self.grant, _now())
+
+    def committed(self) -> None:
+        """The first byte of the answer is on its way to the client."""
+        self._pools.committed(self.grant)
 
     def progress(self, output_tokens: int) -> None:
         """About so many tokens were answered by now."""
@@ -201,7 +207,13 @@ class Dispatcher:
             self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for decision in self.pools.decide(now):
+        try:
+            decisions = self.pools.decide(now)
+        except Exception as error:  # noqa: BLE001 - a policy may be anybody's; its fault must not leave others hanging
+            loop.call_exception_handler({"message": "a scheduling policy failed; trying again", "exception": error})
+            self._timer = loop.call_at(now + FAULT_RETRY_S, self._decide)
+            return
+        for decision in decisions:
             self._carry_out(decision)
         after = loop.time()
         self.on_decision(after - now)

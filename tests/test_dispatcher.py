@@ -10,6 +10,7 @@ import pytest
 
 from llmproxy.core import scheduler
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Outcome, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.core.fairness.fair_share import FairShare
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
@@ -394,4 +395,30 @@ async def test_drain_in_the_turn_of_a_grant_lets_the_grant_stand() -> None:
     assert client.lease is not None
     await client.done()
     await turns()
+    empty(one)
+
+
+@virtual
+async def test_a_policy_that_raises_leaves_nobody_hanging() -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    one = dispatcher(a=1)
+    faults = iter([True, False, True])
+    charge = FairShare.charge
+
+    def faulty(self: FairShare, flow: str, cost: float) -> None:
+        if next(faults, False):
+            raise ValueError("a plugin's bug")
+        charge(self, flow, cost)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FairShare, "charge", faulty)
+        clients = [Client(one) for _ in range(3)]
+        for client in clients:
+            async with asyncio.timeout(5.0):
+                while client.holds() is None:  # noqa: ASYNC110 - on a virtual clock
+                    await asyncio.sleep(0.1)
+            client.leave.set()
+            await client.task
+    assert [type(error) for error in told] == [ValueError, ValueError]
     empty(one)

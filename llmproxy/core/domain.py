@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Any
 
 CRITICAL = 100
@@ -236,7 +237,10 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A booking already made: `request` may use `backend` until the lease is finished."""
+    """A booking already made: `request` may use `backend` until the lease is finished.
+
+    `left_s` is what is left of its own time to wait, for when it has to come back.
+    """
 
     lease: int
     request: Request
@@ -244,6 +248,7 @@ class Grant:
     at_s: float
     queued_ahead: int
     why: Why
+    left_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,10 @@ class Patience:
         """Seconds that `queued` may still wait if nothing changes."""
         return queued.due_s[self._running] - self._clocks[self._running].read(now)
 
+    def own_left_s(self, queued: Queued, now: float) -> float:
+        """What is left of the time to wait of `queued`, the time for which it was held not counted."""
+        return queued.due_s[0] - self._clocks[0].read(now)
+
     def due(self, now: float, most: int) -> list[Queued]:
         """Take out those whose time is over, the earliest first and at most so many."""
         heap, elapsed_s = self._heaps[self._running], self._clocks[self._running].read(now) + ROUNDING_S

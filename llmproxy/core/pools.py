@@ -51,6 +51,7 @@ class Pools:
         self._occupancy = Occupancy(settings.queue)
         self._limits = UsageLimits(settings.limits)
         self._lease_serial = count(1)
+        self._decided: list[Decision] = []
         self._schedulers: dict[str, Scheduler] = {}
         self._pool_of: dict[str, str] = {}
         self.catalogue = Catalogue(backends, aliases)
@@ -121,6 +122,9 @@ class Pools:
     def started(self, grant: Grant, now: float) -> None:
         self._schedulers[grant.request.pool].started(grant.lease, now)
 
+    def committed(self, grant: Grant) -> None:
+        self._schedulers[grant.request.pool].committed(grant.lease)
+
     def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
         self._schedulers[grant.request.pool].progress(grant.lease, output_tokens, now)
 
@@ -140,7 +144,11 @@ class Pools:
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
-        return [decision for scheduler in self._schedulers.values() for decision in scheduler.decide(now)]
+        """See `Scheduler.decide`, of every pool."""
+        for scheduler in self._schedulers.values():
+            self._decided += scheduler.decide(now)
+        decided, self._decided = self._decided, []
+        return decided
 
     def next_wakeup(self, now: float) -> float | None:
         times = [scheduler.next_wakeup(now) for scheduler in self._schedulers.values()]

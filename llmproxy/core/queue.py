@@ -30,9 +30,9 @@ class Queued:
     """A request in the waiting room, with the backends that already failed it.
 
     `due_s` are its deadlines on the two clocks of `core.patience`. `key` is its place in its flow now. `parked` names
-    the usage limit for which it stands outside its flow, `back_from` the one for which it did before. `gone` and `key`
-    tell the heaps which of their entries still count, so an object that is gone never comes back: its request gets a
-    new one.
+    the usage limit for which it stands outside its flow, `back_from` the one for which it did before. A `held` one came
+    while no backend of its own was up. `gone` and `key` tell the heaps which of their entries still count, so an object
+    that is gone never comes back: its request gets a new one.
     """
 
     request: Request
@@ -41,6 +41,7 @@ class Queued:
     due_s: tuple[float, float] = (inf, inf)
     key: Key = (0.0, 0.0)
     parked: str | None = None
+    held: bool = False
     back_from: str | None = None
     gone: bool = False
 

@@ -66,7 +66,7 @@ class WaitingRoom:
 
     def enter(self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, held: bool = False) -> None:
         """Let `request` in; a `held` one waits for a backend of its own to come up, though the pool has others."""
-        queued = Queued(request, rank, excluded)
+        queued = Queued(request, rank, excluded, held=held)
         self.waiting[request.id] = queued
         self._labels[request.label] = request.id
         self._occupancy.enter(request)
@@ -140,7 +140,7 @@ class WaitingRoom:
                 self._parking.left(queued.back_from)
 
     def _anew(self, queued: Queued) -> Queued:
-        anew = Queued(queued.request, queued.rank, queued.excluded, queued.due_s)
+        anew = Queued(queued.request, queued.rank, queued.excluded, queued.due_s, held=queued.held)
         self.waiting[queued.request.id] = anew
         self._patience.keep(anew, len(self.waiting))
         self._place(anew)
@@ -160,6 +160,10 @@ class WaitingRoom:
     def find(self, name: str) -> Queued | None:
         """The request that is labelled `name`, the last that came where several are, or whose id that is."""
         return self.waiting.get(self._labels.get(name, name))
+
+    def own_left_s(self, queued: Queued, now: float) -> float:
+        """See `Patience.own_left_s`."""
+        return self._patience.own_left_s(queued, now)
 
     def left_s(self, queued: Queued, now: float) -> float:
         """Seconds that `queued` may still wait if nothing changes."""

@@ -105,6 +105,7 @@ class Scheduler:
         self._lost: list[int] = []
         self._shed: list[Drop] = []
         self._more = False
+        self._decided: list[Decision] = []
 
     # --- backends ------------------------------------------------------------------------------------------------
 
@@ -232,6 +233,10 @@ class Scheduler:
             self._room.band(held.request.band).fairness.started(held.request, now)
             self._first_token.learn(held.request.prompt_tokens, now - held.at_s)
 
+    def committed(self, lease: int) -> None:
+        """A byte went to the client, be it a token or not: from here on its request stays where it is."""
+        self._withdrawal.closed(lease)
+
     def progress(self, lease: int, output_tokens: int, now: float) -> None:
         """The answer has about so many tokens by now: charge what exceeds the estimate."""
         held = self._leases[lease]
@@ -260,8 +265,17 @@ class Scheduler:
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
-        """What is to be done now. A second call at the same `now` answers nothing, unless the pass was capped."""
-        decisions: list[Decision] = [*self._revoked(), *self._shed]
+        """What is to be done now. A second call at the same `now` answers nothing, unless the pass was capped.
+
+        Should a policy raise, what was decided until then is not lost: the next call answers it.
+        """
+        self._pass(now)
+        decided, self._decided = self._decided, []
+        return decided
+
+    def _pass(self, now: float) -> None:
+        decisions = self._decided
+        decisions += [*self._revoked(), *self._shed]
         self._shed.clear()
         alive = self.alive()
         self._room.pool_is(alive, now)
@@ -271,14 +285,13 @@ class Scheduler:
         self._more = len(expired) == PASS_MAX
         if self._more or not self._room:
             # Most passes are asked for by a reading while nobody waits: a large fleet need not be looked over for them.
-            return decisions
+            return
         self._room.settle(now)
         this = _Pass(now, self.views(now), self._index, decisions)
         self._grant_all(this)
         while this.steps < PASS_MAX and not this.blocked and self._room.unpark(now):
             self._grant_all(this)
         self._more = this.steps >= PASS_MAX and bool(self._room)
-        return decisions
 
     def _grant_all(self, this: _Pass) -> None:
         """Grant band by band, the highest first, until nobody has room for more or the pass is long enough."""
@@ -350,7 +363,7 @@ class Scheduler:
         request = queued.request
         band = self._room.band(request.band)
         why = Why(self._room.sizes(), band.flows, band.fairness.standing(request.flow), found.passed_over, guaranteed)
-        ahead = len(self._room) - 1
+        ahead, left_s = len(self._room) - 1, self._room.own_left_s(queued, now)
         self._room.leave(queued)
         backend = self._backends[placed.backend]
         lease = next(self._lease_serial)
@@ -362,6 +375,8 @@ class Scheduler:
             self._withdrawal.booked(lease, request, backend)
         this.views[this.index[placed.backend]] = backend.view(now)
         held = self._leases[lease] = _Lease(request, backend, now, 0.0)
+        grant = Grant(lease, request, placed, now, ahead, why, left_s)
+        this.decisions.append(grant)
         band.fairness.dispatched(request.flow)
         if not request.stream:
             # Nobody can see its first token; that it was granted in time is what can be known.
@@ -370,8 +385,6 @@ class Scheduler:
         if self._settings.min_shares:
             self._min_shares.granted(request.band, held.charged, self._room.levels())
         self._drain.granted(now)
-        grant = Grant(lease, request, placed, now, ahead, why)
-        this.decisions.append(grant)
         this.steps += 1
         return grant
 
@@ -391,9 +404,11 @@ class Scheduler:
                 yield Revoke(lease, held.request, held.backend.name)
 
     def _expired(self, alive: bool, now: float) -> list[Drop]:
-        outcome = Outcome.EXPIRED if alive else Outcome.EXPIRED_NO_BACKENDS
-        due = self._room.due(now, PASS_MAX)
-        return [Drop(queued.request, outcome, self._drain.retry_after_s(len(self._room), now)) for queued in due]
+        drops = []
+        for queued in self._room.due(now, PASS_MAX):
+            outcome = Outcome.EXPIRED if alive and not queued.held else Outcome.EXPIRED_NO_BACKENDS
+            drops.append(Drop(queued.request, outcome, self._drain.retry_after_s(len(self._room), now)))
+        return drops
 
     # --- looking in ----------------------------------------------------------------------------------------------
 

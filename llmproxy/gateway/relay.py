@@ -257,6 +257,7 @@ class Relay:
                 attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
             return
         _check_kept(lease)
+        lease.committed()
         attempt.committed = True
         await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
         reported = 0

@@ -203,18 +203,19 @@ class Walker:
     # --- the waiting room and the corridor, as often as it takes -----------------------------------------------------
 
     async def _attempts(self, walk: Walk, sheet: Sheet, request: Request) -> None:
-        entry = Entry.NEW
+        entry, left_s = Entry.NEW, walk.ttl_s
         while True:
             try:
                 now = asyncio.get_running_loop().time()
-                # The time to wait counts while waiting: not while a body arrives, nor while a backend works.
-                left_s = walk.ttl_s - walk.waited_s
+                # The time to wait counts while waiting: not while a body arrives, nor while a backend works, nor while
+                # the request is held because there is none.
                 if entry is not Entry.NEW:
                     left_s = max(left_s, RETRY_WAIT_MIN_S)
                 request = walk.request = replace(request, deadline_s=now + left_s)
                 walk.waits_since_s = now
                 async with self._dispatcher.admit(request, frozenset(walk.excluded), entry) as lease:
                     walk.waited_s += lease.grant.at_s - now
+                    left_s = lease.grant.left_s
                     walk.waits_since_s = None
                     attempt = await self._attempt(walk, sheet, lease)
             except Refused:

@@ -215,15 +215,15 @@ class LabProxy:
     async def _attempts(self, request: Request, record: Record, ttl_s: float) -> None:
         """The waiting room and the engines, as often as it takes. Raises Refused."""
         excluded: set[str] = set()
-        waited_s, entry = 0.0, Entry.NEW
+        waited_s, left_s, entry = 0.0, ttl_s, Entry.NEW
         while True:
             now = self._loop.time()
-            left_s = ttl_s - waited_s
             if entry is not Entry.NEW:
                 left_s = max(left_s, RETRY_WAIT_MIN_S)
             request = replace(request, deadline_s=now + left_s)
             async with self.dispatcher.admit(request, frozenset(excluded), entry) as lease:
                 waited_s += lease.grant.at_s - now
+                left_s = lease.grant.left_s
                 record.queue_wait_s = waited_s
                 record.attempts += 1
                 record.backend = lease.backend

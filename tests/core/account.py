@@ -44,7 +44,10 @@ class Row:
 
 @dataclass
 class Waiter:
-    """A request that waits. `own_s` and `held_s` are left of its time while its pool is up, and while it is not."""
+    """A request that waits. `own_s` and `held_s` are left of its time while its pool is up, and while it is not.
+
+    `held` says that it came while no backend of its own was up.
+    """
 
     request: Request
     excluded: frozenset[str]
@@ -52,6 +55,7 @@ class Waiter:
     service_s: float
     own_s: float
     held_s: float
+    held: bool = False
 
     def rank(self, ordering: str, ageing_s: float, now: float) -> Rank:
         """Its place in its flow by the words of the ordering policies, least first."""

@@ -91,6 +91,13 @@ def test_what_has_spoken_is_never_taken_back() -> None:
     assert taken_back(of) == []
 
 
+def test_what_has_sent_its_client_a_byte_stays_though_it_is_no_token() -> None:
+    of, (low,) = full()
+    of.committed(low)
+    urgent(of)
+    assert taken_back(of) == []
+
+
 def test_one_that_spoke_after_it_was_asked_back_makes_another_be_asked() -> None:
     of, (older, newer) = full(2)
     urgent(of)

@@ -207,7 +207,7 @@ class World:
         held = not up and resting and self.settings.queue.hold_s
         # A request that is held may go to the new process of a backend whose old one failed it.
         times = self._service_s(request), *self._time_left(request, bool(held))
-        waiter = Waiter(request, excluded - resting if held else excluded, entry, *times)
+        waiter = Waiter(request, excluded - resting if held else excluded, entry, *times, held=bool(held))
         expected = self._expected(request, entry) if up or held else Outcome.REJECTED_NO_BACKENDS
         below = [w.request for w in self.books.waiting_in(request.pool) if w.request.band < request.band]
         total_full = len(self.waiting) >= QUEUE_MAX and entry is Entry.NEW
@@ -279,7 +279,7 @@ class World:
                     self.shed.remove(request.id)
                     self._end(request, decision.outcome)
                 case Drop():
-                    assert decision.outcome is self._expiry(request.pool)
+                    assert decision.outcome is self._expiry(self.waiting[request.id])
                     assert left_s[request.id] < 2e-6, "a request was dropped before its time was over"
                     due.discard(request.id)
                     del self.waiting[request.id]
@@ -317,8 +317,9 @@ class World:
         wakeup_s = self.pools._schedulers[pool].next_wakeup(self.now)
         return wakeup_s is not None and wakeup_s <= self.now
 
-    def _expiry(self, pool: str) -> Outcome:
-        return Outcome.EXPIRED if self._alive(pool) else Outcome.EXPIRED_NO_BACKENDS
+    def _expiry(self, waiter: Waiter) -> Outcome:
+        told = self._alive(waiter.request.pool) and not waiter.held
+        return Outcome.EXPIRED if told else Outcome.EXPIRED_NO_BACKENDS
 
     def _proven_to_wait(self, withdraw: Withdraw) -> None:
         reading = self.pools.backends[withdraw.backend].reading

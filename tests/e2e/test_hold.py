@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from llmproxy.simulator.replica import Replica
 from tests.e2e.house import FAST, HELLO, STREAM, House, house, until
@@ -32,6 +33,13 @@ async def test_being_held_has_an_end_of_its_own() -> None:
         answer = await home.chat()
         assert (answer.status, home.outcomes()) == (503, {"expired_no_backends": 1})
         assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_an_adapter_whose_only_backend_is_down_is_held_as_long_and_told_the_same() -> None:
+    async with house(FAST, replace(FAST, adapters=("rare",)), queue={"hold_s": 0.05, "ttl_s": 60.0}) as home:
+        await stop(home, 1)
+        answer = await home.chat(HELLO | {"model": "rare"})
+        assert (answer.status, home.outcomes()) == (503, {"expired_no_backends": 1})
 
 
 async def test_a_client_may_want_to_be_told_sooner() -> None:
