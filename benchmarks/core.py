@@ -67,9 +67,9 @@ class AtOnce(Unobserved):
         self._placed = Placed("backend-000", 0.0, (), 1)
 
     def place(
-        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity:
-        del request, excluded
+        del request, excluded, now
         return self._placed if views[0].has_room(ceiling) else NO_CAPACITY
 
 

@@ -17,7 +17,8 @@ from functools import partial
 
 import orjson
 
-from llmproxy.gateway.desk import PARSE_BYTES_MAX, BodyKind, Desk, read_small
+from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
+from llmproxy.gateway.desk import Desk, read_small
 from llmproxy.gateway.sse import StreamTap
 
 MB = 1_000_000

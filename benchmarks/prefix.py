@@ -24,13 +24,12 @@ import orjson
 from xxhash import xxh64_intdigest
 
 from llmproxy.core.prefix import PrefixIndex
-from llmproxy.gateway.desk import BodyKind
-from llmproxy.gateway.prompt import BLOCK_BYTES, PROMPT_MEMBERS, chain_of, seed_of
+from llmproxy.gateway.body import BodyKind
+from llmproxy.gateway.prompt import BLOCK_BYTES, PROMPT_MEMBERS, chain_of
 from llmproxy.gateway.prompt_scan import chain_of_large
 from llmproxy.gateway.scan import drain, scan_members
 
 BYTES_PER_TOKEN = 4.3
-SEED = seed_of("model", None)
 ROUNDS = 9
 CAPACITY_BLOCKS = 16_000
 
@@ -56,7 +55,7 @@ def conversation(tokens: int, message_bytes: int) -> dict[str, Any]:
 def slices_of(body: bytes) -> tuple[float, float]:
     """Milliseconds that reading a body in slices takes, scanning apart, and the longest slice."""
     members = drain(scan_members(body, PROMPT_MEMBERS[BodyKind.CHAT]))
-    slices, gaps_ms = chain_of_large(body, members, BodyKind.CHAT, SEED), []
+    slices, gaps_ms = chain_of_large(body, members, BodyKind.CHAT), []
     while True:
         began_s = time.perf_counter()
         ended = next(slices, slices) is slices
@@ -72,7 +71,7 @@ def show_chains() -> None:
             if message_bytes == 10**9:
                 message_bytes = int(tokens * BYTES_PER_TOKEN)
             fields = conversation(tokens, message_bytes)
-            took_us = timed_us(partial(chain_of, fields, BodyKind.CHAT, SEED), 100)
+            took_us = timed_us(partial(chain_of, fields, BodyKind.CHAT), 100)
             print(f"| {tokens // 1000}k tokens | {message_bytes:,} bytes | {took_us:.0f} |")
     big = 16_000_000
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * (big // 8)}}

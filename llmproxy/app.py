@@ -24,6 +24,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin import AdminPages
 from llmproxy.gateway.auth import Keys
+from llmproxy.gateway.desk import Desk
 from llmproxy.gateway.identity import Identity
 from llmproxy.gateway.relay import Relay
 from llmproxy.gateway.server import FrontDoor
@@ -93,7 +94,9 @@ async def running(config: Config) -> AsyncIterator[Proxy]:
         decisions = _decision_log(config, metrics, loop.time())
         if decisions is not None:
             stack.push_async_callback(asyncio.to_thread, decisions.close)
-        walker = Walker(config, pools, dispatcher, relay, keys, identity, stored, metrics, decisions)
+        # Only this placement looks at prefixes; for any other, prompts need not be hashed.
+        desk = Desk(prefixes=settings.placement == "cost")
+        walker = Walker(config, desk, pools, dispatcher, relay, keys, identity, stored, metrics, decisions)
         door = FrontDoor(keys, pools, dispatcher, walker, stored, metrics, AdminPages(config, dispatcher, loop.time))
         await stack.enter_async_context(_polling(config, _Watch(pools, dispatcher, metrics)))
         # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.

@@ -145,7 +145,7 @@ class SchedulingConfig(Section):
     ordering: Annotated[str, registered(orderings)] = "fcfs"
     """Which request of a flow goes next: fcfs, edf, least_slack or shortest."""
     placement: Annotated[str, registered(presets)] = "blend"
-    """Which backend a request goes to: blend, round_robin, random, least_request or power_of_two."""
+    """Which backend a request goes to: cost, blend, round_robin, random, least_request or power_of_two."""
     flow: Annotated[str, AfterValidator(flow_of)] = "model"
     """What makes a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
     charged: Annotated[str, registered(charges)] = "tokens"

@@ -90,7 +90,8 @@ class Request:
     """An ask with identity, flow, band, cost, arrival and deadline. It never changes once made.
 
     `weight` is the share of its flow. `limits` names the usage limits that it counts against (of its tenant, its
-    model); see `core.limits`. `label` is what its client and the log call it.
+    model); see `core.limits`. `label` is what its client and the log call it. `prefix` are the chained hashes of its
+    prompt's whole blocks, of about `prefix_tokens` tokens each.
     """
 
     id: str
@@ -112,6 +113,8 @@ class Request:
     slo: Slo | None = None
     limits: tuple[str, ...] = ()
     label: str = ""
+    prefix: tuple[int, ...] = ()
+    prefix_tokens: float = 0.0
 
 
 class Entry(StrEnum):
@@ -196,12 +199,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where, and why: `terms` are the named parts of the chosen backend's score."""
+    """Where, and why: `terms` are the named parts of the chosen backend's score.
+
+    `cached_tokens` of the prompt are expected in its prefix cache.
+    """
 
     backend: str
     score: float
     terms: tuple[tuple[str, float], ...]
     candidates: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +220,12 @@ class NoCapacity:
 class NoMatch:
     """Somebody has room, but nobody for this request: the policy may offer its next flow.
 
-    `whole_model` when nobody with room serves the model at all, so that its other requests need not be tried.
+    `whole_model` when nobody with room serves the model at all, so that its other requests need not be tried. `later`
+    when a backend that is full is worth waiting for, which says nothing of other requests.
     """
 
     whole_model: bool
+    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)

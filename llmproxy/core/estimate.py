@@ -30,7 +30,7 @@ class Estimator:
 
     def tokens(self, model: str, ask: Ask) -> tuple[int, int]:
         """Expected (prompt tokens, output tokens) of `ask` on `model`, all its sequences together."""
-        learned = self._models.get(model) or _Learned()
+        learned = self._learned(model)
         prompt = ask.prompt_tokens
         if prompt is None:
             prompt = round(ask.prompt_bytes / learned.bytes_per_token)
@@ -38,6 +38,10 @@ class Estimator:
         if ask.max_tokens is not None:
             output = min(output, float(max(0, ask.max_tokens)))
         return max(1, prompt), round(output * ask.sequences)
+
+    def bytes_per_token(self, model: str) -> float:
+        """UTF-8 bytes of prompt text per token of `model`."""
+        return self._learned(model).bytes_per_token
 
     def learn(self, model: str, prompt_bytes: int | None, sequences: int, usage: Usage) -> None:
         """Take in one answer's `usage`; `prompt_bytes` is None where the prompt came as token ids."""
@@ -51,3 +55,6 @@ class Estimator:
             ratio = min(64.0, max(0.25, prompt_bytes / usage.prompt_tokens))
             learned.bytes_per_token += gain * (ratio - learned.bytes_per_token)
         learned.output_tokens += gain * (usage.output_tokens / max(1, sequences) - learned.output_tokens)
+
+    def _learned(self, model: str) -> _Learned:
+        return self._models.get(model) or _Learned()

@@ -69,12 +69,13 @@ def first_fit(
                         return Limited(queued, limit)
                     if unmatched.covers(queued):
                         continue
-                    placed = placement.place(queued.request, views, ceiling, queued.excluded)
+                    placed = placement.place(queued.request, views, ceiling, queued.excluded, now)
                     if isinstance(placed, Placed):
                         return Found(queued, placed, passed_over)
                     if isinstance(placed, NoCapacity):
                         return placed
-                    unmatched.add(queued, placed)
+                    if not placed.later:
+                        unmatched.add(queued, placed)
                     passed_over += 1
             finally:
                 line.close()

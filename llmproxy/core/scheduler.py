@@ -228,7 +228,7 @@ class Scheduler:
         held = self._leases[lease]
         held.backend.started(lease)
         self._withdrawal.closed(lease)
-        self._placement.started(lease)
+        self._placement.started(lease, now)
         if held.request.stream:
             self._room.band(held.request.band).fairness.started(held.request, now)
             self._first_token.learn(held.request.prompt_tokens, now - held.at_s)
@@ -249,7 +249,7 @@ class Scheduler:
         held = self._leases.pop(lease)
         held.backend.release(lease, verdict, now)
         self._withdrawal.closed(lease)
-        self._placement.finished(lease, verdict, usage)
+        self._placement.finished(lease, verdict, usage, now)
         self._limits.released(held.request, _used_tokens(held.request, verdict, usage), now)
         if usage is not None:
             self._charge_to(held, self._charge.final(held.request, usage, now - held.at_s))
@@ -367,9 +367,9 @@ class Scheduler:
         self._room.leave(queued)
         backend = self._backends[placed.backend]
         lease = next(self._lease_serial)
-        backend.book(lease, request, now)
+        backend.book(lease, request, now, placed.cached_tokens)
         self._limits.booked(request)
-        self._placement.booked(lease, request, backend.name)
+        self._placement.booked(lease, request, placed, now)
         if not guaranteed:
             # What a band is granted by its minimum share is not to be taken back by those who waited above it.
             self._withdrawal.booked(lease, request, backend)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from llmproxy.core.domain import Ask
+from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
 from llmproxy.gateway.multipart import scan_form
+from llmproxy.gateway.prompt import SALT, Chain, chain_of
+from llmproxy.gateway.prompt_scan import chain_of_large
 from llmproxy.gateway.scan import (
     MEDIA_BYTES,
     MEDIA_HEAD_BYTES,
@@ -31,9 +33,6 @@ from llmproxy.gateway.scan import (
     scan_members,
 )
 
-# The densest bodies (nothing but brackets) of this size cost a parser and the walk over its result about 5 ms, half of
-# what one stretch on the loop may take; `benchmarks/desk.py` measures it.
-PARSE_BYTES_MAX = 128 * 1024
 TURN_S = 0.002  # Long enough to make the switches cheap, short enough to be lost in the noise of a token stream.
 OPTION_BYTES_MAX = 64 * 1024
 # More than any engine runs at once; a number that a client made up must not count as a fleet full of work.
@@ -58,23 +57,6 @@ _ABSENT = object()
 _USAGE_ON = b'"include_usage":true'
 _TRUE = frozenset({"true", "1", "on", "yes", "t", "y"})
 _FALSE = frozenset({"false", "0", "off", "no", "f", "n", ""})
-
-
-class BodyKind(StrEnum):
-    """How the body of a route is to be read.
-
-    `CHAT` and `COMPLETION` streams can be asked for usage; `OTHER` is any JSON body of an endpoint whose engine does
-    not vet `stream`; `FORM` is multipart/form-data.
-    """
-
-    CHAT = "chat"
-    COMPLETION = "completion"
-    RESPONSES = "responses"
-    MESSAGES = "messages"
-    OTHER = "other"
-    FORM = "form"
-
-
 _PRIORITISED = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES})
 
 
@@ -91,13 +73,14 @@ class Spliced:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What the desk noted of one body: the ask, and what splices need to know."""
+    """What the desk noted of one body: the ask, what splices need to know, and the chain of its prompt if asked for."""
 
     ask: Ask
     kind: BodyKind
     body: bytes = field(repr=False)
     stream_options: Any = _ABSENT
     members: Mapping[str, Member] | None = field(default=None, repr=False)
+    chain: Chain | None = field(default=None, repr=False)
 
     def spliced(self, *, model: str | None = None, want_usage: bool = False, priority: int | None = None) -> Spliced:
         """The body with `model` in the place of the name it gave, and with the usage option of a stream.
@@ -161,7 +144,9 @@ _Edit = tuple[int, int, bytes]
 class Desk:
     """Reads the bodies of one event loop. Large ones take turns, so that many of them stall it no longer than one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prefixes: bool = False) -> None:
+        """With `prefixes`, the chain of every prompt is noted too; a placement that knows prefixes needs it."""
+        self._prefixes = prefixes
         self._turns = asyncio.Lock()
 
     async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> Sheet:
@@ -169,8 +154,19 @@ class Desk:
         if kind is BodyKind.FORM:
             return await self._in_turns(read_form(body, content_type))
         if len(body) <= PARSE_BYTES_MAX:
+            return await self._small(body, kind)
+        return await self._in_turns(read_large(body, kind, self._prefixes))
+
+    async def _small(self, body: bytes, kind: BodyKind) -> Sheet:
+        if not self._prefixes:
             return read_small(body, kind)
-        return await self._in_turns(read_large(body, kind))
+        began_s = time.perf_counter()
+        fields = _parsed(body)
+        sheet = _noted(fields, body, kind)
+        if time.perf_counter() - began_s > TURN_S:
+            # The body is dense, and its chain may take as long once more.
+            await asyncio.sleep(0)
+        return replace(sheet, chain=chain_of(fields, kind))
 
     async def _in_turns(self, slices: Slices[T]) -> T:
         while True:
@@ -189,6 +185,10 @@ class Desk:
 
 def read_small(body: bytes, kind: BodyKind) -> Sheet:
     """Parse a JSON body in one go; blocks for as long as that takes. Raises BadBody."""
+    return _noted(_parsed(body), body, kind)
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -199,16 +199,22 @@ def read_small(body: bytes, kind: BodyKind) -> Sheet:
         raise BadBody(f"The request body is not valid JSON: {what} ({where}).", f"body.{error.pos}") from None
     if not isinstance(fields, dict):
         raise BadBody("The request body must be a JSON object.")
+    return fields
+
+
+def _noted(fields: dict[str, Any], body: bytes, kind: BodyKind) -> Sheet:
     sizes = [_measure(name, fields[name]) for name in _TEXT if name in fields]
     return Sheet(_ask(fields, sizes, kind), kind, body, fields.get("stream_options", _ABSENT))
 
 
-def read_large(body: bytes, kind: BodyKind) -> Slices[Sheet]:
+def read_large(body: bytes, kind: BodyKind, prefixes: bool = False) -> Slices[Sheet]:
     """Scan a JSON body of any size in slices. Raises BadBody; broken values that nobody here asked for pass."""
-    members = yield from scan_members(body, (*_TEXT, *_OPTIONS, _PRIORITY))
+    members = yield from scan_members(body, (*_TEXT, *_OPTIONS, _PRIORITY, SALT))
     fields = {name: _option(body, name, members[name]) for name in _OPTIONS if name in members}
     sizes = [_measure_member(members[name]) for name in _TEXT if name in members]
-    return Sheet(_ask(fields, sizes, kind), kind, body, fields.get("stream_options", _ABSENT), members)
+    ask = _ask(fields, sizes, kind)
+    chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
+    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain)
 
 
 def read_form(body: bytes, content_type: str) -> Slices[Sheet]:

@@ -7,10 +7,10 @@ included. Text is taken unescaped, so spelling and whitespace of the JSON do not
 string or as one part of a list. Images and sounds count by a hash of their bytes. Equal bytes do not prove equal
 tokens (a template may look ahead), and need not: the chain predicts, the engine decides.
 
-The *chain* is that of prefix-caching routers, in bytes instead of tokens: hash 0 = H(seed), hash n = H(hash n-1,
-block n), with XXH64 and the hash before as its seed, over full blocks only. It is the same in every process. It
-guards nothing: who crafts a collision spoils the prediction for prompts of the same seed, which names model, adapter
-and `cache_salt`.
+The *chain* is that of prefix-caching routers, in bytes instead of tokens: hash 0 = H(`cache_salt`), hash n = H(hash
+n-1, block n), with XXH64 and the hash before as its seed, over full blocks only. It is the same in every process. A
+body is read before it is known what its model's name means, so model and adapter are mixed into the finished hashes.
+It guards nothing: who crafts a collision spoils the prediction for prompts of the same model, adapter and salt.
 
 Small bodies come parsed; `prompt_scan` reads large ones in slices, with the same result.
 """
@@ -25,10 +25,12 @@ from typing import Any
 import orjson
 from xxhash import xxh64_digest, xxh64_intdigest
 
-from llmproxy.gateway.desk import BodyKind
+from llmproxy.gateway.body import BodyKind
 
 # About 120 tokens: what a half-matched block hides costs an engine a millisecond. Half of it costs 1.6 times the time.
 BLOCK_BYTES = 512
+ID_BYTES = array("I").itemsize
+"""Of a token that comes as its id."""
 # Half a million tokens, more than any engine takes; what follows has no identity and counts as never cached.
 BLOCKS_MAX = 4096
 
@@ -79,17 +81,17 @@ class Chain:
         full = len(self.hashes) + blocks == BLOCKS_MAX
         return Chain((*self.hashes, *hashes), last, b"" if full else data[blocks * BLOCK_BYTES :])
 
+    def hashes_on(self, model: str, adapter: str | None) -> tuple[int, ...]:
+        """The hashes as `model` and `adapter` have them, who share no cached block with any other."""
+        mark = xxh64_intdigest(orjson.dumps([model, adapter]))
+        return tuple([block ^ mark for block in self.hashes])
+
 
 class _DenseError(Exception):
     """A body has more pieces than anybody writes."""
 
 
-def seed_of(model: str, adapter: str | None) -> bytes:
-    """What separates the prompts of one model and adapter from all others."""
-    return orjson.dumps([model, adapter])
-
-
-def chain_of(fields: Mapping[str, Any], kind: BodyKind, seed: bytes) -> Chain:
+def chain_of(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
     """The chain of a body as orjson parsed it. An endpoint without a prompt has an empty chain; bad values pass.
 
     It ends early after PIECES_MAX pieces.
@@ -104,7 +106,7 @@ def chain_of(fields: Mapping[str, Any], kind: BodyKind, seed: bytes) -> Chain:
         out = []
     except _DenseError:
         pass
-    return empty_chain(seed, fields.get(SALT)).extended(b"".join(out))
+    return empty_chain(fields.get(SALT)).extended(b"".join(out))
 
 
 def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
@@ -127,9 +129,9 @@ def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
     return b"".join(out)
 
 
-def empty_chain(seed: bytes, salt: Any) -> Chain:
+def empty_chain(salt: Any) -> Chain:
     """The chain of nothing, for a body with this `cache_salt`; one that is no string the engine refuses."""
-    return Chain((), xxh64_intdigest(seed + salt.encode() if isinstance(salt, str) else seed))
+    return Chain((), xxh64_intdigest(salt.encode() if isinstance(salt, str) else b""))
 
 
 def _member(out: list[bytes], name: str, value: Any) -> None:
@@ -171,6 +173,7 @@ def _content(out: list[bytes], value: Any, depth: int) -> None:
     elif type(value) is dict:
         _item(out, value, depth)
     elif type(value) is list:
+        out.append(b"")  # It takes time like any other piece.
         for number, part in enumerate(value):
             if number:
                 out.append(PART)

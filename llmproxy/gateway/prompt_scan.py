@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 from xxhash import xxh64, xxh64_hexdigest
 
-from llmproxy.gateway.desk import PARSE_BYTES_MAX, BodyKind
+from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
 from llmproxy.gateway.prompt import (
     BLOCKS_MAX,
     DEPTH_MAX,
@@ -50,7 +50,7 @@ _STRING = re.compile(
 
 
 def chain_of_large(
-    body: bytes, members: Mapping[str, Member], kind: BodyKind, seed: bytes, slice_bytes: int = SLICE_BYTES
+    body: bytes, members: Mapping[str, Member], kind: BodyKind, slice_bytes: int = SLICE_BYTES
 ) -> Slices[Chain]:
     """The chain of a body of any size, given where its PROMPT_MEMBERS and SALT lie.
 
@@ -59,9 +59,9 @@ def chain_of_large(
     says what is wrong with it. Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
     """
     try:
-        begin = empty_chain(seed, _salt(body, members.get(SALT)))
+        begin = empty_chain(_salt(body, members.get(SALT)))
     except orjson.JSONDecodeError:
-        return empty_chain(seed, None)
+        return empty_chain(None)
     reader = _Reader(body, begin, slice_bytes)
     try:
         for name in PROMPT_MEMBERS.get(kind, ()):

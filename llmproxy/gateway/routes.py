@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from llmproxy.gateway.desk import BodyKind
+from llmproxy.gateway.body import BodyKind
 
 
 class Dialect(StrEnum):
@@ -18,11 +18,15 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One scheduled POST route, and how its bodies are read."""
+    """One scheduled POST route, and how its bodies are read.
+
+    `computes` says that the engine runs its prompt, which is then found in the prefix cache.
+    """
 
     path: str
     kind: BodyKind = BodyKind.OTHER
     dialect: Dialect = Dialect.OPENAI
+    computes: bool = True
 
 
 SCHEDULED: dict[str, Route] = {
@@ -32,7 +36,7 @@ SCHEDULED: dict[str, Route] = {
         Route("/v1/completions", BodyKind.COMPLETION),
         Route("/v1/responses", BodyKind.RESPONSES, Dialect.RESPONSES),
         Route("/v1/messages", BodyKind.MESSAGES, Dialect.ANTHROPIC),
-        Route("/v1/messages/count_tokens", BodyKind.MESSAGES, Dialect.ANTHROPIC),
+        Route("/v1/messages/count_tokens", BodyKind.MESSAGES, Dialect.ANTHROPIC, computes=False),
         Route("/v1/embeddings"),
         Route("/v2/embed"),
         Route("/pooling"),
@@ -49,7 +53,7 @@ SCHEDULED: dict[str, Route] = {
         Route("/v1/chat/completions/batch"),
         Route("/v1/chat/completions/render"),
         Route("/v1/completions/render"),
-        Route("/v1/messages/render", BodyKind.MESSAGES, Dialect.ANTHROPIC),
+        Route("/v1/messages/render", BodyKind.MESSAGES, Dialect.ANTHROPIC, computes=False),
         Route("/v1/responses/render"),
         Route("/v1/chat/completions/derender"),
         Route("/v1/completions/derender"),

@@ -18,11 +18,13 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
 from llmproxy.gateway.auth import NO_TENANT, Keys, Tenant
+from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
-from llmproxy.gateway.desk import BodyKind, Desk, Sheet
+from llmproxy.gateway.desk import Desk, Sheet
 from llmproxy.gateway.errors import Failure, error_body
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import Identity, request_id
+from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES
 from llmproxy.gateway.relay import Attempt, Call, Relay
 from llmproxy.gateway.routes import Dialect, Route
 from llmproxy.gateway.scan import BadBody
@@ -71,6 +73,7 @@ class Walker:
     def __init__(
         self,
         config: Config,
+        desk: Desk,
         pools: Pools,
         dispatcher: Dispatcher,
         relay: Relay,
@@ -92,7 +95,7 @@ class Walker:
         self._backends: Mapping[str, BackendConfig] = {backend.name: backend for backend in config.backends}
         self._budget = RetryBudget(config.retry.budget_ratio)
         self._band_names = config.band_names()
-        self._desk = Desk()
+        self._desk = desk
         self._serial = count(1)
         self.walking = 0
         self.idle = asyncio.Event()
@@ -178,6 +181,7 @@ class Walker:
         standing = self._identity.standing(http.headers, trusted, target.requested, target.model, walk.tenant)
         walk.ttl_s, walk.unknown_objective = standing.ttl_s, standing.unknown_objective
         prompt_tokens, output_tokens = self._pools.tokens(target, ask)
+        prefix, prefix_tokens = self._prefix(walk, sheet, target)
         return Request(
             id=str(next(self._serial)),
             pool=target.pool,
@@ -198,7 +202,17 @@ class Walker:
             slo=standing.slo,
             limits=standing.limits,
             label=walk.id,
+            prefix=prefix,
+            prefix_tokens=prefix_tokens,
         )
+
+    def _prefix(self, walk: Walk, sheet: Sheet, target: Target) -> tuple[tuple[int, ...], float]:
+        """The hashes of the prompt's blocks, and about how many tokens each of them has."""
+        if sheet.chain is None or not walk.route.computes:
+            return (), 0.0
+        as_ids = sheet.ask.prompt_tokens is not None
+        token_bytes = ID_BYTES if as_ids else self._pools.estimator.bytes_per_token(target.model)
+        return sheet.chain.hashes_on(target.model, target.adapter), BLOCK_BYTES / token_bytes
 
     # --- the waiting room and the corridor, as often as it takes -----------------------------------------------------
 

@@ -74,9 +74,9 @@ class Oracle:
         self._where: dict[int, str] = {}
 
     def place(
-        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        del ceiling
+        del ceiling, now
         serving = [view for view in views if request.model in view.served and view.backend not in excluded]
         if not serving:
             return NO_MATCH_FOR_MODEL
@@ -145,7 +145,8 @@ class Oracle:
 
     # --- its own books ------------------------------------------------------------------------------------------------
 
-    def booked(self, lease: int, request: Request, backend: str) -> None:
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        backend = placed.backend
         arrival, held = self._world.arrivals[request.id], self._held[backend]
         replica, sequence = self._world.replicas[backend], self._world.sequence_of(request.id)
         prefill_tokens = arrival.prompt_tokens - replica.engine.cached_tokens(sequence)
@@ -153,19 +154,20 @@ class Oracle:
         begin_s = self._begin_s(replica, sequence, arrival.prompt_tokens - prefill_tokens)
         self._where[lease] = backend
         held.lasts_s[lease] = replica.ills.slow * arrival.output_tokens * step_s
-        held.ends_s[lease] = self._clock() + begin_s + held.lasts_s[lease]
+        held.ends_s[lease] = now + begin_s + held.lasts_s[lease]
         held.arrivals[lease] = arrival
         held.prefill_tokens[lease] = prefill_tokens
         held.ahead_tokens += prefill_tokens
         held.context_tokens += arrival.prompt_tokens + arrival.output_tokens // 2
 
-    def started(self, lease: int) -> None:
+    def started(self, lease: int, now: float) -> None:
+        del now
         held = self._held[self._where[lease]]
         held.ahead_tokens -= held.prefill_tokens.pop(lease, 0)
 
-    def finished(self, lease: int, verdict: Verdict, usage: Usage | None) -> None:
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
         del verdict, usage
-        self.started(lease)
+        self.started(lease, now)
         held = self._held[self._where.pop(lease)]
         arrival = held.arrivals.pop(lease)
         del held.ends_s[lease], held.lasts_s[lease]

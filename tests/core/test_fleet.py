@@ -66,6 +66,16 @@ def test_prompts_are_debited_to_the_cache_until_a_reading_can_have_seen_them() -
     one.check()
 
 
+def test_what_is_cached_of_a_prompt_takes_no_new_room() -> None:
+    one = backend()
+    one.observe(reading(0.0, kv_used=0.5, kv_tokens=1000))
+    one.book(1, request(prompt_tokens=200), 1.0, cached_tokens=150)
+    assert one.view(1.0).kv_used == pytest.approx(0.55)
+    one.check()
+    one.release(1, Verdict.SERVED, 2.0)
+    assert one.view(2.0).kv_used == 0.5
+
+
 def test_a_debit_leaves_with_its_lease() -> None:
     one = backend()
     one.observe(reading(0.0, kv_used=0.0, kv_tokens=1000))

@@ -71,7 +71,8 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         fleet=st.sampled_from(FLEETS),
         fairness=st.sampled_from(sorted(policies.names())),
-        placement=st.sampled_from(sorted(presets.names())),
+        # `cost` may wait for a backend that is full, and the books know only those that place whoever fits.
+        placement=st.sampled_from(sorted(set(presets.names()) - {"cost"})),
         ceilings=st.sampled_from(CEILINGS),
         ordering=st.sampled_from(sorted(orderings.names())),
         limits=st.sampled_from(({}, LIMITS)),
@@ -251,8 +252,8 @@ def ceilings_are_ignored(patching: pytest.MonkeyPatch) -> None:
 def debit_is_skipped(patching: pytest.MonkeyPatch) -> None:
     book = Backend.book
 
-    def forgetful(self: Backend, lease: int, request: Request, now: float) -> None:
-        book(self, lease, request, now)
+    def forgetful(self: Backend, lease: int, request: Request, now: float, cached_tokens: int) -> None:
+        book(self, lease, request, now, cached_tokens)
         self.sequences -= request.sequences
 
     patching.setattr(Backend, "book", forgetful)

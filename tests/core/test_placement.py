@@ -26,7 +26,7 @@ def chosen(
     placement = make(preset, Random(7))
     found: Counter[str] = Counter()
     for _ in range(times):
-        placed = placement.place(request(**facts), views, ceiling, excluded)
+        placed = placement.place(request(**facts), views, ceiling, excluded, 0.0)
         assert isinstance(placed, Placed), placed
         found[placed.backend] += 1
     return found
@@ -44,10 +44,10 @@ def test_no_room_anywhere_is_told_from_no_room_for_this_one(preset: str) -> None
     full, down = view("full", load=10), view("down", available=False)
     roomy_elsewhere = view("other", served=frozenset({"other"}))
     place = make(preset, Random(0)).place
-    assert place(request(), [], 1.0, NONE) == NoCapacity()
-    assert place(request(), [full, down], 1.0, NONE) == NoCapacity()
-    assert place(request(), [full, down, roomy_elsewhere], 1.0, NONE) == NoMatch(whole_model=True)
-    assert place(request(), [full, view("a")], 1.0, frozenset({"a"})) == NoMatch(whole_model=True)
+    assert place(request(), [], 1.0, NONE, 0.0) == NoCapacity()
+    assert place(request(), [full, down], 1.0, NONE, 0.0) == NoCapacity()
+    assert place(request(), [full, down, roomy_elsewhere], 1.0, NONE, 0.0) == NoMatch(whole_model=True)
+    assert place(request(), [full, view("a")], 1.0, frozenset({"a"}), 0.0) == NoMatch(whole_model=True)
 
 
 def test_every_filter_leaves_only_those_that_fit(preset: str) -> None:
@@ -67,14 +67,14 @@ def test_every_filter_leaves_only_those_that_fit(preset: str) -> None:
 def test_a_lower_ceiling_sees_less_room(preset: str) -> None:
     views = [view("a", limit=10, load=9)]
     assert chosen(preset, views, ceiling=1.0) == {"a": 1}
-    assert make(preset, Random(0)).place(request(), views, 0.85, NONE) == NoCapacity()
+    assert make(preset, Random(0)).place(request(), views, 0.85, NONE, 0.0) == NoCapacity()
 
 
 def test_an_adapter_goes_only_where_it_is_listed(preset: str) -> None:
     views = [view("a"), view("b", served=frozenset({"base", "lora"}), load=5)]
     place = make(preset, Random(0)).place
     for _ in range(10):
-        placed = place(request(adapter="lora"), views, 1.0, NONE)
+        placed = place(request(adapter="lora"), views, 1.0, NONE, 0.0)
         assert isinstance(placed, Placed)
         assert placed.backend == "b"
         assert placed.candidates == 1
@@ -83,8 +83,8 @@ def test_an_adapter_goes_only_where_it_is_listed(preset: str) -> None:
 def test_a_long_request_waits_for_the_long_context(preset: str) -> None:
     short, long = view("short", max_model_len=100), view("long", max_model_len=1000, load=10)
     place = make(preset, Random(0)).place
-    assert place(request(prompt_tokens=500), [short, long], 1.0, NONE) == NoMatch(whole_model=False)
-    assert place(request(prompt_tokens=90, max_tokens=20), [short, long], 1.0, NONE) == NoMatch(whole_model=False)
+    assert place(request(prompt_tokens=500), [short, long], 1.0, NONE, 0.0) == NoMatch(whole_model=False)
+    assert place(request(prompt_tokens=90, max_tokens=20), [short, long], 1.0, NONE, 0.0) == NoMatch(whole_model=False)
     assert chosen(preset, [short, long], prompt_tokens=90, max_tokens=10) == {"short": 1}
 
 
@@ -107,7 +107,7 @@ def test_one_preset_and_seed_always_choose_alike(preset: str) -> None:
 
     def trace() -> list[str]:
         place = make(preset, Random(3)).place
-        placed = [place(request(), views, 1.0, NONE) for _ in range(30)]
+        placed = [place(request(), views, 1.0, NONE, 0.0) for _ in range(30)]
         return [one.backend for one in placed if isinstance(one, Placed)]
 
     assert trace() == trace()
@@ -138,7 +138,7 @@ def test_blend_prefers_a_resident_adapter_then_a_free_slot_then_an_eviction() ->
     evicts = view("evicts", served=served, resident=frozenset({"x"}), max_adapters=1)
     place = make("blend", Random(0)).place
     for views, best in [([evicts, free, has], "has"), ([evicts, free], "free"), ([evicts], "evicts")]:
-        placed = place(request(adapter="lora"), views, 1.0, NONE)
+        placed = place(request(adapter="lora"), views, 1.0, NONE, 0.0)
         assert isinstance(placed, Placed)
         assert placed.backend == best
 
@@ -147,13 +147,13 @@ def test_blend_leaves_a_warm_backend_that_is_busy() -> None:
     served = frozenset({"base", "lora"})
     warm = view("warm", served=served, resident=frozenset({"lora"}), max_adapters=2, load=9, waiting=3)
     cold = view("cold", served=served, max_adapters=2)
-    placed = make("blend", Random(0)).place(request(adapter="lora"), [warm, cold], 1.0, NONE)
+    placed = make("blend", Random(0)).place(request(adapter="lora"), [warm, cold], 1.0, NONE, 0.0)
     assert isinstance(placed, Placed)
     assert placed.backend == "cold"
 
 
 def test_blend_says_why() -> None:
-    placed = make("blend", Random(0)).place(request(), [view("a", load=5, waiting=1, kv_used=0.25)], 1.0, NONE)
+    placed = make("blend", Random(0)).place(request(), [view("a", load=5, waiting=1, kv_used=0.25)], 1.0, NONE, 0.0)
     assert isinstance(placed, Placed)
     assert dict(placed.terms) == {"queue": 0.5, "kv": 0.75, "load": 0.5, "lora": 1.0}
     assert placed.score == 2 * 0.5 + 0.75 + 2 * 0.5 + 1.0
@@ -195,7 +195,7 @@ def test_round_robin_goes_by_name_and_skips_those_without_room() -> None:
     a, b, c = view("a"), view("b"), view("c")
     order = []
     for views in ([c, a, b], [c, a, b], [c, a, b], [b, a, c], [a, view("b", load=10), c], [a, b, c]):
-        placed = place(request(), views, 1.0, NONE)
+        placed = place(request(), views, 1.0, NONE, 0.0)
         assert isinstance(placed, Placed)
         order.append(placed.backend)
     assert order == ["a", "b", "c", "a", "c", "a"]

@@ -28,4 +28,4 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
 
 def test_the_names_that_a_configuration_may_use() -> None:
     assert set(fairness.policies.names()) == {"fair_share", "fcfs", "locality_fair_share", "round_robin", "slo"}
-    assert set(placement.presets.names()) == {"blend", "round_robin", "random", "least_request", "power_of_two"}
+    assert set(placement.presets.names()) == {"blend", "round_robin", "random", "least_request", "power_of_two", "cost"}

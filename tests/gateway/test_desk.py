@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from llmproxy.core.domain import Ask
 from llmproxy.gateway import desk as desk_module
-from llmproxy.gateway.desk import PARSE_BYTES_MAX, SEQUENCES_MAX, BodyKind, Desk, Sheet, read_large, read_small
+from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
+from llmproxy.gateway.desk import SEQUENCES_MAX, Desk, Sheet, read_large, read_small
+from llmproxy.gateway.prompt import BLOCK_BYTES, chain_of
 from llmproxy.gateway.scan import MEDIA_BYTES, BadBody, drain
 
 CHAT, COMPLETION, OTHER = BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.OTHER
@@ -196,6 +198,73 @@ async def test_a_read_that_is_cancelled_leaves_the_desk_free(monkeypatch: pytest
     with pytest.raises(asyncio.CancelledError):
         await read
     assert (await desk.read(body, CHAT)).ask.sequences == SEQUENCES_MAX
+
+
+# --- the chain of the prompt ------------------------------------------------------------------------------------------
+
+
+def talk(text_bytes: int, **more: object) -> bytes:
+    return orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * (text_bytes // 5)}], **more})
+
+
+@pytest.mark.parametrize("text_bytes", [4000, PARSE_BYTES_MAX])
+async def test_the_desk_notes_the_chain_of_a_prompt_where_it_is_asked_to(text_bytes: int) -> None:
+    desk = Desk(prefixes=True)
+    body = talk(text_bytes)
+    sheet = await desk.read(body, CHAT)
+    assert sheet.chain == chain_of(orjson.loads(body), CHAT)
+    assert len(sheet.chain.hashes) == text_bytes // BLOCK_BYTES
+    salted = [(await desk.read(talk(text_bytes, cache_salt=salt), CHAT)).chain for salt in ("mine", "yours")]
+    chains = [sheet.chain, *(chain for chain in salted if chain is not None)]
+    assert len({block for chain in chains for block in chain.hashes}) == 3 * len(sheet.chain.hashes)
+
+
+async def test_small_and_large_bodies_have_one_chain() -> None:
+    body = talk(4000, tools=[{"name": "look"}], cache_salt="mine")
+    assert (await Desk(prefixes=True).read(body, CHAT)).chain == drain(read_large(body, CHAT, prefixes=True)).chain
+
+
+@pytest.mark.parametrize(("turn_s", "turns"), [(0.0, 1), (60.0, 0)])
+async def test_others_have_their_turn_before_the_chain_of_a_dense_body(
+    turn_s: float, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk_module, "TURN_S", turn_s)
+    others: list[int] = []
+    asyncio.get_running_loop().call_soon(others.append, 1)
+    await Desk(prefixes=True).read(talk(4000), CHAT)
+    assert len(others) == turns
+
+
+@pytest.mark.parametrize("text_bytes", [4000, PARSE_BYTES_MAX])
+async def test_nobody_computes_a_chain_that_nobody_asked_for(text_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(desk_module, "chain_of")
+    monkeypatch.delattr(desk_module, "chain_of_large")
+    assert (await Desk().read(talk(text_bytes), CHAT)).chain is None
+
+
+async def test_what_has_no_prompt_has_no_blocks() -> None:
+    desk = Desk(prefixes=True)
+    for text_bytes in (4000, PARSE_BYTES_MAX):
+        other = (await desk.read(talk(text_bytes), OTHER)).chain
+        assert other is not None
+        assert other.hashes == ()
+    assert (await desk.read(FORM % (b"whisper", b"1"), BodyKind.FORM, "multipart/form-data; boundary=b")).chain is None
+
+
+async def test_the_loop_runs_on_while_chains_of_large_bodies_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "TURN_S", 0.0)
+    body = talk(1_000_000)
+
+    async def turns(desk: Desk) -> int:
+        read = asyncio.create_task(desk.read(body, CHAT))
+        turns = 0
+        while not read.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    # At 64 KiB a slice, a megabyte has fifteen of them; the scan before takes as many.
+    assert await turns(Desk(prefixes=True)) >= await turns(Desk()) + 15
 
 
 # --- splices ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmproxy.gateway.desk import PARSE_BYTES_MAX, BodyKind
+from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
 from llmproxy.gateway.prompt import (
     BLOCK_BYTES,
     BLOCKS_MAX,
@@ -20,12 +20,10 @@ from llmproxy.gateway.prompt import (
     answer_bytes,
     chain_of,
     empty_chain,
-    seed_of,
 )
 from llmproxy.gateway.prompt_scan import chain_of_large
 from llmproxy.gateway.scan import Kind, Member, drain, scan_members
 
-SEED = seed_of("llama", None)
 LONG = "All that follows was said before. " * 60
 
 TEXTS = st.text(alphabet=st.sampled_from('ab"\\[]{},:\n\té漢😀\x1e'), max_size=40)
@@ -53,11 +51,11 @@ BODIES = st.one_of(
 
 def large(body: bytes, kind: BodyKind, slice_bytes: int = 65536) -> Chain:
     members = drain(scan_members(body, (*PROMPT_MEMBERS.get(kind, ()), SALT)))
-    return drain(chain_of_large(body, members, kind, SEED, slice_bytes))
+    return drain(chain_of_large(body, members, kind, slice_bytes))
 
 
 def chat(*messages: Any, **more: Any) -> Chain:
-    return chain_of({"messages": list(messages), **more}, BodyKind.CHAT, SEED)
+    return chain_of({"messages": list(messages), **more}, BodyKind.CHAT)
 
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -87,7 +85,7 @@ def test_a_body_has_one_chain_whether_parsed_or_scanned(
 ) -> None:
     kind, fields = case
     body = json.dumps(fields, ensure_ascii=ascii_only, separators=(f"{space},{space}", f"{space}:{space}")).encode()
-    assert large(body, kind, slice_bytes) == chain_of(orjson.loads(body), kind, SEED)
+    assert large(body, kind, slice_bytes) == chain_of(orjson.loads(body), kind)
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
@@ -98,15 +96,15 @@ def test_long_texts_and_many_values_have_one_chain_too(ascii_only: bool) -> None
     }
     body = json.dumps(fields, ensure_ascii=ascii_only).encode()
     chain = large(body, BodyKind.CHAT)
-    assert chain == chain_of(fields, BodyKind.CHAT, SEED)
+    assert chain == chain_of(fields, BodyKind.CHAT)
     assert len(chain.hashes) > 1000
     ids = {"prompt": list(range(100_000, 300_000))}
-    assert large(json.dumps(ids).encode(), BodyKind.COMPLETION) == chain_of(ids, BodyKind.COMPLETION, SEED)
+    assert large(json.dumps(ids).encode(), BodyKind.COMPLETION) == chain_of(ids, BodyKind.COMPLETION)
 
 
 @given(st.lists(st.binary(max_size=3 * BLOCK_BYTES), max_size=6))
 def test_a_chain_does_not_show_in_which_pieces_it_grew(pieces: list[bytes]) -> None:
-    grown = start = empty_chain(SEED, None)
+    grown = start = empty_chain(None)
     for piece in pieces:
         grown = grown.extended(piece)
     whole = b"".join(pieces)
@@ -116,7 +114,7 @@ def test_a_chain_does_not_show_in_which_pieces_it_grew(pieces: list[bytes]) -> N
 
 
 def test_each_hash_stands_for_all_before_it() -> None:
-    start = empty_chain(SEED, None)
+    start = empty_chain(None)
     block, other = b"a" * BLOCK_BYTES, b"b" * BLOCK_BYTES
     assert len(set(start.extended(block * 5).hashes)) == 5
     changed = start.extended(block + other + block * 3).hashes
@@ -125,13 +123,13 @@ def test_each_hash_stands_for_all_before_it() -> None:
 
 
 def test_a_full_chain_stays_as_it_is() -> None:
-    start = empty_chain(SEED, None)
+    start = empty_chain(None)
     full = start.extended(b"x" * (BLOCKS_MAX * BLOCK_BYTES + 700))
     assert len(full.hashes) == BLOCKS_MAX
     assert full.tail == b""
     assert full.extended(b"more" * BLOCK_BYTES) == full
     body = orjson.dumps({"messages": [said("user", "x" * (BLOCKS_MAX * BLOCK_BYTES * 2))]})
-    assert large(body, BodyKind.CHAT) == chain_of(orjson.loads(body), BodyKind.CHAT, SEED)
+    assert large(body, BodyKind.CHAT) == chain_of(orjson.loads(body), BodyKind.CHAT)
 
 
 CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at":"sky"}'}}
@@ -159,28 +157,28 @@ ENGINES_MESSAGE = said("assistant", LONG, refusal=None, annotations=None, tool_c
 def test_the_next_turn_begins_with_the_prompt_and_its_answer(
     kind: BodyKind, name: str, first: list[Any], answer: Any, turns: list[Any]
 ) -> None:
-    prompt = chain_of({name: first}, kind, SEED)
+    prompt = chain_of({name: first}, kind)
     known = prompt.extended(answer_bytes(answer, kind))
-    again = chain_of({name: [*first, *turns, said("user", "And then? " * 100)]}, kind, SEED)
+    again = chain_of({name: [*first, *turns, said("user", "And then? " * 100)]}, kind)
     assert 3 <= len(prompt.hashes) < len(known.hashes) < len(again.hashes)
     assert again.hashes[: len(known.hashes)] == known.hashes
     # Not the full blocks alone: up to the last byte.
-    assert known == chain_of({name: [*first, *turns]}, kind, SEED)
+    assert known == chain_of({name: [*first, *turns]}, kind)
 
 
 def test_a_completion_goes_on_where_its_answer_ended() -> None:
-    known = chain_of({"prompt": LONG}, BodyKind.COMPLETION, SEED).extended(answer_bytes(LONG, BodyKind.COMPLETION))
-    assert known == chain_of({"prompt": LONG + LONG}, BodyKind.COMPLETION, SEED)
+    known = chain_of({"prompt": LONG}, BodyKind.COMPLETION).extended(answer_bytes(LONG, BodyKind.COMPLETION))
+    assert known == chain_of({"prompt": LONG + LONG}, BodyKind.COMPLETION)
 
 
 def test_what_the_engine_reads_alike_has_one_chain() -> None:
     text = {"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}
     assert chat(said("user", LONG)) == chat(said("user", [text]))
-    assert chain_of({"input": LONG}, BodyKind.RESPONSES, SEED) == chain_of(
-        {"input": [said("user", LONG)]}, BodyKind.RESPONSES, SEED
+    assert chain_of({"input": LONG}, BodyKind.RESPONSES) == chain_of(
+        {"input": [said("user", LONG)]}, BodyKind.RESPONSES
     )
     one = {"prompt": [LONG, "second"]}
-    assert chain_of(one, BodyKind.COMPLETION, SEED) == chain_of({"prompt": LONG}, BodyKind.COMPLETION, SEED)
+    assert chain_of(one, BodyKind.COMPLETION) == chain_of({"prompt": LONG}, BodyKind.COMPLETION)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +191,8 @@ def test_what_the_engine_reads_alike_has_one_chain() -> None:
         (chat(said("assistant", "", tool_calls=[CALL])), chat(said("assistant", "", tool_calls=[CALL, CALL]))),
         (chat(said("user", [{"type": "image_url", "image_url": {"url": "data:a"}}])),
          chat(said("user", [{"type": "image_url", "image_url": {"url": "data:b"}}]))),
-        (chain_of({"system": "a", "messages": []}, BodyKind.MESSAGES, SEED),
-         chain_of({"system": "b", "messages": []}, BodyKind.MESSAGES, SEED)),
+        (chain_of({"system": "a", "messages": []}, BodyKind.MESSAGES),
+         chain_of({"system": "b", "messages": []}, BodyKind.MESSAGES)),
     ],
 )  # fmt: skip
 def test_what_the_engine_reads_differently_has_another(one: Chain, other: Chain) -> None:
@@ -203,16 +201,17 @@ def test_what_the_engine_reads_differently_has_another(one: Chain, other: Chain)
 
 def test_model_adapter_and_salt_share_nothing() -> None:
     fields = {"messages": [said("user", LONG)]}
-    chains = [
-        chain_of(fields, BodyKind.CHAT, SEED),
-        chain_of(fields, BodyKind.CHAT, seed_of("qwen", None)),
-        chain_of(fields, BodyKind.CHAT, seed_of("llama", "poet")),
-        chain_of({**fields, SALT: "mine"}, BodyKind.CHAT, SEED),
-        chain_of({**fields, SALT: "yours"}, BodyKind.CHAT, SEED),
+    plain, mine = chain_of(fields, BodyKind.CHAT), chain_of({**fields, SALT: "mine"}, BodyKind.CHAT)
+    hashes = [
+        *plain.hashes,
+        *plain.hashes_on("llama", None),
+        *plain.hashes_on("qwen", None),
+        *plain.hashes_on("llama", "poet"),
+        *mine.hashes_on("llama", None),
+        *chain_of({**fields, SALT: "yours"}, BodyKind.CHAT).hashes_on("llama", None),
     ]
-    hashes = [block for one in chains for block in one.hashes]
-    assert len(hashes) == len(set(hashes))
-    assert chain_of({**fields, SALT: None}, BodyKind.CHAT, SEED) == chains[0]
+    assert len(hashes) == len(set(hashes)) == 6 * len(plain.hashes) > 6
+    assert chain_of({**fields, SALT: None}, BodyKind.CHAT) == plain
 
 
 @pytest.mark.parametrize("read", ["parsed", "scanned"])
@@ -220,7 +219,7 @@ def test_an_image_counts_by_its_identity_and_not_by_its_size(read: str) -> None:
     def of(data: str) -> Chain:
         part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}}
         body = orjson.dumps({"messages": [said("user", [part, {"type": "text", "text": LONG}])]})
-        return chain_of(orjson.loads(body), BodyKind.CHAT, SEED) if read == "parsed" else large(body, BodyKind.CHAT)
+        return chain_of(orjson.loads(body), BodyKind.CHAT) if read == "parsed" else large(body, BodyKind.CHAT)
 
     big = "iVBORw0K" * 40_000
     assert len(of(big).hashes) == len(of("iVBO").hashes) == len(chat(said("user", LONG)).hashes)
@@ -250,31 +249,32 @@ def test_the_chain_ends_where_the_body_is_broken(broken: bytes) -> None:
 )
 def test_what_is_no_prompt_has_no_chain(prompt: bytes) -> None:
     members = {"prompt": Member(Kind.ARRAY, 0, len(prompt))}
-    chain = drain(chain_of_large(prompt, members, BodyKind.COMPLETION, SEED))
+    chain = drain(chain_of_large(prompt, members, BodyKind.COMPLETION))
     assert chain.hashes == ()
 
 
 def test_ids_far_apart_end_the_chain() -> None:
     body = b'{"prompt":[7,' + b" " * 70_000 + b"8]}"
-    assert large(body, BodyKind.COMPLETION) == chain_of({"prompt": [7]}, BodyKind.COMPLETION, SEED)
+    assert large(body, BodyKind.COMPLETION) == chain_of({"prompt": [7]}, BodyKind.COMPLETION)
 
 
 def test_a_body_of_nothing_but_values_is_given_up() -> None:
     body = b'{"messages":[' + b"null," * 1_000_000 + b"0]}"
-    slices = chain_of_large(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT, SEED)
+    slices = chain_of_large(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT)
     assert sum(1 for _ in slices) < 200
 
 
 def test_a_long_member_is_read_in_pieces() -> None:
     body = orjson.dumps({"messages": [said("user", [{"type": "image_url", "image_url": "A" * 5_000_000}])]})
-    slices = chain_of_large(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT, SEED)
+    slices = chain_of_large(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT)
     assert sum(1 for _ in slices) >= 5_000_000 // 65536
 
 
 def test_every_process_computes_the_same_chain() -> None:
     code = (
-        "from llmproxy.gateway.prompt import *; from llmproxy.gateway.desk import BodyKind;"
-        "print(chain_of({'messages': [{'role': 'user', 'content': 'word ' * 500}]}, BodyKind.CHAT, seed_of('m', 'a')))"
+        "from llmproxy.gateway.prompt import *; from llmproxy.gateway.body import BodyKind;"
+        "chain = chain_of({'messages': [{'role': 'user', 'content': 'word ' * 500}]}, BodyKind.CHAT);"
+        "print(chain, chain.hashes_on('m', 'a'))"
     )
     outputs = {
         subprocess.run(
@@ -291,6 +291,8 @@ def test_a_parsed_body_of_tiny_values_is_given_up_where_it_becomes_dense() -> No
     assert chat(*dense) == chat(*dense, said("user", LONG))
     assert chat({f"a{n}": 0 for n in range(30_000)}) == chat({f"a{n}": 0 for n in range(40_000)})
     assert chat(*["x"] * 30_000) == chat(*["x"] * 40_000)
+    assert chat(*[nested(6, 0)] * 30_000) == chat(*[nested(6, 0)] * 30_000, said("user", LONG))
+    assert len(chat(*[nested(6, 0)] * 30_000).hashes) < len(chat(*["x"] * 30_000).hashes) / 2
     assert chat(*dense).hashes[:20] == chat(*dense[:3000]).hashes[:20]
     assert answer_bytes(dense, BodyKind.MESSAGES) == b""
     assert answer_bytes({"tool_calls": nested(300, 0)}, BodyKind.CHAT) == b""

@@ -51,7 +51,7 @@ class World:
     def place(
         self, asked: Request, views: Sequence[View], excluded: frozenset[str] = NONE
     ) -> Placed | NoCapacity | NoMatch:
-        return self.policy.place(asked, views, 1.0, excluded)
+        return self.policy.place(asked, views, 1.0, excluded, self.now)
 
     def placed(self, asked: Request, views: Sequence[View]) -> Placed:
         found = self.place(asked, views)
@@ -60,16 +60,16 @@ class World:
 
     def send(self, asked: Request, views: Sequence[View]) -> tuple[str, int]:
         """Place and book, as the scheduler does; answer the backend and the lease."""
-        backend = self.placed(asked, views).backend
+        placed = self.placed(asked, views)
         self._leases += 1
-        self.policy.booked(self._leases, asked, backend)
-        return backend, self._leases
+        self.policy.booked(self._leases, asked, placed, self.now)
+        return placed.backend, self._leases
 
     def serve(self, asked: Request, views: Sequence[View]) -> str:
         """Send, and let the answer end at once."""
         backend, lease = self.send(asked, views)
-        self.policy.started(lease)
-        self.policy.finished(lease, Verdict.SERVED, None)
+        self.policy.started(lease, self.now)
+        self.policy.finished(lease, Verdict.SERVED, None, self.now)
         return backend
 
 

@@ -89,11 +89,11 @@ def test_nothing_stays_counted_when_all_leases_ended(name: str) -> None:
     policy = world.policy
     leases = [world.send(world.ask(i // 3, 100 + i), fleet)[1] for i in range(30)]
     for lease in leases[::2]:
-        policy.started(lease)
-        policy.finished(lease, Verdict.SERVED, None)
+        policy.started(lease, world.now)
+        policy.finished(lease, Verdict.SERVED, None, world.now)
     policy.lost("b")
     for lease in leases[1::2]:
-        policy.finished(lease, Verdict.LOST, None)
+        policy.finished(lease, Verdict.LOST, None, world.now)
     for counter in ("in_flight", "tokens_in_flight", "prefill_tokens", "active"):
         if hasattr(policy, counter):
             assert [getattr(policy, counter).of(backend) for backend in "ab"] == [0, 0]

@@ -84,7 +84,7 @@ def test_it_learns_also_where_the_shortest_queue_led() -> None:
     world = World("cache_aware(abs_load=0,rel_load=1)")
     _, lease = world.send(world.ask(1, 2), views("a"))
     assert world.serve(world.ask(1, 2), views("a", "b")) == "b"
-    world.policy.finished(lease, Verdict.SERVED, None)
+    world.policy.finished(lease, Verdict.SERVED, None, world.now)
     assert world.placed(world.ask(1, 2), views("b", "c")).backend == "b"
 
 
@@ -137,10 +137,10 @@ def test_work_in_flight_costs_and_what_is_cached_is_credited() -> None:
     assert costs(world, 1, 2) == (64.0, 64, 128.0)
     assert costs(world, 1, 9) == (96.0, 96, 192.0)
     assert costs(world, 7, 8) == (128.0, 128, 256.0)
-    world.policy.started(lease)
+    world.policy.started(lease, world.now)
     assert costs(world, 1, 2) == (0.0, 64, 64.0)
     assert costs(world, 7, 8) == (64.0, 128, 192.0)
-    world.policy.finished(lease, Verdict.SERVED, None)
+    world.policy.finished(lease, Verdict.SERVED, None, world.now)
     assert costs(world, 1, 2) == (0.0, 64, 64.0)
 
 
@@ -151,9 +151,9 @@ def test_only_the_uncached_part_is_prefill_in_flight_and_shared_blocks_count_onc
     second = world.send(world.ask(1, 2, 4), views("a"))[1]
     # Two new blocks of 512 tokens are in flight; in use are the blocks 1, 2, 3, 4 and this prompt's own.
     assert costs(world, 9) == ((2 * BLOCK + BLOCK) / 16, 5 * 32, 96 + 160)
-    world.policy.finished(first, Verdict.SERVED, None)
+    world.policy.finished(first, Verdict.SERVED, None, world.now)
     assert costs(world, 9) == (64.0, 4 * 32, 192.0)
-    world.policy.finished(second, Verdict.LOST, None)
+    world.policy.finished(second, Verdict.LOST, None, world.now)
     assert costs(world, 9) == (32.0, 32, 64.0)
 
 

@@ -211,7 +211,7 @@ def test_the_load_is_uncached_tokens_in_flight_and_this_prompt() -> None:
     assert placed.score == 1.0 - 5 * BLOCK / 4_194_304
     world.send(world.ask(1, 2, 3, 4, 5), idle("a"))
     assert dict(world.placed(world.ask(9), idle("a")).terms)["tokens"] == 6 * BLOCK
-    world.policy.started(lease)
+    world.policy.started(lease, world.now)
     assert dict(world.placed(world.ask(9), idle("a")).terms)["tokens"] == 2 * BLOCK
 
 

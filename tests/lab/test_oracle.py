@@ -32,6 +32,7 @@ class Stand:
             replica.start()
         self.world = World(replicas, ("x", "y"), Blocks(64, 16))
         self.oracle = Oracle(self.world, loop.time)
+        self._now = loop.time
         self.down: set[str] = set()
         self._leases = 0
 
@@ -46,7 +47,7 @@ class Stand:
             for served in (frozenset({BASE_MODEL, "x", "y"}),)
             for name in self.world.replicas
         ]
-        return self.oracle.place(self.request(arrival), views, 1.0, excluded)
+        return self.oracle.place(self.request(arrival), views, 1.0, excluded, self._now())
 
     def chosen(self, arrival: Arrival, excluded: frozenset[str] = frozenset()) -> str:
         placed = self.place(arrival, excluded)
@@ -57,12 +58,12 @@ class Stand:
         """Let a replica begin a request; answers what ends its lease."""
         self._leases += 1
         lease, request = self._leases, self.request(arrival)
-        self.oracle.booked(lease, request, backend)
+        self.oracle.booked(lease, request, Placed(backend, 0.0, (), 1), self._now())
         self.world.replicas[backend].open(
-            self.world.sequence(request.id, request.id), lambda: self.oracle.started(lease)
+            self.world.sequence(request.id, request.id), lambda: self.oracle.started(lease, self._now())
         )
         await asyncio.sleep(1.0)
-        return lambda: self.oracle.finished(lease, Verdict.SERVED, None)
+        return lambda: self.oracle.finished(lease, Verdict.SERVED, None, self._now())
 
 
 def test_it_goes_where_the_prompt_is_cached() -> None:

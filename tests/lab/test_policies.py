@@ -31,7 +31,7 @@ def scheduling(**given: Any) -> Config:
 
 def test_the_names_are_ours_those_of_the_baselines_and_the_oracle() -> None:
     assert len(names()) == len(set(names()))
-    assert set(names()) == {"blend", *LATE, *NAMES, "oracle"}
+    assert set(names()) == {"blend", "cost", *LATE, *NAMES, "oracle"}
 
 
 @pytest.mark.parametrize("name", names())
@@ -57,7 +57,7 @@ def test_every_plain_name_has_a_plan_of_that_name(name: str) -> None:
 
 
 def test_ours_are_those_that_wait_in_our_room() -> None:
-    assert [name for name in names() if is_own(name)] == ["blend", *LATE]
+    assert [name for name in names() if is_own(name)] == ["cost", "blend", *LATE]
     assert is_own("blend(look_ahead=0)")
     assert not is_own("blender")
     assert not is_own("least_request(x=1)")
@@ -120,7 +120,7 @@ def test_parameters_of_baselines_are_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("blends", r"unknown policy 'blends' \(nearest: 'blend'\); known: blend, late_least_request, .*oracle$"),
+        ("blends", r"unknown policy 'blends' \(nearest: 'blend'\); known: cost, blend, late_least_request, .*oracle$"),
         ("late_blend", r"unknown policy 'late_blend'"),
         ("late_session", r"unknown policy 'late_session'"),
         ("", r"unknown policy ''"),

@@ -83,9 +83,9 @@ class AtOnce(Unobserved):
     """A router without a waiting room: requests are bound as they come, so that limits and bands mean nothing."""
 
     def place(
-        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        del ceiling
+        del ceiling, now
         found = candidates(request, views, excluded)
         return self.choose(request, found) if isinstance(found, list) else found
 
@@ -100,10 +100,10 @@ class Counting(AtOnce):
     def __init__(self) -> None:
         self.in_flight = Ledger()
 
-    def booked(self, lease: int, request: Request, backend: str) -> None:
-        del request
-        self.in_flight.give(lease, backend)
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        del request, now
+        self.in_flight.give(lease, placed.backend)
 
-    def finished(self, lease: int, verdict: Verdict, usage: Usage | None) -> None:
-        del verdict, usage
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        del verdict, usage, now
         self.in_flight.take_back(lease)

@@ -159,18 +159,20 @@ class KvCost(AtOnce):
         scores = [-(self._prefill_scale * p + d) for p, d in zip(prefill, decode, strict=True)]
         return best(views, scores, {"prefill": prefill, "decode": decode}, self._around.rng)
 
-    def booked(self, lease: int, request: Request, backend: str) -> None:
-        blocks = prompt_blocks(request, self._around)
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        del now
+        backend, blocks = placed.backend, prompt_blocks(request, self._around)
         cached_tokens = self._cached.tokens(request, blocks, [backend])[0] // BLOCK_TOKENS * BLOCK_TOKENS
         self.prefill_tokens.give(lease, backend, sum(blocks.values()) - cached_tokens)
         self.active.add(lease, backend, blocks)
         self._cached.routed(backend, blocks)
 
-    def started(self, lease: int) -> None:
+    def started(self, lease: int, now: float) -> None:
+        del now
         self.prefill_tokens.take_back(lease)
 
-    def finished(self, lease: int, verdict: Verdict, usage: Usage | None) -> None:
-        del verdict, usage
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        del verdict, usage, now
         self.prefill_tokens.take_back(lease)
         self.active.remove(lease)
 

@@ -88,10 +88,9 @@ class Picker(Unobserved):
         self.tokens_in_flight = Ledger()
 
     def place(
-        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
         del ceiling  # Their default allows every band the whole pool.
-        now = self._around.clock()
         if self._gate and (saturation(views, now) >= 1.0 or not self._ticks.left()):
             return NO_CAPACITY
         found = candidates(request, views, excluded)
@@ -127,7 +126,9 @@ class Picker(Unobserved):
             if backend not in up:
                 self._index.forget(backend)
 
-    def booked(self, lease: int, request: Request, backend: str) -> None:
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        del now
+        backend = placed.backend
         self._ticks.use(request)
         blocks = self._blocks(request)
         matched = self._index.matches(blocks, unbroken=False).get(backend, 0)
@@ -136,11 +137,12 @@ class Picker(Unobserved):
         while self._index.size(backend) > self._capacity[backend]:
             self._index.drop_oldest(backend)
 
-    def started(self, lease: int) -> None:
+    def started(self, lease: int, now: float) -> None:
+        del now
         self.tokens_in_flight.take_back(lease)
 
-    def finished(self, lease: int, verdict: Verdict, usage: Usage | None) -> None:
-        del verdict, usage
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        del verdict, usage, now
         self.tokens_in_flight.take_back(lease)
 
 

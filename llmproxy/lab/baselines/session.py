@@ -85,9 +85,9 @@ class Session(AtOnce):
         rate, _, backend = min((self._rates.per_s(view.backend), i, view.backend) for i, view in enumerate(views))
         return Placed(backend, -rate, (("sent_per_s", rate),), len(views))
 
-    def booked(self, lease: int, request: Request, backend: str) -> None:
-        del lease, request
-        self._rates.sent(backend)
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        del lease, request, now
+        self._rates.sent(placed.backend)
 
 
 @baselines.register("session")

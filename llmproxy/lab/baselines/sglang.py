@@ -61,11 +61,11 @@ class CacheAware(Counting):
         holder = min((crc32(f"{salt} {name}".encode()), name) for name, found in depths.items() if found == depth)[1]
         return holder, sum(blocks[block] for block in known) / sum(blocks.values())
 
-    def booked(self, lease: int, request: Request, backend: str) -> None:
-        super().booked(lease, request, backend)
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        super().booked(lease, request, placed, now)
+        backend = placed.backend
         added = self._tree.insert(backend, prompt_blocks(request, self._around))
         self._tree_tokens[backend] = self._tree_tokens.get(backend, 0.0) + added
-        now = self._around.clock()
         if now >= self._evict_at_s:
             self._evict_at_s = now + EVICT_EVERY_S
             self._evict()

@@ -1,0 +1,110 @@
+"""The face of a placement, what all of them share, and the registry of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Protocol
+
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.fleet import View
+from llmproxy.core.registry import Registry
+
+NO_CAPACITY = NoCapacity()
+NO_MATCH = NoMatch(whole_model=False)
+NO_MATCH_FOR_MODEL = NoMatch(whole_model=True)
+
+
+class Placement(Protocol):
+    """Chooses one backend for one request, and hears what became of its choices."""
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        """Answer the backend, or why there is none: no room under `ceiling` anywhere, or none for this request."""
+
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        """The choice was taken: `request` goes where `placed` says under `lease`."""
+
+    def started(self, lease: int, now: float) -> None:
+        """The first byte of the answer arrived."""
+
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        """The attempt ended; `usage` is None where its tokens are unknown."""
+
+    def lost(self, backend: str) -> None:
+        """The process behind `backend` is gone, and all that it had cached."""
+
+
+class Unobserved:
+    """For a placement that needs no news of its choices: the views tell it all."""
+
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        pass
+
+    def started(self, lease: int, now: float) -> None:
+        pass
+
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        pass
+
+    def lost(self, backend: str) -> None:
+        pass
+
+
+Pick = Callable[[Request, Sequence[View]], Placed]
+presets: Registry[Callable[[Random], Placement]] = Registry("placement")
+
+
+class FilteredPlacement(Unobserved):
+    """The filters every preset shares, then the preset's own choice among those that passed."""
+
+    def __init__(self, pick: Pick) -> None:
+        self._pick = pick
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        del now
+        roomy = [view for view in views if view.has_room(ceiling)]
+        if not roomy:
+            return NO_CAPACITY
+        fitting = [view for view in roomy if request.model in view.served and view.backend not in excluded]
+        if not fitting:
+            return NO_MATCH_FOR_MODEL
+        fitting = with_context(request, fitting, [view for view in views if view.backend not in excluded])
+        if not fitting:
+            return NO_MATCH
+        return self._pick(request, fitting)
+
+
+def make(name: str, rng: Random) -> Placement:
+    """The placement preset `name`. Raises ValueError naming the known ones."""
+    return presets.get(name)(rng)
+
+
+def picking(name: str) -> Callable[[Callable[[Random], Pick]], Callable[[Random], Pick]]:
+    """Return a decorator that files what makes a pick among fitting backends as the placement `name`."""
+
+    def file(factory: Callable[[Random], Pick]) -> Callable[[Random], Pick]:
+        presets.register(name)(lambda rng: FilteredPlacement(factory(rng)))
+        return factory
+
+    return file
+
+
+def context_tokens(request: Request) -> int:
+    """How long a context `request` needs, as far as is known before the engine has counted."""
+    return request.prompt_tokens + (request.max_tokens or 1)
+
+
+def with_context(request: Request, fitting: list[View], views: Sequence[View]) -> list[View]:
+    """Drop backends whose context is too short while a longer one exists among `views`.
+
+    The prompt's length is an estimate: where even the longest context seems too short, the engine itself must say so.
+    """
+    needed = context_tokens(request)
+    if all(view.max_model_len is None or view.max_model_len >= needed for view in fitting):
+        return fitting
+    longest = max((v.max_model_len or needed for v in views if request.model in v.served), default=needed)
+    return [view for view in fitting if view.max_model_len is None or view.max_model_len >= min(needed, longest)]

@@ -1,0 +1,112 @@
+"""Placements that look at the views alone: filters, scorers and a picker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from llmproxy.core.domain import Placed, Request
+from llmproxy.core.fleet import View
+from llmproxy.core.placement.policy import Pick, picking
+
+BLEND_WEIGHTS = {"queue": 2.0, "kv": 1.0, "load": 2.0, "lora": 1.0}
+ADAPTER_SLOT_FREE = 0.6
+"""Loading an adapter into a free slot costs less than evicting one, and more than having it."""
+
+
+def _scores(request: Request, view: View) -> tuple[float, float, float, float]:
+    """Queue, cache, load and adapter, each 0..1 and absolute: one request must not look like fifty of them."""
+    kv_used = view.kv_used + (request.prompt_tokens / view.kv_tokens if view.kv_tokens else 0.0)
+    return (
+        1.0 / (1.0 + view.waiting),
+        max(0.0, 1.0 - kv_used),
+        max(0.0, 1.0 - view.load / view.limit),
+        _adapter_score(request, view),
+    )
+
+
+def _adapter_score(request: Request, view: View) -> float:
+    if request.adapter is None or request.adapter in view.resident:
+        return 1.0
+    if view.max_adapters is None or len(view.resident) < view.max_adapters:
+        return ADAPTER_SLOT_FREE
+    return 0.0
+
+
+@picking("blend")
+def blend(rng: Random) -> Pick:
+    """Weighted sum of queue depth, KV use, load and adapter residency; ties drawn at random."""
+    weigh_queue, weigh_kv, weigh_load, weigh_lora = BLEND_WEIGHTS.values()
+
+    def pick(request: Request, views: Sequence[View]) -> Placed:
+        best: list[View] = []
+        best_score = -1.0
+        for view in views:
+            queue, kv, load, lora = _scores(request, view)
+            # Rounded, so that a thousandth of KV-cache does not decide between two equally idle backends.
+            score = round(weigh_queue * queue + weigh_kv * kv + weigh_load * load + weigh_lora * lora, 2)
+            if score > best_score:
+                best, best_score = [view], score
+            elif score == best_score:
+                best.append(view)
+        chosen = best[0] if len(best) == 1 else rng.choice(best)
+        terms = tuple(zip(BLEND_WEIGHTS, _scores(request, chosen), strict=True))
+        return Placed(chosen.backend, best_score, terms, len(views))
+
+    return pick
+
+
+@picking("least_request")
+def least_request(rng: Random) -> Pick:
+    """Fewest sequences in flight for its size; ties drawn at random."""
+
+    def pick(request: Request, views: Sequence[View]) -> Placed:
+        del request
+        least = min(view.saturation for view in views)
+        return _placed(rng.choice([view for view in views if view.saturation == least]), len(views))
+
+    return pick
+
+
+@picking("power_of_two")
+def power_of_two(rng: Random) -> Pick:
+    """The less loaded of two drawn at random (Mitzenmacher, "The power of two choices", 2001)."""
+
+    def pick(request: Request, views: Sequence[View]) -> Placed:
+        del request
+        pair = views if len(views) < 2 else rng.sample(views, 2)
+        return _placed(min(pair, key=lambda view: view.saturation), len(views))
+
+    return pick
+
+
+@picking("random")
+def random_choice(rng: Random) -> Pick:
+    """Any backend with room."""
+
+    def pick(request: Request, views: Sequence[View]) -> Placed:
+        del request
+        return _placed(rng.choice(views), len(views))
+
+    return pick
+
+
+@picking("round_robin")
+def round_robin(rng: Random) -> Pick:
+    """The next backend by name that has room, after the one that was served last."""
+    del rng
+    last = ""
+
+    def pick(request: Request, views: Sequence[View]) -> Placed:
+        nonlocal last
+        del request
+        after = [view for view in views if view.backend > last]
+        chosen = min(after or views, key=lambda view: view.backend)
+        last = chosen.backend
+        return _placed(chosen, len(views))
+
+    return pick
+
+
+def _placed(view: View, candidates: int) -> Placed:
+    return Placed(view.backend, -view.saturation, (("load", view.saturation),), candidates)

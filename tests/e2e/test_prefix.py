@@ -1,0 +1,106 @@
+"""Where prompts are priced by their prefix, a conversation stays with the replica that has it cached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmproxy.core.domain import Usage
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, Answer, House, house
+
+# About 3,000 tokens: before anything is learned, their prefill is priced at a fifth of a second, far above a tie.
+LONG = "All that follows was said before. " * 360
+OTHER = "Nobody has said anything of this. " * 360
+
+
+@asynccontextmanager
+async def priced_house(path: Path, placement: str = "cost") -> AsyncIterator[tuple[House, dict[str, dict[str, Any]]]]:
+    """A house of two replicas, and its decision log by request id, which is filled when the house closes."""
+    log: dict[str, dict[str, Any]] = {}
+    async with house(FAST, FAST, scheduling={"placement": placement}, decision_log=str(path)) as home:
+        yield home, log
+    log.update(read(path))
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    _, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["request_id"]: line for line in lines}
+
+
+def said(*texts: str, **more: Any) -> dict[str, Any]:
+    """A turn of a conversation in which user and assistant said `texts`, one after the other."""
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    return HELLO | {"messages": messages} | more
+
+
+async def ask(home: House, name: str, body: dict[str, Any], path: str = CHAT) -> Answer:
+    answer = await home.post(path, body, headers={"x-request-id": name})
+    assert answer.status == 200
+    return answer
+
+
+def cached_tokens(answer: Answer) -> int:
+    found: int = (answer.json["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return found
+
+
+async def test_the_turns_of_a_conversation_go_where_it_is_cached(tmp_path: Path) -> None:
+    async with priced_house(tmp_path / "log") as (home, log):
+        first = await ask(home, "first", said(LONG))
+        second = await ask(home, "second", said(LONG, "Yes.", "And then?"))
+        endless = ENDLESS | {"messages": said(LONG, "Yes.", "Go on!")["messages"], "max_tokens": 20_000}
+        # A turn of its own makes the replica the busier one: the conversation is not to mind, and another one is.
+        async with home.stream(endless) as turn:
+            await turn.content.readany()
+            assert turn.headers["x-llmproxy-backend"] == first.backend
+            other = await ask(home, "other", said(OTHER))
+            third = await ask(home, "third", said(LONG, "Yes.", "And then?", "Nothing.", "Sure?"))
+        assert first.backend == second.backend == third.backend != other.backend
+        assert cached_tokens(first) == cached_tokens(other) == 0
+        assert min(cached_tokens(second), cached_tokens(third)) > 2000
+    prefill_s = {name: log[name]["placement"]["prefill"] for name in ("first", "second", "third", "other")}
+    assert max(prefill_s["second"], prefill_s["third"]) < 0.1 * min(prefill_s["first"], prefill_s["other"])
+
+
+@pytest.mark.parametrize("change", [{"model": "lora-0"}, {"cache_salt": "mine"}])
+async def test_adapters_and_salts_share_no_prefix(tmp_path: Path, change: dict[str, str]) -> None:
+    async with priced_house(tmp_path / "log") as (home, log):
+        await ask(home, "plain", said(LONG))
+        changed = await ask(home, "changed", said(LONG, **change))
+        again = await ask(home, "again", said(LONG, **change))
+        assert (cached_tokens(changed), again.backend) == (0, changed.backend)
+        assert cached_tokens(again) > 2000
+    prefill_s = [log[name]["placement"]["prefill"] for name in ("plain", "changed", "again")]
+    assert 10 * prefill_s[2] < min(prefill_s[:2])
+
+
+async def test_a_prompt_that_was_only_counted_is_cached_nowhere(tmp_path: Path) -> None:
+    async with priced_house(tmp_path / "log") as (home, log):
+        await ask(home, "counted", said(LONG), "/v1/messages/count_tokens")
+        await ask(home, "first", said(LONG), "/v1/messages")
+        await ask(home, "second", said(LONG), "/v1/messages")
+    prefill_s = [log[name]["placement"]["prefill"] for name in ("counted", "first", "second")]
+    assert 10 * prefill_s[2] < min(prefill_s[:2])
+
+
+async def test_token_ids_are_counted_as_they_are(tmp_path: Path) -> None:
+    prompt = {"model": "base", "max_tokens": 4, "prompt": list(range(1000, 1000 + 128 * 8 + 1))}
+    async with priced_house(tmp_path / "log") as (home, log):
+        # What is learned of text says nothing of ids.
+        home.proxy.pools.estimator.learn("base", 1000, 1, Usage(100, 4))
+        await ask(home, "first", prompt, "/v1/completions")
+        await ask(home, "second", prompt, "/v1/completions")
+    first, second = (log[name]["placement"]["prefill"] for name in ("first", "second"))
+    # Eight blocks of 128 ids are expected to be cached, and the last id is not.
+    assert second == pytest.approx(first / (128 * 8 + 1), abs=1e-4)
+
+
+async def test_without_prices_no_prompt_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("llmproxy.gateway.desk.chain_of")
+    async with priced_house(tmp_path / "log", "blend") as (home, _):
+        await ask(home, "first", said(LONG))
