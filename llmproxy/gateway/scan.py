@@ -34,7 +34,8 @@ _HAND_WALK_BYTES = 64
 _WHITESPACE = re.compile(rb"[ \t\r\n]*")
 _LITERAL = re.compile(rb"[-+.0-9A-Za-z]*")
 _MARKS = re.compile(rb'["\[\]{}]')
-_STEPS = bytes.maketrans(b"[]{}", b"\x01\xff\x01\xff")
+# How the depth changes with each byte: not at all with what is no bracket, and may not even belong there.
+_STEPS = bytes({ord("["): 1, ord("{"): 1, ord("]"): 255, ord("}"): 255}.get(byte, 0) for byte in range(256))
 _NOT_BRACKETS = b" \t\r\n,:-+.0123456789truefalsniyEIN"
 _MEDIA = re.compile(rb"data:[\w.+-]+\\?/[\w.+-]+[;,]|(?:[A-Za-z0-9+_-]|\\?/){200}")
 
