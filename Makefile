@@ -32,7 +32,7 @@ unit: .venv
 bench: .venv
 	$(BIN)/python -m benchmarks.run
 
-# The workloads under every policy in virtual time: a minute or three, and the decisive points with intervals, an hour.
+# The workloads under every policy in virtual time: about five minutes, and the decisive points with intervals, an hour or two.
 lab: .venv
 	$(BIN)/python -m benchmarks.scenarios.run
 
