@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from llmproxy.core.capacity import slots_under
 from llmproxy.core.domain import DEFAULT, Request, Withdraw
 from llmproxy.core.fleet import Backend
 from llmproxy.core.placement import context_tokens
@@ -19,11 +17,10 @@ LOOK_MAX = 64
 
 
 class Withdrawal:
-    """Leases that have not answered a byte. The lowest band is taken back first, of it the newest: it had least done.
+    """Leases of bands below `default` that have not answered a byte.
 
-    Taken back are those of bands below `default`; and of any lower band what its backend would not be given now: a
-    batch limit that was thought larger than it is leaves the surplus in the engine's own queue, before all that comes
-    later. Whoever is granted the room decides the pass that follows the release.
+    The lowest band is taken back first, and of it the newest, for which least has been done. Whoever is granted the
+    room decides the pass that follows the release.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -33,8 +30,9 @@ class Withdrawal:
         self._pending: dict[int, Backend] = {}
 
     def booked(self, lease: int, request: Request, backend: Backend) -> None:
-        self._open[lease] = (request, backend)
-        self._by_band.setdefault(request.band, {})[lease] = None
+        if request.band < DEFAULT:
+            self._open[lease] = (request, backend)
+            self._by_band.setdefault(request.band, {})[lease] = None
 
     def closed(self, lease: int) -> None:
         """The lease spoke or ended: there is nothing to take back any more."""
@@ -47,42 +45,25 @@ class Withdrawal:
         if head.band <= DEFAULT or not self._settings.withdrawal:
             return
         while len(self._pending) < min(WITHDRAW_MAX, waiting):
-            # Each is looked for anew, as one that is taken back may be what the room for a newer one was short of; but
-            # a surplus is counted once and not for each lease, as that made a pass of some hundred bookings take ms.
-            surplus = cache(self._surplus)
-            helps = (x for x in self._newest(head.band) if self._helps(x, head, excluded, surplus, now))
-            lease = next(helps, None)
+            # Each is looked for anew, as one that is taken back may be what the room for a newer one was short of.
+            lease = next((x for x in self._newest() if self._makes_room(x, head, excluded, now)), None)
             if lease is None:
                 return
             request, backend = self._open[lease]
             self._pending[lease] = backend
             yield Withdraw(lease, request, backend.name)
 
-    def _newest(self, below: int) -> Iterator[int]:
-        lower = (lease for band in sorted(self._by_band) if band < below for lease in reversed(self._by_band[band]))
-        return (lease for lease in islice(lower, LOOK_MAX) if lease not in self._pending)
+    def _newest(self) -> Iterator[int]:
+        lowest_first = (lease for band in sorted(self._by_band) for lease in reversed(self._by_band[band]))
+        return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
 
-    def _helps(
-        self, lease: int, head: Request, excluded: frozenset[str], surplus: Callable[[Backend, int], bool], now: float
-    ) -> bool:
-        request, backend = self._open[lease]
+    def _makes_room(self, lease: int, head: Request, excluded: frozenset[str], now: float) -> bool:
+        backend = self._open[lease][1]
         if backend.name in excluded or not backend.serves(head.model) or not backend.unstarted(lease):
             return False
-        if request.band >= DEFAULT:
-            # Several of a surplus may have to go before there is room; none of them should be where it is.
-            return surplus(backend, request.band)
         view = backend.view_without([*(x for x, owner in self._pending.items() if owner is backend), lease], now)
         fits = view.max_model_len is None or view.max_model_len >= context_tokens(head)
         return fits and view.has_room(self._settings.ceiling(head.band))
-
-    def _surplus(self, backend: Backend, band: int) -> bool:
-        """Whether `band` and those below it hold more of `backend` than they would be given now."""
-        held = sum(
-            booking.request.sequences
-            for lease, booking in backend.bookings.items()
-            if booking.request.band <= band and lease not in self._pending
-        )
-        return held > slots_under(backend.limit.value, self._settings.ceiling(band), self._settings.capacity.look_ahead)
 
     @property
     def pending(self) -> int:

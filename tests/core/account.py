@@ -200,12 +200,11 @@ class Books:
                 free = [name for name, row in rows.items() if self.fits(other, row, rows, ceiling)]
                 assert not free, f"{asked.id} went before {other.request.id} of its flow"
 
-    def take_back(self, withdraw: Withdraw, row: Row) -> None:
+    def take_back(self, withdraw: Withdraw) -> None:
         held = self.held[withdraw.lease]
         assert self.settings.withdrawal
         assert (held.grant.request, held.grant.placed.backend) == (withdraw.request, withdraw.backend)
-        if withdraw.request.band >= DEFAULT:
-            self._stands_above_the_limit(withdraw, row)
+        assert withdraw.request.band < DEFAULT
         assert not held.started, "a lease was taken back that had spoken"
         assert not held.taken_back, "a lease was taken back twice"
         assert not held.grant.why.guaranteed, "a band lost what its minimum share had given it"
@@ -213,17 +212,6 @@ class Books:
         held.taken_back = True
         outstanding = sum(h.taken_back for h in self.held.values() if h.grant.request.pool == withdraw.request.pool)
         assert outstanding <= min(WITHDRAW_MAX, wanting), f"{outstanding} leases were taken back for {wanting}"
-
-    def _stands_above_the_limit(self, withdraw: Withdraw, row: Row) -> None:
-        band, limit = withdraw.request.band, row.view.limit
-        up_to_it = [
-            h.grant.request.sequences
-            for h in self.held.values()
-            if h.grant.placed.backend == withdraw.backend and h.grant.request.band <= band and not h.taken_back
-        ]
-        ceiling = self.ceiling(band)
-        slots = limit + row.view.look_ahead if ceiling >= 1.0 else max(1, int(limit * ceiling + 0.5))
-        assert sum(up_to_it) > slots, f"band {band} lost what it may hold: {sum(up_to_it)} of {slots}"
 
     # --- what must be done -----------------------------------------------------------------------------------------
 

@@ -69,21 +69,6 @@ def test_any_band_below_default_gives_way_to_any_above_it(low: int, high: int) -
     assert taken_back(of) == ["low0"]
 
 
-def test_what_stands_above_a_limit_that_fell_is_taken_back_of_any_lower_band() -> None:
-    of = pools({"a": 6}, TIGHT)
-    for number in range(6):
-        of.submit(request(id=f"low{number}", stream=True, flow="low", arrived_s=number / 100), 1.0)
-    held = [decision for decision in of.decide(1.0) if isinstance(decision, Grant)]
-    for grant in held[:3]:
-        of.started(grant, 1.5)
-    urgent(of, 3)
-    assert taken_back(of) == [], "six were allowed"
-    for at_s in (2.1, 2.2, 2.3):
-        of.observe("a", reading(at_s, running=4, waiting=2))
-    assert of.backends["a"].limit.value == 4
-    assert taken_back(of, 2.4) == ["low5", "low4"], "with the third that has no byte it would be less than its share"
-
-
 def test_what_has_spoken_is_never_taken_back() -> None:
     of, (low,) = full()
     of.started(low, 1.5)
@@ -120,7 +105,7 @@ def test_the_lowest_band_gives_way_first_and_is_not_hidden_by_those_above_it() -
     of.submit(request(id="low", band=SHEDDABLE, stream=True, flow="low", arrived_s=0.0), 1.0)
     of.decide(1.0)
     for number in range(LOOK_MAX):
-        of.submit(request(id=f"default{number}", stream=True, flow="default", arrived_s=0.5), 1.0)
+        of.submit(request(id=f"above{number}", band=-1, stream=True, flow="above", arrived_s=0.5), 1.0)
     of.decide(1.0)
     urgent(of)
     assert taken_back(of) == ["low"]
@@ -304,4 +289,4 @@ def test_nothing_that_failed_or_finished_is_asked_back() -> None:
     of.finish(low, Verdict.SERVED, 1.5, Usage(10, 10))
     urgent(of)
     assert [type(decision) for decision in of.decide(2.0)] == [Grant]
-    assert of._schedulers["base"]._withdrawal.open == 1, "only what was granted just now"
+    assert of._schedulers["base"]._withdrawal.open == 0

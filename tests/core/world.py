@@ -288,7 +288,7 @@ class World:
                     assert self.held[decision.lease].grant.placed.backend == decision.backend
                     assert decision.backend in self.gone
                 case Withdraw():
-                    self.books.take_back(decision, rows[request.pool][decision.backend])
+                    self.books.take_back(decision)
                     if not request.stream:
                         self._proven_to_wait(decision)
                 case Grant():
