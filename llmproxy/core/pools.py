@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
+from llmproxy.core.admission import RETRY_EMPTY_S
 from llmproxy.core.catalogue import Catalogue, Target
 from llmproxy.core.domain import (
     Ask,
@@ -27,7 +28,7 @@ from llmproxy.core.fleet import Backend, View
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.occupancy import Occupancy
 from llmproxy.core.placement import Placement
-from llmproxy.core.scheduler import RETRY_EMPTY_S, Scheduler
+from llmproxy.core.scheduler import Scheduler
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import LIMITS_MAX, TOTAL_FLOWS_MAX, LimitSnapshot, PoolSnapshot, Position, Snapshot
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 
+from llmproxy.core.admission import Admission
 from llmproxy.core.charge import charges
 from llmproxy.core.domain import (
     Decision,
@@ -14,7 +14,6 @@ from llmproxy.core.domain import (
     Grant,
     NoCapacity,
     Outcome,
-    Refused,
     Request,
     Revoke,
     Usage,
@@ -27,9 +26,7 @@ from llmproxy.core.fleet import Backend, View
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.min_share import MinShares
 from llmproxy.core.occupancy import DrainRate, Occupancy
-from llmproxy.core.ordering import orderings
 from llmproxy.core.placement import Placement
-from llmproxy.core.queue import Queued, head_rank
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import Look, PoolSnapshot, Position
@@ -38,10 +35,6 @@ from llmproxy.core.withdrawal import Withdrawal
 PASS_MAX = 64
 """Drops or grants of one pass; the rest follow in a pass asked for at once, so that a mass release never holds the
 loop."""
-SHED_MAX = 64
-"""Requests that make room for one of a higher band, which may be as large as all of them."""
-RETRY_EMPTY_S = 2.0
-"""Retry-After while no backend is up: about the time in which a poll finds one that came back."""
 
 
 @dataclass(slots=True)
@@ -93,12 +86,12 @@ class Scheduler:
         self._lease_serial = lease_serial
         self._placement = placement
         self._charge = charges.get(settings.charged)(settings)
-        self._ordering = orderings.get(settings.ordering)(settings)
         self._backends: dict[str, Backend] = {}
         self._index: dict[str, int] = {}
         self._room = WaitingRoom(settings, occupancy, limits)
         self._drain = DrainRate()
         self._first_token = FirstToken()
+        self._admission = Admission(settings, self._backends, self._room, limits, self._drain, self._first_token)
         self._min_shares = MinShares(settings.min_shares)
         self._withdrawal = Withdrawal(settings)
         self._leases: dict[int, _Lease] = {}
@@ -142,72 +135,12 @@ class Scheduler:
     ) -> None:
         """Let a request into the waiting room; `excluded` names backends that already failed it.
 
-        One that comes back after a failed attempt, or that was withdrawn, was let in once and is not held to limits
-        anew: those are few, and turning them away would lose what a retry is there to save. Where a total is reached,
-        the newest request of the lowest band makes room for one of a higher band.
-
         Raises Refused: `rejected_no_backends` when no backend could ever serve it, `rejected_capacity` when a limit of
         the waiting room is reached, `rate_limited` when one of its tenant or model is, `rejected_deadline` when it
         would be late even if served next.
         """
-        excluded, held = self._servable(request, excluded, now)
-        service_s = self._first_token.expected_s(request.prompt_tokens)
-        if entry is Entry.NEW:
-            self._refuse_late(request, service_s, now)
-            victims = self._in_the_way(request, now)
-            self._limits.admit(request, now)
-            self._shed_now(victims, now)
-            self._room.band(request.band).fairness.entered(request, now)
-        rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
         self._room.pool_is(self.alive(), now)
-        self._room.enter(request, rank, excluded, now, held=held)
-
-    def _servable(self, request: Request, excluded: frozenset[str], now: float) -> tuple[frozenset[str], bool]:
-        """`excluded`, and whether the request has to be held; then less those that may come back as new processes."""
-        able = [backend for backend in self._backends.values() if backend.serves(request.model)]
-        if any(not backend.health.down and backend.name not in excluded for backend in able):
-            return excluded, False
-        resting = {backend.name for backend in able if not backend.health.available(now)}
-        if resting and self._settings.queue.hold_s:
-            return excluded - resting, True
-        message = f"No backend of `{request.model}` is up. Try again shortly."
-        if excluded:
-            message = f"Every backend of `{request.model}` that is up has failed this request."
-        raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
-
-    def _refuse_late(self, request: Request, service_s: float, now: float) -> None:
-        if not self._settings.refuse_late or request.slo is None or request.slo.ttft_s is None:
-            return
-        ceiling = self._settings.ceiling(request.band)
-        roomy = any(backend.view(now).has_room(ceiling) for backend in self._backends.values())
-        room_s = 0.0 if roomy else self._drain.interval_s(now) or 0.0
-        late_s = now + room_s + service_s - request.arrived_s - request.slo.ttft_s
-        if late_s > 0.0:
-            message = (
-                f"The first token is due within {request.slo.ttft_s:g} s and would come {late_s:.2f} s late even if"
-                " this request were served next. Try elsewhere, or later."
-            )
-            retry_after_s = self._drain.retry_after_s(self._room.ahead_of(request.band), now)
-            raise Refused(Outcome.REJECTED_DEADLINE, message, retry_after_s)
-
-    def _in_the_way(self, request: Request, now: float) -> list[Queued]:
-        """Whom to shed for `request` to fit into the waiting room. Raises Refused where shedding cannot help."""
-        victims: list[Queued] = []
-        with closing(self._room.newest_below(request.band)) as below:
-            while (full := self._room.full(request, victims)) is not None:
-                victim = next(below, None) if full.total and len(victims) < SHED_MAX else None
-                if victim is None:
-                    message = f"The queue is full: {full.name} ({full.limit}) is reached. Try again later."
-                    retry_after_s = self._drain.retry_after_s(self._room.ahead_of(request.band), now)
-                    raise Refused(Outcome.REJECTED_CAPACITY, message, retry_after_s)
-                victims.append(victim)
-        return victims
-
-    def _shed_now(self, victims: list[Queued], now: float) -> None:
-        for victim in victims:
-            self._room.leave(victim)
-            retry_after_s = self._drain.retry_after_s(len(self._room), now)
-            self._shed.append(Drop(victim.request, Outcome.SHED, retry_after_s))
+        self._shed += self._admission.enter(request, excluded, entry, now)
 
     def cancel(self, request_id: str) -> None:
         """The client of a waiting request left, perhaps one that was shed a moment ago."""

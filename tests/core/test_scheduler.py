@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from llmproxy.core import scheduler
+from llmproxy.core.admission import RETRY_EMPTY_S
 from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
@@ -18,7 +19,6 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.pools import Pools
-from llmproxy.core.scheduler import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 from tests.core.make import listing, pools, reading, request
 
