@@ -13,6 +13,7 @@ from typing import Protocol
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.dispatcher import Lease
+from llmproxy.gateway.attempt_timer import AttemptTimer
 from llmproxy.gateway.errors import error_event
 from llmproxy.gateway.headers import Headers, to_client
 from llmproxy.gateway.routes import Dialect
@@ -119,9 +120,9 @@ class Relay:
 
         Never raises for what a backend does; OSError means that the client is gone.
         """
-        patience = _Patience(self._timeouts, call.stream)
+        timer = AttemptTimer(self._timeouts, call.stream)
         try:
-            await self._supervised(attempt, patience, lease, base_url, call, client)
+            await self._supervised(attempt, timer, lease, base_url, call, client)
         except ConnectFailed as error:
             attempt.detail = str(error)
             message = "No connection to the backend came about."
@@ -135,31 +136,31 @@ class Relay:
                 await client.abort()
                 raise ConnectionAbortedError("it stopped reading") from None
             if not await self._was_complete(attempt, client):
-                self._timed_out(attempt, patience, lease)
+                self._timed_out(attempt, timer, lease)
         finally:
             self._account(attempt, lease)
         if attempt.committed and attempt.outcome is Outcome.BROKEN_STREAM:
             await _end_broken(attempt, call, client)
 
     async def _supervised(
-        self, attempt: Attempt, patience: _Patience, lease: Lease, base_url: str, call: Call, client: ClientLeg
+        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: ClientLeg
     ) -> None:
         exchange: Exchange | None = None
         try:
-            async with asyncio.timeout_at(patience.deadline_s) as scope:
-                patience.scope = scope
+            async with asyncio.timeout_at(timer.deadline_s) as scope:
+                timer.scope = scope
                 # What has begun to answer is not withdrawn any more; a dead backend is left in any case.
-                lease.on_cut = lambda: patience.cut() if lease.revoked or not attempt.committed else None
+                lease.on_cut = lambda: timer.cut() if lease.revoked or not attempt.committed else None
                 if lease.revoked or lease.withdrawn:
-                    patience.cut()
+                    timer.cut()
                 exchange = await self._open(base_url, call)
                 attempt.status = exchange.status
                 if exchange.status >= 300:
                     await self._hold_error(attempt, exchange)
                 elif _is_event_stream(exchange):
-                    await self._relay_stream(attempt, patience, lease, exchange, call, client)
+                    await self._relay_stream(attempt, timer, lease, exchange, call, client)
                 else:
-                    await self._relay_plain(attempt, patience, lease, exchange, client)
+                    await self._relay_plain(attempt, timer, lease, exchange, client)
         finally:
             lease.on_cut = None
             if exchange is not None:
@@ -212,13 +213,13 @@ class Relay:
     # --- an answer without a stream ----------------------------------------------------------------------------------
 
     async def _relay_plain(
-        self, attempt: Attempt, patience: _Patience, lease: Lease, exchange: Exchange, client: ClientLeg
+        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, exchange: Exchange, client: ClientLeg
     ) -> None:
         data = await exchange.chunk()
         attempt.head = data[:4096]
         _check_kept(lease)
         lease.started()
-        patience.streaming(patience.now())
+        timer.streaming(timer.now())
         attempt.committed = True
         await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
         while data:
@@ -229,7 +230,7 @@ class Relay:
             await client.write(data)
             attempt.writing = False
             data = await exchange.chunk()
-            patience.alive(patience.now())
+            timer.alive(timer.now())
         attempt.writing = True
         await client.end()
         attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
@@ -239,7 +240,7 @@ class Relay:
     async def _relay_stream(
         self,
         attempt: Attempt,
-        patience: _Patience,
+        timer: AttemptTimer,
         lease: Lease,
         exchange: Exchange,
         call: Call,
@@ -269,7 +270,7 @@ class Relay:
                 attempt.first_token_s = now
                 attempt.max_gap_s = 0.0
                 lease.started()
-                patience.streaming(now)
+                timer.streaming(now)
             if data:
                 attempt.chunks += 1
                 attempt.body_bytes += len(data)
@@ -283,12 +284,12 @@ class Relay:
                 reported = tap.data_events
                 lease.progress(reported)
             raw = await exchange.chunk()
-            now = patience.now()
+            now = timer.now()
             if not raw:
                 break
             attempt.max_gap_s = max(attempt.max_gap_s, now - attempt.last_byte_s)
             attempt.last_byte_s = now
-            patience.alive(now)
+            timer.alive(now)
             data = tap.feed(raw)
         attempt.writing = True
         held = tap.flush()
@@ -327,7 +328,7 @@ class Relay:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
         attempt.fail(outcome, Verdict.FAILED, "The connection to the backend failed.", retryable=True)
 
-    def _timed_out(self, attempt: Attempt, patience: _Patience, lease: Lease) -> None:
+    def _timed_out(self, attempt: Attempt, timer: AttemptTimer, lease: Lease) -> None:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
         if lease.revoked:
             message = "The backend is gone: it refuses connections, and its open streams will never speak again."
@@ -336,7 +337,7 @@ class Relay:
         elif lease.withdrawn and not attempt.committed:
             attempt.fail(Outcome.INTERNAL, Verdict.WITHDRAWN, "", retryable=True)
         else:
-            attempt.fail(outcome, Verdict.FAILED, patience.story(), retryable=patience.streams)
+            attempt.fail(outcome, Verdict.FAILED, timer.story(), retryable=timer.streams)
 
     def _account(self, attempt: Attempt, lease: Lease) -> None:
         """Tell the lease what the attempt proved and what it cost, however it ended."""
@@ -356,53 +357,6 @@ class Relay:
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):
             # Cut short: what was computed so far was work, and the flow that asked for it pays.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
-
-
-class _Patience:
-    """The time limits of one attempt on one timer, moved as the attempt gets along.
-
-    Streams have a limit for their first token and one for silence after it; everything has one in total.
-    """
-
-    def __init__(self, timeouts: TimeoutsConfig, streams: bool) -> None:
-        loop = asyncio.get_running_loop()
-        self.now = loop.time
-        self.streams = streams
-        self.scope: asyncio.Timeout | None = None
-        began_s = loop.time()
-        self._end_s = began_s + timeouts.total_s
-        self._stall_s = timeouts.stall_s
-        self._moved_s = 0.0
-        self._phase = f"no first byte within {timeouts.first_byte_s:g} s (timeouts.first_byte_s)"
-        self._total = f"not finished within {timeouts.total_s:g} s (timeouts.total_s)"
-        self.deadline_s = min(self._end_s, began_s + timeouts.first_byte_s) if streams else self._end_s
-        self._speaking = False
-
-    def streaming(self, now: float) -> None:
-        """The first token came; from here on silence is what is limited."""
-        self._speaking = True
-        self._phase = f"silent for {self._stall_s:g} s in mid-stream (timeouts.stall_s)"
-        self._move(now)
-
-    def alive(self, now: float) -> None:
-        # Moving the timer for every chunk would cost more than relaying it; an eighth of the limit is exact enough.
-        if self._speaking and now - self._moved_s > self._stall_s / 8:
-            self._move(now)
-
-    def cut(self) -> None:
-        """End the attempt now."""
-        if self.scope is not None and not self.scope.expired():
-            self.scope.reschedule(self.now())
-
-    def story(self) -> str:
-        # Not by the clock: timers of the loop go off up to a millisecond early.
-        return "The backend was " + (self._total if self.deadline_s >= self._end_s else self._phase) + "."
-
-    def _move(self, now: float) -> None:
-        self._moved_s = now
-        self.deadline_s = min(self._end_s, now + self._stall_s * 1.125)
-        if self.scope is not None and not self.scope.expired():
-            self.scope.reschedule(self.deadline_s)
 
 
 def _check_kept(lease: Lease) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from uuid import uuid4
 
@@ -13,11 +13,11 @@ from multidict import CIMultiDict
 
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.catalogue import Target
-from llmproxy.core.domain import Entry, Outcome, Refused, Request, Usage, Verdict
+from llmproxy.core.domain import Entry, Outcome, Refused, Request, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
-from llmproxy.gateway.auth import NO_TENANT, Keys, Tenant
+from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
 from llmproxy.gateway.desk import Desk, Sheet
@@ -29,42 +29,10 @@ from llmproxy.gateway.relay import Attempt, Call, Relay
 from llmproxy.gateway.routes import Dialect, Route
 from llmproxy.gateway.scan import BadBody
 from llmproxy.gateway.stored import StoredResponses
+from llmproxy.gateway.story import Walk
 from llmproxy.telemetry.decisions import DecisionLog
-from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 from llmproxy.telemetry.logs import log_exit, log_internal
 from llmproxy.telemetry.metrics import Metrics
-
-_CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
-
-
-@dataclass(slots=True)
-class Walk:
-    """What is known of one request so far; its last state is what the log and the metrics tell."""
-
-    route: Route
-    http: web.BaseRequest
-    client: AiohttpClientLeg
-    extra: dict[str, str]
-    arrived_s: float
-    id: str
-    outcome: Outcome = Outcome.INTERNAL
-    status: int = 0
-    error: str = ""
-    tenant: Tenant = NO_TENANT
-    unknown_objective: str | None = None
-    target: Target | None = None
-    request: Request | None = None
-    sheet: Sheet | None = None
-    body_bytes: int = 0
-    ttl_s: float = 0.0
-    waited_s: float = 0.0
-    waits_since_s: float | None = None
-    attempts: int = 0
-    withdrawals: int = 0
-    granted_s: float | None = None
-    lease: Lease | None = None
-    attempt: Attempt | None = None
-    excluded: set[str] = field(default_factory=set)
 
 
 class Walker:
@@ -331,83 +299,13 @@ class Walker:
         return web.Response(status=failure.status, body=body, content_type="application/json", headers=headers)
 
     def _exit(self, walk: Walk) -> None:
-        now = asyncio.get_running_loop().time()
-        request, attempt, lease = walk.request, walk.attempt, walk.lease
-        usage = attempt.usage if attempt is not None else None
-        placed = lease.grant.placed if lease is not None else None
-        waited_s = now - walk.arrived_s
-        if walk.granted_s is not None:
-            waited_s = walk.waited_s + (0.0 if walk.waits_since_s is None else now - walk.waits_since_s)
-        ttft_s = None
-        if attempt is not None and attempt.first_token_s is not None:
-            ttft_s = attempt.first_token_s - walk.arrived_s
-        met = None
-        if request is not None:
-            met = _met(walk, request, ttft_s, usage)
-            self._dispatcher.ended(request, met)
-        ended = RequestExit(
-            request_id=walk.id,
-            method=walk.http.method,
-            path=walk.route.path,
-            outcome=walk.outcome,
-            status=walk.status,
-            duration_s=now - walk.arrived_s,
-            model=walk.target.requested if walk.target is not None else UNKNOWN_MODEL,
-            target=walk.target.model if walk.target is not None else None,
-            adapter=request.adapter if request is not None else None,
-            tenant=walk.tenant.name,
-            band=self._band_names.get(request.band, str(request.band)) if request is not None else None,
-            level=request.band if request is not None else None,
-            flow=request.flow if request is not None else None,
-            ttl_s=walk.ttl_s if request is not None else None,
-            slo=request.slo if request is not None else None,
-            met=met,
-            unknown_objective=walk.unknown_objective,
-            stream=request.stream if request is not None else False,
-            backend=lease.backend if lease is not None else None,
-            attempts=walk.attempts,
-            withdrawals=walk.withdrawals,
-            why=lease.grant.why if lease is not None else None,
-            candidates=placed.candidates if placed is not None else None,
-            terms=placed.terms if placed is not None else (),
-            arrived_s=walk.arrived_s,
-            granted_s=walk.granted_s,
-            queued_ahead=lease.grant.queued_ahead if lease is not None else None,
-            queue_wait_s=waited_s if request is not None else None,
-            ttft_s=ttft_s,
-            max_gap_s=attempt.max_gap_s if attempt is not None and ttft_s is not None else None,
-            expected_prompt_tokens=request.prompt_tokens if request is not None else None,
-            prompt_tokens=usage.prompt_tokens if usage is not None else None,
-            cached_tokens=usage.cached_tokens if usage is not None else None,
-            output_tokens=usage.output_tokens if usage is not None else None,
-            body_bytes=walk.body_bytes,
-            response_bytes=walk.client.sent_bytes,
-            chunks=attempt.chunks if attempt is not None else 0,
-            error=" ".join(filter(None, (walk.error, attempt.detail if attempt is not None else ""))) or None,
-        )
+        ended = walk.told(asyncio.get_running_loop().time(), self._band_names)
+        if walk.request is not None:
+            self._dispatcher.ended(walk.request, ended.met)
         self._metrics.record(ended)
         log_exit(ended)
         if self._decisions is not None:
             self._decisions.record(ended)
-
-
-def _met(walk: Walk, request: Request, ttft_s: float | None, usage: Usage | None) -> bool | None:
-    """Whether the request kept its objective; None where it has none, or where its client is why it did not.
-
-    A used-up rate is its tenant's doing: as a miss it would put those first who send more than they may.
-    """
-    slo, attempt = request.slo, walk.attempt
-    if slo is None or walk.outcome in _CLIENTS_DOING or 400 <= walk.status < 429:
-        return None
-    if walk.outcome is not Outcome.COMPLETED or attempt is None:
-        return False
-    if not request.stream:
-        # Nobody saw its first token. That it was granted in time is all that can be known.
-        return walk.granted_s is not None and slo.met(walk.granted_s - walk.arrived_s, None)
-    tpot_s = None
-    if usage is not None and usage.output_tokens > 1 and attempt.first_token_s is not None:
-        tpot_s = (attempt.last_byte_s - attempt.first_token_s) / (usage.output_tokens - 1)
-    return slo.met(ttft_s, tpot_s)
 
 
 def _check_content_type(route: Route, content_type: str) -> None:
