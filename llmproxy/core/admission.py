@@ -59,6 +59,8 @@ class Admission:
             self._limits.admit(request, now)
             shed = [self._shed(victim, now) for victim in victims]
             self._room.band(request.band).fairness.entered(request, now)
+        else:
+            self._drain.came_back(request.id)
         rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
         self._room.enter(request, rank, excluded, now, held=held)
         return shed

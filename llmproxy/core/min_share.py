@@ -18,16 +18,26 @@ class MinShares:
         self._shares = {band: share for band, share in shares.items() if share > 0.0}
         self._credits = dict.fromkeys(self._shares, 0.0)
 
-    def granted(self, band: int, cost: float, waiting: Iterable[int]) -> None:
-        """`cost` was granted to `band`; `waiting` are the bands that have something to wait for."""
+    def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
+        """`cost` was granted to `band`; `waiting` are the bands that have something to wait for.
+
+        Answers by how much that changed the credit of each band.
+        """
         if not self._shares:
-            return
+            return {}
+        before = dict(self._credits)
         if band in self._credits:
             self._credits[band] = max(-CREDIT_GRANTS * cost, self._credits[band] - cost)
         for other in waiting:
             if other in self._shares:
                 earned = self._credits[other] + self._shares[other] * cost
                 self._credits[other] = min(earned, CREDIT_GRANTS * cost)
+        return {changed: self._credits[changed] - was for changed, was in before.items()}
+
+    def undone(self, changes: Mapping[int, float], cost: float) -> None:
+        """A grant of `cost`, which had changed credits by so much, came to nothing: none is used up, none earned."""
+        for band, change in changes.items():
+            self._credits[band] = min(self._credits[band] - change, CREDIT_GRANTS * cost)
 
     def due(self, waiting: Iterable[int]) -> list[int]:
         """Bands that have earned a grant before all others, the most credit first."""

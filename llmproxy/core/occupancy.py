@@ -107,7 +107,10 @@ class Occupancy:
 
 
 class DrainRate:
-    """How fast the waiting room empties, for `Retry-After`: measured over the last grants."""
+    """How fast the waiting room empties, for `Retry-After`: measured over the last grants.
+
+    What came back, because its attempt failed or was withdrawn, has not left it and is not counted.
+    """
 
     _GRANTS = 64
     _PAUSE_S = 10.0
@@ -115,19 +118,26 @@ class DrainRate:
     _RETRY_MAX_S = 60.0
 
     def __init__(self) -> None:
-        self._granted_s: deque[float] = deque(maxlen=self._GRANTS)
+        self._grants: deque[tuple[float, str]] = deque(maxlen=self._GRANTS)
 
-    def granted(self, now: float) -> None:
+    def granted(self, request_id: str, now: float) -> None:
         # After a pause in which nothing was asked for, the old pace says nothing of the new one.
-        if self._granted_s and now - self._granted_s[-1] > self._PAUSE_S:
-            self._granted_s.clear()
-        self._granted_s.append(now)
+        if self._grants and now - self._grants[-1][0] > self._PAUSE_S:
+            self._grants.clear()
+        self._grants.append((now, request_id))
+
+    def came_back(self, request_id: str) -> None:
+        """A request that was granted waits again."""
+        for at, (_, granted) in enumerate(self._grants):
+            if granted == request_id:
+                del self._grants[at]
+                return
 
     def interval_s(self, now: float) -> float | None:
         """Seconds between two grants of late, None before the first."""
-        if not self._granted_s:
+        if not self._grants:
             return None
-        return max(now - self._granted_s[0], 0.1) / len(self._granted_s)
+        return max(now - self._grants[0][0], 0.1) / len(self._grants)
 
     def retry_after_s(self, ahead: int, now: float) -> float:
         """Seconds until a request with `ahead` others before it would be granted, within 1 s and 60 s."""

@@ -39,10 +39,13 @@ loop."""
 
 @dataclass(slots=True)
 class _Lease:
+    """A booking, what its flow is charged so far, and how its grant changed what bands are owed."""
+
     request: Request
     backend: Backend
     at_s: float
-    charged: float
+    charged: float = 0.0
+    credits: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -184,11 +187,12 @@ class Scheduler:
         self._withdrawal.closed(lease)
         self._placement.finished(lease, verdict, usage, now)
         self._limits.released(held.request, _used_tokens(held.request, verdict, usage), now)
-        if usage is not None:
-            self._charge_to(held, self._charge.final(held.request, usage, now - held.at_s))
-        elif verdict is not Verdict.SERVED:
+        if verdict is not Verdict.SERVED and (usage is None or not (usage.prompt_tokens or usage.output_tokens)):
             # The attempt gave nothing: a retry is charged anew, and a failure is not the client's debt.
+            self._min_shares.undone(held.credits, held.charged)
             self._charge_to(held, 0.0)
+        elif usage is not None:
+            self._charge_to(held, self._charge.final(held.request, usage, now - held.at_s))
 
     def _charge_to(self, held: _Lease, cost: float) -> None:
         request = held.request
@@ -307,7 +311,7 @@ class Scheduler:
             # What a band is granted by its minimum share is not to be taken back by those who waited above it.
             self._withdrawal.booked(lease, request, backend)
         this.views[this.index[placed.backend]] = backend.view(now)
-        held = self._leases[lease] = _Lease(request, backend, now, 0.0)
+        held = self._leases[lease] = _Lease(request, backend, now)
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
         this.decisions.append(grant)
         band.fairness.dispatched(request.flow)
@@ -316,8 +320,8 @@ class Scheduler:
             band.fairness.started(request, now)
         self._charge_to(held, self._charge.estimate(request))
         if self._settings.min_shares:
-            self._min_shares.granted(request.band, held.charged, self._room.levels())
-        self._drain.granted(now)
+            held.credits = self._min_shares.granted(request.band, held.charged, self._room.levels())
+        self._drain.granted(request.id, now)
         this.steps += 1
         return grant
 

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Request
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Refused, Request, Verdict
 from llmproxy.core.fairness.fcfs import Fcfs
 from llmproxy.core.occupancy import DrainRate, Occupancy
 from llmproxy.core.ordering import Rank
 from llmproxy.core.patience import Patience
 from llmproxy.core.queue import Band, LazyHeap, Queued, head_rank
-from llmproxy.core.settings import QueueSettings, Settings
-from tests.core.make import request
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
+from tests.core.make import pools, request
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ def test_retry_after_follows_the_measured_rate_within_its_bounds() -> None:
     drain = DrainRate()
     assert drain.retry_after_s(1000, 0.0) == 1.0, "nothing was measured yet"
     for tenth in range(100):
-        drain.granted(tenth / 10)
+        drain.granted(str(tenth), tenth / 10)
     now = 9.9
     assert drain.retry_after_s(99, now) == pytest.approx(10.0, rel=0.05)
     assert drain.retry_after_s(0, now) == 1.0
@@ -276,17 +276,45 @@ def test_retry_after_follows_the_measured_rate_within_its_bounds() -> None:
 
 def test_grants_of_one_instant_are_a_finite_rate() -> None:
     drain = DrainRate()
-    for _ in range(64):
-        drain.granted(5.0)
+    for number in range(64):
+        drain.granted(str(number), 5.0)
     assert drain.retry_after_s(6400, 5.0) == pytest.approx(10.0, rel=0.01)
 
 
 def test_the_pace_of_before_a_pause_says_nothing_of_the_one_after() -> None:
     drain = DrainRate()
-    drain.granted(0.0)
+    drain.granted("old", 0.0)
     for at in (1000.0, 1000.5, 1001.0):
-        drain.granted(at)
+        drain.granted(str(at), at)
     assert drain.interval_s(1001.0) == pytest.approx(1.0 / 3)
+
+
+def test_what_came_back_has_not_left_the_queue() -> None:
+    drain = DrainRate()
+    for second in range(10):
+        drain.granted(str(second), float(second))
+    assert drain.interval_s(10.0) == 1.0
+    for second in range(1, 10, 2):
+        drain.came_back(str(second))
+    drain.came_back("somebody granted long ago")
+    assert drain.interval_s(10.0) == 2.0
+
+
+@pytest.mark.parametrize(("verdict", "entry"), [(Verdict.FAILED, Entry.RETRY), (Verdict.WITHDRAWN, Entry.WITHDRAWN)])
+def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verdict, entry: Entry) -> None:
+    of = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(band_requests_max=1)))
+    of.submit(request(band=CRITICAL), 0.0)
+    (served,) = of.decide(0.0)
+    assert isinstance(served, Grant)
+    of.finish(served, Verdict.SERVED, 10.0)
+    of.submit(request(id="again"), 10.0)
+    (again,) = of.decide(10.0)
+    assert isinstance(again, Grant)
+    of.finish(again, verdict, 20.0)
+    of.submit(again.request, 20.0, entry=entry)
+    with pytest.raises(Refused) as caught:
+        of.submit(request(), 20.0)
+    assert caught.value.retry_after_s == 40.0, "one left in 20 s, and one is ahead"
 
 
 # --- displacement -----------------------------------------------------------------------------------------------------

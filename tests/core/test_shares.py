@@ -24,6 +24,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.fairness import policies
 from llmproxy.core.first_token import FirstToken
+from llmproxy.core.min_share import CREDIT_GRANTS, MinShares
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 from tests.core.make import pools, reading, request
@@ -106,6 +107,67 @@ def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
         of.finish(grant, Verdict.SERVED, float(step), Usage(10, 10))
     by_band = {grant.request.band: grant.why.guaranteed for grant in grants}
     assert by_band == {CRITICAL: False, SHEDDABLE: True}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "usage"), [(Verdict.FAILED, None), (Verdict.BUSY, Usage(0, 0)), (Verdict.LOST, None)]
+)
+@pytest.mark.parametrize("charged", ["tokens", "requests"])
+def test_what_came_to_nothing_does_not_use_a_share_up(verdict: Verdict, usage: Usage | None, charged: str) -> None:
+    of, low = owed(charged)
+    of.finish(low, verdict, 1.0, usage)
+    of.submit(low.request, 1.0, entry=Entry.RETRY)
+    (again,) = granted(of, 2.0)
+    assert (again.request.id, again.why.guaranteed) == ("low", True)
+
+
+def test_what_was_cut_short_uses_its_share_up() -> None:
+    of, low = owed("tokens")
+    of.finish(low, Verdict.CLIENT_GONE, 1.0, Usage(10, 1))
+    of.submit(request(band=SHEDDABLE, flow="low"), 1.0)
+    (other,) = granted(of, 2.0)
+    assert other.request.band == CRITICAL
+
+
+def owed(charged: str) -> tuple[Pools, Grant]:
+    """One slot, held by the sheddable request "low" for the share that a critical grant has earned its band."""
+    settings = Settings(
+        min_shares={SHEDDABLE: 0.4}, charged=charged, capacity=CapacitySettings(look_ahead=0), withdrawal=False
+    )
+    of = pools({"a": 1}, settings)
+    of.submit(request(id="low", band=SHEDDABLE, flow="low"), 0.0)
+    for _ in range(6):
+        of.submit(request(band=CRITICAL), 0.0)
+    (first,) = granted(of)
+    of.finish(first, Verdict.SERVED, 0.0)
+    (low,) = granted(of)
+    assert (low.request.id, low.why.guaranteed) == ("low", True)
+    return of, low
+
+
+def test_nobody_earns_a_share_of_what_came_to_nothing() -> None:
+    of = pools({"a": 1}, Settings(min_shares={SHEDDABLE: 0.4}, capacity=CapacitySettings(look_ahead=0)))
+    of.submit(request(id="high", band=CRITICAL), 0.0)
+    of.submit(request(band=SHEDDABLE), 0.0)
+    (high,) = granted(of)
+    of.finish(high, Verdict.FAILED, 1.0)
+    of.submit(high.request, 1.0, entry=Entry.RETRY)
+    (again,) = granted(of, 1.0)
+    assert again.request.id == "high"
+
+
+def test_shares_given_back_are_no_more_than_may_be_gathered() -> None:
+    shares = MinShares({SHEDDABLE: 0.5})
+    changes = []
+    for _ in range(20):
+        shares.granted(CRITICAL, 2.0, (CRITICAL, SHEDDABLE))
+        changes.append(shares.granted(SHEDDABLE, 1.0, (CRITICAL, SHEDDABLE)))
+    for change in changes:
+        shares.undone(change, 1.0)
+    for _ in range(int(CREDIT_GRANTS)):
+        assert shares.due((SHEDDABLE,)) == [SHEDDABLE]
+        shares.granted(SHEDDABLE, 1.0, ())
+    assert not shares.due((SHEDDABLE,))
 
 
 # --- refused early ----------------------------------------------------------------------------------------------------

@@ -210,14 +210,14 @@ class World:
         waiter = Waiter(request, excluded - resting if held else excluded, entry, *times, held=bool(held))
         expected = self._expected(request, entry) if up or held else Outcome.REJECTED_NO_BACKENDS
         below = [w.request for w in self.books.waiting_in(request.pool) if w.request.band < request.band]
-        total_full = len(self.waiting) >= QUEUE_MAX and entry is Entry.NEW
+        in_the_way = self._too_many() if entry is Entry.NEW else 0
         refused = self._submit(request, excluded, entry)
         assert refused == expected, f"{request.id}: {refused}"
         if refused is not None:
             self._end(request, refused)
             return
-        if total_full:
-            self._see_shed(request.pool, below)
+        for victim in self._shed_by(request.pool, in_the_way):
+            self._see_shed(victim, below)
         self._tell(request.pool)
         self.waiting[request.id] = waiter
 
@@ -243,16 +243,24 @@ class World:
             return None
         in_band = [w.request for w in self.waiting.values() if w.request.band == request.band]
         in_flow = sum(one.flow == request.flow for one in in_band)
-        below = any(w.request.band < request.band for w in self.books.waiting_in(request.pool))
-        full = in_flow >= FLOW_MAX or len(in_band) >= BAND_MAX or (len(self.waiting) >= QUEUE_MAX and not below)
+        below = sum(w.request.band < request.band for w in self.books.waiting_in(request.pool))
+        full = in_flow >= FLOW_MAX or len(in_band) >= BAND_MAX or self._too_many() > below
         return Outcome.REJECTED_CAPACITY if full else None
 
-    def _see_shed(self, pool: str, below: list[Request]) -> None:
+    def _too_many(self) -> int:
+        """How many have to go before one more may wait: more than one where others came back above the limit."""
+        return max(0, len(self.waiting) - QUEUE_MAX + 1)
+
+    def _shed_by(self, pool: str, count: int) -> list[Request]:
+        drops = self.pools._schedulers[pool]._shed
+        return [drop.request for drop in drops[len(drops) - count :]]
+
+    def _see_shed(self, victim: Request, below: list[Request]) -> None:
         """Whoever made room must be the newest of the lowest band."""
-        victim = self.pools._schedulers[pool]._shed[-1].request
         lowest = [request for request in below if request.band == min(one.band for one in below)]
         assert victim in lowest
         assert victim.arrived_s == max(request.arrived_s for request in lowest)
+        below.remove(victim)
         del self.waiting[victim.id]
         self.shed.add(victim.id)
 
