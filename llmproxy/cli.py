@@ -17,7 +17,17 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from llmproxy import __version__
-from llmproxy.config import PLACEMENT_PRESETS, Config, ConfigError, Override, hash_of, is_api_key, keys, load
+from llmproxy.config import (
+    PLACEMENT_PRESETS,
+    Config,
+    ConfigError,
+    Override,
+    hash_of,
+    is_api_key,
+    keys,
+    load,
+    warnings_of,
+)
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "--backend": ("backends",),
@@ -201,11 +211,17 @@ def serve(
 
 @app.command()
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file.")]) -> None:
-    """Say everything that is wrong with a configuration file, and start nothing. Exits with 2 if anything is."""
+    """Say everything that is wrong with a configuration file, and start nothing. Exits with 2 if anything is.
+
+    Settings that do nothing beside the others are told as well, and are not wrong.
+    """
     try:
-        typer.echo(_summary(file, load(file)))
+        config = load(file)
     except ConfigError as error:
         _fail(error.problems)
+    for warning in warnings_of(file, config):
+        typer.echo(warning, err=True)
+    typer.echo(_summary(file, config))
 
 
 def _summary(file: Path, config: Config) -> str:

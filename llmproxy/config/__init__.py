@@ -2,7 +2,7 @@
 
 from llmproxy.config.config import Config
 from llmproxy.config.kinds import Network, hash_of, is_api_key
-from llmproxy.config.load import ConfigError, Override, keys, load
+from llmproxy.config.load import ConfigError, Override, keys, load, warnings_of
 from llmproxy.config.schema import (
     BackendConfig,
     HealthConfig,
@@ -48,4 +48,5 @@ __all__ = [
     "model_limit",
     "settings_of",
     "tenant_limit",
+    "warnings_of",
 ]

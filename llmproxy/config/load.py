@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from llmproxy.config.config import Config
+from llmproxy.config.effects import without_effect
 from llmproxy.config.kinds import nearest
 from llmproxy.config.schema import Section
 
@@ -78,6 +79,13 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
     if problems:
         raise ConfigError([text for _, text in sorted(problems, key=lambda problem: problem[0])])
     return config
+
+
+def warnings_of(path: Path, config: Config) -> list[str]:
+    """One line for each setting of the file at `path` that does nothing in `config`, which was loaded from it."""
+    document = Document(path)
+    found = sorted((document.line(place), f"{dotted(place)}{reason}") for place, reason in without_effect(config))
+    return [f"{document.at(line)}: warning: {told}" for line, told in found]
 
 
 def keys() -> dict[str, FieldInfo]:
