@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-# The densest bodies (nothing but brackets) of this size cost a parser and the walk over its result about 5 ms, half of
-# what one stretch on the loop may take; `benchmarks/desk.py` measures it.
+# What is parsed in one go has at most so many bytes and values. Text costs by its bytes, and little; values cost an
+# object each, and a body of nothing but brackets holds the loop for 10 ms where this many hold it for 2.
+# `benchmarks/desk.py` measures it.
 PARSE_BYTES_MAX = 128 * 1024
+PARSE_VALUES_MAX = 16 * 1024
+
+
+def parses_at_once(body: bytes) -> bool:
+    """Whether a parser holds the loop for no more than about 2 ms; in doubt not, as text may hold brackets too."""
+    if len(body) <= 2 * PARSE_VALUES_MAX:
+        return True
+    # Every value but the outermost follows an opening bracket or a comma.
+    return len(body) <= PARSE_BYTES_MAX and sum(map(body.count, (b"[", b"{", b","))) <= PARSE_VALUES_MAX
 
 
 class BodyKind(StrEnum):

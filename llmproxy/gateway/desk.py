@@ -1,8 +1,8 @@
 """The reading desk: the bytes of one request become an `Ask`, and the few edits that the bytes may need.
 
 Nothing is ever serialised again. What must change (an alias, the usage option of a stream) is spliced into the bytes
-that the client sent. Small bodies are parsed once; larger ones are scanned in slices, because a parser would hold the
-event loop for as long as it runs, whatever thread it runs in.
+that the client sent. Small bodies are parsed once; large and dense ones are scanned in slices, because a parser would
+hold the event loop for as long as it runs, whatever thread it runs in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from llmproxy.core.domain import Ask
-from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
+from llmproxy.gateway.body import BodyKind, parses_at_once
 from llmproxy.gateway.multipart import scan_form
 from llmproxy.gateway.prompt import SALT, Chain, chain_of
 from llmproxy.gateway.prompt_scan import chain_of_large
@@ -153,7 +153,7 @@ class Desk:
         """Read one body; `content_type` is needed for forms. Raises BadBody. No stretch on the loop exceeds 10 ms."""
         if kind is BodyKind.FORM:
             return await self._in_turns(read_form(body, content_type))
-        if len(body) <= PARSE_BYTES_MAX:
+        if parses_at_once(body):
             return await self._small(body, kind)
         return await self._in_turns(read_large(body, kind, self._prefixes))
 

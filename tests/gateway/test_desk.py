@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmproxy.core.domain import Ask
 from llmproxy.gateway import desk as desk_module
-from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
+from llmproxy.gateway.body import PARSE_BYTES_MAX, PARSE_VALUES_MAX, BodyKind
 from llmproxy.gateway.desk import SEQUENCES_MAX, Desk, Sheet, read_large, read_small
 from llmproxy.gateway.prompt import BLOCK_BYTES, chain_of
 from llmproxy.gateway.scan import MEDIA_BYTES, BadBody, drain
@@ -168,6 +168,19 @@ def test_the_desk_takes_the_way_that_the_size_asks_for() -> None:
     sheets = asyncio.run(read())
     assert [sheet.members is None for sheet in sheets] == [True, False, False]
     assert [sheet.ask.prompt_bytes for sheet in sheets] == [5, 5 * PARSE_BYTES_MAX, 5 * PARSE_BYTES_MAX]
+
+
+@pytest.mark.parametrize("value", [b"[]", b"{}", b'""', b"1", b"[[]]"])
+@pytest.mark.parametrize("values", [PARSE_VALUES_MAX - 8, PARSE_VALUES_MAX + 8])
+async def test_a_small_body_of_more_values_than_anybody_writes_is_read_as_a_large_one(
+    value: bytes, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = b'{"messages":["",' + b",".join([value] * (values // (1 + value.count(b"[") + value.count(b"{")))) + b"]}"
+    body += b" " * (PARSE_BYTES_MAX - len(body))
+    if values > PARSE_VALUES_MAX:
+        monkeypatch.delattr(desk_module, "read_small")
+    sheet = await Desk().read(body, CHAT)
+    assert (sheet.members is None) == (values < PARSE_VALUES_MAX)
 
 
 def test_the_loop_runs_on_while_large_bodies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
