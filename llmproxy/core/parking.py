@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.queue import LazyHeap, Queued
 
 Key = tuple[float, float]
+NOBODY: Key = (inf, inf)
 
 
 class Parking:
@@ -58,6 +60,11 @@ class Parking:
                 self.remove(entry[2])
                 self._back[name] += 1
         return back
+
+    def first(self, limits: UsageLimits) -> Key:
+        """Of those that may be in flight now: the highest band, negated, and of it the earliest arrival; else inf."""
+        heads = (line.least() for name, line in self._lines.items() if limits.free(name))
+        return min((entry[0] for entry in heads if entry is not None), default=NOBODY)
 
     def left(self, name: str) -> None:
         """One that came back from this limit's line left its flow."""

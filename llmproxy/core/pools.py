@@ -146,7 +146,11 @@ class Pools:
 
     def decide(self, now: float) -> list[Decision]:
         """See `Scheduler.decide`, of every pool."""
-        for scheduler in self._schedulers.values():
+        schedulers = list(self._schedulers.values())
+        if self.settings.limits and len(schedulers) > 1:
+            # What a limit over several pools has room for is not for the pool alone that happens to be asked first.
+            schedulers.sort(key=Scheduler.first_parked)
+        for scheduler in schedulers:
             self._decided += scheduler.decide(now)
         decided, self._decided = self._decided, []
         return decided

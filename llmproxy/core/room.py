@@ -9,7 +9,7 @@ from llmproxy.core.fairness import policies
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.occupancy import Full, Occupancy
 from llmproxy.core.ordering import Rank
-from llmproxy.core.parking import Parking
+from llmproxy.core.parking import Key, Parking
 from llmproxy.core.patience import Patience
 from llmproxy.core.queue import Band, LazyHeap, Queued
 from llmproxy.core.settings import Settings
@@ -130,6 +130,10 @@ class WaitingRoom:
             anew.back_from = parked.parked
             self.band(parked.request.band).push(anew, now)
         return len(back)
+
+    def first_parked(self) -> Key:
+        """See `Parking.first`."""
+        return self._parking.first(self._limits)
 
     def _take_out(self, queued: Queued) -> None:
         if queued.parked is not None:

@@ -26,6 +26,7 @@ from llmproxy.core.fleet import Backend, View
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.min_share import MinShares
 from llmproxy.core.occupancy import DrainRate, Occupancy
+from llmproxy.core.parking import Key
 from llmproxy.core.placement import Placement
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
@@ -266,6 +267,10 @@ class Scheduler:
         if back:
             this.guaranteed_none.clear()
         return back
+
+    def first_parked(self) -> Key:
+        """Who is to have what a usage limit has room for: (band, negated; arrival), the least over all pools."""
+        return self._room.first_parked()
 
     def next_wakeup(self, now: float) -> float | None:
         """When `decide` may have something to do although no event happens; None when only an event can."""

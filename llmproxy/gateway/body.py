@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 # What is parsed in one go has at most so many bytes and values. Text costs by its bytes, and little; values cost an
-# object each, and a body of nothing but brackets holds the loop for 10 ms where this many hold it for 2.
+# object each: a body of nothing but brackets would hold the loop for some 15 ms, and this many hold it for 2.
 # `benchmarks/desk.py` measures it.
 PARSE_BYTES_MAX = 128 * 1024
 PARSE_VALUES_MAX = 16 * 1024

@@ -5,13 +5,15 @@ from random import Random
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, Grant, Outcome, Refused, Revoke, Trouble, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Trouble, Verdict
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from tests.core.make import listing, pools, request
 
 TIGHT = Settings(capacity=CapacitySettings(look_ahead=0))
+ONE = UsageLimit(in_flight=1)
+LIMITED = Settings(capacity=CapacitySettings(look_ahead=0), limits=dict.fromkeys(("tenant:t", "tenant:u"), ONE))
 
 
 def two_pools(settings: Settings = TIGHT) -> Pools:
@@ -38,6 +40,72 @@ def test_queue_limits_count_over_all_pools() -> None:
     one.submit(request(pool="other", model="other"), 0.0)
     with pytest.raises(Refused, match="requests_max"):
         one.submit(request(), 0.0)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_limit_over_two_pools_lets_go_whoever_has_waited_longest(turned: bool) -> None:
+    one = two_pools(LIMITED)
+    names = ("other", "base") if turned else ("base", "other")
+    for at in range(8):
+        limited(one, names[at % 2], float(at), CRITICAL)
+    served: list[str] = []
+    while grants := decided(one, 8.0):
+        (grant,) = grants
+        served.append(grant.request.id)
+        one.finish(grant, Verdict.SERVED, 8.0)
+    # In the first pass nobody was parked yet, and the pool that is asked first had it.
+    assert served[0] in ("0.0", "1.0")
+    assert served[1:] == sorted({f"{at}.0" for at in range(8)} - {served[0]})
+
+
+def test_a_limit_over_two_pools_lets_the_higher_band_go_first() -> None:
+    one = two_pools(LIMITED)
+    limited(one, "base", 0.0)
+    (held,) = decided(one, 0.0)
+    limited(one, "base", 1.0)
+    limited(one, "other", 2.0, CRITICAL)
+    assert decided(one, 2.0) == []
+    one.finish(held, Verdict.SERVED, 3.0)
+    assert [grant.request.id for grant in decided(one, 3.0)] == ["2.0"]
+
+
+def test_what_has_waited_longest_but_finds_no_room_leaves_a_limit_to_others() -> None:
+    one = two_pools(LIMITED)
+    limited(one, "other", 0.0)
+    (held,) = decided(one, 0.0)
+    limited(one, "base", 1.0)
+    limited(one, "other", 2.0)
+    assert decided(one, 2.0) == []
+    one.submit(request(), 3.0)
+    (full,) = decided(one, 3.0)
+    assert full.request.pool == "base"
+    one.finish(held, Verdict.SERVED, 4.0)
+    assert [grant.request.id for grant in decided(one, 4.0)] == ["2.0"]
+
+
+def test_who_waits_for_a_limit_that_is_still_reached_says_nothing_of_another() -> None:
+    one = pools({"a": 4, "b": 4}, LIMITED, listings={"a": listing(), "b": listing(base="other")})
+    limited(one, "base", 0.0)
+    limited(one, "base", 0.5, limit="tenant:u")
+    _, held = decided(one, 0.5)
+    limited(one, "base", 1.0)
+    limited(one, "other", 2.0, limit="tenant:u")
+    limited(one, "base", 3.0, limit="tenant:u")
+    assert decided(one, 3.0) == []
+    one.finish(held, Verdict.SERVED, 4.0)
+    assert [grant.request.id for grant in decided(one, 4.0)] == ["2.0"]
+
+
+def limited(of: Pools, pool: str, at_s: float, band: int = DEFAULT, limit: str = "tenant:t") -> None:
+    """Submit a request that is named by its arrival, and counts against a limit of one in flight over all pools."""
+    one = request(id=str(at_s), pool=pool, model=pool, band=band, arrived_s=at_s, limits=(limit,))
+    of.submit(one, at_s)
+
+
+def decided(of: Pools, now: float) -> list[Grant]:
+    decisions = of.decide(now)
+    of.check(now)
+    return [decision for decision in decisions if isinstance(decision, Grant)]
 
 
 def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
