@@ -235,7 +235,8 @@ class Scheduler:
         """Grant band by band, the highest first, until nobody has room for more or the pass is long enough."""
         for level in self._room.order:
             unmatched, band = Unmatched(), self._room.band(level)
-            while self._grant_guaranteed(this) and (band.size or self._unpark(level, this)):
+            # Who comes back may make a band below one that is owed a share.
+            while (band.size or self._unpark(level, this)) and self._grant_guaranteed(this):
                 granted = self._grant_one(level, band.ceiling, this, unmatched)
                 if isinstance(granted, NoCapacity):
                     self._withdraw(level, this)

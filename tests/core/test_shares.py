@@ -26,7 +26,7 @@ from llmproxy.core.fairness import policies
 from llmproxy.core.first_token import FirstToken
 from llmproxy.core.min_share import CREDIT_GRANTS, MinShares
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from tests.core.make import pools, reading, request
 
 
@@ -143,6 +143,35 @@ def owed(charged: str) -> tuple[Pools, Grant]:
     (low,) = granted(of)
     assert (low.request.id, low.why.guaranteed) == ("low", True)
     return of, low
+
+
+def test_who_comes_back_from_a_limit_above_a_band_does_not_delay_what_that_is_owed() -> None:
+    settings = Settings(
+        min_shares={DEFAULT: 0.4}, capacity=CapacitySettings(look_ahead=1), limits={"model:m": UsageLimit(in_flight=1)}
+    )
+    of = pools({"a": 2}, settings)
+
+    def enter(count: int = 1, **given: Any) -> list[Grant]:
+        of.submit(request(**given), 0.0)
+        grants = granted(of)
+        assert len(grants) == count
+        return grants
+
+    # Two places for all, a third for critical requests and for what is owed.
+    enter(id="uses the share up")
+    (first,) = enter(band=CRITICAL, limits=("model:m",))
+    enter(0, band=SHEDDABLE, limits=("model:m",))
+    enter(0, id="owed")
+    (filler,) = enter(band=CRITICAL)
+    of.finish(first, Verdict.SERVED, 0.0)
+    assert granted(of) == [], "the sheddable one came back from the limit, and has no room"
+    (second,) = enter(band=CRITICAL, limits=("model:m",))
+    enter(0, band=7, limits=("model:m",))
+    of.finish(filler, Verdict.SERVED, 0.0)
+    enter(band=CRITICAL, output_tokens=100)
+    of.finish(second, Verdict.SERVED, 0.0)
+    (owed,) = granted(of)
+    assert (owed.request.id, owed.why.guaranteed) == ("owed", True)
 
 
 def test_nobody_earns_a_share_of_what_came_to_nothing() -> None:
