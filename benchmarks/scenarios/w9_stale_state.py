@@ -1,12 +1,24 @@
 """W9: readings that are old, or lost, and proxies that know nothing of each other; what does it cost?"""
 
-from benchmarks.scenarios.scenario import GOODPUT, Case, Scenario, Shape, befallen, behind, both, plain, sized
+from benchmarks.scenarios.scenario import (
+    GOODPUT,
+    OURS,
+    POLICIES,
+    Case,
+    Scenario,
+    Shape,
+    befallen,
+    behind,
+    both,
+    plain,
+    sized,
+)
 from llmproxy.lab.fleet import FaultKind
 
 SIZES = sized(max_num_seqs=16)
 
 
-def _case(name: str, shape: Shape, quick: bool = True) -> Case:
+def _case(name: str, shape: Shape, quick: bool = True, policies: tuple[str, ...] = POLICIES) -> Case:
     return Case(
         f"{name}, 8 x 8B",
         "azure2023_conv.csv.gz",
@@ -14,7 +26,21 @@ def _case(name: str, shape: Shape, quick: bool = True) -> Case:
         (0.85,),
         requests=2_000,
         shape=both(SIZES, shape),
+        policies=policies,
         quick=quick,
+    )
+
+
+def _shared(name: str, shape: Shape) -> Case:
+    """Traffic whose prefixes decide, because Azure's file knows none: there, an event tells nothing of use."""
+    return Case(
+        f"{name}, b2b, 8 x Qwen3-32B TP2",
+        "gen:shared_system_prompts,rate=12,duration_s=100",
+        "8xqwen-32b-h100-tp2",
+        (0.85,),
+        shape=shape,
+        policies=(*OURS, "dynamo_cost"),
+        quick=False,
     )
 
 
@@ -22,7 +48,7 @@ SCENARIO = Scenario(
     "W9",
     "Stale and divided knowledge",
     "Azure's conversations with fresh readings, readings 1 s and 10 s old, half of the readings lost, and behind four"
-    " proxies.",
+    " proxies; and many requests that begin alike, with all KV events and with 1 % of them lost.",
     GOODPUT,
     (
         _case("fresh", plain, quick=False),
@@ -31,5 +57,7 @@ SCENARIO = Scenario(
         _case("half lost", befallen(0.0, FaultKind.LOST_READINGS, 8, 0.5), quick=False),
         _case("2 proxies", behind(2), quick=False),
         _case("4 proxies", behind(4)),
+        _shared("all KV events", plain),
+        _shared("KV events, 1 % lost", befallen(0.0, FaultKind.LOST_KV_EVENTS, 8, 0.01)),
     ),
 )

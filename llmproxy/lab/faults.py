@@ -60,6 +60,8 @@ def _begin(fault: Fault, replica: Replica, loop: asyncio.AbstractEventLoop) -> N
             replica.ills.metric_age_s = fault.value
         case FaultKind.LOST_READINGS:
             replica.ills.lost_readings = fault.value
+        case FaultKind.LOST_KV_EVENTS:
+            replica.ills.lost_kv_events = fault.value
 
 
 def _end(fault: Fault, replica: Replica) -> None:
@@ -74,5 +76,7 @@ def _end(fault: Fault, replica: Replica) -> None:
             replica.ills.metric_age_s = 0.0
         case FaultKind.LOST_READINGS:
             replica.ills.lost_readings = 0.0
+        case FaultKind.LOST_KV_EVENTS:
+            replica.ills.lost_kv_events = 0.0
         case FaultKind.KILL | FaultKind.RESTART | FaultKind.ROLL:
             pass

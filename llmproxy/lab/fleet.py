@@ -23,6 +23,7 @@ class FaultKind(StrEnum):
     `reset`: each answer that starts is cut in mid-stream with probability `value`.
     `metric_age`: readings are `value` seconds old when they arrive, and do not say so.
     `lost_readings`: each poll of the metrics fails with probability `value`.
+    `lost_kv_events`: each batch of KV events fails to reach a subscriber with probability `value`, and never comes.
     """
 
     KILL = "kill"
@@ -33,6 +34,7 @@ class FaultKind(StrEnum):
     RESET = "reset"
     METRIC_AGE = "metric_age"
     LOST_READINGS = "lost_readings"
+    LOST_KV_EVENTS = "lost_kv_events"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ KNOWN_PROFILES = tuple(PROFILES)
 RESTARTS = frozenset({FaultKind.RESTART, FaultKind.ROLL})
 ENDLESS = RESTARTS | {FaultKind.KILL}
 VALUELESS = frozenset({FaultKind.KILL, FaultKind.HANG})
-PROBABLE = frozenset({FaultKind.RESET, FaultKind.LOST_READINGS})
+PROBABLE = frozenset({FaultKind.RESET, FaultKind.LOST_READINGS, FaultKind.LOST_KV_EVENTS})
 
 Finding = tuple[Place, str]
 
@@ -245,6 +245,7 @@ VALUES = {
     FaultKind.RESET: "should be a probability from 0 to 1",
     FaultKind.METRIC_AGE: "should be an age in seconds",
     FaultKind.LOST_READINGS: "should be a probability from 0 to 1",
+    FaultKind.LOST_KV_EVENTS: "should be a probability from 0 to 1",
 }
 
 

@@ -26,15 +26,15 @@ class Prompt:
 class Surroundings:
     """What a baseline may use beside the views: `prompts` of the live requests by request id, and a clock.
 
-    `kv_events(backend, request_id)` is for policies that subscribe to the engines' KV events: how many tokens of that
-    prompt the backend has cached now.
+    `kv_events()` subscribes to the engines' KV events. It answers with a function from a request id to the tokens of
+    that prompt that each backend is known to have cached, as far as events have come; who has none is left out.
     """
 
     rng: Random
     clock: Callable[[], float]
     prompts: Mapping[str, Prompt]
     block_tokens: int
-    kv_events: Callable[[str, str], int]
+    kv_events: Callable[[], Callable[[str], Mapping[str, int]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
 from llmproxy.lab.arrival import BASE_MODEL, Arrival
 from llmproxy.lab.audit import AuditedPools
+from llmproxy.lab.kv_events import KvEvents
 from llmproxy.lab.policies import Plan
 from llmproxy.lab.policy import Surroundings
 from llmproxy.lab.record import Record
@@ -62,7 +63,7 @@ class LabProxy:
             self._loop.time,
             world.prompts,
             world.blocks.block_tokens,
-            world.cached_tokens,
+            lambda: KvEvents(world, self._loop.time).cached_tokens,
         )
         told = {backend.name: backend.max_in_flight for backend in config.backends}
         limits = {name: told.get(name) for name in self._replicas}

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Protocol
 
 from llmproxy.lab.fleet import ReplicaSpec
 from llmproxy.simulator.engine import Counters, Engine, EngineRequest, Gauges, StepResult
+from llmproxy.simulator.kv_cache import Changes
 from llmproxy.simulator.profiles import Noise
 
 NOISE = Noise()
@@ -58,6 +60,16 @@ class Job:
             self.ended.set_exception(Broken(by_timeout))
 
 
+class Subscriber(Protocol):
+    """One end of a subscription to a replica's KV events."""
+
+    def published(self, at_s: float, changes: Changes) -> None:
+        """A step that ended at `at_s` changed which blocks are cached; told in the order of the steps."""
+
+    def broken(self) -> None:
+        """The process is gone, with its caches and with what it had not sent."""
+
+
 @dataclass(slots=True)
 class _Stretch:
     """Pure decode steps under way: `steps` of them from `start_s` on, each `factor` times its noise-free time."""
@@ -75,6 +87,7 @@ class _Ills:
     reset: float = 0.0
     metric_age_s: float = 0.0
     lost_readings: float = 0.0
+    lost_kv_events: float = 0.0
     remembered_s: float = 0.0
     frozen: bool = False
 
@@ -112,6 +125,7 @@ class Replica:
         self._left_s = 0.0
         self._visible = self._coming = Gauges()
         self._seen: deque[tuple[float, Gauges]] = deque()
+        self._subscribers: list[Subscriber] = []
         self._install()
 
     def _install(self) -> None:
@@ -129,6 +143,8 @@ class Replica:
         )
         self._visible = self._coming = Gauges()
         self._seen.clear()
+        if self._subscribers:
+            self.engine.tell_kv_events()
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -159,6 +175,8 @@ class Replica:
         self._install()
         for job in jobs.values():
             job.break_off()
+        for subscriber in self._subscribers:
+            subscriber.broken()
 
     def freeze(self, frozen: bool) -> None:
         """Stop the engine's time, or let it go on; it accepts requests all the same."""
@@ -212,8 +230,7 @@ class Replica:
 
     def answered_tokens(self, job: Job) -> int:
         """How many tokens of its answer have been sent by now."""
-        if self._stretch is not None and not self.ills.frozen:
-            self._settle(self._loop.time())
+        self.catch_up()
         if job.first_s is None or job.ended.done():
             return 0
         answered = self.engine.answered_tokens(job.request.id)
@@ -260,6 +277,11 @@ class Replica:
         # A process younger than that has nothing older to show than what it showed first.
         return past[-1] if past else self._seen[0][1]
 
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Publish KV events to one more subscriber from now on, one batch per step."""
+        self._subscribers.append(subscriber)
+        self.engine.tell_kv_events()
+
     @property
     def counters(self) -> Counters:
         """Of the engines of all its lives."""
@@ -271,6 +293,11 @@ class Replica:
         return gauges.running, gauges.waiting
 
     # --- the engine's time --------------------------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """Do every step that has ended by now."""
+        if self._stretch is not None and not self.ills.frozen:
+            self._settle(self._loop.time())
 
     def _enter(self, job: Job) -> None:
         """The front end has tokenised the prompt."""
@@ -305,13 +332,15 @@ class Replica:
         step, self._step = self._step, None
         assert step is not None
         self._visible = self._coming
+        for _, changes in step.kv_events:
+            self._publish(self._loop.time(), changes)
         self._deliver(step)
         self._next()
 
     def _stretch_done(self) -> None:
         stretch, self._stretch = self._stretch, None
         assert stretch is not None
-        self._deliver(self.engine.advance(stretch.steps))
+        self._deliver(self._advance(stretch, stretch.steps))
         self._visible = self.engine.gauges()
         self._next()
 
@@ -322,9 +351,16 @@ class Replica:
         # The last step of a stretch may end requests, and that is for its own timer to deliver.
         done = min(self.engine.steps_within((now - stretch.start_s) / stretch.factor), stretch.steps - 1)
         if done > 0:
-            stretch.start_s += self.engine.stretch_s(done) * stretch.factor
-            stretch.steps -= done
-            self.engine.advance(done)
+            self._advance(stretch, done)
+
+    def _advance(self, stretch: _Stretch, steps: int) -> StepResult:
+        """Do the first steps of a stretch, which begins behind them then."""
+        result = self.engine.advance(steps)
+        for after_s, changes in result.kv_events:
+            self._publish(stretch.start_s + after_s * stretch.factor, changes)
+        stretch.start_s += result.duration_s * stretch.factor
+        stretch.steps -= steps
+        return result
 
     def _interrupt(self) -> None:
         """Something is about to change in the engine: of a stretch, only the step that is running now goes on."""
@@ -339,6 +375,11 @@ class Replica:
         end_s = stretch.start_s + self._step.duration_s * stretch.factor
         # The step is taken as it was: what slowed it is in its factor already.
         self._timer = self._loop.call_at(max(end_s, self._loop.time()), self._step_done)
+
+    def _publish(self, at_s: float, changes: Changes) -> None:
+        for subscriber in self._subscribers:
+            if not self.ills.lost_kv_events or self._rng.random() >= self.ills.lost_kv_events:
+                subscriber.published(at_s, changes)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -19,7 +19,7 @@ class Blocks:
         assert block_tokens % engine_block == 0, "a block of the trace is no whole number of engine blocks"
         self.block_tokens = block_tokens
         self._parts = block_tokens // engine_block
-        self._engine_block = engine_block
+        self.engine_block = engine_block
 
     def known(self, arrival: Arrival) -> Prompt:
         count = -(-arrival.prompt_tokens // self.block_tokens)
@@ -30,7 +30,7 @@ class Blocks:
         parts = self._parts
         known_tokens = min(arrival.prompt_tokens + arrival.output_tokens, len(arrival.blocks) * self.block_tokens)
         hashes = [block * parts + i for block in arrival.own_blocks() for i in range(parts)]
-        return tuple(hashes[: known_tokens // self._engine_block])
+        return tuple(hashes[: known_tokens // self.engine_block])
 
 
 @dataclass(slots=True)
@@ -60,10 +60,6 @@ class World:
         return EngineRequest(
             name, arrival.prompt_tokens, arrival.output_tokens, self.blocks.hashes(arrival), arrival.adapter
         )
-
-    def cached_tokens(self, backend: str, request_id: str) -> int:
-        """How many tokens of a live request's prompt a replica has cached now."""
-        return self.replicas[backend].engine.cached_tokens(self.sequence_of(request_id))
 
     def sequence_of(self, request_id: str) -> EngineRequest:
         """A live request as an engine would get it."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from llmproxy.simulator.adapter_slots import AdapterSlots
 from llmproxy.simulator.engine_reports import Counters, Gauges, StepResult
-from llmproxy.simulator.kv_cache import KvCache
+from llmproxy.simulator.kv_cache import Changes, KvCache
 from llmproxy.simulator.profiles import Noise, Profile
 from llmproxy.simulator.sequence import Decodes, EngineRequest, LiveSequence, Waiting
 
@@ -116,6 +116,10 @@ class Engine:
             return sequence.emitted
         return sequence.request.output_tokens - (sequence.last_step - self.counters.steps)
 
+    def tell_kv_events(self) -> None:
+        """Tell from now on, with each step, which blocks became cached and which went."""
+        self._cache.changes = Changes()
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request. ValueError for one that could never finish or whose id is alive."""
         if request.id in self._live:
@@ -167,15 +171,17 @@ class Engine:
         self._admit(plan)
         step_s = self.profile.step_s(decodes, context_tokens, plan.chunks, adapters=bool(self._slots.in_batch))
         noise = 1.0 if self._noise is None else self._noise.factor(self._random)
+        duration_s = plan.load_s + step_s * noise
         running = tuple(self._running)
         return StepResult(
-            duration_s=plan.load_s + step_s * noise,
+            duration_s=duration_s,
             emitted=running if self._prefilling is None else running[:-1],
             finished=self._emit(plan),
             admitted=tuple(plan.admitted),
             preempted=tuple(plan.preempted),
             prefill_tokens=sum(end - first for first, end in plan.chunks),
             decode_tokens=decodes,
+            kv_events=self._changes(duration_s),
         )
 
     def check(self) -> None:
@@ -226,15 +232,28 @@ class Engine:
         """
         if not 1 <= steps <= self.stable_steps():
             raise ValueError(f"{steps} steps were to be done at once and {self.stable_steps()} are stable")
-        duration_s = self.stretch_s(steps)
+        first_s, growth_s = self._decode_s()
+        duration_s = _series(first_s, growth_s, steps)
+        kv_events: tuple[tuple[float, Changes], ...] = ()
         decodes, done = len(self._decodes), self.counters.steps
         for now in range(done + 1, done + steps + 1):
             for sequence in self._decodes.entering(now):
                 self._grow(sequence, now)
+            if now < done + steps and self._cache.changes:
+                kv_events += self._changes(_series(first_s, growth_s, now - done))
         self.counters.steps += steps
         self.counters.generation += decodes * (steps - 1)
         finished = self._emit(_Plan(self.counters.steps))
-        return StepResult(duration_s, finished=finished, decode_tokens=decodes * steps)
+        kv_events += self._changes(duration_s)
+        return StepResult(duration_s, finished=finished, decode_tokens=decodes * steps, kv_events=kv_events)
+
+    def _changes(self, after_s: float) -> tuple[tuple[float, Changes], ...]:
+        """The batch of KV events of a step that ends in `after_s`, if there is one."""
+        changes = self._cache.changes
+        if not changes:
+            return ()
+        self._cache.changes = Changes()
+        return ((after_s, changes),)
 
     def _decode_s(self) -> tuple[float, float]:
         """Seconds of the next step if it only decodes, and how much longer each one after it takes."""

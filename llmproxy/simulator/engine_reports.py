@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from llmproxy.simulator.kv_cache import Changes
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step did; its tokens exist `duration_s` after its start. Everything in it is named by request id.
 
     `emitted` got one token each, in the order of admission; `finished` are those of them that got their last one;
-    `admitted` left the queue, each with the prompt tokens it found cached.
+    `admitted` left the queue, each with the prompt tokens it found cached. `kv_events` are batches, at most one for
+    each step, each with the seconds from the start of the first step to the end of its own. There are none
+    unless they were asked for.
     """
 
     duration_s: float
@@ -20,6 +24,7 @@ class StepResult:
     preempted: tuple[str, ...] = ()
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    kv_events: tuple[tuple[float, Changes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

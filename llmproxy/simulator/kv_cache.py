@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 
 
@@ -30,16 +31,29 @@ def block_hashes(
     return tuple(hashes)
 
 
+@dataclass(slots=True)
+class Changes:
+    """The hashes that became cached and those that went, each by what happened to it last."""
+
+    stored: set[int] = field(default_factory=set)
+    removed: set[int] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.removed)
+
+
 class KvCache:
     """`blocks` blocks in all, of which one is never used, as in vLLM.
 
-    Every call costs time in the blocks it names, never in the size of the cache.
+    Every call costs time in the blocks it names, never in the size of the cache. `changes`, unless None, gathers what
+    vLLM tells in its KV events. Of several copies of a block the first and the last one count; vLLM tells of each.
     """
 
     def __init__(self, blocks: int) -> None:
         if blocks < 2:
             raise ValueError(f"a KV cache needs at least 2 blocks, one of which stays unused; got {blocks}")
         self.blocks = blocks
+        self.changes: Changes | None = None
         self._used = 0
         # Only what more than one request holds is counted, since most blocks have one holder or none.
         self._holders: dict[int, int] = {}
@@ -104,6 +118,10 @@ class KvCache:
 
     def store(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
         """Blocks became full; those beyond `hashes` with what will never be asked for."""
+        if self.changes is not None:
+            new = [block_hash for block_hash in hashes if block_hash not in self._cached]
+            self.changes.stored.update(new)
+            self.changes.removed.difference_update(new)
         oldest = list(map(self._cached.setdefault, hashes, blocks))
         if oldest != blocks[: len(oldest)]:
             for block_hash, block in zip(hashes, blocks, strict=False):
@@ -155,6 +173,9 @@ class KvCache:
                 self._forget_copy(block, block_hash)
             else:
                 del cached[block_hash]
+                if self.changes is not None:
+                    self.changes.stored.discard(block_hash)
+                    self.changes.removed.add(block_hash)
         return taken
 
     def _forget_copy(self, block: int, block_hash: int) -> None:

@@ -45,6 +45,7 @@ ILLS: dict[FaultKind, tuple[float, Look]] = {
     FaultKind.RESET: (0.0, lambda replica: replica.ills.reset),
     FaultKind.METRIC_AGE: (0.0, lambda replica: replica.ills.metric_age_s),
     FaultKind.LOST_READINGS: (0.0, lambda replica: replica.ills.lost_readings),
+    FaultKind.LOST_KV_EVENTS: (0.0, lambda replica: replica.ills.lost_kv_events),
 }
 
 

@@ -225,6 +225,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
         ("{at_s: 1, kind: slow, replica: gpu-1, value: 1}", ".value: should be a factor above 1, not 1"),
         ("{at_s: 1, kind: reset, replica: gpu-1, value: 1.1}", ".value: should be a probability from 0 to 1, not 1.1"),
         ("{at_s: 1, kind: lost_readings, replica: gpu-1, value: 2}", ".value: should be a probability from 0 to 1"),
+        ("{at_s: 1, kind: lost_kv_events, replica: gpu-1, value: 2}", ".value: should be a probability from 0 to 1"),
         ("{at_s: 5, kind: hang, replica: gpu-1, until_s: 5}", ".until_s: should be after at_s, 5, not 5"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 from statistics import fmean, stdev
 
 import pytest
@@ -51,6 +52,9 @@ def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) ->
         Engine(H100, max_num_seqs=max_num_seqs, max_loras=max_loras, kv_tokens=kv_tokens, step_tokens=step_tokens)
         for _ in range(2)
     )
+    for engine in (quick, slow):
+        engine.tell_kv_events()
+    told: set[int] = set()
     names: list[str] = []
     for number in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(("add", "go", "go", "go", "abort")))
@@ -67,16 +71,19 @@ def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) ->
             assert quick.abort(name) == slow.abort(name)
         else:
             stable = quick.stable_steps()
-            go(quick, slow, data.draw(st.integers(min(stable, 1), stable)))
+            go(quick, slow, data.draw(st.integers(min(stable, 1), stable)), told)
     while slow.busy:
-        go(quick, slow, quick.stable_steps())
+        go(quick, slow, quick.stable_steps(), told)
     assert not quick.busy
 
 
-def go(quick: Engine, slow: Engine, steps: int) -> None:
-    """The same steps in both, and the same result. `steps` of 0: the next one is no stable one."""
+def go(quick: Engine, slow: Engine, steps: int, told: set[int]) -> None:
+    """The same steps in both, and the same result. `steps` of 0: the next one is no stable one. `told` is what a reader
+    of all KV events so far takes to be cached.
+    """
     if steps == 0:
-        assert quick.step() == slow.step()
+        result = quick.step()
+        assert result == slow.step()
     else:
         stretch_s, decodes = quick.stretch_s(steps), len(slow._running)
         result = quick.advance(steps)
@@ -86,6 +93,14 @@ def go(quick: Engine, slow: Engine, steps: int) -> None:
         assert result.finished == singles[-1].finished
         assert result.decode_tokens == sum(one.decode_tokens for one in singles) == steps * decodes
         assert not any(one.prefill_tokens or one.admitted or one.preempted for one in singles)
+        ends_s = accumulate(one.duration_s for one in singles)
+        batches = [(end_s, one.kv_events[0][1]) for end_s, one in zip(ends_s, singles, strict=True) if one.kv_events]
+        assert [changes for _, changes in result.kv_events] == [changes for _, changes in batches]
+        assert [at_s for at_s, _ in result.kv_events] == pytest.approx([at_s for at_s, _ in batches], rel=1e-9)
+    for _, changes in result.kv_events:
+        told |= changes.stored
+        told -= changes.removed
+    assert told == quick._cache._cached.keys()
     assert state(quick) == state(slow)
     quick.check()
 

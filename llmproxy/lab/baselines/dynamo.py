@@ -66,15 +66,16 @@ class Active:
 
 
 class Events:
-    """What the engines' KV events tell: the blocks that each really has, without the delay that real events have."""
+    """What the engines' KV events have told: the blocks that each had 10 ms ago, unless some events were lost."""
 
     def __init__(self, around: Surroundings) -> None:
-        self._around = around
+        self._cached_tokens = around.kv_events()
 
     def tokens(self, request: Request, blocks: dict[Block, int], backends: Sequence[str]) -> list[int]:
         """Cached tokens of the prompt at each of `backends`."""
         del blocks
-        return [self._around.kv_events(backend, request.id) for backend in backends]
+        known = self._cached_tokens(request.id)
+        return [known.get(backend, 0) for backend in backends]
 
     def routed(self, backend: str, blocks: dict[Block, int]) -> None:
         pass
@@ -183,7 +184,7 @@ class KvCost(AtOnce):
 @baselines.register("dynamo_cost")
 def dynamo_cost(*, overlap: float = 1.0, prefill_scale: float = 1.0, events: float = 1.0) -> Baseline:
     """`events` 0 is its mode for engines that publish none."""
-    how = "KV events, here without delay" if events else "caches predicted for 120 s, without KV events"
+    how = "KV events, 10 ms late" if events else "caches predicted for 120 s, without KV events"
     return Baseline(
         "dynamo_cost",
         f"NVIDIA Dynamo KV router: least prefill and decode blocks; {how}",
