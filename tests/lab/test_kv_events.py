@@ -145,6 +145,7 @@ def test_with_its_process_a_replica_loses_all_that_was_known_of_it_and_what_was_
         for backend in here.replicas:
             await here.serve(one, backend)
         await asyncio.sleep(1.0)
+        assert here.events.cached_tokens(one) == {"gpu-0": 624, "gpu-1": 624}
         await here.serve(two)
         here.replicas["gpu-0"].kill()
         here.replicas["gpu-0"].start()
