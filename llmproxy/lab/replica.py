@@ -72,11 +72,15 @@ class Subscriber(Protocol):
 
 @dataclass(slots=True)
 class _Stretch:
-    """Pure decode steps under way: `steps` of them from `start_s` on, each `factor` times its noise-free time."""
+    """Pure decode steps under way: `steps` of them from `start_s` on, each `factor` times its noise-free time.
+
+    Those that had ended at `settled_s` are done and not among them.
+    """
 
     start_s: float
     steps: int
     factor: float
+    settled_s: float
 
 
 @dataclass(slots=True)
@@ -317,7 +321,7 @@ class Replica:
         steps = self.engine.stable_steps()
         if steps > 1:
             factor = self._noise.stretch_factor(self._rng, steps) * self.ills.slow
-            self._stretch = _Stretch(now, steps, factor)
+            self._stretch = _Stretch(now, steps, factor, now)
             self._timer = self._loop.call_at(now + self.engine.stretch_s(steps) * factor, self._stretch_done)
         elif self.engine.busy:
             self._step = self.engine.step()
@@ -348,6 +352,10 @@ class Replica:
         """Bring the engine up to the last step of the stretch that is complete at `now`."""
         stretch = self._stretch
         assert stretch is not None
+        if now == stretch.settled_s:
+            # All streams of a replica are looked at in one moment.
+            return
+        stretch.settled_s = now
         # The last step of a stretch may end requests, and that is for its own timer to deliver.
         done = min(self.engine.steps_within((now - stretch.start_s) / stretch.factor), stretch.steps - 1)
         if done > 0:

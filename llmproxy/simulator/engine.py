@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from itertools import islice
 
 from llmproxy.simulator.adapter_slots import AdapterSlots
 from llmproxy.simulator.engine_reports import Counters, Gauges, StepResult
@@ -76,6 +77,8 @@ class Engine:
         self._cache = KvCache((profile.kv_tokens if kv_tokens is None else kv_tokens) // block_size)
         self._live: dict[str, LiveSequence] = {}
         self._waiting = Waiting()
+        self._asked: tuple[EngineRequest, int] | None = None
+        self._found = 0
         # Whether those that wait were found to have to: whoever may come in is looked for again only when a request
         # came or left. Decoding alone makes room for nobody.
         self._blocked = False
@@ -105,7 +108,11 @@ class Engine:
 
     def cached_tokens(self, request: EngineRequest) -> int:
         """How many tokens of its prompt a request would find cached now."""
-        return self.block_size * len(self._cached(request, request.prompt_tokens))
+        # Who waits for room is asked for again and again, between steps that change nothing here.
+        asked = request, self._cache.version
+        if asked != self._asked:
+            self._asked, self._found = asked, len(self._cached(request, request.prompt_tokens))
+        return self.block_size * self._found
 
     def answered_tokens(self, request_id: str) -> int | None:
         """How many tokens a request has got, None where it is not (or no longer) in the engine."""
@@ -322,7 +329,7 @@ class Engine:
 
     def _cached(self, request: EngineRequest, length: int) -> list[int]:
         # Nobody starts from a cached prompt alone: its last token must be computed to get the next one.
-        return self._cache.match(request.hashes[: (length - 1) // self.block_size])
+        return self._cache.match(islice(request.hashes, (length - 1) // self.block_size))
 
     def _prefill(self, sequence: LiveSequence, plan: _Plan) -> bool:
         """Compute as much of the prompt as the budget allows; the end of it is the first token of the answer. False

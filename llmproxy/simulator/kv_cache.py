@@ -12,7 +12,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import repeat, takewhile
 
 
 def block_hashes(
@@ -47,6 +47,7 @@ class KvCache:
 
     Every call costs time in the blocks it names, never in the size of the cache. `changes`, unless None, gathers what
     vLLM tells in its KV events. Of several copies of a block the first and the last one count; vLLM tells of each.
+    While `version` stays the same, so does every answer of `match`.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -54,6 +55,7 @@ class KvCache:
             raise ValueError(f"a KV cache needs at least 2 blocks, one of which stays unused; got {blocks}")
         self.blocks = blocks
         self.changes: Changes | None = None
+        self.version = 0
         self._used = 0
         # Only what more than one request holds is counted, since most blocks have one holder or none.
         self._holders: dict[int, int] = {}
@@ -78,12 +80,8 @@ class KvCache:
 
     def match(self, hashes: Iterable[int]) -> list[int]:
         """The cached blocks of the longest known prefix of `hashes`; nothing is taken yet."""
-        found = []
-        for block in map(self._cached.get, hashes):
-            if block is None:
-                break
-            found.append(block)
-        return found
+        cached = self._cached
+        return list(map(cached.__getitem__, takewhile(cached.__contains__, hashes)))
 
     def unused(self, blocks: Iterable[int]) -> int:
         """How many of the cached `blocks` are free, so that taking them makes the free ones fewer."""
@@ -118,6 +116,7 @@ class KvCache:
 
     def store(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
         """Blocks became full; those beyond `hashes` with what will never be asked for."""
+        self.version += 1
         if self.changes is not None:
             new = [block_hash for block_hash in hashes if block_hash not in self._cached]
             self.changes.stored.update(new)
@@ -162,6 +161,7 @@ class KvCache:
 
     def _evict(self, count: int) -> list[int]:
         """Take the full blocks that were freed longest ago."""
+        self.version += 1
         freed, cached, copies = self._freed, self._cached, self._copies
         taken = []
         for _ in range(count):
