@@ -5,17 +5,21 @@ from __future__ import annotations
 import gzip
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from math import exp, log, sqrt
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks.scenarios import SCENARIOS, store
 from benchmarks.scenarios.goals import full_step_s, versus, window_s
 from benchmarks.scenarios.run import FULL_SEEDS, PREFILL_SCALES, QUICK_SEEDS
 from benchmarks.scenarios.scenario import (
     GOODPUT,
+    POLICIES,
+    TELLING,
     TRACES,
     TTFT_P99,
     Beside,
@@ -33,7 +37,7 @@ from benchmarks.scenarios.scenario import (
 )
 from benchmarks.scenarios.statistics import Ratio, paired_ratio
 from benchmarks.scenarios.store import Store, code_digest
-from benchmarks.scenarios.tables import goal_rows, told
+from benchmarks.scenarios.tables import goal_rows, print_place, print_verdicts, told, write_pages
 from benchmarks.scenarios.tuning import TUNING_SEEDS, contenders, pick
 from llmproxy.config import Config
 from llmproxy.lab.fleet_file import fleet_named
@@ -322,6 +326,13 @@ def test_the_workloads_are_w1_to_w9_and_no_two_places_are_called_the_same() -> N
     assert PREFILL_SCALES == (1.0, 1.9)
 
 
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.key)
+def test_who_is_left_out_of_a_further_case_runs_in_a_quick_one(scenario: Scenario) -> None:
+    assert set(TELLING) < set(POLICIES)
+    if any(case.policies == TELLING for case in scenario.cases):
+        assert any(case.quick and case.policies == POLICIES for case in scenario.cases)
+
+
 @NAMED
 def test_every_policy_of_a_case_is_known(scenario: Scenario, case: Case) -> None:
     config = config_of(case)
@@ -388,7 +399,33 @@ def test_goals_are_told_with_what_was_measured_and_what_was_wanted() -> None:
         ["none", "none", ">= 1", ""],
     ]
     assert goal_rows(Found(place, {"blend": []}, {})) == []
+    # What it would be compared with was not run: no figure stands in for it.
+    assert goal_rows(Found(place, {"blend": [run], "epp_blend": []}, {})) == []
+    assert goal_rows(Found(place, {"blend": [run]}, {"alone": []})) == []
     assert goal_rows(Found(place_of(scenario, scenario.cases[0]), {"blend": [run]}, {})) == []
+
+
+def test_of_a_set_that_was_cut_short_only_what_was_run_is_told(tmp_path: Path) -> None:
+    scenario = SCENARIOS[0]
+    case = replace(scenario.cases[0], policies=("blend", "epp_blend", "oracle"))
+    some, none = place_of(scenario, case, 0.7), place_of(scenario, replace(case, name="other"), 0.7)
+    policies = dict.fromkeys((some.label, none.label), case.policies)
+
+    def runs(place: Place, policy: str, seeds: Sequence[int]) -> list[Finished]:
+        ran = place is some and policy == "blend"
+        return [made(Point(policy, seed)) for seed in seeds] if ran else []
+
+    told_file = StringIO()
+    console = Console(width=200, file=told_file)
+    print_place(console, some, {policy: runs(some, policy, (1,)) for policy in case.policies})
+    print_place(console, none, {policy: [] for policy in case.policies})
+    print_verdicts(console, [some, none], policies, runs, (1,))
+    printed = told_file.getvalue()
+    assert "not run: epp_blend, oracle" in printed
+    assert f"{none.label}: not run" in printed
+    assert "Where blend stands" not in printed
+    write_pages(tmp_path, [some, none], policies, runs, (1,), {})
+    assert [path.parent.name for path in tmp_path.rglob("result.json")] == ["8-x-8b"]
 
 
 def test_what_is_run_beside_is_another_part_of_the_same_arrivals() -> None:

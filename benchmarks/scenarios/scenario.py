@@ -33,6 +33,17 @@ BASELINES = (
     "session",
 )
 POLICIES = (*OURS, "late_least_request", *BASELINES, "oracle")
+TELLING = (
+    *OURS,
+    "late_least_request",
+    "round_robin",
+    "cache_aware",
+    "epp_blend",
+    "epp_sticky",
+    "dynamo_cost",
+    "oracle",
+)
+"""For the further cases of a workload: the others end between these, and each runs in the workload's quick case."""
 TUNING_FIRST = 101
 SLICES = 6
 """Stretches of a trace file that comparisons may take; those behind them are for tuning."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-import orjson
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +24,11 @@ GOAL_HEADS = ("goal", "measured", "wanted", "")
 
 
 def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Finished]]) -> None:
-    """One table: every policy at one place, and the bounds below."""
+    """One table: every policy that was run at one place, and below it the bounds and what was not run."""
+    missing = [policy for policy, some in runs.items() if not some]
+    if len(missing) == len(runs):
+        console.print(f"{place.label}: not run\n", soft_wrap=True)
+        return
     metric = place.scenario.decides
     title = f"{place.label} (rate x{place.rate_scale:g})"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
@@ -45,6 +48,8 @@ def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Fini
         table.add_column(name, justify="right")
     table.add_column(f"{OURS[0]} / it", justify="right", no_wrap=True)
     for policy, some in runs.items():
+        if not some:
+            continue
         ratio = versus(place, runs.get(OURS[0], ()), some) if policy not in OURS else None
         table.add_row(
             policy, *_figures(place, some), str(ratio) if ratio else "", style="bold" if policy in OURS else ""
@@ -53,6 +58,8 @@ def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Fini
     told = [
         f"{name} {bound.value:.4g} {bound.unit}" for name in BOUNDS if (bound := place.bounds.get(name)) and bound.value
     ]
+    if missing:
+        console.print(f"  not run: {', '.join(missing)}", soft_wrap=True)
     console.print(f"  bounds: {'; '.join(told)}\n", soft_wrap=True)
 
 
@@ -68,9 +75,11 @@ def told(place: Place, policies: Mapping[str, Sequence[str]], runs: Runs, seeds:
 
 
 def goal_rows(found: Found) -> list[list[str]]:
-    """One row for each goal of a place: what it is, the measured value, the wanted one, and whether it was met."""
+    """One row for each goal of a place: what it is, the measured value, the wanted one, and whether it was met. None
+    while anything is missing that a goal may compare with.
+    """
     goals = found.place.case.goals
-    if goals is None or not any(found.runs.values()):
+    if goals is None or not all(found.runs.values()) or not all(found.beside.values()):
         return []
     return [
         [
@@ -127,17 +136,20 @@ def print_verdicts(
             continue
         ours = [_mean(p, runs(p, OURS[0], seeds)) for p in group]
         rival = _best_other(first, policies[first.label], runs, seeds)
-        ratios = [versus(p, runs(p, OURS[0], seeds), runs(p, rival, seeds)) for p in group] if rival else []
+        if rival is None or not all(runs(p, policy, seeds) for p in group for policy in (OURS[0], rival)):
+            continue
+        ratios = [versus(p, runs(p, OURS[0], seeds), runs(p, rival, seeds)) for p in group]
         table.add_row(
             first.label.rpartition(",")[0],
             first.scenario.decides.name,
             _number(ours[0]),
-            f"{_number(_mean(first, runs(first, rival, seeds)))} {rival}" if rival else "",
+            f"{_number(_mean(first, runs(first, rival, seeds)))} {rival}",
             _number(_mean(first, runs(first, ORACLE, seeds))),
             "  ".join(str(ratio) if ratio else "none" for ratio in ratios),
             verdict(ratios),
         )
-    console.print(table)
+    if table.rows:
+        console.print(table)
 
 
 def verdict(ratios: Sequence[Ratio | None]) -> str:
@@ -162,12 +174,16 @@ def write_pages(
     seeds: Sequence[int],
     tuned: Mapping[str, Tuned],
 ) -> None:
-    """One folder per case with its result.json and report.html, and what was tried while tuning."""
+    """One folder per case of which anything was run, with its result.json (which says what was tried while tuning) and
+    report.html.
+    """
     for group in _by_case(found):
         case, scenario = group[0].case, group[0].scenario
         judged = [told(place, policies, runs, seeds) for place in group]
         goals = {one.place.label: rows for one in judged if (rows := goal_rows(one))}
         some = [one for place in group for policy in policies[place.label] for one in runs(place, policy, seeds)]
+        if not some:
+            continue
         result = SimulationResult(
             runs=[one.run for one in some],
             bounds={load_label(place.rate_scale, place.prefill_scale): dict(place.bounds) for place in group},
@@ -203,8 +219,6 @@ def write_pages(
             )
         except ReportUnavailable as error:
             print(f"no report.html: {error}")
-    tried = {name: {"tried": dict(one.figures), "taken": one.best} for name, one in tuned.items()}
-    (out / "tuning.json").write_bytes(orjson.dumps(tried, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def _extra(judged: Sequence[Found], goals: Mapping[str, Sequence[Sequence[str]]]) -> Extra:
@@ -214,8 +228,6 @@ def _extra(judged: Sequence[Found], goals: Mapping[str, Sequence[Sequence[str]]]
 
 
 def _figures(place: Place, some: Sequence[Finished]) -> list[str]:
-    if not some:
-        return ["not run"] + [""] * 9
     all_runs = [one.run for one in some]
     decisive = _mean(place, some)
     return [

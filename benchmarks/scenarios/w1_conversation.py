@@ -1,6 +1,6 @@
 """W1: real chat traffic with prompts of up to 126,000 tokens; what does it matter where a request goes?"""
 
-from benchmarks.scenarios.scenario import GOODPUT, Case, Scenario
+from benchmarks.scenarios.scenario import GOODPUT, TELLING, Case, Scenario
 
 SCENARIO = Scenario(
     "W1",
@@ -20,17 +20,19 @@ SCENARIO = Scenario(
             "16 x 8B",
             "mooncake_conversation.jsonl.gz",
             "16xllama-8b-h100",
-            (0.7, 0.85),
+            (0.85,),
             requests=1_000,
             replicate=2,
+            policies=TELLING,
             quick=False,
         ),
         Case(
             "8 x 70B TP8",
             "mooncake_conversation.jsonl.gz",
             "8xllama-70b-h100-tp8",
-            (0.7, 0.85),
+            (0.85,),
             requests=1_000,
+            policies=TELLING,
             quick=False,
         ),
     ),

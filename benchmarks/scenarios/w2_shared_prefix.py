@@ -1,6 +1,6 @@
 """W2: many requests that begin alike; is the shared part kept where it is, and spread when it outgrows one replica?"""
 
-from benchmarks.scenarios.scenario import GOODPUT, Case, Scenario
+from benchmarks.scenarios.scenario import GOODPUT, TELLING, Case, Scenario
 
 SCENARIO = Scenario(
     "W2",
@@ -22,6 +22,7 @@ SCENARIO = Scenario(
             "16xllama-8b-h100",
             (0.7, 0.85),
             requests=1_500,
+            policies=TELLING,
             quick=False,
         ),
         Case(
@@ -29,6 +30,7 @@ SCENARIO = Scenario(
             "gen:agent_loops,concurrency=40,conversations=2",
             "8xqwen-32b-h100-tp2",
             (None,),
+            policies=TELLING,
             quick=False,
         ),
     ),

@@ -1,6 +1,6 @@
 """W3: a hundred LoRA adapters and room for eight on each replica; who keeps them resident and the load even?"""
 
-from benchmarks.scenarios.scenario import GOODPUT, Case, Scenario, sized
+from benchmarks.scenarios.scenario import GOODPUT, TELLING, Case, Scenario, sized
 
 SIZES = sized(max_num_seqs=32, max_loras=8, max_cpu_loras=32)
 
@@ -25,6 +25,7 @@ SCENARIO = Scenario(
             "8xllama-8b-h100",
             (0.15,),
             shape=SIZES,
+            policies=TELLING,
             quick=False,
         ),
     ),
