@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks.scenarios import SCENARIOS, store
 from benchmarks.scenarios.goals import full_step_s, versus, window_s
-from benchmarks.scenarios.run import FULL_SEEDS, PREFILL_SCALES, QUICK_SEEDS
+from benchmarks.scenarios.run import FULL_SEEDS, PREFILL_SCALES, QUICK_SEEDS, policies_of
 from benchmarks.scenarios.scenario import (
     GOODPUT,
     POLICIES,
@@ -38,7 +38,7 @@ from benchmarks.scenarios.scenario import (
 from benchmarks.scenarios.statistics import Ratio, paired_ratio
 from benchmarks.scenarios.store import Store, code_digest
 from benchmarks.scenarios.tables import goal_rows, print_place, print_verdicts, told, write_pages
-from benchmarks.scenarios.tuning import TUNING_SEEDS, contenders, pick
+from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
 from llmproxy.config import Config
 from llmproxy.lab.fleet_file import fleet_named
 from llmproxy.lab.policies import plan_named
@@ -267,6 +267,20 @@ def test_only_baselines_that_run_somewhere_are_tuned_there() -> None:
     assert all(len(tried) >= 4 and sum("(" not in one for one in tried) <= 1 for tried in everywhere.values())
     few = replace(scenario.cases[0], policies=("blend", "epp_sticky"))
     assert set(contenders(place_of(scenario, few))) == {"epp_sticky"}
+
+
+def test_what_tuning_found_runs_in_the_quick_cases_of_its_workload_alone() -> None:
+    scenario = SCENARIOS[0]
+    quick = replace(scenario.cases[0], policies=("blend", "epp_sticky"), quick=True)
+    tuned = {
+        "a": Tuned(scenario.key, "epp_sticky", {}, "epp_sticky(match=0.5)"),
+        "b": Tuned(scenario.key, "epp_blend", {}, "epp_blend(gate=0)"),
+        "c": Tuned("W9", "epp_sticky", {}, "epp_sticky(penalty_s=2)"),
+    }
+    assert policies_of(place_of(scenario, quick), tuned) == ["blend", "epp_sticky", "epp_sticky(match=0.5)"]
+    assert policies_of(place_of(scenario, replace(quick, quick=False)), tuned) == ["blend", "epp_sticky"]
+    tuned["a"] = replace(tuned["a"], best="epp_sticky")
+    assert policies_of(place_of(scenario, quick), tuned) == ["blend", "epp_sticky"]
 
 
 # --- figures that decide ----------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def main() -> None:
     book = Book(Store(args.store), began_s + 60.0 * args.minutes)
     found = places(chosen, not args.full, PREFILL_SCALES, seeds[0])
     tuned = _tune(book, found) if args.full else {}
-    policies = {place.label: _policies(place, tuned) for place in found}
+    policies = {place.label: policies_of(place, tuned) for place in found}
     # The places of the quick set first, and seed by seed, so that a set that ends early has what decides, and every
     # policy on the same arrivals.
     first = [place for place in found if place.quick]
@@ -124,11 +124,14 @@ def _all_of(place: Place, policies: Mapping[str, Sequence[str]]) -> Iterator[tup
     yield from ((place.beside(one), one.policy) for one in place.case.beside)
 
 
-def _policies(place: Place, tuned: dict[str, Tuned]) -> list[str]:
+def policies_of(place: Place, tuned: dict[str, Tuned]) -> list[str]:
+    """The policies that run at a place: its own, and in the cases of the quick set what tuning found."""
     ran = place.case.policies
+    if not place.case.quick:
+        return list(ran)
     extra = [one.best for one in tuned.values() if one.workload == place.scenario.key and one.baseline in ran]
     extra = [name for name in extra if name not in ran]
-    return [*place.case.policies, *dict.fromkeys(extra)]
+    return [*ran, *dict.fromkeys(extra)]
 
 
 def _tune(book: Book, found: Sequence[Place]) -> dict[str, Tuned]:

@@ -13,7 +13,7 @@ SCENARIO = Scenario(
             "b2b, 8 x Qwen3-32B TP2",
             "gen:shared_system_prompts,rate=12,duration_s=100",
             "8xqwen-32b-h100-tp2",
-            (0.7, 0.85, 0.95),
+            (0.85, 0.95),
             quick_loads=(0.85,),
         ),
         Case(
