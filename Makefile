@@ -32,7 +32,8 @@ unit: .venv
 bench: .venv
 	$(BIN)/python -m benchmarks.run
 
-# The workloads under every policy in virtual time: about five minutes, and the decisive points with intervals, an hour or two.
+# The workloads under every policy in virtual time: four to five minutes on two free cores, and the decisive points
+# with intervals, an hour or more.
 lab: .venv
 	$(BIN)/python -m benchmarks.scenarios.run
 

@@ -57,7 +57,7 @@ SCENARIO = Scenario(
         _case("10 s old", befallen(0.0, FaultKind.METRIC_AGE, 8, 10.0), quick=True),
         _case("half lost", befallen(0.0, FaultKind.LOST_READINGS, 8, 0.5)),
         _case("2 proxies", behind(2)),
-        _case("4 proxies", behind(4), quick=True),
+        _case("4 proxies", behind(4)),
         _shared("all KV events", plain),
         _shared("KV events, 1 % lost", befallen(0.0, FaultKind.LOST_KV_EVENTS, 8, 0.01)),
     ),
