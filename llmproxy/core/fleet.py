@@ -23,9 +23,10 @@ RESIDENT_ADAPTERS_MAX = 1_024
 class View:
     """One backend as policies see it, at one instant.
 
-    `load` counts sequences in flight, ours and other clients'; `waiting` those in the engine's own queue at the last
-    reading; `kv_used` (0..1) includes prompts booked since that reading. `kv_tokens` is the size of the KV-cache.
-    `reading` is the last one as it came, while it is fresh enough to be believed.
+    `load` counts sequences in flight, ours and other clients', and `limit` is how many it may get at once, which is
+    `limit_known` once the engine proved it or the operator said so. `waiting` are those in the engine's own queue at
+    the last reading; `kv_used` (0..1) includes prompts booked since that reading. `kv_tokens` is the size of the
+    KV-cache. `reading` is the last one as it came, while it is fresh enough to be believed.
     """
 
     backend: str
@@ -35,6 +36,7 @@ class View:
     max_adapters: int | None
     max_model_len: int | None
     limit: int
+    limit_known: bool
     load: int
     waiting: int
     kv_used: float
@@ -285,6 +287,7 @@ class Backend:
             max_adapters=reading.max_adapters if reading is not None else None,
             max_model_len=self._max_model_len,
             limit=self.limit.value,
+            limit_known=self.limit.known,
             load=self.sequences + (self._others if reading is not None else 0),
             waiting=reading.waiting if reading is not None else 0,
             kv_used=kv_used,

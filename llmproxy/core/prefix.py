@@ -18,7 +18,7 @@ CPython is when it is exactly full, and never more than half empty on average. `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 # Held until the true capacity is told: the KV-cache of an 8B model on an 80 GB device, in blocks of 512 bytes.
 CAPACITY_BLOCKS = 4_000
@@ -262,7 +262,35 @@ class _Told:
             self._blocks = set()
 
 
-def _run_end(generation: _Generation, hashes: Sequence[int], at: int, end: int) -> int:
+class InUse:
+    """The blocks of the prompts in flight at one backend. Those that several share take room in its cache only once."""
+
+    def __init__(self) -> None:
+        self._users: dict[int, int] = {}
+
+    def matched(self, hashes: Sequence[int]) -> int:
+        """How many of a prompt's blocks, from the first one on, are in use."""
+        users = self._users
+        if not hashes or hashes[0] not in users:
+            return 0
+        return _run_end(users, hashes, 0, len(hashes))
+
+    def add(self, hashes: Sequence[int]) -> None:
+        users = self._users
+        for block in hashes:
+            users[block] = users.get(block, 0) + 1
+
+    def remove(self, hashes: Sequence[int]) -> None:
+        users = self._users
+        for block in hashes:
+            left = users[block] - 1
+            if left:
+                users[block] = left
+            else:
+                del users[block]
+
+
+def _run_end(generation: Mapping[int, object], hashes: Sequence[int], at: int, end: int) -> int:
     """The position after the blocks from `at` on that lie in `generation`, which holds the one at `at`."""
     while end - at > 1:
         middle = (at + end) >> 1

@@ -53,6 +53,7 @@ def view(name: str = "a", **given: Any) -> View:
         "max_adapters": None,
         "max_model_len": 4096,
         "limit": 10,
+        "limit_known": True,
         "load": 0,
         "waiting": 0,
         "kv_used": 0.0,

@@ -1,92 +1,97 @@
-"""How fast a backend is, learned online from what the proxy sees of its own requests."""
+"""How fast backends are, learned online from what the proxy sees of its own requests."""
 
 from __future__ import annotations
 
-KEEP = 0.97
-"""Weight that an observation keeps with each newer one: the last thirty or so decide, so that a backend that slows down
-is repriced within seconds under load."""
-TRUSTED_FROM = 12.0
-"""Weight of own observations from which on a backend is no longer judged by its pool."""
+KEEP = 0.99
+"""Weight that an observation of the pool keeps with each newer one: the last hundred or so decide."""
+PACE_KEEP = 0.9
+"""The same for one backend: ten or so, so that one that slows down is repriced within seconds under load."""
+SURE = 4.0
+"""Squared standard errors that a backend must be away from its pool to count as another kind."""
+JITTER_S = 0.02
+"""Error of a time that does not grow with it: a scheduling turn, a step of the engine."""
 
 
-class Trend:
-    """A straight line through (x, y), fitted by least squares with exponential forgetting; its slope is never negative.
+class Line:
+    """y = base + slope * x, fitted by least squares of relative errors with exponential forgetting.
 
-    Starts as the line `at_zero` + `slope` x, which the first few observations outweigh.
+    Neither part is ever negative. It starts from two guesses, at 0 and at `scale`, which the first few observations
+    outweigh.
     """
 
-    def __init__(self, at_zero: float, slope: float, scale: float) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._default = slope
+    def __init__(self, base: float, slope: float, scale: float, jitter: float) -> None:
+        self._jitter = jitter
+        self._n = self._x = self._xx = self._y = self._xy = 0.0
+        self.base, self.slope = base, slope
         for x in (0.0, scale):
-            self._add(x, at_zero + slope * x, 0.5)
+            self.learn(x, base + slope * x)
 
     def learn(self, x: float, y: float) -> None:
-        self._n *= KEEP
-        self._x *= KEEP
-        self._y *= KEEP
-        self._xx *= KEEP
-        self._xy *= KEEP
-        self._add(x, y, 1.0)
-
-    def _add(self, x: float, y: float, weight: float) -> None:
-        self._n += weight
-        self._x += weight * x
-        self._y += weight * y
-        self._xx += weight * x * x
-        self._xy += weight * x * y
-
-    @property
-    def slope(self) -> float:
-        spread = self._xx - self._x * self._x / self._n
-        # Observations at one x say nothing of others.
-        if spread <= 1e-3 * self._xx:
-            return self._default
-        return max(0.0, (self._xy - self._x * self._y / self._n) / spread)
+        weight = 1.0 / (self._jitter + self.at(x)) ** 2
+        self._n = KEEP * self._n + weight
+        self._x = KEEP * self._x + weight * x
+        self._xx = KEEP * self._xx + weight * x * x
+        self._y = KEEP * self._y + weight * y
+        self._xy = KEEP * self._xy + weight * x * y
+        spread = self._n * self._xx - self._x * self._x
+        # Observations at one x say nothing of others: then the slope stays, and the base follows.
+        if spread > 1e-3 * self._n * self._xx:
+            self.slope = max(0.0, (self._n * self._xy - self._x * self._y) / spread)
+        self.base = (self._y - self.slope * self._x) / self._n
+        if self.base < 0.0:
+            self.base, self.slope = 0.0, self._xy / self._xx
 
     def at(self, x: float) -> float:
-        """The value expected at `x`, not below 0."""
-        return max(0.0, self._y / self._n + self.slope * (x - self._x / self._n))
+        """The value expected at `x`."""
+        return self.base + self.slope * x
 
 
-class Rates:
-    """What one backend, or a pool as a whole, was seen to take.
+class Pace:
+    """How many times as long as its pool one backend takes; 1 until its own observations say otherwise.
 
-    `first` is seconds to a first byte over the prompt tokens computed before it, those ahead of it included; `step` is
-    seconds per output token over the sequences that run; `adapter_s` the seconds more of a cold adapter; `release_s`
-    those between two releases.
+    The ratio of sums with exponential forgetting, drawn to 1 by its standard error (positive-part James-Stein), so that
+    backends that are alike look alike, and chance does not send work to one of them.
     """
 
     def __init__(self) -> None:
-        self.first = Trend(0.03, 1 / 15_000, 4_000.0)
-        self.step = Trend(0.01, 1e-4, 64.0)
+        self._expected = self._took = self._squares = 0.0
+        self.factor = 1.0
+
+    def learn(self, expected: float, took: float) -> None:
+        """It took `took` where a backend of the pool should take `expected`."""
+        self._expected = PACE_KEEP * self._expected + expected
+        self._took = PACE_KEEP * self._took + took
+        over = self._took / self._expected - 1.0
+        error = took - expected * (1.0 + over)
+        self._squares = PACE_KEEP * PACE_KEEP * self._squares + error * error
+        variance = self._squares / (self._expected * self._expected)
+        self.factor = max(0.05, 1.0 + over * max(0.0, 1.0 - SURE * variance / (over * over))) if over else 1.0
+
+
+class Rates:
+    """What a pool as a whole was seen to take; a backend takes that times its own pace.
+
+    `prefill` is seconds over prompt tokens, with a base for each stretch of work that begins on an idle backend; `step`
+    is seconds per output token over the sequences that run; `adapter_s` the seconds more of a cold adapter.
+    """
+
+    def __init__(self) -> None:
+        self.prefill = Line(0.03, 1 / 15_000, 4_000.0, JITTER_S)
+        self.step = Line(0.01, 1e-4, 64.0, 1e-3)
         self.adapter_s = 0.05
-        self.release_s: float | None = None
-        self._released_at_s: float | None = None
-        self.seen = 0.0
 
-    def started(self, tokens: float, took_s: float, cold_adapter: bool) -> None:
-        """A first byte came `took_s` after dispatch."""
-        if cold_adapter:
-            over_s = max(0.0, took_s - self.first.at(tokens))
-            self.adapter_s += 0.2 * (over_s - self.adapter_s)
-            return
-        self.seen = KEEP * self.seen + 1.0
-        self.first.learn(tokens, took_s)
+    def prefilled(self, pace: Pace, tokens: float, took_s: float) -> None:
+        """`tokens` more were computed in `took_s`."""
+        expected_s = self.prefill.at(tokens)
+        self.prefill.learn(tokens, took_s)
+        pace.learn(expected_s, took_s)
 
-    def streamed(self, running: float, per_token_s: float) -> None:
+    def loaded(self, pace: Pace, tokens: float, took_s: float) -> None:
+        """The same with a cold adapter to load."""
+        self.adapter_s += 0.2 * (max(0.0, took_s - self.prefill.at(tokens) * pace.factor) - self.adapter_s)
+
+    def streamed(self, pace: Pace, running: float, per_token_s: float) -> None:
         """An answer took `per_token_s` for each token after the first, beside about `running` sequences."""
+        expected_s = self.step.at(running)
         self.step.learn(running, per_token_s)
-
-    def released(self, now: float, idle: bool) -> None:
-        """A lease ended, and with it all work where `idle`: how long none comes then says nothing of a full backend."""
-        if self._released_at_s is not None:
-            since_s = now - self._released_at_s
-            self.release_s = since_s if self.release_s is None else self.release_s + 0.1 * (since_s - self.release_s)
-        self._released_at_s = None if idle else now
-
-    def next_release_s(self, now: float) -> float | None:
-        """The time to a release, more where one is overdue; None where none was ever timed."""
-        if self.release_s is None or self._released_at_s is None:
-            return self.release_s
-        return self.release_s + max(0.0, now - self._released_at_s - 2.0 * self.release_s)
+        pace.learn(expected_s, per_token_s)
