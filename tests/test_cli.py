@@ -102,6 +102,7 @@ OTHER_THAN_DEFAULT = {
     "scheduling.fairness": "fcfs",
     "scheduling.placement": "random",
     "scheduling.flow": "header:x-tenant",
+    "scheduling.session": "cookie:SID",
     "scheduling.ordering": "edf",
     "scheduling.charged": "requests",
     "scheduling.withdrawal": "false",
@@ -175,7 +176,7 @@ def test_api_keys_are_divided_by_spaces_alone(serve: Serve) -> None:
         (["http://a", "--backend", ""], "--backend, URL: backends[0].url: '' should start with http://"),
         (
             ["http://a", "--policy", "cache_aware"],
-            "--policy: scheduling.placement: 'cache_aware' is none of cost, blend, least_request, power_of_two, random",
+            "--policy: scheduling.placement: 'cache_aware' is none of cost, epp_blend, epp_sticky, blend, ",
         ),
         (
             ["http://a", "--queue-size", "1", "--queue-requests-max", "1"],

@@ -99,6 +99,14 @@ def test_descriptions_name_every_policy() -> None:
         assert set(re.findall(r"\w+", description)) >= set(registry.names())
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("Header:X-User", "header:x-user"), ("COOKIE:SessionId", "cookie:SessionId"), ("body:userId", "body:userId")],
+)
+def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any, text: str, told: str) -> None:
+    assert load(write(f"scheduling: {{session: '{text}'}}")).scheduling.session == told
+
+
 # --- what is wrong, and where -----------------------------------------------------------------------------------------
 
 
@@ -154,6 +162,14 @@ def test_descriptions_name_every_policy() -> None:
         ),
         ("scheduling: {flow: 'header:x-api-key'}", "scheduling.flow: 'header:x-api-key' would write keys into logs"),
         ("scheduling: {flow: 'header:a b'}", "scheduling.flow: 'header:a b' should be"),
+        (
+            "scheduling:\n  session: heder:x-user",
+            'FILE:2: scheduling.session: \'heder:x-user\' should be "header:NAME", "cookie:NAME" or "body:NAME", '
+            'such as body:user (nearest: "header:NAME")',
+        ),
+        ("scheduling: {session: user}", "scheduling.session: 'user' should be"),
+        ("scheduling: {session: 'cookie:'}", "scheduling.session: 'cookie:' should be"),
+        ("scheduling: {session: 'header:a b'}", "scheduling.session: 'header:a b' should be"),
         ("scheduling: {weights: {a: 0}}", "scheduling.weights.a: should be greater than 0"),
         ("scheduling: {ceilings: {critical: 1.5}}", "scheduling.ceilings.critical: should be less than or equal to 1"),
         ("scheduling: {ceilings: {urgent: 1}}", "scheduling.ceilings.urgent: 'urgent' is no band"),

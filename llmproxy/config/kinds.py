@@ -113,6 +113,21 @@ def flow_of(value: str) -> str:
     raise ValueError(f'{value!r} should be "model", "tenant", "tenant+model" or "header:NAME", such as header:x-tenant')
 
 
+SESSION_PLACES = ("header", "cookie", "body")
+
+
+def session_of(value: str) -> str:
+    place, _, name = value.partition(":")
+    # Names of header fields know no case; those of cookies and of members of a body do.
+    place, name = place.lower(), name.lower() if place.lower() == "header" else name
+    if place in SESSION_PLACES and re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII):
+        return f"{place}:{name}"
+    meant = nearest(place, SESSION_PLACES)
+    raise ValueError(
+        f'{value!r} should be "header:NAME", "cookie:NAME" or "body:NAME", such as body:user (nearest: "{meant}:NAME")'
+    )
+
+
 def is_api_key(text: str) -> bool:
     """Whether a client can present this as its key in a header field."""
     return len(text) <= KEY_CHARS_MAX and re.fullmatch(KEY_PATTERN, text) is not None

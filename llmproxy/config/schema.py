@@ -28,6 +28,7 @@ from llmproxy.config.kinds import (
     flow_of,
     from_text,
     registered,
+    session_of,
 )
 from llmproxy.core.charge import charges
 from llmproxy.core.fairness import policies
@@ -145,9 +146,11 @@ class SchedulingConfig(Section):
     ordering: Annotated[str, registered(orderings)] = "fcfs"
     """Which request of a flow goes next: fcfs, edf, least_slack or shortest."""
     placement: Annotated[str, registered(presets)] = "blend"
-    """Which backend a request goes to: cost, blend, round_robin, random, least_request or power_of_two."""
+    """Where it goes: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend, epp_sticky."""
     flow: Annotated[str, AfterValidator(flow_of)] = "model"
     """What makes a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
+    session: Annotated[str, AfterValidator(session_of)] = "header:x-session-id"
+    """What the placement session keeps together: header:NAME, cookie:NAME or body:NAME, a member such as user."""
     charged: Annotated[str, registered(charges)] = "tokens"
     """What fair_share and locality_fair_share share out: tokens, requests or kv_seconds (KV-cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}

@@ -91,7 +91,8 @@ class Request:
 
     `weight` is the share of its flow. `limits` names the usage limits that it counts against (of its tenant, its
     model); see `core.limits`. `label` is what its client and the log call it. `prefix` are the chained hashes of its
-    prompt's whole blocks, of about `prefix_tokens` tokens each.
+    prompt's whole blocks, of about `prefix_tokens` tokens each. `session` is what the requests of one session share and
+    no others, a hash and not what the client sent; None where it named none.
     """
 
     id: str
@@ -115,6 +116,7 @@ class Request:
     label: str = ""
     prefix: tuple[int, ...] = ()
     prefix_tokens: float = 0.0
+    session: str | None = None
 
 
 class Entry(StrEnum):

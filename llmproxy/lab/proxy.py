@@ -201,6 +201,7 @@ class LabProxy:
             limits=standing.limits,
             prefix=self._world.prompts[request_id].blocks[: arrival.prompt_tokens // self._world.blocks.block_tokens],
             prefix_tokens=self._world.blocks.block_tokens * prompt_tokens / arrival.prompt_tokens,
+            session=arrival.session,
         )
         try:
             await self._attempts(request, record, standing.ttl_s)

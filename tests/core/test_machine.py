@@ -97,6 +97,8 @@ class Machine(RuleBasedStateMachine):
         ttl_s=st.sampled_from((0.5, 3.0, 1e3)),
         slo=st.sampled_from(SLOS),
         limits=st.sampled_from(LIMITED_BY),
+        session=st.sampled_from((None, "s", "t")),
+        prefix=st.sampled_from(((), (1, 2), (1, 2, 3), (7,))),
     )
     def submit(self, data: st.DataObject, times: int, band: int, flow: str, ttl_s: float, **given: Any) -> None:
         if not self.world.settings.limits:
@@ -106,7 +108,7 @@ class Machine(RuleBasedStateMachine):
             pool = data.draw(st.sampled_from(pools))
             adapter = data.draw(st.sampled_from(ADAPTERS[pool]))
             for _ in range(times):
-                self.world.submit(pool, adapter, band, flow, ttl_s, **given)
+                self.world.submit(pool, adapter, band, flow, ttl_s, prefix_tokens=16.0, **given)
 
     @precondition(lambda self: self.world.waiting)
     @rule(data=st.data())

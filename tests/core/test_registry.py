@@ -28,4 +28,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
 
 def test_the_names_that_a_configuration_may_use() -> None:
     assert set(fairness.policies.names()) == {"fair_share", "fcfs", "locality_fair_share", "round_robin", "slo"}
-    assert set(placement.presets.names()) == {"blend", "round_robin", "random", "least_request", "power_of_two", "cost"}
+    by_views = {"blend", "round_robin", "random", "least_request", "power_of_two", "session"}
+    by_prefix = {"cost", "epp_blend", "epp_sticky"}
+    assert set(placement.presets.names()) == by_views | by_prefix
+    assert {name for name in placement.presets.names() if placement.presets.reads_prefixes(name)} == by_prefix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from llmproxy.config import PLACEMENT_PRESETS, Config
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.policies import is_own, names, own_name, plan_named
+from tests.lab.small import records, setup, traffic
 
 NAMES = (
     "random",
@@ -22,7 +24,15 @@ NAMES = (
     "dynamo_cost",
     "session",
 )
-LATE = ("late_least_request", "late_power_of_two", "late_random", "late_round_robin")
+LATE = (
+    "late_epp_blend",
+    "late_epp_sticky",
+    "late_least_request",
+    "late_power_of_two",
+    "late_random",
+    "late_round_robin",
+    "late_session",
+)
 
 
 def scheduling(**given: Any) -> Config:
@@ -57,7 +67,7 @@ def test_every_plain_name_has_a_plan_of_that_name(name: str) -> None:
 
 
 def test_ours_are_those_that_wait_in_our_room() -> None:
-    assert [name for name in names() if is_own(name)] == ["cost", "blend", *LATE]
+    assert {name for name in names() if is_own(name)} == {"cost", "blend", *LATE}
     assert is_own("blend(look_ahead=0)")
     assert not is_own("blender")
     assert not is_own("least_request(x=1)")
@@ -110,6 +120,16 @@ def test_what_is_not_ours_has_none_of_our_waiting_room_s_ways() -> None:
     assert plan_named("blend", config).settings.withdrawal
 
 
+def test_the_session_of_an_arrival_is_known_to_our_own_placement() -> None:
+    arrivals = [replace(one, session=f"s{i % 12}") for i, one in enumerate(traffic(count=60, rate=2.0))]
+    found: dict[str | None, set[str | None]] = {}
+    for record in records(setup(arrivals, "late_session")):
+        found.setdefault(record.arrival.session, set()).add(record.backend)
+    assert len(found) == 12
+    assert all(len(backends) == 1 for backends in found.values())
+    assert len(set.union(*found.values())) == 3
+
+
 def test_parameters_of_baselines_are_their_own() -> None:
     plan = plan_named("epp_sticky( penalty_s=2, match=0.5 )", Config())
     assert plan.name == baseline_named("epp_sticky(match=0.5,penalty_s=2)").name
@@ -120,9 +140,9 @@ def test_parameters_of_baselines_are_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("blends", r"unknown policy 'blends' \(nearest: 'blend'\); known: cost, blend, late_least_request, .*oracle$"),
+        ("blends", r"unknown policy 'blends' \(nearest: 'blend'\); known: cost, late_epp_blend, .*oracle$"),
         ("late_blend", r"unknown policy 'late_blend'"),
-        ("late_session", r"unknown policy 'late_session'"),
+        ("late_cache_aware", r"unknown policy 'late_cache_aware'"),
         ("", r"unknown policy ''"),
         ("blend(look_behind=1)", r"unknown key 'look_behind' \(nearest: 'look_ahead'\)"),
         *((f"blend({key}=1)", rf"unknown key '{key}'") for key in ("placement", "weights", "min_shares", "seed")),

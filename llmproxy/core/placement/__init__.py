@@ -1,13 +1,17 @@
-"""Where a request goes. `policy` is what all share, `simple` looks at views alone, `cost` prices in seconds."""
+"""Where a request goes. `policy` is what all share, `simple` looks at views alone, `session` keeps sessions together,
+`epp` chooses as the endpoint picker of llm-d does, `cost` prices in seconds.
+"""
 
-from llmproxy.core.placement import cost, simple
+from llmproxy.core.placement import cost, epp, session, simple
 from llmproxy.core.placement.policy import (
     NO_CAPACITY,
     NO_MATCH,
     NO_MATCH_FOR_MODEL,
+    Ledger,
     Placement,
     Unobserved,
     context_tokens,
+    highest,
     make,
     presets,
     with_context,
@@ -17,12 +21,16 @@ __all__ = [
     "NO_CAPACITY",
     "NO_MATCH",
     "NO_MATCH_FOR_MODEL",
+    "Ledger",
     "Placement",
     "Unobserved",
     "context_tokens",
     "cost",
+    "epp",
+    "highest",
     "make",
     "presets",
+    "session",
     "simple",
     "with_context",
 ]

@@ -43,7 +43,7 @@ def _scarce(used: float) -> float:
     return used / (1.0 - used)
 
 
-@presets.register("cost")
+@presets.register("cost", prefixes=True)
 class CostPlacement:
     """Least cost in seconds, of the request itself and of those whom it keeps waiting; the terms:
 

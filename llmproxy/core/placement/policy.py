@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Protocol
 
@@ -52,8 +52,28 @@ class Unobserved:
         pass
 
 
+class Presets(Registry[Callable[[Random], Placement]]):
+    """Placements by name, each filed with whether it looks at `Request.prefix`: else no prompt need be hashed."""
+
+    def __init__(self) -> None:
+        super().__init__("placement")
+        self._prefixed: set[str] = set()
+
+    def register(
+        self, name: str, *, prefixes: bool = False
+    ) -> Callable[[Callable[[Random], Placement]], Callable[[Random], Placement]]:
+        """Return a decorator that files its subject under `name`. Raises ValueError when the name is taken."""
+        if prefixes:
+            self._prefixed.add(name)
+        return super().register(name)
+
+    def reads_prefixes(self, name: str) -> bool:
+        """Whether the preset `name` looks at the prefixes of prompts."""
+        return name in self._prefixed
+
+
 Pick = Callable[[Request, Sequence[View]], Placed]
-presets: Registry[Callable[[Random], Placement]] = Registry("placement")
+presets = Presets()
 
 
 class FilteredPlacement(Unobserved):
@@ -66,16 +86,8 @@ class FilteredPlacement(Unobserved):
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
         del now
-        roomy = [view for view in views if view.has_room(ceiling)]
-        if not roomy:
-            return NO_CAPACITY
-        fitting = [view for view in roomy if request.model in view.served and view.backend not in excluded]
-        if not fitting:
-            return NO_MATCH_FOR_MODEL
-        fitting = with_context(request, fitting, [view for view in views if view.backend not in excluded])
-        if not fitting:
-            return NO_MATCH
-        return self._pick(request, fitting)
+        found = fitting(request, views, ceiling, excluded)
+        return self._pick(request, found) if isinstance(found, list) else found
 
 
 def make(name: str, rng: Random) -> Placement:
@@ -91,6 +103,53 @@ def picking(name: str) -> Callable[[Callable[[Random], Pick]], Callable[[Random]
         return factory
 
     return file
+
+
+def fitting(
+    request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
+) -> list[View] | NoCapacity | NoMatch:
+    """The backends with room under `ceiling` that can serve `request`, of which there is at least one, or why none."""
+    roomy = [view for view in views if view.has_room(ceiling)]
+    if not roomy:
+        return NO_CAPACITY
+    able = [view for view in roomy if request.model in view.served and view.backend not in excluded]
+    if not able:
+        return NO_MATCH_FOR_MODEL
+    return with_context(request, able, [view for view in views if view.backend not in excluded]) or NO_MATCH
+
+
+def highest(scores: Sequence[float], rng: Random) -> int:
+    """The position of the highest of `scores`, equals drawn at random."""
+    best = max(scores)
+    equals = [i for i, score in enumerate(scores) if score == best]
+    return equals[0] if len(equals) == 1 else rng.choice(equals)
+
+
+class Ledger:
+    """What each backend was given and has not yet returned. Both dictionaries hold live leases alone."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[str, int]] = {}
+        self._sums: dict[str, int] = {}
+
+    def give(self, lease: int, backend: str, amount: int = 1) -> None:
+        self._held[lease] = backend, amount
+        self._sums[backend] = self._sums.get(backend, 0) + amount
+
+    def take_back(self, lease: int) -> None:
+        """Return what was given under `lease`; a second time changes nothing."""
+        backend, amount = self._held.pop(lease, ("", 0))
+        left = self._sums.get(backend, 0) - amount
+        if left:
+            self._sums[backend] = left
+        else:
+            self._sums.pop(backend, None)
+
+    def of(self, backend: str) -> int:
+        return self._sums.get(backend, 0)
+
+    def each(self, views: Iterable[View]) -> list[int]:
+        return [self._sums.get(view.backend, 0) for view in views]
 
 
 def context_tokens(request: Request) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.fleet import View
-from llmproxy.core.placement import NO_CAPACITY, NO_MATCH_FOR_MODEL, Unobserved, context_tokens
+from llmproxy.core.placement import NO_CAPACITY, NO_MATCH_FOR_MODEL, Ledger, Unobserved, context_tokens, highest
 from llmproxy.lab.baselines.index import Block
 from llmproxy.lab.policy import Surroundings
+
+__all__ = ["AtOnce", "Counting", "Ledger", "best", "candidates", "prompt_blocks"]
 
 
 def candidates(request: Request, views: Sequence[View], excluded: frozenset[str]) -> list[View] | NoCapacity | NoMatch:
@@ -44,39 +46,8 @@ def prompt_blocks(request: Request, around: Surroundings) -> dict[Block, int]:
 
 def best(views: Sequence[View], scores: Sequence[float], terms: Mapping[str, Sequence[float]], rng: Random) -> Placed:
     """The view of the highest score, equals drawn at random. `scores` and each of `terms` are parallel to `views`."""
-    highest = max(scores)
-    equals = [i for i, score in enumerate(scores) if score == highest]
-    chosen = equals[0] if len(equals) == 1 else rng.choice(equals)
-    return Placed(
-        views[chosen].backend, highest, tuple((name, part[chosen]) for name, part in terms.items()), len(views)
-    )
-
-
-class Ledger:
-    """What each backend was given and has not yet returned. Both dictionaries hold live leases alone."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[str, int]] = {}
-        self._sums: dict[str, int] = {}
-
-    def give(self, lease: int, backend: str, amount: int = 1) -> None:
-        self._held[lease] = backend, amount
-        self._sums[backend] = self._sums.get(backend, 0) + amount
-
-    def take_back(self, lease: int) -> None:
-        """Return what was given under `lease`; a second time changes nothing."""
-        backend, amount = self._held.pop(lease, ("", 0))
-        left = self._sums.get(backend, 0) - amount
-        if left:
-            self._sums[backend] = left
-        else:
-            self._sums.pop(backend, None)
-
-    def of(self, backend: str) -> int:
-        return self._sums.get(backend, 0)
-
-    def each(self, views: Iterable[View]) -> list[int]:
-        return [self._sums.get(view.backend, 0) for view in views]
+    at = highest(scores, rng)
+    return Placed(views[at].backend, scores[at], tuple((name, part[at]) for name, part in terms.items()), len(views))
 
 
 class AtOnce(Unobserved):

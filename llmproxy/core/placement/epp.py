@@ -1,0 +1,222 @@
+"""The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10): its two default configurations.
+
+`epp_blend` is the weighted sum of scores that its code begins with, `epp_sticky` the "sticky until saturated" of its
+newer guides. Filters, scorers, weights and thresholds are as documented there. What differs, because they choose for
+requests that wait and are read here:
+
+* Only backends with room are candidates, and a request waits while there are none. That is what their flow control and
+  its one gate for the whole pool are for, neither of which is here.
+* Prompts are known by the hashes of their whole blocks of 512 bytes, not of 64 tokens with a partial one at the end,
+  and their lengths by the bytes that a token was seen to take, not by four.
+* Of the index, the two known defects are mended, as in later versions: heads evicted before their tails, and a capacity
+  of 16-token blocks counted in 64-token blocks.
+* A backend whose process is gone is forgotten at once, not within two minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.fleet import View
+from llmproxy.core.placement.policy import Ledger, Unobserved, fitting, highest, presets
+from llmproxy.core.prefix import PrefixIndex
+
+PROMPT_TOKENS_MAX = 131_072
+"""Of a longer prompt only the beginning is looked up and recorded."""
+INDEX_TOKENS = 31_250 * 64
+"""Capacity of the prefix index per backend while the size of its KV-cache is unknown: blocks times their tokens."""
+TOKEN_LOAD_FULL = 4_194_304
+
+
+class Index(Protocol):
+    """Which backend was lately sent which blocks of prompts; see `core.prefix`."""
+
+    def match(self, hashes: Sequence[int]) -> dict[str, int]: ...
+
+    def record(self, backend: str, hashes: Sequence[int]) -> None: ...
+
+    def resize(self, backend: str, blocks: int) -> None: ...
+
+    def forget(self, backend: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is known of a prompt: its length, and its `blocks` of `block_tokens` each."""
+
+    tokens: int
+    blocks: Sequence[int]
+    block_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend that may be chosen for one prompt.
+
+    It is believed to hold `match` of the prompt's blocks (0..1), which are `cached_tokens`, and has still to compute
+    `tokens_in_flight` of prompts sent there before, to which this one would add `new_tokens`.
+    """
+
+    view: View
+    match: float
+    cached_tokens: int
+    new_tokens: int
+    tokens_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Those that passed a profile's filters, and parallel to them their scores and the terms of these."""
+
+    kept: Sequence[Candidate]
+    scores: Sequence[float]
+    terms: Mapping[str, Sequence[float]]
+
+
+Profile = Callable[[Sequence[Candidate]], Scored]
+"""What EPP calls a scheduling profile: filters and weighted scorers. The highest score wins, equals by chance."""
+
+
+def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
+    """queue-scorer, kv-cache-utilization-scorer and prefix-cache-scorer, weighted.
+
+    The queue's score is min-max over the candidates, so that a difference of one is as decisive as one of fifty. Queue
+    and KV-cache are those of the last reading, so that between two readings everybody sees the same best one.
+    """
+
+    def scored(candidates: Sequence[Candidate]) -> Scored:
+        readings = [candidate.view.reading for candidate in candidates]
+        waiting = [reading.waiting if reading is not None else 0 for reading in readings]
+        shortest, longest = min(waiting), max(waiting)
+        spread = longest - shortest
+        queues = [(longest - w) / spread if spread else 1.0 for w in waiting]
+        kvs = [1.0 - ((reading.kv_used or 0.0) if reading is not None else 0.0) for reading in readings]
+        prefixes = [candidate.match for candidate in candidates]
+        scores = [queue * q + kv * k + prefix * p for q, k, p in zip(queues, kvs, prefixes, strict=True)]
+        return Scored(candidates, scores, {"queue": queues, "kv": kvs, "prefix": prefixes})
+
+    return scored
+
+
+def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) -> Profile:
+    """prefix-cache-affinity-filter, then token-load-scorer.
+
+    Backends that hold at least `match` of the prompt's blocks are kept alone, unless the least loaded of them would
+    answer more than `penalty_s` later than the least loaded of the others (0 = whatever it costs), at `rate` prompt
+    tokens in flight per second. Of those kept the one with the fewest tokens in flight wins, this prompt's uncached
+    ones included.
+    """
+
+    def kept_of(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        warm = [candidate for candidate in candidates if candidate.match >= match]
+        others = [candidate for candidate in candidates if candidate.match < match]
+        if not warm or not others:
+            return candidates
+        ahead_tokens = min(one.tokens_in_flight for one in warm) - min(one.tokens_in_flight for one in others)
+        return candidates if penalty_s and ahead_tokens / rate > penalty_s else warm
+
+    def scored(candidates: Sequence[Candidate]) -> Scored:
+        kept = kept_of(candidates)
+        loads = [candidate.tokens_in_flight + candidate.new_tokens for candidate in kept]
+        scores = [1.0 - min(1.0, load / TOKEN_LOAD_FULL) for load in loads]
+        return Scored(kept, scores, {"tokens": loads, "match": [candidate.match for candidate in kept]})
+
+    return scored
+
+
+class EndpointPicker(Unobserved):
+    """One of the profiles, the prefix index that it asks, and the work in flight.
+
+    Work in flight is counted in prompt tokens that the index does not believe to be cached, until the first byte. The
+    index is written when a request is sent, before it succeeds, and knows prompts only.
+    """
+
+    def __init__(self, rng: Random, profile: Profile, index: Index | None = None) -> None:
+        self._rng = rng
+        self._profile = profile
+        self._index: Index = PrefixIndex() if index is None else index
+        self._kv_tokens: dict[str, int] = {}
+        self.tokens_in_flight = Ledger()
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        del now
+        found = fitting(request, views, ceiling, excluded)
+        return self.choose(request, found) if isinstance(found, list) else found
+
+    def choose(self, request: Request, views: Sequence[View]) -> Placed:
+        """One of `views`, of which there is at least one."""
+        prompt = self.prompt(request)
+        blocks = self._known_blocks(prompt)
+        matches = self._index.match(blocks)
+        candidates = []
+        for view in views:
+            matched = matches.get(view.backend, 0)
+            cached_tokens = min(prompt.tokens, round(matched * prompt.block_tokens))
+            candidates.append(
+                Candidate(
+                    view,
+                    match=matched / len(blocks) if blocks else 0.0,
+                    cached_tokens=cached_tokens,
+                    new_tokens=prompt.tokens - cached_tokens,
+                    tokens_in_flight=self.tokens_in_flight.of(view.backend),
+                )
+            )
+        scored = self._profile(candidates)
+        at = highest(scored.scores, self._rng)
+        chosen = scored.kept[at]
+        self._fit_index(chosen.view, prompt)
+        terms = tuple((name, part[at]) for name, part in scored.terms.items())
+        return Placed(chosen.view.backend, scored.scores[at], terms, len(views), chosen.cached_tokens)
+
+    def prompt(self, request: Request) -> Prompt:
+        """What is known of the prompt of `request`."""
+        return Prompt(request.prompt_tokens, request.prefix, request.prefix_tokens)
+
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        del now
+        prompt = self.prompt(request)
+        self.tokens_in_flight.give(lease, placed.backend, prompt.tokens - placed.cached_tokens)
+        self._index.record(placed.backend, self._known_blocks(prompt))
+
+    def started(self, lease: int, now: float) -> None:
+        del now
+        self.tokens_in_flight.take_back(lease)
+
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        del verdict, usage, now
+        self.tokens_in_flight.take_back(lease)
+
+    def lost(self, backend: str) -> None:
+        self._index.forget(backend)
+        # The index forgets its capacity too, which has to be told again.
+        self._kv_tokens.pop(backend, None)
+
+    def _known_blocks(self, prompt: Prompt) -> Sequence[int]:
+        if not prompt.blocks:
+            return ()
+        return prompt.blocks[: max(1, int(PROMPT_TOKENS_MAX / prompt.block_tokens))]
+
+    def _fit_index(self, view: View, prompt: Prompt) -> None:
+        """See that as many blocks of `view` are remembered as its KV-cache holds."""
+        known = view.reading.kv_tokens if view.reading is not None else None
+        # A size that was read once still holds when readings fail to come.
+        kv_tokens = known or self._kv_tokens.get(view.backend, INDEX_TOKENS)
+        if prompt.blocks and self._kv_tokens.get(view.backend) != kv_tokens:
+            self._kv_tokens[view.backend] = kv_tokens
+            self._index.resize(view.backend, max(1, int(kv_tokens / prompt.block_tokens)))
+
+
+@presets.register("epp_blend", prefixes=True)
+def epp_blend(rng: Random) -> EndpointPicker:
+    return EndpointPicker(rng, blend())
+
+
+@presets.register("epp_sticky", prefixes=True)
+def epp_sticky(rng: Random) -> EndpointPicker:
+    return EndpointPicker(rng, sticky())
