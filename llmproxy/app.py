@@ -19,7 +19,7 @@ from llmproxy.backends.poller import Poller, polling_session
 from llmproxy.backends.upstream import AiohttpUpstream
 from llmproxy.config import Config, ConfigError, settings_of
 from llmproxy.core.domain import Listing, Reading, Trouble
-from llmproxy.core.placement import make
+from llmproxy.core.placement import make, presets
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin import AdminPages
@@ -94,8 +94,8 @@ async def running(config: Config) -> AsyncIterator[Proxy]:
         decisions = _decision_log(config, metrics, loop.time())
         if decisions is not None:
             stack.push_async_callback(asyncio.to_thread, decisions.close)
-        # Only this placement looks at prefixes; for any other, prompts need not be hashed.
-        desk = Desk(prefixes=settings.placement == "cost")
+        # For a placement that does not look at prefixes, prompts need not be hashed.
+        desk = Desk(prefixes=presets.reads_prefixes(settings.placement), session_member=identity.session_member)
         walker = Walker(config, desk, pools, dispatcher, relay, keys, identity, stored, metrics, decisions)
         door = FrontDoor(keys, pools, dispatcher, walker, stored, metrics, AdminPages(config, dispatcher, loop.time))
         await stack.enter_async_context(_polling(config, _Watch(pools, dispatcher, metrics)))

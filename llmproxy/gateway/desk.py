@@ -35,6 +35,8 @@ from llmproxy.gateway.scan import (
 
 TURN_S = 0.002  # Long enough to make the switches cheap, short enough to be lost in the noise of a token stream.
 OPTION_BYTES_MAX = 64 * 1024
+# Escaped to the utmost, so long a text still is no longer than an option; whoever sends more names no session.
+SESSION_CHARS_MAX = 4096
 # More than any engine runs at once; a number that a client made up must not count as a fleet full of work.
 SEQUENCES_MAX = 1024
 
@@ -73,7 +75,10 @@ class Spliced:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What the desk noted of one body: the ask, what splices need to know, and the chain of its prompt if asked for."""
+    """What the desk noted of one body: the ask, what splices need to know, and the chain of its prompt if asked for.
+
+    `session` is the text of the member that names one, None where it is no text or there is no such member.
+    """
 
     ask: Ask
     kind: BodyKind
@@ -81,6 +86,7 @@ class Sheet:
     stream_options: Any = _ABSENT
     members: Mapping[str, Member] | None = field(default=None, repr=False)
     chain: Chain | None = field(default=None, repr=False)
+    session: str | None = field(default=None, repr=False)
 
     def spliced(self, *, model: str | None = None, want_usage: bool = False, priority: int | None = None) -> Spliced:
         """The body with `model` in the place of the name it gave, and with the usage option of a stream.
@@ -144,25 +150,29 @@ _Edit = tuple[int, int, bytes]
 class Desk:
     """Reads the bodies of one event loop. Large ones take turns, so that many of them stall it no longer than one."""
 
-    def __init__(self, *, prefixes: bool = False) -> None:
-        """With `prefixes`, the chain of every prompt is noted too; a placement that knows prefixes needs it."""
+    def __init__(self, *, prefixes: bool = False, session_member: str | None = None) -> None:
+        """With `prefixes`, the chain of every prompt is noted too; a placement that knows prefixes needs it.
+
+        `session_member` is the top-level member that names the session, None where bodies name none.
+        """
         self._prefixes = prefixes
+        self._session_member = session_member
         self._turns = asyncio.Lock()
 
     async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> Sheet:
         """Read one body; `content_type` is needed for forms. Raises BadBody. No stretch on the loop exceeds 10 ms."""
         if kind is BodyKind.FORM:
-            return await self._in_turns(read_form(body, content_type))
+            return await self._in_turns(read_form(body, content_type, self._session_member))
         if parses_at_once(body):
             return await self._small(body, kind)
-        return await self._in_turns(read_large(body, kind, self._prefixes))
+        return await self._in_turns(read_large(body, kind, self._prefixes, self._session_member))
 
     async def _small(self, body: bytes, kind: BodyKind) -> Sheet:
         if not self._prefixes:
-            return read_small(body, kind)
+            return read_small(body, kind, self._session_member)
         began_s = time.perf_counter()
         fields = _parsed(body)
-        sheet = _noted(fields, body, kind)
+        sheet = _noted(fields, body, kind, self._session_member)
         if time.perf_counter() - began_s > TURN_S:
             # The body is dense, and its chain may take as long once more.
             await asyncio.sleep(0)
@@ -183,9 +193,9 @@ class Desk:
                 await asyncio.sleep(0)
 
 
-def read_small(body: bytes, kind: BodyKind) -> Sheet:
+def read_small(body: bytes, kind: BodyKind, session_member: str | None = None) -> Sheet:
     """Parse a JSON body in one go; blocks for as long as that takes. Raises BadBody."""
-    return _noted(_parsed(body), body, kind)
+    return _noted(_parsed(body), body, kind, session_member)
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
@@ -202,24 +212,28 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _noted(fields: dict[str, Any], body: bytes, kind: BodyKind) -> Sheet:
+def _noted(fields: dict[str, Any], body: bytes, kind: BodyKind, session_member: str | None) -> Sheet:
     sizes = [_measure(name, fields[name]) for name in _TEXT if name in fields]
-    return Sheet(_ask(fields, sizes, kind), kind, body, fields.get("stream_options", _ABSENT))
+    session = _session(fields.get(session_member)) if session_member is not None else None
+    return Sheet(_ask(fields, sizes, kind), kind, body, fields.get("stream_options", _ABSENT), session=session)
 
 
-def read_large(body: bytes, kind: BodyKind, prefixes: bool = False) -> Slices[Sheet]:
+def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_member: str | None = None) -> Slices[Sheet]:
     """Scan a JSON body of any size in slices. Raises BadBody; broken values that nobody here asked for pass."""
-    members = yield from scan_members(body, (*_TEXT, *_OPTIONS, _PRIORITY, SALT))
+    wanted = (*_TEXT, *_OPTIONS, _PRIORITY, SALT)
+    members = yield from scan_members(body, wanted if session_member is None else (*wanted, session_member))
     fields = {name: _option(body, name, members[name]) for name in _OPTIONS if name in members}
     sizes = [_measure_member(members[name]) for name in _TEXT if name in members]
     ask = _ask(fields, sizes, kind)
     chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
-    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain)
+    session = _scanned_session(body, members.get(session_member)) if session_member is not None else None
+    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain, session)
 
 
-def read_form(body: bytes, content_type: str) -> Slices[Sheet]:
+def read_form(body: bytes, content_type: str, session_member: str | None = None) -> Slices[Sheet]:
     """Find `model` and `stream` in a multipart form. Raises BadBody. A form counts like one sound."""
-    found = yield from scan_form(body, content_type, ("model", "stream"))
+    wanted = ("model", "stream")
+    found = yield from scan_form(body, content_type, wanted if session_member is None else (*wanted, session_member))
     values = {name: body[member.start : member.end] for name, member in found.items()}
     try:
         model = values.get("model", b"").decode() or None
@@ -228,7 +242,8 @@ def read_form(body: bytes, content_type: str) -> Slices[Sheet]:
     said = values.get("stream", b"").decode(errors="replace").strip().lower()
     if said not in _TRUE | _FALSE:
         raise BadBody("The form field stream must be true or false.", "body.stream")
-    return Sheet(Ask(model, said in _TRUE, MEDIA_BYTES), BodyKind.FORM, body, members=found)
+    session = _session(values[session_member].decode(errors="replace")) if session_member in values else None
+    return Sheet(Ask(model, said in _TRUE, MEDIA_BYTES), BodyKind.FORM, body, members=found, session=session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +354,19 @@ def _option(body: bytes, name: str, member: Member) -> Any:
         return orjson.loads(body[member.start : member.end])
     except orjson.JSONDecodeError:
         raise BadBody(f"The request body is not valid JSON: bad value of {name}.", f"body.{member.start}") from None
+
+
+def _session(value: Any) -> str | None:
+    return value if isinstance(value, str) and 0 < len(value) <= SESSION_CHARS_MAX else None
+
+
+def _scanned_session(body: bytes, member: Member | None) -> str | None:
+    if member is None or member.end - member.start > OPTION_BYTES_MAX:
+        return None
+    try:
+        return _session(orjson.loads(body[member.start : member.end]))
+    except orjson.JSONDecodeError:
+        return None  # The engine reads the same bytes, and says what is wrong with them.
 
 
 def _splice(body: bytes, edits: list[_Edit], hides_usage: bool) -> Spliced:

@@ -10,6 +10,7 @@ from math import isfinite
 from uuid import uuid4
 
 from aiohttp import web
+from xxhash import xxh64_hexdigest
 
 from llmproxy.config import BackendConfig, Config, ModelConfig, Network, model_limit, settings_of, tenant_limit
 from llmproxy.core.domain import BAND_NAMES, DEFAULT, Outcome, Slo
@@ -82,6 +83,7 @@ class Identity:
         self._flow = config.scheduling.flow
         own = (self._flow.removeprefix("header:"),) if self._flow.startswith("header:") else ()
         self._flow_headers = FAIRNESS_HEADERS + own
+        self._session_place, _, self._session_name = config.scheduling.session.partition(":")
         self._privileged = PRIVILEGED.union(own)
         self._peers: dict[str, bool] = {}
         self._backend_key = config.backend_api_key
@@ -120,6 +122,22 @@ class Identity:
             authorization=f"Bearer {key}" if key else None,
             keep_auth=self._keeps_auth,
         )
+
+    @property
+    def session_member(self) -> str | None:
+        """The member of bodies that names the session of a request, None where it is named elsewhere."""
+        return self._session_name if self._session_place == "body" else None
+
+    def session(self, http: web.BaseRequest, in_body: str | None, tenant: Tenant = NO_TENANT) -> str | None:
+        """The session of a request, as a hash that is the same in every process; None where it names none.
+
+        `in_body` is what its body says in `session_member`. Tenants share no sessions, however they name them.
+        """
+        if self._session_place == "header":
+            named = http.headers.get(self._session_name)
+        else:
+            named = http.cookies.get(self._session_name) if self._session_place == "cookie" else in_body
+        return xxh64_hexdigest(f"{tenant.name}\0{named}".encode("utf-8", "surrogatepass")) if named else None
 
     def standing(
         self, headers: Mapping[str, str], trusted: bool, requested: str, target: str, tenant: Tenant = NO_TENANT

@@ -172,6 +172,7 @@ class Walker:
             label=walk.id,
             prefix=prefix,
             prefix_tokens=prefix_tokens,
+            session=self._identity.session(http, sheet.session, walk.tenant),
         )
 
     def _prefix(self, walk: Walk, sheet: Sheet, target: Target) -> tuple[tuple[int, ...], float]:

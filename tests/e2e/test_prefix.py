@@ -100,7 +100,21 @@ async def test_token_ids_are_counted_as_they_are(tmp_path: Path) -> None:
     assert second == pytest.approx(first / (128 * 8 + 1), abs=1e-4)
 
 
-async def test_without_prices_no_prompt_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("placement", ["epp_sticky", "epp_blend"])
+async def test_the_presets_of_the_endpoint_picker_know_prefixes_too(tmp_path: Path, placement: str) -> None:
+    async with priced_house(tmp_path / "log", placement) as (home, log):
+        first = await ask(home, "first", said(LONG))
+        second = await ask(home, "second", said(LONG, "Yes.", "And then?"))
+        assert first.backend == second.backend
+    match = {name: log[name]["placement"]["prefix" if placement == "epp_blend" else "match"] for name in log}
+    assert match["first"] == 0.0
+    assert match["second"] > 0.9
+
+
+@pytest.mark.parametrize("placement", ["blend", "session"])
+async def test_where_nobody_looks_at_prefixes_no_prompt_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
     monkeypatch.delattr("llmproxy.gateway.desk.chain_of")
-    async with priced_house(tmp_path / "log", "blend") as (home, _):
+    async with priced_house(tmp_path / "log", placement) as (home, _):
         await ask(home, "first", said(LONG))

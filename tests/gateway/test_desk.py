@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from llmproxy.core.domain import Ask
 from llmproxy.gateway import desk as desk_module
 from llmproxy.gateway.body import PARSE_BYTES_MAX, PARSE_VALUES_MAX, BodyKind
-from llmproxy.gateway.desk import SEQUENCES_MAX, Desk, Sheet, read_large, read_small
+from llmproxy.gateway.desk import (
+    OPTION_BYTES_MAX,
+    SEQUENCES_MAX,
+    SESSION_CHARS_MAX,
+    Desk,
+    Sheet,
+    read_large,
+    read_small,
+)
 from llmproxy.gateway.prompt import BLOCK_BYTES, chain_of
 from llmproxy.gateway.scan import MEDIA_BYTES, BadBody, drain
 
@@ -278,6 +286,49 @@ async def test_the_loop_runs_on_while_chains_of_large_bodies_are_computed(monkey
 
     # At 64 KiB a slice, a megabyte has fifteen of them; the scan before takes as many.
     assert await turns(Desk(prefixes=True)) >= await turns(Desk()) + 15
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "session"),
+    [
+        (b'"alice"', "alice"),
+        (b'"\\u00e9\\n"', "\u00e9\n"),
+        (b'""', None),
+        (b"7", None),
+        (b"null", None),
+        (b'["alice"]', None),
+        (b'"' + b"x" * SESSION_CHARS_MAX + b'"', "x" * SESSION_CHARS_MAX),
+        (b'"' + b"x" * (SESSION_CHARS_MAX + 1) + b'"', None),
+        (b'"' + b"\\ud83d\\ude00" * SESSION_CHARS_MAX + b'"', "\U0001f600" * SESSION_CHARS_MAX),
+        (b'"' + b"x" * OPTION_BYTES_MAX + b'"', None),
+    ],
+)
+async def test_small_and_large_bodies_name_one_session(value: bytes, session: str | None) -> None:
+    body = b'{"messages":[],"user":' + value + b"}"
+    assert (await Desk(session_member="user").read(body, CHAT)).session == session
+    assert (await Desk(session_member="user", prefixes=True).read(body, CHAT)).session == session
+    assert drain(read_large(body, CHAT, session_member="user")).session == session
+
+
+async def test_a_session_is_read_where_it_is_asked_for_alone() -> None:
+    for body in (b'{"user":"alice","model":"m"}', talk(PARSE_BYTES_MAX, user="alice")):
+        assert (await Desk().read(body, CHAT)).session is None
+        assert (await Desk(session_member="model").read(body, CHAT)).session == "m"
+        assert (await Desk(session_member="safety_identifier").read(body, CHAT)).session is None
+
+
+def test_what_is_wrong_with_the_name_of_a_session_is_for_the_engine_to_say() -> None:
+    assert drain(read_large(b'{"user":"\\x"}', CHAT, session_member="user")).session is None
+
+
+async def test_a_form_names_its_session_in_a_field() -> None:
+    form = FORM % (b"whisper", b"1")
+    for member, session in (("model", "whisper"), ("user", None)):
+        sheet = await Desk(session_member=member).read(form, BodyKind.FORM, "multipart/form-data; boundary=b")
+        assert sheet.session == session
 
 
 # --- splices ----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from llmproxy.config import Config, hash_of
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Slo
-from llmproxy.gateway.auth import Keys, Tenant
+from llmproxy.gateway.auth import NO_TENANT, Keys, Tenant
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.identity import FLOW_CHARS_MAX, Identity, Standing, parse_duration_s, request_id
 
@@ -289,3 +290,40 @@ def test_a_tenant_without_limits_counts_against_none() -> None:
     identity, acme = of_acme()
     standing = identity.standing({}, False, "m", "m", acme)
     assert (standing.tenant, standing.limits) == ("acme", ())
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
+
+
+def named(place: str, in_body: str | None = None, tenant: Tenant = NO_TENANT, **headers: str) -> str | None:
+    """The session of a request with these headers, underscores for hyphens, where `place` names it."""
+    http = make_mocked_request("POST", "/", headers={name.replace("_", "-"): text for name, text in headers.items()})
+    return Identity(config(scheduling={"session": place})).session(http, in_body, tenant)
+
+
+def test_a_session_is_named_by_a_header_a_cookie_or_the_body() -> None:
+    alice = named("body:user", "alice")
+    assert alice is not None
+    assert named("header:X-User", x_user="alice") == alice
+    assert named("cookie:sid", cookie="a=b; sid=alice; SID=bob") == alice
+    assert {named("body:user", "bob"), named("header:x-user", x_user="bob")}.isdisjoint({alice, None})
+
+
+def test_without_its_name_there_is_no_session() -> None:
+    assert named("header:x-user", "alice", cookie="x-user=alice") is None
+    assert named("header:x-user", x_user="") is None
+    assert named("cookie:sid", "alice", sid="alice", cookie="si d; ;=;x") is None
+    assert named("body:user", None, user="alice") is None
+
+
+def test_of_a_session_nothing_is_kept_but_a_short_hash_that_tenants_do_not_share() -> None:
+    long = named("body:user", "alice" * 800)
+    assert long is not None
+    assert len(long) == 16
+    assert named("body:user", "alice") == "335d7d9099a8933f"
+    assert named("body:user", "alice", Tenant("acme")) not in (None, named("body:user", "alice"))
+
+
+def test_the_desk_has_to_read_a_session_that_the_body_names() -> None:
+    assert Identity(config(scheduling={"session": "body:safety_identifier"})).session_member == "safety_identifier"
+    assert Identity(config()).session_member is None
