@@ -117,7 +117,7 @@ class Face:
 
     async def _models(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
         service = self._service
-        return self._json(request, models_body(service.limits, service.created, service.permissions))
+        return self._json(request, models_body(service.limits, service.created, service.permissions, service.roots))
 
     async def _count_tokens(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         tokens = messages_ask(_object(request, body), self._service.limits, counting=True).prompt_tokens
@@ -145,18 +145,26 @@ class Face:
 
     async def _load_adapter(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         asked = _object(request, body)
-        name, _ = (_text_field(asked, field) for field in ("lora_name", "lora_path"))
+        name, path = (_text_field(asked, field) for field in ("lora_name", "lora_path"))
+        if not name or not path:
+            raise WireError(400, "Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
+        if name == self._service.options.model:
+            raise WireError(400, f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
         if name in self._service.created and not asked.get("load_inplace"):
             message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
             raise WireError(400, message + "set 'load_inplace' to True.", "InvalidUserInput")
-        self._service.list_model(name)
+        if not self._service.options.max_loras:
+            message = "Call to add_lora method failed: Worker failed with error 'LoRA is not enabled. Use "
+            message += "--enable-lora to enable LoRA.', please check the stack trace above for the root cause"
+            raise WireError(500, message, "InternalServerError")
+        self._service.list_model(name, path)
         return self._plain(request, f"Success: LoRA adapter '{name}' added successfully.".encode(), None)
 
     async def _unload_adapter(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         name = _text_field(_object(request, body), "lora_name")
         if name not in self._service.limits.adapters:
             raise WireError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
-        del self._service.created[name], self._service.permissions[name]
+        self._service.unlist_model(name)
         return self._plain(request, f"Success: LoRA adapter '{name}' removed successfully.".encode(), None)
 
     # --- operation ----------------------------------------------------------------------------------------------------

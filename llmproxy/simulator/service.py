@@ -94,8 +94,10 @@ class Service:
         self.pacer = Pacer(self.engine, options.speed, self.metrics)
         self.created: dict[str, int] = {}
         self.permissions: dict[str, str] = {}
-        for name in (options.model, *options.adapters):
-            self.list_model(name)
+        self.roots: dict[str, str] = {}
+        self.list_model(options.model, options.model)
+        for name in options.adapters:
+            self.list_model(name, f"{options.model}/{name}")
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -111,10 +113,15 @@ class Service:
         """Seconds between a request and its acceptance."""
         return self.engine.profile.frontend_s / self.options.speed
 
-    def list_model(self, name: str) -> None:
-        """Make a model or adapter known."""
+    def list_model(self, name: str, root: str) -> None:
+        """Make a model or adapter known; `root` is the path that it comes from."""
+        self.roots[name] = root
         self.created[name] = int(unix_now_s())
         self.permissions[name] = secrets.token_hex(8)
+
+    def unlist_model(self, name: str) -> None:
+        """Forget an adapter."""
+        del self.created[name], self.permissions[name], self.roots[name]
 
     def fault_changed(self, kind: FaultKind | None) -> None:
         """Do to the engine what a fault means for it."""

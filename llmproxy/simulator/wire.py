@@ -213,7 +213,7 @@ def stream_error(error: WireError) -> bytes:
     return f'data: {{"error": {shown}}}\n\n'.encode()
 
 
-def models_body(limits: Limits, created: dict[str, int], permissions: dict[str, str]) -> Body:
+def models_body(limits: Limits, created: dict[str, int], permissions: dict[str, str], roots: dict[str, str]) -> Body:
     """`/v1/models`: the base model, then its adapters in the order in which they were loaded."""
     cards = []
     for name, created_at in created.items():
@@ -238,7 +238,7 @@ def models_body(limits: Limits, created: dict[str, int], permissions: dict[str, 
                 "object": "model",
                 "created": created_at,
                 "owned_by": "vllm",
-                "root": limits.model if base else f"{limits.model}/{name}",
+                "root": roots[name],
                 "parent": None if base else limits.model,
                 "max_model_len": limits.max_model_len if base else None,
                 "permission": [permission],

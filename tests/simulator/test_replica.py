@@ -258,11 +258,25 @@ async def test_adapters_come_and_go(replica: Replica, client: aiohttp.ClientSess
     status, text = await ask("load_lora_adapter", **new)
     assert (status, json.loads(text)["error"]["type"]) == (400, "InvalidUserInput")
     assert (await ask("load_lora_adapter", **new, load_inplace=True))[0] == 200
+    for wrong in ({"lora_path": ""}, {"lora_name": ""}, {"lora_name": "base"}):
+        assert (await ask("load_lora_adapter", **new | wrong))[0] == 400
+    async with client.get(f"{replica.url}/v1/models") as listed:
+        assert (await listed.json())["data"][-1]["root"] == "somewhere"
     assert (await ask("load_lora_adapter", lora_name="lora-8"))[0] == 400
     gone = (200, "Success: LoRA adapter 'lora-9' removed successfully.")
     assert await ask("unload_lora_adapter", lora_name="lora-9") == gone
     assert (await ask("unload_lora_adapter", lora_name="lora-9"))[0] == 404
     assert (await ask("chat/completions", **chat))[0] == 404
+
+
+async def test_a_replica_without_slots_loads_no_adapter(client: aiohttp.ClientSession) -> None:
+    body = {"lora_name": "x", "lora_path": "somewhere"}
+    async with (
+        Replica(ReplicaOptions(max_loras=0)) as replica,
+        client.post(f"{replica.url}/v1/load_lora_adapter", json=body) as answer,
+    ):
+        assert answer.status == 500
+        assert "LoRA is not enabled" in (await answer.json())["error"]["message"]
 
 
 async def test_tokenize_and_back(replica: Replica, client: aiohttp.ClientSession) -> None:
