@@ -11,6 +11,7 @@ import errno
 import random
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from math import inf
 from typing import Protocol
@@ -133,6 +134,7 @@ class Poller:
         self._clock = clock or asyncio.get_running_loop().time
         self._rng = rng or random.Random()
         self._bug: str | None = None
+        self._listed_at_s = -inf
         self._start_afresh()
 
     async def run(self) -> None:
@@ -144,6 +146,14 @@ class Poller:
                 self._report(bug)
                 pause_s = self._pace.page_interval_s
             await asyncio.sleep(pause_s)
+
+    async def list_now(self) -> None:
+        """Tell the sink of the backend's models at once, for one who changed them; laps go on beside this.
+
+        No answer is no news: that is left to the next lap.
+        """
+        with suppress(_LapFailed):
+            await self._ask_models()
 
     # --- one lap -------------------------------------------------------------------------------------------------
 
@@ -200,7 +210,10 @@ class Poller:
             listing = parse_listing(body, sent_at_s)
         except ValueError as error:
             raise _LapFailed(Trouble.GARBAGE, f"GET {self._url}/v1/models: {error}") from None
-        self._sink.listed(self._backend, listing)
+        # The answer to an earlier question may come later; it must not undo what is known.
+        if sent_at_s >= self._listed_at_s:
+            self._listed_at_s = sent_at_s
+            self._sink.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
         """The reading of the best source that gives one, beginning with the last that did, and when to ask again."""

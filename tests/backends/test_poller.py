@@ -168,6 +168,38 @@ async def test_a_first_lap_asks_everything_and_ends_in_one_verdict(bench: Bench)
     assert 0.16 <= pause_s <= 0.2
 
 
+async def test_models_can_be_read_between_laps_and_no_answer_is_no_news(bench: Bench) -> None:
+    poller = bench.poller()
+    await poller.list_now()
+    assert bench.vllm.asked == ["/v1/models"]
+    assert bench.sink.take() == ["listed"]
+    for answer in (saying("", 500), saying("no list"), hang_up):
+        bench.vllm.answers["/v1/models"] = answer
+        await poller.list_now()
+    assert bench.sink.take() == []
+
+
+async def test_an_older_list_that_comes_later_undoes_nothing(bench: Bench) -> None:
+    asked, let = asyncio.Event(), asyncio.Event()
+
+    async def late(_: web.Request) -> web.StreamResponse:
+        asked.set()
+        await let.wait()
+        return web.Response(text=MODELS)
+
+    poller = bench.poller()
+    bench.vllm.answers["/v1/models"] = late
+    lap = asyncio.create_task(poller.lap())
+    await asked.wait()
+    bench.now += 0.1
+    bench.vllm.answers["/v1/models"] = saying('{"data":[{"id":"tiny"},{"id":"new","parent":"tiny"}]}')
+    await poller.list_now()
+    let.set()
+    await lap
+    assert bench.sink.take() == ["listed", "observe", "answered"]
+    assert [card.name for card in bench.sink.listings[0].cards] == ["tiny", "new"]
+
+
 async def test_asks_for_the_needed_names_only_and_shows_its_key(bench: Bench) -> None:
     await bench.poller(api_key="s3cret").lap()
     assert bench.vllm.requests[-1].query.getall("name[]") == list(METRIC_NAMES)
