@@ -26,7 +26,8 @@ class Catalogue:
     """Name -> (pool, adapter), rebuilt whenever a listing changes.
 
     A pool is named after the first base model that a backend lists. Listings of backends that are down still count:
-    names once learned are remembered. `aliases` maps configured names to the names that backends know.
+    names once learned are remembered. `aliases` maps configured names to the names that backends know. `promised` are
+    adapters that a backend is being told to load: asking for one is too early, not wrong.
     """
 
     def __init__(self, backends: Iterable[str], aliases: Mapping[str, str]) -> None:
@@ -35,6 +36,11 @@ class Catalogue:
         self._targets: dict[str, Target] = {}
         self._cards: dict[str, ModelCard] = {}
         self._pools: tuple[str, ...] = ()
+        self.promised: frozenset[str] = frozenset()
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return self._aliases
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -63,13 +69,16 @@ class Catalogue:
         """What `name` means; None asks for the only pool's base model, as vLLM answers it.
 
         Raises Refused with `unknown_model`, or with `rejected_no_backends` while a configured backend that was never
-        read might still know the name.
+        read might still know the name, or where the adapter is promised.
         """
         if name is None:
             return self._only_pool()
         target = self._targets.get(name)
         if target is not None:
             return target
+        if self._aliases.get(name, name) in self.promised:
+            message = f"No backend has the adapter `{name}` loaded at the moment. Try again shortly."
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
         if not self.complete:
             raise Refused(
                 Outcome.REJECTED_NO_BACKENDS,
@@ -78,6 +87,10 @@ class Catalogue:
                 RETRY_UNREAD_S,
             )
         raise Refused(Outcome.UNKNOWN_MODEL, f"The model `{name}` does not exist. Known models: {self._known()}.")
+
+    def target(self, name: str) -> Target | None:
+        """What `name` means, None where nobody lists it."""
+        return self._targets.get(name)
 
     def models(self) -> list[dict[str, Any]]:
         """The entries of `/v1/models`: every card's real fields, base models first, then the configured aliases."""

@@ -1,0 +1,363 @@
+"""What was asked of the backends' adapters: which to load where, who has taken it, and who is still to be told. Pure.
+
+The backends' own listings say what is the case, so nothing need be known of restarts: whoever comes back without an
+adapter that it was told to load, lists itself as one to be told again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
+from llmproxy.core.pools import Pools
+
+ADAPTERS_MAX = 1_024
+"""Adapters remembered at once."""
+STANDINGS_MAX = 4_096
+"""Most pairs of adapter and backend that are shown at once."""
+BACKOFF_S = 1.0
+BACKOFF_MAX_S = 60.0
+RETRY_UNKNOWN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """Load the adapter `name` from `path`, or unload it where `path` is None, on backends of `pool`.
+
+    `fields` is what they are sent, in vLLM's own words. `in_place` replaces an adapter of that name.
+    """
+
+    name: str
+    pool: str
+    path: str | None
+    fields: Mapping[str, Any]
+    in_place: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "unload" if self.path is None else "load"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A change that is under way, and the backends to be told now. `joining` says that later ones are told too."""
+
+    change: Change
+    backends: tuple[str, ...]
+    joining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What one backend made of a change. `status` is None where it did not answer, `message` is for people."""
+
+    backend: str
+    status: int | None
+    taken: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of a change. `remembered` says that backends which have not taken it will be told again."""
+
+    change: Change
+    replies: tuple[Reply, ...]
+    remembered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How it stands with one adapter on one backend; `failures` in a row since it was last told with success.
+
+    Nothing is done on a backend that is down: nobody knows what it will come back with.
+    """
+
+    backend: str
+    wanted: str
+    done: bool
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterState:
+    """What is remembered of one adapter; `path` is None while all that is left of it is to be unloaded."""
+
+    name: str
+    pool: str
+    path: str | None
+    joining: bool
+    standings: tuple[Standing, ...]
+
+
+@dataclass(slots=True)
+class _Record:
+    """`wanted` is what each backend should have been told, `joining` what those are told that join the pool later.
+
+    `confirmed` is the last change that each backend took; `failures` counts in a row, with the time of the next try.
+    """
+
+    pool: str
+    wanted: dict[str, Change] = field(default_factory=dict)
+    joining: Change | None = None
+    confirmed: dict[str, Change] = field(default_factory=dict)
+    failures: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def load(self) -> Change | None:
+        loads = (change for change in self.wanted.values() if change.path is not None)
+        return next(loads, self.joining)
+
+
+class Adapters:
+    """Name -> what its backends should have. One change of a name is under way at a time; see `is_changing`."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._catalogue = pools.catalogue
+        self._records: dict[str, _Record] = {}
+        self._changing: dict[str, Plan] = {}
+        self._cards: dict[str, tuple[Listing, dict[str, ModelCard]]] = {}
+
+    # --- changes that are asked for -----------------------------------------------------------------------------------
+
+    def is_changing(self, name: str) -> bool:
+        """Whether a change of this adapter is under way; no other may begin before its end."""
+        return name in self._changing
+
+    def load(
+        self, name: str, path: str, fields: Mapping[str, Any], model: str | None, replicas: int | None, in_place: bool
+    ) -> Plan:
+        """Begin to load an adapter on so many `replicas` of the pool of `model`, None for all of them.
+
+        Those that hold it already come first and are told as well, so that all have the same; then those with the
+        fewest adapters. Raises Refused.
+        """
+        pool = self._pool_for(name, model)
+        self._check_name(name, pool)
+        record = self._records.get(name)
+        before = record.load if record is not None else None
+        if before is not None and before.path != path and not in_place:
+            message = f"The lora adapter '{name}' has already been loaded from another path. Unload it first, or set "
+            raise Refused(Outcome.BAD_REQUEST, message + "'load_inplace' to True.")
+        members = self._members(pool)
+        if not members:
+            message = f"No backend serves `{pool}` any more. Try again shortly."
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNKNOWN_S)
+        if replicas is not None and replicas > len(members):
+            message = f"`replicas` is {replicas}, and {len(members)} backends are known to serve `{pool}`."
+            raise Refused(Outcome.BAD_REQUEST, message)
+        held = {backend for backend in members if self._holds(name, backend, path)}
+        told = {b for b, change in record.wanted.items() if change.path is not None} if record is not None else set()
+
+        def cost(backend: str) -> tuple[bool, bool, int, str]:
+            return backend not in told | held, self._is_down(backend), self._load_of(backend), backend
+
+        chosen = set(sorted(members, key=cost)[:replicas])
+        joining = replicas is None or (record is not None and record.joining is not None)
+        self._make_room(name)
+        change = Change(name, pool, path, fields, in_place)
+        return self._begin(Plan(change, tuple(sorted(chosen | told)), joining))
+
+    def unload(self, name: str, fields: Mapping[str, Any], model: str | None, replicas: int | None) -> Plan:
+        """Begin to unload an adapter from so many of those that hold it, None for all; the fullest come first.
+
+        Raises Refused, with `unknown_model` where nobody is known to hold it.
+        """
+        pool = self._pool_for(name, model)
+        record = self._records.get(name)
+        wanted = record.wanted if record is not None and record.pool == pool else {}
+        holders = [b for b in self._members(pool) if b in wanted or name in self._listed(b)]
+        # A record without holders is one whose backends serve another model by now: it need only be forgotten.
+        if not holders and record is None:
+            raise Refused(Outcome.UNKNOWN_MODEL, f"The lora adapter '{name}' cannot be found.")
+        chosen = sorted(holders, key=lambda b: (-self._load_of(b), b))[:replicas]
+        return self._begin(Plan(Change(name, pool, None, fields), tuple(sorted(chosen)), joining=False))
+
+    def end(self, plan: Plan, replies: tuple[Reply, ...], now: float) -> Report:
+        """The backends were told. What everybody refused who answered at all is not remembered, as if never asked."""
+        change = plan.change
+        del self._changing[change.name]
+        answered = [reply for reply in replies if reply.status is not None]
+        record = self._records.get(change.name) or _Record(change.pool)
+        # An adapter of that name which somebody loaded by hand in another pool can be unloaded, and no more than that.
+        remembered = record.pool == change.pool and (not answered or any(reply.taken for reply in answered))
+        if remembered:
+            self._records[change.name] = record
+            record.joining = change if plan.joining else None
+            members = self._members(change.pool)
+            record.wanted = {b: c for b, c in record.wanted.items() if b in members}
+            record.wanted |= dict.fromkeys(plan.backends, change)
+            for reply in replies:
+                record.failures.pop(reply.backend, None)
+                self.told(change, reply, now)
+            self._tidy(change.name)
+        return Report(change, replies, remembered)
+
+    def abandon(self, plan: Plan) -> None:
+        """The change was given up before its end: nothing of it is remembered."""
+        self._changing.pop(plan.change.name, None)
+
+    def _begin(self, plan: Plan) -> Plan:
+        self._changing[plan.change.name] = plan
+        return plan
+
+    # --- backends that have not taken a change ------------------------------------------------------------------------
+
+    def due(self, backend: str, now: float) -> list[Change]:
+        """What this backend is to be told by its last listing, in the order in which it was asked for."""
+        pool = self._catalogue.pool_of(backend)
+        due: list[Change] = []
+        for name, record in list(self._records.items()):
+            if record.pool != pool or name in self._changing:
+                continue
+            if record.joining is not None:
+                record.wanted.setdefault(backend, record.joining)
+            change = record.wanted.get(backend)
+            if change is None:
+                continue
+            if self.is_met(change, backend):
+                self._settle(record, backend, change)
+            elif now >= record.failures.get(backend, (0, now))[1]:
+                due.append(change)
+        return due
+
+    def is_met(self, change: Change, backend: str) -> bool:
+        """Whether the backend's last listing shows that it has what `change` is about.
+
+        A listing cannot tell new weights from old ones, so what replaces an adapter must have been taken, too.
+        """
+        if change.path is None:
+            return change.name not in self._listed(backend)
+        record = self._records.get(change.name)
+        taken = record is not None and record.confirmed.get(backend) is change
+        return self._holds(change.name, backend, change.path) and (taken or not change.in_place)
+
+    def told(self, change: Change, reply: Reply, now: float) -> None:
+        """Note what a backend made of a change that it was told. One that did not answer is asked again as well."""
+        record = self._records.get(change.name)
+        if record is None or record.wanted.get(reply.backend) is not change:
+            return
+        if reply.taken:
+            record.confirmed[reply.backend] = change
+            self._settle(record, reply.backend, change)
+            return
+        failures = record.failures.get(reply.backend, (0, 0.0))[0] + 1
+        pause_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(failures - 1, 16))
+        record.failures[reply.backend] = failures, now + pause_s
+
+    def _settle(self, record: _Record, backend: str, change: Change) -> None:
+        record.failures.pop(backend, None)
+        if change.path is None:
+            del record.wanted[backend]
+            record.confirmed.pop(backend, None)
+            self._tidy(change.name)
+
+    def _tidy(self, name: str) -> None:
+        """Forget a record that asks nothing of anybody, and promise what the others will load."""
+        record = self._records.get(name)
+        if record is not None and not record.wanted and record.joining is None:
+            del self._records[name]
+        self._catalogue.promised = frozenset(n for n, r in self._records.items() if r.load is not None)
+
+    # --- looking in ---------------------------------------------------------------------------------------------------
+
+    def states(self) -> tuple[list[AdapterState], int]:
+        """What is remembered, by name, and how many more there are than are shown."""
+        shown: list[AdapterState] = []
+        left = STANDINGS_MAX
+        for name in sorted(self._records):
+            left -= len(self._records[name].wanted)
+            if left < 0:
+                break
+            shown.append(self._state(name, self._records[name]))
+        return shown, len(self._records) - len(shown)
+
+    def _state(self, name: str, record: _Record) -> AdapterState:
+        standings = tuple(
+            Standing(
+                backend,
+                change.kind,
+                self.is_met(change, backend) and not self._is_down(backend),
+                record.failures.get(backend, (0, 0.0))[0],
+            )
+            for backend, change in sorted(record.wanted.items())
+        )
+        load = record.load
+        return AdapterState(name, record.pool, load.path if load else None, record.joining is not None, standings)
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _pool_for(self, name: str, model: str | None) -> str:
+        """The pool of `model`, or without it that of the adapter, or the only one there is. Raises Refused."""
+        if model is not None:
+            target = self._catalogue.target(model)
+            if target is None or target.adapter is not None:
+                message = f"`{model[:200]}` is no base model served here; there are: "
+                raise Refused(Outcome.UNKNOWN_MODEL, message + (", ".join(self._catalogue.pools[:20]) or "none") + ".")
+            return target.pool
+        if name in self._records:
+            return self._records[name].pool
+        target = self._catalogue.target(name)
+        if target is not None and target.adapter is not None:
+            return target.pool
+        pools = self._catalogue.pools
+        if len(pools) == 1:
+            return pools[0]
+        if not pools:
+            message = "No backend has answered so far. Try again shortly."
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNKNOWN_S)
+        message = "Several base models are served: set `model` to the one of this adapter, one of "
+        raise Refused(Outcome.BAD_REQUEST, message + ", ".join(pools[:20]) + ".")
+
+    def _check_name(self, name: str, pool: str) -> None:
+        """Raises Refused for a name that would not lead to the adapter, or not only to it."""
+        target, record = self._catalogue.target(name), self._records.get(name)
+        if name in self._catalogue.aliases:
+            raise Refused(Outcome.BAD_REQUEST, f"The name '{name}' is an alias in the proxy's configuration.")
+        if target is not None and target.adapter is None:
+            raise Refused(Outcome.BAD_REQUEST, f"The lora adapter '{name}' conflicts with a served base model.")
+        other = record.pool if record is not None else target.pool if target is not None else pool
+        if other != pool:
+            raise Refused(Outcome.BAD_REQUEST, f"The name '{name}' is that of an adapter of `{other}` already.")
+
+    def _make_room(self, name: str) -> None:
+        if name in self._records or len(self._records) + len(self._changing) < ADAPTERS_MAX:
+            return
+        # Those that are only to be unloaded wait for backends that may never come back.
+        leaving = next((n for n, r in self._records.items() if r.load is None), None)
+        if leaving is None:
+            message = f"{ADAPTERS_MAX} adapters are loaded through the proxy already: unload one first."
+            raise Refused(Outcome.BAD_REQUEST, message)
+        del self._records[leaving]
+
+    def _members(self, pool: str) -> list[str]:
+        return [backend for backend in self._pools.backends if self._catalogue.pool_of(backend) == pool]
+
+    def _is_down(self, backend: str) -> bool:
+        return self._pools.backends[backend].health.down
+
+    def _load_of(self, backend: str) -> int:
+        """How many adapters a backend has, or will have when it has been told."""
+        told = [record.wanted[backend] for record in self._records.values() if backend in record.wanted]
+        told += [plan.change for plan in self._changing.values() if backend in plan.backends]
+        names = {change.name for change in told if change.path is not None}
+        return len(names | self._listed(backend).keys())
+
+    def _listed(self, backend: str) -> Mapping[str, ModelCard]:
+        """The adapters in a backend's last listing, looked through once for each listing."""
+        listing = self._pools.backends[backend].listing
+        if listing is None:
+            return {}
+        known = self._cards.get(backend)
+        if known is None or known[0] is not listing:
+            known = listing, {card.name: card for card in listing.cards if card.parent is not None}
+            self._cards[backend] = known
+        return known[1]
+
+    def _holds(self, name: str, backend: str, path: str) -> bool:
+        card = self._listed(backend).get(name)
+        # vLLM lists an adapter's path as its root; where a server says nothing of it, the name has to do.
+        return card is not None and card.fields.get("root", path) == path

@@ -1,0 +1,377 @@
+"""What is remembered of adapters, and who is told what, by listings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from llmproxy.core import adapters as module
+from llmproxy.core.adapters import ADAPTERS_MAX, BACKOFF_MAX_S, Adapters, Plan, Reply, Report
+from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused, Trouble
+from llmproxy.core.pools import Pools
+from tests.core.make import BASE, pools
+
+FLEET: dict[str, int | None] = {"a": None, "b": None, "c": None}
+
+
+class World:
+    """Three backends of one pool, unless told otherwise, that take every change but where they are in `refusing`."""
+
+    def __init__(self, fleet: Mapping[str, int | None] = FLEET, **given: Any) -> None:
+        self.pools: Pools = pools(fleet, **given)
+        self.adapters = Adapters(self.pools)
+        self.refusing: dict[str, int | None] = {}
+        self.now = 0.0
+
+    def lists(self, backend: str, base: str = BASE, **roots: str) -> None:
+        cards = [ModelCard(name, base, None, {"root": root}) for name, root in roots.items()]
+        self.pools.listed(backend, Listing(self.now, (ModelCard(base, None, 4096), *cards)))
+
+    def load(self, name: str = "x", replicas: int | None = None, path: str = "/x", **more: Any) -> Report:
+        given: dict[str, Any] = {"model": None, "in_place": False} | more
+        return self.ends(self.adapters.load(name, path, {}, replicas=replicas, **given))
+
+    def unload(self, name: str = "x", replicas: int | None = None) -> Report:
+        return self.ends(self.adapters.unload(name, {}, None, replicas))
+
+    def ends(self, plan: Plan) -> Report:
+        replies = [Reply(b, self.refusing.get(b, 200), b not in self.refusing, "") for b in plan.backends]
+        for reply in replies:
+            if reply.taken:
+                roots = {card.name: card.fields["root"] for card in self.cards(reply.backend)}
+                roots.pop(plan.change.name, None)
+                if plan.change.path is not None:
+                    roots[plan.change.name] = plan.change.path
+                self.lists(reply.backend, plan.change.pool, **roots)
+        return self.adapters.end(plan, tuple(replies), self.now)
+
+    def cards(self, backend: str) -> list[ModelCard]:
+        listing = self.pools.backends[backend].listing
+        return [card for card in listing.cards if card.parent is not None] if listing is not None else []
+
+    def told(self, report: Report) -> list[str]:
+        return [reply.backend for reply in report.replies]
+
+    def due(self, backend: str) -> list[tuple[str, str]]:
+        return [(change.kind, change.name) for change in self.adapters.due(backend, self.now)]
+
+    def refusal(self, name: str = "x", **more: Any) -> Refused:
+        with pytest.raises(Refused) as caught:
+            self.load(name, **more)
+        return caught.value
+
+    @property
+    def remembered(self) -> dict[str, str | None]:
+        return {state.name: state.path for state in self.adapters.states()[0]}
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+# --- who is told ------------------------------------------------------------------------------------------------------
+
+
+def test_all_of_the_pool_are_told_and_so_is_who_joins_it_later() -> None:
+    world = World({**FLEET, "late": None}, listings={"late": Listing(0.0, ())})
+    assert world.told(world.load()) == ["a", "b", "c"]
+    assert world.due("a") == []
+    world.lists("late")
+    assert world.due("late") == [("load", "x")]
+    world.lists("late", base="other")
+    assert world.due("late") == []
+
+
+def test_some_are_those_that_are_up_with_the_fewest_adapters(world: World) -> None:
+    world.lists("a", one="/1", two="/2")
+    world.lists("b", one="/1")
+    assert world.told(world.load("x", 1)) == ["c"]
+    assert world.told(world.load("y", 2)) == ["b", "c"]
+    for _ in range(2):
+        world.pools.troubled("c", Trouble.REFUSED)
+    assert world.told(world.load("z", 2)) == ["a", "b"]
+    assert world.told(world.load("v", 3)) == ["a", "b", "c"], "one that is down rather than too few"
+    assert world.due("c") == []
+    assert "`replicas` is 4, and 3 backends" in world.refusal("w", replicas=4).message
+
+
+def test_what_is_under_way_counts_as_an_adapter_too(world: World) -> None:
+    plans = [world.adapters.load(name, "/x", {}, None, 1, False) for name in ("x", "y", "z")]
+    assert [plan.backends for plan in plans] == [("a",), ("b",), ("c",)]
+    assert world.adapters.is_changing("x")
+    world.adapters.abandon(plans[0])
+    assert not world.adapters.is_changing("x")
+    assert world.remembered == {}
+
+
+def test_who_has_it_already_is_chosen_first_and_more_may_be_asked_for(world: World) -> None:
+    world.lists("b", one="/1", x="/x")
+    assert world.told(world.load(replicas=1)) == ["b"]
+    assert world.told(world.load(replicas=2)) == ["a", "b"]
+    assert world.told(world.load(replicas=1)) == ["a", "b"], "all that were told of it have the same"
+    assert world.told(world.load()) == ["a", "b", "c"]
+
+
+def test_a_replacement_goes_to_all_that_have_it(world: World) -> None:
+    world.load(replicas=2)
+    refused = world.refusal(path="/new")
+    assert (refused.outcome, "from another path" in refused.message) == (Outcome.BAD_REQUEST, True)
+    assert world.told(world.load(path="/new", replicas=1, in_place=True)) == ["a", "b"]
+    assert world.remembered == {"x": "/new"}
+
+
+def test_unloading_some_takes_the_fullest(world: World) -> None:
+    world.load()
+    world.lists("b", x="/x", y="/y")
+    assert world.told(world.unload(replicas=1)) == ["b"]
+    assert world.due("b") == []
+    assert world.told(world.unload()) == ["a", "c"]
+    assert world.remembered == {}
+
+
+def test_what_was_loaded_by_hand_can_be_unloaded(world: World) -> None:
+    world.lists("b", x="/x")
+    assert world.told(world.unload()) == ["b"]
+    with pytest.raises(Refused, match="cannot be found") as caught:
+        world.unload()
+    assert caught.value.outcome is Outcome.UNKNOWN_MODEL
+
+
+# --- who is told again ------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_back_without_it_is_told_again(world: World) -> None:
+    world.load("x")
+    world.load("y", 1)
+    for backend in FLEET:
+        world.lists(backend)
+    assert world.due("a") == [("load", "x"), ("load", "y")]
+    assert world.due("b") == [("load", "x")]
+    world.lists("b", x="/elsewhere")
+    assert world.due("b") == [("load", "x")], "its name alone is not what was asked for"
+    world.lists("b", x="/x")
+    assert world.due("b") == []
+
+
+def test_a_listing_without_paths_is_believed(world: World) -> None:
+    world.load()
+    world.pools.listed("a", Listing(1.0, (ModelCard(BASE, None, 4096), ModelCard("x", BASE, None))))
+    assert world.due("a") == []
+
+
+def test_a_replacement_is_due_until_it_was_taken(world: World) -> None:
+    world.load()
+    world.refusing = {"b": None}
+    world.load(in_place=True)
+    world.now = 1.0
+    assert (world.due("a"), world.due("b")) == ([], [("load", "x")]), "a listing cannot tell new weights from old ones"
+    (change,) = world.adapters.due("b", world.now)
+    world.adapters.told(change, Reply("b", 200, True, ""), world.now)
+    assert world.due("b") == []
+    world.lists("b")
+    assert world.due("b") == [("load", "x")]
+
+
+def test_what_was_unloaded_is_not_loaded_again(world: World) -> None:
+    world.load()
+    world.unload()
+    world.lists("a")
+    assert world.due("a") == []
+
+
+def test_who_missed_an_unloading_is_told_when_it_is_back(world: World) -> None:
+    world.load()
+    world.refusing = {"b": None, "c": None}
+    assert world.unload().remembered
+    world.now = 1.0
+    assert world.due("b") == [("unload", "x")]
+    assert world.remembered == {"x": None}
+    world.lists("b")
+    assert world.due("b") == [], "a fresh process has nothing to unload"
+    (change,) = world.adapters.due("c", world.now)
+    world.adapters.told(change, Reply("c", 200, True, ""), world.now)
+    assert world.remembered == {}
+    world.lists("c", x="/x")
+    assert world.due("c") == [], "what is loaded by hand afterwards is somebody's wish"
+
+
+def test_retries_come_ever_more_slowly_and_start_anew_with_a_change(world: World) -> None:
+    world.refusing = {"b": 500}
+    world.load()
+    pauses, since = [], world.now
+    for _ in range(9):
+        while not world.due("b"):
+            world.now += 0.5
+        pauses.append(world.now - since)
+        since = world.now
+        (change,) = world.adapters.due("b", world.now)
+        world.adapters.told(change, Reply("b", 500, False, ""), world.now)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, BACKOFF_MAX_S, BACKOFF_MAX_S, BACKOFF_MAX_S]
+    (state,) = world.adapters.states()[0]
+    assert [(s.backend, s.done, s.failures) for s in state.standings] == [
+        ("a", True, 0),
+        ("b", False, 10),
+        ("c", True, 0),
+    ]
+    world.load()
+    world.now += 1.0
+    assert world.due("b")
+    world.refusing = {}
+    world.load()
+    (state,) = world.adapters.states()[0]
+    assert [(s.done, s.failures) for s in state.standings] == [(True, 0)] * 3
+
+
+def test_nobody_is_told_again_of_what_is_being_changed(world: World) -> None:
+    world.load()
+    world.lists("a")
+    plan = world.adapters.load("x", "/new", {}, None, None, True)
+    assert world.due("a") == []
+    world.ends(plan)
+    world.lists("a")
+    (change,) = world.adapters.due("a", 0.0)
+    assert change.path == "/new"
+
+
+def test_what_came_of_a_change_that_was_overtaken_counts_for_nothing(world: World) -> None:
+    world.load()
+    world.lists("a")
+    (old,) = world.adapters.due("a", 0.0)
+    world.load(path="/new", in_place=True)
+    world.lists("a", x="/new")
+    world.adapters.told(old, Reply("a", 500, False, ""), 0.0)
+    (state,) = world.adapters.states()[0]
+    assert [s.failures for s in state.standings] == [0, 0, 0]
+
+
+def test_a_backend_that_went_to_another_model_is_left_alone(world: World) -> None:
+    world.load("x", 1)
+    world.lists("a", base="other")
+    assert world.due("a") == []
+    assert world.told(world.unload()) == []
+    assert world.remembered == {}
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def test_what_everybody_refuses_is_not_remembered(world: World) -> None:
+    world.refusing = dict.fromkeys("abc", 404)
+    assert not world.load().remembered
+    assert world.remembered == {}
+    world.refusing = {"a": 404, "b": None, "c": 404}
+    assert not world.load().remembered
+    world.refusing = dict.fromkeys("abc", None)
+    assert world.load().remembered, "nobody has said no"
+    world.refusing = {"a": 404}
+    assert world.load().remembered
+
+
+def test_a_replacement_that_everybody_refuses_leaves_what_was(world: World) -> None:
+    world.load()
+    world.refusing = dict.fromkeys("abc", 404)
+    assert not world.load(path="/typo", in_place=True).remembered
+    assert world.remembered == {"x": "/x"}
+    world.lists("a")
+    assert [change.path for change in world.adapters.due("a", 0.0)] == ["/x"]
+    assert not world.unload().remembered
+    assert world.remembered == {"x": "/x"}
+
+
+def test_memory_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ADAPTERS_MAX == 1024
+    monkeypatch.setattr(module, "ADAPTERS_MAX", 3)
+    for name in "xyz":
+        world.load(name)
+    assert "unload one first" in world.refusal("w").message
+    world.load("x")
+    world.refusing = {"c": None}
+    world.unload("y")
+    assert world.remembered == {"x": "/x", "y": None, "z": "/x"}
+    world.load("w")
+    assert list(world.remembered) == ["w", "x", "z"], "an unloading that is still to be told gives way"
+
+
+def test_nothing_is_said_to_be_done_on_a_backend_that_is_down(world: World) -> None:
+    world.load()
+    for _ in range(2):
+        world.pools.troubled("b", Trouble.REFUSED)
+    (state,) = world.adapters.states()[0]
+    assert [(s.backend, s.done) for s in state.standings] == [("a", True), ("b", False), ("c", True)]
+
+
+def test_what_is_shown_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STANDINGS_MAX", 7)
+    for name in "xyz":
+        world.load(name)
+    states, more = world.adapters.states()
+    assert ([state.name for state in states], more) == (["x", "y"], 1)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def two_pools(**given: Any) -> World:
+    world = World({"a": None, "b": None}, **given)
+    world.lists("b", base="other")
+    return world
+
+
+def test_with_two_models_the_one_that_is_meant_is_named_once() -> None:
+    world = two_pools()
+    assert "set `model`" in world.refusal().message
+    assert world.refusal(model="nope").outcome is Outcome.UNKNOWN_MODEL
+    assert world.told(world.load(model="other")) == ["b"]
+    assert world.told(world.load()) == ["b"], "the adapter is known by now"
+    assert "adapter of `other` already" in world.refusal(model=BASE).message
+    assert world.refusal(model="x").outcome is Outcome.UNKNOWN_MODEL, "an adapter is no base model"
+    world.lists("a", y="/y")
+    assert "adapter of `base` already" in world.refusal("y", model="other").message
+    assert world.told(world.unload("x")) == ["b"]
+
+
+def test_unloading_it_from_another_model_leaves_what_was_asked_for_this_one() -> None:
+    world = two_pools()
+    world.load(model="other")
+    world.lists("a", x="/x")
+    report = world.ends(world.adapters.unload("x", {}, BASE, None))
+    assert (world.told(report), report.remembered, world.remembered) == (["a"], False, {"x": "/x"})
+    world.lists("b", base="other")
+    assert world.due("b") == [("load", "x")]
+
+
+def test_nothing_is_loaded_where_nobody_is_left() -> None:
+    world = two_pools()
+    world.load(model="other")
+    world.lists("b")
+    assert world.refusal().outcome is Outcome.REJECTED_NO_BACKENDS
+
+
+def test_an_adapter_has_no_name_that_means_something_else() -> None:
+    world = two_pools(aliases={"fast": BASE, "future": "x"})
+    assert "is an alias" in world.refusal("fast", model=BASE).message
+    assert "is an alias" in world.refusal("future", model=BASE).message
+    assert "conflicts with a served base model" in world.refusal("other", model=BASE).message
+    assert world.told(world.load(model="fast")) == ["a"], "an alias of a base model names it as well"
+
+
+def test_nothing_can_be_loaded_before_a_backend_was_read() -> None:
+    world = World(listings=dict.fromkeys(FLEET, Listing(0.0, ())))
+    assert world.refusal().outcome is Outcome.REJECTED_NO_BACKENDS
+
+
+def test_a_name_that_will_be_served_again_is_not_unknown() -> None:
+    world = World({"a": None}, aliases={"nick": "x"})
+    world.load()
+    world.lists("a")
+    for name in ("x", "nick"):
+        with pytest.raises(Refused) as caught:
+            world.pools.resolve(name)
+        assert (caught.value.outcome, caught.value.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 1.0)
+    world.unload()
+    with pytest.raises(Refused) as caught:
+        world.pools.resolve("x")
+    assert caught.value.outcome is Outcome.UNKNOWN_MODEL
