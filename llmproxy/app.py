@@ -15,13 +15,16 @@ import structlog
 import uvloop
 from aiohttp import web
 
+from llmproxy.backends.adapters import AdapterKeeper
 from llmproxy.backends.poller import Poller, polling_session
 from llmproxy.backends.upstream import AiohttpUpstream
 from llmproxy.config import Config, ConfigError, settings_of
+from llmproxy.core.adapters import Adapters
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.core.placement import make, presets
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import AdminPages
 from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.desk import Desk
@@ -97,8 +100,16 @@ async def running(config: Config) -> AsyncIterator[Proxy]:
         # For a placement that does not look at prefixes, prompts need not be hashed.
         desk = Desk(prefixes=presets.reads_prefixes(settings.placement), session_member=identity.session_member)
         walker = Walker(config, desk, pools, dispatcher, relay, keys, identity, stored, metrics, decisions)
-        door = FrontDoor(keys, pools, dispatcher, walker, stored, metrics, AdminPages(config, dispatcher, loop.time))
-        await stack.enter_async_context(_polling(config, _Watch(pools, dispatcher, metrics)))
+        adapters, pollers = Adapters(pools), dict[str, Poller]()
+        keeper = AdapterKeeper(
+            adapters, pools, config.backends, config.backend_api_key, upstream, pollers, config.timeouts,
+            metrics.adapter_told,
+        )  # fmt: skip
+        admin = AdminPages(config, dispatcher, adapters, loop.time)
+        changes = AdapterRoutes(adapters, keeper, dispatcher)
+        door = FrontDoor(keys, pools, dispatcher, walker, stored, metrics, admin, changes)
+        await stack.enter_async_context(_polling(config, _Watch(pools, dispatcher, metrics, keeper), pollers))
+        stack.push_async_callback(keeper.close)
         # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.
         stack.push_async_callback(walker.idle.wait)
         url = await _listen(stack, config, door)
@@ -117,8 +128,8 @@ def _decision_log(config: Config, metrics: Metrics, now: float) -> DecisionLog |
 
 
 @asynccontextmanager
-async def _polling(config: Config, watch: _Watch) -> AsyncIterator[None]:
-    """Poll every backend for the length of the block.
+async def _polling(config: Config, watch: _Watch, pollers: dict[str, Poller]) -> AsyncIterator[None]:
+    """Poll every backend for the length of the block; `pollers` gets the poller of each.
 
     No task group: it would wrap what goes wrong in the block, and a caller could not tell a taken port from a bug.
     """
@@ -127,6 +138,7 @@ async def _polling(config: Config, watch: _Watch) -> AsyncIterator[None]:
         for backend in config.backends:
             poller = Poller(backend.name, backend.url, backend.api_key or config.backend_api_key, session, watch,
                             config.poll)  # fmt: skip
+            pollers[backend.name] = poller
             tasks.append(asyncio.create_task(poller.run(), name=f"poll {backend.name}"))
         try:
             yield
@@ -213,7 +225,8 @@ def _state(pools: Pools, config: Config, now: float) -> LiveState:
 class _Watch:
     """What pollers report goes to the dispatcher; what changed for a person to know goes to the log."""
 
-    def __init__(self, pools: Pools, dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def __init__(self, pools: Pools, dispatcher: Dispatcher, metrics: Metrics, keeper: AdapterKeeper) -> None:
+        self._keeper = keeper
         self._pools = pools
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -229,6 +242,7 @@ class _Watch:
 
     def listed(self, backend: str, listing: Listing) -> None:
         self._dispatcher.listed(backend, listing)
+        self._keeper.listed(backend)
         names = tuple(card.name for card in listing.cards)
         if self._serves.get(backend) != names:
             self._serves[backend] = names

@@ -219,6 +219,8 @@ class TimeoutsConfig(Section):
     """Longest silence between two pieces of a stream."""
     total_s: Seconds = 3600.0
     """Longest time of one attempt, from dispatch to its last byte."""
+    adapter_s: Seconds = 120.0
+    """Longest time for one backend to load or unload an adapter."""
 
 
 class RetryConfig(Section):

@@ -1,4 +1,7 @@
-"""`GET /debug/queue`: what waits, why it waits and who has room, for the people who run the proxy and nobody else."""
+"""Pages for the people who run the proxy and nobody else.
+
+`GET /debug/queue`: what waits, why it waits and who has room. `GET /debug/adapters`: what was loaded through the proxy.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import orjson
 from aiohttp import web
 
 from llmproxy.config import Config
+from llmproxy.core.adapters import Adapters, AdapterState
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.auth import digest_of, presented
@@ -20,6 +24,7 @@ from llmproxy.gateway.errors import error_body
 from llmproxy.gateway.routes import Dialect
 
 QUEUE = "/debug/queue"
+ADAPTERS = "/debug/adapters"
 PAGES_PER_S = 5.0
 BURST = 10.0
 """Pages that may be asked for at once after a pause. Each is built on the loop that serves everybody."""
@@ -32,8 +37,9 @@ FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
 class AdminPages:
     """Who may look, how often, and what they are shown. `clock` is that of the scheduler, in seconds."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
+    def __init__(self, config: Config, dispatcher: Dispatcher, adapters: Adapters, clock: Callable[[], float]) -> None:
         self._dispatcher = dispatcher
+        self._adapters = adapters
         self._pools = dispatcher.pools
         self._clock = clock
         self._digest = None if config.admin_key is None else digest_of(config.admin_key)
@@ -43,9 +49,20 @@ class AdminPages:
 
     def admits(self, request: web.BaseRequest) -> bool:
         """True for a client on this machine, and for one that presents the admin key."""
-        if self._digest is not None and compare_digest(presented(request.headers), self._digest):
+        if self.has_key(request):
             return True
         return _is_local(request.remote) and FORWARDED.isdisjoint(name.lower() for name in request.headers)
+
+    def has_key(self, request: web.BaseRequest) -> bool:
+        """True for a client that presents the admin key."""
+        return self._digest is not None and compare_digest(presented(request.headers), self._digest)
+
+    def adapters(self) -> web.Response:
+        """What was loaded through the proxy, and how it stands with each on each backend; 429 as for `queue`."""
+        if not self._may(self._clock()):
+            return _too_often()
+        states, more = self._adapters.states()
+        return _json({"adapters": [_adapter(state) for state in states], "more": more})
 
     def queue(self, request: web.BaseRequest) -> web.Response:
         """The page, or with `?request=` where one waiting request stands (404 where none of that name waits).
@@ -54,7 +71,7 @@ class AdminPages:
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._may(now):
-            return _refusal(429, "Too many looks at this page. Try again.", {"Retry-After": "1"})
+            return _too_often()
         if not wanted:
             return _json(self._everything(now))
         position = self._pools.position(wanted, now)
@@ -162,6 +179,19 @@ def _flow(flow: FlowSnapshot) -> dict[str, Any]:
     }
 
 
+def _adapter(state: AdapterState) -> dict[str, Any]:
+    return {
+        "adapter": state.name,
+        "model": state.pool,
+        "path": state.path,
+        "later_ones_too": state.joining,
+        "replicas": [
+            {"backend": one.backend, "wanted": one.wanted, "done": one.done, "failures": one.failures}
+            for one in state.standings
+        ],
+    }
+
+
 def _json(page: dict[str, Any]) -> web.Response:
     return web.Response(body=_dumped(page), content_type="application/json", headers=UNSTORED)
 
@@ -172,6 +202,10 @@ def _dumped(page: dict[str, Any]) -> bytes:
     except TypeError:
         # A header that was no UTF-8 named a flow.
         return json.dumps(page, indent=2).encode()
+
+
+def _too_often() -> web.Response:
+    return _refusal(429, "Too many looks at this page. Try again.", {"Retry-After": "1"})
 
 
 def _refusal(status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:

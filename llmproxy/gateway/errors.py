@@ -35,6 +35,7 @@ _OPENAI_TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     500: "InternalServerError",
@@ -85,8 +86,13 @@ def error_body(dialect: Dialect, status: int, message: str, param: str | None = 
     if dialect is Dialect.ANTHROPIC:
         kind = _ANTHROPIC_TYPES.get(status, "api_error")
         return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+    return orjson.dumps({"error": error_fields(status, message, param)})
+
+
+def error_fields(status: int, message: str, param: str | None = None) -> dict[str, object]:
+    """What stands under `error` in vLLM's form of OpenAI's errors."""
     kind = _OPENAI_TYPES.get(status, "InternalServerError")
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    return {"message": message, "type": kind, "param": param, "code": status}
 
 
 def error_event(dialect: Dialect, message: str) -> bytes:

@@ -67,6 +67,9 @@ SCHEDULED: dict[str, Route] = {
 STORED_RESPONSES = "/v1/responses/"
 """`GET {id}` and `POST {id}/cancel` below it go to the backend that made the response."""
 
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
+
 
 def dialect_of(path: str) -> Dialect:
     """The dialect in which an error about `path` is written, whether or not the path exists."""

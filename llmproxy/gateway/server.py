@@ -14,11 +14,12 @@ from llmproxy import __version__
 from llmproxy.core.domain import Outcome
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.gateway.admin import QUEUE, AdminPages
+from llmproxy.gateway.adapters import AdapterRoutes
+from llmproxy.gateway.admin import ADAPTERS, QUEUE, AdminPages
 from llmproxy.gateway.auth import Keys, Tenant
 from llmproxy.gateway.errors import Failure, error_body
 from llmproxy.gateway.identity import id_for_error, request_id
-from llmproxy.gateway.routes import SCHEDULED, STORED_RESPONSES, dialect_of
+from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, STORED_RESPONSES, UNLOAD_ADAPTER, dialect_of
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
 from llmproxy.telemetry.exit import RequestExit
@@ -43,8 +44,10 @@ class FrontDoor:
         stored: StoredResponses,
         metrics: Metrics,
         admin: AdminPages,
+        adapters: AdapterRoutes,
     ) -> None:
         self._admin = admin
+        self._adapters = adapters
         self._keys = keys
         self._pools = pools
         self._dispatcher = dispatcher
@@ -121,6 +124,15 @@ class FrontDoor:
         if path == QUEUE and self._admin.admits(request):
             _only(request, "GET", "HEAD")
             return self._admin.queue(request)
+        if path == ADAPTERS and self._admin.admits(request):
+            _only(request, "GET", "HEAD")
+            return self._admin.adapters()
+        if path in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self._admin.admits(request):
+            # A page in somebody's browser can post to this machine as well: being local is not enough to change things.
+            if not self._admin.has_key(request):
+                raise Failure(Outcome.UNAUTHORIZED, "This needs the admin key of the proxy (admin_key).")
+            _only(request, "POST")
+            return await self._adapters.serve(path, request)
         if path.startswith(STORED_RESPONSES):
             tenant = self._keys.check(request.headers)
             response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")

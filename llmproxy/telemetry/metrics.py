@@ -191,6 +191,9 @@ class Metrics:
         )
         self._tokens = counter("tokens_total", "Tokens as the engines counted them.", "direction", "model")
         self._poll_failures = counter("poll_failures_total", "Polls that ended early.", "backend", "trouble")
+        self._adapter_changes = counter(
+            "adapter_changes_total", "Tellings of backends to change an adapter.", "backend", "change", "repeated", "ok"
+        )
         self._queue_wait = histogram(
             "queue_wait_seconds", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S, "band"
         )
@@ -262,6 +265,10 @@ class Metrics:
     def poll_failed(self, backend: str, trouble: Trouble) -> None:
         """Count one poll that ended early."""
         self._poll_failures[backend, trouble.value].inc()
+
+    def adapter_told(self, backend: str, change: str, repeated: bool, taken: bool) -> None:
+        """Count one time that a backend was told to `load` or `unload` an adapter, for the first time or repeated."""
+        self._adapter_changes[backend, change, str(repeated).lower(), str(taken).lower()].inc()
 
     def decisions_lost(self, lines: int) -> None:
         """Count lines that the decision log could not take; may be called from any thread."""

@@ -87,7 +87,7 @@ async def test_a_page_has_a_method(home: House) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/pause", "/resume",
+        "/sleep", "/wake_up", "/pause", "/resume",
         "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
         "/collective_rpc", "/update_weights", "/init_weight_transfer_engine", "/server_info", "/invocations", "/ping",
         "/load", "/is_sleeping", "/tokenizer_info", "/kv_event_sources", "/sim/fault", "/docs", "/openapi.json", "/",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import re
 import uuid
@@ -23,7 +24,7 @@ import pytest
 import pytest_asyncio
 
 from llmproxy.app import Proxy, running
-from llmproxy.config import BackendConfig, Config, SchedulingConfig
+from llmproxy.config import BackendConfig, Config, SchedulingConfig, hash_of
 from tests.e2e.vllm_requests import CASES, ENDLESS, FRESH, INVOCATIONS, REFUSED, TRAILING_SLASH, Case
 
 URLS = [url for url in os.environ.get("LLMPROXY_TEST_VLLM", "").split(",") if url]
@@ -182,6 +183,37 @@ async def test_many_streams_at_once(client: openai.AsyncOpenAI, proxy: Proxy, se
     assert tokens == [8] * STREAMS
     assert proxy.dispatcher.leases == 0
     assert await values(session, proxy, "queued_requests") == {"0.0"}
+
+
+async def test_adapters_are_loaded_by_both_and_again_by_one_that_lost_it(session: aiohttp.ClientSession) -> None:
+    """The servers must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; lora-0 is what they were started with."""
+    name, root = f"test-{uuid.uuid4().hex}", await root_of(session, URLS[0], ADAPTERS[0])
+    backends = tuple(BackendConfig(url=url) for url in URLS[:2])
+    headers = {"authorization": "Bearer for-admins", "content-type": "application/json"}
+
+    async def post(url: str, path: str, **body: str) -> bytes:
+        async with session.post(url + path, json={"lora_name": name, **body}, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.read()
+
+    async with proxy_before(*backends, admin_key=hash_of("for-admins")) as proxy:
+        for _ in range(2):
+            report = json.loads(await post(proxy.url, "/v1/load_lora_adapter", lora_path=root or ""))
+            assert (report["ok"], report["failed"], report["model"]) == (2, 0, MODEL)
+        asked = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+        async with session.post(proxy.url + "/v1/chat/completions", json=asked, headers=headers) as answer:
+            assert (answer.status, (await answer.json())["model"]) == (200, name)
+        await post(URLS[1], "/v1/unload_lora_adapter")
+        await until(lambda: root_of(session, URLS[1], name), root)
+        report = json.loads(await post(proxy.url, "/v1/unload_lora_adapter"))
+        assert (report["ok"], report["failed"]) == (2, 0)
+        assert {await root_of(session, url, name) for url in URLS[:2]} == {None}
+
+
+async def root_of(session: aiohttp.ClientSession, url: str, name: str) -> str | None:
+    """Where a server has a model from, None where it has it not."""
+    async with session.get(url + "/v1/models") as answer:
+        return next((card["root"] for card in (await answer.json())["data"] if card["id"] == name), None)
 
 
 # --- the same bytes ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from llmproxy.config import Config, hash_of, settings_of
+from llmproxy.core.adapters import Adapters
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
@@ -34,7 +35,7 @@ def pages(clock: Callable[[], float] = lambda: 0.0, **fields: Any) -> AdminPages
     pools.decide(0.0)
     for name in ("first", "caf\udce9"):
         pools.submit(request(label=name, flow=name, band=50), 0.0)
-    return AdminPages(config, Dispatcher(pools), clock)
+    return AdminPages(config, Dispatcher(pools), Adapters(pools), clock)
 
 
 def asked(headers: dict[str, str] | None = None, peer: str | None = "127.0.0.1", query: str = "") -> web.BaseRequest:
@@ -93,6 +94,14 @@ def test_looks_are_bounded_and_come_back_with_time() -> None:
     assert [page.queue(asked()).status for _ in range(int(PAGES_PER_S) + 1)] == [200] * int(PAGES_PER_S) + [429]
     now = 1e6
     assert [page.queue(asked()).status for _ in range(int(BURST) + 1)] == [200] * int(BURST) + [429]
+
+
+def test_looks_at_adapters_are_bounded_together_with_the_others() -> None:
+    now = 0.0
+    page = pages(lambda: now)
+    assert [page.queue(asked()).status for _ in range(int(BURST) - 1)] == [200] * int(BURST - 1)
+    assert [page.adapters().status for _ in range(2)] == [200, 429]
+    assert page.queue(asked()).status == 429
 
 
 def test_bands_have_their_names_and_no_page_is_kept_by_a_cache() -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import orjson
 import pytest
 
+from llmproxy.backends.adapters import PATHS
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.auth import Tenant
 from llmproxy.gateway.errors import STATUS, Failure, error_body, error_event
 from llmproxy.gateway.headers import PRIVILEGED, to_backend, to_client
 from llmproxy.gateway.identity import Identity
-from llmproxy.gateway.routes import SCHEDULED, Dialect, dialect_of
+from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dialect, dialect_of
 from llmproxy.gateway.stored import IDS_MAX, StoredResponses
 from llmproxy.upstream import Exchange
 
@@ -39,6 +40,10 @@ def config(**fields: object) -> Config:
 @pytest.mark.parametrize("path", MANAGEMENT)
 def test_management_routes_do_not_exist(path: str) -> None:
     assert path not in SCHEDULED
+
+
+def test_adapters_are_changed_at_vllms_own_paths() -> None:
+    assert set(PATHS.values()) == {LOAD_ADAPTER, UNLOAD_ADAPTER}
 
 
 def test_the_page_on_routes_lists_exactly_those_of_the_table() -> None:

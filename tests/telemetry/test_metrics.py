@@ -236,6 +236,7 @@ def test_the_manual_lists_every_metric_with_its_type_and_labels(metrics: Metrics
     metrics.record(replace(SERVED, tenant="acme", met=True, withdrawals=1))
     metrics.attempted("gpu-0", Verdict.SERVED)
     metrics.poll_failed("gpu-0", Trouble.TIMEOUT)
+    metrics.adapter_told("gpu-0", "load", repeated=False, taken=True)
     found = set()
     for family in metrics.registry.collect():
         if family.name.startswith("llmproxy_"):
