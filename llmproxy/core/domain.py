@@ -200,10 +200,30 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Price:
+    """What a request costs on one backend, in seconds; `terms` add up to `total_s`.
+
+    Its client would see the first token `ttft_s` after dispatch and then one each `tpot_s`; `cached_tokens` of the
+    prompt would be found in the cache; a `cold_adapter` has to be loaded or waited for. `fits`: there is room for it
+    now.
+    """
+
+    backend: str
+    total_s: float
+    terms: tuple[tuple[str, float], ...]
+    ttft_s: float
+    tpot_s: float
+    cached_tokens: float
+    cold_adapter: bool
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Where, and why: `terms` are the named parts of the chosen backend's score.
 
-    `cached_tokens` of the prompt are expected in its prefix cache.
+    `cached_tokens` of the prompt are expected in its prefix cache, and `held_tokens` in the KV-cache in any case,
+    because requests in flight hold them. `ttft_s` and `tpot_s` are expected as in `Price`, None where nobody predicts.
     """
 
     backend: str
@@ -211,6 +231,21 @@ class Placed:
     terms: tuple[tuple[str, float], ...]
     candidates: int
     cached_tokens: int = 0
+    held_tokens: int = 0
+    cold_adapter: bool = False
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One choice as it was made at `at_s`: the prices of all candidates, and whose was taken."""
+
+    label: str
+    at_s: float
+    prompt_tokens: int
+    chosen: str
+    prices: tuple[Price, ...]
 
 
 @dataclass(frozen=True, slots=True)

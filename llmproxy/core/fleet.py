@@ -163,13 +163,13 @@ class Backend:
 
     # --- what leases bring ---------------------------------------------------------------------------------------
 
-    def book(self, lease: int, request: Request, now: float, cached_tokens: int = 0) -> None:
-        """`request` is on its way under `lease`; `cached_tokens` of its prompt need no new room in the KV-cache."""
+    def book(self, lease: int, request: Request, now: float, held_tokens: int = 0) -> None:
+        """`request` is on its way under `lease`; `held_tokens` of its prompt need no new room in the KV-cache."""
         self.bookings[lease] = Booking(request, now)
         self.sequences += request.sequences
         self._high_water = max(self._high_water, self.sequences)
-        self._debits[lease] = request.prompt_tokens - cached_tokens
-        self._debit_tokens += request.prompt_tokens - cached_tokens
+        self._debits[lease] = request.prompt_tokens - held_tokens
+        self._debit_tokens += request.prompt_tokens - held_tokens
         if request.adapter is not None:
             self._touch(request.adapter)
         self.health.booked(lease)

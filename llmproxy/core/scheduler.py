@@ -310,7 +310,7 @@ class Scheduler:
         self._room.leave(queued)
         backend = self._backends[placed.backend]
         lease = next(self._lease_serial)
-        backend.book(lease, request, now, placed.cached_tokens)
+        backend.book(lease, request, now, placed.held_tokens)
         self._limits.booked(request)
         self._placement.booked(lease, request, placed, now)
         if not guaranteed:

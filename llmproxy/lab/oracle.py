@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.domain import Explained, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.fleet import View
 from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL
 from llmproxy.lab.arrival import Arrival
@@ -175,3 +175,6 @@ class Oracle:
 
     def lost(self, backend: str) -> None:
         pass
+
+    def explained(self) -> Sequence[Explained]:
+        return ()

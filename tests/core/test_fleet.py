@@ -69,7 +69,7 @@ def test_prompts_are_debited_to_the_cache_until_a_reading_can_have_seen_them() -
 def test_what_is_cached_of_a_prompt_takes_no_new_room() -> None:
     one = backend()
     one.observe(reading(0.0, kv_used=0.5, kv_tokens=1000))
-    one.book(1, request(prompt_tokens=200), 1.0, cached_tokens=150)
+    one.book(1, request(prompt_tokens=200), 1.0, held_tokens=150)
     assert one.view(1.0).kv_used == pytest.approx(0.55)
     one.check()
     one.release(1, Verdict.SERVED, 2.0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from random import Random
 
 from llmproxy.core.capacity import slots_under
-from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.domain import Explained, NoCapacity, NoMatch, Placed, Price, Request, Slo, Usage, Verdict
 from llmproxy.core.fleet import View
 from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, presets, with_context
 from llmproxy.core.placement.rates import Rates
@@ -22,19 +23,16 @@ STREAM = 0.1
 nothing, one who reads a little slower has almost all."""
 HIT_GAIN = 0.02
 """Of the pool's hit ratio: the last fifty requests decide."""
+KEPT_BACK = 0.2
+"""What a second of headroom under an objective is worth to those with a tighter one."""
+LATE_S = 1_000.0
+"""More than any price of a backend that keeps an objective."""
+OWN = frozenset({"queue", "prefill", "adapter", "slot", "stream"})
+"""The terms that the request itself feels."""
+EXPLAINED_MAX = 100
+"""Choices that are remembered with all their candidates."""
 CONGESTED = 0.95
 """Use of a resource beyond which its time gets no dearer: at 1 it would have no price."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Price:
-    """Seconds that a request costs on one backend; `terms` add up to it."""
-
-    view: View
-    terms: tuple[tuple[str, float], ...]
-    cached_tokens: float
-    total_s: float
-    fits: bool
 
 
 def _scarce(used: float) -> float:
@@ -49,11 +47,13 @@ class CostPlacement:
 
     `queue`: until the backend has computed the prompts that it was given before, more where one of them is overdue.
     `prefill`: the part of the prompt that it has not cached. `adapter`: loading one that is not resident, or waiting
-    for a slot of one. `slot`: until a backend that is full releases one. `stream`: what its answer takes there and how
-    much longer the streams beside it take, a second of a stream counting as `STREAM`. `harm`: the delay of those that
-    come later, dearer the more of its time the backend spends on prompts. `eviction`: what the computed part displaces
-    in its cache, which would have been hit as often as prompts are now. `memory`: KV-cache taken for as long as the
-    answer lasts, where requests in flight do not hold the same blocks anyway; dearer the fuller it is.
+    for a slot of one. `slot`: until a backend that is full releases one. `stream`: the rest of the answer, a second of
+    which counts as `STREAM`. `harm`: how much longer the streams beside it take, counted alike, and the delay of those
+    that come later, dearer the more of its time the backend spends on prompts. `eviction`: what the computed part
+    displaces in its cache, which would have been hit as often as prompts are now. `memory`: KV-cache taken for as long
+    as the answer lasts, where requests in flight do not hold the same blocks anyway; dearer the fuller it is.
+
+    Of a request with a latency objective its own time counts only as far as it misses it; see `_under`.
 
     A backend that is full may thus be the cheapest. Then the request waits for it, while others may take the room that
     there is; those that wait for the same backend before it count. Rates are learned online: the pool's, and how much
@@ -67,6 +67,7 @@ class CostPlacement:
         self._stations: dict[str, Station] = {}
         self._flights: dict[int, Flight] = {}
         self._hit_ratio = 0.0
+        self._explained: deque[Explained] = deque(maxlen=EXPLAINED_MAX)
         self._claims: dict[str, dict[str, int]] = {}
         self._claims_at_s = -1.0
 
@@ -88,18 +89,57 @@ class CostPlacement:
             self._claims.clear()
         matched = self._matched(request, able)
         prices = [self._price(request, view, ceiling, matched.get(view.backend, 0), now) for view in able]
+        if request.slo is not None:
+            prices = self._under(request.slo, prices, request.output_tokens, now - request.arrived_s)
         least_s = min(price.total_s for price in prices)
-        near = [price for price in prices if price.total_s <= least_s + TIE_S]
-        fitting = [price for price in near if price.fits]
+        near = [index for index, price in enumerate(prices) if price.total_s <= least_s + TIE_S]
+        fitting = [index for index in near if prices[index].fits]
         if not fitting:
-            for price in near:
+            for index in near:
                 # A pass may ask for one request again and again; it keeps its place among those that wait.
-                claims = self._claims.setdefault(price.view.backend, {})
+                claims = self._claims.setdefault(prices[index].backend, {})
                 claims.setdefault(request.id, len(claims))
             return LATER
-        lightest = min(price.view.load for price in fitting)
-        chosen = self._rng.choice([price for price in fitting if price.view.load == lightest])
-        return Placed(chosen.view.backend, chosen.total_s, chosen.terms, len(able), round(chosen.cached_tokens))
+        lightest = min(able[index].load for index in fitting)
+        chosen = prices[self._rng.choice([index for index in fitting if able[index].load == lightest])]
+        self._explained.append(Explained(request.label, now, request.prompt_tokens, chosen.backend, tuple(prices)))
+        held_blocks = self._station(chosen.backend).in_use.matched(request.prefix)
+        return Placed(
+            chosen.backend,
+            chosen.total_s,
+            chosen.terms,
+            len(able),
+            round(chosen.cached_tokens),
+            min(request.prompt_tokens, round(held_blocks * request.prefix_tokens)),
+            chosen.cold_adapter,
+            chosen.ttft_s,
+            chosen.tpot_s,
+        )
+
+    def _under(self, slo: Slo, prices: list[Price], output_tokens: int, waited_s: float) -> list[Price]:
+        """The prices of a request with an objective, whose clock has run for `waited_s` already.
+
+        Its own time costs nothing while the objective is kept; what is kept of it beyond that is headroom, which others
+        may need more. Where nobody keeps it, how far each misses it is all that counts.
+        """
+        rates = self._rates
+        found = []
+        for price in prices:
+            spare_s = []
+            if slo.ttft_s is not None:
+                spare_s.append(slo.ttft_s - waited_s - price.ttft_s * rates.late_ttft.factor)
+            if slo.tpot_s is not None:
+                over_s = slo.tpot_s - price.tpot_s * rates.late_tpot.factor
+                spare_s.append(STREAM * output_tokens * over_s)
+            headroom_s = min(spare_s)
+            if headroom_s >= 0.0:
+                terms = [(name, seconds) for name, seconds in price.terms if name not in OWN]
+                terms.append(("headroom", KEPT_BACK * headroom_s))
+            else:
+                terms = [("late", LATE_S - headroom_s)]
+            total_s = sum(seconds for _, seconds in terms)
+            found.append(replace(price, terms=tuple(terms), total_s=total_s))
+        return found
 
     def _matched(self, request: Request, able: Sequence[View]) -> dict[str, int]:
         """Blocks of the prompt by backend, from an index as large as each one's cache."""
@@ -112,26 +152,32 @@ class CostPlacement:
                 self._index.resize(view.backend, int(view.kv_tokens / request.prefix_tokens))
         return self._index.match(request.prefix)
 
-    def _price(self, request: Request, view: View, ceiling: float, blocks: int, now: float) -> _Price:
+    def _price(self, request: Request, view: View, ceiling: float, blocks: int, now: float) -> Price:
         station, rates = self._station(view.backend), self._rates
         cached_tokens = min(blocks * request.prefix_tokens, request.prompt_tokens - 1.0)
+        queue_s = station.queue_s(rates, now)
         prefill_s = (request.prompt_tokens - cached_tokens) * rates.prefill.slope * station.prefill.factor
-        step_s = rates.step.at(view.load) * station.step.factor
-        crowd_s = rates.step.slope * station.step.factor * view.load
-        answer_s = request.output_tokens * step_s
+        tpot_s = rates.step.at(view.load) * station.step.factor
+        answer_s = request.output_tokens * tpot_s
+        crowd_s = request.output_tokens * view.load * rates.step.slope * station.step.factor
+        ttft_s = queue_s + prefill_s
+        harm_s = STREAM * (crowd_s + view.load * prefill_s) + prefill_s * _scarce(station.busy_share(now))
         terms = [
-            ("queue", station.queue_s(rates, now)),
+            ("queue", queue_s),
             ("prefill", prefill_s),
-            ("stream", STREAM * (answer_s + request.output_tokens * crowd_s + view.load * prefill_s)),
-            ("harm", prefill_s * _scarce(station.busy_share(now))),
+            ("stream", STREAM * answer_s),
+            ("harm", harm_s),
             ("eviction", prefill_s * _scarce(self._hit_ratio)),
         ]
+        adapter_s = 0.0
         if request.adapter is not None and request.adapter not in station.adapters:
             if view.max_adapters is not None and len(station.adapters) >= view.max_adapters:
                 # Every slot serves somebody: it waits inside the engine until one of them has nobody left.
-                terms.append(("adapter", answer_s))
+                adapter_s = answer_s
             elif request.adapter not in view.resident:
-                terms.append(("adapter", rates.adapter_s))
+                adapter_s = rates.adapter_s
+            ttft_s += adapter_s
+            terms.append(("adapter", adapter_s))
         if view.kv_tokens:
             taken_tokens = request.prompt_tokens - station.in_use.matched(request.prefix) * request.prefix_tokens
             terms.append(("memory", answer_s * taken_tokens / view.kv_tokens * _scarce(view.kv_used)))
@@ -140,15 +186,28 @@ class CostPlacement:
             slots = min(view.limit, slots_under(view.limit, ceiling, view.look_ahead))
             claims = self._claims.get(view.backend, {})
             waiting = max(0, view.load - slots) + claims.get(request.id, len(claims)) + 1
-            terms.append(("slot", waiting * answer_s / max(1, view.load)))
-        return _Price(view, tuple(terms), cached_tokens, sum(seconds for _, seconds in terms), fits)
+            slot_s = waiting * answer_s / max(1, view.load)
+            ttft_s += slot_s
+            terms.append(("slot", slot_s))
+        total_s = sum(seconds for _, seconds in terms)
+        return Price(view.backend, total_s, tuple(terms), ttft_s, tpot_s, cached_tokens, adapter_s > 0.0, fits)
 
     # --- what became of choices --------------------------------------------------------------------------------------
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        cold_adapter = any(name == "adapter" for name, _ in placed.terms)
         own_tokens = request.prompt_tokens - placed.cached_tokens
-        flight = Flight(request, placed.backend, now, own_tokens, placed.cached_tokens, cold_adapter, due_s=now)
+        assert placed.ttft_s is not None, "another placement chose it"
+        assert placed.tpot_s is not None, "another placement chose it"
+        flight = Flight(
+            request,
+            placed.backend,
+            now,
+            own_tokens,
+            placed.cached_tokens,
+            placed.cold_adapter,
+            placed.ttft_s,
+            placed.tpot_s,
+        )
         self._flights[lease] = flight
         self._station(placed.backend).book(lease, flight, self._rates, now)
         self._hit_ratio += HIT_GAIN * (placed.cached_tokens / request.prompt_tokens - self._hit_ratio)
@@ -159,6 +218,8 @@ class CostPlacement:
             return
         flight.started_s = now
         self._station(flight.backend).start(lease, flight, self._rates, now)
+        if flight.request.stream:
+            self._rates.late_ttft.learn(flight.ttft_s, now - flight.booked_s)
         # Only now is it sure that the prompt was computed, and where.
         self._index.record(flight.backend, flight.request.prefix)
 
@@ -172,12 +233,17 @@ class CostPlacement:
             self._index.calibrate(flight.backend, flight.cached_tokens, usage.cached_tokens)
         steps = usage.output_tokens / flight.request.sequences - 1.0
         if flight.request.stream and flight.started_s is not None and steps > 0.0:
-            self._rates.streamed(station.step, station.in_flight, (now - flight.started_s) / steps)
+            tpot_s = (now - flight.started_s) / steps
+            self._rates.streamed(station.step, station.in_flight, tpot_s)
+            self._rates.late_tpot.learn(flight.tpot_s, tpot_s)
 
     def lost(self, backend: str) -> None:
         self._index.forget(backend)
         # The index forgets its capacity too, which has to be told again.
         self._station(backend).kv_tokens = 0
+
+    def explained(self) -> Sequence[Explained]:
+        return tuple(self._explained)
 
     def _station(self, backend: str) -> Station:
         station = self._stations.get(backend)

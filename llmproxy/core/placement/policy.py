@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Protocol
 
-from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.domain import Explained, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.fleet import View
 from llmproxy.core.registry import Registry
 
@@ -35,6 +35,9 @@ class Placement(Protocol):
     def lost(self, backend: str) -> None:
         """The process behind `backend` is gone, and all that it had cached."""
 
+    def explained(self) -> Sequence[Explained]:
+        """The last choices with what they were between, the oldest first; a placement without prices has none."""
+
 
 class Unobserved:
     """For a placement that needs no news of its choices: the views tell it all."""
@@ -50,6 +53,9 @@ class Unobserved:
 
     def lost(self, backend: str) -> None:
         pass
+
+    def explained(self) -> Sequence[Explained]:
+        return ()
 
 
 class Presets(Registry[Callable[[Random], Placement]]):

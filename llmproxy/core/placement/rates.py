@@ -8,6 +8,8 @@ PACE_KEEP = 0.9
 """The same for one backend: ten or so, so that one that slows down is repriced within seconds under load."""
 SURE = 4.0
 """Squared standard errors that a backend must be away from its pool to count as another kind."""
+LATE_STEP = 0.01
+LATE_MOST = 20.0
 JITTER_S = 0.02
 """Error of a time that does not grow with it: a scheduling turn, a step of the engine."""
 
@@ -68,17 +70,35 @@ class Pace:
         self.factor = max(0.05, 1.0 + over * max(0.0, 1.0 - SURE * variance / (over * over))) if over else 1.0
 
 
+class Late:
+    """How many times its prediction a time exceeds in one case of ten: a quantile that follows what is observed.
+
+    Stochastic approximation (Robbins and Monro, 1951) on the logarithm: up by nine steps for each that is above, down
+    by one for each that is below.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.5
+
+    def learn(self, predicted: float, observed: float) -> None:
+        above = observed > predicted * self.factor
+        self.factor = min(LATE_MOST, max(1.0, self.factor * (1.0 + 9.0 * LATE_STEP if above else 1.0 - LATE_STEP)))
+
+
 class Rates:
     """What a pool as a whole was seen to take; a backend takes that times its own pace.
 
     `prefill` is seconds over prompt tokens, with a base for each stretch of work that begins on an idle backend; `step`
     is seconds per output token over the sequences that run; `adapter_s` the seconds more of a cold adapter.
+    `late_ttft` and `late_tpot` are by how much what was predicted of whole answers is exceeded.
     """
 
     def __init__(self) -> None:
         self.prefill = Line(0.03, 1 / 15_000, 4_000.0, JITTER_S)
         self.step = Line(0.01, 1e-4, 64.0, 1e-3)
         self.adapter_s = 0.05
+        self.late_ttft = Late()
+        self.late_tpot = Late()
 
     def prefilled(self, pace: Pace, tokens: float, took_s: float) -> None:
         """`tokens` more were computed in `took_s`."""

@@ -20,7 +20,10 @@ OVERDUE = 2.0
 
 @dataclass(slots=True)
 class Flight:
-    """A lease, and what was expected of it when it was booked; `own_tokens` of its prompt were to be computed."""
+    """A lease, and what was expected of it when it was booked; `own_tokens` of its prompt were to be computed.
+
+    Its first token was expected after `ttft_s`, the others each `tpot_s`; at `due_s` it is overdue.
+    """
 
     request: Request
     backend: str
@@ -28,7 +31,9 @@ class Flight:
     own_tokens: float
     cached_tokens: float
     cold_adapter: bool
-    due_s: float
+    ttft_s: float
+    tpot_s: float
+    due_s: float = 0.0
     started_s: float | None = None
 
 
