@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from llmproxy.config import Config, SchedulingConfig, settings_of
 from llmproxy.config.kinds import nearest
 from llmproxy.core.placement import Placement, make, presets
+from llmproxy.core.placement.cost import TERMS, CostPlacement
 from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.oracle import Oracle
@@ -72,7 +73,8 @@ def plan_named(text: str, config: Config) -> Plan:
     """
     name, given = _taken_apart(text)
     if name in _own():
-        return _own_plan(text, _own()[name], _with(config, text, given))
+        without = _without(text, given.pop("without", ""))
+        return _own_plan(text, _own()[name], _with(config, text, given), without)
     if name == ORACLE:
         if given:
             raise ValueError(f"policy {text!r}: the oracle takes no parameters")
@@ -103,10 +105,24 @@ def plan_named(text: str, config: Config) -> Plan:
     )
 
 
-def _own_plan(text: str, preset: str, config: Config) -> Plan:
+def _own_plan(text: str, preset: str, config: Config, without: frozenset[str]) -> Plan:
     settings = replace(settings_of(config), placement=preset)
     about = f"ours: placement {preset}, fairness {settings.fairness}, late binding from a waiting room"
-    return Plan(text, about, settings, config.poll.interval_s, lambda around, _: make(preset, around.rng))
+
+    def placement(around: Surroundings, world: World) -> Placement:
+        del world
+        return CostPlacement(around.rng, without=without) if without else make(preset, around.rng)
+
+    return Plan(text, about, settings, config.poll.interval_s, placement)
+
+
+def _without(text: str, given: str) -> frozenset[str]:
+    """The terms that `cost(without=stream+harm)` leaves out, to see what each is good for."""
+    names = frozenset(given.split("+")) if given else frozenset()
+    known = TERMS | {"objectives"}
+    if names - known or (names and not text.startswith("cost(")):
+        raise ValueError(f"policy {text!r}: only `cost` can be without something, of {', '.join(sorted(known))}")
+    return names
 
 
 def _taken_apart(text: str) -> tuple[str, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from random import Random
 
 from llmproxy.core.capacity import slots_under
@@ -23,12 +24,16 @@ STREAM = 0.1
 nothing, one who reads a little slower has almost all."""
 HIT_GAIN = 0.02
 """Of the pool's hit ratio: the last fifty requests decide."""
-KEPT_BACK = 0.2
+import os
+
+VI = float(os.environ.get("VI", "1"))
+KEPT_BACK = float(os.environ.get("KB", "0.2"))
 """What a second of headroom under an objective is worth to those with a tighter one."""
 LATE_S = 1_000.0
 """More than any price of a backend that keeps an objective."""
 OWN = frozenset({"queue", "prefill", "adapter", "slot", "stream"})
 """The terms that the request itself feels."""
+TERMS = OWN | {"harm", "eviction", "memory"}
 EXPLAINED_MAX = 100
 """Choices that are remembered with all their candidates."""
 CONGESTED = 0.95
@@ -60,8 +65,10 @@ class CostPlacement:
     faster or slower each backend is.
     """
 
-    def __init__(self, rng: Random, index: PrefixIndex | None = None) -> None:
+    def __init__(self, rng: Random, index: PrefixIndex | None = None, without: frozenset[str] = frozenset()) -> None:
+        """`without` names terms that shall count nothing, or `objectives`: what each is good for can so be measured."""
         self._rng = rng
+        self._without = without
         self._index = index or PrefixIndex()
         self._rates = Rates()
         self._stations: dict[str, Station] = {}
@@ -89,7 +96,7 @@ class CostPlacement:
             self._claims.clear()
         matched = self._matched(request, able)
         prices = [self._price(request, view, ceiling, matched.get(view.backend, 0), now) for view in able]
-        if request.slo is not None:
+        if request.slo is not None and "objectives" not in self._without:
             prices = self._under(request.slo, prices, request.output_tokens, now - request.arrived_s)
         least_s = min(price.total_s for price in prices)
         near = [index for index, price in enumerate(prices) if price.total_s <= least_s + TIE_S]
@@ -119,24 +126,27 @@ class CostPlacement:
     def _under(self, slo: Slo, prices: list[Price], output_tokens: int, waited_s: float) -> list[Price]:
         """The prices of a request with an objective, whose clock has run for `waited_s` already.
 
-        Its own time costs nothing while the objective is kept; what is kept of it beyond that is headroom, which others
-        may need more. Where nobody keeps it, how far each misses it is all that counts.
+        Its own time costs little while that uses up little of the objective, judged by the time that is exceeded in one
+        case of ten; what is left then is headroom, which others may need more, and it is best taken where there is
+        least of it. A backend that would miss the objective is taken where all would, for its price and its violation.
         """
         rates = self._rates
         found = []
         for price in prices:
-            spare_s = []
+            ttft_s, tpot_s = price.ttft_s * rates.late_ttft.factor, price.tpot_s * rates.late_tpot.factor
+            used, headroom_s = 0.0, inf
             if slo.ttft_s is not None:
-                spare_s.append(slo.ttft_s - waited_s - price.ttft_s * rates.late_ttft.factor)
+                left_s = max(1e-3, slo.ttft_s - waited_s)
+                used, headroom_s = ttft_s / left_s, slo.ttft_s - waited_s - ttft_s
             if slo.tpot_s is not None:
-                over_s = slo.tpot_s - price.tpot_s * rates.late_tpot.factor
-                spare_s.append(STREAM * output_tokens * over_s)
-            headroom_s = min(spare_s)
-            if headroom_s >= 0.0:
-                terms = [(name, seconds) for name, seconds in price.terms if name not in OWN]
+                used = max(used, tpot_s / slo.tpot_s)
+                headroom_s = min(headroom_s, STREAM * output_tokens * (slo.tpot_s - tpot_s))
+            if used <= 1.0:
+                weight = used * used
+                terms = [(name, seconds * weight if name in OWN else seconds) for name, seconds in price.terms]
                 terms.append(("headroom", KEPT_BACK * headroom_s))
             else:
-                terms = [("late", LATE_S - headroom_s)]
+                terms = [*price.terms, ("late", LATE_S - VI * headroom_s)]
             total_s = sum(seconds for _, seconds in terms)
             found.append(replace(price, terms=tuple(terms), total_s=total_s))
         return found
@@ -189,6 +199,8 @@ class CostPlacement:
             slot_s = waiting * answer_s / max(1, view.load)
             ttft_s += slot_s
             terms.append(("slot", slot_s))
+        if self._without:
+            terms = [(name, seconds) for name, seconds in terms if name not in self._without]
         total_s = sum(seconds for _, seconds in terms)
         return Price(view.backend, total_s, tuple(terms), ttft_s, tpot_s, cached_tokens, adapter_s > 0.0, fits)
 
