@@ -24,10 +24,7 @@ STREAM = 0.1
 nothing, one who reads a little slower has almost all."""
 HIT_GAIN = 0.02
 """Of the pool's hit ratio: the last fifty requests decide."""
-import os
-
-VI = float(os.environ.get("VI", "1"))
-KEPT_BACK = float(os.environ.get("KB", "0.2"))
+KEPT_BACK = 0.05
 """What a second of headroom under an objective is worth to those with a tighter one."""
 LATE_S = 1_000.0
 """More than any price of a backend that keeps an objective."""
@@ -146,7 +143,7 @@ class CostPlacement:
                 terms = [(name, seconds * weight if name in OWN else seconds) for name, seconds in price.terms]
                 terms.append(("headroom", KEPT_BACK * headroom_s))
             else:
-                terms = [*price.terms, ("late", LATE_S - VI * headroom_s)]
+                terms = [*price.terms, ("late", LATE_S - headroom_s)]
             total_s = sum(seconds for _, seconds in terms)
             found.append(replace(price, terms=tuple(terms), total_s=total_s))
         return found
