@@ -215,6 +215,7 @@ scheduling:
   placement: random
   charged: kv_seconds
   ceilings: {{critical: 0.99}}
+  reserve_s: 7
   min_shares: {{batch: 0.05, -200: 0.01}}
   input_weight: 0.5
   output_weight: 3
@@ -257,6 +258,7 @@ health: {{failures: 9}}
         ("ageing_s", 5.0),
         ("withdrawal", False),
         ("refuse_late", True),
+        ("reserve_s", 7.0),
     ):
         assert getattr(told, name) == value
     assert [one.name for one in fields(Settings) if getattr(told, one.name) == getattr(Settings(), one.name)] == []

@@ -155,6 +155,8 @@ class SchedulingConfig(Section):
     """What fair_share and locality_fair_share share out: tokens, requests or kv_seconds (KV-cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}
     """Saturation (0..1] at which a band waits; bands not named here take that of the next lower one."""
+    reserve_s: Seconds = 60.0
+    """How long after the last request of a band its room is kept free; a band that nobody uses holds up no other."""
     min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = {}
     """Least share of the work (0..1) of a band that waits, even against higher ones: {sheddable: 0.05}."""
     weights: dict[str, Weight] = {}

@@ -16,6 +16,7 @@ def settings_of(config: Config) -> Settings:
         placement=chosen.placement,
         charged=chosen.charged,
         ceilings=config.ceilings(),
+        reserve_s=chosen.reserve_s,
         min_shares=config.by_band(chosen.min_shares),
         input_weight=chosen.input_weight,
         output_weight=chosen.output_weight,

@@ -12,6 +12,7 @@ from llmproxy.core.limits import UsageLimits
 from llmproxy.core.occupancy import DrainRate
 from llmproxy.core.ordering import orderings
 from llmproxy.core.queue import Queued, head_rank
+from llmproxy.core.reserve import Reserve
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
 
@@ -29,6 +30,7 @@ class Admission:
         settings: Settings,
         backends: Mapping[str, Backend],
         room: WaitingRoom,
+        reserve: Reserve,
         limits: UsageLimits,
         drain: DrainRate,
         first_token: FirstToken,
@@ -36,6 +38,7 @@ class Admission:
         self._settings = settings
         self._backends = backends
         self._room = room
+        self._reserve = reserve
         self._limits = limits
         self._drain = drain
         self._first_token = first_token
@@ -59,6 +62,7 @@ class Admission:
             self._limits.admit(request, now)
             shed = [self._shed(victim, now) for victim in victims]
             self._room.band(request.band).fairness.entered(request, now)
+            self._reserve.used(request.band, now)
         else:
             self._drain.came_back(request.id)
         rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
@@ -81,7 +85,7 @@ class Admission:
     def _refuse_late(self, request: Request, service_s: float, now: float) -> None:
         if not self._settings.refuse_late or request.slo is None or request.slo.ttft_s is None:
             return
-        ceiling = self._settings.ceiling(request.band)
+        ceiling = self._reserve.ceiling(request.band, now)
         roomy = any(backend.view(now).has_room(ceiling) for backend in self._backends.values())
         room_s = 0.0 if roomy else self._drain.interval_s(now) or 0.0
         late_s = now + room_s + service_s - request.arrived_s - request.slo.ttft_s

@@ -122,14 +122,10 @@ class _Line:
 
 
 class Band:
-    """The flows of one priority level. A flow is listed while it has a request waiting, in the order of its ranks.
+    """The flows of one priority level. A flow is listed while it has a request waiting, in the order of its ranks."""
 
-    `ceiling` is the saturation (0..1] at which the band waits.
-    """
-
-    def __init__(self, fairness: FairnessPolicy, ceiling: float = 1.0) -> None:
+    def __init__(self, fairness: FairnessPolicy) -> None:
         self.fairness = fairness
-        self.ceiling = ceiling
         self.size = 0
         self._lines: dict[str, _Line] = {}
         self._turns: LazyHeap[float] = LazyHeap(lambda _, queued: not queued.gone)

@@ -41,7 +41,7 @@ class WaitingRoom:
         band = self._bands.get(level)
         if band is None:
             fairness = policies.get(self._settings.fairness)(self._settings)
-            band = self._bands[level] = Band(fairness, self._settings.ceiling(level))
+            band = self._bands[level] = Band(fairness)
             self._newest[level] = LazyHeap(lambda _, queued: not queued.gone)
             self.order = sorted(self._bands, reverse=True)
         return band

@@ -28,6 +28,7 @@ from llmproxy.core.min_share import MinShares
 from llmproxy.core.occupancy import DrainRate, Occupancy
 from llmproxy.core.parking import Key
 from llmproxy.core.placement import Placement
+from llmproxy.core.reserve import Reserve
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import Look, PoolSnapshot, Position
@@ -95,9 +96,12 @@ class Scheduler:
         self._room = WaitingRoom(settings, occupancy, limits)
         self._drain = DrainRate()
         self._first_token = FirstToken()
-        self._admission = Admission(settings, self._backends, self._room, limits, self._drain, self._first_token)
+        self._reserve = Reserve(settings)
+        self._admission = Admission(
+            settings, self._backends, self._room, self._reserve, limits, self._drain, self._first_token
+        )
         self._min_shares = MinShares(settings.min_shares)
-        self._withdrawal = Withdrawal(settings)
+        self._withdrawal = Withdrawal(settings, self._reserve)
         self._leases: dict[int, _Lease] = {}
         self._lost: list[int] = []
         self._shed: list[Drop] = []
@@ -237,7 +241,7 @@ class Scheduler:
             unmatched, band = Unmatched(), self._room.band(level)
             # Who comes back may make a band below one that is owed a share.
             while (band.size or self._unpark(level, this)) and self._grant_guaranteed(this):
-                granted = self._grant_one(level, band.ceiling, this, unmatched)
+                granted = self._grant_one(level, self._reserve.ceiling(level, this.now), this, unmatched)
                 if isinstance(granted, NoCapacity):
                     self._withdraw(level, this)
                     # Lower bands see a lower ceiling: where this one finds no room, neither may they.
@@ -280,7 +284,7 @@ class Scheduler:
         if not self._room:
             return None
         times = [backend.changes_at(now) for backend in self._backends.values()]
-        times.append(self._room.next_deadline(now))
+        times += [self._room.next_deadline(now), self._reserve.changes_at(now)]
         return min((time for time in times if time is not None), default=None)
 
     def _grant_one(
@@ -378,7 +382,7 @@ class Scheduler:
         return self._room.parked_by()
 
     def _look(self, now: float) -> Look:
-        return Look(self.pool, now, self._settings, self._room, self._first_token)
+        return Look(self.pool, now, self._settings, self._room, self._reserve, self._first_token)
 
     def check(self, now: float) -> None:
         """Raise AssertionError when two accounts of the same thing differ."""

@@ -74,11 +74,12 @@ class Settings:
     """All of the above, and the choice of policies.
 
     `ceilings` maps a band to the saturation at which it waits (0..1]; a band without one takes that of the next lower
-    band that has one. `min_shares` maps a band to the share of the work (0..1) that it gets while it waits, however
-    much waits above it. `charged` is the resource that counting policies share out. `ageing_s` is after how long the
-    `shortest` ordering serves by age. `quantum_tokens` is how much a flow may have at a stretch under
-    `locality_fair_share`, `slo_window_s` the rolling window of `slo`. `refuse_late` refuses requests that cannot meet
-    their objective even if served next. `limits` maps the names in `Request.limits` to what they allow.
+    band that has one. What a ceiling leaves free is kept for a higher band for `reserve_s` after its last request.
+    `min_shares` maps a band to the share of the work (0..1) that it gets while it waits, however much waits above it.
+    `charged` is the resource that counting policies share out. `ageing_s` is after how long the `shortest` ordering
+    serves by age. `quantum_tokens` is how much a flow may have at a stretch under `locality_fair_share`,
+    `slo_window_s` the rolling window of `slo`. `refuse_late` refuses requests that cannot meet their objective even if
+    served next. `limits` maps the names in `Request.limits` to what they allow.
     """
 
     fairness: str = "fair_share"
@@ -86,6 +87,7 @@ class Settings:
     placement: str = "blend"
     charged: str = "tokens"
     ceilings: Mapping[int, float] = field(default_factory=lambda: {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85})
+    reserve_s: float = 60.0
     min_shares: Mapping[int, float] = field(default_factory=dict)
     input_weight: float = 1.0
     output_weight: float = 2.0

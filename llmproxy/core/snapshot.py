@@ -15,6 +15,7 @@ from itertools import islice
 from llmproxy.core.first_token import FirstToken
 from llmproxy.core.fleet import View
 from llmproxy.core.queue import FLOW_LOOK_MAX, Band, Queued
+from llmproxy.core.reserve import Reserve
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
 
@@ -142,6 +143,7 @@ class Look:
     now: float
     settings: Settings
     room: WaitingRoom
+    reserve: Reserve
     first_token: FirstToken
 
     def shown(
@@ -155,7 +157,7 @@ class Look:
             of_band = {limit: count for (band, limit), count in parked.items() if band == level}
             bands.append(self._band(level, of_band, min(FLOWS_MAX, flows_max)))
             flows_max -= len(bands[-1].shown)
-        ceilings = [(level, self.settings.ceiling(level)) for level in levels]
+        ceilings = [(level, self.reserve.ceiling(level, self.now)) for level in levels]
         backends = [
             BackendSnapshot(view, tuple(level for level, ceiling in ceilings if view.has_room(ceiling)))
             for view in views
@@ -179,7 +181,7 @@ class Look:
         )
 
     def _band(self, level: int, parked: Mapping[str, int], flows_max: int) -> BandSnapshot:
-        ceiling, min_share = self.settings.ceiling(level), self.settings.min_shares.get(level, 0.0)
+        ceiling, min_share = self.reserve.ceiling(level, self.now), self.settings.min_shares.get(level, 0.0)
         if level not in self.room.order:
             return BandSnapshot(level, ceiling, min_share, 0, parked, 0, ())
         band = self.room.band(level)

@@ -8,6 +8,7 @@ from itertools import islice
 from llmproxy.core.domain import DEFAULT, Request, Withdraw
 from llmproxy.core.fleet import Backend
 from llmproxy.core.placement import context_tokens
+from llmproxy.core.reserve import Reserve
 from llmproxy.core.settings import Settings
 
 WITHDRAW_MAX = 4
@@ -23,8 +24,9 @@ class Withdrawal:
     room decides the pass that follows the release.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, reserve: Reserve) -> None:
         self._settings = settings
+        self._reserve = reserve
         self._open: dict[int, tuple[Request, Backend]] = {}
         self._by_band: dict[int, dict[int, None]] = {}
         self._pending: dict[int, Backend] = {}
@@ -63,7 +65,7 @@ class Withdrawal:
             return False
         view = backend.view_without([*(x for x, owner in self._pending.items() if owner is backend), lease], now)
         fits = view.max_model_len is None or view.max_model_len >= context_tokens(head)
-        return fits and view.has_room(self._settings.ceiling(head.band))
+        return fits and view.has_room(self._reserve.ceiling(head.band, now))
 
     @property
     def pending(self) -> int:

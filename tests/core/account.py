@@ -96,6 +96,7 @@ class Books:
     now: float = 0.0
     waiting: dict[str, Waiter] = field(default_factory=dict)
     held: dict[int, Held] = field(default_factory=dict)
+    used_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
     # --- what is so ------------------------------------------------------------------------------------------------
 
@@ -110,9 +111,19 @@ class Books:
     def in_flight(self) -> Counter[str]:
         return Counter(name for held in self.held.values() for name in held.grant.request.limits)
 
-    def ceiling(self, band: int) -> float:
+    def use(self, pool: str, band: int) -> None:
+        """A request of `band` was let in."""
+        for level in sorted(b for b in self.settings.ceilings if b <= band)[-1:]:
+            self.used_s[pool, level] = self.now
+
+    def ceiling(self, pool: str, band: int) -> float:
         ceilings = self.settings.ceilings
-        return ceilings[max((b for b in ceilings if b <= band), default=min(ceilings))]
+        own = ceilings[max((b for b in ceilings if b <= band), default=min(ceilings))]
+        for level in sorted(b for b in ceilings if b > band):
+            if self.now - self.used_s.get((pool, level), -inf) < self.settings.reserve_s:
+                break
+            own = max(own, ceilings[level])
+        return own
 
     def rank(self, waiter: Waiter) -> Rank:
         return waiter.rank(self.settings.ordering, self.settings.ageing_s, self.now)
@@ -137,7 +148,7 @@ class Books:
         return row.view.max_model_len is None or row.view.max_model_len >= min(needed, longest)
 
     def free_for(self, waiter: Waiter, rows: Mapping[str, Row]) -> list[str]:
-        ceiling = self.ceiling(waiter.request.band)
+        ceiling = self.ceiling(waiter.request.pool, waiter.request.band)
         return [name for name, row in rows.items() if self.fits(waiter, row, rows, ceiling)]
 
     # --- what may be done ------------------------------------------------------------------------------------------
@@ -151,7 +162,7 @@ class Books:
         assert not self.limited(waiter), f"{request.id} goes beyond a limit of {request.limits}"
         self._explained(grant)
         row = rows[grant.placed.backend]
-        ceiling = 1.0 if grant.why.guaranteed else self.ceiling(request.band)
+        ceiling = 1.0 if grant.why.guaranteed else self.ceiling(request.pool, request.band)
         assert self.fits(waiter, row, rows, ceiling), f"{request.id} does not fit {row.view.backend}"
         if grant.why.guaranteed:
             assert self.settings.min_shares.get(request.band), "no minimum share was promised"
@@ -181,7 +192,7 @@ class Books:
         for band in (band for band in above if band > request.band):
             # Asked at the moment at which the pass leaves a band; those below may take the room that was no use to it.
             if band <= reached and request.band < reached and not (self.settings.limits or self.settings.min_shares):
-                blocked = not any(other.has_room(self.ceiling(band)) for other in rows.values())
+                blocked = not any(other.has_room(self.ceiling(request.pool, band)) for other in rows.values())
                 assert not blocked, f"band {request.band} went although band {band} is blocked"
             for higher in self.looked_at(request.pool, band):
                 free = self.free_for(higher, rows)
@@ -217,7 +228,7 @@ class Books:
 
     def nobody_left_behind(self, pool: str, rows: Mapping[str, Row]) -> None:
         for band in sorted({w.request.band for w in self.waiting_in(pool) if not self.limited(w)}, reverse=True):
-            if not any(row.has_room(self.ceiling(band)) for row in rows.values()):
+            if not any(row.has_room(self.ceiling(pool, band)) for row in rows.values()):
                 return
             for waiter in self.looked_at(pool, band):
                 free = self.free_for(waiter, rows)

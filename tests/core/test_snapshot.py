@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def band(house: Pools, level: int, now: float = 0.0) -> BandSnapshot:
 
 
 def test_every_band_is_shown_with_its_ceiling_and_share() -> None:
-    house = full(min_shares={SHEDDABLE: 0.1})
+    house = full(min_shares={SHEDDABLE: 0.1}, reserve_s=inf)
     enter(house, band=7)
     shown = [(one.level, one.ceiling, one.min_share, one.waiting) for one in only_pool(house, 0.0).bands]
     assert shown == [(CRITICAL, 1.0, 0.0, 0), (7, 0.95, 0.0, 1), (DEFAULT, 0.95, 0.0, 0), (SHEDDABLE, 0.85, 0.1, 0)]
@@ -148,7 +149,7 @@ def test_looking_changes_nothing(fairness: str) -> None:
 
 
 def test_backends_say_for_whom_they_have_room() -> None:
-    house = pools({"a": 10, "b": 10, "c": 10}, Settings(capacity=NO_LOOK_AHEAD))
+    house = pools({"a": 10, "b": 10, "c": 10}, Settings(capacity=NO_LOOK_AHEAD, reserve_s=inf))
     house.observe("a", reading(0.0, running=9))
     house.observe("a", reading(0.1, running=9))
     house.observe("b", reading(0.0, running=10))

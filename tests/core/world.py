@@ -216,6 +216,8 @@ class World:
         if refused is not None:
             self._end(request, refused)
             return
+        if entry is Entry.NEW:
+            self.books.use(request.pool, request.band)
         for victim in self._shed_by(request.pool, in_the_way):
             self._see_shed(victim, below)
         self._tell(request.pool)
