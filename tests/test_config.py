@@ -21,6 +21,7 @@ from llmproxy.config import (
     hash_of,
     keys,
     load,
+    settings_of,
 )
 from llmproxy.config.load import Document
 from llmproxy.config.schema import Section
@@ -378,3 +379,12 @@ def test_trusted_peers_are_networks(write: Any, text: str, networks: list[str]) 
 def test_a_configuration_never_changes() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config().port = 1
+
+
+def test_a_range_of_prompt_lengths_is_read_and_one_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("backends: [{url: http://a:1, name: a, prompt_tokens: [1, 4000]}, http://b:1]\n")
+    assert settings_of(load(path)).prompt_ranges == {"a": (1, 4000)}
+    path.write_text("backends: [{url: http://a:1, prompt_tokens: [5, 4]}]\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml:1: backends\[0\]\.prompt_tokens: should be \[from, to\]"):
+        load(path)

@@ -204,6 +204,7 @@ def test_the_core_is_told_all_that_is_configured(write: Any) -> None:
     config = load(
         write(f"""
 bands: {{batch: -50}}
+backends: [{{url: http://a:1, prompt_tokens: [1, 9]}}]
 models:
 - {{name: m, limits: {{requests_per_min: 90.5}}}}
 - {{name: free}}

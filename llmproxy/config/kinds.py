@@ -156,6 +156,13 @@ def moment_of(value: object) -> datetime:
     raise ValueError(f"should be a date or a timestamp, such as 2027-01-31 or 2027-01-31T18:00:00Z, not {value!r}")
 
 
+def prompt_range(value: tuple[int, int]) -> tuple[int, int]:
+    """A least and a most number of tokens."""
+    if value[0] > value[1]:
+        raise ValueError(f"should be [from, to] with from at most to, such as [1, 4000], not {list(value)}")
+    return value
+
+
 def module_name(value: str) -> str:
     if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", value):
         return value
@@ -178,5 +185,6 @@ Name = Annotated[str, Field(min_length=1, max_length=512)]
 ApiKey = Annotated[str, Field(pattern=KEY_PATTERN, max_length=KEY_CHARS_MAX)]
 Criticality = Annotated[str | int, PlainValidator(criticality_of)]
 KeyHash = Annotated[str, PlainValidator(key_hash)]
+PromptRange = Annotated[tuple[Count, Count], AfterValidator(prompt_range)]
 Moment = Annotated[datetime, BeforeValidator(moment_of)]
 Module = Annotated[str, AfterValidator(module_name)]

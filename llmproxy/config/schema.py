@@ -21,6 +21,7 @@ from llmproxy.config.kinds import (
     Moment,
     Name,
     Number,
+    PromptRange,
     Rate,
     Seconds,
     Weight,
@@ -55,6 +56,8 @@ class BackendConfig(Section):
     """What logs, metrics and the x-llmproxy-backend header call it; host:port unless given."""
     max_in_flight: Count | None = None
     """Most requests in flight at once, the engine's --max-num-seqs; null learns it from the engine."""
+    prompt_tokens: PromptRange | None = None
+    """Lengths of prompts that it is meant for, [from, to]; others come where all else is much dearer. null: any."""
     api_key: ApiKey | None = Field(default=None, repr=False)
     """Key sent to this backend instead of backend_api_key."""
     forward_priority: bool = False

@@ -26,6 +26,7 @@ def settings_of(config: Config) -> Settings:
         withdrawal=chosen.withdrawal,
         refuse_late=chosen.refuse_late,
         limits=_limits(config),
+        prompt_ranges={one.name: one.prompt_tokens for one in config.backends if one.prompt_tokens is not None},
         capacity=CapacitySettings(
             start_limit=chosen.start_limit,
             look_ahead=chosen.look_ahead,

@@ -26,7 +26,8 @@ class View:
     `load` counts sequences in flight, ours and other clients', and `limit` is how many it may get at once, which is
     `limit_known` once the engine proved it or the operator said so. `waiting` are those in the engine's own queue at
     the last reading; `kv_used` (0..1) includes prompts booked since that reading. `kv_tokens` is the size of the
-    KV-cache. `reading` is the last one as it came, while it is fresh enough to be believed.
+    KV-cache. It is meant for prompts of `prompt_range` tokens, None for any. `reading` is the last one as it came,
+    while it is fresh enough to be believed.
     """
 
     backend: str
@@ -35,6 +36,7 @@ class View:
     resident: frozenset[str]
     max_adapters: int | None
     max_model_len: int | None
+    prompt_range: tuple[int, int] | None
     limit: int
     limit_known: bool
     load: int
@@ -83,6 +85,7 @@ class Backend:
         health: HealthSettings,
         max_in_flight: int | None = None,
         lowest_ceiling: float = 1.0,
+        prompt_range: tuple[int, int] | None = None,
     ) -> None:
         self.name = name
         self.health = Health(health)
@@ -92,6 +95,7 @@ class Backend:
         self.sequences = 0
         self.limit = BatchLimit(max_in_flight, capacity.start_limit, capacity.look_ahead, lowest_ceiling)
         self._capacity = capacity
+        self._prompt_range = prompt_range
         self._served: frozenset[str] = frozenset()
         self._adapters: frozenset[str] = frozenset()
         self._max_model_len: int | None = None
@@ -286,6 +290,7 @@ class Backend:
             resident=frozenset(self._residents),
             max_adapters=reading.max_adapters if reading is not None else None,
             max_model_len=self._max_model_len,
+            prompt_range=self._prompt_range,
             limit=self.limit.value,
             limit_known=self.limit.known,
             load=self.sequences + (self._others if reading is not None else 0),

@@ -59,7 +59,8 @@ class Pools:
         self.estimator = Estimator()
         lowest = min(settings.ceilings.values(), default=1.0)
         self.backends = {
-            name: Backend(name, settings.capacity, settings.health, fixed, lowest) for name, fixed in backends.items()
+            name: Backend(name, settings.capacity, settings.health, fixed, lowest, settings.prompt_ranges.get(name))
+            for name, fixed in backends.items()
         }
 
     # --- what polls bring ----------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ class Settings:
     `charged` is the resource that counting policies share out. `ageing_s` is after how long the `shortest` ordering
     serves by age. `quantum_tokens` is how much a flow may have at a stretch under `locality_fair_share`,
     `slo_window_s` the rolling window of `slo`. `refuse_late` refuses requests that cannot meet their objective even if
-    served next. `limits` maps the names in `Request.limits` to what they allow.
+    served next. `limits` maps the names in `Request.limits` to what they allow, `prompt_ranges` a backend to the least
+    and the most tokens of the prompts that it is meant for.
     """
 
     fairness: str = "fair_share"
@@ -97,6 +98,7 @@ class Settings:
     withdrawal: bool = True
     refuse_late: bool = False
     limits: Mapping[str, UsageLimit] = field(default_factory=dict)
+    prompt_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     capacity: CapacitySettings = field(default_factory=CapacitySettings)
     health: HealthSettings = field(default_factory=HealthSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)

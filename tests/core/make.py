@@ -52,6 +52,7 @@ def view(name: str = "a", **given: Any) -> View:
         "resident": frozenset(),
         "max_adapters": None,
         "max_model_len": 4096,
+        "prompt_range": None,
         "limit": 10,
         "limit_known": True,
         "load": 0,

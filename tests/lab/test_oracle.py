@@ -43,7 +43,24 @@ class Stand:
 
     def place(self, arrival: Arrival, excluded: frozenset[str] = frozenset()) -> Placed | NoCapacity | NoMatch:
         views = [
-            View(name, name not in self.down, served, frozenset(), None, None, 1, True, 0, 0, 0.0, None, 0, 1.0, None)
+            View(
+                name,
+                name not in self.down,
+                served,
+                frozenset(),
+                None,
+                None,
+                None,
+                1,
+                True,
+                0,
+                0,
+                0.0,
+                None,
+                0,
+                1.0,
+                None,
+            )
             for served in (frozenset({BASE_MODEL, "x", "y"}),)
             for name in self.world.replicas
         ]

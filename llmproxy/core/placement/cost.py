@@ -30,7 +30,9 @@ LATE_S = 1_000.0
 """More than any price of a backend that keeps an objective."""
 OWN = frozenset({"queue", "prefill", "adapter", "slot", "stream"})
 """The terms that the request itself feels."""
-TERMS = OWN | {"harm", "eviction", "memory"}
+TERMS = OWN | {"harm", "eviction", "memory", "range"}
+ASIDE_S = 2.0
+"""What it costs to send a prompt where prompts of its length are not wanted."""
 EXPLAINED_MAX = 100
 """Choices that are remembered with all their candidates."""
 CONGESTED = 0.95
@@ -54,6 +56,7 @@ class CostPlacement:
     that come later, dearer the more of its time the backend spends on prompts. `eviction`: what the computed part
     displaces in its cache, which would have been hit as often as prompts are now. `memory`: KV-cache taken for as long
     as the answer lasts, where requests in flight do not hold the same blocks anyway; dearer the fuller it is.
+    `range`: the backend is meant for prompts of other lengths.
 
     Of a request with a latency objective its own time counts only as far as it misses it; see `_under`.
 
@@ -185,6 +188,8 @@ class CostPlacement:
                 adapter_s = rates.adapter_s
             ttft_s += adapter_s
             terms.append(("adapter", adapter_s))
+        if view.prompt_range is not None and not view.prompt_range[0] <= request.prompt_tokens <= view.prompt_range[1]:
+            terms.append(("range", ASIDE_S))
         if view.kv_tokens:
             taken_tokens = request.prompt_tokens - station.in_use.matched(request.prefix) * request.prefix_tokens
             terms.append(("memory", answer_s * taken_tokens / view.kv_tokens * _scarce(view.kv_used)))
