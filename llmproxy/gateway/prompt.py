@@ -1,10 +1,10 @@
 """The identity of a prompt: a chain of block hashes over its canonical bytes, which prompts with equal starts share.
 
 The *canonical bytes* hold what an engine would tokenise, in the order of a chat template: tools and system, then one
-message after the other. A message is its mark, its text, whatever else it has that counts, and its role; nothing
-depends on what comes later, so the chain of a conversation begins with the chain of every earlier turn of it, answers
-included. Text is taken unescaped, so spelling and whitespace of the JSON do not matter, nor whether text comes as a
-string or as one part of a list. Images and sounds count by a hash of their bytes. Equal bytes do not prove equal
+message after the other. A message is its mark, its text, whatever else it has that counts, its role and its name;
+nothing depends on what comes later, so the chain of a conversation begins with the chain of every earlier turn of it,
+answers included. Text is taken unescaped, so spelling and whitespace of the JSON do not matter, nor whether text comes
+as a string or as one part of a list. Images and sounds count by a hash of their bytes. Equal bytes do not prove equal
 tokens (a template may look ahead), and need not: the chain predicts, the engine decides.
 
 The *chain* is that of prefix-caching routers, in bytes instead of tokens: hash 0 = H(`cache_salt`), hash n = H(hash
@@ -53,6 +53,10 @@ TEXT = frozenset({"content", "text", "output"})
 MEDIA = frozenset(
     {"image_url", "image", "input_audio", "audio_url", "video_url", "image_embeds", "audio_embeds", "source"}
 )
+# Members whose values are items again: an engine and its clients write those of a tool call in different orders.
+CALLS = frozenset({"tool_calls", "function"})
+# What is written last, in this order, because clients differ in where they put it.
+LAST = ("role", "name")
 SKIPPED = frozenset(
     {"type", "id", "tool_call_id", "call_id", "tool_use_id", "cache_control", "status", "detail", "index", "logprobs"}
     | {"reasoning", "reasoning_content", "signature"}
@@ -181,8 +185,8 @@ def _content(out: list[bytes], value: Any, depth: int) -> None:
 
 
 def _item(out: list[bytes], item: dict[str, Any], depth: int) -> None:
-    """One message, or one part of its content. The role comes last, because clients differ in where they put it."""
-    role = b""
+    """One message, one part of its content, or one of its tool calls."""
+    last = dict.fromkeys(LAST, b"")
     for name, value in item.items():
         if len(out) > PIECES_MAX:
             raise _DenseError
@@ -192,12 +196,15 @@ def _item(out: list[bytes], item: dict[str, Any], depth: int) -> None:
             continue
         elif name in MEDIA:
             out += (MEDIUM, xxh64_digest(orjson.dumps(value)))
-        elif name == "role":
-            role = MEMBER + b"role" + orjson.dumps(value)
+        elif name in last:
+            last[name] = MEMBER + name.encode() + orjson.dumps(value)
+        elif name in CALLS:
+            out.append(MEMBER + name.encode())
+            _content(out, value, depth + 1)
         else:
             # What orjson returns is copied: to keep thousands of its shrunken buffers is slow, twenty times over.
             out.append(MEMBER + name.encode() + orjson.dumps(value))
-    out.append(role)
+    out.append(b"".join(last.values()))
 
 
 def _ids(ids: list[Any]) -> bytes:

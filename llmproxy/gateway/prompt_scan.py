@@ -18,7 +18,9 @@ from xxhash import xxh64, xxh64_hexdigest
 from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
 from llmproxy.gateway.prompt import (
     BLOCKS_MAX,
+    CALLS,
     DEPTH_MAX,
+    LAST,
     MEDIA,
     MEDIUM,
     MEMBER,
@@ -217,7 +219,7 @@ class _Reader:
             self._at += 1
 
     def _item(self, depth: int) -> Slices[None]:
-        role: list[bytes] = []
+        last: dict[str, list[bytes]] = {name: [] for name in LAST}
         self._at += 1
         while self._next(_SEPARATORS) != 0x7D:
             name = self._name()
@@ -232,16 +234,20 @@ class _Reader:
                 digest = xxh64()
                 yield from self._json(digest.update)
                 self._write(MEDIUM + digest.digest())
-            elif name == "role":
-                role = [MEMBER, b"role"]
-                yield from self._json(role.append)
+            elif name in last:
+                last[name] = [MEMBER, name.encode()]
+                yield from self._json(last[name].append)
+            elif name in CALLS:
+                self._write(MEMBER + name.encode())
+                yield from self._content(depth + 1)
             else:
                 self._write(MEMBER + name.encode())
                 yield from self._json(self._write)
             if self._due():
                 yield
         self._at += 1
-        self._write(b"".join(role))
+        for written in last.values():
+            self._write(b"".join(written))
 
     def _json(self, sink: _Sink) -> Slices[None]:
         """Give `sink` the value that follows as orjson would write it."""

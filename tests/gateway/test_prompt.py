@@ -31,7 +31,9 @@ LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(-1
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4), max_leaves=12
 )
-NAMES = st.sampled_from(["role", "content", "text", "type", "tool_calls", "image_url", "source", "output", "nam\\e\n"])
+NAMES = st.sampled_from(
+    ["role", "name", "content", "text", "type", "tool_calls", "function", "image_url", "source", "output", "nam\\e\n"]
+)
 CONTENTS = st.recursive(
     VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=12
 )
