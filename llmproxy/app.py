@@ -26,6 +26,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import AdminPages
+from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.desk import Desk
 from llmproxy.gateway.identity import Identity
@@ -99,7 +100,8 @@ async def running(config: Config) -> AsyncIterator[Proxy]:
             stack.push_async_callback(asyncio.to_thread, decisions.close)
         # For a placement that does not look at prefixes, prompts need not be hashed.
         desk = Desk(prefixes=presets.reads_prefixes(settings.placement), session_member=identity.session_member)
-        walker = Walker(config, desk, pools, dispatcher, relay, keys, identity, stored, metrics, decisions)
+        answers = Answers(dispatcher.cached) if presets.hears_answers(settings.placement) else None
+        walker = Walker(config, desk, pools, dispatcher, relay, keys, identity, stored, answers, metrics, decisions)
         adapters, pollers = Adapters(pools), dict[str, Poller]()
         keeper = AdapterKeeper(
             adapters, pools, config.backends, config.backend_api_key, upstream, pollers, config.timeouts,

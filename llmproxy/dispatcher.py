@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -144,6 +144,10 @@ class Dispatcher:
     def ended(self, request: Request, met: bool | None) -> None:
         """See `Pools.ended`."""
         self.pools.ended(request, met, _now())
+
+    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
+        """See `Pools.cached`."""
+        self.pools.cached(grant, hashes)
 
     async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
         """What a requested name means, waiting up to `hold_s` for a backend that was never read to come up.

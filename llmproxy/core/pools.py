@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -132,6 +132,12 @@ class Pools:
 
     def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         self._schedulers[grant.request.pool].finish(grant.lease, verdict, now, usage)
+
+    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
+        """The answer to a grant is over and was read: with its prompt it makes these blocks; see `Placement.cached`."""
+        scheduler = self._schedulers.get(grant.request.pool)
+        if scheduler is not None:
+            scheduler.cached(grant.lease, grant.placed.backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """A request has left the house, whether it was served, refused or left by its client; told once of each.

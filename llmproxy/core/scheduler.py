@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmproxy.core.admission import Admission
@@ -104,6 +104,7 @@ class Scheduler:
         self._withdrawal = Withdrawal(settings, self._reserve)
         self._leases: dict[int, _Lease] = {}
         self._lost: list[int] = []
+        self._void: dict[str, int] = {}
         self._shed: list[Drop] = []
         self._more = False
         self._decided: list[Decision] = []
@@ -122,6 +123,8 @@ class Scheduler:
     def lost(self, backend: Backend) -> None:
         """The process behind a backend is gone: the next `decide` revokes its leases."""
         self._placement.lost(backend.name)
+        # Lease numbers rise: those up to this one had the process that is gone.
+        self._void[backend.name] = next(self._lease_serial)
         self._lost += [lease for lease, held in self._leases.items() if held.backend is backend]
 
     @property
@@ -198,6 +201,11 @@ class Scheduler:
             self._charge_to(held, 0.0)
         elif usage is not None:
             self._charge_to(held, self._charge.final(held.request, usage, now - held.at_s))
+
+    def cached(self, lease: int, backend: str, hashes: Sequence[int]) -> None:
+        """The prompt and the answer of a lease that was returned are these blocks, which its backend holds."""
+        if lease > self._void.get(backend, 0):
+            self._placement.cached(backend, hashes)
 
     def _charge_to(self, held: _Lease, cost: float) -> None:
         request = held.request

@@ -54,7 +54,8 @@ def _invite(request: web.BaseRequest) -> None:
 class AiohttpClientLeg:
     """See `relay.ClientLeg`. `extra` are the proxy's own header fields, added to whichever answer is committed.
 
-    `on_commit` is called when an answer begins, before the client can have seen any of it.
+    `on_commit` is called when an answer begins, before the client can have seen any of it. `keep` is given each piece
+    of the body, unless it is encoded.
     """
 
     def __init__(self, request: web.BaseRequest, extra: dict[str, str]) -> None:
@@ -62,6 +63,7 @@ class AiohttpClientLeg:
         self._extra = extra
         self.response: web.StreamResponse | None = None
         self.on_commit: Callable[[], None] | None = None
+        self.keep: Callable[[bytes], None] | None = None
         self.status = 0
         self.sent_bytes = 0
 
@@ -72,11 +74,15 @@ class AiohttpClientLeg:
         self.response, self.status = response, status
         if self.on_commit is not None:
             self.on_commit()
+        if fields.get("content-encoding", "identity").lower() != "identity":
+            self.keep = None
         await response.prepare(self._request)
 
     async def write(self, data: bytes) -> None:
         assert self.response is not None
         self.sent_bytes += len(data)
+        if self.keep is not None:
+            self.keep(data)
         await self.response.write(data)
 
     async def end(self) -> None:

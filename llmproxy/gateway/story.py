@@ -10,6 +10,7 @@ from aiohttp import web
 from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import Outcome, Request, Usage
 from llmproxy.dispatcher import Lease
+from llmproxy.gateway.answers import KeptAnswer
 from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import AiohttpClientLeg
 from llmproxy.gateway.desk import Sheet
@@ -47,6 +48,7 @@ class Walk:
     granted_s: float | None = None
     lease: Lease | None = None
     attempt: Attempt | None = None
+    kept: KeptAnswer | None = None
     excluded: set[str] = field(default_factory=set)
 
     def told(self, now: float, band_names: Mapping[int, str]) -> RequestExit:
@@ -92,6 +94,7 @@ class Walk:
             ttft_s=ttft_s,
             max_gap_s=attempt.max_gap_s if attempt is not None and ttft_s is not None else None,
             expected_prompt_tokens=request.prompt_tokens if request is not None else None,
+            expected_cached_tokens=placed.cached_tokens if placed is not None and request and request.prefix else None,
             prompt_tokens=usage.prompt_tokens if usage is not None else None,
             cached_tokens=usage.cached_tokens if usage is not None else None,
             output_tokens=usage.output_tokens if usage is not None else None,

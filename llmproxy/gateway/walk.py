@@ -17,6 +17,7 @@ from llmproxy.core.domain import Entry, Outcome, Refused, Request, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
+from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
@@ -48,6 +49,7 @@ class Walker:
         keys: Keys,
         identity: Identity,
         stored: StoredResponses,
+        answers: Answers | None,
         metrics: Metrics,
         decisions: DecisionLog | None,
     ) -> None:
@@ -58,6 +60,7 @@ class Walker:
         self._metrics = metrics
         self._decisions = decisions
         self._stored = stored
+        self._answers = answers
         self._keys = keys
         self._identity = identity
         self._backends: Mapping[str, BackendConfig] = {backend.name: backend for backend in config.backends}
@@ -68,6 +71,11 @@ class Walker:
         self.walking = 0
         self.idle = asyncio.Event()
         self.idle.set()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of answers that are kept until they can be read."""
+        return self._answers.kept_bytes if self._answers is not None else 0
 
     async def serve(self, route: Route, http: web.BaseRequest) -> web.StreamResponse:
         """Serve one request of a scheduled route, and write down how it ended."""
@@ -118,6 +126,9 @@ class Walker:
         sheet = walk.sheet = await self._desk.read(body, walk.route.kind, content_type)
         target = walk.target = await self._target(walk, sheet.ask.model)
         self._budget.request()
+        if self._answers is not None and walk.route.computes:
+            walk.kept = self._answers.keep(sheet)
+            walk.client.keep = walk.kept.add if walk.kept is not None else None
         await self._attempts(walk, sheet, self._make_request(walk, sheet, target))
 
     async def _target(self, walk: Walk, asked: str | None) -> Target:
@@ -307,6 +318,9 @@ class Walker:
         log_exit(ended)
         if self._decisions is not None:
             self._decisions.record(ended)
+        if self._answers is not None and walk.kept is not None:
+            lease = walk.lease if walk.outcome is Outcome.COMPLETED else None
+            self._answers.ended(walk.kept, lease.grant if lease is not None else None)
 
 
 def _check_content_type(route: Route, content_type: str) -> None:

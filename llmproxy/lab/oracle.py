@@ -173,6 +173,9 @@ class Oracle:
         del held.ends_s[lease], held.lasts_s[lease]
         held.context_tokens -= arrival.prompt_tokens + arrival.output_tokens // 2
 
+    def cached(self, backend: str, hashes: Sequence[int]) -> None:
+        pass
+
     def lost(self, backend: str) -> None:
         pass
 

@@ -236,6 +236,7 @@ class LabProxy:
                 usage = lease.usage
                 assert usage is not None
                 self.pools.estimator.learn(request.model, request.body_bytes, 1, usage)
+                self.dispatcher.cached(lease.grant, self._world.blocks.cached(record.arrival))
                 return
             if lease.verdict is Verdict.WITHDRAWN:
                 # It had its turn taken back, through nobody's fault: that is no attempt.

@@ -25,6 +25,10 @@ class Blocks:
         count = -(-arrival.prompt_tokens // self.block_tokens)
         return Prompt(arrival.prompt_tokens, arrival.own_blocks()[:count], arrival.session)
 
+    def cached(self, arrival: Arrival) -> tuple[int, ...]:
+        """The whole blocks of prompt and answer, as far as the trace knows them."""
+        return arrival.own_blocks()[: (arrival.prompt_tokens + arrival.output_tokens) // self.block_tokens]
+
     def hashes(self, arrival: Arrival) -> tuple[int, ...]:
         """One hash per full engine block of prompt and answer, as far as the trace knows them."""
         parts = self._parts

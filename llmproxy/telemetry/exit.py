@@ -24,8 +24,10 @@ class RequestExit:
     `tenant` is "" for clients without one. `level` is the band as an integer, `ttl_s` how long it was allowed to wait,
     `slo` its objective and `met` whether it kept that; None where it had none, or where its client is why it did not.
     `unknown_objective` is what its header asked for where nobody configured that. `expected_prompt_tokens` is the
-    estimate by which it was scheduled, None where it never came to the waiting room. `why` tells why it was its turn
-    at the last grant, `withdrawals` how often it gave its backend up for a request of a higher band.
+    estimate by which it was scheduled, None where it never came to the waiting room. `expected_cached_tokens` is what
+    the last placement believed that its backend has cached of it, None where no placement looks at prompts. `why` tells
+    why it was its turn at the last grant, `withdrawals` how often it gave its backend up for a request of a higher
+    band.
 
     `model` is the name that was asked for where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is the base
     model or adapter that served it, `adapter` that adapter, None for a base model. `path` comes without its query.
@@ -64,6 +66,7 @@ class RequestExit:
     ttft_s: float | None = None
     max_gap_s: float | None = None
     expected_prompt_tokens: int | None = None
+    expected_cached_tokens: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None

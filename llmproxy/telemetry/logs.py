@@ -99,6 +99,7 @@ def _fields(ended: RequestExit) -> dict[str, Any]:
         "unknown_objective": ended.unknown_objective,
         "prompt_tokens": ended.prompt_tokens,
         "cached_tokens": ended.cached_tokens,
+        "expected_cached_tokens": ended.expected_cached_tokens,
         "output_tokens": ended.output_tokens,
         "stream": ended.stream,
         "chunks": ended.chunks or None,

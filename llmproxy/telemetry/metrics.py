@@ -190,6 +190,9 @@ class Metrics:
             "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
         )
         self._tokens = counter("tokens_total", "Tokens as the engines counted them.", "direction", "model")
+        self._prefix_tokens = counter(
+            "prefix_tokens_total", "Prompt tokens expected to be cached, and found so.", "backend", "kind"
+        )
         self._poll_failures = counter("poll_failures_total", "Polls that ended early.", "backend", "trouble")
         self._adapter_changes = counter(
             "adapter_changes_total", "Tellings of backends to change an adapter.", "backend", "change", "repeated", "ok"
@@ -257,6 +260,15 @@ class Metrics:
                 self._tokens[direction, model].inc(tokens)
                 if tenant is not None:
                     self._tenant_tokens[tenant, direction].inc(tokens)
+
+        self._record_prefix(ended)
+
+    def _record_prefix(self, ended: RequestExit) -> None:
+        expected, found = ended.expected_cached_tokens, ended.cached_tokens
+        if ended.backend is None or expected is None or found is None:
+            return
+        for kind, tokens in (("expected", expected), ("cached", found), ("both", min(expected, found))):
+            self._prefix_tokens[ended.backend, kind].inc(tokens)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         """Count one attempt that has ended."""

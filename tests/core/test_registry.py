@@ -32,3 +32,4 @@ def test_the_names_that_a_configuration_may_use() -> None:
     by_prefix = {"cost", "epp_blend", "epp_sticky"}
     assert set(placement.presets.names()) == by_views | by_prefix
     assert {name for name in placement.presets.names() if placement.presets.reads_prefixes(name)} == by_prefix
+    assert {name for name in placement.presets.names() if placement.presets.hears_answers(name)} == {"cost"}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
+from random import Random
 
 import pytest
 
@@ -20,6 +22,7 @@ from llmproxy.core.domain import (
     Trouble,
     Verdict,
 )
+from llmproxy.core.placement import Unobserved, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 from tests.core.make import listing, pools, reading, request
@@ -312,6 +315,38 @@ def test_a_lease_that_ended_before_the_pass_is_not_revoked() -> None:
     one.troubled("a", Trouble.REFUSED)
     one.finish(grant, Verdict.FAILED, 0.0)
     assert one.decide(0.0) == []
+
+
+def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:
+    told: list[tuple[str, tuple[int, ...]]] = []
+
+    class Told(Unobserved):
+        place = staticmethod(make("least_request", Random(0)).place)
+
+        def cached(self, backend: str, hashes: Sequence[int]) -> None:
+            told.append((backend, tuple(hashes)))
+
+    one = Pools(Settings(), {"a": 4, "b": 4}, {}, Told)
+    for name in ("a", "b"):
+        one.answered(name, 0.0)
+        one.listed(name, listing())
+    submit(one, *(request() for _ in range(2)))
+    old = {grant.placed.backend: grant for grant in grants(one)}
+    for grant in old.values():
+        one.finish(grant, Verdict.SERVED, 1.0)
+    one.cached(old["a"], (1, 2))
+    for _ in range(2):
+        one.troubled("a", Trouble.REFUSED)
+    # The answers were read before the process was known to be gone, and are told after it.
+    one.cached(old["a"], (3, 4))
+    one.cached(old["b"], (3, 4))
+    one.answered("a", 2.0)
+    submit(one, *(request(arrived_s=2.0, deadline_s=62.0) for _ in range(2)), now=2.0)
+    new = {grant.placed.backend: grant for grant in grants(one, 2.0)}
+    for grant in new.values():
+        one.finish(grant, Verdict.SERVED, 3.0)
+    one.cached(new["a"], (5, 6))
+    assert told == [("a", (1, 2)), ("b", (3, 4)), ("a", (5, 6))]
 
 
 def test_slow_polls_revoke_nothing() -> None:

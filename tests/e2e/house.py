@@ -153,7 +153,8 @@ class House:
 
     async def settled(self) -> None:
         """Wait until every request has ended and every engine has nothing to do."""
-        await until(lambda: self.proxy.walker.walking == 0 and self.proxy.dispatcher.leases == 0)
+        walker = self.proxy.walker
+        await until(lambda: not (walker.walking or walker.kept_bytes or self.proxy.dispatcher.leases))
         await until(lambda: all(not r.in_flight and not r.engine.busy for r in self.replicas))
 
     def check(self) -> None:

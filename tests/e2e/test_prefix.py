@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import Usage
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, Answer, House, house
+from llmproxy.core.domain import Grant, Usage
+from llmproxy.gateway.answers import Answers, KeptAnswer
+from tests.backends.raw_server import Peer
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, Answer, House, house, until
+from tests.e2e.scripted import scripted, whole
 
+KINDS = ("expected", "cached", "both")
 # About 3,000 tokens: before anything is learned, their prefill is priced at a fifth of a second, far above a tie.
 LONG = "All that follows was said before. " * 360
 OTHER = "Nobody has said anything of this. " * 360
@@ -44,6 +48,14 @@ async def ask(home: House, name: str, body: dict[str, Any], path: str = CHAT) ->
     return answer
 
 
+def spoken(answer: Answer) -> str:
+    """The text of an answer, streamed or not."""
+    if answer.body.startswith(b"{"):
+        return str(answer.json["choices"][0]["message"]["content"])
+    chunks = [json.loads(event[6:]) for event in answer.events if event.startswith(b"data: {")]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
 def cached_tokens(answer: Answer) -> int:
     found: int = (answer.json["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return found
@@ -65,6 +77,50 @@ async def test_the_turns_of_a_conversation_go_where_it_is_cached(tmp_path: Path)
         assert min(cached_tokens(second), cached_tokens(third)) > 2000
     prefill_s = {name: log[name]["placement"]["prefill"] for name in ("first", "second", "third", "other")}
     assert max(prefill_s["second"], prefill_s["third"]) < 0.1 * min(prefill_s["first"], prefill_s["other"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_is_known_to_be_cached_where_it_was_given(tmp_path: Path, stream: bool) -> None:
+    async with priced_house(tmp_path / "log") as (home, _):
+        first = await ask(home, "first", said(LONG, max_tokens=2_000, ignore_eos=True, stream=stream))
+        await until(lambda: home.proxy.walker.kept_bytes == 0)
+        second = await ask(home, "second", said(LONG, spoken(first), "And then?"))
+        assert second.backend == first.backend
+        expected, cached, both = (home.metric("llmproxy_prefix_tokens_total", kind=kind) for kind in KINDS)
+        # The prompt alone has 3,000 tokens.
+        assert cached == cached_tokens(second) > 5_000
+        assert expected == pytest.approx(cached, rel=0.05)
+        assert both == min(expected, cached)
+
+
+async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    zipped = whole(b"\x1f\x8b...", extra=b"content-encoding: gzip\r\n")
+    sizes: list[int] = []
+
+    def ended(answers: Answers, kept: KeptAnswer, _: Grant | None) -> None:
+        sizes.append(answers.kept_bytes)
+        kept.drop()
+
+    async def script(peer: Peer, request: bytes) -> None:
+        await peer.send(zipped if b"accept-encoding: gzip" in request.lower() else whole(b'{"x":1}'))
+
+    monkeypatch.setattr(Answers, "ended", ended)
+    async with scripted(script) as backend, house(extra=[backend.url], scheduling={"placement": "cost"}) as home:
+        for encoding in ("gzip", "identity"):
+            headers = {"accept-encoding": encoding}
+            async with home.http.post(home.url + CHAT, json=HELLO, headers=headers, auto_decompress=False) as response:
+                await response.read()
+            await home.settled()
+    assert sizes == [0, 7]
+
+
+@pytest.mark.parametrize(("placement", "keeps"), [("cost", True), ("epp_sticky", False), ("blend", False)])
+async def test_answers_are_kept_where_somebody_wants_to_hear_of_them(
+    tmp_path: Path, placement: str, keeps: bool
+) -> None:
+    async with priced_house(tmp_path / "log", placement) as (home, _), home.stream(ENDLESS) as turn:
+        await turn.content.readany()
+        assert (home.proxy.walker.kept_bytes > 0) is keeps
 
 
 @pytest.mark.parametrize("change", [{"model": "lora-0"}, {"cache_salt": "mine"}])

@@ -100,6 +100,34 @@ def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(heard: Heard) 
     assert told[0][:common] == told[1][:common]
 
 
+def test_what_an_answer_left_in_the_cache_is_told_once_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, str, tuple[int, ...]]] = []
+
+    def cached(_: Pools, grant: Grant, hashes: tuple[int, ...]) -> None:
+        told.append((asyncio.get_running_loop().time(), grant.placed.backend, hashes))
+
+    monkeypatch.setattr(Pools, "cached", cached)
+    blocks = tuple(range(100, 160))
+    lengths = [(640, 100), (800, 96), (1_000, 600), (1_700, 64)]
+    arrivals = [
+        Arrival(10.0 * turn, prompt, answer, blocks[: -(-(prompt + answer) // 64)], adapter="lora-0" if turn else None)
+        for turn, (prompt, answer) in enumerate(lengths)
+    ]
+    ends = records(setup([*arrivals, Arrival(41.0, 100, 10)], on=fleet(2, max_loras=1)))
+    assert [backend for _, backend, _ in told] == [end.backend for end in ends]
+    assert [at_s for at_s, _, _ in told] == pytest.approx([SETTLE_S + end.ended_s for end in ends])
+    # Whole blocks of 64 tokens, and none of what the trace says nothing of.
+    assert [len(hashes) for _, _, hashes in told] == [11, 14, 25, 27, 0]
+    for arrival, (_, _, hashes) in zip(arrivals, told, strict=False):
+        assert hashes == arrival.own_blocks()[: len(hashes)]
+
+
+def test_an_answer_that_broke_off_is_told_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Pools, "cached")
+    (end,) = records(setup([Arrival(0.0, 640, 1_000, tuple(range(30)))], on=fleet(1, [Fault(2.0, FaultKind.KILL)])))
+    assert end.outcome is Outcome.BROKEN_STREAM
+
+
 def test_the_length_of_a_prompt_is_estimated_from_its_bytes(heard: Heard) -> None:
     arrivals = traffic()
     records(setup(arrivals))

@@ -57,6 +57,13 @@ def metrics() -> Metrics:
     return Metrics(lambda: STATE)
 
 
+def test_expected_and_cached_tokens_are_counted_beside_each_other(metrics: Metrics) -> None:
+    for expected, cached in ((100, 60), (30, 80), (None, 50), (50, None)):
+        metrics.record(replace(SERVED, backend="a", expected_cached_tokens=expected, cached_tokens=cached))
+    counted = [value(metrics, "prefix_tokens_total", backend="a", kind=kind) for kind in ("expected", "cached", "both")]
+    assert counted == [130, 140, 90]
+
+
 def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
     metrics.record(SERVED)
     band, model = {"band": "default"}, {"model": "m"}
@@ -233,7 +240,7 @@ def test_a_real_scraper_reads_the_page(metrics: Metrics) -> None:
 
 
 def test_the_manual_lists_every_metric_with_its_type_and_labels(metrics: Metrics) -> None:
-    metrics.record(replace(SERVED, tenant="acme", met=True, withdrawals=1))
+    metrics.record(replace(SERVED, tenant="acme", met=True, withdrawals=1, backend="gpu-0", expected_cached_tokens=1))
     metrics.attempted("gpu-0", Verdict.SERVED)
     metrics.poll_failed("gpu-0", Trouble.TIMEOUT)
     metrics.adapter_told("gpu-0", "load", repeated=False, taken=True)

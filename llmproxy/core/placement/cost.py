@@ -45,7 +45,7 @@ def _scarce(used: float) -> float:
     return used / (1.0 - used)
 
 
-@presets.register("cost", prefixes=True)
+@presets.register("cost", prefixes=True, answers=True)
 class CostPlacement:
     """Least cost in seconds, of the request itself and of those whom it keeps waiting; the terms:
 
@@ -250,6 +250,9 @@ class CostPlacement:
             tpot_s = (now - flight.started_s) / steps
             self._rates.streamed(station.step, station.in_flight, tpot_s)
             self._rates.late_tpot.learn(flight.tpot_s, tpot_s)
+
+    def cached(self, backend: str, hashes: Sequence[int]) -> None:
+        self._index.record(backend, hashes)
 
     def lost(self, backend: str) -> None:
         self._index.forget(backend)

@@ -32,6 +32,12 @@ class Placement(Protocol):
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
         """The attempt ended; `usage` is None where its tokens are unknown."""
 
+    def cached(self, backend: str, hashes: Sequence[int]) -> None:
+        """`backend` holds these blocks: a prompt and the answer after it, as `Request.prefix` names them.
+
+        Told a little after `finished`, of some answers; the next turn of a conversation begins with them.
+        """
+
     def lost(self, backend: str) -> None:
         """The process behind `backend` is gone, and all that it had cached."""
 
@@ -51,6 +57,9 @@ class Unobserved:
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
         pass
 
+    def cached(self, backend: str, hashes: Sequence[int]) -> None:
+        pass
+
     def lost(self, backend: str) -> None:
         pass
 
@@ -59,23 +68,33 @@ class Unobserved:
 
 
 class Presets(Registry[Callable[[Random], Placement]]):
-    """Placements by name, each filed with whether it looks at `Request.prefix`: else no prompt need be hashed."""
+    """Placements by name, each filed with whether it looks at `Request.prefix`: else no prompt need be hashed.
+
+    Those that look at prefixes may want to hear of answers too (`Placement.cached`): else none need be read.
+    """
 
     def __init__(self) -> None:
         super().__init__("placement")
         self._prefixed: set[str] = set()
+        self._answered: set[str] = set()
 
     def register(
-        self, name: str, *, prefixes: bool = False
+        self, name: str, *, prefixes: bool = False, answers: bool = False
     ) -> Callable[[Callable[[Random], Placement]], Callable[[Random], Placement]]:
         """Return a decorator that files its subject under `name`. Raises ValueError when the name is taken."""
         if prefixes:
             self._prefixed.add(name)
+        if answers:
+            self._answered.add(name)
         return super().register(name)
 
     def reads_prefixes(self, name: str) -> bool:
         """Whether the preset `name` looks at the prefixes of prompts."""
         return name in self._prefixed
+
+    def hears_answers(self, name: str) -> bool:
+        """Whether the preset `name` wants to be told of answers that are cached."""
+        return name in self._answered
 
 
 Pick = Callable[[Request, Sequence[View]], Placed]
