@@ -219,11 +219,28 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
+class Predicted:
+    """A time as it was predicted at dispatch: expected, and one that is exceeded in one case of ten."""
+
+    expected_s: float
+    p90_s: float
+
+    def error_ratio(self, observed_s: float) -> float:
+        """How far off it was, as a part of what was observed (> 0); the mean of many is known as MAPE."""
+        return abs(self.expected_s - observed_s) / observed_s
+
+    def covers(self, observed_s: float) -> bool:
+        """Whether it took no longer than nine cases of ten should."""
+        return observed_s <= self.p90_s
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Where, and why: `terms` are the named parts of the chosen backend's score.
 
     `cached_tokens` of the prompt are expected in its prefix cache, and `held_tokens` in the KV-cache in any case,
-    because requests in flight hold them. `ttft_s` and `tpot_s` are expected as in `Price`, None where nobody predicts.
+    because requests in flight hold them. `ttft` (from dispatch) and `tpot` are as in `Price`, None where nobody
+    predicts.
     """
 
     backend: str
@@ -233,19 +250,61 @@ class Placed:
     cached_tokens: int = 0
     held_tokens: int = 0
     cold_adapter: bool = False
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    ttft: Predicted | None = None
+    tpot: Predicted | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One choice as it was made at `at_s`: the prices of all candidates, and whose was taken."""
+    """One choice as it was made at `at_s`: the prices of all candidates, and whose was taken.
 
+    `id`, `label` and `model` are those of the request.
+    """
+
+    id: str
     label: str
+    model: str
     at_s: float
     prompt_tokens: int
     chosen: str
     prices: tuple[Price, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendPace:
+    """One backend beside its pool: it takes `prefill_factor` and `step_factor` times as long for prompts and steps.
+
+    `busy_share` of its time lately went into prompts, and `in_flight` sequences are there. `indexed_blocks` of prompts
+    are believed to be in its prefix cache, and no more than `indexed_blocks_max` ever are.
+    """
+
+    backend: str
+    prefill_factor: float
+    step_factor: float
+    busy_share: float
+    in_flight: int
+    indexed_blocks: int
+    indexed_blocks_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What was learned of a pool's speed so far.
+
+    A prompt takes `prefill_base_s` and `prefill_token_s` for each token that is not cached; a token of an answer takes
+    `step_s` where its sequence is alone, and `sequence_s` more for each other one; a cold adapter takes `adapter_s`.
+    One case of ten exceeds what is expected of a first token `ttft_p90_factor` times, and of each further one
+    `tpot_p90_factor` times.
+    """
+
+    prefill_base_s: float
+    prefill_token_s: float
+    step_s: float
+    sequence_s: float
+    adapter_s: float
+    ttft_p90_factor: float
+    tpot_p90_factor: float
+    backends: tuple[BackendPace, ...]
 
 
 @dataclass(frozen=True, slots=True)

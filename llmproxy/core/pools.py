@@ -30,7 +30,15 @@ from llmproxy.core.occupancy import Occupancy
 from llmproxy.core.placement import Placement
 from llmproxy.core.scheduler import Scheduler
 from llmproxy.core.settings import Settings
-from llmproxy.core.snapshot import LIMITS_MAX, TOTAL_FLOWS_MAX, LimitSnapshot, PoolSnapshot, Position, Snapshot
+from llmproxy.core.snapshot import (
+    LIMITS_MAX,
+    TOTAL_FLOWS_MAX,
+    LimitSnapshot,
+    PoolChoices,
+    PoolSnapshot,
+    Position,
+    Snapshot,
+)
 
 
 class Pools:
@@ -193,6 +201,10 @@ class Pools:
         """Where the waiting request of this label or id stands; None where nothing of that name waits."""
         found = (scheduler.position(name, now) for scheduler in self._schedulers.values())
         return next((position for position in found if position is not None), None)
+
+    def choices(self, now: float) -> list[PoolChoices]:
+        """Where the last requests of each pool went, and why not elsewhere."""
+        return [scheduler.choices(now) for scheduler in self._schedulers.values()]
 
     def parked(self) -> dict[str, int]:
         """Usage limit -> requests that wait for it, over all pools."""

@@ -31,7 +31,7 @@ from llmproxy.core.placement import Placement
 from llmproxy.core.reserve import Reserve
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
-from llmproxy.core.snapshot import Look, PoolSnapshot, Position
+from llmproxy.core.snapshot import Look, PoolChoices, PoolSnapshot, Position
 from llmproxy.core.withdrawal import Withdrawal
 
 PASS_MAX = 64
@@ -384,6 +384,11 @@ class Scheduler:
         """Where the waiting request of this label or id stands; None where nothing of that name waits."""
         queued = self._room.find(name)
         return None if queued is None else self._look(now).position(queued)
+
+    def choices(self, now: float) -> PoolChoices:
+        """Where the last requests went, and why not elsewhere."""
+        placement = self._placement
+        return PoolChoices(self.pool, tuple(placement.explained())[::-1], placement.learned(self._backends, now))
 
     def parked(self) -> dict[tuple[int, str], int]:
         """(Band, usage limit) -> requests that wait for it."""

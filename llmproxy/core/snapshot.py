@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
+from llmproxy.core.domain import Explained, Learned
 from llmproxy.core.first_token import FirstToken
 from llmproxy.core.fleet import View
 from llmproxy.core.queue import FLOW_LOOK_MAX, Band, Queued
@@ -113,6 +114,16 @@ class Snapshot:
     pools: tuple[PoolSnapshot, ...]
     limits: tuple[LimitSnapshot, ...]
     limits_more: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChoices:
+    """The last choices of a backend in one pool, the newest first, and what they rest on; `learned` is None where a
+    placement has no prices."""
+
+    pool: str
+    choices: tuple[Explained, ...]
+    learned: Learned | None
 
 
 @dataclass(frozen=True, slots=True)

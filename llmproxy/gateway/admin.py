@@ -1,6 +1,7 @@
 """Pages for the people who run the proxy and nobody else.
 
-`GET /debug/queue`: what waits, why it waits and who has room. `GET /debug/adapters`: what was loaded through the proxy.
+`GET /debug/queue`: what waits, why it waits and who has room. `GET /debug/explain`: where the last requests went, and
+why not elsewhere. `GET /debug/adapters`: what was loaded through the proxy.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, 
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.auth import digest_of, presented
 from llmproxy.gateway.errors import error_body
+from llmproxy.gateway.explained import pages_of
 from llmproxy.gateway.routes import Dialect
 
 QUEUE = "/debug/queue"
 ADAPTERS = "/debug/adapters"
+EXPLAIN = "/debug/explain"
+CHOICES = 10
+"""Choices shown of each pool where nobody says how many."""
+CHOICES_MAX = 100
 PAGES_PER_S = 5.0
 BURST = 10.0
 """Pages that may be asked for at once after a pause. Each is built on the loop that serves everybody."""
@@ -78,6 +84,23 @@ class AdminPages:
         if position is None:
             return _refusal(404, f"No request `{wanted[:256]}` waits.")
         return _json(self._position(position))
+
+    def explain(self, request: web.BaseRequest) -> web.Response:
+        """The last choices of each pool: `?limit=` of them (1 to 100), or `?request=` those for one request.
+
+        404 where none for that request is remembered, 429 as for `queue`.
+        """
+        now, wanted = self._clock(), request.query.get("request")
+        if not self._may(now):
+            return _too_often()
+        asked = request.query.get("limit")
+        if asked is not None and not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= CHOICES_MAX):
+            return _refusal(400, f"`limit` should be an integer from 1 to {CHOICES_MAX}.")
+        limit = int(asked) if asked is not None else CHOICES
+        pools = pages_of(self._pools.choices(now), now, limit, wanted or None)
+        if wanted and not any(pool["choices"] for pool in pools):
+            return _refusal(404, f"No choice for a request `{wanted[:256]}` is remembered.")
+        return _json({"placement": self._pools.settings.placement, "pools": pools})
 
     def _may(self, now: float) -> bool:
         self._allowance = min(BURST, self._allowance + (now - self._at_s) * PAGES_PER_S)

@@ -15,7 +15,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.adapters import AdapterRoutes
-from llmproxy.gateway.admin import ADAPTERS, QUEUE, AdminPages
+from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
 from llmproxy.gateway.auth import Keys, Tenant
 from llmproxy.gateway.errors import Failure, error_body
 from llmproxy.gateway.identity import id_for_error, request_id
@@ -124,6 +124,9 @@ class FrontDoor:
         if path == QUEUE and self._admin.admits(request):
             _only(request, "GET", "HEAD")
             return self._admin.queue(request)
+        if path == EXPLAIN and self._admin.admits(request):
+            _only(request, "GET", "HEAD")
+            return self._admin.explain(request)
         if path == ADAPTERS and self._admin.admits(request):
             _only(request, "GET", "HEAD")
             return self._admin.adapters()

@@ -56,6 +56,10 @@ class Walk:
         request, attempt, lease = self.request, self.attempt, self.lease
         usage = attempt.usage if attempt is not None else None
         placed = lease.grant.placed if lease is not None else None
+        predicted_tpot = placed.tpot if placed is not None else None
+        if request is not None and request.sequences > 1:
+            # Their tokens come mixed: nobody sees the pace of one.
+            predicted_tpot = None
         waited_s = now - self.arrived_s
         if self.granted_s is not None:
             waited_s = self.waited_s + (0.0 if self.waits_since_s is None else now - self.waits_since_s)
@@ -87,6 +91,9 @@ class Walk:
             why=lease.grant.why if lease is not None else None,
             candidates=placed.candidates if placed is not None else None,
             terms=placed.terms if placed is not None else (),
+            expected_cached_tokens=placed.cached_tokens if placed is not None and placed.ttft is not None else None,
+            predicted_ttft=placed.ttft if placed is not None else None,
+            predicted_tpot=predicted_tpot,
             arrived_s=self.arrived_s,
             granted_s=self.granted_s,
             queued_ahead=lease.grant.queued_ahead if lease is not None else None,

@@ -13,6 +13,7 @@ from llmproxy.lab.result import (
     BackendResult,
     Fairness,
     Loaded,
+    Prediction,
     RunResult,
     Trail,
     Utilisation,
@@ -20,7 +21,7 @@ from llmproxy.lab.result import (
 )
 from llmproxy.lab.service import Adherence, ServiceDifference
 from llmproxy.lab.sketch import Sketch
-from llmproxy.lab.tally import BANDS_KEPT, BackendTally, Group, Groups, Timeline, quantiles, ratio
+from llmproxy.lab.tally import BANDS_KEPT, BackendTally, Foresight, Group, Groups, Timeline, quantiles, ratio
 from llmproxy.simulator.engine import Counters
 
 TENANTS_TOLD = 100
@@ -64,6 +65,7 @@ class Account:
         self._outputs: list[Counter[str]] = []
         self._total = Group()
         self._e2e = Sketch()
+        self._ttft_foresight, self._tpot_foresight = Foresight(), Foresight()
         self._outcomes: Counter[Outcome] = Counter()
         self._attempts = 0
         self._adapter_requests = 0
@@ -100,6 +102,8 @@ class Account:
             self._waits.add(band, record.arrived_s, record.queue_wait_s)
         if record.outcome is Outcome.COMPLETED:
             self._e2e.add(record.ended_s - record.arrived_s)
+            self._ttft_foresight.add(record.predicted_ttft, record.backend_ttft_s)
+            self._tpot_foresight.add(record.predicted_tpot, record.tpot_s)
             self._prompts.add("hit", record.arrived_s, record.hit_tokens)
             self._prompts.add("all", record.arrived_s, record.arrival.prompt_tokens)
 
@@ -173,6 +177,7 @@ class Account:
                 prompt_tokens_most=self._prompt_tokens_most,
                 unfinished_tokens_most=self._unfinished_tokens_most,
             ),
+            prediction=self._prediction(),
             by_band={name: group.result(total) for name, group in self._bands.largest(BANDS_KEPT)},
             by_tenant={name: group.result(total) for name, group in self._tenants.largest(TENANTS_TOLD)},
             by_backend={name: self._backend(name) for name in self._backends},
@@ -210,6 +215,15 @@ class Account:
         before, after = self._outputs
         tokens = {band: count - before[band] for band, count in after.items()}
         return Loaded(duration_s=self._duration_s - self._warmup_s, output_tokens=tokens)
+
+    def _prediction(self) -> Prediction:
+        ttft, tpot = self._ttft_foresight, self._tpot_foresight
+        return Prediction(
+            ttft_mape=ratio(ttft.error_ratios, ttft.count),
+            ttft_p90_coverage=ratio(ttft.covered, ttft.count),
+            tpot_mape=ratio(tpot.error_ratios, tpot.count),
+            tpot_p90_coverage=ratio(tpot.covered, tpot.count),
+        )
 
     def _imbalance(self) -> float | None:
         computed = [backend.prefill_tokens for backend in self._backends.values()]

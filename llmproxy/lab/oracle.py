@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from llmproxy.core.domain import Explained, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.domain import Explained, Learned, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.fleet import View
 from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL
 from llmproxy.lab.arrival import Arrival
@@ -181,3 +181,6 @@ class Oracle:
 
     def explained(self) -> Sequence[Explained]:
         return ()
+
+    def learned(self, backends: Iterable[str], now: float) -> Learned | None:
+        pass

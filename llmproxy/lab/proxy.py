@@ -254,6 +254,7 @@ class LabProxy:
     async def _attempt(self, request: Request, record: Record, lease: Lease) -> bool:
         """One try on one backend; whether another one may be made. Writes outcome, verdict and usage."""
         arrival, replica = record.arrival, self._replicas[lease.backend]
+        record.predicted_ttft, record.predicted_tpot = lease.grant.placed.ttft, lease.grant.placed.tpot
         if lease.withdrawn and not lease.revoked:
             lease.verdict = Verdict.WITHDRAWN
             return True
@@ -300,7 +301,7 @@ class LabProxy:
             for timer in timers:
                 timer.cancel()
         lease.verdict, record.outcome = Verdict.SERVED, Outcome.COMPLETED
-        self._measure(record, job, arrival.output_tokens)
+        self._measure(record, lease, job, arrival.output_tokens)
         lease.usage = Usage(arrival.prompt_tokens, arrival.output_tokens, job.hit_tokens)
         return False
 
@@ -313,15 +314,16 @@ class LabProxy:
             record.outcome = Outcome.UPSTREAM_TIMEOUT if by_timeout else Outcome.CONNECT_FAILED
             return True
         record.outcome = Outcome.BROKEN_STREAM
-        self._measure(record, job, job.heard_tokens)
+        self._measure(record, lease, job, job.heard_tokens)
         # What got through was work, and is charged as far as it was seen.
         lease.usage = Usage(request.prompt_tokens, job.heard_tokens)
         return False
 
-    def _measure(self, record: Record, job: Job, output_tokens: int) -> None:
+    def _measure(self, record: Record, lease: Lease, job: Job, output_tokens: int) -> None:
         assert job.first_s is not None
         record.hit_tokens = job.hit_tokens or 0
         record.ttft_s = job.first_s - record.arrived_s
+        record.backend_ttft_s = job.first_s - lease.grant.at_s
         record.output_tokens = output_tokens
         if output_tokens > 1:
             record.tpot_s = (self._loop.time() - job.first_s) / (output_tokens - 1)

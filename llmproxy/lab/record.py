@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Predicted
 from llmproxy.lab.arrival import Arrival
 
 
@@ -14,8 +14,9 @@ class Record:
 
     `arrived_s` is when it really arrived (a closed loop decides that late), `band` the resolved level. `backend` and
     `hit_tokens` (prompt tokens found cached) are those of the last attempt. `tpot_s` is the mean time per output token
-    after the first, None for answers of one token. `withdrawals` are leases that were taken back, which are no
-    attempts. `met` says whether a completed answer kept both objectives.
+    after the first, None for answers of one token. `backend_ttft_s` counts from the last grant; `predicted_ttft` of it
+    and `predicted_tpot` are what the placement expected, None where it predicts nothing. `withdrawals` are leases that
+    were taken back, which are no attempts. `met` says whether a completed answer kept both objectives.
     """
 
     arrival: Arrival
@@ -29,6 +30,9 @@ class Record:
     queue_wait_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    backend_ttft_s: float | None = None
+    predicted_ttft: Predicted | None = None
+    predicted_tpot: Predicted | None = None
     hit_tokens: int = 0
     output_tokens: int = 0
     met: bool = False

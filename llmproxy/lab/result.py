@@ -125,6 +125,19 @@ class Fairness(_Model):
     unfinished_tokens_most: int = 0
 
 
+class Prediction(_Model):
+    """How well a placement predicted the completed answers; null where it predicts nothing.
+
+    The mean of |predicted - observed| / observed, and the share that took no longer than the predicted p90 (0.9 where
+    that is right), of the time from the grant to the first token and of the mean time per token after it.
+    """
+
+    ttft_mape: float | None = None
+    ttft_p90_coverage: float | None = None
+    tpot_mape: float | None = None
+    tpot_p90_coverage: float | None = None
+
+
 class RunKey(NamedTuple):
     """What tells the runs of one simulation apart."""
 
@@ -177,6 +190,7 @@ class RunResult(_Model):
     utilisation: Utilisation
     loaded: Loaded
     fairness: Fairness
+    prediction: Prediction = Prediction()
     by_band: Annotated[dict[str, GroupResult], AfterValidator(_by_key)]
     by_tenant: Annotated[dict[str, GroupResult], AfterValidator(_by_key)]
     by_backend: Annotated[dict[str, BackendResult], AfterValidator(_by_key)]

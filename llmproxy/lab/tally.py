@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Predicted
 from llmproxy.lab.record import Record
 from llmproxy.lab.result import GroupResult, Quantiles
 from llmproxy.lab.sketch import Sketch
@@ -126,6 +126,23 @@ class Group:
             token_share=ratio(self.tokens, total.tokens),
             asked_share=ratio(self.asked_tokens, total.asked_tokens),
         )
+
+
+@dataclass(slots=True)
+class Foresight:
+    """How well one time of answers was predicted: by how much it was missed, and how often its p90 held."""
+
+    count: int = 0
+    error_ratios: float = 0.0
+    covered: int = 0
+
+    def add(self, predicted: Predicted | None, observed_s: float | None) -> None:
+        """Count one answer, unless nobody predicted its time or nobody saw it."""
+        if predicted is None or observed_s is None or observed_s <= 0.0:
+            return
+        self.count += 1
+        self.error_ratios += predicted.error_ratio(observed_s)
+        self.covered += predicted.covers(observed_s)
 
 
 class Groups:

@@ -164,8 +164,23 @@ def line_of(ended: RequestExit, origin_s: float) -> dict[str, Any]:
         "why": why_fields(why) if why is not None else None,
         "candidates": ended.candidates,
         "placement": {name: _rounded(value) for name, value in ended.terms} or None,
+        "predicted": _predicted(ended),
+        "cached_tokens": ended.cached_tokens,
     }
     return {name: value for name, value in line.items() if value is not None}
+
+
+def _predicted(ended: RequestExit) -> dict[str, Any] | None:
+    """What the placement expected, without what it does not predict; None where that is everything."""
+    ttft, tpot = ended.predicted_ttft, ended.predicted_tpot
+    predicted = {
+        "cached_tokens": ended.expected_cached_tokens,
+        "ttft_s": _rounded(ttft.expected_s) if ttft is not None else None,
+        "ttft_p90_s": _rounded(ttft.p90_s) if ttft is not None else None,
+        "tpot_s": _rounded(tpot.expected_s) if tpot is not None else None,
+        "tpot_p90_s": _rounded(tpot.p90_s) if tpot is not None else None,
+    }
+    return {name: value for name, value in predicted.items() if value is not None} or None
 
 
 def _since(origin_s: float, at_s: float | None, later_s: float = 0.0) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmproxy.core.domain import Outcome, Slo, Why
+from llmproxy.core.domain import Outcome, Predicted, Slo, Why
 
 UNKNOWN_MODEL = "unknown"
 """The `model` of a request whose name is not in the catalogue: names that clients invent never become labels."""
@@ -32,7 +32,8 @@ class RequestExit:
     `model` is the name that was asked for where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is the base
     model or adapter that served it, `adapter` that adapter, None for a base model. `path` comes without its query.
     `attempts` counts the backends tried, and `terms` are the named parts of the last placement's score, among
-    `candidates` backends.
+    `candidates` backends. `expected_cached_tokens`, `predicted_ttft` (from the last grant) and `predicted_tpot` are
+    what that placement expected, None where it predicts nothing; the last also for several sequences at once.
     """
 
     request_id: str
@@ -59,6 +60,9 @@ class RequestExit:
     why: Why | None = None
     candidates: int | None = None
     terms: tuple[tuple[str, float], ...] = ()
+    expected_cached_tokens: int | None = None
+    predicted_ttft: Predicted | None = None
+    predicted_tpot: Predicted | None = None
     arrived_s: float | None = None
     granted_s: float | None = None
     queued_ahead: int | None = None
@@ -74,6 +78,13 @@ class RequestExit:
     response_bytes: int = 0
     chunks: int = 0
     error: str | None = None
+
+    @property
+    def backend_ttft_s(self) -> float | None:
+        """Seconds from the last grant to the first body byte of a stream; None where there was no such byte."""
+        if self.ttft_s is None or self.arrived_s is None or self.granted_s is None or not self.stream:
+            return None
+        return self.ttft_s - (self.granted_s - self.arrived_s)
 
     @property
     def streaming_s(self) -> float | None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, Summary, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from llmproxy import __version__
-from llmproxy.core.domain import Outcome, Trouble, Verdict
+from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -139,7 +139,7 @@ class _Capped:
         return value
 
 
-Meter = TypeVar("Meter", Counter, Gauge, Histogram)
+Meter = TypeVar("Meter", Counter, Gauge, Histogram, Summary)
 
 
 class _Children(dict[tuple[str, ...], Meter]):
@@ -216,6 +216,20 @@ class Metrics:
         self._seconds = histogram(
             "request_seconds", "From arrival to the end, completed requests only.", REQUEST_BUCKETS_S, "band", "model"
         )
+        self._predictions = counter(
+            "prediction_seconds_total", "Sums of predicted and observed times.", "backend", "time", "kind"
+        )
+        self._prediction_errors = _Children(
+            Summary(
+                "llmproxy_prediction_error_ratio",
+                "Difference of predicted and observed times, as a part of the observed.",
+                ("backend", "time"),
+                registry=registry,
+            )
+        )
+        self._predictions_covered = counter(
+            "predictions_covered_total", "Times that did not exceed their predicted p90.", "backend", "time"
+        )
         self._decision = Histogram(
             "llmproxy_decision_seconds", "One decision pass.", registry=registry, buckets=DECISION_BUCKETS_S
         )
@@ -240,6 +254,10 @@ class Metrics:
         if (mean_gap_s := ended.mean_gap_s) is not None:
             self._gaps[band, "mean"].observe(mean_gap_s)
             self._gaps[band, "max"].observe(ended.max_gap_s if ended.max_gap_s is not None else mean_gap_s)
+        if ended.backend is not None:
+            self._predicted(ended.backend, "ttft", ended.predicted_ttft, ended.backend_ttft_s)
+            # An answer that came in one piece shows no pace.
+            self._predicted(ended.backend, "tpot", ended.predicted_tpot, per_token_s if ended.chunks > 1 else None)
         if ended.outcome is Outcome.COMPLETED:
             self._seconds[band, model].observe(ended.duration_s)
         if ended.withdrawals:
@@ -269,6 +287,15 @@ class Metrics:
             return
         for kind, tokens in (("expected", expected), ("cached", found), ("both", min(expected, found))):
             self._prefix_tokens[ended.backend, kind].inc(tokens)
+
+    def _predicted(self, backend: str, time: str, predicted: Predicted | None, observed_s: float | None) -> None:
+        if predicted is None or observed_s is None or observed_s <= 0.0:
+            return
+        self._predictions[backend, time, "predicted"].inc(predicted.expected_s)
+        self._predictions[backend, time, "observed"].inc(observed_s)
+        self._prediction_errors[backend, time].observe(predicted.error_ratio(observed_s))
+        # Made in any case: a quotient of a series that is missing is missing too, not 0.
+        self._predictions_covered[backend, time].inc(predicted.covers(observed_s))
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         """Count one attempt that has ended."""

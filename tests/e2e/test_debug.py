@@ -17,9 +17,10 @@ from llmproxy.config import Config, ConfigError, hash_of
 from llmproxy.lab import runs
 from llmproxy.lab.result import SimulationResult
 from llmproxy.lab.traces import open_trace, survey
-from tests.e2e.house import FAST, HELLO, STREAM, House, house, until
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, until
 
 QUEUE = "/debug/queue"
+EXPLAIN = "/debug/explain"
 OBJECTIVE = "x-llm-d-inference-objective"
 FLOW = "x-llm-d-inference-fairness-id"
 ACME = {"authorization": "Bearer acme-key"}
@@ -106,7 +107,8 @@ async def test_those_held_until_somebody_knows_their_model_are_counted() -> None
         await until(lambda: home.proxy.dispatcher.nameless == 0)
 
 
-async def test_for_others_there_is_no_such_page() -> None:
+@pytest.mark.parametrize("page", [QUEUE, EXPLAIN])
+async def test_for_others_there_is_no_such_page(page: str) -> None:
     async with house(FAST, admin_key=hash_of("for-admins"), api_keys=["for-clients"]) as home:
         nothing = await home.get("/debug/nothing", headers={"x-forwarded-for": "1.2.3.4"})
         for method, query, headers in (
@@ -115,13 +117,46 @@ async def test_for_others_there_is_no_such_page() -> None:
             ("GET", "?request=x", {}),
             ("GET", "", {"authorization": "Bearer for-clients"}),
         ):
-            answer = await home.request(method, QUEUE + query, headers={"x-forwarded-for": "1.2.3.4"} | headers)
+            answer = await home.request(method, page + query, headers={"x-forwarded-for": "1.2.3.4"} | headers)
             assert answer.status == nothing.status == 404
-            assert answer.body == nothing.body.replace(b"/debug/nothing", QUEUE.encode())
+            assert answer.body == nothing.body.replace(b"/debug/nothing", page.encode())
         admin = {"authorization": "Bearer for-admins", "x-forwarded-for": "1.2.3.4"}
-        assert (await home.get(QUEUE, headers=admin)).status == 200
-        assert (await home.request("HEAD", QUEUE, headers=admin)).status == 200
-        assert (await home.request("POST", QUEUE, headers=admin)).status == 405
+        assert (await home.get(page, headers=admin)).status == 200
+        assert (await home.request("HEAD", page, headers=admin)).status == 200
+        assert (await home.request("POST", page, headers=admin)).status == 405
+
+
+async def test_a_choice_is_told_with_its_prices_its_predictions_and_what_became_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    async with house(FAST, FAST, scheduling={"placement": "cost"}, decision_log=str(path)) as home:
+        answers = {}
+        for name, change in (("first", {"max_tokens": 30}), ("second", {"n": 2}), ("plain", {"stream": False})):
+            answers[name] = await home.post(CHAT, STREAM | change, headers={"x-request-id": name})
+        told = (await home.get(f"{EXPLAIN}?request=first")).json
+        (pool,) = told["pools"]
+        (choice,) = pool["choices"]
+        chosen, other = choice["candidates"]
+        assert (told["placement"], pool["pool"], pool["priced"]) == ("cost", "base", True)
+        assert (choice["request"], choice["model"], choice["chosen"]) == ("first", "base", answers["first"].backend)
+        assert {chosen["backend"], other["backend"]} == {"b0", "b1"}
+        assert chosen["line"].startswith(f"{choice['chosen']}: ")
+        assert [backend["backend"] for backend in pool["learned"]["backends"]] == ["b0", "b1"]
+        assert [one["request"] for one in (await home.get(f"{EXPLAIN}?limit=2")).json["pools"][0]["choices"]] == [
+            "plain",
+            "second",
+        ]
+        await home.settled()
+        for time, count in (("ttft", 2), ("tpot", 1)):
+            assert home.metric("llmproxy_prediction_error_ratio_count", time=time) == count
+            assert home.metric("llmproxy_prediction_seconds_total", time=time, kind="observed") > 0
+    lines = {line["request_id"]: line for line in read(path)}
+    first = lines["first"]
+    assert first["predicted"]["ttft_s"] == chosen["ttft_s"] < first["predicted"]["ttft_p90_s"]
+    assert first["predicted"]["tpot_s"] == chosen["tpot_s"] < first["predicted"]["tpot_p90_s"]
+    assert first["predicted"]["cached_tokens"] == chosen["cached_tokens"]
+    assert "tpot_s" not in lines["second"]["predicted"], "the tokens of two sequences come mixed"
+    assert "tpot_s" in lines["plain"]["predicted"]
+    assert sum(one.output_tokens for one in open_trace(path).arrivals()) == 30 + 8 + 4
 
 
 async def test_an_objective_that_nobody_configured_is_counted() -> None:
@@ -168,6 +203,7 @@ async def test_a_log_tells_who_went_in_which_order_and_why(tmp_path: Path) -> No
     assert (first["ttft_slo_s"], first["met"]) == (60.0, True)
     assert (lines["second"]["ttl_s"], "met" in lines["second"]) == (30.0, False)
     assert set(first["placement"]) >= {"queue", "kv"}
+    assert "predicted" not in first, "this placement predicts nothing"
     assert granted[0]["outcome"] == "cancelled"
     assert "output_tokens" not in granted[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -18,17 +19,17 @@ from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway import admin
-from llmproxy.gateway.admin import BURST, PAGES_PER_S, QUEUE, AdminPages
+from llmproxy.gateway.admin import BURST, CHOICES, PAGES_PER_S, QUEUE, AdminPages
 from tests.core.make import listing, request
 
 AFAR = "10.0.0.7"
 KEY = {"Authorization": "Bearer for-admins"}
 
 
-def pages(clock: Callable[[], float] = lambda: 0.0, **fields: Any) -> AdminPages:
+def pages(clock: Callable[[], float] = lambda: 0.0, seats: int = 1, **fields: Any) -> AdminPages:
     config = Config.model_validate({"backends": ["http://gpu-0:8000"], **fields})
     settings = settings_of(config)
-    pools = Pools(settings, {"gpu-0:8000": 1}, {}, partial(make, settings.placement, Random(0)))
+    pools = Pools(settings, {"gpu-0:8000": seats}, {}, partial(make, settings.placement, Random(0)))
     pools.answered("gpu-0:8000", 0.0)
     pools.listed("gpu-0:8000", listing())
     pools.submit(request(), 0.0)
@@ -96,11 +97,12 @@ def test_looks_are_bounded_and_come_back_with_time() -> None:
     assert [page.queue(asked()).status for _ in range(int(BURST) + 1)] == [200] * int(BURST) + [429]
 
 
-def test_looks_at_adapters_are_bounded_together_with_the_others() -> None:
+def test_looks_at_adapters_and_choices_are_bounded_together_with_the_others() -> None:
     now = 0.0
     page = pages(lambda: now)
-    assert [page.queue(asked()).status for _ in range(int(BURST) - 1)] == [200] * int(BURST - 1)
-    assert [page.adapters().status for _ in range(2)] == [200, 429]
+    assert [page.queue(asked()).status for _ in range(int(BURST) - 2)] == [200] * int(BURST - 2)
+    assert [page.adapters().status, page.explain(asked()).status] == [200, 200]
+    assert [page.adapters().status, page.explain(asked()).status] == [429, 429]
     assert page.queue(asked()).status == 429
 
 
@@ -119,6 +121,52 @@ def test_a_flow_whose_name_is_no_text_is_shown_all_the_same() -> None:
     assert answer.status == 200
     assert isinstance(answer.body, bytes)
     assert b"caf\\udce9" in answer.body
+
+
+def explained(query: str = "", granted: int = 0) -> tuple[int, Any]:
+    """Status and body of the page on choices, `granted` requests after it was opened."""
+    page = pages(lambda: 5.0, 99, scheduling={"placement": "cost"})
+    for number in range(granted):
+        page._pools.submit(request(id=f"n{number}", label=f"name-{number}"), 1.0)
+    page._pools.decide(1.0)
+    answer = page.explain(asked(query=query))
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert isinstance(answer.body, bytes)
+    # Half a pair, as in the name that is no text, is nothing to the faster reader.
+    return answer.status, json.loads(answer.body)
+
+
+def test_the_last_choices_are_shown_as_many_as_were_asked_for() -> None:
+    status, told = explained(granted=20)
+    (pool,) = told["pools"]
+    assert (status, told["placement"], pool["pool"], pool["priced"]) == (200, "cost", "base", True)
+    # Three more came before them: see `pages`.
+    assert (len(pool["choices"]), pool["more"]) == (CHOICES, 23 - CHOICES)
+    assert (pool["choices"][0]["request"], pool["choices"][0]["age_s"]) == ("name-19", 4.0)
+    assert len(explained("?limit=100", granted=20)[1]["pools"][0]["choices"]) == 23
+    assert len(explained("?limit=1", granted=20)[1]["pools"][0]["choices"]) == 1
+
+
+@pytest.mark.parametrize("limit", ["0", "101", "-1", "1.5", "many", "", "\u0663", "1" * 5_000])
+def test_how_many_choices_is_a_number_within_bounds(limit: str) -> None:
+    status, told = explained(f"?limit={limit}")
+    assert (status, told["error"]["message"]) == (400, "`limit` should be an integer from 1 to 100.")
+
+
+def test_the_choices_for_one_request_are_found_and_none_are_not() -> None:
+    status, told = explained("?request=name-3", granted=20)
+    assert (status, [one["id"] for one in told["pools"][0]["choices"]]) == (200, ["n3"])
+    status, told = explained("?request=nobody", granted=20)
+    assert (status, told["error"]["message"]) == (404, "No choice for a request `nobody` is remembered.")
+    status, told = explained("?request=", granted=1)
+    assert (status, len(told["pools"][0]["choices"])) == (200, 4)
+
+
+def test_a_placement_without_prices_is_told_as_such() -> None:
+    answer = pages().explain(asked())
+    assert isinstance(answer.body, bytes)
+    told = orjson.loads(answer.body)
+    assert (told["placement"], told["pools"][0]["priced"], told["pools"][0]["choices"]) == ("blend", False, [])
 
 
 def test_a_request_that_does_not_wait_is_not_found() -> None:

@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Predicted
 from llmproxy.lab import account as account_module
 from llmproxy.lab import tally as tally_module
 from llmproxy.lab.account import SAMPLES_MAX, TENANTS_KEPT, TENANTS_TOLD, Account, band_name
 from llmproxy.lab.arrival import Arrival
 from llmproxy.lab.record import Record
-from llmproxy.lab.result import Quantiles, RunResult
+from llmproxy.lab.result import Prediction, Quantiles, RunResult
 from llmproxy.lab.tally import OTHER, REFUSALS, STRETCHES
 
 
@@ -233,6 +233,35 @@ def test_rates_are_over_the_counted_time() -> None:
     account.add(record(20.0, prompt_tokens=500, hit_tokens=100, output_tokens=50))
     use = told(account).utilisation
     assert (use.completed_per_s, use.prefill_tokens_per_s, use.output_tokens_per_s) == (0.01, 4.0, 0.5)
+
+
+def predicted(at_s: float = 10.0, outcome: Outcome = Outcome.COMPLETED, output_tokens: int = 10) -> Record:
+    """Half a second to the first token where 0.4 s were expected; 20 ms for each other token, and 25 ms expected."""
+    made = record(at_s, outcome, output_tokens=output_tokens)
+    made.backend_ttft_s = 0.5
+    made.predicted_ttft, made.predicted_tpot = Predicted(0.4, 0.45), Predicted(0.025, 0.03)
+    return made
+
+
+def test_predictions_are_held_against_what_was_observed() -> None:
+    account = Account(100.0, ["a"])
+    account.add(predicted())
+    slow = predicted(output_tokens=1)
+    slow.backend_ttft_s = 0.25
+    account.add(slow)
+    found = told(account).prediction
+    assert found.ttft_mape == pytest.approx((0.2 + 0.6) / 2)
+    assert found.ttft_p90_coverage == 0.5
+    assert found.tpot_mape == pytest.approx(0.25)
+    assert found.tpot_p90_coverage == 1.0
+
+
+def test_only_counted_and_completed_answers_judge_a_prediction() -> None:
+    account = Account(100.0, ["a"], warmup_s=5.0)
+    account.add(record())
+    account.add(predicted(at_s=1.0))
+    account.add(predicted(outcome=Outcome.BROKEN_STREAM))
+    assert told(account).prediction == Prediction()
 
 
 def test_too_many_bands_share_one_row(monkeypatch: pytest.MonkeyPatch) -> None:

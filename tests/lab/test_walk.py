@@ -80,6 +80,23 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     return told
 
 
+def test_predictions_are_held_against_the_time_at_the_backend() -> None:
+    kept = records(setup(traffic(count=60, rate=60.0), "cost", fleet(1, max_num_seqs=2)))
+    waited = [one for one in kept if one.backend_ttft_s is not None and (one.queue_wait_s or 0.0) > 0.5]
+    assert waited
+    for record in waited:
+        assert record.ttft_s is not None
+        assert record.queue_wait_s is not None
+        assert record.backend_ttft_s == pytest.approx(record.ttft_s - record.queue_wait_s)
+        assert record.predicted_ttft is not None
+        assert record.predicted_tpot is not None
+    found = replay(setup(traffic(count=300), "cost")).result("cost", 1, 1.0, 1.0).prediction
+    assert None not in (found.ttft_mape, found.tpot_mape)
+    assert 0.5 < (found.ttft_p90_coverage or 0.0) < 1.0 > (found.tpot_p90_coverage or 0.0) > 0.5
+    found = replay(setup(traffic(count=20), "blend")).result("blend", 1, 1.0, 1.0).prediction
+    assert (found.ttft_mape, found.tpot_p90_coverage) == (None, None)
+
+
 def given(**sections: dict[str, Any]) -> Config:
     return Config.model_validate(sections)
 

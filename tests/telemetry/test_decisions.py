@@ -16,7 +16,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from llmproxy.core.domain import Outcome, Slo, Why
+from llmproxy.core.domain import Outcome, Predicted, Slo, Why
 from llmproxy.telemetry import decisions
 from llmproxy.telemetry.decisions import DecisionLog, appended, line_of
 from llmproxy.telemetry.exit import RequestExit
@@ -52,7 +52,11 @@ SERVED = RequestExit(
     ttft_s=1.0,
     expected_prompt_tokens=12,
     prompt_tokens=10,
+    cached_tokens=4,
     output_tokens=11,
+    expected_cached_tokens=5,
+    predicted_ttft=Predicted(0.6, 0.9),
+    predicted_tpot=Predicted(0.1500001, 0.25),
 )
 REFUSED = RequestExit(
     request_id="r2",
@@ -147,6 +151,14 @@ def test_a_line_is_a_request_of_a_trace_and_the_decision_about_it(path: Path) ->
         },
         "candidates": 2,
         "placement": {"queue": 0.5, "kv": 0.25},
+        "predicted": {
+            "cached_tokens": 5,
+            "ttft_s": 0.6,
+            "ttft_p90_s": 0.9,
+            "tpot_s": 0.15,
+            "tpot_p90_s": 0.25,
+        },
+        "cached_tokens": 4,
     }
 
 
@@ -168,6 +180,13 @@ def test_a_refused_request_says_what_it_would_have_been(path: Path) -> None:
         "withdrawals": 0,
         "ended_at_s": 0.5,
     }
+
+
+def test_what_is_not_predicted_is_not_told() -> None:
+    several = line_of(replace(SERVED, predicted_tpot=None), 0.0)
+    assert several["predicted"] == {"cached_tokens": 5, "ttft_s": 0.6, "ttft_p90_s": 0.9}
+    nothing = replace(SERVED, expected_cached_tokens=None, predicted_ttft=None, predicted_tpot=None)
+    assert "predicted" not in line_of(nothing, 0.0)
 
 
 def test_what_never_came_to_the_waiting_room_is_in_no_line(path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy import __version__
-from llmproxy.core.domain import Outcome, Trouble, Verdict
+from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 from llmproxy.telemetry.metrics import LABELS_MAX, BackendState, LiveState, Metrics, QueueState
 
@@ -38,6 +38,15 @@ SERVED = RequestExit(
 REFUSED = RequestExit(
     request_id="r2", method="POST", path="/v1/completions", outcome=Outcome.UNKNOWN_MODEL, status=404, duration_s=0.001
 )
+PREDICTED = replace(
+    SERVED,
+    backend="gpu-0",
+    arrived_s=100.0,
+    granted_s=100.5,
+    predicted_ttft=Predicted(0.4, 0.6),
+    predicted_tpot=Predicted(0.25, 0.26),
+)
+"""0.5 s from the grant to the first byte, and 0.2 s for each token after it."""
 STATE = LiveState(
     queues=(QueueState("critical", 1, 10), QueueState("default", 2, 20)),
     parked={"tenant:acme": 4},
@@ -145,6 +154,60 @@ def test_what_a_decision_did_to_a_request_is_counted(metrics: Metrics) -> None:
     assert value(metrics, "objectives_total", band="default", met="true") is None, "it had no objective to keep"
 
 
+def predictions(metrics: Metrics, time: str) -> list[float | None]:
+    """Predicted and observed seconds, errors and their count, and how many were covered."""
+    of = {"backend": "gpu-0", "time": time}
+    return [
+        value(metrics, "prediction_seconds_total", kind="predicted", **of),
+        value(metrics, "prediction_seconds_total", kind="observed", **of),
+        value(metrics, "prediction_error_ratio_sum", **of),
+        value(metrics, "prediction_error_ratio_count", **of),
+        value(metrics, "predictions_covered_total", **of),
+    ]
+
+
+def test_predictions_are_held_against_what_was_observed(metrics: Metrics) -> None:
+    metrics.record(PREDICTED)
+    assert predictions(metrics, "ttft") == pytest.approx([0.4, 0.5, 0.2, 1, 1])
+    assert predictions(metrics, "tpot") == pytest.approx([0.25, 0.2, 0.25, 1, 1])
+    metrics.record(replace(PREDICTED, predicted_ttft=Predicted(0.25, 0.49), predicted_tpot=Predicted(0.1, 0.19)))
+    assert predictions(metrics, "ttft") == pytest.approx([0.65, 1.0, 0.7, 2, 1])
+    assert predictions(metrics, "tpot") == pytest.approx([0.35, 0.4, 0.75, 2, 1])
+
+
+def test_a_p90_that_never_held_is_told_as_none_of_so_many(metrics: Metrics) -> None:
+    metrics.record(replace(PREDICTED, predicted_ttft=Predicted(0.1, 0.2)))
+    assert predictions(metrics, "ttft")[3:] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "ttft", "tpot"),
+    [
+        ({"stream": False}, None, None),
+        ({"outcome": Outcome.BROKEN_STREAM}, 1, None),
+        ({"outcome": Outcome.CANCELLED, "ttft_s": None}, None, None),
+        ({"output_tokens": None}, 1, None),
+        ({"chunks": 1}, 1, None),
+        ({"predicted_ttft": None}, None, 1),
+        ({"predicted_tpot": None}, 1, None),
+        ({"ttft_s": 0.5}, None, 1),
+        ({"duration_s": 1.0}, 1, None),
+    ],
+)
+def test_predictions_are_judged_only_by_what_somebody_saw(
+    metrics: Metrics, change: dict[str, Any], ttft: int | None, tpot: int | None
+) -> None:
+    metrics.record(replace(PREDICTED, **change))
+    assert predictions(metrics, "ttft")[3] == ttft
+    assert predictions(metrics, "tpot")[3] == tpot
+
+
+def test_a_placement_that_predicts_nothing_has_no_series(metrics: Metrics) -> None:
+    metrics.record(replace(PREDICTED, predicted_ttft=None, predicted_tpot=None))
+    assert b"llmproxy_prediction_seconds_total{" not in metrics.page()
+    assert b"llmproxy_prediction_error_ratio_count{" not in metrics.page()
+
+
 def test_tenants_are_counted_where_there_are_any(metrics: Metrics) -> None:
     metrics.record(SERVED)
     metrics.record(replace(SERVED, tenant="acme"))
@@ -240,7 +303,7 @@ def test_a_real_scraper_reads_the_page(metrics: Metrics) -> None:
 
 
 def test_the_manual_lists_every_metric_with_its_type_and_labels(metrics: Metrics) -> None:
-    metrics.record(replace(SERVED, tenant="acme", met=True, withdrawals=1, backend="gpu-0", expected_cached_tokens=1))
+    metrics.record(replace(PREDICTED, tenant="acme", met=True, withdrawals=1, expected_cached_tokens=1))
     metrics.attempted("gpu-0", Verdict.SERVED)
     metrics.poll_failed("gpu-0", Trouble.TIMEOUT)
     metrics.adapter_told("gpu-0", "load", repeated=False, taken=True)

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 from random import Random
 
 from llmproxy.core.capacity import slots_under
-from llmproxy.core.domain import Explained, NoCapacity, NoMatch, Placed, Price, Request, Slo, Usage, Verdict
+from llmproxy.core.domain import (
+    BackendPace,
+    Explained,
+    Learned,
+    NoCapacity,
+    NoMatch,
+    Placed,
+    Predicted,
+    Price,
+    Request,
+    Slo,
+    Usage,
+    Verdict,
+)
 from llmproxy.core.fleet import View
 from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, presets, with_context
 from llmproxy.core.placement.rates import Rates
@@ -109,7 +122,12 @@ class CostPlacement:
             return LATER
         lightest = min(able[index].load for index in fitting)
         chosen = prices[self._rng.choice([index for index in fitting if able[index].load == lightest])]
-        self._explained.append(Explained(request.label, now, request.prompt_tokens, chosen.backend, tuple(prices)))
+        self._explained.append(
+            Explained(
+                request.id, request.label, request.model, now, request.prompt_tokens, chosen.backend, tuple(prices)
+            )
+        )
+        rates = self._rates
         held_blocks = self._station(chosen.backend).in_use.matched(request.prefix)
         return Placed(
             chosen.backend,
@@ -119,8 +137,8 @@ class CostPlacement:
             round(chosen.cached_tokens),
             min(request.prompt_tokens, round(held_blocks * request.prefix_tokens)),
             chosen.cold_adapter,
-            chosen.ttft_s,
-            chosen.tpot_s,
+            Predicted(chosen.ttft_s, chosen.ttft_s * rates.late_ttft.factor),
+            Predicted(chosen.tpot_s, chosen.tpot_s * rates.late_tpot.factor),
         )
 
     def _under(self, slo: Slo, prices: list[Price], output_tokens: int, waited_s: float) -> list[Price]:
@@ -210,8 +228,8 @@ class CostPlacement:
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         own_tokens = request.prompt_tokens - placed.cached_tokens
-        assert placed.ttft_s is not None, "another placement chose it"
-        assert placed.tpot_s is not None, "another placement chose it"
+        assert placed.ttft is not None, "another placement chose it"
+        assert placed.tpot is not None, "another placement chose it"
         flight = Flight(
             request,
             placed.backend,
@@ -219,8 +237,8 @@ class CostPlacement:
             own_tokens,
             placed.cached_tokens,
             placed.cold_adapter,
-            placed.ttft_s,
-            placed.tpot_s,
+            placed.ttft.expected_s,
+            placed.tpot.expected_s,
         )
         self._flights[lease] = flight
         self._station(placed.backend).book(lease, flight, self._rates, now)
@@ -261,6 +279,31 @@ class CostPlacement:
 
     def explained(self) -> Sequence[Explained]:
         return tuple(self._explained)
+
+    def learned(self, backends: Iterable[str], now: float) -> Learned:
+        rates = self._rates
+        return Learned(
+            prefill_base_s=rates.prefill.base,
+            prefill_token_s=rates.prefill.slope,
+            step_s=rates.step.at(1.0),
+            sequence_s=rates.step.slope,
+            adapter_s=rates.adapter_s,
+            ttft_p90_factor=rates.late_ttft.factor,
+            tpot_p90_factor=rates.late_tpot.factor,
+            backends=tuple(self._pace(backend, now) for backend in backends),
+        )
+
+    def _pace(self, backend: str, now: float) -> BackendPace:
+        station, index = self._station(backend), self._index
+        return BackendPace(
+            backend,
+            station.prefill.factor,
+            station.step.factor,
+            station.busy_share(now),
+            station.in_flight,
+            index.size(backend),
+            index.limit(backend),
+        )
 
     def _station(self, backend: str) -> Station:
         station = self._stations.get(backend)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Protocol
 
-from llmproxy.core.domain import Explained, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.domain import Explained, Learned, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.fleet import View
 from llmproxy.core.registry import Registry
 
@@ -44,6 +44,9 @@ class Placement(Protocol):
     def explained(self) -> Sequence[Explained]:
         """The last choices with what they were between, the oldest first; a placement without prices has none."""
 
+    def learned(self, backends: Iterable[str], now: float) -> Learned | None:
+        """How fast it takes the pool and these backends of it to be; None from a placement without prices."""
+
 
 class Unobserved:
     """For a placement that needs no news of its choices: the views tell it all."""
@@ -65,6 +68,9 @@ class Unobserved:
 
     def explained(self) -> Sequence[Explained]:
         return ()
+
+    def learned(self, backends: Iterable[str], now: float) -> Learned | None:
+        pass
 
 
 class Presets(Registry[Callable[[Random], Placement]]):

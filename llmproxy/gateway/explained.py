@@ -1,0 +1,124 @@
+"""Choices of a placement that prices in seconds, as `/debug/explain` tells them: a line to read, and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import floor, log10
+from typing import Any
+
+from llmproxy.core.domain import BackendPace, Explained, Learned, Price
+from llmproxy.core.snapshot import PoolChoices
+
+PRICES_MAX = 500
+"""Candidates on one page, over all choices and pools; what is beyond is counted. One costs about 15 µs."""
+UNPRICED = "This placement has no prices; the terms of its choices are in the log."
+ALIKE = 0.05
+"""How far a pace may be from the pool's and still be told as the same."""
+
+
+def pages_of(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:
+    """Each pool with its last `limit` choices, or with those for the request of this id or label, the newest first."""
+    pages, left = [], PRICES_MAX
+    for pool in pools:
+        found = [choice for choice in pool.choices if wanted is None or wanted in (choice.id, choice.label)]
+        shown = []
+        for choice in found[:limit]:
+            # One choice is shown however large the fleet is.
+            if len(choice.prices) > left and left < PRICES_MAX:
+                break
+            left -= len(choice.prices)
+            shown.append(_choice(choice, now))
+        page: dict[str, Any] = {"pool": pool.pool, "priced": pool.learned is not None}
+        if pool.learned is None:
+            page["note"] = UNPRICED
+        page |= {"choices": shown, "more": len(found) - len(shown), "learned": _learned(pool.learned)}
+        pages.append(page)
+    return pages
+
+
+def line_of(price: Price, prompt_tokens: int) -> str:
+    """One price as a person reads it.
+
+    `gpu-2: 0.41 s = queue 0.10 + prefill 0.27 (1,830 of 9,200 tokens uncached) + adapter 0 + harm 0.04`
+    """
+    # Two digits of the sum, and its parts to the same place: what is nothing beside the sum should look like nothing.
+    digits = max(2, 1 - floor(log10(price.total_s))) if price.total_s > 0.0 else 2
+    parts = []
+    for name, seconds in price.terms:
+        shown = f"{seconds:.{digits}f}"
+        part = f"{name} {shown if float(shown) else 0}"
+        if name == "prefill":
+            part += f" ({prompt_tokens - price.cached_tokens:,.0f} of {prompt_tokens:,} tokens uncached)"
+        parts.append(part)
+    full = "" if price.fits else "; it has no room now"
+    return f"{price.backend}: {price.total_s:.{digits}f} s = {' + '.join(parts) or 0}{full}"
+
+
+def pace_line_of(pace: BackendPace) -> str:
+    """The pace of one backend as a person reads it: `gpu-3: prompts 1.9x slower, tokens as the pool, ...`."""
+    return (
+        f"{pace.backend}: prompts {_compared(pace.prefill_factor)}, tokens {_compared(pace.step_factor)}, "
+        f"{pace.busy_share:.0%} busy with prompts, {pace.in_flight:,} sequences in flight, "
+        f"{pace.indexed_blocks:,} of {pace.indexed_blocks_max:,} blocks indexed"
+    )
+
+
+def _compared(factor: float) -> str:
+    if abs(factor - 1.0) < ALIKE:
+        return "as the pool"
+    return f"{factor:.1f}x slower" if factor > 1.0 else f"{1.0 / factor:.1f}x faster"
+
+
+def _choice(choice: Explained, now: float) -> dict[str, Any]:
+    ordered = sorted(choice.prices, key=lambda price: (price.backend != choice.chosen, price.total_s))
+    return {
+        "request": choice.label,
+        "id": choice.id,
+        "model": choice.model,
+        "age_s": round(now - choice.at_s, 4),
+        "prompt_tokens": choice.prompt_tokens,
+        "chosen": choice.chosen,
+        "candidates": [_candidate(price, choice.prompt_tokens) for price in ordered],
+    }
+
+
+def _candidate(price: Price, prompt_tokens: int) -> dict[str, Any]:
+    return {
+        "line": line_of(price, prompt_tokens),
+        "backend": price.backend,
+        "total_s": round(price.total_s, 6),
+        "terms": {name: round(seconds, 6) for name, seconds in price.terms},
+        "cached_tokens": round(price.cached_tokens),
+        "cold_adapter": price.cold_adapter,
+        "ttft_s": round(price.ttft_s, 6),
+        "tpot_s": round(price.tpot_s, 6),
+        "fits": price.fits,
+    }
+
+
+def _learned(learned: Learned | None) -> dict[str, Any] | None:
+    if learned is None:
+        return None
+    token_s = learned.prefill_token_s
+    return {
+        "prefill_tokens_per_s": round(1.0 / token_s, 1) if token_s > 0.0 else None,
+        "prefill_base_s": round(learned.prefill_base_s, 6),
+        "step_s": round(learned.step_s, 6),
+        "step_s_per_sequence": round(learned.sequence_s, 9),
+        "adapter_s": round(learned.adapter_s, 6),
+        "ttft_p90_factor": round(learned.ttft_p90_factor, 3),
+        "tpot_p90_factor": round(learned.tpot_p90_factor, 3),
+        "backends": [
+            {
+                "line": pace_line_of(pace),
+                "backend": pace.backend,
+                "prefill_factor": round(pace.prefill_factor, 3),
+                "step_factor": round(pace.step_factor, 3),
+                "busy_share": round(pace.busy_share, 3),
+                "in_flight": pace.in_flight,
+                "indexed_blocks": pace.indexed_blocks,
+                "indexed_blocks_max": pace.indexed_blocks_max,
+            }
+            for pace in learned.backends
+        ],
+    }

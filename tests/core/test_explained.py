@@ -1,0 +1,170 @@
+"""What a pool tells of its last choices, what was predicted with them, and of what it has learned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+import pytest
+
+from llmproxy.core.domain import Grant, Predicted, Request, Usage, Verdict
+from llmproxy.core.placement import make
+from llmproxy.core.placement.cost import EXPLAINED_MAX
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import Settings
+from llmproxy.core.snapshot import PoolChoices
+from tests.core.make import listing, reading, request
+
+
+def pools(*backends: str, placement: str = "cost") -> Pools:
+    made = Pools(Settings(), dict.fromkeys(backends, 8), {}, partial(make, placement, Random(0)))
+    for name in backends:
+        made.answered(name, 0.0)
+        made.listed(name, listing())
+        made.observe(name, reading(kv_tokens=20_000))
+    return made
+
+
+def granted(of: Pools, asked: Request, now: float, excluded: frozenset[str] = frozenset()) -> Grant:
+    of.submit(replace(asked, arrived_s=now, deadline_s=now + 60.0), now, excluded)
+    (grant,) = of.decide(now)
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def serve(of: Pools, asked: Request, now: float, took_s: float, output_tokens: int = 11) -> Grant:
+    """From its submission to its end: the first byte after half of the time, and the tokens in the other half."""
+    grant = granted(of, asked, now)
+    of.started(grant, now + took_s / 2)
+    of.finish(grant, Verdict.SERVED, now + took_s, Usage(asked.prompt_tokens, output_tokens))
+    return grant
+
+
+def choices(of: Pools, now: float) -> PoolChoices:
+    (pool,) = of.choices(now)
+    return pool
+
+
+def test_choices_are_told_with_all_candidates_and_the_newest_first() -> None:
+    of = pools("a", "b")
+    first = granted(of, request(id="1", label="one", prompt_tokens=30), 1.0)
+    second = granted(of, request(id="2", label="two", prompt_tokens=40), 2.0)
+    told = choices(of, 3.0)
+    assert told.pool == "base"
+    assert [(c.id, c.label, c.model, c.at_s, c.prompt_tokens) for c in told.choices] == [
+        ("2", "two", "base", 2.0, 40),
+        ("1", "one", "base", 1.0, 30),
+    ]
+    for choice, grant in zip(told.choices, (second, first), strict=True):
+        assert {price.backend for price in choice.prices} == {"a", "b"}
+        assert choice.chosen == grant.placed.backend
+        (taken,) = [price for price in choice.prices if price.backend == choice.chosen]
+        assert (taken.total_s, taken.terms) == (grant.placed.score, grant.placed.terms)
+
+
+def test_so_many_choices_are_remembered_and_no_more() -> None:
+    of = pools("a")
+    for number in range(EXPLAINED_MAX + 5):
+        serve(of, request(id=str(number)), float(number), 0.1)
+    told = [choice.id for choice in choices(of, 1e3).choices]
+    assert told == [str(number) for number in reversed(range(5, EXPLAINED_MAX + 5))]
+
+
+def test_a_choice_predicts_a_time_and_one_that_is_rarely_exceeded() -> None:
+    of = pools("a")
+    # A first byte that comes late says nothing of the tokens after it.
+    serve(of, request(stream=True), 0.0, 5.0, output_tokens=1)
+    placed = granted(of, request(prompt_tokens=1_500, stream=True), 60.0).placed
+    (price,) = choices(of, 60.0).choices[0].prices
+    learned = choices(of, 60.0).learned
+    assert learned is not None
+    assert learned.ttft_p90_factor > learned.tpot_p90_factor > 1.0
+    assert placed.ttft == Predicted(price.ttft_s, price.ttft_s * learned.ttft_p90_factor)
+    assert placed.tpot == Predicted(price.tpot_s, price.tpot_s * learned.tpot_p90_factor)
+
+
+def test_what_is_exceeded_more_often_is_predicted_to_be() -> None:
+    of = pools("a")
+    before = choices(of, 0.0).learned
+    for number in range(40):
+        # Now and then ten times as long, so that no mean follows.
+        serve(of, request(stream=True), 100.0 * number, 0.1 if number % 3 else 10.0)
+    after = choices(of, 1e4).learned
+    assert before is not None
+    assert after is not None
+    assert after.ttft_p90_factor > before.ttft_p90_factor
+    assert after.tpot_p90_factor > before.tpot_p90_factor
+
+
+def test_how_far_off_a_prediction_was() -> None:
+    predicted = Predicted(0.5, 1.0)
+    assert [predicted.error_ratio(observed_s) for observed_s in (0.25, 0.5, 2.0)] == [1.0, 0.0, 0.75]
+    assert [predicted.covers(observed_s) for observed_s in (0.5, 1.0, 1.1)] == [True, True, False]
+
+
+def test_what_was_learned_is_told_of_each_backend_of_the_pool() -> None:
+    of = pools("a", "b", "c")
+    now = 0.0
+    for number in range(150):
+        # Each has its turn, whatever it is thought to cost.
+        others = frozenset("abc") - {"abc"[number % 3]}
+        grant = granted(of, request(prompt_tokens=1_000 + 100 * (number % 10), stream=True), now, others)
+        slower = {"a": 1.0, "b": 3.0, "c": 1.0}[grant.placed.backend]
+        prompt_s = slower * (0.01 + grant.request.prompt_tokens / 10_000)
+        of.started(grant, now + prompt_s)
+        of.finish(grant, Verdict.SERVED, now + prompt_s + slower * 0.2, Usage(1_000, 11))
+        now += 60.0
+    learned = choices(of, now).learned
+    assert learned is not None
+    pace = {one.backend: one for one in learned.backends}
+    assert list(pace) == ["a", "b", "c"]
+    assert pace["b"].prefill_factor / pace["a"].prefill_factor == pytest.approx(3.0, rel=0.2)
+    assert pace["b"].step_factor / pace["a"].step_factor == pytest.approx(3.0, rel=0.2)
+    took_s = pace["a"].prefill_factor * (learned.prefill_base_s + 1_500 * learned.prefill_token_s)
+    assert took_s == pytest.approx(0.16, rel=0.1)
+    assert pace["a"].step_factor * learned.step_s == pytest.approx(0.02, rel=0.1)
+    assert learned.sequence_s < learned.step_s
+
+
+def test_what_a_backend_holds_and_does_is_told() -> None:
+    of = pools("a")
+    asked = request(prompt_tokens=1_000, prefix=tuple(range(10)), prefix_tokens=100.0, sequences=2, stream=True)
+    grant = granted(of, asked, 0.0)
+    learned = choices(of, 0.0).learned
+    assert learned is not None
+    (busy,) = learned.backends
+    assert (busy.in_flight, busy.indexed_blocks, busy.indexed_blocks_max) == (2, 0, 200)
+    assert busy.busy_share > 0.0
+    of.started(grant, 0.1)
+    of.finish(grant, Verdict.SERVED, 1.0, Usage(1_000, 4))
+    learned = choices(of, 60.0).learned
+    assert learned is not None
+    (idle,) = learned.backends
+    assert (idle.in_flight, idle.indexed_blocks) == (0, 10)
+    assert idle.busy_share < busy.busy_share
+
+
+def test_a_backend_that_was_never_asked_is_told_as_its_pool_is() -> None:
+    learned = choices(pools("a", "b"), 5.0).learned
+    assert learned is not None
+    assert [(one.backend, one.prefill_factor, one.step_factor, one.busy_share) for one in learned.backends] == [
+        ("a", 1.0, 1.0, 0.0),
+        ("b", 1.0, 1.0, 0.0),
+    ]
+
+
+def test_a_backend_that_left_the_pool_is_told_no_more() -> None:
+    of = pools("a", "b")
+    of.listed("b", listing(base="other"))
+    for pool in of.choices(0.0):
+        assert pool.learned is not None
+        assert [one.backend for one in pool.learned.backends] == (["a"] if pool.pool == "base" else ["b"])
+
+
+@pytest.mark.parametrize("placement", ["blend", "session", "epp_sticky"])
+def test_a_placement_without_prices_says_that_it_has_none(placement: str) -> None:
+    of = pools("a", placement=placement)
+    placed = granted(of, request(), 0.0).placed
+    assert (placed.ttft, placed.tpot) == (None, None)
+    assert choices(of, 1.0) == PoolChoices("base", (), None)
