@@ -101,9 +101,11 @@ def _text(stream: bytes) -> str:
 
 def report(name: str, told: Told) -> None:
     """One line on the hits, and one on what was expected."""
-    print(f"{name:22s} {told.hits:7,} of {told.queries:7,} prompt tokens found in the cache: {told.hits / told.queries:.3f}")
-    known = [(line["expected_cached_tokens"], line["cached_tokens"], line["prompt_tokens"]) for line in told.lines
-             if line.get("expected_cached_tokens") is not None and line.get("cached_tokens") is not None]  # fmt: skip
+    print(
+        f"{name:22s} {told.hits:7,} of {told.queries:7,} prompt tokens found in the cache: {told.hits / told.queries:.3f}"
+    )
+    known = [(line["predicted"]["cached_tokens"], line["cached_tokens"], line["prompt_tokens"]) for line in told.lines
+             if line.get("predicted") and line.get("cached_tokens") is not None]  # fmt: skip
     if known:
         expected, real, prompts = (sum(column) for column in zip(*known, strict=True))
         off = sum(abs(one - other) for one, other, _ in known)

@@ -56,6 +56,9 @@ class Walk:
         request, attempt, lease = self.request, self.attempt, self.lease
         usage = attempt.usage if attempt is not None else None
         placed = lease.grant.placed if lease is not None else None
+        expected_cached_tokens = None
+        if placed is not None and request is not None and (request.prefix or placed.ttft is not None):
+            expected_cached_tokens = placed.cached_tokens
         predicted_tpot = placed.tpot if placed is not None else None
         if request is not None and request.sequences > 1:
             # Their tokens come mixed: nobody sees the pace of one.
@@ -91,7 +94,6 @@ class Walk:
             why=lease.grant.why if lease is not None else None,
             candidates=placed.candidates if placed is not None else None,
             terms=placed.terms if placed is not None else (),
-            expected_cached_tokens=placed.cached_tokens if placed is not None and placed.ttft is not None else None,
             predicted_ttft=placed.ttft if placed is not None else None,
             predicted_tpot=predicted_tpot,
             arrived_s=self.arrived_s,
@@ -101,7 +103,7 @@ class Walk:
             ttft_s=ttft_s,
             max_gap_s=attempt.max_gap_s if attempt is not None and ttft_s is not None else None,
             expected_prompt_tokens=request.prompt_tokens if request is not None else None,
-            expected_cached_tokens=placed.cached_tokens if placed is not None and request and request.prefix else None,
+            expected_cached_tokens=expected_cached_tokens,
             prompt_tokens=usage.prompt_tokens if usage is not None else None,
             cached_tokens=usage.cached_tokens if usage is not None else None,
             output_tokens=usage.output_tokens if usage is not None else None,

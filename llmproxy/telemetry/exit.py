@@ -32,8 +32,8 @@ class RequestExit:
     `model` is the name that was asked for where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is the base
     model or adapter that served it, `adapter` that adapter, None for a base model. `path` comes without its query.
     `attempts` counts the backends tried, and `terms` are the named parts of the last placement's score, among
-    `candidates` backends. `expected_cached_tokens`, `predicted_ttft` (from the last grant) and `predicted_tpot` are
-    what that placement expected, None where it predicts nothing; the last also for several sequences at once.
+    `candidates` backends. `predicted_ttft` (from the last grant) and `predicted_tpot` are what that placement expected,
+    None where it predicts nothing; the last also for several sequences at once.
     """
 
     request_id: str
@@ -60,7 +60,6 @@ class RequestExit:
     why: Why | None = None
     candidates: int | None = None
     terms: tuple[tuple[str, float], ...] = ()
-    expected_cached_tokens: int | None = None
     predicted_ttft: Predicted | None = None
     predicted_tpot: Predicted | None = None
     arrived_s: float | None = None

@@ -22,7 +22,8 @@ async def running_gauge(home: House, replica: Replica) -> float:
 
 
 async def test_leaving_the_queue() -> None:
-    async with house(FAST, fixed_limit=1) as home, home.stream() as running:
+    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
+    async with one_seat as home, home.stream() as running:
         await running.content.readany()
         waiting = [home.waiting(STREAM) for _ in range(3)]
         await until(lambda: home.queued == 3)

@@ -139,7 +139,8 @@ async def test_headers_that_give_advantage_are_removed_unless_the_tenant_is_trus
 
 
 async def test_draining() -> None:
-    async with house(FAST, fixed_limit=1) as home, home.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
+    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
+    async with one_seat as home, home.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
         await running_stream.content.readany()
         waiting = [home.waiting(), home.waiting(STREAM)]
         await until(lambda: home.queued == 2)
