@@ -102,7 +102,8 @@ def _text(stream: bytes) -> str:
 def report(name: str, told: Told) -> None:
     """One line on the hits, and one on what was expected."""
     print(
-        f"{name:22s} {told.hits:7,} of {told.queries:7,} prompt tokens found in the cache: {told.hits / told.queries:.3f}"
+        f"{name:22s} {told.hits:7,} of {told.queries:7,} prompt tokens found in the cache:"
+        f" {told.hits / told.queries:.3f}"
     )
     known = [(line["predicted"]["cached_tokens"], line["cached_tokens"], line["prompt_tokens"]) for line in told.lines
              if line.get("predicted") and line.get("cached_tokens") is not None]  # fmt: skip
