@@ -1,118 +1,254 @@
-"""What is learned of a backend's speed: a line with a short memory, and the time between two releases."""
+"""What is learned of backends' speed: the line of a pool, how each backend keeps its pace, how often both are wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from random import Random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from llmproxy.core.placement.rates import Rates, Trend
+from llmproxy.core.placement.rates import LATE_MOST, Late, Line, Pace, Rates
 
-
-def test_before_any_observation_the_default_line_holds() -> None:
-    trend = Trend(0.5, 0.01, 100.0)
-    assert trend.slope == pytest.approx(0.01)
-    assert [trend.at(x) for x in (0.0, 50.0, 1_000.0)] == pytest.approx([0.5, 1.0, 10.5])
+# --- a line -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_is_found_whatever_the_default_was() -> None:
-    trend = Trend(0.5, 0.01, 100.0)
-    for i in range(300):
+def test_before_any_observation_the_guessed_line_holds() -> None:
+    line = Line(0.5, 0.01, 100.0, 0.01)
+    assert [line.at(x) for x in (0.0, 50.0, 1_000.0)] == pytest.approx([0.5, 1.0, 10.5])
+
+
+@pytest.mark.parametrize(("base", "slope"), [(2.0, 0.003), (0.0, 0.02), (0.1, 0.0)])
+def test_a_line_is_found_whatever_was_guessed(base: float, slope: float) -> None:
+    line = Line(0.5, 0.01, 100.0, 0.01)
+    for i in range(600):
         x = float(i % 10) * 100.0
-        trend.learn(x, 2.0 + 0.003 * x)
-    assert trend.slope == pytest.approx(0.003, rel=0.01)
-    assert trend.at(0.0) == pytest.approx(2.0, rel=0.01)
-    assert trend.at(5_000.0) == pytest.approx(17.0, rel=0.01)
+        line.learn(x, base + slope * x)
+    assert (line.base, line.slope) == pytest.approx((base, slope), rel=0.01, abs=1e-3)
+    assert line.at(5_000.0) == pytest.approx(base + 5_000.0 * slope, rel=0.02)
+
+
+def test_a_few_observations_outweigh_a_bad_guess() -> None:
+    line = Line(0.03, 1 / 15_000, 4_000.0, 0.02)
+    for x in 3 * (200.0, 3_000.0, 800.0, 2_000.0, 400.0, 1_000.0, 3_000.0, 100.0, 1_500.0, 600.0):
+        line.learn(x, 0.03 + x / 5_000)
+    assert line.at(1_000.0) == pytest.approx(0.23, rel=0.1)
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    trend = Trend(0.0, 0.01, 100.0)
-    for slope, times in ((0.02, 1_000), (0.2, 100)):
+    line = Line(0.0, 0.01, 100.0, 0.01)
+    for slope, times in ((0.04, 1_000), (0.08, 400), (0.02, 400)):
         for i in range(times):
-            trend.learn(float(i % 10), slope * (i % 10))
-    assert trend.slope == pytest.approx(0.2, rel=0.1)
+            line.learn(float(i % 10), slope * (i % 10))
+        assert line.slope == pytest.approx(slope, rel=0.1)
 
 
-def test_a_falling_line_has_no_slope_and_no_value_is_negative() -> None:
-    trend = Trend(0.0, 0.01, 100.0)
-    for i in range(100):
-        trend.learn(float(i % 10), 10.0 - i % 10)
-    assert trend.slope == 0.0
-    assert trend.at(1_000.0) == pytest.approx(5.5, rel=0.05)
-    below = Trend(0.0, 0.0, 1.0)
-    for i in range(500):
-        below.learn(10.0 + 10.0 * (i % 2), float(i % 2))
-    assert below.slope == pytest.approx(0.1, rel=0.01)
-    assert below.at(0.0) == 0.0
+def test_errors_count_by_the_size_of_what_they_are_errors_of() -> None:
+    """Long prompts are off by more than short ones take, and must not say what those take."""
+    line, rng = Line(0.05, 0.001, 1_000.0, 0.01), Random(3)
+    bases = []
+    for _ in range(3_000):
+        x = rng.choice((10.0, 20.0, 5_000.0))
+        line.learn(x, (0.1 + 0.001 * x) * rng.choice((0.7, 1.3)))
+        bases.append(line.base)
+    assert all(0.05 < base < 0.16 for base in bases[300:])
 
 
-def test_observations_at_one_place_move_the_level_and_keep_the_default_slope() -> None:
-    trend = Trend(0.0, 0.01, 100.0)
+def test_a_falling_line_has_no_slope() -> None:
+    line = Line(0.0, 0.01, 100.0, 0.01)
+    for i in range(1_000):
+        line.learn(float(i % 10), 10.0 - i % 10)
+    assert line.slope == 0.0
+    assert line.at(1_000.0) == pytest.approx(5.5, rel=0.1)
+
+
+def test_a_line_that_would_begin_below_nothing_begins_at_nothing() -> None:
+    line = Line(0.0, 0.0, 1.0, 0.01)
+    for i in range(1_000):
+        line.learn(10.0 + 10.0 * (i % 2), float(i % 2))
+    assert line.at(0.0) == 0.0
+    assert 0.0 < line.at(10.0) < line.at(20.0) < 1.0
+
+
+def test_observations_at_one_place_move_the_level_and_keep_the_slope() -> None:
+    line = Line(1.0, 0.01, 100.0, 0.01)
     for _ in range(2_000):
-        trend.learn(500.0, 40.0)
-    assert trend.slope == 0.01
-    assert trend.at(500.0) == pytest.approx(40.0)
-    assert trend.at(600.0) == pytest.approx(41.0)
+        line.learn(500.0, 7.0)
+    slope = line.slope
+    assert slope == pytest.approx(0.012, rel=0.1)
+    for _ in range(1_000):
+        line.learn(500.0, 14.0)
+    assert line.slope == slope
+    assert line.at(500.0) == pytest.approx(14.0, rel=0.01)
 
 
-def test_observations_at_zero_alone_keep_the_default_slope() -> None:
-    trend = Trend(0.0, 0.01, 0.0)
-    trend.learn(0.0, 3.0)
-    assert trend.slope == 0.01
+@given(st.lists(st.tuples(st.floats(0.0, 1e5), st.floats(0.0, 1e3)), max_size=60))
+def test_a_line_never_falls_nor_expects_less_than_nothing(seen: list[tuple[float, float]]) -> None:
+    line = Line(0.03, 1 / 15_000, 4_000.0, 0.02)
+    for x, y in seen:
+        line.learn(x, y)
+        assert line.base >= 0.0
+        assert line.slope >= 0.0
+
+
+# --- a pace -----------------------------------------------------------------------------------------------------------
+
+
+def takes(rng: Random, slower: float = 1.0, noise: float = 0.3) -> Iterator[tuple[float, float]]:
+    """What prompts of many lengths should take, and what they take on a backend this much slower."""
+    while True:
+        expected_s = rng.choice((0.1, 0.2, 0.5, 1.0))
+        yield expected_s, slower * expected_s * max(0.1, rng.gauss(1.0, noise))
+
+
+def paces(times: int, slower: float = 1.0, noise: float = 0.3, before: int = 0) -> list[list[float]]:
+    """The factors of a hundred backends after each of so many observations, `before` of which were as expected."""
+    found = []
+    for seed in range(100):
+        pace, rng = Pace(), Random(seed)
+        alike, other = takes(rng, 1.0, noise), takes(rng, slower, noise)
+        for _ in range(before):
+            pace.learn(*next(alike))
+        factors = []
+        for _ in range(times):
+            pace.learn(*next(other))
+            factors.append(pace.factor)
+        found.append(factors)
+    return found
+
+
+def test_a_backend_keeps_the_pace_of_its_pool_until_it_was_seen() -> None:
+    assert Pace().factor == 1.0
+
+
+@pytest.mark.parametrize("took_s", [0.0, 0.01, 0.5, 2.0, 300.0])
+def test_one_observation_alone_proves_nothing(took_s: float) -> None:
+    pace = Pace()
+    pace.learn(1.0, took_s)
+    assert pace.factor == 1.0
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.3])
+def test_what_is_alike_looks_alike_however_noisy_it_is(noise: float) -> None:
+    """Two standard errors are passed by chance once in twenty times, from the first observations on."""
+    found = paces(100, noise=noise)
+    for some in (slice(0, 10), slice(10, 100)):
+        factors = [factor for one in found for factor in one[some]]
+        assert sum(factor == 1.0 for factor in factors) > 0.91 * len(factors)
+        assert sum(abs(factor - 1.0) for factor in factors) / len(factors) < 0.1 * noise
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0, 2.9])
+def test_a_backend_of_another_kind_is_known_after_ten_prompts(slower: float) -> None:
+    factors = [one[-1] for one in paces(10, slower, noise=0.1)]
+    assert sum(factors) / 100 == pytest.approx(slower, rel=0.05)
+    assert all(abs(factor / slower - 1.0) < 0.35 for factor in factors)
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0, 2.9])
+def test_a_backend_that_changes_its_pace_is_known_after_some_more(slower: float) -> None:
+    for times, near in ((15, 0.55), (30, 0.25)):
+        factors = [one[-1] for one in paces(times, slower, noise=0.1, before=100)]
+        assert all(abs(factor - slower) < near * abs(1.0 - slower) for factor in factors)
+
+
+def test_a_backend_that_recovers_keeps_the_pace_of_its_pool_again() -> None:
+    pace = Pace()
+    for _ in range(20):
+        pace.learn(1.0, 3.0)
+    assert pace.factor == pytest.approx(3.0, rel=0.01)
+    for _ in range(60):
+        pace.learn(1.0, 1.0)
+    assert pace.factor == pytest.approx(1.0, abs=0.02)
+
+
+def test_long_prompts_say_more_of_a_pace_than_short_ones() -> None:
+    pace = Pace()
+    for _ in range(100):
+        pace.learn(2.0, 4.0)
+        pace.learn(0.01, 0.01)
+    assert pace.factor == pytest.approx(2.0, rel=0.02)
+
+
+def test_no_backend_is_believed_to_take_no_time() -> None:
+    pace = Pace()
+    for _ in range(50):
+        pace.learn(1.0, 0.0)
+    assert 0.0 < pace.factor < 0.1
+
+
+# --- what the predictions are worth -----------------------------------------------------------------------------------
+
+
+def test_one_time_of_ten_is_later_than_what_is_allowed_for() -> None:
+    late, rng = Late(), Random(5)
+    factors, above = [], 0
+    for number in range(6_000):
+        predicted = rng.choice((0.1, 1.0, 7.0))
+        observed = predicted * rng.uniform(0.0, 4.0)
+        if number >= 2_000:
+            factors.append(late.factor)
+            above += observed > predicted * late.factor
+        late.learn(predicted, observed)
+    assert above / len(factors) == pytest.approx(0.1, abs=0.01)
+    assert sum(factors) / len(factors) == pytest.approx(3.6, rel=0.1)
+
+
+def test_what_is_allowed_for_has_bounds() -> None:
+    late = Late()
+    for _ in range(1_000):
+        late.learn(1.0, 0.5)
+    assert late.factor == 1.0
+    for _ in range(1_000):
+        late.learn(1.0, 1e9)
+    assert late.factor == LATE_MOST
+
+
+# --- a pool -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_teaches_the_line_of_the_pool_and_the_pace_of_its_backend() -> None:
+    rates, usual, slow = Rates(), Pace(), Pace()
+    for i in range(300):
+        tokens = 200.0 * (1 + i % 20)
+        for pace, slower in ((usual, 1.0), (usual, 1.0), (usual, 1.0), (slow, 2.9)):
+            rates.prefilled(pace, tokens, slower * (0.02 + tokens / 8_000))
+    assert slow.factor / usual.factor == pytest.approx(2.9, rel=0.05)
+    for pace, slower in ((usual, 1.0), (slow, 2.9)):
+        assert rates.prefill.at(2_000.0) * pace.factor == pytest.approx(slower * 0.27, rel=0.05)
 
 
 def test_a_cold_adapter_teaches_its_own_time_and_nothing_of_prompts() -> None:
-    rates = Rates()
-    expected_s = rates.first.at(1_000.0)
+    rates, pace = Rates(), Pace()
+    expected_s = rates.prefill.at(1_000.0)
     for _ in range(50):
-        rates.started(1_000.0, expected_s + 2.0, cold_adapter=True)
+        rates.loaded(pace, 1_000.0, expected_s + 2.0)
     assert rates.adapter_s == pytest.approx(2.0, rel=0.01)
-    assert rates.first.at(1_000.0) == expected_s
-    assert rates.seen == 0.0
+    assert (rates.prefill.at(1_000.0), pace.factor) == (expected_s, 1.0)
     for _ in range(50):
-        rates.started(1_000.0, expected_s / 2.0, cold_adapter=True)
+        rates.loaded(pace, 1_000.0, expected_s / 2.0)
     assert 0.0 <= rates.adapter_s < 0.01
 
 
-def test_first_bytes_and_streams_are_learned_apart() -> None:
-    rates = Rates()
-    step_s = rates.step.at(10.0)
-    for i in range(100):
-        rates.started(float(i % 10) * 100.0, 1.0, cold_adapter=False)
-    assert rates.first.at(500.0) == pytest.approx(1.0, rel=0.05)
+def test_a_slow_backend_does_not_make_adapters_slow() -> None:
+    rates, pace = Rates(), Pace()
+    for _ in range(60):
+        rates.prefilled(pace, 1_000.0, 3.0 * rates.prefill.at(1_000.0))
+        rates.prefilled(Pace(), 1_000.0, rates.prefill.at(1_000.0))
+    for _ in range(50):
+        rates.loaded(pace, 1_000.0, rates.prefill.at(1_000.0) * pace.factor + 0.4)
+    assert rates.adapter_s == pytest.approx(0.4, rel=0.05)
+
+
+def test_prompts_and_streams_are_learned_apart() -> None:
+    rates, prefill, step = Rates(), Pace(), Pace()
+    step_s, prefill_s = rates.step.at(10.0), rates.prefill.at(500.0)
+    for i in range(30):
+        rates.prefilled(prefill, float(i % 10) * 100.0, 1.0)
     assert rates.step.at(10.0) == step_s
-    for i in range(100):
-        rates.streamed(float(i % 10), 0.05)
-    assert rates.step.at(5.0) == pytest.approx(0.05, rel=0.05)
-    assert rates.seen == pytest.approx(32.0, rel=0.05)
-
-
-def test_the_time_between_releases_is_a_mean_of_the_last_ones() -> None:
     rates = Rates()
-    assert rates.next_release_s(0.0) is None
-    rates.released(10.0, idle=False)
-    assert rates.release_s is None
-    for i in range(1, 60):
-        rates.released(10.0 + 0.5 * i, idle=False)
-    assert rates.release_s == pytest.approx(0.5)
-    for i in range(60):
-        rates.released(100.0 + 2.0 * i, idle=False)
-    assert rates.release_s == pytest.approx(2.0, rel=0.1)
-
-
-def test_an_idle_night_is_no_time_between_releases() -> None:
-    rates = Rates()
-    rates.released(0.0, idle=False)
-    rates.released(1.0, idle=True)
-    rates.released(40_000.0, idle=False)
-    assert rates.release_s == 1.0
-    rates.released(40_001.0, idle=False)
-    assert rates.release_s == 1.0
-
-
-def test_a_release_that_is_overdue_is_expected_ever_later() -> None:
-    rates = Rates()
-    rates.released(0.0, idle=False)
-    rates.released(1.0, idle=False)
-    assert rates.next_release_s(2.5) == 1.0
-    assert rates.next_release_s(13.0) == pytest.approx(11.0)
-    rates.released(14.0, idle=True)
-    assert rates.next_release_s(99.0) == rates.release_s
+    for i in range(300):
+        rates.streamed(step, float(i * 7 % 40), 0.02 + 0.0005 * (i * 7 % 40))
+    assert (rates.step.base, rates.step.slope) == pytest.approx((0.02, 0.0005), rel=0.05)
+    assert rates.prefill.at(500.0) == prefill_s

@@ -61,10 +61,11 @@ class Pace:
 
     def learn(self, expected: float, took: float) -> None:
         """It took `took` where a backend of the pool should take `expected`."""
+        # Held against what was known before it, and that is the pool's pace at first: one observation proves nothing.
+        error = took - expected * (self._took / self._expected if self._expected else 1.0)
         self._expected = PACE_KEEP * self._expected + expected
         self._took = PACE_KEEP * self._took + took
         over = self._took / self._expected - 1.0
-        error = took - expected * (1.0 + over)
         self._squares = PACE_KEEP * PACE_KEEP * self._squares + error * error
         variance = self._squares / (self._expected * self._expected)
         self.factor = max(0.05, 1.0 + over * max(0.0, 1.0 - SURE * variance / (over * over))) if over else 1.0
