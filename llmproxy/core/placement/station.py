@@ -57,6 +57,8 @@ class Station:
         self._work_at_s = 0.0
         self._step_tokens = 0.0
         self._step_took_s = 0.0
+        self._step_known = True
+        self._mixed = False
 
     def queue_s(self, rates: Rates, now: float) -> float:
         """Until the backend has computed the prompts that it has, and once more what every prompt takes at least."""
@@ -77,6 +79,7 @@ class Station:
     def book(self, lease: int, flight: Flight, rates: Rates, now: float) -> None:
         if not self._unstarted:
             self._busy_s = now
+            self._mixed = False
         self._unstarted[lease] = flight
         self._to_prefill_tokens += flight.own_tokens
         flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
@@ -91,19 +94,27 @@ class Station:
 
     def start(self, lease: int, flight: Flight, rates: Rates, now: float) -> None:
         """Its first byte came: learn from the time since the one before, or since there was something to compute."""
+        if not flight.request.stream:
+            # This byte is one of its last, and says nothing of when its prompt was computed.
+            self._settle(lease, flight)
+            return
+        for older, one in list(self._unstarted.items()):
+            if older == lease:
+                break
+            if not one.request.stream:
+                # Prompts are computed in their order.
+                self._settle(older, one)
+        mixed = self._mixed
         self._settle(lease, flight)
-        if flight.request.stream:
-            took_s = now - max(self._spoke_s, self._busy_s)
-            if flight.cold_adapter:
-                rates.loaded(self.prefill, flight.own_tokens, took_s)
-                self._step_tokens = 0.0
-            elif self._step_tokens and now - self._spoke_s < SAME_STEP_S:
-                self._step_tokens += flight.own_tokens
-            else:
-                if self._step_tokens:
-                    rates.prefilled(self.prefill, self._step_tokens, self._step_took_s)
-                self._step_tokens, self._step_took_s = flight.own_tokens, took_s
+        if now - self._spoke_s >= SAME_STEP_S:
+            self._end_step(rates)
+            self._step_took_s = now - max(self._spoke_s, self._busy_s)
         self._spoke_s = now
+        self._step_tokens += flight.own_tokens
+        if flight.cold_adapter and not mixed:
+            rates.loaded(self.prefill, self._step_tokens, self._step_took_s)
+        self._step_known &= not (flight.cold_adapter or mixed)
+        self._mixed = False
 
     def finish(self, lease: int, flight: Flight) -> None:
         self._settle(lease, flight)
@@ -124,6 +135,14 @@ class Station:
             self._settle(lease, oldest)
         return None
 
+    def _end_step(self, rates: Rates) -> None:
+        """No more first bytes of the last step will come. Where an adapter was loaded, it says nothing of prompts."""
+        if self._step_tokens and self._step_known:
+            rates.prefilled(self.prefill, self._step_tokens, self._step_took_s)
+        self._step_tokens, self._step_known = 0.0, True
+
     def _settle(self, lease: int, flight: Flight) -> None:
         if self._unstarted.pop(lease, None) is not None:
             self._to_prefill_tokens -= flight.own_tokens
+            # Nobody knows how much of the time until the next first byte goes into a prompt that shows none.
+            self._mixed = True
