@@ -118,6 +118,7 @@ class Scheduler:
     def detach(self, backend: str) -> None:
         """Stop granting to a backend; its leases run on."""
         del self._backends[backend]
+        self._placement.lost(backend)
         self._index = {name: index for index, name in enumerate(self._backends)}
 
     def lost(self, backend: Backend) -> None:

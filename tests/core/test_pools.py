@@ -122,13 +122,19 @@ def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
     assert granted(one) == ["base"]
 
 
-def test_a_backend_that_changes_its_model_changes_its_pool_and_its_leases_run_on() -> None:
+def test_a_backend_that_changes_its_model_changes_its_pool_and_its_leases_run_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = pools({"a": 4}, TIGHT)
+    lost: list[str] = []
+    # What the old pool's placement knew of it is of use to nobody.
+    monkeypatch.setattr(one._schedulers["base"]._placement, "lost", lost.append)
     one.submit(request(), 0.0)
     (grant,) = one.decide(0.0)
     assert isinstance(grant, Grant)
     one.listed("a", listing(base="new"))
     one.check(0.0)
+    assert lost == ["a"]
     one.submit(request(pool="new", model="new"), 0.0)
     assert granted(one) == ["new"]
     one.finish(grant, Verdict.SERVED, 1.0)

@@ -32,7 +32,7 @@ class Stand:
     ) -> int:
         lease = len(self._flights) + 1
         asked = asked or request(stream=stream)
-        flight = self._flights[lease] = Flight(asked, "a", self.now, tokens, 0.0, cold, 0.1, 0.01)
+        flight = self._flights[lease] = Flight(asked, "a", self.station, self.now, tokens, 0.0, cold, 0.1, 0.01)
         self.station.book(lease, flight, self.rates, self.now)
         return lease
 

@@ -230,9 +230,11 @@ class CostPlacement:
         own_tokens = request.prompt_tokens - placed.cached_tokens
         assert placed.ttft is not None, "another placement chose it"
         assert placed.tpot is not None, "another placement chose it"
+        station = self._station(placed.backend)
         flight = Flight(
             request,
             placed.backend,
+            station,
             now,
             own_tokens,
             placed.cached_tokens,
@@ -241,7 +243,7 @@ class CostPlacement:
             placed.tpot.expected_s,
         )
         self._flights[lease] = flight
-        self._station(placed.backend).book(lease, flight, self._rates, now)
+        station.book(lease, flight, self._rates, now)
         self._hit_ratio += HIT_GAIN * (placed.cached_tokens / request.prompt_tokens - self._hit_ratio)
 
     def started(self, lease: int, now: float) -> None:
@@ -249,15 +251,17 @@ class CostPlacement:
         if flight.started_s is not None:
             return
         flight.started_s = now
-        self._station(flight.backend).start(lease, flight, self._rates, now)
+        station = flight.station
+        station.start(lease, flight, self._rates, now)
         if flight.request.stream:
             self._rates.late_ttft.learn(flight.ttft_s, now - flight.booked_s)
-        # Only now is it sure that the prompt was computed, and where.
-        self._index.record(flight.backend, flight.request.prefix)
+        # Only now is it sure that the prompt was computed, and where; a process that is gone has nothing cached.
+        if self._stations.get(flight.backend) is station:
+            self._index.record(flight.backend, flight.request.prefix)
 
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
         flight = self._flights.pop(lease)
-        station = self._station(flight.backend)
+        station = flight.station
         station.finish(lease, flight)
         if verdict is not Verdict.SERVED or usage is None:
             return
@@ -274,8 +278,8 @@ class CostPlacement:
 
     def lost(self, backend: str) -> None:
         self._index.forget(backend)
-        # The index forgets its capacity too, which has to be told again.
-        self._station(backend).kv_tokens = 0
+        # What is still in flight there ends with the station that it began with.
+        self._stations.pop(backend, None)
 
     def explained(self) -> Sequence[Explained]:
         return tuple(self._explained)

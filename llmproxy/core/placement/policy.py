@@ -39,7 +39,10 @@ class Placement(Protocol):
         """
 
     def lost(self, backend: str) -> None:
-        """The process behind `backend` is gone, and all that it had cached."""
+        """The process behind `backend` is gone, or serves another pool: nothing that it had cached is of use any more.
+
+        Leases on it may still run, and are told of to their end.
+        """
 
     def explained(self) -> Sequence[Explained]:
         """The last choices with what they were between, the oldest first; a placement without prices has none."""

@@ -27,6 +27,7 @@ class Flight:
 
     request: Request
     backend: str
+    station: Station
     booked_s: float
     own_tokens: float
     cached_tokens: float
