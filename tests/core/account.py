@@ -36,9 +36,9 @@ class Row:
         spare = self.load < slots and self.kv_used < self.view.kv_full * ceiling
         return self.available and (self.load == 0 or spare)
 
-    def book(self, request: Request) -> None:
+    def book(self, request: Request, held_tokens: int) -> None:
         self.load += request.sequences
-        self.kv_used += request.prompt_tokens / self.view.kv_tokens if self.view.kv_tokens else 0.0
+        self.kv_used += (request.prompt_tokens - held_tokens) / self.view.kv_tokens if self.view.kv_tokens else 0.0
         self.available = self.available and not self.half_open
 
 
@@ -141,14 +141,24 @@ class Books:
             yield from (waiter for waiter in flow if beyond is None or self.rank(waiter) < beyond)
 
     def fits(self, waiter: Waiter, row: Row, rows: Mapping[str, Row], ceiling: float) -> bool:
-        if not (row.has_room(ceiling) and serves(row, waiter)):
+        return row.has_room(ceiling) and self.suits(waiter, row, rows)
+
+    def suits(self, waiter: Waiter, row: Row, rows: Mapping[str, Row]) -> bool:
+        if not serves(row, waiter):
             return False
         needed = waiter.request.prompt_tokens + (waiter.request.max_tokens or 1)
         longest = max(r.view.max_model_len or needed for r in rows.values() if serves(r, waiter))
         return row.view.max_model_len is None or row.view.max_model_len >= min(needed, longest)
 
-    def free_for(self, waiter: Waiter, rows: Mapping[str, Row]) -> list[str]:
-        ceiling = self.ceiling(waiter.request.pool, waiter.request.band)
+    def free_for(self, waiter: Waiter, rows: Mapping[str, Row], ceiling: float | None = None) -> list[str]:
+        """Where it could go, and should; under its own ceiling unless another is given."""
+        if ceiling is None:
+            ceiling = self.ceiling(waiter.request.pool, waiter.request.band)
+        if self.settings.placement == "cost":
+            # It may be worth to wait for a backend that is full, and for nothing else.
+            full = [row for row in rows.values() if row.available and not row.has_room(ceiling)]
+            if any(self.suits(waiter, row, rows) for row in full):
+                return []
         return [name for name, row in rows.items() if self.fits(waiter, row, rows, ceiling)]
 
     # --- what may be done ------------------------------------------------------------------------------------------
@@ -171,7 +181,7 @@ class Books:
             self._strict(grant, rows, reached)
         self._in_order(waiter, rows, ceiling)
         del self.waiting[request.id]
-        row.book(request)
+        row.book(request, grant.placed.held_tokens)
         assert grant.lease not in self.held
         self.held[grant.lease] = Held(grant, waiter.excluded)
 
@@ -208,7 +218,7 @@ class Books:
             if other.request.limits or other.request.flow != asked.flow:
                 continue
             if self.rank(other) < self.rank(waiter):
-                free = [name for name, row in rows.items() if self.fits(other, row, rows, ceiling)]
+                free = self.free_for(other, rows, ceiling)
                 assert not free, f"{asked.id} went before {other.request.id} of its flow"
 
     def take_back(self, withdraw: Withdraw) -> None:

@@ -10,8 +10,8 @@ import pytest
 from llmproxy.core.domain import NoMatch, Verdict
 from llmproxy.core.placement.cost import ASIDE_S, EXPLAINED_MAX, TERMS, TIE_S
 from llmproxy.core.placement.station import WORK_S
-from tests.core.make import request, view
-from tests.core.stand import BASE_S, BLOCK_TOKENS, BOTH, NONE, TOKEN_S, Stand, chain, streamed
+from tests.core.make import view
+from tests.core.stand import BASE_S, BLOCK_TOKENS, BOTH, NONE, STEP_S, TOKEN_S, Stand, chain, streamed
 
 # --- the prompt's cache -----------------------------------------------------------------------------------------------
 
@@ -355,5 +355,14 @@ def test_a_request_that_waits_for_a_full_backend_was_not_placed_and_is_not_remem
     assert stand.cost.explained() == before
 
 
-def test_an_answer_without_a_stream_comes_too() -> None:
-    assert Stand().place(request(stream=False), [view("a")]).ttft_s == pytest.approx(BASE_S + 10 * TOKEN_S)
+def test_what_a_client_will_see_is_predicted_and_how_much_later_it_may_be() -> None:
+    stand, asked = Stand(), streamed(prompt_tokens=3_000)
+    stand.book(streamed(prompt_tokens=1_500), "a")
+    stand.cost._rates.late_ttft.factor, stand.cost._rates.late_tpot.factor = 3.0, 2.0
+    placed = stand.place(asked, [view("a", load=1)])
+    assert placed.ttft is not None
+    assert placed.tpot is not None
+    assert placed.ttft.expected_s == pytest.approx(BASE_S + 4_500 * TOKEN_S)
+    assert placed.tpot.expected_s == pytest.approx(STEP_S, rel=0.02)
+    assert placed.ttft.p90_s == pytest.approx(3.0 * placed.ttft.expected_s)
+    assert placed.tpot.p90_s == pytest.approx(2.0 * placed.tpot.expected_s)

@@ -42,6 +42,7 @@ from tests.core.world import (
     LIMITED_BY,
     LIMITS,
     MIN_SHARES,
+    PREFIXES,
     RISING_CEILINGS,
     SLOS,
     World,
@@ -71,8 +72,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         fleet=st.sampled_from(FLEETS),
         fairness=st.sampled_from(sorted(policies.names())),
-        # `cost` may wait for a backend that is full, and the books know only those that place whoever fits.
-        placement=st.sampled_from(sorted(set(presets.names()) - {"cost"})),
+        placement=st.sampled_from(sorted(presets.names())),
         ceilings=st.sampled_from(CEILINGS),
         ordering=st.sampled_from(sorted(orderings.names())),
         limits=st.sampled_from(({}, LIMITS)),
@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
         slo=st.sampled_from(SLOS),
         limits=st.sampled_from(LIMITED_BY),
         session=st.sampled_from((None, "s", "t")),
-        prefix=st.sampled_from(((), (1, 2), (1, 2, 3), (7,))),
+        prefix=st.sampled_from(PREFIXES),
     )
     def submit(self, data: st.DataObject, times: int, band: int, flow: str, ttl_s: float, **given: Any) -> None:
         if not self.world.settings.limits:

@@ -17,6 +17,7 @@ from tests.core.world import (
     LIMITED_BY,
     LIMITS,
     MIN_SHARES,
+    PREFIXES,
     SLOS,
     World,
     world_settings,
@@ -28,7 +29,7 @@ def random_walk(seed: int, steps: int, begins_s: float = 0.0) -> World:
     settings = world_settings(
         fairness=rng.choice(sorted(policies.names())),
         ordering=rng.choice(sorted(orderings.names())),
-        placement=rng.choice(("blend", "power_of_two")),
+        placement=rng.choice(("blend", "power_of_two", "session", "epp_sticky", "cost", "cost")),
         ceilings=rng.choice(CEILINGS),
         limits=LIMITS,
         min_shares=rng.choice(MIN_SHARES),
@@ -52,6 +53,9 @@ def _random_event(world: World, rng: Random) -> None:
             "sequences": rng.choice((1, 1, 1, 4)),
             "slo": rng.choice(SLOS),
             "limits": rng.choice(LIMITED_BY),
+            "session": rng.choice((None, "s", "t")),
+            "prefix": rng.choice(PREFIXES),
+            "prefix_tokens": 16.0,
         }
         world.submit(
             pool, rng.choice(ADAPTERS[pool]), rng.choice(BANDS), rng.choice(FLOWS), rng.choice((3.0, 1e3)), **given

@@ -29,6 +29,7 @@ from llmproxy.core.domain import (
     Withdraw,
 )
 from llmproxy.core.placement import make
+from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
 from tests.core.account import Books, Row, Waiter, serves
@@ -46,6 +47,7 @@ LIMITS: Mapping[str, UsageLimit] = {
     "model:m": UsageLimit(in_flight=3),
 }
 LIMITED_BY: tuple[tuple[str, ...], ...] = ((), ("tenant:t",), ("model:m",), ("tenant:t", "model:m"))
+PREFIXES: tuple[tuple[int, ...], ...] = ((), (1, 2), (1, 2, 3), (7,))
 SLOS = (None, Slo(tpot_s=0.1), Slo(ttft_s=0.5), Slo(ttft_s=3.0))
 MIN_SHARES: tuple[Mapping[int, float], ...] = ({}, {DEFAULT: 0.2, SHEDDABLE: 0.1})
 
@@ -417,6 +419,11 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         assert not one._leases
         assert not one._lost
         assert one._withdrawal.open == one._withdrawal.pending == 0
+        if isinstance(one._placement, CostPlacement):
+            assert not one._placement._flights
+            assert one._placement._stations.keys() <= one._backends.keys()
+            for station in one._placement._stations.values():
+                assert not (station.in_flight or station.adapters or station._unstarted or station.in_use._users)
         for band in room._bands.values():
             assert not band.flows
             assert not list(band.fairness.candidates(now))
