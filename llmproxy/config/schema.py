@@ -148,7 +148,7 @@ class SchedulingConfig(Section):
     """Which flow of a band goes next: fair_share, locality_fair_share, slo, round_robin or fcfs."""
     ordering: Annotated[str, registered(orderings)] = "fcfs"
     """Which request of a flow goes next: fcfs, edf, least_slack or shortest."""
-    placement: Annotated[str, registered(presets)] = "blend"
+    placement: Annotated[str, registered(presets)] = "cost"
     """Where it goes: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend, epp_sticky."""
     flow: Annotated[str, AfterValidator(flow_of)] = "model"
     """What makes a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
@@ -182,7 +182,7 @@ class SchedulingConfig(Section):
     """Requests allowed in flight above an engine's batch limit, so that it never starves."""
     start_limit: Count = 32
     """Batch limit assumed of an engine before its own numbers teach better."""
-    kv_full: Fraction = 0.95
+    kv_full: Fraction = 1.0
     """Use of its KV-cache (0..1] above which a backend counts as full."""
     seed: Integer | None = None
     """Seed of random choices, for runs that can be repeated; null differs each time."""

@@ -19,7 +19,7 @@ class CapacitySettings:
 
     start_limit: int = 32
     look_ahead: int = 2
-    kv_full: float = 0.95
+    kv_full: float = 1.0
     stale_after_s: float = 5.0
 
 
@@ -85,7 +85,7 @@ class Settings:
 
     fairness: str = "fair_share"
     ordering: str = "fcfs"
-    placement: str = "blend"
+    placement: str = "cost"
     charged: str = "tokens"
     ceilings: Mapping[int, float] = field(default_factory=lambda: {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85})
     reserve_s: float = 60.0

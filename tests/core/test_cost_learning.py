@@ -38,7 +38,8 @@ def test_one_slow_prompt_does_not_make_a_backend_slow() -> None:
     stand.serve(streamed(prompt_tokens=1_000), "b", slower=3.0)
     stand.teach("b", 1)
     asked = streamed(prompt_tokens=1_000)
-    assert stand.terms(asked, view("b"))["prefill"] == stand.terms(asked, view("a"))["prefill"]
+    usual_s = stand.terms(asked, view("a"))["prefill"]
+    assert stand.terms(asked, view("b"))["prefill"] == pytest.approx(usual_s, rel=0.1)
 
 
 def test_a_backend_that_slows_down_is_repriced_within_twenty_answers() -> None:

@@ -140,7 +140,7 @@ def test_a_grant_says_why_and_how_many_were_passed() -> None:
     (grant,) = grants(one, 3.0)
     assert grant.at_s == 3.0
     assert grant.queued_ahead == 2
-    assert dict(grant.placed.terms).keys() == {"queue", "kv", "load", "lora"}
+    assert dict(grant.placed.terms).keys() == {"queue", "prefill", "stream", "harm", "eviction"}
 
 
 # --- the pass ---------------------------------------------------------------------------------------------------------

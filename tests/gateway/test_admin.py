@@ -163,7 +163,7 @@ def test_the_choices_for_one_request_are_found_and_none_are_not() -> None:
 
 
 def test_a_placement_without_prices_is_told_as_such() -> None:
-    answer = pages().explain(asked())
+    answer = pages(scheduling={"placement": "blend"}).explain(asked())
     assert isinstance(answer.body, bytes)
     told = orjson.loads(answer.body)
     assert (told["placement"], told["pools"][0]["priced"], told["pools"][0]["choices"]) == ("blend", False, [])

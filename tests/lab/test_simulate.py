@@ -88,7 +88,7 @@ def test_it_tells_what_was_simulated(trace: str, tmp_path: Path, monkeypatch: py
     assert isinstance(scheduling, dict)
     assert isinstance(policies, dict)
     assert scheduling["flow"] == "header:x-tenant"
-    assert list(policies) == ["blend", "oracle"]
+    assert list(policies) == ["cost", "oracle"]
     assert str(tmp_path) not in (tmp_path / "result.json").read_text()
 
 
@@ -142,8 +142,8 @@ def test_without_a_place_to_write_it_only_prints(trace: str, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("config", "flags", "policies"),
     [
-        ("", [], ["blend", "oracle"]),
-        ("", ["--no-oracle"], ["blend"]),
+        ("", [], ["cost", "oracle"]),
+        ("", ["--no-oracle"], ["cost"]),
         ("", ["--no-oracle", "--policy", "session", "--policy", "session"], ["session"]),
         ("", ["--policy", "oracle"], ["oracle"]),
         ("scheduling: {placement: least_request}", [], ["late_least_request", "oracle"]),
@@ -167,7 +167,7 @@ def test_every_load_is_run_once_with_bounds_of_its_own(
     scales = ["--rate-scale", "2", "--rate-scale", "1", "--rate-scale", "2", "--prefill-scale", "1.9"]
     simulate(trace, *scales, "--no-oracle", "--warmup", "0.5", "--out", str(tmp_path))
     result = told(tmp_path)
-    assert [one.key for one in result.runs] == [RunKey("blend", 1, rate, 1.9) for rate in (1.0, 2.0)]
+    assert [one.key for one in result.runs] == [RunKey("cost", 1, rate, 1.9) for rate in (1.0, 2.0)]
     assert sorted(result.bounds) == [load_label(rate, 1.9) for rate in (1.0, 2.0)]
     assert all(0 < one.offered < 20 for one in result.runs)
 

@@ -183,6 +183,7 @@ class CostPlacement:
     def _price(self, request: Request, view: View, ceiling: float, blocks: int, now: float) -> Price:
         station, rates = self._station(view.backend), self._rates
         cached_tokens = min(blocks * request.prefix_tokens, request.prompt_tokens - 1.0)
+        station.renew(rates)
         queue_s = station.queue_s(rates, now)
         prefill_s = (request.prompt_tokens - cached_tokens) * rates.prefill.slope * station.prefill.factor
         tpot_s = rates.step.at(view.load) * station.step.factor
@@ -299,6 +300,7 @@ class CostPlacement:
 
     def _pace(self, backend: str, now: float) -> BackendPace:
         station, index = self._station(backend), self._index
+        station.renew(self._rates)
         return BackendPace(
             backend,
             station.prefill.factor,

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from math import exp
+
 KEEP = 0.99
 """Weight that an observation of the pool keeps with each newer one: the last hundred or so decide."""
 PACE_KEEP = 0.9
 """The same for one backend: ten or so, so that one that slows down is repriced within seconds under load."""
+GUESS = 0.1
+"""Weight of what is assumed before anything was observed."""
 SURE = 4.0
 """Squared standard errors that a backend must be away from its pool to count as another kind."""
 LATE_STEP = 0.01
 LATE_MOST = 20.0
+UNSEEN = 30.0
+"""Prompts elsewhere that leave a third of the evidence about a backend; once less than one prompt of it is left, the
+rest fades."""
 JITTER_S = 0.02
 """Error of a time that does not grow with it: a scheduling turn, a step of the engine."""
 
@@ -25,11 +32,16 @@ class Line:
         self._jitter = jitter
         self._n = self._x = self._xx = self._y = self._xy = 0.0
         self.base, self.slope = base, slope
+        self.seen = 0
         for x in (0.0, scale):
-            self.learn(x, base + slope * x)
+            self._learn(x, base + slope * x, GUESS)
 
     def learn(self, x: float, y: float) -> None:
-        weight = 1.0 / (self._jitter + self.at(x)) ** 2
+        self.seen += 1
+        self._learn(x, y, 1.0)
+
+    def _learn(self, x: float, y: float, weight: float) -> None:
+        weight /= (self._jitter + self.at(x)) ** 2
         self._n = KEEP * self._n + weight
         self._x = KEEP * self._x + weight * x
         self._xx = KEEP * self._xx + weight * x * x
@@ -52,23 +64,40 @@ class Pace:
     """How many times as long as its pool one backend takes; 1 until its own observations say otherwise.
 
     The ratio of sums with exponential forgetting, drawn to 1 by its standard error (positive-part James-Stein), so that
-    backends that are alike look alike, and chance does not send work to one of them.
+    backends that are alike look alike, and chance does not send work to one of them. What is remembered is priced by
+    the line as it is now: while the pool still learns, what its first backend takes is the pool's own pace and no
+    backend's. Whoever seems slow gets no work and could not prove better, so what is old counts less with each
+    that others do.
     """
 
     def __init__(self) -> None:
-        self._expected = self._took = self._squares = 0.0
+        self._count = self._x = self._took = self._squares = 0.0
+        self._seen = 0
         self.factor = 1.0
 
-    def learn(self, expected: float, took: float) -> None:
-        """It took `took` where a backend of the pool should take `expected`."""
+    def learn(self, line: Line, x: float, took: float) -> None:
+        """It took `took` at `x`, where a backend of the pool should take what `line` says."""
+        before = line.base * self._count + line.slope * self._x
         # Held against what was known before it, and that is the pool's pace at first: one observation proves nothing.
-        error = took - expected * (self._took / self._expected if self._expected else 1.0)
-        self._expected = PACE_KEEP * self._expected + expected
+        error = took - line.at(x) * (self._took / before if before else 1.0)
+        self._count = PACE_KEEP * self._count + 1.0
+        self._x = PACE_KEEP * self._x + x
         self._took = PACE_KEEP * self._took + took
-        over = self._took / self._expected - 1.0
         self._squares = PACE_KEEP * PACE_KEEP * self._squares + error * error
-        variance = self._squares / (self._expected * self._expected)
-        self.factor = max(0.05, 1.0 + over * max(0.0, 1.0 - SURE * variance / (over * over))) if over else 1.0
+        self._seen = line.seen
+        self.renew(line)
+
+    def renew(self, line: Line) -> None:
+        """Bring `factor` up to what the pool knows now."""
+        expected = line.base * self._count + line.slope * self._x
+        over = self._took / expected - 1.0 if expected > 0.0 else 0.0
+        if not over:
+            self.factor = 1.0
+            return
+        variance = self._squares / (expected * expected)
+        fresh = self._count * exp((self._seen - line.seen) / UNSEEN)
+        sure = min(1.0, fresh) * max(0.0, 1.0 - SURE * variance / (over * over))
+        self.factor = max(0.05, 1.0 + sure * over)
 
 
 class Late:
@@ -103,9 +132,8 @@ class Rates:
 
     def prefilled(self, pace: Pace, tokens: float, took_s: float) -> None:
         """`tokens` more were computed in `took_s`."""
-        expected_s = self.prefill.at(tokens)
         self.prefill.learn(tokens, took_s)
-        pace.learn(expected_s, took_s)
+        pace.learn(self.prefill, tokens, took_s)
 
     def loaded(self, pace: Pace, tokens: float, took_s: float) -> None:
         """The same with a cold adapter to load."""
@@ -113,6 +141,5 @@ class Rates:
 
     def streamed(self, pace: Pace, running: float, per_token_s: float) -> None:
         """An answer took `per_token_s` for each token after the first, beside about `running` sequences."""
-        expected_s = self.step.at(running)
         self.step.learn(running, per_token_s)
-        pace.learn(expected_s, per_token_s)
+        pace.learn(self.step, running, per_token_s)

@@ -61,6 +61,11 @@ class Station:
         self._step_known = True
         self._mixed = False
 
+    def renew(self, rates: Rates) -> None:
+        """Bring both paces up to what the pool knows now."""
+        self.prefill.renew(rates.prefill)
+        self.step.renew(rates.step)
+
     def queue_s(self, rates: Rates, now: float) -> float:
         """Until the backend has computed the prompts that it has, and once more what every prompt takes at least."""
         oldest = self._oldest(now)
