@@ -79,6 +79,9 @@ class Times:
 
     rounds: list[list[float]] = field(default_factory=list)
 
+    def p50_us(self) -> float:
+        return min(statistics.median(one) for one in self.rounds) * 1e6
+
     def told(self) -> str:
         cuts = [statistics.quantiles(one, n=100) for one in self.rounds]
         p50, p99 = (min(cut[at] for cut in cuts) * 1e6 for at in (49, 98))

@@ -423,7 +423,8 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
             assert not one._placement._flights
             assert one._placement._stations.keys() <= one._backends.keys()
             for station in one._placement._stations.values():
-                assert not any((station.in_flight, station.adapters, station._unstarted, station.in_use._users))
+                left = station.in_flight, station._unstarted, station.in_use._users, dict(station.adapters)
+                assert left == (0, {}, {}, {})
         for band in room._bands.values():
             assert not band.flows
             assert not list(band.fairness.candidates(now))
