@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -107,8 +106,8 @@ class CostPlacement:
         if now != self._claims_at_s:
             self._claims_at_s = now
             self._claims.clear()
-        matched = self._matched(request, able)
-        prices = [self._price(request, view, ceiling, matched.get(view.backend, 0), now) for view in able]
+        stations = [self._station(view.backend) for view in able]
+        prices = self._prices(request, able, stations, ceiling, now)
         if request.slo is not None and "objectives" not in self._without:
             prices = self._under(request.slo, prices, request.output_tokens, now - request.arrived_s)
         least_s = min(price.total_s for price in prices)
@@ -166,64 +165,90 @@ class CostPlacement:
             else:
                 terms = [*price.terms, ("late", LATE_S - headroom_s)]
             total_s = sum(seconds for _, seconds in terms)
-            found.append(replace(price, terms=tuple(terms), total_s=total_s))
+            found.append(price._replace(terms=tuple(terms), total_s=total_s))
         return found
 
-    def _matched(self, request: Request, able: Sequence[View]) -> dict[str, int]:
+    def _matched(self, request: Request, able: Sequence[View], stations: Sequence[Station]) -> dict[str, int]:
         """Blocks of the prompt by backend, from an index as large as each one's cache."""
         if not request.prefix:
             return {}
-        for view in able:
-            station = self._station(view.backend)
+        for view, station in zip(able, stations, strict=True):
             if view.kv_tokens and view.kv_tokens != station.kv_tokens:
                 station.kv_tokens = view.kv_tokens
                 self._index.resize(view.backend, int(view.kv_tokens / request.prefix_tokens))
         return self._index.match(request.prefix)
 
-    def _price(self, request: Request, view: View, ceiling: float, blocks: int, now: float) -> Price:
-        station, rates = self._station(view.backend), self._rates
-        cached_tokens = min(blocks * request.prefix_tokens, request.prompt_tokens - 1.0)
-        station.renew(rates)
-        queue_s = station.queue_s(rates, now)
-        prefill_s = (request.prompt_tokens - cached_tokens) * rates.prefill.slope * station.prefill.factor
-        tpot_s = rates.step.at(view.load) * station.step.factor
-        answer_s = request.output_tokens * tpot_s
-        crowd_s = request.output_tokens * view.load * rates.step.slope * station.step.factor
-        ttft_s = queue_s + prefill_s
-        harm_s = STREAM * (crowd_s + view.load * prefill_s) + prefill_s * _scarce(station.busy_share(now))
-        terms = [
-            ("queue", queue_s),
-            ("prefill", prefill_s),
-            ("stream", STREAM * answer_s),
-            ("harm", harm_s),
-            ("eviction", prefill_s * _scarce(self._hit_ratio)),
-        ]
-        adapter_s = 0.0
-        if request.adapter is not None and request.adapter not in station.adapters:
-            if view.max_adapters is not None and len(station.adapters) >= view.max_adapters:
-                # Every slot serves somebody: it waits inside the engine until one of them has nobody left.
-                adapter_s = answer_s
-            elif request.adapter not in view.resident:
-                adapter_s = rates.adapter_s
-            ttft_s += adapter_s
-            terms.append(("adapter", adapter_s))
-        if view.prompt_range is not None and not view.prompt_range[0] <= request.prompt_tokens <= view.prompt_range[1]:
-            terms.append(("range", ASIDE_S))
-        if view.kv_tokens:
-            taken_tokens = request.prompt_tokens - station.in_use.matched(request.prefix) * request.prefix_tokens
-            terms.append(("memory", answer_s * taken_tokens / view.kv_tokens * _scarce(view.kv_used)))
-        fits = view.has_room(ceiling)
-        if not fits:
-            slots = min(view.limit, slots_under(view.limit, ceiling, view.look_ahead))
-            claims = self._claims.get(view.backend, {})
-            waiting = max(0, view.load - slots) + claims.get(request.id, len(claims)) + 1
-            slot_s = waiting * answer_s / max(1, view.load)
-            ttft_s += slot_s
-            terms.append(("slot", slot_s))
-        if self._without:
-            terms = [(name, seconds) for name, seconds in terms if name not in self._without]
-        total_s = sum(seconds for _, seconds in terms)
-        return Price(view.backend, total_s, tuple(terms), ttft_s, tpot_s, cached_tokens, adapter_s > 0.0, fits)
+    def _prices(
+        self, request: Request, able: Sequence[View], stations: Sequence[Station], ceiling: float, now: float
+    ) -> list[Price]:
+        matched = self._matched(request, able, stations)
+        rates, without = self._rates, self._without
+        token_s, step_base_s, step_slope_s = rates.prefill.slope, rates.step.base, rates.step.slope
+        displaces = _scarce(self._hit_ratio)
+        prompt_tokens, output_tokens, block_tokens = request.prompt_tokens, request.output_tokens, request.prefix_tokens
+        prices = []
+        # Everything is asked of every backend for every request: what follows is most of what a decision takes.
+        for view, station in zip(able, stations, strict=True):
+            station.renew(rates)
+            load, step_factor = view.load, station.step.factor
+            cached_tokens = min(matched.get(view.backend, 0) * block_tokens, prompt_tokens - 1.0)
+            queue_s = station.queue_s(rates, now)
+            prefill_s = (prompt_tokens - cached_tokens) * token_s * station.prefill.factor
+            tpot_s = (step_base_s + step_slope_s * load) * step_factor
+            answer_s = output_tokens * tpot_s
+            crowd_s = output_tokens * load * step_slope_s * step_factor
+            ttft_s = queue_s + prefill_s
+            stream_s = STREAM * answer_s
+            harm_s = STREAM * (crowd_s + load * prefill_s) + prefill_s * _scarce(station.busy_share(now))
+            eviction_s = prefill_s * displaces
+            total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
+            terms = [
+                ("queue", queue_s),
+                ("prefill", prefill_s),
+                ("stream", stream_s),
+                ("harm", harm_s),
+                ("eviction", eviction_s),
+            ]
+            adapter_s = 0.0
+            if request.adapter is not None and request.adapter not in station.adapters:
+                adapter_s = self._adapter_s(request.adapter, view, station, answer_s)
+                ttft_s += adapter_s
+                total_s += adapter_s
+                terms.append(("adapter", adapter_s))
+            if view.prompt_range is not None and not view.prompt_range[0] <= prompt_tokens <= view.prompt_range[1]:
+                total_s += ASIDE_S
+                terms.append(("range", ASIDE_S))
+            if view.kv_tokens:
+                taken_tokens = prompt_tokens - station.in_use.matched(request.prefix) * block_tokens
+                memory_s = answer_s * taken_tokens / view.kv_tokens * _scarce(view.kv_used)
+                total_s += memory_s
+                terms.append(("memory", memory_s))
+            fits = view.has_room(ceiling)
+            if not fits:
+                slot_s = self._slot_s(request, view, ceiling, answer_s)
+                ttft_s += slot_s
+                total_s += slot_s
+                terms.append(("slot", slot_s))
+            if without:
+                terms = [(name, seconds) for name, seconds in terms if name not in without]
+                total_s = sum(seconds for _, seconds in terms)
+            cold = adapter_s > 0.0
+            prices.append(Price(view.backend, total_s, tuple(terms), ttft_s, tpot_s, cached_tokens, cold, fits))
+        return prices
+
+    def _adapter_s(self, adapter: str, view: View, station: Station, answer_s: float) -> float:
+        """Until an adapter that no request there uses is ready."""
+        if view.max_adapters is not None and len(station.adapters) >= view.max_adapters:
+            # Every slot serves somebody: it waits inside the engine until one of them has nobody left.
+            return answer_s
+        return 0.0 if adapter in view.resident else self._rates.adapter_s
+
+    def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float) -> float:
+        """Until a full backend has released a slot for this request and all that wait for it before this one."""
+        slots = min(view.limit, slots_under(view.limit, ceiling, view.look_ahead))
+        claims = self._claims.get(view.backend, {})
+        waiting = max(0, view.load - slots) + claims.get(request.id, len(claims)) + 1
+        return waiting * answer_s / max(1, view.load)
 
     # --- what became of choices --------------------------------------------------------------------------------------
 

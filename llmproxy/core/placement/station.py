@@ -68,7 +68,7 @@ class Station:
 
     def queue_s(self, rates: Rates, now: float) -> float:
         """Until the backend has computed the prompts that it has, and once more what every prompt takes at least."""
-        oldest = self._oldest(now)
+        oldest = self._oldest(now) if self._unstarted else None
         token_s = rates.prefill.slope * self.prefill.factor
         queue_s = rates.prefill.base * self.prefill.factor + self._to_prefill_tokens * token_s
         if oldest is not None:
