@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 CRITICAL = 100
 DEFAULT = 0
@@ -199,7 +199,8 @@ class Usage:
     cached_tokens: int | None = None
 
 
-class Price(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Price:
     """What a request costs on one backend, in seconds; `terms` add up to `total_s`.
 
     Its client would see the first token `ttft_s` after dispatch and then one each `tpot_s`; `cached_tokens` of the

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from llmproxy.core.capacity import slots_under
 from llmproxy.core.domain import (
@@ -42,7 +44,8 @@ LATE_S = 1_000.0
 """More than any price of a backend that keeps an objective."""
 OWN = frozenset({"queue", "prefill", "adapter", "slot", "stream"})
 """The terms that the request itself feels."""
-TERMS = OWN | {"harm", "eviction", "memory", "range"}
+NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "headroom", "late")
+TERMS = frozenset(NAMES) - {"headroom", "late"}
 ASIDE_S = 2.0
 """What it costs to send a prompt where prompts of its length are not wanted."""
 EXPLAINED_MAX = 100
@@ -55,6 +58,29 @@ def _scarce(used: float) -> float:
     """How often others wait for what is taken of a resource that is `used` (0..1): the mean queue of M/M/1."""
     used = min(CONGESTED, used)
     return used / (1.0 - used)
+
+
+class _Row(NamedTuple):
+    """A `Price` as long as nobody asks for it: `seconds` are those of `NAMES`, None where a term does not apply.
+
+    A row is two objects, its price nine, and what a choice leaves behind is looked through by the garbage collector.
+    """
+
+    backend: str
+    total_s: float
+    seconds: tuple[float | None, ...]
+    ttft_s: float
+    tpot_s: float
+    cached_tokens: float
+    cold_adapter: bool
+    fits: bool
+
+    def terms(self) -> tuple[tuple[str, float], ...]:
+        return tuple((name, s) for name, s in zip(NAMES, self.seconds, strict=False) if s is not None)
+
+    def price(self) -> Price:
+        backend, total_s, _, ttft_s, tpot_s, cached_tokens, cold_adapter, fits = self
+        return Price(backend, total_s, self.terms(), ttft_s, tpot_s, cached_tokens, cold_adapter, fits)
 
 
 @presets.register("cost", prefixes=True, answers=True)
@@ -86,7 +112,7 @@ class CostPlacement:
         self._stations: dict[str, Station] = {}
         self._flights: dict[int, Flight] = {}
         self._hit_ratio = 0.0
-        self._explained: deque[Explained] = deque(maxlen=EXPLAINED_MAX)
+        self._explained: deque[tuple[Explained, list[_Row]]] = deque(maxlen=EXPLAINED_MAX)
         self._claims: dict[str, dict[str, int]] = {}
         self._claims_at_s = -1.0
 
@@ -121,17 +147,14 @@ class CostPlacement:
             return LATER
         lightest = min(able[index].load for index in fitting)
         chosen = prices[self._rng.choice([index for index in fitting if able[index].load == lightest])]
-        self._explained.append(
-            Explained(
-                request.id, request.label, request.model, now, request.prompt_tokens, chosen.backend, tuple(prices)
-            )
-        )
+        told = Explained(request.id, request.label, request.model, now, request.prompt_tokens, chosen.backend, ())
+        self._explained.append((told, prices))
         rates = self._rates
         held_blocks = self._station(chosen.backend).in_use.matched(request.prefix)
         return Placed(
             chosen.backend,
             chosen.total_s,
-            chosen.terms,
+            chosen.terms(),
             len(able),
             round(chosen.cached_tokens),
             min(request.prompt_tokens, round(held_blocks * request.prefix_tokens)),
@@ -140,7 +163,7 @@ class CostPlacement:
             Predicted(chosen.tpot_s, chosen.tpot_s * rates.late_tpot.factor),
         )
 
-    def _under(self, slo: Slo, prices: list[Price], output_tokens: int, waited_s: float) -> list[Price]:
+    def _under(self, slo: Slo, prices: list[_Row], output_tokens: int, waited_s: float) -> list[_Row]:
         """The prices of a request with an objective, whose clock has run for `waited_s` already.
 
         Its own time costs little while that uses up little of the objective, judged by the time that is exceeded in one
@@ -160,12 +183,15 @@ class CostPlacement:
                 headroom_s = min(headroom_s, STREAM * output_tokens * (slo.tpot_s - tpot_s))
             if used <= 1.0:
                 weight = used * used
-                terms = [(name, seconds * weight if name in OWN else seconds) for name, seconds in price.terms]
-                terms.append(("headroom", KEPT_BACK * headroom_s))
+                seconds = [
+                    s * weight if s is not None and name in OWN else s
+                    for name, s in zip(NAMES, price.seconds, strict=False)
+                ]
+                seconds.append(KEPT_BACK * headroom_s)
             else:
-                terms = [*price.terms, ("late", LATE_S - headroom_s)]
-            total_s = sum(seconds for _, seconds in terms)
-            found.append(price._replace(terms=tuple(terms), total_s=total_s))
+                seconds = [*price.seconds, None, LATE_S - headroom_s]
+            total_s = sum(s for s in seconds if s is not None)
+            found.append(price._replace(seconds=tuple(seconds), total_s=total_s))
         return found
 
     def _matched(self, request: Request, able: Sequence[View], stations: Sequence[Station]) -> dict[str, int]:
@@ -180,7 +206,7 @@ class CostPlacement:
 
     def _prices(
         self, request: Request, able: Sequence[View], stations: Sequence[Station], ceiling: float, now: float
-    ) -> list[Price]:
+    ) -> list[_Row]:
         matched = self._matched(request, able, stations)
         rates, without = self._rates, self._without
         token_s, step_base_s, step_slope_s = rates.prefill.slope, rates.step.base, rates.step.slope
@@ -202,38 +228,39 @@ class CostPlacement:
             harm_s = STREAM * (crowd_s + load * prefill_s) + prefill_s * _scarce(station.busy_share(now))
             eviction_s = prefill_s * displaces
             total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
-            terms = [
-                ("queue", queue_s),
-                ("prefill", prefill_s),
-                ("stream", stream_s),
-                ("harm", harm_s),
-                ("eviction", eviction_s),
-            ]
-            adapter_s = 0.0
+            adapter_s = range_s = memory_s = slot_s = None
             if request.adapter is not None and request.adapter not in station.adapters:
                 adapter_s = self._adapter_s(request.adapter, view, station, answer_s)
                 ttft_s += adapter_s
                 total_s += adapter_s
-                terms.append(("adapter", adapter_s))
             if view.prompt_range is not None and not view.prompt_range[0] <= prompt_tokens <= view.prompt_range[1]:
-                total_s += ASIDE_S
-                terms.append(("range", ASIDE_S))
+                range_s = ASIDE_S
+                total_s += range_s
             if view.kv_tokens:
                 taken_tokens = prompt_tokens - station.in_use.matched(request.prefix) * block_tokens
                 memory_s = answer_s * taken_tokens / view.kv_tokens * _scarce(view.kv_used)
                 total_s += memory_s
-                terms.append(("memory", memory_s))
             fits = view.has_room(ceiling)
             if not fits:
                 slot_s = self._slot_s(request, view, ceiling, answer_s)
                 ttft_s += slot_s
                 total_s += slot_s
-                terms.append(("slot", slot_s))
+            seconds: tuple[float | None, ...] = (
+                queue_s,
+                prefill_s,
+                stream_s,
+                harm_s,
+                eviction_s,
+                adapter_s,
+                range_s,
+                memory_s,
+                slot_s,
+            )
             if without:
-                terms = [(name, seconds) for name, seconds in terms if name not in without]
-                total_s = sum(seconds for _, seconds in terms)
-            cold = adapter_s > 0.0
-            prices.append(Price(view.backend, total_s, tuple(terms), ttft_s, tpot_s, cached_tokens, cold, fits))
+                seconds = tuple([None if n in without else s for n, s in zip(NAMES, seconds, strict=False)])
+                total_s = sum(s for s in seconds if s is not None)
+            cold = bool(adapter_s)
+            prices.append(_Row(view.backend, total_s, seconds, ttft_s, tpot_s, cached_tokens, cold, fits))
         return prices
 
     def _adapter_s(self, adapter: str, view: View, station: Station, answer_s: float) -> float:
@@ -308,7 +335,7 @@ class CostPlacement:
         self._stations.pop(backend, None)
 
     def explained(self) -> Sequence[Explained]:
-        return tuple(self._explained)
+        return tuple(replace(told, prices=tuple(row.price() for row in rows)) for told, rows in self._explained)
 
     def learned(self, backends: Iterable[str], now: float) -> Learned:
         rates = self._rates
