@@ -343,6 +343,9 @@ def test_the_last_choices_are_remembered_with_all_that_they_were_between() -> No
     assert (last.at_s, last.prompt_tokens, last.chosen) == (stand.now, 700, placed.backend)
     assert [(price.backend, price.fits) for price in last.prices] == [("a", True), ("b", True), ("full", False)]
     prices = {price.backend: price for price in last.prices}
+    # Its client would wait for a slot first.
+    assert prices["full"].ttft_s == pytest.approx(prices["a"].ttft_s + dict(prices["full"].terms)["slot"])
+    assert prices["full"].ttft_s > prices["a"].ttft_s
     assert (prices[placed.backend].terms, prices[placed.backend].total_s) == (placed.terms, placed.score)
     assert all(price.total_s == pytest.approx(sum(s for _, s in price.terms)) for price in last.prices)
 

@@ -53,6 +53,13 @@ def test_where_nobody_keeps_it_the_least_violation_is_best() -> None:
     assert stand.place(asked, VIEWS).backend == "slow"
 
 
+def test_no_price_outweighs_an_objective_that_somebody_keeps() -> None:
+    stand = unequal()
+    views = [view("fast", prompt_range=(5_000, 9_000)), view("slow")]
+    assert stand.place(streamed(prompt_tokens=1_000), views).backend == "slow"
+    assert stand.place(asking(stand, ttft_s=0.2), views).backend == "fast"
+
+
 def test_by_how_much_predictions_are_exceeded_is_allowed_for() -> None:
     stand = unequal()
     rates = stand.cost._rates

@@ -115,6 +115,14 @@ def test_what_was_booked_behind_others_is_due_later() -> None:
     assert stand.queue_s() > 0.5
 
 
+def test_what_a_slow_backend_computes_is_due_later() -> None:
+    stand = Stand()
+    stand.station.prefill.factor = 2.0
+    stand.book(3_000)
+    stand.now += 1.5 * OVERDUE * (BASE_S + 3_000 * TOKEN_S)
+    assert stand.queue_s() == pytest.approx(2.0 * BASE_S)
+
+
 def test_an_answer_without_a_stream_is_never_overdue_and_leaves_the_queue_in_its_time() -> None:
     stand = Stand()
     plain = stand.book(3_000, stream=False)
@@ -262,6 +270,16 @@ def test_a_prompt_that_ended_unseen_makes_the_next_first_byte_worthless() -> Non
     stand.start(stays, 0.4)
     stand.start(stand.book(), 1.0)
     assert stand.learned() == untaught
+
+
+def test_a_prompt_that_ended_unseen_is_forgotten_when_nothing_is_left_to_compute() -> None:
+    stand = Stand()
+    untaught = stand.learned()
+    stand.finish(stand.book(9_000))
+    stand.now += 5.0
+    stand.start(stand.book(), 0.4)
+    stand.start(stand.book(), 1.0)
+    assert stand.learned() != untaught
 
 
 # --- the books --------------------------------------------------------------------------------------------------------

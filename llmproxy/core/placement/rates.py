@@ -17,6 +17,8 @@ LATE_MOST = 20.0
 UNSEEN = 30.0
 """Prompts elsewhere that leave a third of the evidence about a backend; once less than one prompt of it is left, the
 rest fades."""
+STALE = 10
+"""Prompts elsewhere after which a pace is reckoned again."""
 JITTER_S = 0.02
 """Error of a time that does not grow with it: a scheduling turn, a step of the engine."""
 
@@ -72,7 +74,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._count = self._x = self._took = self._squares = 0.0
-        self._seen = 0
+        self._seen = self._stale_at = 0
         self.factor = 1.0
 
     def learn(self, line: Line, x: float, took: float) -> None:
@@ -85,10 +87,15 @@ class Pace:
         self._took = PACE_KEEP * self._took + took
         self._squares = PACE_KEEP * PACE_KEEP * self._squares + error * error
         self._seen = line.seen
-        self.renew(line)
+        self._reckon(line)
 
     def renew(self, line: Line) -> None:
-        """Bring `factor` up to what the pool knows now."""
+        """Bring `factor` up to what the pool has learned since, if that is enough to matter."""
+        if line.seen >= self._stale_at:
+            self._reckon(line)
+
+    def _reckon(self, line: Line) -> None:
+        self._stale_at = line.seen + STALE
         expected = line.base * self._count + line.slope * self._x
         over = self._took / expected - 1.0 if expected > 0.0 else 0.0
         if not over:
