@@ -114,7 +114,7 @@ def made(point: Point) -> Finished:
 
 
 def test_a_run_is_found_again_as_it_was(tmp_path: Path) -> None:
-    kept, one = Store(tmp_path / "runs"), made(Point("blend", 1))
+    kept, one = Store(tmp_path / "runs"), made(Point("cost", 1))
     assert kept.get(GENERATED, one.point) is None
     kept.put(GENERATED, one)
     assert kept.get(GENERATED, one.point) == one
@@ -141,18 +141,18 @@ def other_config(**given: object) -> Simulation:
     ],
 )
 def test_a_run_of_anything_else_is_not_found(tmp_path: Path, other: Simulation) -> None:
-    kept, one = Store(tmp_path), made(Point("blend", 1))
+    kept, one = Store(tmp_path), made(Point("cost", 1))
     kept.put(GENERATED, one)
     assert kept.get(other, one.point) is None
 
 
 @pytest.mark.parametrize(
     "other",
-    [Point("random", 1), Point("blend", 2), Point("blend", 1, 2.0), Point("blend", 1, 1.0, 1.9)],
+    [Point("random", 1), Point("cost", 2), Point("cost", 1, 2.0), Point("cost", 1, 1.0, 1.9)],
 )
 def test_a_run_of_another_point_is_not_found(tmp_path: Path, other: Point) -> None:
     kept = Store(tmp_path)
-    kept.put(GENERATED, made(Point("blend", 1)))
+    kept.put(GENERATED, made(Point("cost", 1)))
     assert kept.get(GENERATED, other) is None
 
 
@@ -160,7 +160,7 @@ def test_a_run_of_another_file_or_another_code_is_not_found(tmp_path: Path, monk
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"]
     for path, text in zip(files, ("same", "same", "other"), strict=True):
         path.write_text(text)
-    kept, one = Store(tmp_path / "runs"), made(Point("blend", 1))
+    kept, one = Store(tmp_path / "runs"), made(Point("cost", 1))
     kept.put(replace(GENERATED, trace=str(files[0])), one)
     found = [kept.get(replace(GENERATED, trace=str(path)), one.point) for path in files]
     assert found == [one, one, None]
@@ -197,7 +197,7 @@ def test_code_that_a_run_passes_through_counts_and_what_only_shows_it_does_not(
 
 
 def test_a_run_that_was_half_written_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, one = Store(tmp_path), made(Point("blend", 1))
+    kept, one = Store(tmp_path), made(Point("cost", 1))
 
     def half(path: Path, data: bytes) -> int:
         path.open("wb").close()
@@ -265,29 +265,29 @@ def test_only_baselines_that_run_somewhere_are_tuned_there() -> None:
     assert set(everywhere) == {"epp_sticky", "epp_blend", "dynamo_cost"}
     # The documented parameters are among those tried.
     assert all(len(tried) >= 4 and sum("(" not in one for one in tried) <= 1 for tried in everywhere.values())
-    few = replace(scenario.cases[0], policies=("blend", "epp_sticky"))
+    few = replace(scenario.cases[0], policies=("cost", "epp_sticky"))
     assert set(contenders(place_of(scenario, few))) == {"epp_sticky"}
 
 
 def test_what_tuning_found_runs_in_the_quick_cases_of_its_workload_alone() -> None:
     scenario = SCENARIOS[0]
-    quick = replace(scenario.cases[0], policies=("blend", "epp_sticky"), quick=True)
+    quick = replace(scenario.cases[0], policies=("cost", "epp_sticky"), quick=True)
     tuned = {
         "a": Tuned(scenario.key, "epp_sticky", {}, "epp_sticky(match=0.5)"),
         "b": Tuned(scenario.key, "epp_blend", {}, "epp_blend(gate=0)"),
         "c": Tuned("W9", "epp_sticky", {}, "epp_sticky(penalty_s=2)"),
     }
-    assert policies_of(place_of(scenario, quick), tuned) == ["blend", "epp_sticky", "epp_sticky(match=0.5)"]
-    assert policies_of(place_of(scenario, replace(quick, quick=False)), tuned) == ["blend", "epp_sticky"]
+    assert policies_of(place_of(scenario, quick), tuned) == ["cost", "epp_sticky", "epp_sticky(match=0.5)"]
+    assert policies_of(place_of(scenario, replace(quick, quick=False)), tuned) == ["cost", "epp_sticky"]
     tuned["a"] = replace(tuned["a"], best="epp_sticky")
-    assert policies_of(place_of(scenario, quick), tuned) == ["blend", "epp_sticky"]
+    assert policies_of(place_of(scenario, quick), tuned) == ["cost", "epp_sticky"]
 
 
 # --- figures that decide ----------------------------------------------------------------------------------------------
 
 
 def test_the_figures_of_a_part_of_the_requests_are_those_of_that_part() -> None:
-    run: RunResult = invented_run("blend", 1.0)[0]
+    run: RunResult = invented_run("cost", 1.0)[0]
     assert critical_goodput(run) == run.by_band["critical"].goodput
     loudest = max(run.by_tenant, key=lambda name: run.by_tenant[name].asked_share or 0.0)
     others = [group.goodput or 0.0 for name, group in run.by_tenant.items() if name != loudest]
@@ -333,10 +333,11 @@ def test_the_case_that_is_tuned_on_has_other_traffic_for_every_seed(scenario: Sc
 
 
 def test_the_workloads_are_w1_to_w9_and_no_two_places_are_called_the_same() -> None:
-    assert [scenario.key for scenario in SCENARIOS] == ["W1", "W2", "W3", "W4", "W4b", *(f"W{i}" for i in range(5, 10))]
+    workloads = ["W1", "W2", "W3", "W4", "W4b", *(f"W{i}" for i in range(5, 10))]
+    assert [scenario.key for scenario in SCENARIOS] == [*workloads, "A"]
     labels = [place_of(scenario, case, load).label for scenario, case in CASES for load in case.loads]
     assert len(set(labels)) == len(labels)
-    assert all(any(case.quick for case in scenario.cases) for scenario in SCENARIOS)
+    assert all(any(case.quick for case in scenario.cases) for scenario in SCENARIOS if scenario.key != "A")
     assert PREFILL_SCALES == (1.0, 1.9)
 
 
@@ -372,7 +373,7 @@ def test_every_case_finds_its_rate_its_fleet_and_its_bounds(scenario: Scenario, 
     known = {spec.name for spec in place.fleet.replicas}
     assert {fault.replica for fault in place.fleet.faults} <= known
     assert len(known) == len(fleet_named(case.fleet).replicas)
-    point = place.point("blend", 2)
+    point = place.point("cost", 2)
     assert (point.rate_scale, point.prefill_scale) == (place.rate_scale, 1.0)
 
 
@@ -406,27 +407,27 @@ def test_goals_are_told_with_what_was_measured_and_what_was_wanted() -> None:
     scenario = SCENARIOS[0]
     goals = [Goal("up", 0.5, 0.9), Goal("down", 0.5, 0.9, at_least=False, about="why"), Goal("none", None, 1.0)]
     place = place_of(scenario, replace(scenario.cases[0], goals=lambda _: goals))
-    run = invented_run("blend", 1.0, count=30)[0]
-    assert goal_rows(Found(place, {"blend": [run]}, {})) == [
+    run = invented_run("cost", 1.0, count=30)[0]
+    assert goal_rows(Found(place, {"cost": [run]}, {})) == [
         ["up", "0.5", ">= 0.9", "MISSED"],
         ["down", "0.5", "<= 0.9 (why)", "met"],
         ["none", "none", ">= 1", ""],
     ]
-    assert goal_rows(Found(place, {"blend": []}, {})) == []
+    assert goal_rows(Found(place, {"cost": []}, {})) == []
     # What it would be compared with was not run: no figure stands in for it.
-    assert goal_rows(Found(place, {"blend": [run], "epp_blend": []}, {})) == []
-    assert goal_rows(Found(place, {"blend": [run]}, {"alone": []})) == []
-    assert goal_rows(Found(place_of(scenario, scenario.cases[0]), {"blend": [run]}, {})) == []
+    assert goal_rows(Found(place, {"cost": [run], "epp_blend": []}, {})) == []
+    assert goal_rows(Found(place, {"cost": [run]}, {"alone": []})) == []
+    assert goal_rows(Found(place_of(scenario, scenario.cases[0]), {"cost": [run]}, {})) == []
 
 
 def test_of_a_set_that_was_cut_short_only_what_was_run_is_told(tmp_path: Path) -> None:
     scenario = SCENARIOS[0]
-    case = replace(scenario.cases[0], policies=("blend", "epp_blend", "oracle"))
+    case = replace(scenario.cases[0], policies=("cost", "epp_blend", "oracle"))
     some, none = place_of(scenario, case, 0.7), place_of(scenario, replace(case, name="other"), 0.7)
     policies = dict.fromkeys((some.label, none.label), case.policies)
 
     def runs(place: Place, policy: str, seeds: Sequence[int]) -> list[Finished]:
-        ran = place is some and policy == "blend"
+        ran = place is some and policy == "cost"
         return [made(Point(policy, seed)) for seed in seeds] if ran else []
 
     told_file = StringIO()
@@ -437,14 +438,14 @@ def test_of_a_set_that_was_cut_short_only_what_was_run_is_told(tmp_path: Path) -
     printed = told_file.getvalue()
     assert "not run: epp_blend, oracle" in printed
     assert f"{none.label}: not run" in printed
-    assert "Where blend stands" not in printed
+    assert "Where cost stands" not in printed
     write_pages(tmp_path, [some, none], policies, runs, (1,), {})
     assert [path.parent.name for path in tmp_path.rglob("result.json")] == ["8-x-8b"]
 
 
 def test_what_is_run_beside_is_another_part_of_the_same_arrivals() -> None:
     beside = Beside("alone", "random", Mix(band="critical"))
-    case = replace(SCENARIOS[0].cases[0], mix=Mix(loud="x"), beside=(beside,), policies=("blend",))
+    case = replace(SCENARIOS[0].cases[0], mix=Mix(loud="x"), beside=(beside,), policies=("cost",))
     place = place_of(SCENARIOS[0], case)
     other = place.beside(beside)
     assert (other.rate_scale, other.fleet, other.bounds) == (place.rate_scale, place.fleet, place.bounds)
@@ -456,8 +457,8 @@ def test_what_is_run_beside_is_another_part_of_the_same_arrivals() -> None:
         asked.append((where.label, policy))
         return [Finished(Point(policy, seed), *invented_run(policy, 1.0, seed=seed, count=30)) for seed in seeds]
 
-    found = told(place, {place.label: ["blend"]}, runs, (1, 2))
-    assert asked == [(place.label, "blend"), (other.label, "random")]
+    found = told(place, {place.label: ["cost"]}, runs, (1, 2))
+    assert asked == [(place.label, "cost"), (other.label, "random")]
     assert [run.seed for run in found.beside["alone"]] == [1, 2]
 
 
@@ -472,7 +473,7 @@ def test_a_proxy_that_is_told_the_limits_knows_those_of_its_fleet() -> None:
 
 
 def test_ratios_are_of_the_same_seeds() -> None:
-    runs = [invented_run("blend", 1.0, seed=seed, count=30)[0] for seed in (1, 2, 3)]
+    runs = [invented_run("cost", 1.0, seed=seed, count=30)[0] for seed in (1, 2, 3)]
     figures = {1: 1.0, 2: 4.0, 3: 100.0}
     assert versus(runs[:2], runs[1:], lambda run: figures[run.seed]) == 1.0
     assert versus(runs[:1], runs[1:], lambda run: figures[run.seed]) is None
@@ -502,7 +503,7 @@ def test_goals_can_be_judged_on_runs_of_any_kind_and_on_none(scenario: Scenario,
     assert not any(goal.met for goal in case.goals(empty))
     # A load at which nothing is completed has no latency either.
     for skill in (0.5, 0.0):
-        runs = [invented_run("blend", 1.0, seed=seed, skill=skill, count=200)[0] for seed in (1, 2)]
+        runs = [invented_run("cost", 1.0, seed=seed, skill=skill, count=200)[0] for seed in (1, 2)]
         runs = [run.model_copy(update={"loaded": loaded}) for run in runs]
         full = Found(place, dict.fromkeys(case.policies, runs), dict.fromkeys((one.name for one in case.beside), runs))
         goals = case.goals(full)
@@ -514,7 +515,7 @@ def test_the_frontier_is_drawn_for_every_cost_of_a_prompt_and_without_runs() -> 
     w5 = next(scenario for scenario in SCENARIOS if scenario.key == "W5")
     case = next(case for case in w5.cases if case.plots is not None)
     assert case.plots is not None
-    run = invented_run("blend", 1.0, count=100)[0]
+    run = invented_run("cost", 1.0, count=100)[0]
     run = run.model_copy(update={"loaded": Loaded(duration_s=10.0, output_tokens={"default": 100})})
     for runs in ([run], []):
         found = [

@@ -1,6 +1,7 @@
 """The workloads that policies are judged by, in virtual time. W10, what the proxy itself costs, is `make bench`."""
 
 from benchmarks.scenarios import (
+    ablations,
     w1_conversation,
     w2_shared_prefix,
     w3_adapters,
@@ -26,5 +27,6 @@ SCENARIOS = tuple(
         w7_mixed_fleet,
         w8_failure,
         w9_stale_state,
+        ablations,
     )
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmproxy.lab.plots import Plot
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
-OURS = ("blend",)
+OURS = ("cost", "blend")
 BASELINES = (
     "random",
     "round_robin",

@@ -119,14 +119,14 @@ def print_verdicts(
     console: Console, found: Sequence[Place], policies: Mapping[str, Sequence[str]], runs: Runs, seeds: Sequence[int]
 ) -> None:
     """Where our policy stands: ahead or behind only where both costs of a prompt token say so."""
-    table = Table(title="Where blend stands", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(title=f"Where {OURS[0]} stands", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for name in (
         "place",
         "decides",
-        "blend",
+        OURS[0],
         "best other",
         "oracle",
-        "blend / best other, prefill x1 and x1.9",
+        f"{OURS[0]} / best other, prefill x1 and x1.9",
         "verdict",
     ):
         table.add_column(name)

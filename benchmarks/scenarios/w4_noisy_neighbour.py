@@ -10,11 +10,11 @@ from benchmarks.scenarios.scenario import VICTIMS_GOODPUT, Beside, Case, Found, 
 from llmproxy.lab.result import RunResult
 from llmproxy.lab.traces.mix import Mix
 
-FCFS, ROUND_ROBIN = "blend(fairness=fcfs)", "blend(fairness=round_robin)"
-QUANTA = tuple(f"blend(fairness=locality_fair_share,quantum_tokens={quantum})" for quantum in (2_048, 16_384, 65_536))
+FCFS, ROUND_ROBIN = "cost(fairness=fcfs)", "cost(fairness=round_robin)"
+QUANTA = tuple(f"cost(fairness=locality_fair_share,quantum_tokens={quantum})" for quantum in (2_048, 16_384, 65_536))
 FAIRNESS = (FCFS, ROUND_ROBIN, "least_request", "epp_sticky", "cache_aware")
-POLICIES = ("blend", *FAIRNESS, "oracle")
-SHARED = ("blend", FCFS, ROUND_ROBIN, *QUANTA, "least_request")
+POLICIES = ("cost", *FAIRNESS, "oracle")
+SHARED = ("cost", FCFS, ROUND_ROBIN, *QUANTA, "least_request")
 ALONE = "victims alone"
 VICTIM_REQUESTS = 30
 
@@ -41,7 +41,7 @@ def against(found: Found, figure: Figure) -> str:
 
 def shared(found: Found) -> list[Goal]:
     """What is hoped for wherever tenants want more than there is."""
-    ours, fcfs = found.runs["blend"], found.runs[FCFS]
+    ours, fcfs = found.runs["cost"], found.runs[FCFS]
     chosen = config_of(found.place.case).scheduling
     longest = max((run.fairness.prompt_tokens_most for run in ours), default=0)
     in_flight = max((run.fairness.unfinished_tokens_most for run in ours), default=0)
@@ -62,9 +62,9 @@ def noisy(tenant: str) -> Callable[[Found], list[Goal]]:
     def goals(found: Found) -> list[Goal]:
         ours, fcfs = (
             versus(found.runs[policy], found.beside[ALONE], lambda run: victims_ttft_p99(run, tenant))
-            for policy in ("blend", FCFS)
+            for policy in ("cost", FCFS)
         )
-        with_it_s = mean(found.runs["blend"], lambda run: victims_ttft_p99(run, tenant))
+        with_it_s = mean(found.runs["cost"], lambda run: victims_ttft_p99(run, tenant))
         told = f"fcfs {fcfs or 0.0:.3g}; {with_it_s or 0.0:.3g} s with it"
         return [*shared(found), Goal("median victim's TTFT p99 / alone", ours, 1.2, False, told)]
 
@@ -76,7 +76,7 @@ SCENARIO = Scenario(
     "Noisy neighbour",
     "Eight tenants alike until one of them asks for ten times as much; the tenants of a production hour (ServeGen), of"
     " whom one makes 41 % of the requests and the next comes ten times as often; 27 tenants of a chat arena, the first"
-    " of them as often as it is, or ten times. Both files at 1.2 times what the fleet can do. `blend` shares by"
+    " of them as often as it is, or ten times. Both files at 1.2 times what the fleet can do. `cost` shares by"
     " tokens here.",
     VICTIMS_GOODPUT,
     (
@@ -94,7 +94,7 @@ SCENARIO = Scenario(
             "2xllama-8b-h100",
             (None,),
             shape=sized(max_num_seqs=64),
-            policies=("blend", "least_request"),
+            policies=("cost", "least_request"),
             quick=False,
         ),
         Case(
@@ -104,7 +104,7 @@ SCENARIO = Scenario(
             (1.2,),
             requests=3_000,
             mix=Mix(loud="142"),
-            beside=(Beside(ALONE, "blend", Mix(loud="142", without="142")),),
+            beside=(Beside(ALONE, "cost", Mix(loud="142", without="142")),),
             goals=noisy("142"),
             shape=sized(max_num_seqs=64),
             policies=SHARED,
@@ -116,7 +116,7 @@ SCENARIO = Scenario(
             "1xllama-8b-h100",
             (1.2,),
             mix=Mix(loud="2"),
-            beside=(Beside(ALONE, "blend", Mix(loud="2", without="2")),),
+            beside=(Beside(ALONE, "cost", Mix(loud="2", without="2")),),
             goals=noisy("2"),
             shape=sized(max_num_seqs=32),
             policies=SHARED,

@@ -10,10 +10,10 @@ from llmproxy.lab.service import ADHERENCE_S
 OUTPUT_TOKENS = 128
 ROOM = "ceilings=1/1/1"
 """There is one band, and nobody to hold room back for."""
-OURS = f"blend(fairness=slo,ordering=least_slack,{ROOM})"
+OURS = f"cost(fairness=slo,ordering=least_slack,{ROOM})"
 OTHERS = (
-    f"blend(fairness=fair_share,ordering=least_slack,{ROOM})",
-    f"blend(fairness=fcfs,{ROOM})",
+    f"cost(fairness=fair_share,ordering=least_slack,{ROOM})",
+    f"cost(fairness=fcfs,{ROOM})",
     "least_request",
 )
 POINTS = 0.02

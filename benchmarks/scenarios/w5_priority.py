@@ -18,10 +18,10 @@ TRACE = (
     f"gen:priority_mix,rate=25,duration_s=120,prompt_tokens={PROMPT_TOKENS},shared_tokens={SHARED_TOKENS},"
     f"output_tokens={OUTPUT_TOKENS}"
 )
-ALONE = Beside("critical alone", "blend", Mix(band="critical"))
-LEVEL = Beside("all bands equal, fcfs", "blend(fairness=fcfs,ceilings=1/1/1)", Mix(level=True))
+ALONE = Beside("critical alone", "cost", Mix(band="critical"))
+LEVEL = Beside("all bands equal, fcfs", "cost(fairness=fcfs,ceilings=1/1/1)", Mix(level=True))
 CEILINGS = (0.6, 0.7, 0.8, 0.9, 1.0)
-FRONTIER = {ceiling: f"blend(ceilings=1/{ceiling:g}/{ceiling:g})" for ceiling in CEILINGS}
+FRONTIER = {ceiling: f"cost(ceilings=1/{ceiling:g}/{ceiling:g})" for ceiling in CEILINGS}
 NO_ROOM = ("epp_blend", "least_request", "round_robin")
 """The endpoint picker's gate, no queue in front of the engines, and engines in turn: vLLM's own order of arrival."""
 
@@ -50,7 +50,7 @@ def left_over(run: RunResult, of: RunResult) -> float | None:
 
 def goals(found: Found) -> list[Goal]:
     """What a critical request was promised, and what that may cost the others."""
-    place, ours, alone, level = found.place, found.runs["blend"], found.beside[ALONE.name], found.beside[LEVEL.name]
+    place, ours, alone, level = found.place, found.runs["cost"], found.beside[ALONE.name], found.beside[LEVEL.name]
     step_s = full_step_s(place, PROMPT_TOKENS, PROMPT_TOKENS - SHARED_TOKENS, PROMPT_TOKENS + OUTPUT_TOKENS // 2)
     drain_s = window_s(place, config_of(place.case).scheduling.look_ahead)
     solo_s = mean(alone, critical_ttft_p99)
@@ -126,7 +126,7 @@ SCENARIO = Scenario(
             "2xllama-8b-h100",
             (0.7, 1.0, 1.5, 2.0),
             shape=sized(max_num_seqs=64),
-            policies=("blend", *NO_ROOM, "oracle"),
+            policies=("cost", *NO_ROOM, "oracle"),
             beside=(ALONE, LEVEL),
             goals=goals,
             quick_loads=(2.0,),
@@ -138,7 +138,7 @@ SCENARIO = Scenario(
             (0.7, 1.0, 1.5, 2.0),
             shape=sized(max_num_seqs=64),
             told=True,
-            policies=("blend",),
+            policies=("cost",),
             beside=(ALONE, LEVEL),
             goals=goals,
             quick_loads=(2.0,),
@@ -150,7 +150,7 @@ SCENARIO = Scenario(
             (1.5,),
             shape=sized(max_num_seqs=64),
             told=True,
-            policies=("blend", *FRONTIER.values(), *NO_ROOM),
+            policies=("cost", *FRONTIER.values(), *NO_ROOM),
             beside=(ALONE, LEVEL),
             plots=frontier,
             quick=False,

@@ -21,8 +21,8 @@ from llmproxy.core.domain import Outcome
 from llmproxy.lab.fleet import Fault, FaultKind, Fleet
 from llmproxy.lab.result import RunResult
 
-KEPT = "blend(withdrawal=false)"
-LEVEL, LEVEL_KEPT = "blend(ceilings=1/1/1)", "blend(ceilings=1/1/1,withdrawal=false)"
+KEPT = "cost(withdrawal=false)"
+LEVEL, LEVEL_KEPT = "cost(ceilings=1/1/1)", "cost(ceilings=1/1/1,withdrawal=false)"
 HOLD_S = 30.0
 IN_TURN_S = (20.0, 27.0, 33.0, 40.0)
 """For how long each of four replicas is gone."""
@@ -49,7 +49,7 @@ def rolled(kind: FaultKind, gone_s: tuple[float, ...], first_s: float = 20.0, ap
 def withdrawn(found: Found) -> list[Goal]:
     """What taking leases back gives to critical requests, and takes from sheddable ones."""
     told = []
-    for name, policy, kept in (("", "blend", KEPT), (", no ceilings", LEVEL, LEVEL_KEPT)):
+    for name, policy, kept in (("", "cost", KEPT), (", no ceilings", LEVEL, LEVEL_KEPT)):
         ours, others = found.runs[policy], found.runs[kept]
         count = mean(ours, lambda run: float(run.withdrawals)) or 0.0
         told += [
@@ -79,7 +79,7 @@ def errors(run: RunResult) -> float:
 
 def held(found: Found) -> list[Goal]:
     """What clients hear of a rollout."""
-    ours = found.runs["blend"]
+    ours = found.runs["cost"]
     outcomes: dict[str, int] = {}
     for run in ours:
         for outcome, count in run.outcomes.items():
@@ -96,7 +96,7 @@ def _rollout(name: str, fleet: str, rate: float, gone: Shape, quick: bool = True
         (None,),
         shape=both(sized(max_num_seqs=64), gone),
         overrides={"queue.hold_s": f"{HOLD_S:g}"},
-        policies=("blend", "least_request"),
+        policies=("cost", "least_request"),
         goals=held,
         quick=quick,
     )
@@ -124,7 +124,7 @@ SCENARIO = Scenario(
             "2xllama-8b-h100",
             (None,),
             shape=sized(max_num_seqs=32),
-            policies=("blend", KEPT, LEVEL, LEVEL_KEPT, "least_request"),
+            policies=("cost", KEPT, LEVEL, LEVEL_KEPT, "least_request"),
             goals=withdrawn,
         ),
         _rollout("rollout, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FaultKind.ROLL, IN_TURN_S)),

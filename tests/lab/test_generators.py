@@ -351,3 +351,14 @@ def test_what_cannot_be_generated(spec: str, told: str) -> None:
 
 def test_shares_that_fill_the_whole_are_right() -> None:
     assert {a.band for a in made("priority_mix,critical=0.9,sheddable=0.1")} == {"critical", "sheddable"}
+
+
+def test_mixed_objectives_are_narrow_for_short_prompts_and_wide_for_long_ones() -> None:
+    arrivals = made("mixed_objectives,duration_s=300,tight=0.25")
+    tight = [one for one in arrivals if one.tenant == "tight"]
+    lax = [one for one in arrivals if one.tenant == "lax"]
+    assert len(tight) / len(arrivals) == pytest.approx(0.25, abs=0.02)
+    assert {(one.ttft_slo_s, one.tpot_slo_s) for one in tight} == {(0.15, 0.025)}
+    assert {(one.ttft_slo_s, one.tpot_slo_s) for one in lax} == {(4.0, 0.08)}
+    assert fmean(one.prompt_tokens for one in tight) == pytest.approx(800, rel=0.1)
+    assert fmean(one.prompt_tokens for one in lax) == pytest.approx(2_400, rel=0.1)

@@ -286,3 +286,45 @@ def step_bursts(
             yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng))
 
     return Trace("step_bursts", arrivals)
+
+
+def mixed_objectives(
+    *,
+    rate: float = 20.0,
+    duration_s: float = 120.0,
+    tight: float = 0.3,
+    tight_ttft_s: float = 0.15,
+    tight_tpot_s: float = 0.025,
+    lax_ttft_s: float = 4.0,
+    lax_tpot_s: float = 0.08,
+    sigma: float = 0.6,
+    seed: int = 0,
+) -> Trace:
+    """A share `tight` of short prompts with a narrow latency objective among longer ones with a wide one (Poisson).
+
+    Mean lengths are 800 prompt tokens (tight) or 2,400 (lax), and 110 of output; all log-normal. The tenant says which.
+    Raises TraceError.
+    """
+    check_rates(rate=rate)
+    check_times(
+        duration_s=duration_s, tight_ttft_s=tight_ttft_s, tight_tpot_s=tight_tpot_s, lax_ttft_s=lax_ttft_s,
+        lax_tpot_s=lax_tpot_s,
+    )  # fmt: skip
+    check(0, 1, tight=tight)
+    check_sigma(sigma)
+    output = LogNormal(110, sigma)
+    kinds = {
+        "tight": (LogNormal(800, sigma), tight_ttft_s, tight_tpot_s),
+        "lax": (LogNormal(2_400, sigma), lax_ttft_s, lax_tpot_s),
+    }
+
+    def arrivals() -> Iterator[Arrival]:
+        rng = Random(seed)
+        for at_s in poisson_times(rng, rate, duration_s):
+            tenant = "tight" if rng.random() < tight else "lax"
+            prompt, ttft_s, tpot_s = kinds[tenant]
+            yield Arrival(
+                at_s, prompt.tokens(rng), output.tokens(rng), tenant=tenant, ttft_slo_s=ttft_s, tpot_slo_s=tpot_s
+            )
+
+    return Trace("mixed_objectives", arrivals)

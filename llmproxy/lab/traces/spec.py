@@ -13,6 +13,7 @@ from llmproxy.lab.traces.contention import critical_bursts, unequal_tenants
 from llmproxy.lab.traces.conversations import agent_loops, interactive_chat, multi_round_chat
 from llmproxy.lab.traces.generators import (
     lora_zipf,
+    mixed_objectives,
     noisy_neighbour,
     priority_mix,
     shared_system_prompts,
@@ -30,6 +31,7 @@ GENERATORS: Mapping[str, Callable[..., Trace]] = {
         lora_zipf,
         multi_round_chat,
         noisy_neighbour,
+        mixed_objectives,
         priority_mix,
         shared_system_prompts,
         shared_system_ramp,
