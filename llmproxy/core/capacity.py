@@ -50,11 +50,6 @@ class BatchLimit:
         self._waited: deque[int] = deque(maxlen=PLATEAU_READINGS)
         self.value = fixed if fixed is not None else start
 
-    @property
-    def known(self) -> bool:
-        """Whether `value` is the engine's own limit, as it proved or as the operator says; else it still grows."""
-        return self._cap is not None or self._plateau is not None
-
     def observe(self, running: int, waiting: int, load: int) -> None:
         """Learn from one reading; `load` is how many sequences are thought to be at the engine."""
         if waiting > 0:

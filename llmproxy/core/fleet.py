@@ -23,11 +23,10 @@ RESIDENT_ADAPTERS_MAX = 1_024
 class View:
     """One backend as policies see it, at one instant.
 
-    `load` counts sequences in flight, ours and other clients', and `limit` is how many it may get at once, which is
-    `limit_known` once the engine proved it or the operator said so. `waiting` are those in the engine's own queue at
-    the last reading; `kv_used` (0..1) includes prompts booked since that reading. `kv_tokens` is the size of the
-    KV-cache. It is meant for prompts of `prompt_range` tokens, None for any. `reading` is the last one as it came,
-    while it is fresh enough to be believed.
+    `load` counts sequences in flight, ours and other clients'; `limit` is how many it may get at once. `waiting` are
+    those in the engine's own queue at the last reading; `kv_used` (0..1) includes prompts booked since that reading.
+    `kv_tokens` is the size of the KV-cache. It is meant for prompts of `prompt_range` tokens, None for any. `reading`
+    is the last one as it came, while it is fresh enough to be believed.
     """
 
     backend: str
@@ -38,7 +37,6 @@ class View:
     max_model_len: int | None
     prompt_range: tuple[int, int] | None
     limit: int
-    limit_known: bool
     load: int
     waiting: int
     kv_used: float
@@ -292,7 +290,6 @@ class Backend:
             max_model_len=self._max_model_len,
             prompt_range=self._prompt_range,
             limit=self.limit.value,
-            limit_known=self.limit.known,
             load=self.sequences + (self._others if reading is not None else 0),
             waiting=reading.waiting if reading is not None else 0,
             kv_used=kv_used,

@@ -54,7 +54,6 @@ def view(name: str = "a", **given: Any) -> View:
         "max_model_len": 4096,
         "prompt_range": None,
         "limit": 10,
-        "limit_known": True,
         "load": 0,
         "waiting": 0,
         "kv_used": 0.0,
