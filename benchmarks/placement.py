@@ -74,9 +74,7 @@ class Bench:
         self._heads = [tuple(rng.getrandbits(64) for _ in range(half)) for _ in range(SHARED)]
         self._tail_blocks = int(prompt_tokens / BLOCK_TOKENS) - half
         served = frozenset({MODEL, *ADAPTERS})
-        empty = View(
-            "", True, served, frozenset(), SLOTS, 65_536, None, BATCH, True, 0, 0, 0.5, KV_TOKENS, 4, 0.95, None
-        )
+        empty = View("", True, served, frozenset(), SLOTS, 65_536, None, BATCH, 0, 0, 0.5, KV_TOKENS, 4, 0.95, None)
         self._at = {f"backend-{number:03d}": number for number in range(backends)}
         self._views = [
             replace(empty, backend=name, resident=frozenset(rng.sample(ADAPTERS, SLOTS))) for name in self._at

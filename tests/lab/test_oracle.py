@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from llmproxy.core.domain import NoCapacity, NoMatch, Outcome, Placed, Request, Verdict
-from llmproxy.core.fleet import View
 from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.lab.arrival import BASE_MODEL, Arrival
 from llmproxy.lab.fleet import Fault, FaultKind, Fleet
@@ -19,6 +18,7 @@ from llmproxy.lab.replica import Replica
 from llmproxy.lab.virtual_time import run
 from llmproxy.lab.world import Blocks, World
 from llmproxy.simulator.profiles import profile_named
+from tests.core.make import view
 from tests.lab.small import fleet, records, setup, traffic
 
 
@@ -43,24 +43,7 @@ class Stand:
 
     def place(self, arrival: Arrival, excluded: frozenset[str] = frozenset()) -> Placed | NoCapacity | NoMatch:
         views = [
-            View(
-                name,
-                name not in self.down,
-                served,
-                frozenset(),
-                None,
-                None,
-                None,
-                1,
-                True,
-                0,
-                0,
-                0.0,
-                None,
-                0,
-                1.0,
-                None,
-            )
+            view(name, available=name not in self.down, served=served, limit=1, kv_full=1.0)
             for served in (frozenset({BASE_MODEL, "x", "y"}),)
             for name in self.world.replicas
         ]
