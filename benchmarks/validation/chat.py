@@ -76,9 +76,10 @@ async def measure(backends: Sequence[str], placement: str, talk: Talk) -> Told:
             lines = [orjson.loads(line) for line in log.read_bytes().splitlines()]
         after = [await replica.counters() for replica in replicas]
     gained = {
-        name: sum(new[name] - old[name] for new, old in zip(after, before, strict=True)) for name in ("queries", "hits")
+        name: sum(new[name] - old[name] for new, old in zip(after, before, strict=True))
+        for name in ("prefix_queries", "prefix_hits")
     }
-    return Told(gained["queries"], gained["hits"], [line for line in lines if "outcome" in line])
+    return Told(gained["prefix_queries"], gained["prefix_hits"], [line for line in lines if "outcome" in line])
 
 
 async def _converse(http: aiohttp.ClientSession, url: str, talk: Talk, number: int, turn: asyncio.Semaphore) -> None:
@@ -86,7 +87,7 @@ async def _converse(http: aiohttp.ClientSession, url: str, talk: Talk, number: i
     messages = [{"role": "system", "content": " ".join(shared.choices(WORDS, k=talk.system_words))}]
     for _ in range(talk.turns):
         messages.append({"role": "user", "content": f"{number} " + " ".join(own.choices(WORDS, k=talk.turn_words))})
-        body = {"messages": messages, "max_tokens": talk.answer_tokens, "ignore_eos": True, "seed": number}
+        body = {"messages": messages, "max_tokens": talk.answer_tokens, "ignore_eos": True, "temperature": 0.0}
         # Turns of a conversation lie apart, so that others come between them.
         async with turn, http.post(f"{url}/v1/chat/completions", json=body | {"stream": True}) as response:
             response.raise_for_status()
@@ -94,8 +95,10 @@ async def _converse(http: aiohttp.ClientSession, url: str, talk: Talk, number: i
 
 
 def _text(stream: bytes) -> str:
-    events = [line.removeprefix(b"data: ") for line in stream.splitlines() if line.startswith(b"data: {")]
-    deltas = [event["choices"][0]["delta"] for data in events if (event := orjson.loads(data))["choices"]]
+    events = [orjson.loads(line.removeprefix(b"data: ")) for line in stream.splitlines() if line.startswith(b"data: {")]
+    if failed := [event for event in events if "error" in event]:
+        raise SystemExit(f"a replica broke off: {failed[0]}")
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
@@ -120,7 +123,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     given = parser.parse_args()
     logs.configure("text", "error")
-    talk = Talk(given.conversations, 6, given.turns, system_words=120, turn_words=60, answer_tokens=40)
+    talk = Talk(given.conversations, 6, given.turns, system_words=40, turn_words=80, answer_tokens=24)
     for name, placement, backends in (
         ("cost", "cost", given.backend),
         ("round_robin", "round_robin", given.backend),

@@ -278,3 +278,19 @@ def test_a_backend_that_seemed_slow_is_tried_again_when_others_have_done_much() 
         if number == 30:
             assert slow.factor > seemed, "the pool is known to be faster now, and the evidence is not forgotten"
     assert slow.factor == pytest.approx(1.0, abs=0.3)
+
+
+def test_one_answer_that_was_held_up_for_another_reason_does_not_move_the_line_far() -> None:
+    usual, disturbed = Line(0.03, 1e-4, 4_000.0, 0.02), Line(0.03, 1e-4, 4_000.0, 0.02)
+    for number in range(20):
+        for line in (usual, disturbed):
+            line.learn(100.0 * number, 0.03 + 0.01 * number)
+    disturbed.learn(300.0, 30.0)
+    assert disturbed.at(300.0) < 1.6 * usual.at(300.0)
+
+
+def test_many_that_are_held_up_move_it_all_the_same() -> None:
+    line = Line(0.03, 1e-4, 4_000.0, 0.02)
+    for number in range(200):
+        line.learn(100.0 * (number % 20), 3.0)
+    assert line.at(1_000.0) == pytest.approx(3.0, rel=0.2)

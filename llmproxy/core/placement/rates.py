@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from math import exp
 
-KEEP = 0.99
-"""Weight that an observation of the pool keeps with each newer one: the last hundred or so decide."""
+KEEP = 0.98
+"""Weight that an observation of the pool keeps with each newer one: the last fifty or so decide."""
 PACE_KEEP = 0.9
 """The same for one backend: ten or so, so that one that slows down is repriced within seconds under load."""
+OUTLIER = 4.0
+"""Times what was expected of a pool beyond which an observation counts no more."""
 GUESS = 0.1
 """Weight of what is assumed before anything was observed."""
 SURE = 4.0
@@ -40,7 +42,9 @@ class Line:
 
     def learn(self, x: float, y: float) -> None:
         self.seen += 1
-        self._learn(x, y, 1.0)
+        # One that is far off says that something else went wrong; many of them move the line all the same.
+        expected = self._jitter + self.at(x)
+        self._learn(x, min(y, OUTLIER * expected), 1.0)
 
     def _learn(self, x: float, y: float, weight: float) -> None:
         weight /= (self._jitter + self.at(x)) ** 2
