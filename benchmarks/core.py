@@ -183,7 +183,7 @@ def who(bench: Bench) -> Times:
             began_s = thread_time()
             level = room.levels()[0]
             band = room.band(level)
-            found = first_fit(band, placement, views, 1.0, limits, Unmatched(), bench.now)
+            found = first_fit(band, placement, views, 1.0, limits, Unmatched(), bench.now, patient=True)
             assert isinstance(found, Found)
             request = found.queued.request
             room.leave(found.queued)

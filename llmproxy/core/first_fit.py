@@ -55,8 +55,14 @@ def first_fit(
     limits: UsageLimits,
     unmatched: Unmatched,
     now: float,
+    *,
+    patient: bool,
 ) -> Found | Limited | NoCapacity | None:
-    """Answer the request that goes next, or that nobody has room, or None where the room is of use to none."""
+    """Answer the request that goes next, or that nobody has room, or None where the room is of use to none.
+
+    Where a lower band waits too, nobody is `patient`: whoever would rather wait for a backend that is full takes the
+    best of those with room, because the lower band would.
+    """
     passed_over = 0
     flows = band.fairness.candidates(now)
     try:
@@ -70,6 +76,9 @@ def first_fit(
                     if unmatched.covers(queued):
                         continue
                     placed = placement.place(queued.request, views, ceiling, queued.excluded, now)
+                    if isinstance(placed, NoMatch) and placed.later and not patient:
+                        roomy = [view for view in views if view.has_room(ceiling)]
+                        placed = placement.place(queued.request, roomy, ceiling, queued.excluded, now)
                     if isinstance(placed, Placed):
                         return Found(queued, placed, passed_over)
                     if isinstance(placed, NoCapacity):

@@ -302,7 +302,10 @@ class Scheduler:
         """Book the band's next request; None when there is room, but for none of those looked at."""
         band = self._room.band(level)
         while True:
-            found = first_fit(band, self._placement, this.views, ceiling, self._limits, unmatched, this.now)
+            patient = self._room.levels()[-1] == level
+            found = first_fit(
+                band, self._placement, this.views, ceiling, self._limits, unmatched, this.now, patient=patient
+            )
             if not isinstance(found, Limited):
                 break
             # Its tenant or model has enough in flight: it steps aside, and the flow goes on behind it.

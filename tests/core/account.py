@@ -154,8 +154,10 @@ class Books:
         """Where it could go, and should; under its own ceiling unless another is given."""
         if ceiling is None:
             ceiling = self.ceiling(waiter.request.pool, waiter.request.band)
-        if self.settings.placement == "cost":
-            # It may be worth to wait for a backend that is full, and for nothing else.
+        asked = waiter.request
+        below = any(w.request.band < asked.band for w in self.waiting_in(asked.pool))
+        if self.settings.placement == "cost" and (self.settings.limits or not below):
+            # It may be worth to wait for a backend that is full, and for nothing else; but not above a band that waits.
             full = [row for row in rows.values() if row.available and not row.has_room(ceiling)]
             if any(self.suits(waiter, row, rows) for row in full):
                 return []

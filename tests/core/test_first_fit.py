@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from llmproxy.core.domain import Grant, NoCapacity, NoMatch, Placed, Request
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, NoCapacity, NoMatch, Placed, Request
 from llmproxy.core.fleet import View
 from llmproxy.core.placement import NO_MATCH, NO_MATCH_FOR_MODEL, Unobserved
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from tests.core.make import listing, request
+from tests.core.make import listing, reading, request
 
 LATER = NoMatch(whole_model=False, later=True)
 
@@ -58,3 +58,29 @@ def test_one_that_waits_is_asked_about_again_after_each_grant() -> None:
     placement = Picky({"first": LATER})
     granted(placement, request(id="first"), request(id="second"), request(id="third"))
     assert placement.asked.count("first") > 1
+
+
+class Choosy(Picky):
+    """Would have the first request wait while a backend that is full is among the views."""
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        del excluded, now
+        if request.id == "first" and not all(view.has_room(ceiling) for view in views):
+            return LATER
+        return Placed(next(view.backend for view in views if view.has_room(ceiling)), 0.0, (), 1)
+
+
+@pytest.mark.parametrize(("other_band", "went"), [(DEFAULT, "second"), (SHEDDABLE, "first"), (CRITICAL, "second")])
+def test_nobody_waits_by_choice_above_a_band_that_would_take_the_room(other_band: int, went: str) -> None:
+    pools = Pools(Settings(), {"a": 1, "b": 2}, {}, lambda: Choosy({}))
+    for name in "ab":
+        pools.answered(name, 0.0)
+        pools.listed(name, listing())
+    pools.observe("a", reading(running=9))
+    pools.observe("a", reading(0.1, running=9))
+    pools.submit(request(id="first", band=DEFAULT), 0.2)
+    pools.submit(request(id="second", band=other_band), 0.2)
+    grants = [decision.request.id for decision in pools.decide(0.2) if isinstance(decision, Grant)]
+    assert grants[0] == went
