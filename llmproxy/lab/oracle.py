@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from llmproxy.core.domain import Explained, Learned, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.fleet import View
-from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL
+from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Unobserved
 from llmproxy.lab.arrival import Arrival
 from llmproxy.lab.replica import Replica
 from llmproxy.lab.world import World
@@ -53,7 +53,7 @@ class _Offer(NamedTuple):
     warm_tokens: int
 
 
-class Oracle:
+class Oracle(Unobserved):
     """Central queue, greedy least total delay, from the true state of the engines.
 
     For each replica: when it can begin the request (a free sequence, a slot for the adapter, room for prompt and answer
@@ -172,15 +172,3 @@ class Oracle:
         arrival = held.arrivals.pop(lease)
         del held.ends_s[lease], held.lasts_s[lease]
         held.context_tokens -= arrival.prompt_tokens + arrival.output_tokens // 2
-
-    def cached(self, backend: str, hashes: Sequence[int]) -> None:
-        pass
-
-    def lost(self, backend: str) -> None:
-        pass
-
-    def explained(self) -> Sequence[Explained]:
-        return ()
-
-    def learned(self, backends: Iterable[str], now: float) -> Learned | None:
-        pass
