@@ -61,7 +61,7 @@ def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> Ac
 
 
 class Run:
-    """One run; `account` is its book."""
+    """One run; `account` is its book, and `proxies` are there once it goes."""
 
     def __init__(self, setup: Setup, progress: Callable[[int], None]) -> None:
         self._setup = setup
@@ -90,7 +90,7 @@ class Run:
         blocks = Blocks(setup.trace.block_tokens, setup.fleet.replicas[0].block_size)
         self._replicas = replicas
         self._world = World(replicas, setup.adapters, blocks)
-        self._proxies = self._start_proxies(self._world)
+        self.proxies = self._start_proxies(self._world)
         schedule(setup.fleet.faults, replicas, SETTLE_S)
         loop.call_at(SETTLE_S, self._sample, loop, 0)
         loop.call_at(SETTLE_S + max(LOOK_EVERY_S, setup.warmup_s), self._look_at_service, loop)
@@ -101,7 +101,7 @@ class Run:
             self._drained = loop.create_future()
             await self._drained
         self._over = True
-        for proxy in self._proxies:
+        for proxy in self.proxies:
             proxy.stop()
             self.account.audited(proxy.pools.audit)
         for name, replica in replicas.items():
@@ -126,7 +126,7 @@ class Run:
         if self._over:
             return
         queued: dict[int, int] = {}
-        for proxy in self._proxies:
+        for proxy in self.proxies:
             for band, (requests, _) in proxy.pools.queued().items():
                 queued[band] = queued.get(band, 0) + requests
         load = {name: replica.load() for name, replica in self._replicas.items()}
@@ -138,7 +138,7 @@ class Run:
         """Who has been served how much by now, and who has to wait, for as long as anybody is there."""
         under_way: dict[str, float] = {}
         waiting: dict[str, None] = {} if self._setup.plan.late else dict.fromkeys(self._world.arrivals)
-        for proxy in self._proxies:
+        for proxy in self.proxies:
             if self._setup.plan.late:
                 waiting.update(dict.fromkeys(proxy.pools.audit.waiting))
             for request_id, answered_tokens in proxy.answers():
@@ -153,7 +153,7 @@ class Run:
     def _look_at_output(self) -> None:
         """How many tokens were streamed by now, by band."""
         tokens = self._output_tokens.copy()
-        for proxy in self._proxies:
+        for proxy in self.proxies:
             for request_id, answered_tokens in proxy.answers():
                 tokens[proxy.band(self._world.arrivals[request_id])] += answered_tokens
         self.account.output(tokens)
@@ -170,7 +170,7 @@ class Run:
             self._begin(arrival)
 
     def _begin(self, arrival: Arrival) -> None:
-        proxy = self._proxies[0] if len(self._proxies) == 1 else self._rng.choice(self._proxies)
+        proxy = self.proxies[0] if len(self.proxies) == 1 else self._rng.choice(self.proxies)
         task = asyncio.get_running_loop().create_task(self._serve(proxy, arrival))
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -146,15 +146,21 @@ def test_what_is_alike_looks_alike_however_noisy_it_is(noise: float) -> None:
 @pytest.mark.parametrize("slower", [0.5, 2.0, 2.9])
 def test_a_backend_of_another_kind_is_known_after_ten_prompts(slower: float) -> None:
     factors = [one[-1] for one in paces(10, slower, noise=0.1)]
-    assert sum(factors) / 100 == pytest.approx(slower, rel=0.05)
-    assert all(abs(factor / slower - 1.0) < 0.35 for factor in factors)
+    assert sum(factors) / 100 == pytest.approx(slower, rel=0.06)
+    assert all(abs(factor / slower - 1.0) < 0.45 for factor in factors)
 
 
 @pytest.mark.parametrize("slower", [0.5, 2.0, 2.9])
 def test_a_backend_that_changes_its_pace_is_known_after_some_more(slower: float) -> None:
-    for times, near in ((15, 0.55), (30, 0.25)):
+    for times, near in ((15, 0.65), (30, 0.3)):
         factors = [one[-1] for one in paces(times, slower, noise=0.1, before=100)]
         assert all(abs(factor - slower) < near * abs(1.0 - slower) for factor in factors)
+
+
+def test_the_more_is_seen_of_a_backend_the_better_its_pace_is_known() -> None:
+    errors = [[abs(factor / 2.0 - 1.0) for factor in one] for one in paces(200, 2.0, noise=0.6)]
+    early, late = (sum(sum(one[part]) for one in errors) for part in (slice(10, 60), slice(150, 200)))
+    assert late < 0.5 * early
 
 
 def test_a_backend_that_recovers_keeps_the_pace_of_its_pool_again() -> None:
@@ -223,6 +229,15 @@ def test_a_prompt_teaches_the_line_of_the_pool_and_the_pace_of_its_backend() -> 
         assert rates.prefill.at(2_000.0) * pace.factor == pytest.approx(slower * 0.27, rel=0.05)
 
 
+def test_a_slow_backend_that_gets_the_long_prompts_does_not_make_long_prompts_slow() -> None:
+    rates, usual, slow, rng = Rates(), Pace(), Pace(), Random(2)
+    for _ in range(400):
+        for pace, slower, most in ((usual, 1.0, 1_200), (usual, 1.0, 1_200), (slow, 3.0, 6_000)):
+            tokens = float(rng.randrange(100, most))
+            rates.prefilled(pace, tokens, slower * (0.02 + tokens / 8_000))
+    assert rates.prefill.at(5_000.0) * usual.factor == pytest.approx(0.02 + 5_000 / 8_000, rel=0.1)
+
+
 def test_a_cold_adapter_teaches_its_own_time_and_nothing_of_prompts() -> None:
     rates, pace = Rates(), Pace()
     expected_s = rates.prefill.at(1_000.0)
@@ -276,8 +291,8 @@ def test_a_backend_that_seemed_slow_is_tried_again_when_others_have_done_much() 
         rates.prefilled(usual, 500.0 + number % 40, 0.1)
         slow.renew(rates.prefill)
         if number == 30:
-            assert slow.factor > seemed, "the pool is known to be faster now, and the evidence is not forgotten"
-    assert slow.factor == pytest.approx(1.0, abs=0.3)
+            assert slow.factor > 0.8 * seemed, "the evidence is not forgotten yet"
+    assert slow.factor == pytest.approx(1.0, abs=0.4)
 
 
 def test_one_answer_that_was_held_up_for_another_reason_does_not_move_the_line_far() -> None:

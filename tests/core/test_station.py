@@ -203,6 +203,19 @@ def test_first_bytes_of_one_step_are_learned_together() -> None:
     assert stand.station.prefill.factor == 1.0
 
 
+def test_a_prompt_that_waited_for_a_slot_of_the_batch_says_nothing_of_prompts() -> None:
+    stand = Stand()
+    stand.station.limit = 2
+    untaught = stand.learned()
+    leases = [stand.book(1_000) for _ in range(4)]
+    for lease in leases[:3]:
+        stand.start(lease, 0.5)
+    taught = stand.learned()
+    assert taught != untaught
+    stand.start(leases[3], 0.5)
+    assert stand.learned() == taught
+
+
 def test_a_step_says_nothing_before_the_next_one_began() -> None:
     stand = Stand()
     untaught = stand.learned()

@@ -157,7 +157,7 @@ def test_a_run_is_audited_with_nothing_left_and_no_inversion(fairness: str) -> N
     config = Config.model_validate({"scheduling": {"flow": "tenant", "fairness": fairness}})
     one = Run(setup(arrivals, "blend", fleet(2, max_num_seqs=8), config), lambda _: None)
     result = run(one.go()).result("blend", 1, 1.0, 1.0)
-    (proxy,) = one._proxies
+    (proxy,) = one.proxies
     audit = proxy.pools.audit
     assert not audit.waiting
     assert not audit._leases

@@ -476,6 +476,6 @@ def test_a_configured_batch_limit_is_believed_from_the_start() -> None:
     config = Config.model_validate({"backends": backends, "scheduling": {"look_ahead": 0}})
     one = Run(setup(traffic(count=20), on=fleet(2), config=config), lambda _: None)
     run(one.go())
-    (proxy,) = one._proxies
+    (proxy,) = one.proxies
     assert proxy.pools.backends["gpu-0"].limit.value == 3
     assert proxy.pools.backends["gpu-1"].limit.value != 3

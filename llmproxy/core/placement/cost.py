@@ -216,6 +216,7 @@ class CostPlacement:
         # Everything is asked of every backend for every request: what follows is most of what a decision takes.
         for view, station in zip(able, stations, strict=True):
             station.renew(rates)
+            station.limit = view.limit
             load, step_factor = view.load, station.step.factor
             cached_tokens = min(matched.get(view.backend, 0) * block_tokens, prompt_tokens - 1.0)
             queue_s = station.queue_s(rates, now)

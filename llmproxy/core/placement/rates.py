@@ -7,7 +7,7 @@ from math import exp
 KEEP = 0.98
 """Weight that an observation of the pool keeps with each newer one: the last fifty or so decide."""
 PACE_KEEP = 0.9
-"""The same for one backend: ten or so, so that one that slows down is repriced within seconds under load."""
+"""The same for the change of one backend: ten or so, so that one that slows down is repriced within seconds."""
 OUTLIER = 4.0
 """Times what was expected of a pool beyond which an observation counts no more."""
 GUESS = 0.1
@@ -66,31 +66,61 @@ class Line:
         return self.base + self.slope * x
 
 
+class _Ratio:
+    """What a backend took over what its pool should have taken, with the variance of that ratio.
+
+    Sums with exponential forgetting; what is remembered is priced by the line as it is now.
+    """
+
+    def __init__(self, keep: float) -> None:
+        self._keep = keep
+        self._count = self._x = self._took = self._weights = 0.0
+        self._squares = self._squared = 0.0
+        self._seen = 0
+
+    def learn(self, line: Line, x: float, took: float) -> None:
+        before = line.base * self._count + line.slope * self._x
+        # Held against what was known before it, and that is the pool's pace at first: one observation proves nothing.
+        error = took - line.at(x) * (self._took / before if before else 1.0)
+        self._count = self._keep * self._count + 1.0
+        self._x = self._keep * self._x + x
+        self._took = self._keep * self._took + took
+        self._weights = self._keep * self._keep * self._weights + 1.0
+        # The first errors are those of knowing nothing, and are soon forgotten.
+        self._squares = PACE_KEEP * self._squares + error * error
+        self._squared = PACE_KEEP * self._squared + 1.0
+        self._seen = line.seen
+
+    def drawn_to(self, middle: float, line: Line) -> float:
+        """The ratio, drawn to `middle` by its standard error (positive-part James-Stein) and by its age."""
+        expected = line.base * self._count + line.slope * self._x
+        over = self._took / expected - middle if expected > 0.0 else 0.0
+        if not over:
+            return middle
+        variance = self._weights * self._squares / (self._squared * expected * expected)
+        fresh = min(1.0, self._count * exp((self._seen - line.seen) / UNSEEN))
+        return middle + over * fresh * max(0.0, 1.0 - SURE * variance / (over * over))
+
+
 class Pace:
     """How many times as long as its pool one backend takes; 1 until its own observations say otherwise.
 
-    The ratio of sums with exponential forgetting, drawn to 1 by its standard error (positive-part James-Stein), so that
-    backends that are alike look alike, and chance does not send work to one of them. What is remembered is priced by
-    the line as it is now: while the pool still learns, what its first backend takes is the pool's own pace and no
-    backend's. Whoever seems slow gets no work and could not prove better, so what is old counts less with each
+    The last fifty observations say what it is; the last ten, where they differ by more than chance, that it has
+    changed. Both are drawn to what was believed without them, so that backends that are alike look alike, and chance
+    does not send work to one of them. While the pool still learns, what its first backend takes is the pool's own pace
+    and no backend's. Whoever seems slow gets no work and could not prove better, so what is old counts less with each
     that others do.
     """
 
     def __init__(self) -> None:
-        self._count = self._x = self._took = self._squares = 0.0
-        self._seen = self._stale_at = 0
+        self._long, self._short = _Ratio(KEEP), _Ratio(PACE_KEEP)
+        self._stale_at = 0
         self.factor = 1.0
 
     def learn(self, line: Line, x: float, took: float) -> None:
         """It took `took` at `x`, where a backend of the pool should take what `line` says."""
-        before = line.base * self._count + line.slope * self._x
-        # Held against what was known before it, and that is the pool's pace at first: one observation proves nothing.
-        error = took - line.at(x) * (self._took / before if before else 1.0)
-        self._count = PACE_KEEP * self._count + 1.0
-        self._x = PACE_KEEP * self._x + x
-        self._took = PACE_KEEP * self._took + took
-        self._squares = PACE_KEEP * PACE_KEEP * self._squares + error * error
-        self._seen = line.seen
+        self._long.learn(line, x, took)
+        self._short.learn(line, x, took)
         self._reckon(line)
 
     def renew(self, line: Line) -> None:
@@ -100,15 +130,7 @@ class Pace:
 
     def _reckon(self, line: Line) -> None:
         self._stale_at = line.seen + STALE
-        expected = line.base * self._count + line.slope * self._x
-        over = self._took / expected - 1.0 if expected > 0.0 else 0.0
-        if not over:
-            self.factor = 1.0
-            return
-        variance = self._squares / (expected * expected)
-        fresh = self._count * exp((self._seen - line.seen) / UNSEEN)
-        sure = min(1.0, fresh) * max(0.0, 1.0 - SURE * variance / (over * over))
-        self.factor = max(0.05, 1.0 + sure * over)
+        self.factor = max(0.05, self._short.drawn_to(self._long.drawn_to(1.0, line), line))
 
 
 class Late:
@@ -137,13 +159,16 @@ class Rates:
     def __init__(self) -> None:
         self.prefill = Line(0.03, 1 / 15_000, 4_000.0, JITTER_S)
         self.step = Line(0.01, 1e-4, 64.0, 1e-3)
+        self._usual = 1.0
         self.adapter_s = 0.05
         self.late_ttft = Late()
         self.late_tpot = Late()
 
     def prefilled(self, pace: Pace, tokens: float, took_s: float) -> None:
         """`tokens` more were computed in `took_s`."""
-        self.prefill.learn(tokens, took_s)
+        # Whoever is slow may get other prompts than the fast: held against each other, they would tilt the line.
+        self._usual += (1.0 - KEEP) * (pace.factor - self._usual)
+        self.prefill.learn(tokens, took_s * self._usual / pace.factor)
         pace.learn(self.prefill, tokens, took_s)
 
     def loaded(self, pace: Pace, tokens: float, took_s: float) -> None:

@@ -22,7 +22,8 @@ OVERDUE = 2.0
 class Flight:
     """A lease, and what was expected of it when it was booked; `own_tokens` of its prompt were to be computed.
 
-    Its first token was expected after `ttft_s`, the others each `tpot_s`; at `due_s` it is overdue.
+    Its first token was expected after `ttft_s`, the others each `tpot_s`; at `due_s` it is overdue. Where it was
+    `crowded`, the batch was full, and its prompt had to wait for somebody's end.
     """
 
     request: Request
@@ -34,13 +35,15 @@ class Flight:
     cold_adapter: bool
     ttft_s: float
     tpot_s: float
+    crowded: bool = False
     due_s: float = 0.0
     started_s: float | None = None
 
 
 class Station:
     """One backend: `adapters` and `in_use` are those of the requests in flight there, `kv_tokens` what the prefix index
-    was told of its size.
+    was told of its size, `limit` the sequences that its batch takes, as
+    far as known.
     """
 
     def __init__(self) -> None:
@@ -49,6 +52,7 @@ class Station:
         self.adapters: Counter[str] = Counter()
         self.in_use = InUse()
         self.kv_tokens = 0
+        self.limit: int | None = None
         self.in_flight = 0
         self._unstarted: dict[int, Flight] = {}
         self._to_prefill_tokens = 0.0
@@ -94,6 +98,7 @@ class Station:
         self._work_at_s = now
         request = flight.request
         self.in_flight += request.sequences
+        flight.crowded = self.limit is not None and self.in_flight > self.limit
         self.in_use.add(request.prefix)
         if request.adapter is not None:
             self.adapters[request.adapter] += 1
@@ -119,7 +124,7 @@ class Station:
         self._step_tokens += flight.own_tokens
         if flight.cold_adapter and not mixed:
             rates.loaded(self.prefill, self._step_tokens, self._step_took_s)
-        self._step_known &= not (flight.cold_adapter or mixed)
+        self._step_known &= not (flight.cold_adapter or flight.crowded or mixed)
         self._mixed = False
 
     def finish(self, lease: int, flight: Flight) -> None:
