@@ -44,6 +44,10 @@ class Admission:
         self._first_token = first_token
         self._ordering = orderings.get(settings.ordering)(settings)
 
+    def reconfigure(self, settings: Settings) -> None:
+        """Judge by other settings; the ordering stays, as the ranks of those that wait are its own."""
+        self._settings = settings
+
     def enter(self, request: Request, excluded: frozenset[str], entry: Entry, now: float) -> list[Drop]:
         """Let a request in and answer who was shed for it; where it is refused, nothing has changed.
 
@@ -72,9 +76,9 @@ class Admission:
     def _servable(self, request: Request, excluded: frozenset[str], now: float) -> tuple[frozenset[str], bool]:
         """`excluded`, and whether the request has to be held; then less those that may come back as new processes."""
         able = [backend for backend in self._backends.values() if backend.serves(request.model)]
-        if any(not backend.health.down and backend.name not in excluded for backend in able):
+        if any(backend.up and backend.name not in excluded for backend in able):
             return excluded, False
-        resting = {backend.name for backend in able if not backend.health.available(now)}
+        resting = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
         if resting and self._settings.queue.hold_s:
             return excluded - resting, True
         message = f"No backend of `{request.model}` is up. Try again shortly."

@@ -42,13 +42,23 @@ class BatchLimit:
     def __init__(self, fixed: int | None, start: int, probe_step: int, lowest_ceiling: float = 1.0) -> None:
         self._cap = fixed
         self._probe_step = max(1, probe_step)
-        self._lowest_ceiling = lowest_ceiling
+        self.lowest_ceiling = lowest_ceiling
         self._plateau: int | None = None
         self._settled = 0
         self._calm = 0
         self._patience = CALM_READINGS_MIN
         self._waited: deque[int] = deque(maxlen=PLATEAU_READINGS)
         self.value = fixed if fixed is not None else start
+
+    def cap(self, fixed: int | None) -> None:
+        """Go by another configured limit; what was learned stays where it does not contradict it."""
+        if fixed == self._cap:
+            return
+        self._cap = fixed
+        if fixed is not None:
+            if self._plateau is not None and self._plateau > fixed:
+                self._plateau = None
+            self.value = self._plateau or fixed
 
     def observe(self, running: int, waiting: int, load: int) -> None:
         """Learn from one reading; `load` is how many sequences are thought to be at the engine."""
@@ -65,7 +75,7 @@ class BatchLimit:
         self._waited.clear()
         if running > self.value:
             self._set(running)
-        used_from = slots_under(self.value, self._lowest_ceiling, 0)
+        used_from = slots_under(self.value, self.lowest_ceiling, 0)
         # Half, because short requests spend much of their time outside the batch, on their way in and out.
         if load >= used_from and 2 * running >= used_from:
             self._grow(running)

@@ -31,7 +31,7 @@ class Catalogue:
     """
 
     def __init__(self, backends: Iterable[str], aliases: Mapping[str, str]) -> None:
-        self._aliases = dict(aliases)
+        self._aliases: Mapping[str, str] = dict(aliases)
         self._listings: dict[str, Listing | None] = dict.fromkeys(backends)
         self._targets: dict[str, Target] = {}
         self._cards: dict[str, ModelCard] = {}
@@ -48,8 +48,22 @@ class Catalogue:
 
     @property
     def complete(self) -> bool:
-        """Every configured backend was read at least once."""
-        return None not in self._listings.values()
+        """Every backend was read at least once, and there is one."""
+        return bool(self._listings) and None not in self._listings.values()
+
+    def add(self, backend: str) -> None:
+        """There is one backend more, of which nothing is known yet."""
+        self._listings.setdefault(backend, None)
+
+    def remove(self, backend: str) -> None:
+        """A backend is no more; names that it alone listed go with it."""
+        del self._listings[backend]
+        self._rebuild()
+
+    def rename(self, aliases: Mapping[str, str]) -> None:
+        """Let these be the configured aliases from now on."""
+        self._aliases = dict(aliases)
+        self._rebuild()
 
     def pool_of(self, backend: str) -> str | None:
         """The pool that a backend belongs to, None while it was never read or lists no base model."""

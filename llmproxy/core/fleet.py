@@ -91,6 +91,7 @@ class Backend:
         self.reading: Reading | None = None
         self.bookings: dict[int, Booking] = {}
         self.sequences = 0
+        self._drained = False
         self.limit = BatchLimit(max_in_flight, capacity.start_limit, capacity.look_ahead, lowest_ceiling)
         self._capacity = capacity
         self._prompt_range = prompt_range
@@ -105,6 +106,44 @@ class Backend:
         self._others = 0
         self._view: View | None = None
         self._view_until_s = -inf
+
+    # --- what those who run it want ------------------------------------------------------------------------------
+
+    @property
+    def drained(self) -> bool:
+        """Nothing new is to be sent there, by somebody's wish: no failure, and no reason to forget what was learned."""
+        return self._drained
+
+    @drained.setter
+    def drained(self, drained: bool) -> None:
+        self._drained = drained
+        self._view = None
+
+    @property
+    def up(self) -> bool:
+        """It may be given work now or shortly: polls find it well, and nobody wants it empty."""
+        return not self.health.down and not self._drained
+
+    def reconfigure(self, capacity: CapacitySettings, health: HealthSettings, lowest_ceiling: float) -> None:
+        """Go by other settings from now on; all that was learned and all that is booked stays."""
+        self._capacity = capacity
+        self.health.reconfigure(health)
+        self.limit.lowest_ceiling = lowest_ceiling
+        self._view = None
+
+    def meant_for(self, max_in_flight: int | None, prompt_range: tuple[int, int] | None) -> None:
+        """Give it no more at once, and prompts of other lengths, from now on."""
+        self.limit.cap(max_in_flight)
+        self._prompt_range = prompt_range
+        self._view = None
+
+    def replaced(self) -> None:
+        """Another process goes by this name from now on: nothing read of the old one is true of it.
+
+        What is in flight at the old one runs on, and counts as load until it has ended.
+        """
+        self.health.replaced()
+        self._forget_process()
 
     # --- what polls bring ----------------------------------------------------------------------------------------
 
@@ -149,11 +188,15 @@ class Backend:
         """A poll failed; True when the process is surely gone and its open streams with it."""
         gone = self.health.troubled(trouble)
         if gone:
-            self.reading = None
-            self._residents.clear()
-            self._others = self._others_seen = 0
+            self._forget_process()
         self._view = None
         return gone
+
+    def _forget_process(self) -> None:
+        self.reading = None
+        self._residents.clear()
+        self._others = self._others_seen = 0
+        self._view = None
 
     def _waits_for_adapter(self, reading: Reading) -> bool:
         # Requests of an adapter that finds no slot wait however small the batch is: that says nothing of its limit.
@@ -283,7 +326,7 @@ class Backend:
             kv_used += self._debit_tokens / kv_tokens
         return View(
             backend=self.name,
-            available=self.health.available(now),
+            available=self.health.available(now) and not self._drained,
             served=self._served,
             resident=frozenset(self._residents),
             max_adapters=reading.max_adapters if reading is not None else None,

@@ -34,6 +34,14 @@ class Health:
         """When availability changes by the passing of time alone; None when only an event can change it."""
         return self._blocked_until_s if not self.down and now < self._blocked_until_s else None
 
+    def reconfigure(self, settings: HealthSettings) -> None:
+        """Judge by other settings from now on."""
+        self._settings = settings
+
+    def replaced(self) -> None:
+        """Another process is behind the name: it is down until a poll finds it, and then begins with a clean record."""
+        self.down = True
+
     # --- polls ---------------------------------------------------------------------------------------------------
 
     def answered(self) -> None:

@@ -10,6 +10,8 @@ from llmproxy.core.settings import UsageLimit
 
 MINUTE_S = 60.0
 ROUNDING_S = 1e-6
+UNBOUNDED_FREE = 64
+"""Requests that come back at a time to a flow from the line of a limit that was lifted."""
 
 
 class _Bucket:
@@ -19,6 +21,11 @@ class _Bucket:
         self._per_min = per_min
         self._level = per_min
         self._at_s = 0.0
+
+    def reconfigure(self, per_min: float, now: float) -> None:
+        """Hold another minute's worth, less what was taken of the old one."""
+        self._fill(now)
+        self._level, self._per_min = per_min - (self._per_min - self._level), per_min
 
     def lacks_s(self, amount: float, now: float) -> float:
         """Seconds until `amount` may be taken; what is more than a minute's worth may be taken from a full bucket."""
@@ -49,6 +56,24 @@ class _Use:
         self.requests = _Bucket(limit.requests_per_min) if limit.requests_per_min is not None else None
         self.tokens = _Bucket(limit.tokens_per_min) if limit.tokens_per_min is not None else None
 
+    def reconfigure(self, limit: UsageLimit, now: float) -> None:
+        self.limit = limit
+        self.requests = _reconfigured(self.requests, limit.requests_per_min, now)
+        self.tokens = _reconfigured(self.tokens, limit.tokens_per_min, now)
+
+
+def _reconfigured(bucket: _Bucket | None, per_min: float | None, now: float) -> _Bucket | None:
+    if per_min is None:
+        return None
+    if bucket is None:
+        return _Bucket(per_min)
+    bucket.reconfigure(per_min, now)
+    return bucket
+
+
+_UNLIMITED = _Use(UsageLimit())
+"""The use of a limit that a request still names and the configuration does not any more."""
+
 
 @dataclass(slots=True)
 class _Account:
@@ -69,6 +94,27 @@ class UsageLimits:
         self._uses = {name: _Use(limit) for name, limit in limits.items()}
         self._accounts: dict[str, _Account] = {}
 
+    def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
+        """Hold to other limits. What is in flight, and what was taken in this minute, is counted on."""
+        for name in [name for name in self._uses if name not in limits]:
+            self._uses[name].reconfigure(UsageLimit(), now)
+            self._tidy(name)
+        for name, limit in limits.items():
+            use = self._uses.get(name)
+            if use is None:
+                self._uses[name] = _Use(limit)
+            else:
+                use.reconfigure(limit, now)
+
+    def _use(self, name: str) -> _Use:
+        return self._uses.get(name, _UNLIMITED)
+
+    def _tidy(self, name: str) -> None:
+        """Forget a limit that is none any more once nothing is in flight under it."""
+        use = self._uses[name]
+        if not use.in_flight and use.limit == UsageLimit():
+            del self._uses[name]
+
     def admit(self, request: Request, now: float) -> None:
         """Count a new request and the tokens it is expected to use.
 
@@ -79,7 +125,7 @@ class UsageLimits:
         tokens = float(request.prompt_tokens + request.output_tokens)
         longest_s, message = 0.0, ""
         for name in request.limits:
-            use = self._uses[name]
+            use = self._use(name)
             for bucket, amount, key in ((use.requests, 1.0, "requests"), (use.tokens, tokens, "tokens")):
                 wait_s = 0.0 if bucket is None else bucket.lacks_s(amount, now)
                 if wait_s > longest_s:
@@ -94,25 +140,28 @@ class UsageLimits:
     def full(self, request: Request) -> str | None:
         """The limit for which `request` has to wait, because as many are in flight as it allows."""
         for name in request.limits:
-            use = self._uses[name]
+            use = self._use(name)
             if use.limit.in_flight is not None and use.in_flight >= use.limit.in_flight:
                 return name
         return None
 
     def free(self, name: str) -> int:
-        """How many more may be in flight under a limit that has a bound on it."""
-        use = self._uses[name]
-        assert use.limit.in_flight is not None
+        """How many more may be in flight under a limit; so many at a time where it has no bound on them any more."""
+        use = self._use(name)
+        if use.limit.in_flight is None:
+            return UNBOUNDED_FREE
         return max(0, use.limit.in_flight - use.in_flight)
 
     def booked(self, request: Request) -> None:
         for name in request.limits:
-            self._uses[name].in_flight += 1
+            # A limit that went while the request waited may come back while it is in flight.
+            self._uses.setdefault(name, _Use(UsageLimit())).in_flight += 1
 
     def released(self, request: Request, used_tokens: int | None, now: float) -> None:
         """An attempt ended; `used_tokens` as the engine counted them, None where nothing was used or nobody knows."""
         for name in request.limits:
             self._uses[name].in_flight -= 1
+            self._tidy(name)
         account = self._accounts.get(request.id)
         if account is not None and used_tokens is not None:
             self._take(request, 0.0, used_tokens - (0.0 if account.settled else account.tokens), now)
@@ -126,7 +175,7 @@ class UsageLimits:
 
     def _take(self, request: Request, requests: float, tokens: float, now: float) -> None:
         for name in request.limits:
-            use = self._uses[name]
+            use = self._use(name)
             if use.requests is not None:
                 use.requests.take(requests, now)
             if use.tokens is not None:
@@ -138,7 +187,7 @@ class UsageLimits:
 
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
         """(Requests, tokens) that may still be taken now under the limit `name`, None where it has no such rate."""
-        use = self._uses[name]
+        use = self._use(name)
         requests = None if use.requests is None else use.requests.left(now)
         return requests, None if use.tokens is None else use.tokens.left(now)
 

@@ -18,6 +18,11 @@ class MinShares:
         self._shares = {band: share for band, share in shares.items() if share > 0.0}
         self._credits = dict.fromkeys(self._shares, 0.0)
 
+    def reconfigure(self, shares: Mapping[int, float]) -> None:
+        """Owe other shares from now on; the credit of a band that still has one stays."""
+        self._shares = {band: share for band, share in shares.items() if share > 0.0}
+        self._credits = {band: self._credits.get(band, 0.0) for band in self._shares}
+
     def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
         """`cost` was granted to `band`; `waiting` are the bands that have something to wait for.
 
@@ -37,6 +42,8 @@ class MinShares:
     def undone(self, changes: Mapping[int, float], cost: float) -> None:
         """A grant of `cost`, which had changed credits by so much, came to nothing: none is used up, none earned."""
         for band, change in changes.items():
+            if band not in self._credits:
+                continue
             self._credits[band] = min(self._credits[band] - change, CREDIT_GRANTS * cost)
 
     def due(self, waiting: Iterable[int]) -> list[int]:

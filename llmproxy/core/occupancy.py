@@ -43,6 +43,10 @@ class Occupancy:
         self._bands: dict[int, _Usage] = {}
         self._flows: dict[tuple[int, str], _Usage] = {}
 
+    def reconfigure(self, limits: QueueSettings) -> None:
+        """Hold to other limits; what waits beyond them stays."""
+        self._limits = limits
+
     def full(self, request: Request, without: Sequence[Request] = ()) -> Full | None:
         """The limit that `request` would break, None where it fits. The narrowest is told first.
 

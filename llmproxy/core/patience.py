@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from llmproxy.core.queue import LazyHeap, Queued
@@ -40,11 +41,19 @@ class Patience:
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
         self._clocks = (_Clock(), _Clock())
-        self._heaps: tuple[LazyHeap[float], LazyHeap[float]] = (
-            LazyHeap(lambda due_s, queued: not queued.gone and queued.due_s[0] == due_s),
-            LazyHeap(lambda due_s, queued: not queued.gone and queued.due_s[1] == due_s),
-        )
+        self._heaps = (_deadlines(0), _deadlines(1))
         self._running = 0
+
+    def reconfigure(self, hold_s: float, waiting: Collection[Queued], now: float) -> None:
+        """Hold for another time from now on, all of `waiting` included."""
+        if hold_s == self._hold_s:
+            return
+        self._hold_s = hold_s
+        self._heaps = (self._heaps[0], _deadlines(1))
+        for queued in waiting:
+            held_s = min(self.own_left_s(queued, now), hold_s)
+            queued.due_s = (queued.due_s[0], self._clocks[1].read(now) + held_s)
+            self._heaps[1].push(queued.due_s[1], queued, len(waiting))
 
     def pool_is(self, up: bool, now: float) -> None:
         """Let the clock run that fits: the pool has a backend that is `up`, or it has none."""
@@ -82,3 +91,7 @@ class Patience:
         while len(due) < most and (entry := heap.least()) is not None and entry[0] <= elapsed_s:
             due.append(heap.pop())
         return due
+
+
+def _deadlines(clock: int) -> LazyHeap[float]:
+    return LazyHeap(lambda due_s, queued: not queued.gone and queued.due_s[clock] == due_s)

@@ -63,13 +63,56 @@ class Pools:
         self._decided: list[Decision] = []
         self._schedulers: dict[str, Scheduler] = {}
         self._pool_of: dict[str, str] = {}
-        self.catalogue = Catalogue(backends, aliases)
+        self.catalogue = Catalogue((), aliases)
         self.estimator = Estimator()
-        lowest = min(settings.ceilings.values(), default=1.0)
-        self.backends = {
-            name: Backend(name, settings.capacity, settings.health, fixed, lowest, settings.prompt_ranges.get(name))
-            for name, fixed in backends.items()
-        }
+        self.backends: dict[str, Backend] = {}
+        for name, fixed in backends.items():
+            self.add_backend(name, fixed, settings.prompt_ranges.get(name))
+
+    # --- what those who run it change ----------------------------------------------------------------------------
+
+    def add_backend(self, name: str, max_in_flight: int | None, prompt_range: tuple[int, int] | None = None) -> None:
+        """There is one backend more. It belongs to no pool, and is down, until it was read."""
+        assert name not in self.backends
+        settings = self.settings
+        self.catalogue.add(name)
+        self.backends[name] = Backend(
+            name, settings.capacity, settings.health, max_in_flight, settings.lowest_ceiling, prompt_range
+        )
+
+    def drain_backend(self, name: str, *, drained: bool = True) -> None:
+        """Grant nothing new on a backend, or let it be given work again; what is in flight there runs on.
+
+        Requests that only this one serves wait as they do for one that is down.
+        """
+        self.backends[name].drained = drained
+
+    def remove_backend(self, name: str) -> None:
+        """A backend on which nothing is in flight is no more, and all that was learned of it is forgotten."""
+        assert not self.backends[name].bookings
+        self.catalogue.remove(name)
+        self._assign(name)
+        del self.backends[name]
+
+    def replace_process(self, name: str) -> None:
+        """Another process goes by the name of a backend from now on; see `Backend.replaced`."""
+        self.backends[name].replaced()
+        for scheduler in self._schedulers.values():
+            scheduler.replaced(self.backends[name])
+
+    def reconfigure(self, settings: Settings, aliases: Mapping[str, str], now: float) -> None:
+        """Go by other settings and other aliases from the next decision on.
+
+        What waits, what is in flight and what was learned stays, and so do policies and what they were made with.
+        """
+        self.settings = settings
+        self._occupancy.reconfigure(settings.queue)
+        self._limits.reconfigure(settings.limits, now)
+        self.catalogue.rename(aliases)
+        for backend in self.backends.values():
+            backend.reconfigure(settings.capacity, settings.health, settings.lowest_ceiling)
+        for scheduler in self._schedulers.values():
+            scheduler.reconfigure(settings, now)
 
     # --- what polls bring ----------------------------------------------------------------------------------------
 
@@ -191,7 +234,10 @@ class Pools:
         names = sorted(in_flight, key=lambda name: -in_flight[name])[:LIMITS_MAX]
         limits = tuple(
             LimitSnapshot(
-                name, in_flight[name], self.settings.limits[name].in_flight, *self._limits.left_per_min(name, now)
+                name,
+                in_flight[name],
+                self.settings.limits[name].in_flight if name in self.settings.limits else None,
+                *self._limits.left_per_min(name, now),
             )
             for name in names
         )
@@ -219,7 +265,7 @@ class Pools:
 
     def ready(self, now: float) -> bool:
         """Some backend that was read is available: up, and not resting after failures."""
-        return any(b.listing is not None and b.health.available(now) for b in self.backends.values())
+        return any(b.listing is not None and b.view(now).available for b in self.backends.values())
 
     def models(self) -> list[dict[str, Any]]:
         return self.catalogue.models()

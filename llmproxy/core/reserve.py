@@ -20,6 +20,12 @@ class Reserve:
         self._levels = sorted(settings.ceilings)
         self._used_s: dict[int, float] = {}
 
+    def reconfigure(self, settings: Settings) -> None:
+        """Keep room by other ceilings from now on."""
+        self._settings = settings
+        self._levels = sorted(settings.ceilings)
+        self._used_s = {level: used_s for level, used_s in self._used_s.items() if level in settings.ceilings}
+
     def used(self, band: int, now: float) -> None:
         """A request of `band` came."""
         level = max((level for level in self._levels if level <= band), default=None)

@@ -33,6 +33,11 @@ class WaitingRoom:
         self.waiting: dict[str, Queued] = {}
         self.order: list[int] = []
 
+    def reconfigure(self, settings: Settings, now: float) -> None:
+        """Go by other settings; bands and those in them stay as they are."""
+        self._settings = settings
+        self._patience.reconfigure(settings.queue.hold_s, self.waiting.values(), now)
+
     def __len__(self) -> int:
         return len(self.waiting)
 

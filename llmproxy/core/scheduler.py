@@ -104,29 +104,44 @@ class Scheduler:
         self._withdrawal = Withdrawal(settings, self._reserve)
         self._leases: dict[int, _Lease] = {}
         self._lost: list[int] = []
+        self._newest = 0
         self._void: dict[str, int] = {}
         self._shed: list[Drop] = []
         self._more = False
         self._decided: list[Decision] = []
 
+    def reconfigure(self, settings: Settings, now: float) -> None:
+        """Go by other settings, except for the choice of policies and what those were made with."""
+        self._settings = settings
+        self._room.reconfigure(settings, now)
+        self._min_shares.reconfigure(settings.min_shares)
+        for part in (self._reserve, self._admission, self._withdrawal):
+            part.reconfigure(settings)
+
     # --- backends ------------------------------------------------------------------------------------------------
 
     def attach(self, backend: Backend) -> None:
         self._backends[backend.name] = backend
+        self._void[backend.name] = self._newest
         self._index = {name: index for index, name in enumerate(self._backends)}
 
     def detach(self, backend: str) -> None:
         """Stop granting to a backend; its leases run on."""
-        del self._backends[backend]
+        del self._backends[backend], self._void[backend]
         self._placement.lost(backend)
         self._index = {name: index for index, name in enumerate(self._backends)}
 
     def lost(self, backend: Backend) -> None:
         """The process behind a backend is gone: the next `decide` revokes its leases."""
+        self.replaced(backend)
+        self._lost += [lease for lease, held in self._leases.items() if held.backend is backend]
+
+    def replaced(self, backend: Backend) -> None:
+        """Another process is behind a backend of this pool, or none: what the old one had cached is of no use."""
         self._placement.lost(backend.name)
         # Lease numbers rise: those up to this one had the process that is gone.
-        self._void[backend.name] = next(self._lease_serial)
-        self._lost += [lease for lease, held in self._leases.items() if held.backend is backend]
+        if backend.name in self._backends:
+            self._void[backend.name] = self._newest
 
     @property
     def waiting(self) -> int:
@@ -138,7 +153,7 @@ class Scheduler:
 
     def alive(self) -> bool:
         """Some backend of this pool is up, be it full or resting."""
-        return not all(backend.health.down for backend in self._backends.values())
+        return any(backend.up for backend in self._backends.values())
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -205,7 +220,8 @@ class Scheduler:
 
     def cached(self, lease: int, backend: str, hashes: Sequence[int]) -> None:
         """The prompt and the answer of a lease that was returned are these blocks, which its backend holds."""
-        if lease > self._void.get(backend, 0):
+        # What is not of this pool any more is remembered by nobody, and must not be learned anew.
+        if backend in self._void and lease > self._void[backend]:
             self._placement.cached(backend, hashes)
 
     def _charge_to(self, held: _Lease, cost: float) -> None:
@@ -325,7 +341,7 @@ class Scheduler:
         ahead, left_s = len(self._room) - 1, self._room.own_left_s(queued, now)
         self._room.leave(queued)
         backend = self._backends[placed.backend]
-        lease = next(self._lease_serial)
+        lease = self._newest = next(self._lease_serial)
         backend.book(lease, request, now, placed.held_tokens)
         self._limits.booked(request)
         self._placement.booked(lease, request, placed, now)

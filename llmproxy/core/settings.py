@@ -103,6 +103,11 @@ class Settings:
     health: HealthSettings = field(default_factory=HealthSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
 
+    @property
+    def lowest_ceiling(self) -> float:
+        """The saturation (0..1] beyond which traffic of the lowest band alone fills no backend."""
+        return min(self.ceilings.values(), default=1.0)
+
     def ceiling(self, band: int) -> float:
         """The saturation (0..1] at which `band` waits; non-increasing by priority whenever `ceilings` is."""
         below = [b for b in self.ceilings if b <= band]

@@ -31,6 +31,9 @@ class Withdrawal:
         self._by_band: dict[int, dict[int, None]] = {}
         self._pending: dict[int, Backend] = {}
 
+    def reconfigure(self, settings: Settings) -> None:
+        self._settings = settings
+
     def booked(self, lease: int, request: Request, backend: Backend) -> None:
         if request.band < DEFAULT:
             self._open[lease] = (request, backend)

@@ -162,23 +162,33 @@ class Machine(RuleBasedStateMachine):
         max_adapters=st.sampled_from((None, 1, 2)),
     )
     def observe(self, data: st.DataObject, age_s: float, **numbers: Any) -> None:
-        backend = data.draw(st.sampled_from(list(self.world.fleet)))
+        backend = data.draw(st.sampled_from(list(self.world.pools.backends)))
         self.world.observe(backend, Reading(taken_at_s=self.world.now - age_s, **numbers))
 
     @rule(data=st.data(), trouble=st.sampled_from(Trouble), times=st.integers(1, 2))
     def trouble(self, data: st.DataObject, trouble: Trouble, times: int) -> None:
-        backend = data.draw(st.sampled_from(list(self.world.fleet)))
+        backend = data.draw(st.sampled_from(list(self.world.pools.backends)))
         for _ in range(times):
             self.world.troubled(backend, trouble)
 
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
-        self.world.answered(data.draw(st.sampled_from(list(self.world.fleet))))
+        self.world.answered(data.draw(st.sampled_from(list(self.world.pools.backends))))
 
     @rule(data=st.data(), changed=st.booleans())
     def relist(self, data: st.DataObject, changed: bool) -> None:
-        backend = data.draw(st.sampled_from(list(self.world.fleet)))
+        backend = data.draw(st.sampled_from(list(self.world.pools.backends)))
         self.world.listed(backend, data.draw(st.sampled_from(LISTINGS)) if changed else self.world.fleet[backend][1])
+
+    # --- those who run it ----------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), drained=st.booleans())
+    def drain(self, data: st.DataObject, drained: bool) -> None:
+        self.world.drain(data.draw(st.sampled_from(list(self.world.pools.backends))), drained)
+
+    @rule(data=st.data())
+    def leave_or_come(self, data: st.DataObject) -> None:
+        self.world.leave_or_come(data.draw(st.sampled_from(list(self.world.fleet))))
 
     @rule(seconds=st.sampled_from((0.01, 0.3, 1.0, 5.0)))
     def advance(self, seconds: float) -> None:

@@ -186,6 +186,17 @@ class World:
     def listed(self, backend: str, new: Listing) -> None:
         self.pools.listed(backend, new)
 
+    def drain(self, backend: str, drained: bool) -> None:
+        self.pools.drain_backend(backend, drained=drained)
+
+    def leave_or_come(self, backend: str) -> None:
+        """Remove a backend of the fleet where nothing is in flight and it is not the last, or bring it back unread."""
+        if backend not in self.pools.backends:
+            self.pools.add_backend(backend, self.fleet[backend][0])
+        elif not self.pools.backends[backend].bookings and len(self.pools.backends) > 1:
+            self.pools.remove_backend(backend)
+            self.gone.discard(backend)
+
     def advance(self, seconds: float) -> None:
         """Let time pass; a wake-up that the scheduler asked for comes when it is due."""
         end_s = self.now + seconds
@@ -205,7 +216,7 @@ class World:
         rows = self._rows(request.pool).values()
         able = [row.view.backend for row in rows if request.model in row.view.served]
         up = [name for name in able if not self._down(name) and name not in excluded]
-        resting = {name for name in able if not self.pools.backends[name].health.available(self.now)}
+        resting = {name for name in able if not self.pools.backends[name].view(self.now).available}
         held = not up and resting and self.settings.queue.hold_s
         # A request that is held may go to the new process of a backend whose old one failed it.
         times = self._service_s(request), *self._time_left(request, bool(held))
@@ -365,7 +376,8 @@ class World:
         return rows
 
     def _down(self, backend: str) -> bool:
-        return self.pools.backends[backend].health.down
+        known = self.pools.backends[backend]
+        return known.health.down or known.drained
 
     # --- at any time, and at the end ---------------------------------------------------------------------------------
 
@@ -386,6 +398,9 @@ class World:
         """Let the fleet recover and the load drain; then everything must be as if nothing had ever been."""
         self.advance(10.0)
         for name, (_, listed) in self.fleet.items():
+            if name not in self.pools.backends:
+                self.leave_or_come(name)
+            self.drain(name, drained=False)
             self.answered(name)
             self.listed(name, listed)
             for _ in range(2):

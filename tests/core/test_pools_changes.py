@@ -1,0 +1,318 @@
+"""The fleet and its settings change while requests wait and run: nothing is lost, and nothing outlives its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Refused, Request, Usage, Verdict
+from llmproxy.core.placement.cost import CostPlacement
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
+from tests.core.make import listing, pools, reading, request
+
+TIGHT = Settings(capacity=CapacitySettings(look_ahead=0), ceilings={DEFAULT: 1.0})
+
+
+def grants(of: Pools, now: float = 0.0) -> list[Grant]:
+    decided = of.decide(now)
+    of.check(now)
+    return [one for one in decided if isinstance(one, Grant)]
+
+
+def submit(of: Pools, now: float = 0.0, **given: Any) -> Request:
+    asked = request(arrived_s=now, deadline_s=now + 60.0, **given)
+    of.submit(asked, now)
+    return asked
+
+
+def backends(granted: Sequence[Grant]) -> list[str]:
+    return sorted(grant.placed.backend for grant in granted)
+
+
+# --- drain and undrain ------------------------------------------------------------------------------------------------
+
+
+def test_a_drained_backend_gets_nothing_new_and_ends_what_it_has() -> None:
+    one = pools({"a": 2, "b": 2}, TIGHT)
+    for _ in range(2):
+        submit(one)
+    before = grants(one)
+    assert backends(before) == ["a", "b"]
+    one.drain_backend("a")
+    for _ in range(3):
+        submit(one)
+    assert backends(grants(one)) == ["b"]
+    mine = next(grant for grant in before if grant.placed.backend == "a")
+    one.started(mine, 1.0)
+    one.finish(mine, Verdict.SERVED, 1.0, Usage(10, 10))
+    assert grants(one, 1.0) == []
+    one.drain_backend("a", drained=False)
+    assert backends(grants(one, 1.0)) == ["a", "a"]
+
+
+def test_what_waits_for_a_drained_backend_is_held_as_for_one_that_is_down() -> None:
+    one = pools({"a": 1}, TIGHT)
+    one.drain_backend("a")
+    submit(one)
+    assert grants(one) == []
+    one.drain_backend("a", drained=False)
+    assert backends(grants(one, 29.0)) == ["a"]
+
+
+def test_a_drained_backend_counts_as_none_for_readiness_and_where_nothing_is_held() -> None:
+    one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(hold_s=0.0)))
+    assert one.ready(0.0)
+    one.drain_backend("a")
+    assert not one.ready(0.0)
+    with pytest.raises(Refused) as refused:
+        submit(one)
+    assert refused.value.outcome is Outcome.REJECTED_NO_BACKENDS
+
+
+# --- add and remove ---------------------------------------------------------------------------------------------------
+
+
+def test_an_added_backend_takes_what_waits_as_soon_as_it_was_read() -> None:
+    one = pools({"a": 1}, TIGHT)
+    for _ in range(2):
+        submit(one)
+    assert backends(grants(one)) == ["a"]
+    one.add_backend("late", 1)
+    assert grants(one) == []
+    one.answered("late", 1.0)
+    one.listed("late", listing())
+    assert backends(grants(one, 1.0)) == ["late"]
+
+
+def test_requests_that_wait_outlive_the_only_backend_and_go_to_the_next() -> None:
+    one = pools({"old": 1}, TIGHT)
+    submit(one)
+    (running,) = grants(one)
+    waiting = submit(one)
+    one.drain_backend("old")
+    one.add_backend("new", 1)
+    one.finish(running, Verdict.SERVED, 1.0)
+    one.remove_backend("old")
+    assert grants(one, 1.0) == []
+    with pytest.raises(Refused) as refused:
+        one.resolve("base")
+    assert refused.value.outcome is Outcome.REJECTED_NO_BACKENDS
+    one.answered("new", 2.0)
+    one.listed("new", listing())
+    assert [(grant.request.id, grant.placed.backend) for grant in grants(one, 2.0)] == [(waiting.id, "new")]
+
+
+def test_what_only_a_removed_backend_served_is_held_and_then_told_that_there_is_none() -> None:
+    one = pools({"a": 1}, TIGHT)
+    one.drain_backend("a")
+    submit(one)
+    one.remove_backend("a")
+    assert one.decide(29.0) == []
+    (drop,) = one.decide(31.0)
+    assert isinstance(drop, Drop)
+    assert drop.outcome is Outcome.EXPIRED_NO_BACKENDS
+
+
+def test_a_removed_backend_takes_its_names_along() -> None:
+    one = pools({"a": 1, "b": 1}, TIGHT, listings={"a": listing("x"), "b": listing()})
+    assert one.resolve("x").adapter == "x"
+    one.remove_backend("a")
+    with pytest.raises(Refused) as refused:
+        one.resolve("x")
+    assert refused.value.outcome is Outcome.UNKNOWN_MODEL
+    assert one.resolve("base").pool == "base"
+
+
+def test_removing_forgets_the_one_and_keeps_what_was_learned_of_the_others() -> None:
+    one = pools({"a": 4, "b": 4}, Settings())
+    prompts = {"a": (1, 2, 3), "b": (7, 8, 9)}
+    for name, prefix in prompts.items():
+        one.drain_backend("b" if name == "a" else "a")
+        submit(one, prefix=prefix, prefix_tokens=16.0, prompt_tokens=48)
+        (granted,) = grants(one)
+        one.drain_backend("b" if name == "a" else "a", drained=False)
+        one.started(granted, 0.5)
+        one.finish(granted, Verdict.SERVED, 1.0, Usage(48, 10))
+        one.cached(granted, (*prefix, 40))
+    one.remove_backend("a")
+    # An answer that is read a little late teaches nothing of a backend that is gone.
+    one.cached(granted, (1, 2, 3))
+    placement = one._schedulers["base"]._placement
+    assert isinstance(placement, CostPlacement)
+    assert placement._index.match((7, 8, 9)).keys() == {"b"}
+    assert "a" not in placement._index.match((1, 2, 3))
+    assert placement._stations.keys() == {"b"}
+    assert one._schedulers["base"]._void.keys() == {"b"}
+
+
+def test_a_cached_answer_of_a_removed_backend_teaches_its_successor_of_that_name_nothing() -> None:
+    one = pools({"a": 4, "b": 4}, Settings())
+    one.drain_backend("b")
+    submit(one, prefix=(1, 2), prefix_tokens=16.0)
+    (granted,) = grants(one)
+    one.finish(granted, Verdict.SERVED, 1.0, Usage(10, 10))
+    one.remove_backend("a")
+    one.add_backend("a", 4)
+    one.answered("a", 2.0)
+    one.listed("a", listing())
+    one.cached(granted, (1, 2, 3))
+    placement = one._schedulers["base"]._placement
+    assert isinstance(placement, CostPlacement)
+    assert not placement._index.match((1, 2, 3))
+
+
+def test_another_process_behind_a_name_is_down_until_it_was_read_and_keeps_nothing_of_the_old_one() -> None:
+    one = pools({"a": 4}, Settings())
+    one.observe("a", reading(0.5, running=1))
+    submit(one, prefix=(1, 2), prefix_tokens=16.0)
+    (granted,) = grants(one)
+    one.replace_process("a")
+    assert not one.ready(1.0)
+    assert one.backends["a"].reading is None
+    # What is in flight at the old process runs on.
+    one.finish(granted, Verdict.SERVED, 1.0, Usage(10, 10))
+    one.cached(granted, (1, 2, 3))
+    one.answered("a", 2.0)
+    assert one.ready(2.0)
+    placement = one._schedulers["base"]._placement
+    assert isinstance(placement, CostPlacement)
+    assert not placement._index.match((1, 2, 3))
+
+
+# --- other settings ---------------------------------------------------------------------------------------------------
+
+
+def reconfigure(of: Pools, settings: Settings, now: float = 0.0, aliases: dict[str, str] | None = None) -> None:
+    of.reconfigure(settings, aliases or {}, now)
+    of.check(now)
+
+
+def test_what_waits_survives_a_change_of_everything_that_can_change() -> None:
+    one = pools({"a": 1}, TIGHT)
+    for _ in range(5):
+        submit(one)
+    (running,) = grants(one)
+    reconfigure(
+        one,
+        replace(
+            TIGHT,
+            ceilings={CRITICAL: 1.0, DEFAULT: 0.9},
+            min_shares={DEFAULT: 0.1},
+            reserve_s=1.0,
+            queue=QueueSettings(requests_max=1, hold_s=5.0),
+            health=HealthSettings(failures=1),
+        ),
+        1.0,
+    )
+    one.finish(running, Verdict.SERVED, 1.0)
+    served = 1
+    while granted := grants(one, 1.0):
+        served += len(granted)
+        one.finish(granted[0], Verdict.SERVED, 1.0)
+    assert served == 5
+    submit(one, 2.0)
+    with pytest.raises(Refused, match="requests_max"):
+        submit(one, 2.0)
+
+
+def test_a_smaller_batch_limit_holds_for_the_next_request() -> None:
+    one = pools({"a": 4}, TIGHT)
+    for _ in range(4):
+        submit(one)
+    first = grants(one)
+    assert len(first) == 4
+    one.backends["a"].meant_for(2, None)
+    submit(one)
+    for count, granted in enumerate(first[:3], 1):
+        one.finish(granted, Verdict.SERVED, 1.0)
+        assert len(grants(one, 1.0)) == (1 if count == 3 else 0)
+
+
+def test_a_shorter_hold_counts_for_those_that_are_held_already() -> None:
+    one = pools({"a": 1}, TIGHT)
+    one.drain_backend("a")
+    submit(one)
+    assert one.decide(1.0) == []
+    reconfigure(one, replace(TIGHT, queue=QueueSettings(hold_s=2.0)), 1.0)
+    assert one.decide(2.9) == []
+    assert [type(decision) for decision in one.decide(3.1)] == [Drop]
+
+
+def test_a_longer_hold_spares_those_that_came_when_nothing_was_held() -> None:
+    one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(hold_s=0.0)))
+    submit(one)
+    submit(one)
+    assert len(grants(one)) == 1
+    reconfigure(one, TIGHT, 1.0)
+    one.drain_backend("a")
+    assert one.decide(20.0) == []
+
+
+def test_aliases_change_for_the_next_request() -> None:
+    one = pools({"a": 1}, TIGHT, {"old": "base"})
+    reconfigure(one, TIGHT, aliases={"new": "base"})
+    assert one.resolve("new").model == "base"
+    with pytest.raises(Refused):
+        one.resolve("old")
+
+
+# --- usage limits -----------------------------------------------------------------------------------------------------
+
+
+def limited(**limit: Any) -> Settings:
+    return replace(TIGHT, limits={"tenant:t": UsageLimit(**limit)})
+
+
+def test_what_was_used_of_a_rate_counts_under_the_new_one() -> None:
+    one = pools({"a": 9}, limited(requests_per_min=2))
+    for _ in range(2):
+        submit(one, limits=("tenant:t",))
+    reconfigure(one, limited(requests_per_min=3))
+    submit(one, limits=("tenant:t",))
+    with pytest.raises(Refused) as refused:
+        submit(one, limits=("tenant:t",))
+    assert refused.value.outcome is Outcome.RATE_LIMITED
+
+
+def test_what_is_in_flight_counts_under_the_new_limit() -> None:
+    one = pools({"a": 9}, limited(in_flight=3))
+    for _ in range(3):
+        submit(one, limits=("tenant:t",))
+    first = grants(one)
+    reconfigure(one, limited(in_flight=1))
+    submit(one, limits=("tenant:t",))
+    for count, granted in enumerate(first, 1):
+        one.finish(granted, Verdict.SERVED, 1.0)
+        assert len(grants(one, 1.0)) == (1 if count == 3 else 0)
+
+
+def test_those_that_wait_for_a_limit_go_when_it_is_lifted_and_the_limit_is_forgotten() -> None:
+    one = pools({"a": 200}, limited(in_flight=1))
+    for _ in range(150):
+        submit(one, limits=("tenant:t",))
+    running = grants(one)
+    assert len(running) == 1
+    reconfigure(one, TIGHT)
+    for _ in range(20):
+        running += grants(one)
+    assert len(running) == 150
+    one.snapshot(0.0)
+    for granted in running:
+        one.finish(granted, Verdict.SERVED, 1.0)
+    assert one._limits.in_flight() == {}
+
+
+def test_a_limit_that_comes_back_counts_what_was_begun_without_it() -> None:
+    one = pools({"a": 9}, limited(in_flight=1))
+    submit(one, limits=("tenant:t",))
+    reconfigure(one, TIGHT)
+    (running,) = grants(one)
+    reconfigure(one, limited(in_flight=1))
+    submit(one, limits=("tenant:t",))
+    assert grants(one) == []
+    one.finish(running, Verdict.SERVED, 1.0)
+    assert len(grants(one, 1.0)) == 1
