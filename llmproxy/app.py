@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from typing import Any
 
 import structlog
 import uvloop
 from aiohttp import web
 
+from llmproxy.backends import discovery
 from llmproxy.backends.adapters import AdapterKeeper
-from llmproxy.backends.poller import Poller, polling_session
+from llmproxy.backends.discovery import Discovery
+from llmproxy.backends.poller import polling_session
+from llmproxy.backends.roster import Roster
 from llmproxy.backends.upstream import AiohttpUpstream
-from llmproxy.config import Config, ConfigError, settings_of
+from llmproxy.config import BackendConfig, Config, ConfigError, settings_of
 from llmproxy.core.adapters import Adapters
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.core.placement import make, presets
@@ -26,18 +30,19 @@ from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import AdminPages
+from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.answers import Answers
-from llmproxy.gateway.auth import Keys
-from llmproxy.gateway.desk import Desk
-from llmproxy.gateway.identity import Identity
-from llmproxy.gateway.relay import Relay
+from llmproxy.gateway.rules import Rulebook, Rules
 from llmproxy.gateway.server import FrontDoor
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
+from llmproxy.reload import Reloader, Reread
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.decisions import DecisionLog, appended
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
 
+CONFIGURED = "config"
+"""The source of backends that is the configuration itself."""
 HEAD_BYTES_MAX = 128 << 10
 KEEP_ALIVE_S = 75.0
 GC_THRESHOLDS = (20_000, 20, 50)
@@ -47,23 +52,30 @@ CUT_AFTER_S = 0.1
 _log = structlog.get_logger()
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
+def run(config: Config, reread: Reread | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code. `reread` says how to read `config` again."""
     logs.configure(config.log_format, config.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config))
+        return runner.run(_serve(config, reread))
 
 
 @dataclass(slots=True)
 class Proxy:
     """A running proxy: where it listens, and its parts for those who look in."""
 
-    config: Config
+    rulebook: Rulebook
     url: str
     pools: Pools
     dispatcher: Dispatcher
     walker: Walker
     metrics: Metrics
+    roster: Roster
+    reloader: Reloader | None
+
+    @property
+    def config(self) -> Config:
+        """What it goes by now."""
+        return self.rulebook.current.config
 
     async def drain(self) -> bool:
         """Refuse what is new or waiting, let leases end. True when they all did within `drain_timeout_s`."""
@@ -75,48 +87,77 @@ class Proxy:
 
 
 @asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Proxy]:
-    """Start a proxy on the current loop and stop it when the block ends.
+async def running(config: Config, reread: Reread | None = None) -> AsyncIterator[Proxy]:
+    """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again.
 
-    Raises OSError when it cannot listen, ConfigError when it cannot write its decision log.
+    Raises OSError when it cannot listen, ConfigError when it cannot write its decision log or look for backends.
     """
+    discovery.check(config)
     loop = asyncio.get_running_loop()
     settings, rng = settings_of(config), Random(config.scheduling.seed)
     pools = Pools(
         settings,
-        {backend.name: backend.max_in_flight for backend in config.backends},
-        {model.name: model.target for model in config.models if model.target is not None},
+        {},
+        _aliases(config),
         partial(make, settings.placement, rng),
     )
-    metrics = Metrics(lambda: _state(pools, config, loop.time()))
+    metrics = Metrics(lambda: _state(pools, rulebook.current.band_names, loop.time()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided)
-    keys, identity = Keys(config), Identity(config)
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(AiohttpUpstream())
-        stored = StoredResponses(config, identity, upstream)
-        relay = Relay(upstream, config.timeouts)
+        rulebook = Rulebook(Rules.of(config, upstream))
         decisions = _decision_log(config, metrics, loop.time())
         if decisions is not None:
             stack.push_async_callback(asyncio.to_thread, decisions.close)
-        # For a placement that does not look at prefixes, prompts need not be hashed.
-        desk = Desk(prefixes=presets.reads_prefixes(settings.placement), session_member=identity.session_member)
+        session = await stack.enter_async_context(polling_session())
+        watch = _Watch(pools, dispatcher, metrics)
+        roster = Roster(dispatcher, session, watch, config.poll, config.backend_api_key)
+        stack.push_async_callback(roster.close)
+        stored = StoredResponses(rulebook, roster.backends, upstream)
         answers = Answers(dispatcher.cached) if presets.hears_answers(settings.placement) else None
-        walker = Walker(config, desk, pools, dispatcher, relay, keys, identity, stored, answers, metrics, decisions)
-        adapters, pollers = Adapters(pools), dict[str, Poller]()
+        walker = Walker(rulebook, roster.backends, pools, dispatcher, stored, answers, metrics, decisions)
+        adapters = Adapters(pools)
         keeper = AdapterKeeper(
-            adapters, pools, config.backends, config.backend_api_key, upstream, pollers, config.timeouts,
+            adapters, pools, roster.backends, config.backend_api_key, upstream, roster.pollers, config.timeouts,
             metrics.adapter_told,
         )  # fmt: skip
+        stack.push_async_callback(keeper.close)
+        watch.on_listed = keeper.listed
+        roster.on_gone = [watch.forget, keeper.forget, metrics.forget_backend]
+        sources = Discovery(roster, dispatcher.expects_backends, metrics.looked)
+        stack.push_async_callback(sources.close)
         admin = AdminPages(config, dispatcher, adapters, loop.time)
         changes = AdapterRoutes(adapters, keeper, dispatcher)
-        door = FrontDoor(keys, pools, dispatcher, walker, stored, metrics, admin, changes)
-        await stack.enter_async_context(_polling(config, _Watch(pools, dispatcher, metrics, keeper), pollers))
-        stack.push_async_callback(keeper.close)
+
+        def go_by(new: Config) -> None:
+            discovery.check(new)
+            rules, settings = Rules.of(new, upstream), settings_of(new)
+            # What can be wrong with it was found by now: from here on it is taken in whole.
+            if new.log_level != rulebook.current.config.log_level:
+                logs.configure(new.log_format, new.log_level)
+            rulebook.current = rules
+            walker.budget.ratio = new.retry.budget_ratio
+            admin.reconfigure(new)
+            keeper.reconfigure(new.backend_api_key, new.timeouts)
+            pools.reconfigure(settings, _aliases(new), loop.time())
+            roster.reconfigure(new.poll, new.backend_api_key)
+            roster.tell(CONFIGURED, _configured(new))
+            sources.reconfigure(new)
+
+        reloader = Reloader(config, reread, go_by, metrics.reloaded) if reread is not None else None
+        door = FrontDoor(
+            rulebook, pools, dispatcher, walker, stored, metrics, admin, changes,
+            BackendRoutes(roster, reloader, loop.time),
+        )  # fmt: skip
+        roster.tell(CONFIGURED, _configured(config))
+        sources.reconfigure(config)
+        if reloader is not None and config.reload == "watch":
+            await stack.enter_async_context(_in_the_background(reloader.watch()))
         # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.
         stack.push_async_callback(walker.idle.wait)
         url = await _listen(stack, config, door)
         stack.callback(dispatcher.close)
-        yield Proxy(config, url, pools, dispatcher, walker, metrics)
+        yield Proxy(rulebook, url, pools, dispatcher, walker, metrics, roster, reloader)
 
 
 def _decision_log(config: Config, metrics: Metrics, now: float) -> DecisionLog | None:
@@ -129,25 +170,23 @@ def _decision_log(config: Config, metrics: Metrics, now: float) -> DecisionLog |
         raise ConfigError([f"decision_log: {path} cannot be written: {error.strerror or error}"]) from None
 
 
-@asynccontextmanager
-async def _polling(config: Config, watch: _Watch, pollers: dict[str, Poller]) -> AsyncIterator[None]:
-    """Poll every backend for the length of the block; `pollers` gets the poller of each.
+def _configured(config: Config) -> tuple[BackendConfig, ...]:
+    """The backends that the configuration itself names, without those that are to be looked up."""
+    return tuple(backend for backend in config.backends if not backend.looked_up)
 
-    No task group: it would wrap what goes wrong in the block, and a caller could not tell a taken port from a bug.
-    """
-    async with polling_session() as session:
-        tasks = []
-        for backend in config.backends:
-            poller = Poller(backend.name, backend.url, backend.api_key or config.backend_api_key, session, watch,
-                            config.poll)  # fmt: skip
-            pollers[backend.name] = poller
-            tasks.append(asyncio.create_task(poller.run(), name=f"poll {backend.name}"))
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+def _aliases(config: Config) -> dict[str, str]:
+    return {model.name: model.target for model in config.models if model.target is not None}
+
+
+@asynccontextmanager
+async def _in_the_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor) -> str:
@@ -169,13 +208,15 @@ async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor) -> str
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, reread: Reread | None) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        async with running(config) as proxy:
+        async with running(config, reread) as proxy:
+            if (reloader := proxy.reloader) is not None:
+                loop.add_signal_handler(signal.SIGHUP, reloader.hang_up)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             _log.info("listening", url=proxy.url, backends=len(config.backends), clients=clients)
             # What lives by now lives for good: the collector need not look at it again with every young generation.
@@ -184,7 +225,7 @@ async def _serve(config: Config) -> int:
             # decisions for tens of milliseconds with 100,000 requests waiting.
             gc.set_threshold(*GC_THRESHOLDS)
             await stop.wait()
-            _log.info("draining", requests=proxy.walker.walking, timeout_s=config.drain_timeout_s)
+            _log.info("draining", requests=proxy.walker.walking, timeout_s=proxy.config.drain_timeout_s)
             finished = await proxy.drain()
             _log.info("stopped", all_requests_finished=finished)
     except ConfigError as error:
@@ -198,9 +239,8 @@ async def _serve(config: Config) -> int:
     return 0
 
 
-def _state(pools: Pools, config: Config, now: float) -> LiveState:
+def _state(pools: Pools, names: Mapping[int, str], now: float) -> LiveState:
     """The gauges of this moment, read when somebody scrapes, so that they cannot drift from the truth."""
-    names = config.band_names()
     queued = pools.queued()
     views = pools.views(now)
     backends = tuple(
@@ -210,6 +250,7 @@ def _state(pools: Pools, config: Config, now: float) -> LiveState:
             saturation=views[name].saturation,
             limit=views[name].limit,
             available=views[name].available,
+            drained=backend.drained,
             running=backend.reading.running if backend.reading is not None else None,
             waiting=backend.reading.waiting if backend.reading is not None else None,
             kv_used=backend.reading.kv_used if backend.reading is not None else None,
@@ -227,8 +268,8 @@ def _state(pools: Pools, config: Config, now: float) -> LiveState:
 class _Watch:
     """What pollers report goes to the dispatcher; what changed for a person to know goes to the log."""
 
-    def __init__(self, pools: Pools, dispatcher: Dispatcher, metrics: Metrics, keeper: AdapterKeeper) -> None:
-        self._keeper = keeper
+    def __init__(self, pools: Pools, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        self.on_listed: Callable[[str], None] = lambda _: None
         self._pools = pools
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -243,8 +284,11 @@ class _Watch:
         self._dispatcher.observe(backend, reading)
 
     def listed(self, backend: str, listing: Listing) -> None:
+        if backend not in self._pools.backends:
+            # It was removed while somebody asked it for what it has just been told to load.
+            return
         self._dispatcher.listed(backend, listing)
-        self._keeper.listed(backend)
+        self.on_listed(backend)
         names = tuple(card.name for card in listing.cards)
         if self._serves.get(backend) != names:
             self._serves[backend] = names
@@ -254,6 +298,11 @@ class _Watch:
         self._metrics.poll_failed(backend, trouble)
         self._dispatcher.troubled(backend, trouble, detail)
         self._tell(backend, f"{trouble}: {detail}")
+
+    def forget(self, backend: str) -> None:
+        """A backend is no more."""
+        self._up.pop(backend, None)
+        self._serves.pop(backend, None)
 
     def _tell(self, backend: str, why: str) -> None:
         up = not self._pools.backends[backend].health.down

@@ -56,6 +56,12 @@ LIST_SEPARATORS = {"backends": r"[,\s]+", "api_keys": r"\s+"}
 """What divides the items of a list in one text; a comma may well be part of somebody's API key."""
 
 
+NO_BACKENDS = (
+    "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`,"
+    " in LLMPROXY_BACKEND, or under `backends:` in the file that --config names"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One flag of `serve`, its variable, and the keys that it overrides."""
@@ -193,20 +199,22 @@ def serve(
     LLMPROXY_QUEUE_TTL_S. Flags beat variables, which beat the file, which beats the defaults; a list that is given
     replaces the list below it. Backends may be repeated, or divided by commas or spaces.
     """
+
+    def read() -> Config:
+        settled = load(config, overrides)
+        if not settled.backends and settled.discovery.file is None:
+            raise ConfigError([NO_BACKENDS])
+        return settled
+
     try:
-        settled = load(config, [*_from_environment(os.environ), *_from_flags(flags, urls or ())])
+        overrides = [*_from_environment(os.environ), *_from_flags(flags, urls or ())]
+        settled = read()
     except ConfigError as error:
         _fail(error.problems)
-    if not settled.backends:
-        _fail(
-            [
-                "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`,"
-                " in LLMPROXY_BACKEND, or under `backends:` in the file that --config names"
-            ]
-        )
     from llmproxy.app import run
+    from llmproxy.reload import Reread
 
-    raise typer.Exit(run(settled))
+    raise typer.Exit(run(settled, Reread(config, read) if config is not None else None))
 
 
 @app.command()

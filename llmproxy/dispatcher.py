@@ -95,6 +95,7 @@ class Dispatcher:
     nameless: int = 0
     _nameless_bytes: int = 0
     _listed: asyncio.Event = field(default_factory=asyncio.Event)
+    _emptied: dict[str, asyncio.Event] = field(default_factory=dict)
 
     # --- the face that requests see ---------------------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ class Dispatcher:
             yield lease
         finally:
             del self._leases[request.pool, lease.grant.lease]
-            self.pools.finish(lease.grant, lease.verdict, _now(), lease.usage)
+            self._finish(lease.grant, lease.verdict, _now(), lease.usage)
             self._decide_soon()
 
     async def _wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
@@ -138,8 +139,14 @@ class Dispatcher:
         elif granted.done() and not granted.cancelled() and granted.exception() is None:
             grant = granted.result()
             del self._leases[request.pool, grant.lease]
-            self.pools.finish(grant, Verdict.CLIENT_GONE, _now())
+            self._finish(grant, Verdict.CLIENT_GONE, _now())
         self._decide_soon()
+
+    def _finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
+        self.pools.finish(grant, verdict, now, usage)
+        backend = grant.placed.backend
+        if backend in self._emptied and not self.pools.backends[backend].bookings:
+            self._emptied.pop(backend).set()
 
     def ended(self, request: Request, met: bool | None) -> None:
         """See `Pools.ended`."""
@@ -197,6 +204,23 @@ class Dispatcher:
         self.pools.troubled(backend, trouble)
         self._decide_soon()
 
+    # --- the face that those who run it see ---------------------------------------------------------------------------
+
+    def reconsider(self) -> None:
+        """The fleet or its settings changed: decide anew, and let those look again who wait for a name to be known."""
+        self._wake_nameless()
+        self._decide_soon()
+
+    def expects_backends(self, expected: bool) -> None:
+        """Somebody who knows of further backends has not named them yet: a name that nobody lists may turn up."""
+        self.pools.catalogue.expecting = expected
+        self.reconsider()
+
+    async def emptied(self, backend: str) -> None:
+        """Wait until nothing is in flight on a backend, which is to be drained: else it may be given more meanwhile."""
+        while self.pools.backends[backend].bookings:
+            await self._emptied.setdefault(backend, asyncio.Event()).wait()
+
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def _decide_soon(self) -> None:
@@ -236,7 +260,7 @@ class Dispatcher:
             # A waiter cancelled in this very turn finds its grant in the future's absence: see _abandon.
             if waiter.granted.done():
                 del self._leases[decision.request.pool, decision.lease]
-                self.pools.finish(decision, Verdict.CLIENT_GONE, decision.at_s)
+                self._finish(decision, Verdict.CLIENT_GONE, decision.at_s)
             else:
                 waiter.granted.set_result(decision)
         elif isinstance(decision, Drop):

@@ -34,7 +34,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     configs: list[Config] = []
     app = ModuleType("llmproxy.app")
 
-    def run(config: Config) -> int:
+    def run(config: Config, _: object) -> int:
         configs.append(config)
         return 3
 
@@ -98,6 +98,7 @@ OTHER_THAN_DEFAULT = {
     "host": "::1",
     "log_format": "json",
     "log_level": "debug",
+    "reload": "signal",
     "trust_headers": "all",
     "scheduling.fairness": "fcfs",
     "scheduling.placement": "random",

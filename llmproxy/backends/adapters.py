@@ -7,7 +7,8 @@ as its loading was reported.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -35,7 +36,7 @@ class Lister(Protocol):
 class AdapterKeeper:
     """Carries out changes of adapters, and sees to it that they stay carried out.
 
-    `listers` are by backend and may be filled in later. `on_told` hears of every telling: backend, kind of change,
+    `backends` and `listers` are by name, and may change. `on_told` hears of every telling: backend, kind of change,
     whether it was a repetition, and whether the backend took it. Ended by `close`.
     """
 
@@ -43,7 +44,7 @@ class AdapterKeeper:
         self,
         adapters: Adapters,
         pools: Pools,
-        backends: Iterable[BackendConfig],
+        backends: Mapping[str, BackendConfig],
         backend_api_key: str | None,
         upstream: Upstream,
         listers: Mapping[str, Lister],
@@ -52,13 +53,13 @@ class AdapterKeeper:
     ) -> None:
         self._adapters = adapters
         self._pools = pools
-        self._backends = {backend.name: backend for backend in backends}
+        self._backends = backends
         self._backend_api_key = backend_api_key
         self._upstream = upstream
         self._listers = listers
         self._timeouts = timeouts
         self._on_told = on_told
-        self._turns = {name: asyncio.Lock() for name in self._backends}
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._catching_up: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -71,6 +72,15 @@ class AdapterKeeper:
         if backend not in self._catching_up and self._adapters.due(backend, _now()):
             self._catching_up.add(backend)
             self._spawn(self._catch_up(backend))
+
+    def reconfigure(self, backend_api_key: str | None, timeouts: TimeoutsConfig) -> None:
+        """Tell with another key, or more or less patiently, from now on."""
+        self._backend_api_key, self._timeouts = backend_api_key, timeouts
+
+    def forget(self, backend: str) -> None:
+        """A backend is no more, and is told nothing any more."""
+        self._turns.pop(backend, None)
+        self._adapters.forget(backend)
 
     async def close(self) -> None:
         """Give up what is under way."""
@@ -97,7 +107,8 @@ class AdapterKeeper:
         return report
 
     async def _tell_if_up(self, change: Change, backend: str) -> Reply:
-        if self._pools.backends[backend].health.down:
+        known = self._pools.backends.get(backend)
+        if known is None or known.health.down:
             return Reply(backend, None, taken=False, message="The backend is down.")
         async with self._turns[backend]:
             return await self._tell(change, backend)
@@ -128,15 +139,19 @@ class AdapterKeeper:
     # --- one backend --------------------------------------------------------------------------------------------------
 
     async def _tell(self, change: Change, backend: str) -> Reply:
+        told = self._backends.get(backend)
+        if told is None:
+            return Reply(backend, None, taken=False, message="The backend was removed.")
         try:
             async with asyncio.timeout(self._timeouts.adapter_s):
-                status, body = await self._post(self._backends[backend], change)
+                status, body = await self._post(told, change)
         except (ConnectFailed, UpstreamBroken) as error:
             return Reply(backend, None, taken=False, message=str(error)[:MESSAGE_CHARS_MAX])
         except TimeoutError:
             message = f"No answer within {self._timeouts.adapter_s:g} s (timeouts.adapter_s)."
             return Reply(backend, None, taken=False, message=message)
-        await self._listers[backend].list_now()
+        if backend in self._listers:
+            await self._listers[backend].list_now()
         # One that has it already refuses a load, one that has not an unload; which that was, its listing tells.
         taken = 200 <= status < 300 or self._adapters.is_met(change, backend)
         return Reply(backend, status, taken, _message(status, body))

@@ -1,10 +1,12 @@
 """The configuration: one YAML file, and what flags and the environment put over it, become one frozen `Config`."""
 
+from llmproxy.config.changes import Change, differences, is_read_once, that_can_change
 from llmproxy.config.config import Config
-from llmproxy.config.kinds import Network, hash_of, is_api_key
-from llmproxy.config.load import ConfigError, Override, keys, load, warnings_of
+from llmproxy.config.kinds import DNS, SRV, Network, hash_of, is_api_key
+from llmproxy.config.load import ConfigError, Override, keys, load, load_backends, warnings_of
 from llmproxy.config.schema import (
     BackendConfig,
+    DiscoveryConfig,
     HealthConfig,
     KeyConfig,
     LimitsConfig,
@@ -18,16 +20,21 @@ from llmproxy.config.schema import (
     TimeoutsConfig,
 )
 from llmproxy.config.settings import model_limit, settings_of, tenant_limit
+from llmproxy.config.watched import WatchedFile
 from llmproxy.core.placement import presets
 
 PLACEMENT_PRESETS = presets.names()
 """The presets that need no plugin."""
 
 __all__ = [
+    "DNS",
     "PLACEMENT_PRESETS",
+    "SRV",
     "BackendConfig",
+    "Change",
     "Config",
     "ConfigError",
+    "DiscoveryConfig",
     "HealthConfig",
     "KeyConfig",
     "LimitsConfig",
@@ -41,12 +48,17 @@ __all__ = [
     "SchedulingConfig",
     "TenantConfig",
     "TimeoutsConfig",
+    "WatchedFile",
+    "differences",
     "hash_of",
     "is_api_key",
+    "is_read_once",
     "keys",
     "load",
+    "load_backends",
     "model_limit",
     "settings_of",
     "tenant_limit",
+    "that_can_change",
     "warnings_of",
 ]

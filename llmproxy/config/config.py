@@ -38,6 +38,7 @@ from llmproxy.config.kinds import (
 )
 from llmproxy.config.schema import (
     BackendConfig,
+    DiscoveryConfig,
     HealthConfig,
     ModelConfig,
     ObjectiveConfig,
@@ -52,6 +53,7 @@ from llmproxy.config.schema import (
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
 
 LOG_FORMATS = ("text", "json")
+RELOADS = ("watch", "signal")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -82,8 +84,12 @@ class Config(Section):
     """Share of the requests (0..1) whose decisions are written there."""
     plugins: tuple[Module, ...] = ()
     """Python modules that are imported first and may register policies of their own."""
+    reload: Annotated[str, one_of(RELOADS)] = "watch"
+    """When this file is read again: watch (when it has changed, and on SIGHUP) or signal (on SIGHUP alone)."""
     backends: tuple[Annotated[BackendConfig, from_text("url")], ...] = ()
     """The vLLM servers; a plain URL may stand for an entry."""
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    """Where further backends are found, while the proxy runs."""
     bands: dict[str, Integer] = Field(default_factory=dict)
     """Further bands, larger integers first, beside critical 100, default 0 and sheddable -100: {urgent: 50}."""
     models: tuple[ModelConfig, ...] = ()
@@ -108,10 +114,7 @@ class Config(Section):
     @field_validator("backends")
     @classmethod
     def _distinct_backends(cls, backends: tuple[BackendConfig, ...]) -> tuple[BackendConfig, ...]:
-        urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
-        findings = repeated(urls, "url")
-        told = {place[0] for place, _ in findings}
-        report(findings + [finding for finding in repeated(names, "name") if finding[0][0] not in told])
+        report(repeated_backends(backends))
         return backends
 
     @field_validator("bands")
@@ -236,6 +239,28 @@ class Config(Section):
     def needs_key(self) -> bool:
         """Whether clients must present a key."""
         return bool(self.api_keys or self.tenants)
+
+
+class BackendsFile(Section):
+    """What the file that `discovery.file` names holds."""
+
+    backends: tuple[Annotated[BackendConfig, from_text("url")], ...]
+
+    @field_validator("backends")
+    @classmethod
+    def _plain(cls, backends: tuple[BackendConfig, ...]) -> tuple[BackendConfig, ...]:
+        reason = "is to be looked up in DNS: such backends stand in the configuration itself"
+        report([((i, "url"), reason) for i, one in enumerate(backends) if one.looked_up])
+        report(repeated_backends(backends))
+        return backends
+
+
+def repeated_backends(backends: Iterable[BackendConfig]) -> list[Finding]:
+    """Backends of one list with a URL or a name that another of them has."""
+    urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
+    findings = repeated(urls, "url")
+    told = {place[0] for place, _ in findings}
+    return findings + [finding for finding in repeated(names, "name") if finding[0][0] not in told]
 
 
 def _unknown(

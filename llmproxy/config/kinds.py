@@ -104,6 +104,21 @@ def base_url(value: str) -> str:
     return f"{url.scheme}://{url.netloc.lower()}"
 
 
+DNS, SRV = "dns+", "srv+"
+"""What stands before the URL of a backend that is looked up: all addresses of a host, or what its SRV records name."""
+
+
+def backend_url(value: str) -> str:
+    """The base URL of one server, or with `dns+` or `srv+` before it of all that DNS names."""
+    prefix = next((prefix for prefix in (DNS, SRV) if value.lower().startswith(prefix)), "")
+    url = base_url(value[len(prefix) :])
+    if prefix == DNS and url.startswith("https"):
+        raise ValueError(f"{value!r} leads to bare addresses, for which no certificate holds; use srv+https, or names")
+    if prefix == SRV and urlsplit(url).port is not None:
+        raise ValueError(f"{value!r} should hold no port: SRV records bring their own")
+    return prefix + url
+
+
 def flow_of(value: str) -> str:
     flow = value.lower()
     if flow in ("header:authorization", "header:x-api-key"):

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from llmproxy.config.config import Config
+from llmproxy.config.config import BackendsFile, Config
 from llmproxy.config.effects import without_effect
 from llmproxy.config.kinds import nearest
-from llmproxy.config.schema import Section
+from llmproxy.config.schema import BackendConfig, Section
 
 FILE_BYTES_MAX = 4 << 20
 FILE_ONLY = frozenset(
@@ -36,6 +36,7 @@ FILE_ONLY = frozenset(
 )
 """Keys whose values are too rich for one flag or variable."""
 
+S = TypeVar("S", bound=Section)
 Place = tuple[str | int, ...]
 """The way from the top of a configuration to one value: keys, and indexes of list items."""
 
@@ -68,17 +69,27 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         place: Place = tuple(override.key.split("."))
         if _put(document.values, place, override.value):
             origins[place] = override.origin
+    return _validated(Config, document, origins)
+
+
+def load_backends(path: Path) -> tuple[BackendConfig, ...]:
+    """The backends in a file of their own. Raises ConfigError with every problem found."""
+    return _validated(BackendsFile, Document(path), {}).backends
+
+
+def _validated(top: type[S], document: Document, origins: Mapping[Place, str]) -> S:
     problems = document.problems
+    found: S | None = None
     try:
-        config = Config.model_validate(document.values)
+        found = top.model_validate(document.values)
     except ValidationError as error:
-        for place, reason in _reasons(error):
+        for place, reason in _reasons(error, top):
             origin = next((origins[place[:n]] for n in range(len(place), 0, -1) if place[:n] in origins), None)
             line = 0 if origin else document.line(place)
             problems.append((line, f"{origin or document.at(line)}: {dotted(place)}{reason}"))
-    if problems:
+    if problems or found is None:
         raise ConfigError([text for _, text in sorted(problems, key=lambda problem: problem[0])])
-    return config
+    return found
 
 
 def warnings_of(path: Path, config: Config) -> list[str]:
@@ -124,12 +135,12 @@ SAID_BETTER = {
 }
 
 
-def _reasons(error: ValidationError) -> Iterator[tuple[Place, str]]:
+def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place, str]]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "findings":
             yield from ((detail["loc"] + place, reason) for place, reason in detail["ctx"]["findings"])
         elif detail["type"] == "extra_forbidden":
-            yield detail["loc"], f'is not a known key (nearest known key: "{_nearest_key(detail["loc"])}")'
+            yield detail["loc"], f'is not a known key (nearest known key: "{_nearest_key(detail["loc"], top)}")'
         # A default that could not be derived is the shadow of another problem, which is told.
         elif detail["type"] != "default_factory_not_called":
             yield detail["loc"], reason_of(detail)
@@ -146,10 +157,10 @@ def reason_of(detail: ErrorDetails) -> str:
     return reason if secret else f"{reason}, not {reprlib.repr(detail['input'])}"
 
 
-def _nearest_key(place: Place) -> str:
+def _nearest_key(place: Place, top: type[Section]) -> str:
     """A key beside the unknown one if any looks like it, else one elsewhere, else the likest of those beside it."""
-    word, beside = str(place[-1]), tuple(section_at(Config, place[:-1]).model_fields)
-    elsewhere = {key.rpartition(".")[2]: key for key, _ in _fields(Config)}
+    word, beside = str(place[-1]), tuple(section_at(top, place[:-1]).model_fields)
+    elsewhere = {key.rpartition(".")[2]: key for key, _ in _fields(top)}
     for known in (beside, tuple(elsewhere)):
         if found := get_close_matches(word.lower(), known, n=1):
             return found[0] if known is beside else elsewhere[found[0]]

@@ -6,12 +6,15 @@ The description of a field is the only place where a key is explained: the help 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from llmproxy.config.kinds import (
+    DNS,
+    SRV,
     ApiKey,
     Count,
     Criticality,
@@ -25,7 +28,7 @@ from llmproxy.config.kinds import (
     Rate,
     Seconds,
     Weight,
-    base_url,
+    backend_url,
     flow_of,
     from_text,
     registered,
@@ -50,8 +53,8 @@ class Section(BaseModel):
 
 
 class BackendConfig(Section):
-    url: Annotated[str, AfterValidator(base_url)]
-    """Base URL of one vLLM server."""
+    url: Annotated[str, AfterValidator(backend_url)]
+    """Base URL of one vLLM server; dns+http://HOST:PORT is every address of HOST, srv+http://NAME its SRV records."""
     name: Name = Field(default_factory=lambda data: urlsplit(data.get("url", "")).netloc)
     """What logs, metrics and the x-llmproxy-backend header call it; host:port unless given."""
     max_in_flight: Count | None = None
@@ -62,6 +65,20 @@ class BackendConfig(Section):
     """Key sent to this backend instead of backend_api_key."""
     forward_priority: bool = False
     """Whether to send it vLLM's own priority (lower first); its engine must run --scheduling-policy priority."""
+
+    @property
+    def looked_up(self) -> bool:
+        """It stands for all servers that DNS names, each of which gets what is configured here."""
+        return self.url.startswith((DNS, SRV))
+
+
+class DiscoveryConfig(Section):
+    file: Path | None = None
+    """File with a list `backends` as here (YAML or JSON), looked at once a second; null is none."""
+    dns_interval_s: Seconds = 5.0
+    """Time between two look-ups of a backend whose url begins with dns+ or srv+."""
+    gone_after: Count = 3
+    """Look-ups in a row that miss an address until its backend leaves; four times as many where they find none."""
 
 
 class LimitsConfig(Section):

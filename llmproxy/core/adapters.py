@@ -189,7 +189,7 @@ class Adapters:
             record.joining = change if plan.joining else None
             members = self._members(change.pool)
             record.wanted = {b: c for b, c in record.wanted.items() if b in members}
-            record.wanted |= dict.fromkeys(plan.backends, change)
+            record.wanted |= dict.fromkeys((b for b in plan.backends if b in self._pools.backends), change)
             for reply in replies:
                 record.failures.pop(reply.backend, None)
                 self.told(change, reply, now)
@@ -261,6 +261,15 @@ class Adapters:
         if record is not None and not record.wanted and record.joining is None:
             del self._records[name]
         self._catalogue.promised = frozenset(n for n, r in self._records.items() if r.load is not None)
+
+    def forget(self, backend: str) -> None:
+        """A backend is no more: nothing is wanted of it, and nothing is remembered."""
+        self._cards.pop(backend, None)
+        for name, record in list(self._records.items()):
+            record.wanted.pop(backend, None)
+            record.confirmed.pop(backend, None)
+            record.failures.pop(backend, None)
+            self._tidy(name)
 
     # --- looking in ---------------------------------------------------------------------------------------------------
 
@@ -337,7 +346,8 @@ class Adapters:
         return [backend for backend in self._pools.backends if self._catalogue.pool_of(backend) == pool]
 
     def _is_down(self, backend: str) -> bool:
-        return self._pools.backends[backend].health.down
+        known = self._pools.backends.get(backend)
+        return known is None or known.health.down
 
     def _load_of(self, backend: str) -> int:
         """How many adapters a backend has, or will have when it has been told."""
@@ -348,7 +358,8 @@ class Adapters:
 
     def _listed(self, backend: str) -> Mapping[str, ModelCard]:
         """The adapters in a backend's last listing, looked through once for each listing."""
-        listing = self._pools.backends[backend].listing
+        known_backend = self._pools.backends.get(backend)
+        listing = known_backend.listing if known_backend is not None else None
         if listing is None:
             return {}
         known = self._cards.get(backend)

@@ -27,7 +27,8 @@ class Catalogue:
 
     A pool is named after the first base model that a backend lists. Listings of backends that are down still count:
     names once learned are remembered. `aliases` maps configured names to the names that backends know. `promised` are
-    adapters that a backend is being told to load: asking for one is too early, not wrong.
+    adapters that a backend is being told to load: asking for one is too early, not wrong. `expecting` says that
+    somebody who knows of further backends has not named them yet.
     """
 
     def __init__(self, backends: Iterable[str], aliases: Mapping[str, str]) -> None:
@@ -37,6 +38,7 @@ class Catalogue:
         self._cards: dict[str, ModelCard] = {}
         self._pools: tuple[str, ...] = ()
         self.promised: frozenset[str] = frozenset()
+        self.expecting = False
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -48,8 +50,8 @@ class Catalogue:
 
     @property
     def complete(self) -> bool:
-        """Every backend was read at least once, and there is one."""
-        return bool(self._listings) and None not in self._listings.values()
+        """There is a backend, each was read at least once, and no more are expected."""
+        return not self.expecting and bool(self._listings) and None not in self._listings.values()
 
     def add(self, backend: str) -> None:
         """There is one backend more, of which nothing is known yet."""

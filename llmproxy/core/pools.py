@@ -87,6 +87,10 @@ class Pools:
         """
         self.backends[name].drained = drained
 
+    def change_backend(self, name: str, max_in_flight: int | None, prompt_range: tuple[int, int] | None) -> None:
+        """A backend is to be given no more than so many at once, and is meant for prompts of other lengths."""
+        self.backends[name].meant_for(max_in_flight, prompt_range)
+
     def remove_backend(self, name: str) -> None:
         """A backend on which nothing is in flight is no more, and all that was learned of it is forgotten."""
         assert not self.backends[name].bookings

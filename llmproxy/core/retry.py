@@ -18,11 +18,11 @@ class RetryBudget:
     """
 
     def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
+        self.ratio = ratio
         self._left = RETRY_RESERVE
 
     def request(self) -> None:
-        self._left = min(RETRY_RESERVE, self._left + self._ratio)
+        self._left = min(RETRY_RESERVE, self._left + self.ratio)
 
     def take(self, verdict: Verdict) -> bool:
         if verdict in (Verdict.CONNECT_FAILED, Verdict.LOST):

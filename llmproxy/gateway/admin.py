@@ -48,10 +48,14 @@ class AdminPages:
         self._adapters = adapters
         self._pools = dispatcher.pools
         self._clock = clock
-        self._digest = None if config.admin_key is None else digest_of(config.admin_key)
-        self._names = config.band_names()
+        self.reconfigure(config)
         self._allowance = BURST
         self._at_s = clock()
+
+    def reconfigure(self, config: Config) -> None:
+        """Go by another admin key and other names of bands from now on."""
+        self._digest = None if config.admin_key is None else digest_of(config.admin_key)
+        self._names = config.band_names()
 
     def admits(self, request: web.BaseRequest) -> bool:
         """True for a client on this machine, and for one that presents the admin key."""

@@ -16,10 +16,12 @@ from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
-from llmproxy.gateway.auth import Keys, Tenant
+from llmproxy.gateway.admin_backends import BackendRoutes
+from llmproxy.gateway.auth import Tenant
 from llmproxy.gateway.errors import Failure, error_body
 from llmproxy.gateway.identity import id_for_error, request_id
 from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, STORED_RESPONSES, UNLOAD_ADAPTER, dialect_of
+from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
 from llmproxy.telemetry.exit import RequestExit
@@ -37,7 +39,7 @@ class FrontDoor:
 
     def __init__(
         self,
-        keys: Keys,
+        rulebook: Rulebook,
         pools: Pools,
         dispatcher: Dispatcher,
         walker: Walker,
@@ -45,10 +47,12 @@ class FrontDoor:
         metrics: Metrics,
         admin: AdminPages,
         adapters: AdapterRoutes,
+        fleet: BackendRoutes,
     ) -> None:
+        self._fleet = fleet
         self._admin = admin
         self._adapters = adapters
-        self._keys = keys
+        self._rulebook = rulebook
         self._pools = pools
         self._dispatcher = dispatcher
         self._walker = walker
@@ -136,8 +140,13 @@ class FrontDoor:
                 raise Failure(Outcome.UNAUTHORIZED, "This needs the admin key of the proxy (admin_key).")
             _only(request, "POST")
             return await self._adapters.serve(path, request)
+        if (methods := self._fleet.methods(path)) and self._admin.admits(request):
+            if methods == ("POST",) and not self._admin.has_key(request):
+                raise Failure(Outcome.UNAUTHORIZED, "This needs the admin key of the proxy (admin_key).")
+            _only(request, *methods)
+            return await self._fleet.serve(path)
         if path.startswith(STORED_RESPONSES):
-            tenant = self._keys.check(request.headers)
+            tenant = self._rulebook.current.keys.check(request.headers)
             response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
             if verb in ("", "cancel"):
                 _only(request, "POST" if verb else "GET")
@@ -175,7 +184,7 @@ class FrontDoor:
 
     def _models_for(self, request: web.BaseRequest) -> list[dict[str, Any]]:
         """The models that the tenant of this request may ask for. Raises Failure (401)."""
-        tenant = self._keys.check(request.headers)
+        tenant = self._rulebook.current.keys.check(request.headers)
         return [entry for entry in self._pools.models() if tenant.allows(entry["id"])]
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from aiohttp import web
 
-from llmproxy.config import Config
+from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import AiohttpClientLeg
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import to_client
-from llmproxy.gateway.identity import Identity
+from llmproxy.gateway.rules import Rulebook
 from llmproxy.upstream import ConnectFailed, Upstream, UpstreamBroken
 
 IDS_MAX = 10_000
@@ -27,10 +28,9 @@ class StoredResponses:
     A response exists for those alone whose request made it.
     """
 
-    def __init__(self, config: Config, identity: Identity, upstream: Upstream) -> None:
-        self._timeouts = config.timeouts
-        self._backends = {backend.name: backend for backend in config.backends}
-        self._identity = identity
+    def __init__(self, rulebook: Rulebook, backends: Mapping[str, BackendConfig], upstream: Upstream) -> None:
+        self._rulebook = rulebook
+        self._backends = backends
         self._upstream = upstream
         self._made_by: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
@@ -54,23 +54,23 @@ class StoredResponses:
 
         `own_id` is the id of this request. Raises Failure.
         """
-        name = self.backend_of(response_id, tenant)
-        if name is None:
+        name, rules = self.backend_of(response_id, tenant), self._rulebook.current
+        if name is None or name not in self._backends:
             message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
             raise Failure(Outcome.BAD_REQUEST, message, status=404)
         backend = self._backends[name]
         client = AiohttpClientLeg(request, {"x-llmproxy-backend": name, "x-request-id": own_id})
-        headers = self._identity.to_backend(request, own_id, backend, tenant)
+        headers = rules.identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
         try:
-            async with asyncio.timeout(self._timeouts.total_s):
+            async with asyncio.timeout(rules.config.timeouts.total_s):
                 exchange = await self._upstream.open(
                     backend.url,
                     request.method,
                     f"{path}?{query}" if query else path,
                     headers,
                     (),
-                    self._timeouts.connect_s,
+                    rules.config.timeouts.connect_s,
                 )
                 try:
                     await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))

@@ -16,6 +16,7 @@ from llmproxy.gateway.client_leg import AiohttpClientLeg
 from llmproxy.gateway.desk import Sheet
 from llmproxy.gateway.relay import Attempt
 from llmproxy.gateway.routes import Route
+from llmproxy.gateway.rules import Rules
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
@@ -25,6 +26,7 @@ _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE
 class Walk:
     """What is known of one request so far; its last state is what the log and the metrics tell."""
 
+    rules: Rules
     route: Route
     http: web.BaseRequest
     client: AiohttpClientLeg

@@ -11,23 +11,23 @@ from uuid import uuid4
 from aiohttp import web
 from multidict import CIMultiDict
 
-from llmproxy.config import BackendConfig, Config
+from llmproxy.config import BackendConfig
 from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import Entry, Outcome, Refused, Request, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
 from llmproxy.gateway.answers import Answers
-from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
-from llmproxy.gateway.desk import Desk, Sheet
+from llmproxy.gateway.desk import Sheet
 from llmproxy.gateway.errors import Failure, error_body
 from llmproxy.gateway.headers import check as check_fields
-from llmproxy.gateway.identity import Identity, request_id
+from llmproxy.gateway.identity import request_id
 from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES
-from llmproxy.gateway.relay import Attempt, Call, Relay
+from llmproxy.gateway.relay import Attempt, Call
 from llmproxy.gateway.routes import Dialect, Route
+from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.scan import BadBody
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.story import Walk
@@ -41,32 +41,24 @@ class Walker:
 
     def __init__(
         self,
-        config: Config,
-        desk: Desk,
+        rulebook: Rulebook,
+        backends: Mapping[str, BackendConfig],
         pools: Pools,
         dispatcher: Dispatcher,
-        relay: Relay,
-        keys: Keys,
-        identity: Identity,
         stored: StoredResponses,
         answers: Answers | None,
         metrics: Metrics,
         decisions: DecisionLog | None,
     ) -> None:
-        self._config = config
+        self._rulebook = rulebook
+        self._backends = backends
         self._pools = pools
         self._dispatcher = dispatcher
-        self._relay = relay
         self._metrics = metrics
         self._decisions = decisions
         self._stored = stored
         self._answers = answers
-        self._keys = keys
-        self._identity = identity
-        self._backends: Mapping[str, BackendConfig] = {backend.name: backend for backend in config.backends}
-        self._budget = RetryBudget(config.retry.budget_ratio)
-        self._band_names = config.band_names()
-        self._desk = desk
+        self.budget = RetryBudget(rulebook.current.config.retry.budget_ratio)
         self._serial = count(1)
         self.walking = 0
         self.idle = asyncio.Event()
@@ -81,7 +73,7 @@ class Walker:
         """Serve one request of a scheduled route, and write down how it ended."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
-        walk = Walk(route, http, AiohttpClientLeg(http, extra), extra, now, uuid4().hex)
+        walk = Walk(self._rulebook.current, route, http, AiohttpClientLeg(http, extra), extra, now, uuid4().hex)
         self.walking += 1
         self.idle.clear()
         try:
@@ -113,19 +105,19 @@ class Walker:
         walk.id = request_id(http.headers) or walk.id
         walk.extra["x-request-id"] = walk.id
         check_fields(http.headers.items())
-        walk.tenant = self._keys.check(http.headers)
+        walk.tenant = walk.rules.keys.check(http.headers)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
         if http.headers.get("content-encoding", "identity").lower() != "identity":
             message = "Request bodies must not be compressed: send this one without Content-Encoding."
             raise Failure(Outcome.BAD_REQUEST, message, param="content-encoding")
-        body = await read_body(http, self._config.body_bytes_max)
+        body = await read_body(http, walk.rules.config.body_bytes_max)
         walk.body_bytes = len(body)
         content_type = http.headers.get("content-type", "")
         _check_content_type(walk.route, content_type)
-        sheet = walk.sheet = await self._desk.read(body, walk.route.kind, content_type)
+        sheet = walk.sheet = await walk.rules.desk.read(body, walk.route.kind, content_type)
         target = walk.target = await self._target(walk, sheet.ask.model)
-        self._budget.request()
+        self.budget.request()
         if self._answers is not None and walk.route.computes:
             walk.kept = self._answers.keep(sheet)
             walk.client.keep = walk.kept.add if walk.kept is not None else None
@@ -139,7 +131,7 @@ class Walker:
         tenant = walk.tenant
         try:
             if asked is None or tenant.allows(asked):
-                hold_s = min(self._config.queue.hold_s, self._identity.ttl_s(walk.http.headers))
+                hold_s = min(walk.rules.config.queue.hold_s, walk.rules.identity.ttl_s(walk.http.headers))
                 target = await self._dispatcher.resolve(asked, hold_s, walk.body_bytes)
                 if tenant.allows(target.requested):
                     return target
@@ -156,8 +148,8 @@ class Walker:
 
     def _make_request(self, walk: Walk, sheet: Sheet, target: Target) -> Request:
         http, ask = walk.http, sheet.ask
-        trusted = self._identity.trusts(http.remote, walk.tenant)
-        standing = self._identity.standing(http.headers, trusted, target.requested, target.model, walk.tenant)
+        trusted = walk.rules.identity.trusts(http.remote, walk.tenant)
+        standing = walk.rules.identity.standing(http.headers, trusted, target.requested, target.model, walk.tenant)
         walk.ttl_s, walk.unknown_objective = standing.ttl_s, standing.unknown_objective
         prompt_tokens, output_tokens = self._pools.tokens(target, ask)
         prefix, prefix_tokens = self._prefix(walk, sheet, target)
@@ -183,7 +175,7 @@ class Walker:
             label=walk.id,
             prefix=prefix,
             prefix_tokens=prefix_tokens,
-            session=self._identity.session(http, sheet.session, walk.tenant),
+            session=walk.rules.identity.session(http, sheet.session, walk.tenant),
         )
 
     def _prefix(self, walk: Walk, sheet: Sheet, target: Target) -> tuple[tuple[int, ...], float]:
@@ -247,7 +239,7 @@ class Walker:
         # The engine's own priority is lower first.
         priority = -request.band if backend.forward_priority else None
         spliced = sheet.spliced(model=request.model, want_usage=True, priority=priority)
-        headers = self._identity.to_backend(walk.http, walk.id, backend, walk.tenant)
+        headers = walk.rules.identity.to_backend(walk.http, walk.id, backend, walk.tenant)
         call = Call(
             self._path_qs(walk), headers, spliced.parts, request.stream, spliced.hides_usage, walk.route.dialect
         )
@@ -256,15 +248,15 @@ class Walker:
         if walk.route.dialect is Dialect.RESPONSES:
             # A client may name a response as soon as it has read its first bytes, long before its end.
             walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name, walk.tenant)
-        await self._relay.attempt(attempt, lease, backend.url, call, walk.client)
+        await walk.rules.relay.attempt(attempt, lease, backend.url, call, walk.client)
         return attempt
 
     def _retries(self, walk: Walk, attempt: Attempt) -> bool:
         return (
             attempt.retryable
-            and walk.attempts - walk.withdrawals <= self._config.retry.extra_attempts
+            and walk.attempts - walk.withdrawals <= walk.rules.config.retry.extra_attempts
             and not self._dispatcher.draining
-            and self._budget.take(attempt.verdict)
+            and self.budget.take(attempt.verdict)
         )
 
     async def _deliver_failure(self, walk: Walk, attempt: Attempt) -> None:
@@ -311,7 +303,7 @@ class Walker:
         return web.Response(status=failure.status, body=body, content_type="application/json", headers=headers)
 
     def _exit(self, walk: Walk) -> None:
-        ended = walk.told(asyncio.get_running_loop().time(), self._band_names)
+        ended = walk.told(asyncio.get_running_loop().time(), walk.rules.band_names)
         if walk.request is not None:
             self._dispatcher.ended(walk.request, ended.met)
         self._metrics.record(ended)

@@ -58,6 +58,7 @@ class BackendState:
     limit: int
     saturation: float
     available: bool
+    drained: bool = False
     running: int | None = None
     waiting: int | None = None
     kv_used: float | None = None
@@ -78,6 +79,7 @@ _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], 
     ("backend_saturation", "Load over limit; 1 is full.", lambda b: b.saturation),
     ("backend_limit", "Requests the backend is thought to run at once.", lambda b: b.limit),
     ("backend_available", "1 while the backend is healthy and may be given work.", lambda b: b.available),
+    ("backend_drained", "1 while nothing new is to be sent there, because somebody drains it.", lambda b: b.drained),
     ("backend_running", "Requests running, by the backend's last reading.", lambda b: b.running),
     ("backend_waiting", "Requests waiting in the engine, by the backend's last reading.", lambda b: b.waiting),
     ("backend_kv_used", "KV-cache in use, 0 to 1, by the backend's last reading.", lambda b: b.kv_used),
@@ -154,6 +156,10 @@ class _Children(dict[tuple[str, ...], Meter]):
         self[labels] = child
         return child
 
+    def forget(self, labels: tuple[str, ...]) -> None:
+        del self[labels]
+        self._meter.remove(*labels)
+
 
 class Metrics:
     """One process's metrics, in a registry of their own. `state` is called by every scrape, on the scraper's thread."""
@@ -197,6 +203,16 @@ class Metrics:
         self._adapter_changes = counter(
             "adapter_changes_total", "Tellings of backends to change an adapter.", "backend", "change", "repeated", "ok"
         )
+        self._reloads = counter("config_reloads_total", "Times the configuration was read again.", "ok")
+        self._reloaded_at = Gauge(
+            "llmproxy_config_last_reload_timestamp_seconds", "When it was last read with success.", registry=registry
+        )
+        self._reloaded_at.set_to_current_time()
+        self._reload_ok = Gauge(
+            "llmproxy_config_last_reload_successful", "0 while the file last read is not gone by.", registry=registry
+        )
+        self._reload_ok.set(1)
+        self._look_ups = counter("discovery_looks_total", "Looks at sources of backends.", "source", "ok")
         self._queue_wait = histogram(
             "queue_wait_seconds", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S, "band"
         )
@@ -233,6 +249,10 @@ class Metrics:
         self._decision = Histogram(
             "llmproxy_decision_seconds", "One decision pass.", registry=registry, buckets=DECISION_BUCKETS_S
         )
+        self._by_backend: tuple[_Children[Counter] | _Children[Summary], ...] = (
+            self._attempts, self._prefix_tokens, self._poll_failures, self._adapter_changes,
+            self._predictions, self._prediction_errors, self._predictions_covered,
+        )  # fmt: skip
         info = Gauge("llmproxy_build_info", "Always 1; the version is in the label.", ["version"], registry=registry)
         info.labels(__version__).set(1)
         registry.register(_LiveCollector(state))
@@ -308,6 +328,23 @@ class Metrics:
     def adapter_told(self, backend: str, change: str, repeated: bool, taken: bool) -> None:
         """Count one time that a backend was told to `load` or `unload` an adapter, for the first time or repeated."""
         self._adapter_changes[backend, change, str(repeated).lower(), str(taken).lower()].inc()
+
+    def reloaded(self, ok: bool) -> None:
+        """Count one time that the configuration was read again, and say whether it is gone by."""
+        self._reloads[str(ok).lower(),].inc()
+        self._reload_ok.set(ok)
+        if ok:
+            self._reloaded_at.set_to_current_time()
+
+    def looked(self, source: str, ok: bool) -> None:
+        """Count one look at a source of backends."""
+        self._look_ups[source, str(ok).lower()].inc()
+
+    def forget_backend(self, backend: str) -> None:
+        """End the series of a backend that is no more: where addresses come and go, they would never end to grow."""
+        for children in self._by_backend:
+            for labels in [labels for labels in children if labels[0] == backend]:
+                children.forget(labels)
 
     def decisions_lost(self, lines: int) -> None:
         """Count lines that the decision log could not take; may be called from any thread."""

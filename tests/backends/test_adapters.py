@@ -52,7 +52,7 @@ class Fleet:
         self.at_once = self.most_at_once = 0
         self.counted: list[tuple[str, str, bool, bool]] = []
         self.loaded: dict[str, list[str]] = {"a": [], "b": []}
-        backends = [BackendConfig(url=f"http://{name}", name=name) for name in self.loaded]
+        backends = {name: BackendConfig(url=f"http://{name}", name=name) for name in self.loaded}
         self.keeper = AdapterKeeper(
             self.adapters, self.pools, backends, None, self, {name: Lister(self, name) for name in self.loaded},
             TimeoutsConfig(), lambda *told: self.counted.append(told),

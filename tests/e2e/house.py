@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,7 +22,8 @@ from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.app import Proxy, running
-from llmproxy.config import Config
+from llmproxy.config import Config, load
+from llmproxy.reload import Reread
 from llmproxy.simulator.replica import Replica, ReplicaOptions, SeenRequest
 
 FAST = ReplicaOptions(model="base", adapters=("lora-0", "lora-1"), profile="tiny", noise=False)
@@ -68,8 +71,11 @@ class Answer:
 class House:
     """What a test needs of a running house. Replica number i is the backend `b<i>`."""
 
-    def __init__(self, proxy: Proxy, replicas: Sequence[Replica], http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, proxy: Proxy, replicas: Sequence[Replica], http: aiohttp.ClientSession, told: Mapping[str, Any]
+    ) -> None:
         self.proxy = proxy
+        self.told = told
         self.replicas = tuple(replicas)
         self.http = http
         self.url = proxy.url
@@ -192,21 +198,27 @@ async def house(
     fixed_limit: int | None = None,
     extra: Sequence[str] = (),
     wait: bool = True,
+    file: Path | None = None,
     **config: Any,
 ) -> AsyncIterator[House]:
     """Open a house over one replica for each of `options`; `config` goes over the quick settings of tests.
 
     `fixed_limit` is every backend's `max_in_flight`. `extra` are URLs of further backends. With `wait`, every backend
-    was read when the house opens.
+    was read when the house opens. With a `file`, the configuration stands there, and can be read again.
     """
     async with AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(Replica(o)) for o in options]
         urls = [replica.url for replica in replicas] + list(extra)
         backends = [{"url": url, "name": f"b{i}", "max_in_flight": fixed_limit} for i, url in enumerate(urls)]
         told = _merged(_QUICK | {"backends": backends}, config)
-        proxy = await stack.enter_async_context(running(Config.model_validate(told)))
+        reread = None
+        if file is not None:
+            # JSON is YAML, too.
+            file.write_text(json.dumps(told))
+            reread = Reread(file, partial(load, file))
+        proxy = await stack.enter_async_context(running(Config.model_validate(told), reread))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        opened = House(proxy, replicas, http)
+        opened = House(proxy, replicas, http, told)
         if wait:
             await until(lambda: all_up(opened))
         yield opened

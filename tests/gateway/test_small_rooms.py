@@ -14,8 +14,8 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.auth import Tenant
 from llmproxy.gateway.errors import STATUS, Failure, error_body, error_event
 from llmproxy.gateway.headers import PRIVILEGED, to_backend, to_client
-from llmproxy.gateway.identity import Identity
 from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dialect, dialect_of
+from llmproxy.gateway.rules import Rulebook, Rules
 from llmproxy.gateway.stored import IDS_MAX, StoredResponses
 from llmproxy.upstream import Exchange
 
@@ -149,7 +149,7 @@ def test_answers_keep_their_fields_but_not_the_hops() -> None:
 
 
 def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
-    stored = StoredResponses(config(), Identity(config()), NoUpstream())
+    stored = StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream())
     stored.remember(b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1', "gpu-0")
     stored.remember(b'{"error":{}}', "gpu-0")
     assert stored.backend_of("resp_0") == "gpu-0"
@@ -160,7 +160,7 @@ def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
 
 
 def test_a_response_exists_for_the_tenant_that_made_it_alone() -> None:
-    stored = StoredResponses(config(), Identity(config()), NoUpstream())
+    stored = StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream())
     acme, zeta = Tenant(name="acme"), Tenant(name="zeta")
     stored.remember(b'{"id":"resp_0"}', "gpu-0", acme)
     assert stored.backend_of("resp_0", acme) == "gpu-0"

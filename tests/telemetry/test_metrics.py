@@ -307,6 +307,8 @@ def test_the_manual_lists_every_metric_with_its_type_and_labels(metrics: Metrics
     metrics.attempted("gpu-0", Verdict.SERVED)
     metrics.poll_failed("gpu-0", Trouble.TIMEOUT)
     metrics.adapter_told("gpu-0", "load", repeated=False, taken=True)
+    metrics.reloaded(True)
+    metrics.looked("file", True)
     found = set()
     for family in metrics.registry.collect():
         if family.name.startswith("llmproxy_"):

@@ -1,0 +1,123 @@
+"""How two configurations differ, and what of a new one can be gone by while the proxy runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmproxy.config.config import Config
+from llmproxy.config.schema import Section
+
+NEEDS_RESTART = frozenset(
+    {
+        "host",
+        "port",
+        "log_format",
+        "decision_log",
+        "decision_log_sample",
+        "plugins",
+        "reload",
+        # Policies keep accounts, ranks and learned rates in terms of these, for everything that waits or runs.
+        "scheduling.fairness",
+        "scheduling.ordering",
+        "scheduling.placement",
+        "scheduling.charged",
+        "scheduling.input_weight",
+        "scheduling.output_weight",
+        "scheduling.quantum_tokens",
+        "scheduling.slo_window_s",
+        "scheduling.ageing_s",
+        "scheduling.seed",
+    }
+)
+"""Keys that are read once, when the proxy starts."""
+SECRET = frozenset({"api_keys", "backend_api_key", "admin_key", "api_key", "keys", "hash"})
+"""Keys whose values no log shows, not even as hashes."""
+TEXT_CHARS_MAX = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key that differs, with its values as texts; None where it is not there, and nothing of a secret."""
+
+    key: str
+    old: str | None
+    new: str | None
+
+    def __str__(self) -> str:
+        if self.old == self.new:
+            return f"{self.key}: changed, not shown"
+        if self.old is None:
+            return f"{self.key}: added {self.new}"
+        return f"{self.key}: {self.old} -> {self.new}" if self.new is not None else f"{self.key}: removed"
+
+
+def differences(old: Config, new: Config) -> list[Change]:
+    """Every key whose value differs. Entries of lists are known by their `name`, and one that is new is told whole."""
+    return list(_differences(_plain(old), _plain(new), ""))
+
+
+def that_can_change(old: Config, new: Config) -> Config:
+    """`new`, with what needs a restart as it is in `old`."""
+    top = {key: getattr(old, key) for key in NEEDS_RESTART if "." not in key}
+    kept = {key.partition(".")[2] for key in NEEDS_RESTART if "." in key}
+    top["scheduling"] = new.scheduling.model_copy(update={key: getattr(old.scheduling, key) for key in kept})
+    return new.model_copy(update=top)
+
+
+def is_read_once(key: str) -> bool:
+    """Whether the value at `key`, as `differences` names it, is that of the start until the proxy is started again."""
+    return key in NEEDS_RESTART or key.partition(".")[0] in NEEDS_RESTART
+
+
+def _plain(value: Any) -> Any:
+    """Sections and lists of named ones as mappings; all else as it is."""
+    if isinstance(value, Section):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, tuple) and value and all(isinstance(one, Section) and hasattr(one, "name") for one in value):
+        return _Named((one.name, _plain(one)) for one in value)
+    return value
+
+
+class _Named(dict[str, Any]):
+    """The entries of a list, by their names."""
+
+
+def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:
+    if old == new:
+        return
+    last = key.rpartition(".")[2]
+    if last in SECRET:
+        yield Change(key, None, None)
+    elif isinstance(old, Mapping) and isinstance(new, Mapping):
+        yield from _by_name(old, new, key)
+    elif isinstance(old, _Named) or isinstance(new, _Named):
+        # A list that was empty, or is now.
+        yield from _by_name(old or _Named(), new or _Named(), key)
+    else:
+        yield Change(key, _text(old), _text(new))
+
+
+def _by_name(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> Iterator[Change]:
+    entries = isinstance(old, _Named) or isinstance(new, _Named)
+    for name in dict.fromkeys((*old, *new)):
+        place = f"{key}[{name}]" if entries else f"{key}.{name}".lstrip(".")
+        if name not in old:
+            yield Change(place, None, _text(new[name]))
+        elif name not in new:
+            yield Change(place, _text(old[name]), None)
+        else:
+            yield from _differences(old[name], new[name], place)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        shown = {k: v for k, v in value.items() if k not in SECRET and v not in (None, ())}
+        text = ", ".join(f"{k}: {_text(v)}" for k, v in shown.items())
+        text = f"{{{text}}}"
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        text = f"[{', '.join(map(str, value))}]"
+    else:
+        text = "null" if value is None else str(value)
+    return text if len(text) <= TEXT_CHARS_MAX else f"{text[:TEXT_CHARS_MAX]}..."

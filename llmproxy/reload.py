@@ -1,0 +1,107 @@
+"""The configuration is read again while the proxy runs: all of it that can be gone by, or none of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from llmproxy.config import Change, Config, ConfigError, WatchedFile, differences, is_read_once, that_can_change
+
+LOOK_S = 1.0
+"""Time between two looks at the file. A change is taken in by the second that finds it, hence within two of them."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What a new configuration changed, and what of it has to wait until the proxy is started again."""
+
+    changes: tuple[Change, ...]
+    needs_restart: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """Where the configuration came from. `read` reads and checks it as at the start, with the same flags and variables
+    over it; it raises ConfigError, and is called on another thread."""
+
+    file: Path
+    read: Callable[[], Config]
+
+
+class Reloader:
+    """Reads the configuration again, and says what has changed or what is wrong with it. One at a time.
+
+    `apply` goes by a configuration from that moment on; it raises ConfigError before it has
+    changed anything, or not at all. `on_end` hears whether a new configuration is gone by.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        reread: Reread,
+        apply: Callable[[Config], None],
+        on_end: Callable[[bool], None],
+    ) -> None:
+        self._config = config
+        self.file = reread.file
+        self._watched = WatchedFile(reread.file)
+        self._read = reread.read
+        self._apply = apply
+        self._on_end = on_end
+        self._turn = asyncio.Lock()
+        self._hung_up: set[asyncio.Task[None]] = set()
+        self._watched.take()
+
+    async def reload(self, cause: str) -> Reloaded:
+        """Go by the configuration as it is now. Raises ConfigError, and then nothing has changed."""
+        async with self._turn:
+            self._watched.take()
+            try:
+                new = await asyncio.to_thread(self._read)
+                found = differences(self._config, new)
+                config = that_can_change(self._config, new)
+                self._apply(config)
+            except ConfigError as error:
+                for problem in error.problems:
+                    _log.error("not_reloaded", cause=cause, problem=problem)
+                self._on_end(False)
+                raise
+            self._config = config
+            self._on_end(True)
+            needs_restart = tuple(change for change in found if is_read_once(change.key))
+            changes = tuple(change for change in found if not is_read_once(change.key))
+            for change in changes:
+                _log.info("config_changed", change=str(change))
+            for change in needs_restart:
+                _log.warning("needs_a_restart", change=str(change))
+            _log.info("reloaded", cause=cause, changes=len(changes), needs_restart=len(needs_restart))
+            return Reloaded(changes, needs_restart)
+
+    async def watch(self) -> None:
+        """Reload whenever the file has changed, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if await asyncio.to_thread(self._watched.has_changed):
+                await self.try_reload("file")
+
+    def hang_up(self) -> None:
+        """SIGHUP came: reload when those that are under way have ended."""
+        task = asyncio.create_task(self.try_reload("signal"))
+        self._hung_up.add(task)
+        task.add_done_callback(self._hung_up.discard)
+
+    async def try_reload(self, cause: str) -> None:
+        """Reload for nobody who waits for the answer: what is wrong stands in the log."""
+        try:
+            await self.reload(cause)
+        except ConfigError:
+            pass
+        except Exception as bug:  # noqa: BLE001 - the proxy goes on as it was, and the next change is read again
+            _log.error("not_reloaded", cause=cause, exc_info=bug)
+            self._on_end(False)
