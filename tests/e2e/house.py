@@ -211,11 +211,7 @@ async def house(
         urls = [replica.url for replica in replicas] + list(extra)
         backends = [{"url": url, "name": f"b{i}", "max_in_flight": fixed_limit} for i, url in enumerate(urls)]
         told = _merged(_QUICK | {"backends": backends}, config)
-        reread = None
-        if file is not None:
-            # JSON is YAML, too.
-            file.write_text(json.dumps(told))
-            reread = Reread(file, partial(load, file))
+        reread = _written(file, told) if file is not None else None
         proxy = await stack.enter_async_context(running(Config.model_validate(told), reread))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         opened = House(proxy, replicas, http, told)
@@ -224,6 +220,11 @@ async def house(
         yield opened
         await opened.settled()
         opened.check()
+
+
+def _written(file: Path, told: Mapping[str, Any]) -> Reread:
+    file.write_text(json.dumps(told))  # JSON is YAML, too.
+    return Reread(file, partial(load, file))
 
 
 def is_poll(seen: SeenRequest) -> bool:

@@ -113,12 +113,12 @@ async def test_what_can_change_changes_for_the_next_request(tmp_path: Path) -> N
 
 
 async def test_a_stream_outlives_the_key_it_came_with(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST, api_keys=["old"]) as home:
-        async with home.stream(STREAM | {"max_tokens": 3000, "ignore_eos": True}, authorization="Bearer old") as stream:
-            assert await stream.content.readany()
-            await rewrite(home, api_keys=["new"], timeouts={"stall_s": 1.0})
-            assert (await home.chat(headers={"authorization": "Bearer old"})).status == 401
-            assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+    long, old = STREAM | {"max_tokens": 3000, "ignore_eos": True}, {"authorization": "Bearer old"}
+    async with reloadable(tmp_path, FAST, api_keys=["old"]) as home, home.stream(long, **old) as stream:
+        assert await stream.content.readany()
+        await rewrite(home, api_keys=["new"], timeouts={"stall_s": 1.0})
+        assert (await home.chat(headers=old)).status == 401
+        assert (await stream.read()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_what_needs_a_restart_is_told_and_the_rest_is_gone_by(tmp_path: Path) -> None:

@@ -1,0 +1,257 @@
+"""Backends found in DNS: names that stay, answers that are not believed at once, and failures that change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from llmproxy.backends import discovery
+from llmproxy.backends.discovery import (
+    BACKENDS_MAX,
+    Address,
+    Discovery,
+    DnsSource,
+    SourceFailedError,
+    addresses,
+    check,
+)
+from llmproxy.backends.poller import polling_session
+from llmproxy.backends.roster import Roster, State
+from llmproxy.config import BackendConfig, Config, ConfigError, PollConfig
+from llmproxy.core.domain import Listing, Reading, Trouble
+from llmproxy.dispatcher import Dispatcher
+from tests.core.make import pools
+
+Answer = list[Address] | Exception
+
+
+class Names:
+    """A resolver that answers what it is told to."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.asked: list[Address] = []
+
+    async def __call__(self, host: str, port: int) -> list[Address]:
+        self.asked.append((host, port))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def source(names: Names, url: str = "dns+http://vllm.svc:8000", gone_after: int = 2, **given: Any) -> DnsSource:
+    return DnsSource(BackendConfig(url=url, **given), 1.0, gone_after, names)
+
+
+async def names_of(one: DnsSource) -> list[str]:
+    return [backend.name for backend in await one.look()]
+
+
+A, B = ("127.0.0.8", 1), ("127.0.0.9", 1)
+
+
+async def test_every_address_is_a_backend_of_its_own_configured_alike() -> None:
+    names = Names([B, A, A, ("fd00::1", 8000)])
+    found = await source(names, max_in_flight=4, api_key="k", forward_priority=True).look()
+    assert names.asked == [("vllm.svc", 8000)]
+    assert [(one.name, one.url) for one in found] == [
+        ("127.0.0.8:1", "http://127.0.0.8:1"),
+        ("127.0.0.9:1", "http://127.0.0.9:1"),
+        ("[fd00::1]:8000", "http://[fd00::1]:8000"),
+    ]
+    assert {(one.max_in_flight, one.api_key, one.forward_priority) for one in found} == {(4, "k", True)}
+
+
+async def test_services_bring_their_own_ports_and_keep_https() -> None:
+    names = Names([("a.svc", 8443), ("b.svc", 9443)])
+    found = await source(names, "srv+https://_vllm._tcp.svc").look()
+    assert names.asked[0][0] == "_vllm._tcp.svc"
+    assert [one.url for one in found] == ["https://a.svc:8443", "https://b.svc:9443"]
+
+
+async def test_an_address_is_gone_when_several_answers_in_a_row_lack_it() -> None:
+    one = source(Names([A, B], [A], [A, B], [A], [A], [A]))
+    both, alone = ["127.0.0.8:1", "127.0.0.9:1"], ["127.0.0.8:1"]
+    assert [await names_of(one) for _ in range(6)] == [both, both, both, both, alone, alone]
+
+
+async def test_an_empty_answer_is_believed_four_times_as_late() -> None:
+    one = source(Names([A], []))
+    seen = [await names_of(one) for _ in range(9)]
+    assert [len(names) for names in seen] == [1] * 8 + [0]
+
+
+async def test_a_failure_counts_as_no_answer() -> None:
+    one = source(Names([A, B], [A], SourceFailedError("no"), SourceFailedError("no"), [A, B], [A], [A]))
+    assert len(await names_of(one)) == 2
+    assert len(await names_of(one)) == 2
+    for _ in range(2):
+        with pytest.raises(SourceFailedError):
+            await one.look()
+    assert [len(await names_of(one)) for _ in range(3)] == [2, 2, 1]
+
+
+async def test_more_addresses_than_anybody_has_are_refused() -> None:
+    many = [(f"10.1.{i // 250}.{i % 250}", 80) for i in range(BACKENDS_MAX + 1)]
+    with pytest.raises(SourceFailedError, match="1024 are the most"):
+        await source(Names(many)).look()
+
+
+async def test_a_resolver_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "LOOK_UP_TIMEOUT_S", 0.01)
+
+    async def never(_: str, __: int) -> list[Address]:
+        await asyncio.Event().wait()
+        return []
+
+    with pytest.raises(SourceFailedError, match="no answer about vllm.svc"):
+        await DnsSource(BackendConfig(url="dns+http://vllm.svc:8000"), 1.0, 2, never).look()
+
+
+async def test_the_systems_resolver_knows_this_machine() -> None:
+    assert ("127.0.0.1", 80) in await addresses("127.0.0.1", 80)
+
+
+@pytest.mark.parametrize(("number", "fails"), [(socket.EAI_NONAME, False), (socket.EAI_AGAIN, True)])
+async def test_a_name_that_does_not_exist_is_an_empty_answer_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch, number: int, fails: bool
+) -> None:
+    async def getaddrinfo(*_: object, **__: object) -> Any:
+        raise socket.gaierror(number, "told so")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    if fails:
+        with pytest.raises(SourceFailedError, match="told so"):
+            await addresses("vllm.svc", 80)
+    else:
+        assert await addresses("vllm.svc", 80) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("dns+https://a:1", "no certificate holds"),
+        ("srv+http://_a._tcp.b:80", "should hold no port"),
+        ("udp+http://a", "should start with http"),
+    ],
+)
+def test_names_that_cannot_be_looked_up_are_refused(url: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        BackendConfig(url=url)
+
+
+def test_service_records_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.model_validate({"backends": ["http://a", "srv+http://_a._tcp.b"]})
+    monkeypatch.setattr(discovery, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"srv\+http://_a._tcp.b: .*pip install 'llmproxy\[srv\]'"):
+        check(config)
+    monkeypatch.setattr(discovery, "find_spec", lambda _: object())
+    check(config)
+
+
+# --- what the roster makes of it --------------------------------------------------------------------------------------
+
+
+class Deaf:
+    def listed(self, backend: str, listing: Listing) -> None: ...
+    def observe(self, backend: str, reading: Reading) -> None: ...
+    def answered(self, backend: str) -> None: ...
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None: ...
+
+
+@pytest.fixture
+async def roster() -> AsyncIterator[Roster]:
+    made = pools({})
+    async with polling_session() as session:
+        # Nobody listens behind these names; the polls find nothing, and tell nobody.
+        one = Roster(Dispatcher(made), session, Deaf(), PollConfig(), None)
+        yield one
+        await one.close()
+
+
+def told(roster: Roster) -> dict[str, tuple[str, str]]:
+    return {one.name: (one.source, one.url) for one in roster.standings()}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0)
+
+
+async def test_what_two_sources_name_belongs_to_the_first_and_stays_while_either_wants_it(roster: Roster) -> None:
+    one, same_url, same_name = (
+        BackendConfig(name="a", url="http://127.0.0.1:1"),
+        BackendConfig(name="b", url="http://127.0.0.1:1"),
+        BackendConfig(name="a", url="http://127.0.0.1:2"),
+    )
+    roster.tell("config", [one])
+    roster.tell("file", [same_url, same_name])
+    assert told(roster) == {"a": ("config", "http://127.0.0.1:1")}
+    roster.tell("config", [])
+    await until(lambda: told(roster).keys() == {"a", "b"})
+    assert told(roster) == {"a": ("file", "http://127.0.0.1:2"), "b": ("file", "http://127.0.0.1:1")}
+    roster.withdraw("file")
+    await until(lambda: not told(roster))
+    assert not roster.backends
+    assert not roster.pollers
+
+
+async def test_a_drain_by_hand_outlives_what_sources_say_and_ends_with_the_backend(roster: Roster) -> None:
+    one = BackendConfig(name="a", url="http://127.0.0.1:1")
+    roster.tell("config", [one])
+    roster.drain("a")
+    roster.tell("config", [one.model_copy(update={"max_in_flight": 3})])
+    assert roster.standing("a").state is State.DRAINED
+    roster.tell("config", [])
+    await until(lambda: not told(roster))
+    roster.tell("config", [one])
+    assert roster.standing("a").state is State.DOWN
+    with pytest.raises(KeyError):
+        roster.drain("b")
+
+
+async def test_sources_are_asked_anew_when_their_settings_change_and_leave_with_their_backends(roster: Roster) -> None:
+    expected: list[bool] = []
+    looks: list[tuple[str, bool]] = []
+    names = Names([A])
+    found = Discovery(roster, expected.append, lambda name, ok: looks.append((name, ok)), (names, names))
+
+    def config(**given: Any) -> Config:
+        return Config.model_validate({"backends": [{"url": "dns+http://vllm.svc:8000", **given}]})
+
+    found.reconfigure(config())
+    assert expected == [True]
+    await until(lambda: looks)
+    assert expected[-1] is False
+    assert told(roster) == {"127.0.0.8:1": ("dns+http://vllm.svc:8000", "http://127.0.0.8:1")}
+    found.reconfigure(config())
+    assert looks == [("dns+http://vllm.svc:8000", True)]
+    found.reconfigure(config(max_in_flight=7))
+    await until(lambda: len(looks) == 2)
+    assert roster.backends["127.0.0.8:1"].max_in_flight == 7
+    found.reconfigure(Config())
+    await until(lambda: not told(roster))
+    await found.close()
+
+
+async def test_a_bug_in_a_source_is_a_failure_that_changes_nothing(
+    roster: Roster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmproxy.backends.discovery.asyncio.sleep", lambda _: real_sleep(0))
+    looks: list[bool] = []
+    names = Names([A], RuntimeError("bug"), RuntimeError("bug"), [A, B])
+    found = Discovery(roster, lambda _: None, lambda _, ok: looks.append(ok), (names, names))
+    found.reconfigure(Config.model_validate({"backends": ["dns+http://vllm.svc:8000"]}))
+    await until(lambda: len(looks) >= 4)
+    assert looks[:4] == [True, False, False, True]
+    assert told(roster).keys() == {"127.0.0.8:1", "127.0.0.9:1"}
+    await found.close()
+
+
+real_sleep = asyncio.sleep

@@ -1,0 +1,157 @@
+"""What differs between two configurations, what of it can be gone by, and when a file has changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmproxy.config import Config, ConfigError, WatchedFile, differences, hash_of, load_backends, that_can_change
+from llmproxy.config.changes import NEEDS_RESTART
+from llmproxy.config.load import _fields
+
+
+def config(**fields: Any) -> Config:
+    return Config.model_validate(fields)
+
+
+def told(old: Config, new: Config) -> list[str]:
+    return [str(change) for change in differences(old, new)]
+
+
+def test_equal_configurations_do_not_differ() -> None:
+    entries: dict[str, Any] = {"backends": ["http://a"], "models": [{"name": "m"}], "bands": {"urgent": 50}}
+    assert told(config(**entries), config(**entries)) == []
+
+
+def test_entries_are_known_by_their_names_wherever_they_stand() -> None:
+    old = config(backends=["http://a", {"url": "http://b", "max_in_flight": 2}, "http://c"])
+    new = config(backends=[{"url": "http://b", "max_in_flight": 3}, "http://a", "http://d"])
+    assert told(old, new) == [
+        "backends[b].max_in_flight: 2 -> 3",
+        "backends[c]: removed",
+        "backends[d]: added {url: http://d, name: d, forward_priority: False}",
+    ]
+
+
+def test_maps_and_lists_are_told_by_key_and_whole() -> None:
+    old = config(scheduling={"weights": {"a": 1.0, "b": 2.0}}, bands={"urgent": 50})
+    new = config(scheduling={"weights": {"a": 3.0}}, trust_headers="none")
+    assert told(old, new) == [
+        "trust_headers: [127.0.0.0/8, ::1/128] -> []",
+        "bands.urgent: removed",
+        "scheduling.weights.a: 1.0 -> 3.0",
+        "scheduling.weights.b: removed",
+    ]
+
+
+def test_no_key_and_no_hash_is_told() -> None:
+    secrets = [hash_of("k1"), hash_of("k2"), "plain-1", "plain-2", "engine-1", "engine-2", hash_of("a1")]
+    old = config(api_keys=["plain-1"], backend_api_key="engine-1")
+    new = config(
+        api_keys=["plain-2"],
+        admin_key=hash_of("a1"),
+        backends=[{"url": "http://a", "api_key": "engine-2"}],
+        tenants=[{"name": "t", "keys": [hash_of("k1")]}],
+    )
+    other = config(tenants=[{"name": "t", "keys": [{"hash": hash_of("k2"), "expires": "2030-01-01"}]}])
+    text = "\n".join(told(old, new) + told(new, old) + told(new, other))
+    assert "api_keys: changed, not shown" in text
+    assert "tenants[t].keys: changed, not shown" in text
+    for secret in secrets:
+        assert secret not in text
+
+
+def test_what_needs_a_restart_stays_and_all_else_is_new() -> None:
+    old = config(port=1, scheduling={"placement": "random", "weights": {"a": 1.0}}, queue={"ttl_s": 1.0})
+    new = config(port=2, scheduling={"placement": "cost", "weights": {"a": 2.0}}, queue={"ttl_s": 2.0})
+    merged = that_can_change(old, new)
+    assert (merged.port, merged.scheduling.placement) == (1, "random")
+    assert (merged.scheduling.weights, merged.queue.ttl_s) == ({"a": 2.0}, 2.0)
+    assert {key.partition(":")[0] for key in told(merged, new)} == {"port", "scheduling.placement"}
+
+
+def test_every_key_that_needs_a_restart_is_one() -> None:
+    assert {key for key, _ in _fields(Config)} >= NEEDS_RESTART
+
+
+# --- a file of backends -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_backends_is_read_as_the_section_of_that_name(tmp_path: Path) -> None:
+    file = tmp_path / "b.json"
+    file.write_text('{"backends": ["http://a", {"url": "http://b", "name": "b", "max_in_flight": 3}]}')
+    assert [(one.name, one.max_in_flight) for one in load_backends(file)] == [("a", None), ("b", 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("backends:\n- url: http://a\n  max_in_fligt: 3\n", ':3: backends[0].max_in_fligt: is not a known key (nearest known key: "max_in'),
+        ("backends: [http://a, http://a]\n", ":1: backends[1].url: "),
+        ("backends: [dns+http://a:1]\n", "such backends stand in the configuration itself"),
+        ("- http://a\n", "should be lines of the form"),
+        ("{}", "backends: is missing"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_it_is_told_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "b.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_backends(file)
+    assert problem in str(error.value)
+
+
+# --- when a file has changed ------------------------------------------------------------------------------------------
+
+
+def put(file: Path, text: str, mtime_s: int) -> None:
+    file.write_text(text)
+    os.utime(file, (mtime_s, mtime_s))
+
+
+def test_a_change_counts_once_and_only_when_it_is_over(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    put(file, "a", 1)
+    watched = WatchedFile(file)
+    watched.take()
+    assert not watched.has_changed()
+    put(file, "", 2)
+    assert not watched.has_changed()
+    put(file, "all of it", 3)
+    assert [watched.has_changed() for _ in range(3)] == [False, True, False]
+
+
+def test_a_file_that_is_missing_for_a_moment_has_not_changed(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    put(file, "a", 1)
+    watched = WatchedFile(file)
+    watched.take()
+    file.rename(tmp_path / "aside")
+    assert [watched.has_changed() for _ in range(2)] == [False, False]
+    (tmp_path / "aside").rename(file)
+    assert [watched.has_changed() for _ in range(2)] == [False, False]
+
+
+def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        put(tmp_path / name, "same", 1)
+    link = tmp_path / "c.yaml"
+    link.symlink_to("one")
+    watched = WatchedFile(link)
+    watched.take()
+    link.unlink()
+    link.symlink_to("two")
+    assert [watched.has_changed() for _ in range(2)] == [False, True]
+
+
+def test_what_was_read_meanwhile_is_no_change(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    put(file, "a", 1)
+    watched = WatchedFile(file)
+    watched.take()
+    put(file, "b", 2)
+    watched.take()
+    assert [watched.has_changed() for _ in range(2)] == [False, False]
