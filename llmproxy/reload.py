@@ -11,7 +11,7 @@ import structlog
 
 from llmproxy.config import Change, Config, ConfigError, WatchedFile, differences, is_read_once, that_can_change
 
-LOOK_S = 1.0
+LOOK_S = 0.25
 """Time between two looks at the file. A change is taken in by the second that finds it, hence within two of them."""
 
 _log = structlog.get_logger()

@@ -89,7 +89,7 @@ def test_a_file_of_backends_is_read_as_the_section_of_that_name(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("backends:\n- url: http://a\n  max_in_fligt: 3\n", ':3: backends[0].max_in_fligt: is not a known key (nearest known key: "max_in'),
+        ("backends:\n- {url: http://a, max_in_fligt: 3}\n", ":2: backends[0].max_in_fligt: is not a known key"),
         ("backends: [http://a, http://a]\n", ":1: backends[1].url: "),
         ("backends: [dns+http://a:1]\n", "such backends stand in the configuration itself"),
         ("- http://a\n", "should be lines of the form"),
