@@ -215,8 +215,10 @@ async def _serve(config: Config, reread: Reread | None) -> int:
         loop.add_signal_handler(number, stop.set)
     try:
         async with running(config, reread) as proxy:
-            if (reloader := proxy.reloader) is not None:
-                loop.add_signal_handler(signal.SIGHUP, reloader.hang_up)
+            # Also where there is no file: whoever wants a reload, and is wrong about that, does not want the end.
+            reloader = proxy.reloader
+            hang_up = partial(_log.warning, "nothing_to_reload") if reloader is None else reloader.hang_up
+            loop.add_signal_handler(signal.SIGHUP, hang_up)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             _log.info("listening", url=proxy.url, backends=len(config.backends), clients=clients)
             # What lives by now lives for good: the collector need not look at it again with every young generation.
