@@ -77,7 +77,7 @@ class Config(Section):
     trust_headers: Annotated[tuple[Network, ...], PlainValidator(networks_of)] = TRUST_WORDS["loopback"]
     """Peers whose objective, fairness and SLO headers count: loopback, all, none, or a list of networks."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
-    """Hash of the key for /debug, /admin and adapters, from `llmproxy hash-key`; null: this machine may look, no more."""
+    """Hash of the key for /debug, /admin and adapters, from `llmproxy hash-key`; null: this machine may look."""
     decision_log: Path | None = None
     """File to which decisions are appended, one JSON object a line; null writes none."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1)] = 1.0
