@@ -130,17 +130,19 @@ def test_a_removed_backend_takes_its_names_along() -> None:
 def test_removing_forgets_the_one_and_keeps_what_was_learned_of_the_others() -> None:
     one = pools({"a": 4, "b": 4}, Settings())
     prompts = {"a": (1, 2, 3), "b": (7, 8, 9)}
+    given: dict[str, Grant] = {}
     for name, prefix in prompts.items():
         one.drain_backend("b" if name == "a" else "a")
         submit(one, prefix=prefix, prefix_tokens=16.0, prompt_tokens=48)
         (granted,) = grants(one)
         one.drain_backend("b" if name == "a" else "a", drained=False)
+        given[granted.placed.backend] = granted
         one.started(granted, 0.5)
         one.finish(granted, Verdict.SERVED, 1.0, Usage(48, 10))
         one.cached(granted, (*prefix, 40))
     one.remove_backend("a")
     # An answer that is read a little late teaches nothing of a backend that is gone.
-    one.cached(granted, (1, 2, 3))
+    one.cached(given["a"], (1, 2, 3))
     placement = one._schedulers["base"]._placement
     assert isinstance(placement, CostPlacement)
     assert placement._index.match((7, 8, 9)).keys() == {"b"}

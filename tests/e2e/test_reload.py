@@ -15,7 +15,7 @@ import pytest
 from llmproxy import reload
 from llmproxy.config import ConfigError, hash_of
 from llmproxy.simulator.replica import ReplicaOptions
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, all_up, house, until
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, all_up, house, is_poll, until
 
 ADMIN = {"authorization": "Bearer admin-1"}
 KEYED: dict[str, Any] = {"admin_key": hash_of("admin-1"), "reload": "signal"}
@@ -184,10 +184,33 @@ async def test_backends_change_their_address_key_and_limit(tmp_path: Path) -> No
         await until(lambda: list(home.proxy.pools.backends) == ["b0"])
         moved = {"name": "b0", "url": second["url"], "api_key": "engine", "max_in_flight": 3}
         await rewrite(home, backends=[moved], backend_api_key=None)
+        assert await states(home) == {"b0": "down"}
         await until(lambda: all_up(home))
         assert (await home.chat()).status == 200
         assert seen_chats(home, "b1") == 1
         assert home.proxy.pools.backends["b0"].limit.value == 3
+
+
+async def test_every_part_goes_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[str] = []
+    monkeypatch.setattr("llmproxy.app.logs.configure", lambda _, level: levels.append(level))
+    async with reloadable(tmp_path, FAST, FAST, backend_api_key="engine-1") as home:
+        again = {"authorization": "Bearer admin-2"}
+        key: dict[str, Any] = {"admin_key": hash_of("admin-2"), "backend_api_key": "engine-2"}
+        await rewrite(home, **key, retry={"budget_ratio": 0.5}, log_level="warning")
+        assert levels == ["warning"]
+        assert home.proxy.walker.budget.ratio == 0.5
+        assert (await home.post("/admin/backends/b0/drain", None, headers=ADMIN)).status == 401
+        body = {"lora_name": "sql", "lora_path": "/sql"}
+        assert (await home.post("/v1/load_lora_adapter", body, headers=again)).status == 200
+        assert home.sent().headers["authorization"] == "Bearer engine-2"
+        seen = home.replicas[0].requests_seen
+        await until(lambda: is_poll(seen[-1]) and seen[-1].headers["authorization"] == "Bearer engine-2")
+        # Who is gone is not told to load anything again, and nobody waits for it.
+        await rewrite(home, **key, backends=home.told["backends"][:1])
+        await until(lambda: list(home.proxy.pools.backends) == ["b0"])
+        (sql,) = (await home.get("/debug/adapters")).json["adapters"]
+        assert [one["backend"] for one in sql["replicas"]] == ["b0"]
 
 
 async def test_a_reload_that_cannot_be_gone_by_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +258,9 @@ async def test_a_backend_that_leaves_and_comes_back_meanwhile_stays(tmp_path: Pa
             await rewrite(home)
             await until(lambda: list(home.proxy.pools.backends) == ["b0"])
             assert (await home.chat()).backend == "b0"
+        await home.settled()
         assert (await states(home)) == {"b0": "up"}
+        assert (await home.chat()).backend == "b0"
 
 
 async def test_who_may_see_and_who_may_change(tmp_path: Path) -> None:
