@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +33,14 @@ from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.answers import Answers
+from llmproxy.gateway.listener import Listener
 from llmproxy.gateway.rules import Rulebook, Rules
 from llmproxy.gateway.server import FrontDoor
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
+from llmproxy.handover import Orders, notify, unless
 from llmproxy.reload import Reloader, Reread
+from llmproxy.sockets import Sockets
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.decisions import DecisionLog, appended
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
@@ -45,6 +49,7 @@ CONFIGURED = "config"
 """The source of backends that is the configuration itself."""
 HEAD_BYTES_MAX = 128 << 10
 KEEP_ALIVE_S = 75.0
+BACKLOG = 4096
 GC_THRESHOLDS = (20_000, 20, 50)
 CUT_AFTER_S = 0.1
 """How long requests that outlived the drain get before they are cut; the server library takes 0 for "for ever"."""
@@ -53,7 +58,10 @@ _log = structlog.get_logger()
 
 
 def run(config: Config, reread: Reread | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code. `reread` says how to read `config` again."""
+    """Serve until SIGTERM or SIGINT, or until a successor does (SIGUSR2), then drain. Returns the exit code.
+
+    `reread` says how to read `config` again.
+    """
     logs.configure(config.log_format, config.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, reread))
@@ -64,7 +72,7 @@ class Proxy:
     """A running proxy: where it listens, and its parts for those who look in."""
 
     rulebook: Rulebook
-    url: str
+    listener: Listener
     pools: Pools
     dispatcher: Dispatcher
     walker: Walker
@@ -77,23 +85,53 @@ class Proxy:
         """What it goes by now."""
         return self.rulebook.current.config
 
+    @property
+    def url(self) -> str:
+        return self.listener.url
+
     async def drain(self) -> bool:
-        """Refuse what is new or waiting, let leases end. True when they all did within `drain_timeout_s`."""
-        self.dispatcher.drain()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.config.drain_timeout_s):
-                await self.walker.idle.wait()
+        """Refuse what is new, let leases end; what waits is refused or served first, as `drain_queued` says.
+
+        Where somebody else holds the listening socket, nothing is refused: new clients wait in the socket for whoever
+        comes next, and those that are connected are served to the end. True when all of it ended within
+        `drain_timeout_s`; what still waits then is refused.
+        """
+        self.walker.leave()
+        if self.listener.held:
+            await self.listener.close()
+        else:
+            self.dispatcher.drain(finish_waiting=self.config.drain_queued == "finish")
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.config.drain_timeout_s):
+                    await self.walker.idle.wait()
+        finally:
+            self.dispatcher.drain()
         return self.walker.walking == 0
+
+    async def lead_out(self) -> None:
+        """A successor accepts new connections: serve those that are open, each for one more answer, until none is.
+
+        A client may send on a connection that it kept until the very moment in which it is closed, and its request
+        would be lost. So none is closed here while it could still be used, except by its client or for its silence.
+        """
+        self.walker.leave(replaced=True)
+        await self.listener.close()
+        await self.listener.deserted()
 
 
 @asynccontextmanager
-async def running(config: Config, reread: Reread | None = None) -> AsyncIterator[Proxy]:
-    """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again.
+async def running(
+    config: Config, reread: Reread | None = None, sockets: Sockets | None = None
+) -> AsyncIterator[Proxy]:
+    """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again, and
+    `sockets` may have some that were inherited.
 
     Raises OSError when it cannot listen, ConfigError when it cannot write its decision log or look for backends.
     """
     discovery.check(config)
     loop = asyncio.get_running_loop()
+    sockets = sockets or Sockets()
     settings, rng = settings_of(config), Random(config.scheduling.seed)
     pools = Pools(
         settings,
@@ -149,15 +187,21 @@ async def running(config: Config, reread: Reread | None = None) -> AsyncIterator
             rulebook, pools, dispatcher, walker, stored, metrics, admin, changes,
             BackendRoutes(roster, reloader, loop.time),
         )  # fmt: skip
+        watch.expect(backend.name for backend in _configured(config))
         roster.tell(CONFIGURED, _configured(config))
         sources.reconfigure(config)
         if reloader is not None and config.reload == "watch":
             await stack.enter_async_context(_in_the_background(reloader.watch()))
         # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.
         stack.push_async_callback(walker.idle.wait)
-        url = await _listen(stack, config, door)
+        if sockets.ready_fd is not None:
+            # A predecessor still serves, and no client need come to one that knows no backend yet. A lap of a poller
+            # asks three questions.
+            await unless(watch.all_heard, asyncio.sleep(3 * config.poll.timeout_s))
+        listener = await _listen(stack, config, door, sockets)
+        stack.callback(walker.cut)
         stack.callback(dispatcher.close)
-        yield Proxy(rulebook, url, pools, dispatcher, walker, metrics, roster, reloader)
+        yield Proxy(rulebook, listener, pools, dispatcher, walker, metrics, roster, reloader)
 
 
 def _decision_log(config: Config, metrics: Metrics, now: float) -> DecisionLog | None:
@@ -189,7 +233,7 @@ async def _in_the_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[N
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor) -> str:
+async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor, sockets: Sockets) -> Listener:
     server = web.Server(
         door.handle,
         handler_cancellation=True,
@@ -202,23 +246,21 @@ async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor) -> str
     runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    site = web.TCPSite(runner, config.host, config.port, backlog=4096)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    opened, held = sockets.listening(config.host, config.port)
+    for one in opened:
+        await web.SockSite(runner, one, backlog=BACKLOG).start()
+    return Listener(server, runner, held)
 
 
 async def _serve(config: Config, reread: Reread | None) -> int:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     try:
-        async with running(config, reread) as proxy:
+        sockets = Sockets.from_environment(os.environ, os.getpid())
+        orders = Orders(sockets)
+        async with running(config, reread, sockets) as proxy:
             # Also where there is no file: whoever wants a reload, and is wrong about that, does not want the end.
             reloader = proxy.reloader
             hang_up = partial(_log.warning, "nothing_to_reload") if reloader is None else reloader.hang_up
-            loop.add_signal_handler(signal.SIGHUP, hang_up)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             _log.info("listening", url=proxy.url, backends=len(config.backends), clients=clients)
             # What lives by now lives for good: the collector need not look at it again with every young generation.
@@ -226,10 +268,11 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             # What waits is reached from one heap and is no garbage; looking it all over, again and again, held up
             # decisions for tens of milliseconds with 100,000 requests waiting.
             gc.set_threshold(*GC_THRESHOLDS)
-            await stop.wait()
-            _log.info("draining", requests=proxy.walker.walking, timeout_s=proxy.config.drain_timeout_s)
-            finished = await proxy.drain()
-            _log.info("stopped", all_requests_finished=finished)
+            sockets.serving()
+            notify("READY=1")
+            await orders.over.wait()
+            finished = await _leave(proxy, orders)
+            _log.info("stopped", all_requests_finished=finished, cut=proxy.walker.walking)
     except ConfigError as error:
         for problem in error.problems:
             _log.error("cannot_start", problem=problem)
@@ -238,7 +281,30 @@ async def _serve(config: Config, reread: Reread | None) -> int:
         hint = "is another program listening there? choose another port with --port"
         _log.error("cannot_listen", host=config.host, port=config.port, hint=hint, error=str(error))
         return 1
-    return 0
+    return 0 if finished else orders.cut_code
+
+
+async def _leave(proxy: Proxy, orders: Orders) -> bool:
+    """Let everybody go, as far as time and a second signal allow. True when nobody had to be cut."""
+    config = proxy.config
+    if orders.successor_pid is not None:
+        _log.info(
+            "replaced", by_pid=orders.successor_pid, requests=proxy.walker.walking, timeout_s=config.drain_timeout_s
+        )
+        if await unless(orders.stop, proxy.lead_out(), config.drain_timeout_s):
+            return True
+        if not orders.stop.is_set():
+            proxy.dispatcher.drain()
+            return proxy.walker.walking == 0
+    else:
+        notify("STOPPING=1")
+        proxy.walker.leave()
+        if config.drain_delay_s:
+            _log.info("leaving", requests=proxy.walker.walking, delay_s=config.drain_delay_s)
+            await unless(orders.cut, asyncio.sleep(config.drain_delay_s))
+    _log.info("draining", requests=proxy.walker.walking, timeout_s=config.drain_timeout_s)
+    await unless(orders.cut, proxy.drain())
+    return proxy.walker.walking == 0
 
 
 def _state(pools: Pools, names: Mapping[int, str], now: float) -> LiveState:
@@ -277,8 +343,16 @@ class _Watch:
         self._metrics = metrics
         self._up: dict[str, bool] = {}
         self._serves: dict[str, tuple[str, ...]] = {}
+        self._unheard: set[str] = set()
+        self.all_heard = asyncio.Event()
+        """Every backend of `expect` has told of itself, or could not."""
+
+    def expect(self, backends: Iterable[str]) -> None:
+        """Those that are there from the start."""
+        self._unheard.update(backends)
 
     def answered(self, backend: str) -> None:
+        self._hear(backend)
         self._dispatcher.answered(backend)
         self._tell(backend, "")
 
@@ -297,6 +371,7 @@ class _Watch:
             _log.info("backend_serves", backend=backend, models=list(names[:20]), count=len(names))
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        self._hear(backend)
         self._metrics.poll_failed(backend, trouble)
         self._dispatcher.troubled(backend, trouble, detail)
         self._tell(backend, f"{trouble}: {detail}")
@@ -305,6 +380,12 @@ class _Watch:
         """A backend is no more."""
         self._up.pop(backend, None)
         self._serves.pop(backend, None)
+        self._hear(backend)
+
+    def _hear(self, backend: str) -> None:
+        self._unheard.discard(backend)
+        if not self._unheard:
+            self.all_heard.set()
 
     def _tell(self, backend: str, why: str) -> None:
         up = not self._pools.backends[backend].health.down

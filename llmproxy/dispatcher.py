@@ -92,6 +92,7 @@ class Dispatcher:
     _scheduled: bool = False
     _timer: asyncio.TimerHandle | None = None
     _draining: bool = False
+    _granting: bool = True
     nameless: int = 0
     _nameless_bytes: int = 0
     _listed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,7 +118,7 @@ class Dispatcher:
             self._decide_soon()
 
     async def _wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
-        if self._draining:
+        if not self._granting or (self._draining and entry is Entry.NEW):
             raise _shutting_down()
         self.pools.submit(request, _now(), excluded, entry)
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
@@ -274,10 +275,17 @@ class Dispatcher:
 
     # --- drain --------------------------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Stop granting: everything that waits is refused with `draining`, and so is what comes; leases run on."""
+    def drain(self, *, finish_waiting: bool = False) -> None:
+        """Refuse what comes with `draining`, and stop granting: what waits is refused too, and leases run on.
+
+        With `finish_waiting`, what is in the waiting room is still granted, and so are its further attempts; a second
+        call without it ends that.
+        """
         self._draining = True
         self._wake_nameless()
+        if finish_waiting:
+            return
+        self._granting = False
         for waiter in list(self._waiting.values()):
             del self._waiting[waiter.request.id]
             self.pools.cancel(waiter.request)
@@ -290,7 +298,13 @@ class Dispatcher:
 
     @property
     def draining(self) -> bool:
+        """Whether new requests are refused."""
         return self._draining
+
+    @property
+    def granting(self) -> bool:
+        """Whether requests that were let in, waiting ones and further attempts, may still get a lease."""
+        return self._granting
 
     @property
     def leases(self) -> int:

@@ -99,6 +99,7 @@ OTHER_THAN_DEFAULT = {
     "log_format": "json",
     "log_level": "debug",
     "reload": "signal",
+    "drain_queued": "finish",
     "trust_headers": "all",
     "scheduling.fairness": "fcfs",
     "scheduling.placement": "random",

@@ -55,6 +55,7 @@ from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
 LOG_FORMATS = ("text", "json")
 RELOADS = ("watch", "signal")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+DRAIN_QUEUED = ("refuse", "finish")
 
 
 class Config(Section):
@@ -74,6 +75,10 @@ class Config(Section):
     """Largest request body."""
     drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
     """How long running requests may take to end after SIGTERM."""
+    drain_delay_s: Annotated[Number, Field(ge=0)] = 0.0
+    """How long to go on after SIGTERM with only /ready at 503, for those in front to send new clients elsewhere."""
+    drain_queued: Annotated[str, one_of(DRAIN_QUEUED)] = "refuse"
+    """What becomes of waiting requests then: refuse (503, clients try again) or finish, within drain_timeout_s."""
     trust_headers: Annotated[tuple[Network, ...], PlainValidator(networks_of)] = TRUST_WORDS["loopback"]
     """Peers whose objective, fairness and SLO headers count: loopback, all, none, or a list of networks."""
     admin_key: KeyHash | None = Field(default=None, repr=False)

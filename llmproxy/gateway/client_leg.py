@@ -55,12 +55,15 @@ class AiohttpClientLeg:
     """See `relay.ClientLeg`. `extra` are the proxy's own header fields, added to whichever answer is committed.
 
     `on_commit` is called when an answer begins, before the client can have seen any of it. `keep` is given each piece
-    of the body, unless it is encoded.
+    of the body, unless it is encoded. An answer that begins while `leaving()` asks the client to close its connection.
     """
 
-    def __init__(self, request: web.BaseRequest, extra: dict[str, str]) -> None:
+    def __init__(
+        self, request: web.BaseRequest, extra: dict[str, str], leaving: Callable[[], bool] = lambda: False
+    ) -> None:
         self._request = request
         self._extra = extra
+        self._leaving = leaving
         self.response: web.StreamResponse | None = None
         self.on_commit: Callable[[], None] | None = None
         self.keep: Callable[[bytes], None] | None = None
@@ -71,6 +74,8 @@ class AiohttpClientLeg:
         fields = CIMultiDict(headers)
         fields.update(self._extra)
         response = web.StreamResponse(status=status, reason=reason or None, headers=fields)
+        if self._leaving():
+            response.force_close()
         self.response, self.status = response, status
         if self.on_commit is not None:
             self.on_commit()

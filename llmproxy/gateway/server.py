@@ -68,6 +68,13 @@ class FrontDoor:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; whatever goes wrong, in the JSON of the endpoint's dialect."""
+        response = await self._answer(request)
+        if self._walker.leaving and not response.prepared:
+            # A client that keeps its connection would send its next request into an ending process, and lose it.
+            response.force_close()
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
         if len(path) > 1:
             # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
@@ -159,7 +166,7 @@ class FrontDoor:
         return web.Response()
 
     async def _ready(self, _: web.BaseRequest) -> web.Response:
-        if self._dispatcher.draining:
+        if self._walker.leaving and not self._walker.replaced:
             reason = "draining"
         elif not self._pools.ready(asyncio.get_running_loop().time()):
             reason = "no backend is available"

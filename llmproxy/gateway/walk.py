@@ -60,6 +60,8 @@ class Walker:
         self._answers = answers
         self.budget = RetryBudget(rulebook.current.config.retry.budget_ratio)
         self._serial = count(1)
+        self.leaving = self.replaced = False
+        self._cutting = False
         self.walking = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -69,11 +71,23 @@ class Walker:
         """Bytes of answers that are kept until they can be read."""
         return self._answers.kept_bytes if self._answers is not None else 0
 
+    def leave(self, *, replaced: bool = False) -> None:
+        """The proxy is about to end: answers ask their clients to close the connection from now on.
+
+        `replaced` says that another one serves under the same address.
+        """
+        self.leaving, self.replaced = True, replaced
+
+    def cut(self) -> None:
+        """Whatever is still here is cut off now, and not left by its client."""
+        self._cutting = True
+
     async def serve(self, route: Route, http: web.BaseRequest) -> web.StreamResponse:
         """Serve one request of a scheduled route, and write down how it ended."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
-        walk = Walk(self._rulebook.current, route, http, AiohttpClientLeg(http, extra), extra, now, uuid4().hex)
+        client = AiohttpClientLeg(http, extra, lambda: self.leaving)
+        walk = Walk(self._rulebook.current, route, http, client, extra, now, uuid4().hex)
         self.walking += 1
         self.idle.clear()
         try:
@@ -255,7 +269,7 @@ class Walker:
         return (
             attempt.retryable
             and walk.attempts - walk.withdrawals <= walk.rules.config.retry.extra_attempts
-            and not self._dispatcher.draining
+            and self._dispatcher.granting
             and self.budget.take(attempt.verdict)
         )
 
@@ -283,6 +297,10 @@ class Walker:
         if attempt is not None and attempt.outcome is Outcome.COMPLETED and walk.request is not None:
             walk.outcome, walk.status = Outcome.COMPLETED, walk.client.status
             self._learn(walk, walk.request, attempt)
+            return
+        if self._cutting:
+            walk.outcome, walk.status = Outcome.DRAINING, walk.client.status or 503
+            walk.error = "cut: the proxy ended before this request did"
             return
         walk.outcome, walk.status = Outcome.CANCELLED, 499
         walk.error = "the client left" if isinstance(left, asyncio.CancelledError) else f"the client left: {left}"

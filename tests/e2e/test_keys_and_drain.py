@@ -203,3 +203,28 @@ async def test_a_port_that_is_taken_is_an_os_error(home: House) -> None:
     with pytest.raises(OSError, match="in use"):
         async with running(told):
             pass
+
+
+async def test_draining_may_finish_what_waits() -> None:
+    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, drain_queued="finish")
+    async with one_seat as home, home.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
+        await running_stream.content.readany()
+        waiting = [home.waiting(), home.waiting(STREAM)]
+        await until(lambda: home.queued == 2)
+        draining = asyncio.create_task(home.proxy.drain())
+        await until(lambda: home.proxy.dispatcher.draining)
+        assert (await home.chat()).status == 503, "what is new is refused all the same"
+        assert [(await task).status for task in waiting] == [200, 200]
+        assert await draining
+        assert home.outcomes() == {"draining": 1, "completed": 3}
+
+
+async def test_what_still_waits_at_the_end_of_a_drain_is_told() -> None:
+    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, drain_queued="finish", drain_timeout_s=0.05)
+    async with one_seat as home, home.stream() as endless:
+        await endless.content.readany()
+        waiting = home.waiting()
+        await until(lambda: home.queued == 1)
+        assert not await home.proxy.drain()
+        answer = await waiting
+        assert (answer.status, answer.headers["connection"]) == (503, "close")

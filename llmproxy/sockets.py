@@ -1,0 +1,109 @@
+"""Listening sockets: opened here, or inherited open from whoever started this process.
+
+Two kinds of starters hand sockets down, and neither closes them meanwhile, so that the kernel keeps the connections of
+those who come in between:
+
+* systemd, by socket activation: sd_listen_fds(3) says that `LISTEN_FDS` descriptors from 3 on are for `LISTEN_PID`.
+* A process of this program that is about to be replaced: see `handover`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from llmproxy.config import ConfigError
+
+PREDECESSOR = "LLMPROXY_PREDECESSOR"
+"""The variable by which a process tells its successor which descriptors it has for it."""
+LISTEN_FDS_START = 3
+SYSTEMD = "systemd"
+"""Stands for the address of sockets that the service manager opened: it, not the configuration, says which it is."""
+
+
+@dataclass(slots=True)
+class Sockets:
+    """The listening sockets of this process by `host:port`, inherited ones among them.
+
+    `ready_fd` is where a predecessor waits for one byte, None where nobody does.
+    """
+
+    ready_fd: int | None = None
+    _inherited: dict[str, list[socket.socket]] = field(default_factory=dict)
+    _open: dict[str, list[socket.socket]] = field(default_factory=dict)
+
+    @classmethod
+    def from_environment(cls, environment: MutableMapping[str, str], pid: int) -> Sockets:
+        """What the environment of process `pid` says it inherited; its variables are removed, and not inherited again.
+
+        Raises ConfigError for descriptors that are no listening TCP sockets.
+        """
+        told = environment.pop(PREDECESSOR, None)
+        meant_for, count = environment.pop("LISTEN_PID", None), environment.pop("LISTEN_FDS", None)
+        environment.pop("LISTEN_FDNAMES", None)
+        if told is not None:
+            handed = json.loads(told)
+            inherited = {address: [_adopted(fd) for fd in fds] for address, fds in handed["sockets"].items()}
+            os.set_inheritable(handed["ready_fd"], False)
+            return cls(handed["ready_fd"], inherited)
+        if count is not None and meant_for == str(pid):
+            fds = range(LISTEN_FDS_START, LISTEN_FDS_START + int(count))
+            return cls(None, {SYSTEMD: [_adopted(fd) for fd in fds]})
+        return cls()
+
+    def listening(self, host: str, port: int) -> tuple[list[socket.socket], bool]:
+        """The sockets for an address, and whether the service manager keeps them open too. Raises OSError."""
+        address = f"{host}:{port}"
+        key = SYSTEMD if SYSTEMD in self._inherited else address
+        sockets = self._inherited.pop(key, None) or _opened(host, port)
+        self._open[key] = sockets
+        return sockets, key == SYSTEMD
+
+    def serving(self) -> None:
+        """Everything listens: close what was inherited and is not wanted any more, and tell a predecessor to leave."""
+        for sockets in self._inherited.values():
+            for one in sockets:
+                one.close()
+        self._inherited.clear()
+        if self.ready_fd is not None:
+            with suppress(BrokenPipeError):
+                os.write(self.ready_fd, b"1")
+            os.close(self.ready_fd)
+            self.ready_fd = None
+
+    def for_successor(self, ready_fd: int) -> tuple[Mapping[str, str], list[int]]:
+        """The variable that tells a successor of our sockets and of the pipe to write to, and all descriptors in it."""
+        fds = {address: [one.fileno() for one in sockets] for address, sockets in self._open.items()}
+        told = json.dumps({"ready_fd": ready_fd, "sockets": fds})
+        return {PREDECESSOR: told}, [ready_fd, *(fd for some in fds.values() for fd in some)]
+
+
+def _adopted(fd: int) -> socket.socket:
+    try:
+        found = socket.socket(fileno=fd)
+    except OSError as error:
+        raise ConfigError([f"inherited descriptor {fd}: is no socket: {error.strerror}"]) from None
+    listens = found.type == socket.SOCK_STREAM and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if not listens or found.family not in (socket.AF_INET, socket.AF_INET6):
+        found.detach()
+        raise ConfigError([f"inherited descriptor {fd}: should be a TCP socket that listens"])
+    found.set_inheritable(False)
+    return found
+
+
+def _opened(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address that the name of a host has. Raises OSError, and has opened none then."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+            sockets.append(socket.create_server(address[:2], family=family))
+    except OSError:
+        for one in sockets:
+            one.close()
+        raise
+    return sockets

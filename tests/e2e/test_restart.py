@@ -1,0 +1,249 @@
+"""How the process itself ends, and how it is replaced: signals, exit codes, and sockets that outlive it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from llmproxy.simulator.replica import Replica
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, until
+
+QUICK = ("--host", "127.0.0.1", "--log-format", "json", "--poll-interval-s", "0.05", "--poll-page-interval-s", "0.05")
+
+AS_SYSTEMD = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.execve(sys.argv[2], sys.argv[2:], os.environ | {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"})
+"""
+
+
+class Served:
+    """A `llmproxy serve` of its own, and whoever replaces it: they share one process group and one log."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = self._log.read_text().splitlines(keepends=True)
+        entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+        return [entry for entry in entries if entry["event"] == name]
+
+    async def event(self, name: str, number: int = 1) -> dict[str, Any]:
+        """Event `name` number `number`, as soon as it happens."""
+        try:
+            await until(lambda: len(self.events(name)) >= number, 30.0)
+        except TimeoutError:
+            raise AssertionError(f"no {name}: {self._log.read_text()[-2000:]}") from None
+        return self.events(name)[number - 1]
+
+    async def url(self) -> str:
+        """Where it listens, once its backends are known."""
+        url = str((await self.event("listening"))["url"])
+        await self.event("backend_up")
+        return url
+
+    async def ended(self) -> int:
+        return await asyncio.wait_for(self.process.wait(), 30.0)
+
+
+@asynccontextmanager
+async def served(
+    log: Path, *arguments: str, before: Sequence[str] = (), pass_fds: Sequence[int] = (), **variables: str
+) -> AsyncIterator[Served]:
+    """Run `llmproxy serve`; `before` are words put before the command, which has to `exec` it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LLMPROXY_")}
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *before, sys.executable, "-m", "llmproxy", "serve", *QUICK, *arguments,
+            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            pass_fds=pass_fds, env=environment | variables,
+        )  # fmt: skip
+    try:
+        yield Served(process, log)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+@pytest.fixture
+async def backend() -> AsyncIterator[Replica]:
+    async with Replica(FAST) as replica:
+        yield replica
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def asked(session: aiohttp.ClientSession, url: str, **fields: Any) -> tuple[int, str]:
+    """The status of one small request, and what its answer says of the connection."""
+    async with session.post(url + CHAT, json=HELLO | fields) as answer:
+        await answer.read()
+        return answer.status, answer.headers.get("connection", "")
+
+
+# --- the first signal, and the second ---------------------------------------------------------------------------------
+
+
+async def test_the_first_signal_waits_for_streams(
+    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with served(tmp_path / "log", "--port", "0", backend.url) as process:
+        url = await process.url()
+        async with http.post(url + CHAT, json=ENDLESS | {"max_tokens": 500}) as stream:
+            await stream.content.readany()
+            process.process.send_signal(signal.SIGTERM)
+            await process.event("draining")
+            assert await asked(http, url) == (503, "close")
+            async with http.get(url + "/ready") as ready, http.get(url + "/health") as health:
+                assert (ready.status, health.status) == (503, 200)
+            assert (await stream.content.read()).endswith(b"data: [DONE]\n\n")
+        assert await process.ended() == 0
+        assert sorted(ended["outcome"] for ended in process.events("request")) == ["completed", "draining"]
+        assert process.events("stopped")[0]["all_requests_finished"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+async def test_the_second_signal_waits_for_nobody(
+    number: signal.Signals, code: int, backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with served(tmp_path / "log", "--port", "0", backend.url) as process:
+        url = await process.url()
+        async with http.post(url + CHAT, json=ENDLESS) as stream:
+            await stream.content.readany()
+            process.process.send_signal(number)
+            await process.event("draining")
+            process.process.send_signal(number)
+            with pytest.raises(aiohttp.ClientError):
+                await stream.content.read()
+        assert await process.ended() == code
+        [ended] = process.events("request")
+        assert (ended["outcome"], ended["status"], ended["error"][:4]) == ("draining", 200, "cut:")
+        await until(lambda: not backend.engine.busy)
+
+
+async def test_a_delay_gives_those_in_front_time_to_look_away(
+    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with served(tmp_path / "log", "--port", "0", "--drain-delay-s", "600", backend.url) as process:
+        url = await process.url()
+        assert await asked(http, url) == (200, "")
+        process.process.send_signal(signal.SIGTERM)
+        await process.event("leaving")
+        assert await asked(http, url) == (200, "close"), "served as before, on a connection to be left"
+        async with http.post(url + CHAT, json=STREAM) as stream, http.get(url + "/ready") as ready:
+            assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+            assert (stream.status, stream.headers["connection"]) == (200, "close")
+            assert (ready.status, (await ready.json())["reason"]) == (503, "draining")
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0, "nobody was cut"
+
+
+# --- a successor ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_successor_takes_over_and_nobody_notices(
+    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    name = f"@llmproxy-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind("\0" + name[1:])
+        manager.setblocking(False)
+        async with served(tmp_path / "log", "--port", "0", backend.url, NOTIFY_SOCKET=name) as process:
+            url = await process.url()
+            assert await asked(http, url) == (200, "")
+            async with aiohttp.ClientSession() as other, other.post(url + CHAT, json=ENDLESS) as stream:
+                await stream.content.readany()
+                process.process.send_signal(signal.SIGUSR2)
+                replaced = await process.event("replaced")
+                assert await asked(http, url) == (200, "close"), "the kept connection still leads to the old process"
+                async with http.get(url + "/ready") as ready:
+                    assert ready.status == 200
+                assert await asked(http, url) == (200, ""), "a new connection leads to the successor"
+                assert process.process.returncode is None, "the old process still has the stream"
+                stream.close()
+            assert await process.ended() == 0
+            assert await asked(http, url) == (200, "")
+            told = [manager.recv(100) for _ in range(3)]
+            assert told == [b"READY=1", b"READY=1", b"MAINPID=%d" % replaced["by_pid"]]
+            # The successor is as good a predecessor, and ends as every process does.
+            os.kill(replaced["by_pid"], signal.SIGUSR2)
+            third = (await process.event("replaced", 2))["by_pid"]
+            assert await asked(http, url) == (200, "close")
+            assert await asked(http, url) == (200, "")
+            os.kill(third, signal.SIGTERM)
+            await process.event("stopped", 3)
+            assert all(stopped["all_requests_finished"] for stopped in process.events("stopped"))
+
+
+async def test_a_successor_that_fails_changes_nothing(
+    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"backends: [{{url: '{backend.url}'}}]\n")
+    async with served(tmp_path / "log", "--port", "0", "--config", str(file)) as process:
+        url = await process.url()
+        file.write_text("prot: 1\n")
+        process.process.send_signal(signal.SIGUSR2)
+        failed = await process.event("restart_failed")
+        assert "exit code 2" in failed["why"]
+        assert await asked(http, url) == (200, ""), "served, and not even asked to close the connection"
+        file.write_text(f"backends: [{{url: '{backend.url}'}}]\n")
+        process.process.send_signal(signal.SIGUSR2)
+        await process.event("replaced")
+        assert await asked(http, url) == (200, "close")
+        assert await process.ended() == 0
+
+
+async def test_a_signal_to_stop_ends_a_successor_that_does_not_serve_yet(backend: Replica, tmp_path: Path) -> None:
+    async with served(tmp_path / "log", "--port", "0", backend.url) as process:
+        await process.url()
+        # It hears from its only backend when that answers again, which is not soon.
+        backend.faults.set("hang")
+        process.process.send_signal(signal.SIGUSR2)
+        await process.event("restarting")
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0
+        assert not process.events("replaced")
+        assert len(process.events("listening")) == 1
+
+
+# --- sockets of a service manager -------------------------------------------------------------------------------------
+
+
+async def test_clients_wait_in_a_socket_that_the_service_manager_holds(
+    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        # As the manager does it: descriptor 3, and a variable with the very process that is to have it.
+        before = (sys.executable, "-c", AS_SYSTEMD, str(held.fileno()))
+        async with served(tmp_path / "1", backend.url, before=before, pass_fds=[held.fileno()]) as first:
+            assert await first.url() == url, "the socket says where it is, whatever the port is set to"
+            assert await asked(http, url) == (200, "")
+            async with aiohttp.ClientSession() as other, other.post(url + CHAT, json=ENDLESS) as stream:
+                await stream.content.readany()
+                first.process.send_signal(signal.SIGTERM)
+                await first.event("draining")
+                assert await asked(http, url) == (200, "close"), "who is connected is served"
+                waiting = asyncio.create_task(asked(http, url))
+                stream.close()
+            assert await first.ended() == 0
+        assert not waiting.done()
+        async with served(tmp_path / "2", backend.url, before=before, pass_fds=[held.fileno()]):
+            assert await waiting == (200, "")
