@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit bench lab lab-full lock clean
+.PHONY: demo test lint types contracts unit bench lab lab-full lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -40,11 +40,32 @@ lab: .venv
 lab-full: .venv
 	$(BIN)/python -m benchmarks.scenarios.run --full
 
-# Resolves anew and writes the hashed lock without any index address in it.
+# Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for
+# building that, and for the two tools below. The last two are no dependencies of anything.
+COMPILE = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
 lock: .venv
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
-	    --upgrade --group dev pyproject.toml --output-file .ci/requirements.txt
+	$(COMPILE) --upgrade --group dev pyproject.toml --output-file .ci/requirements.txt
+	$(COMPILE) --upgrade --constraint .ci/requirements.txt pyproject.toml --output-file .ci/runtime.txt
+	echo hatchling | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/build.txt
+	printf 'pip-audit\ncyclonedx-bom\n' | $(COMPILE) --upgrade - --output-file .ci/tools.txt
+
+.venv-tools: .ci/tools.txt
+	$(PYTHON) -m venv .venv-tools
+	.venv-tools/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r .ci/tools.txt
+	@touch .venv-tools
+
+# Not part of `test`: a new advisory about old code must not turn a change red that has nothing to do with it. Without a
+# network it says that it was skipped.
+audit:
+	-@$(MAKE) --no-print-directory .venv-tools
+	@$(PYTHON) .ci/audit.py .venv-tools/bin/pip-audit .ci/requirements.txt
+
+# What is shipped, with the hashes of every file of it, as CycloneDX; the same lock gives the same bytes.
+sbom: .venv-tools
+	@mkdir -p dist
+	.venv-tools/bin/cyclonedx-py requirements .ci/runtime.txt --pyproject pyproject.toml --mc-type application \
+	    --output-reproducible --output-format JSON --output-file dist/llmproxy.cdx.json
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
