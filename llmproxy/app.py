@@ -249,7 +249,8 @@ async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor, socket
     opened, held = sockets.listening(config.host, config.port)
     for one in opened:
         await web.SockSite(runner, one, backlog=BACKLOG).start()
-    return Listener(server, runner, held)
+    host, port = runner.addresses[0][:2]
+    return Listener(server, runner, f"http://{f'[{host}]' if ':' in host else host}:{port}", held)
 
 
 async def _serve(config: Config, reread: Reread | None) -> int:
@@ -350,6 +351,8 @@ class _Watch:
     def expect(self, backends: Iterable[str]) -> None:
         """Those that are there from the start."""
         self._unheard.update(backends)
+        if not self._unheard:
+            self.all_heard.set()
 
     def answered(self, backend: str) -> None:
         self._hear(backend)

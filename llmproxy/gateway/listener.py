@@ -17,12 +17,8 @@ class Listener:
 
     server: web.Server
     runner: web.ServerRunner
+    url: str
     held: bool
-
-    @property
-    def url(self) -> str:
-        host, port = self.runner.addresses[0][:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def close(self) -> None:
         """Take no further connections. Those that are open stay."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 
 import aiohttp
@@ -10,6 +11,7 @@ import pytest
 
 from llmproxy.app import running
 from llmproxy.config import Config, hash_of
+from llmproxy.sockets import Sockets
 from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, until
 
 GUARDED = replace(FAST, api_key="engine-key")
@@ -228,3 +230,38 @@ async def test_what_still_waits_at_the_end_of_a_drain_is_told() -> None:
         assert not await home.proxy.drain()
         answer = await waiting
         assert (answer.status, answer.headers["connection"]) == (503, "close")
+
+
+async def test_whoever_is_led_out_is_served_once_more() -> None:
+    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
+    async with one_seat as home, aiohttp.ClientSession() as idle, idle.get(home.url + "/health") as kept:
+        await kept.read()
+        async with home.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
+            await running_stream.content.readany()
+            waiting = home.waiting()
+            await until(lambda: home.queued == 1)
+            leading_out = asyncio.create_task(home.proxy.lead_out())
+            await until(lambda: home.proxy.walker.leaving)
+            async with aiohttp.ClientSession() as newcomer:
+                with pytest.raises(aiohttp.ClientConnectorError):
+                    await newcomer.get(home.url + "/health")
+            assert (await running_stream.content.read()).endswith(b"data: [DONE]\n\n")
+            answer = await waiting
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert not leading_out.done(), "one client has kept its connection, and may send on it"
+        async with idle.post(home.url + CHAT, json=HELLO) as last:
+            assert (last.status, last.headers["connection"]) == (200, "close")
+            await last.read()
+        await leading_out
+
+
+async def test_a_successor_hears_from_its_backends_before_it_accepts(home: House) -> None:
+    told = Config.model_validate({"host": "127.0.0.1", "port": 0, "backends": [{"url": home.replicas[0].url}]})
+    reads, writes = os.pipe()
+    for ready_fd in (None, writes):
+        sockets = Sockets(ready_fd)
+        async with running(told, sockets) as started:
+            assert bool(started.pools.models()) is (ready_fd is not None)
+            sockets.serving()
+    assert os.read(reads, 1) == b"1"
+    os.close(reads)
