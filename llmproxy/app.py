@@ -269,8 +269,8 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             # What waits is reached from one heap and is no garbage; looking it all over, again and again, held up
             # decisions for tens of milliseconds with 100,000 requests waiting.
             gc.set_threshold(*GC_THRESHOLDS)
-            sockets.serving()
             notify("READY=1")
+            sockets.serving()
             await orders.over.wait()
             finished = await _leave(proxy, orders)
             _log.info("stopped", all_requests_finished=finished, cut=proxy.walker.walking)

@@ -385,6 +385,27 @@ async def test_drain_refuses_those_who_wait_and_those_who_come_and_lets_leases_r
 
 
 @virtual
+async def test_a_drain_may_serve_those_who_wait_until_it_is_told_again() -> None:
+    one = dispatcher(a=1)
+    holder, first, second = Client(one), Client(one), Client(one)
+    await turns()
+    one.drain(finish_waiting=True)
+    late = Client(one)
+    await turns()
+    assert late.refused is not None
+    assert late.refused.outcome is Outcome.DRAINING
+    await holder.done()
+    await turns()
+    assert first.lease is not None
+    one.drain()
+    await turns()
+    assert second.refused is not None
+    await first.done()
+    await turns()
+    empty(one)
+
+
+@virtual
 async def test_drain_in_the_turn_of_a_grant_lets_the_grant_stand() -> None:
     one = dispatcher(a=1)
     client = Client(one)

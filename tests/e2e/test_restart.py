@@ -21,6 +21,7 @@ from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, until
 
 QUICK = ("--host", "127.0.0.1", "--log-format", "json", "--poll-interval-s", "0.05", "--poll-page-interval-s", "0.05")
 
+QUEUED = "llmproxy_queued_requests{"
 AS_SYSTEMD = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
@@ -53,6 +54,18 @@ class Served:
         url = str((await self.event("listening"))["url"])
         await self.event("backend_up")
         return url
+
+    def has_children(self) -> bool:
+        """Whether it has started a successor that is still there."""
+        return bool(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
+
+    async def queued(self, session: aiohttp.ClientSession, url: str, requests: int) -> None:
+        """Wait until so many requests wait."""
+        seen = 0.0
+        while seen < requests:
+            async with session.get(url + "/metrics") as page:
+                lines = [line for line in (await page.text()).splitlines() if line.startswith(QUEUED)]
+                seen = sum(float(line.rpartition(" ")[2]) for line in lines)
 
     async def ended(self) -> int:
         return await asyncio.wait_for(self.process.wait(), 30.0)
@@ -210,17 +223,42 @@ async def test_a_successor_that_fails_changes_nothing(
         assert await process.ended() == 0
 
 
-async def test_a_signal_to_stop_ends_a_successor_that_does_not_serve_yet(backend: Replica, tmp_path: Path) -> None:
+async def test_a_signal_to_stop_ends_a_successor_that_does_not_serve_yet(
+    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
     async with served(tmp_path / "log", "--port", "0", backend.url) as process:
-        await process.url()
-        # It hears from its only backend when that answers again, which is not soon.
-        backend.faults.set("hang")
-        process.process.send_signal(signal.SIGUSR2)
-        await process.event("restarting")
-        process.process.send_signal(signal.SIGTERM)
+        url = await process.url()
+        async with http.post(url + CHAT, json=ENDLESS) as stream:
+            await stream.content.readany()
+            process.process.send_signal(signal.SIGUSR2)
+            # Long before it has read its own program.
+            await until(process.has_children)
+            process.process.send_signal(signal.SIGTERM)
+            await process.event("draining")
+            await until(lambda: not process.has_children())
+            assert process.process.returncode is None, "the drain goes on"
+            stream.close()
         assert await process.ended() == 0
         assert not process.events("replaced")
         assert len(process.events("listening")) == 1
+
+
+async def test_being_led_out_has_an_end(backend: Replica, http: aiohttp.ClientSession, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    one_seat = f"backends: [{{url: '{backend.url}', max_in_flight: 1}}]\nscheduling: {{look_ahead: 0}}\n"
+    file.write_text(f"{one_seat}drain_timeout_s: 0.3\n")
+    async with served(tmp_path / "log", "--port", "0", "--config", str(file)) as process:
+        url = await process.url()
+        async with http.post(url + CHAT, json=ENDLESS) as stream:
+            await stream.content.readany()
+            waiting = asyncio.create_task(asked(http, url))
+            await process.queued(http, url, 1)
+            process.process.send_signal(signal.SIGUSR2)
+            assert await waiting == (503, "close")
+            with pytest.raises(aiohttp.ClientError):
+                await stream.content.read()
+        assert await process.ended() == 0
+        assert [stopped["all_requests_finished"] for stopped in process.events("stopped")] == [False]
 
 
 # --- sockets of a service manager -------------------------------------------------------------------------------------
