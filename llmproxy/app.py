@@ -121,9 +121,7 @@ class Proxy:
 
 
 @asynccontextmanager
-async def running(
-    config: Config, reread: Reread | None = None, sockets: Sockets | None = None
-) -> AsyncIterator[Proxy]:
+async def running(config: Config, reread: Reread | None = None, sockets: Sockets | None = None) -> AsyncIterator[Proxy]:
     """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again, and
     `sockets` may have some that were inherited.
 

@@ -260,7 +260,7 @@ async def test_a_successor_hears_from_its_backends_before_it_accepts(home: House
     reads, writes = os.pipe()
     for ready_fd in (None, writes):
         sockets = Sockets(ready_fd)
-        async with running(told, sockets) as started:
+        async with running(told, sockets=sockets) as started:
             assert bool(started.pools.models()) is (ready_fd is not None)
             sockets.serving()
     assert os.read(reads, 1) == b"1"
