@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit bench lab lab-full lock audit sbom clean
+.PHONY: demo test lint types contracts unit fuzz bench lab lab-full lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -28,6 +28,11 @@ contracts: .venv
 
 unit: .venv
 	$(BIN)/pytest -n auto
+
+# Random inputs for everything that reads what others wrote, for this long; the seeds are printed.
+FUZZ_MINUTES ?= 10
+fuzz: .venv
+	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
 
 bench: .venv
 	$(BIN)/python -m benchmarks.run

@@ -138,7 +138,7 @@ def answer_of(raw: bytes, kind: BodyKind) -> Slices[Any]:
         if raw.lstrip().startswith(b"{"):
             return _of_body(_parsed(raw), kind)
         return (yield from _STREAMS[kind](raw))
-    except (_UnreadError, orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
+    except (_UnreadError, ValueError, LookupError, TypeError, AttributeError):
         return None  # Whatever it is, it is not what engines send.
 
 

@@ -1,4 +1,8 @@
-"""Where the small fields of a multipart/form-data body lie, found without copying or reading the files in it."""
+"""Where the small fields of a multipart/form-data body lie, found without copying or reading the files in it.
+
+What a header could say in two ways is refused. The engine reads the same bytes with a parser of its own, and a client
+that is told apart by its `model` here must not be able to name another one there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,9 @@ FIELD_BYTES_MAX = 4096
 SLICE_BYTES = 1024 * 1024
 
 _BOUNDARY_BYTES_MAX = 256
-_PARAM = re.compile(r';\s*([^\s=;"]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;\s]*)\s*')
+_PARAM = re.compile(r';\s*([^\s=;"\\]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;\s"\\]*)\s*')
+# The one extended parameter (RFC 8187) that clients send; others would be taken for the plain ones of their name.
+_EXTENDED = "filename*"
 
 
 def scan_form(body: bytes, content_type: str, wanted: Collection[str]) -> Slices[dict[str, Member]]:
@@ -53,30 +59,43 @@ def _boundary(content_type: str) -> bytes:
     if kind.strip().lower() != "multipart/form-data":
         raise BadBody("This endpoint takes multipart/form-data.", "content-type")
     boundary = _params(content_type).get("boundary", "")
-    if not boundary or len(boundary) > _BOUNDARY_BYTES_MAX or not boundary.isascii():
+    if not boundary or len(boundary) > _BOUNDARY_BYTES_MAX or not boundary.isascii() or "\\" in boundary:
         raise BadBody("The content-type names no usable boundary for the form.", "content-type")
     return boundary.encode()
 
 
 def _params(header: str) -> dict[str, str]:
-    """The parameters of a header value, names in lower case; what a quoted value contains cannot pass for a name."""
+    """The parameters of a header value, names in lower case; what a quoted value contains cannot pass for a name.
+
+    Raises BadBody for what is not parameters from end to end, each of them given once.
+    """
     params: dict[str, str] = {}
+    header = header.rstrip("; \t")
     at = header.find(";")
-    while at >= 0 and (match := _PARAM.match(header, at)):
+    while 0 <= at < len(header):
+        match = _PARAM.match(header, at)
+        name = match.group(1).lower() if match is not None else ""
+        if match is None or name in params or ("*" in name and name != _EXTENDED):
+            raise BadBody("A header of the form has parameters that can be read in more than one way.")
         value = match.group(2)
-        params[match.group(1).lower()] = re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
+        params[name] = value[1:-1] if value.startswith('"') else value
         at = match.end()
     return params
 
 
 def _field_name(head: bytes) -> str | None:
     """The name of a plain field from the header block of its part; None for files and for what has no name."""
-    for line in head.decode("utf-8", "replace").split("\r\n"):
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "content-disposition":
-            params = _params(value)
-            return None if "filename" in params or "filename*" in params else params.get("name")
-    return None
+    dispositions = [
+        value
+        for name, _, value in (line.partition(":") for line in head.decode("utf-8", "replace").split("\r\n"))
+        if name.strip().lower() == "content-disposition"
+    ]
+    if len(dispositions) > 1:
+        raise BadBody("A part of the form has more than one Content-Disposition.")
+    params = _params(dispositions[0]) if dispositions else {}
+    if "\\" in params.get("name", ""):
+        raise BadBody("The name of a form field must not hold a backslash.")
+    return None if "filename" in params or _EXTENDED in params else params.get("name")
 
 
 def _find(body: bytes, what: bytes, at: int) -> Slices[int]:

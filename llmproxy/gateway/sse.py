@@ -156,7 +156,8 @@ class StreamTap:
         if usage:
             self._last_usage = usage
             self._first_usage = self._first_usage or usage
-        hidden = bool(usage) and self._hide_usage and _is_usage_event(payload)
+        # An event that begins with anything else was not held back while it came, so it must not be hidden now.
+        hidden = bool(usage) and self._hide_usage and event.startswith(b"data:") and _is_usage_event(payload)
         if not error and not hidden and name not in _ACCEPTED_EVENTS:
             self.first_token_seen = True
         return hidden

@@ -1,0 +1,167 @@
+"""Whatever bytes a client sends as JSON: what the engine's parser would accept is read as it would read it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from llmproxy.gateway.body import BodyKind
+from llmproxy.gateway.desk import Sheet, read_large, read_small
+from llmproxy.gateway.scan import BadBody, drain
+from tests.fuzz.profile import FUZZED
+
+JSON_KINDS = [kind for kind in BodyKind if kind is not BodyKind.FORM]
+NAMES = st.sampled_from(
+    [
+        "model",
+        "stream",
+        "stream_options",
+        "priority",
+        "cache_salt",
+        "user",
+        "messages",
+        "prompt",
+        "n",
+        "max_tokens",
+        "include_usage",
+        "continuous_usage_stats",
+        "mod\\el",
+        '"',
+        "é",
+    ]
+)
+TEXTS = st.text(alphabet=st.sampled_from('ab"\\[]{},:/\n\té漢😀'), max_size=10)
+LEAVES: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers(-3, 2**60) | st.floats(-1e9, 1e9) | TEXTS | st.just({})
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES | TEXTS, inner, max_size=4), max_leaves=12
+)
+# Names may come twice, as no dictionary has them.
+MEMBERS = st.lists(st.tuples(NAMES | TEXTS, VALUES), max_size=7) | st.lists(
+    st.one_of(
+        st.tuples(st.just("model"), TEXTS),
+        st.tuples(st.just("stream"), st.just(True)),
+        st.tuples(
+            st.just("stream_options"),
+            st.none() | st.dictionaries(st.sampled_from(["include_usage", "x"]), st.none() | st.booleans()),
+        ),
+        st.tuples(st.just("priority"), st.integers(-9, 9)),
+    ),
+    max_size=6,
+)
+SPACES = st.text(alphabet=" \t\r\n", max_size=3)
+CUTS = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 3), st.binary(max_size=3)), max_size=3)
+
+
+def written(members: list[tuple[str, Any]], space: str, ascii_only: bool) -> bytes:
+    def dump(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=ascii_only, separators=("," + space, space + ":" + space))
+
+    inner = f"{space},{space}".join(f"{dump(name)}{space}:{space}{dump(value)}" for name, value in members)
+    return f"{space}{{{space}{inner}{space}}}{space}".encode()
+
+
+def mutated(body: bytes, cuts: list[tuple[int, int, bytes]]) -> bytes:
+    for at, gone, new in cuts:
+        at = min(at, len(body))
+        body = body[:at] + new + body[at + gone :]
+    return body
+
+
+def both(body: bytes, kind: BodyKind) -> list[Sheet | None]:
+    """What the two ways of reading make of a body, None where one refuses it."""
+    sheets: list[Sheet | None] = []
+    for parsed in (True, False):
+        try:
+            sheets.append(read_small(body, kind, "user") if parsed else drain(read_large(body, kind, True, "user")))
+        except BadBody as bad:
+            assert bad.message
+            assert bad.status in (400, 413)
+            sheets.append(None)
+    return sheets
+
+
+def engines_view(body: bytes) -> dict[str, Any] | None:
+    """The object that the engine's framework finds in a body: Python's own parser reads it there."""
+    try:
+        found = json.loads(body.decode())
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # Halves of surrogate pairs are no text.
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@FUZZED
+@given(MEMBERS, SPACES, st.booleans(), CUTS, st.sampled_from(JSON_KINDS))
+@example([("model", "a"), ("model", "b")], "", True, [], BodyKind.CHAT)
+@example([("model", "a")], "", True, [(3, 1, rb"\u006f")], BodyKind.CHAT)
+def test_both_readings_find_what_the_engine_finds(
+    members: list[tuple[str, Any]], space: str, ascii_only: bool, cuts: list[tuple[int, int, bytes]], kind: BodyKind
+) -> None:
+    body = mutated(written(members, space, ascii_only), cuts)
+    small, large = both(body, kind)
+    engine = engines_view(body)
+    if small is not None:
+        # A large body may hold broken values that nobody here asked for, never the other way round.
+        assert large is not None
+        assert engine is not None
+        assert (small.ask.model, small.ask.stream) == (large.ask.model, large.ask.stream)
+        assert (small.ask.max_tokens, small.session) == (large.ask.max_tokens, large.session)
+    for sheet in (small, large):
+        if sheet is not None and engine is not None:
+            assert (sheet.ask.model or "") == (engine.get("model") or "")
+            assert sheet.ask.stream or engine.get("stream") is not True
+
+
+@FUZZED
+@given(
+    MEMBERS,
+    SPACES,
+    st.booleans(),
+    st.sampled_from(JSON_KINDS),
+    st.none() | TEXTS,
+    st.none() | st.integers(-9, 9),
+)
+@example([], " ", True, BodyKind.CHAT, "b", -1)
+@example([("stream", True), ("stream_options", {"include_usage": None})], "", True, BodyKind.CHAT, "b", 1)
+def test_a_spliced_body_is_the_clients_with_the_edits_and_nothing_else(
+    members: list[tuple[str, Any]],
+    space: str,
+    ascii_only: bool,
+    kind: BodyKind,
+    model: str | None,
+    priority: int | None,
+) -> None:
+    body = written(members, space, ascii_only)
+    for sheet in both(body, kind):
+        if sheet is None:
+            continue
+        spliced = sheet.spliced(model=model, want_usage=True, priority=priority)
+        expected = orjson.loads(body)
+        if model is not None and sheet.ask.model is not None:
+            expected["model"] = model
+        if priority is not None and kind in (BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES):
+            expected["priority"] = priority
+        if spliced.hides_usage:
+            assert sheet.ask.stream
+            assert kind in (BodyKind.CHAT, BodyKind.COMPLETION)
+            options = expected.get("stream_options") or {}
+            assert options.get("include_usage") is None
+            expected["stream_options"] = options | {"include_usage": True}
+        assert json.loads(b"".join(spliced.parts)) == expected
+        assert orjson.loads(b"".join(spliced.parts)) == expected
+
+
+@FUZZED
+@given(st.binary(max_size=80) | st.text(alphabet='{}[]",:\\u1eE+-.tnf ', max_size=80).map(str.encode))
+@example(b"[" * 3000)
+@example(b'{"a":' * 3000)
+@example(b'{"model":"\\ud800"}')
+def test_no_bytes_raise_anything_but_bad_body(body: bytes) -> None:
+    for kind in (BodyKind.CHAT, BodyKind.OTHER):
+        both(body, kind)

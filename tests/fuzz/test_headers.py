@@ -1,0 +1,107 @@
+"""No header field of a client reaches a backend that should not, and none makes the proxy fail."""
+
+from __future__ import annotations
+
+from math import isnan
+from types import SimpleNamespace
+from typing import cast
+
+from aiohttp import web
+from hypothesis import example, given
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+
+from llmproxy.config import BackendConfig, Config, hash_of
+from llmproxy.gateway.auth import Keys
+from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.headers import PRIVILEGED, check, named_in_connection, to_client
+from llmproxy.gateway.identity import Identity, id_for_error, parse_duration_s, request_id
+from tests.fuzz.profile import FUZZED
+
+NAMES = st.sampled_from(
+    [
+        "Connection",
+        "connection",
+        "Authorization",
+        "X-Api-Key",
+        "Cookie",
+        "Host",
+        "Content-Length",
+        "TE",
+        "Upgrade",
+        "Transfer-Encoding",
+        "x-request-id",
+        "X-Foo",
+        "Keep-Alive",
+        "x-llm-d-inference-ttl",
+        "x-slo-ttft-ms",
+    ]
+    + [name.title() for name in sorted(PRIVILEGED)]
+)
+VALUES = st.one_of(
+    st.sampled_from(
+        ["close", "X-Foo, authorization", "bearer k", "Bearer  k ", "1s", "1h2m", "chunked", "5", "critical"]
+    ),
+    st.text(alphabet=st.characters(min_codepoint=0x21, max_codepoint=0xFF), max_size=12),
+    st.binary(max_size=8).map(
+        lambda raw: raw.replace(b"\r", b"").replace(b"\n", b"").decode("utf-8", "surrogateescape")
+    ),
+)
+FIELDS = st.lists(st.tuples(NAMES, VALUES), max_size=8)
+NEVER = {"connection", "te", "upgrade", "transfer-encoding", "keep-alive", "host", "content-length"}
+CONFIG = Config.model_validate({"tenants": [{"name": "a", "keys": [hash_of("k")]}], "trust_headers": "none"})
+BACKEND = BackendConfig(url="http://a", api_key="engine")
+
+
+def request(fields: list[tuple[str, str]]) -> web.BaseRequest:
+    """What is asked of a request here; a real one cannot be made of fields that are no UTF-8."""
+    return cast(web.BaseRequest, SimpleNamespace(headers=CIMultiDict(fields), remote="10.0.0.1"))
+
+
+@FUZZED
+@given(FIELDS)
+def test_what_a_backend_gets(fields: list[tuple[str, str]]) -> None:
+    sent = Identity(CONFIG).to_backend(request(fields), "own-id", BACKEND)
+    names = [name.lower() for name, _ in sent]
+    assert not set(names) & (NEVER | PRIVILEGED | {"x-api-key"})
+    assert not set(names) & (named_in_connection(fields) - {"authorization", "x-request-id"})
+    assert [value for name, value in sent if name.lower() == "authorization"] == ["Bearer engine"]
+    assert [value for name, value in sent if name.lower() == "x-request-id"] == ["own-id"]
+    assert [field for field in sent if field in fields] == [field for field in fields if field in sent]
+
+
+@FUZZED
+@given(FIELDS)
+def test_what_a_client_gets_can_be_written(fields: list[tuple[str, str]]) -> None:
+    for name, value in to_client(fields):
+        assert name.lower() not in {"connection", "te", "upgrade", "transfer-encoding", "keep-alive"}
+        assert isinstance(value.encode(), bytes)
+
+
+@FUZZED
+@given(FIELDS)
+def test_no_field_raises_anything_but_a_failure(fields: list[tuple[str, str]]) -> None:
+    headers = CIMultiDict(fields)
+    identity, keys = Identity(CONFIG), Keys(CONFIG)
+    for act in (
+        lambda: check(fields),
+        lambda: keys.check(headers),
+        lambda: identity.standing(headers, True, "m", "m"),
+        lambda: request_id(headers),
+        lambda: identity.session(request(fields), None),
+    ):
+        try:
+            act()
+        except Failure as failure:
+            assert 400 <= failure.status < 500
+            assert failure.message
+    assert id_for_error(headers).isprintable()
+
+
+@FUZZED
+@given(st.text(alphabet="0123456789.hmsuµn +-e", max_size=10) | st.text(max_size=5))
+@example("9" * 400 + "h")
+@example("٣s")
+def test_a_duration_is_a_number_or_none(text: str) -> None:
+    found = parse_duration_s(text)
+    assert found is None or (not isnan(found) and found >= 0)

@@ -1,0 +1,114 @@
+"""A stream says the same however it is cut, and all of it is handed on but the one event that the proxy asked for."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from llmproxy.gateway.sse import StreamTap, usage_of_tail
+from tests.fuzz.profile import FUZZED
+
+COUNTS = st.none() | st.integers(-1, 9) | st.text(max_size=2) | st.booleans()
+USAGES = st.none() | st.dictionaries(
+    st.sampled_from(["prompt_tokens", "completion_tokens", "input_tokens", "output_tokens", "usage", "x"]), COUNTS
+)
+TEXTS = st.text(alphabet=st.sampled_from('ab"\\{}[]:,\n usage漢'), max_size=12)
+CHOICES = st.lists(st.fixed_dictionaries({"delta": st.fixed_dictionaries({"content": TEXTS})}), max_size=2)
+PAYLOADS = st.one_of(
+    st.fixed_dictionaries({"id": TEXTS}, optional={"choices": CHOICES, "usage": USAGES, "error": st.none() | TEXTS}),
+    st.fixed_dictionaries({"id": st.just("x"), "choices": st.just([]), "usage": USAGES}),
+    st.fixed_dictionaries({"error": st.fixed_dictionaries({"code": st.sampled_from([400, 500, "4", None])})}),
+    st.fixed_dictionaries({"type": st.sampled_from(["error", "ping", "message_stop"]), "usage": USAGES}),
+)
+NAMES = st.sampled_from(["", "event: error\n", "event: message_stop\n", "event:response.completed\n", "event: ping\n"])
+EVENTS = st.one_of(
+    st.tuples(NAMES, PAYLOADS, st.booleans()).map(
+        lambda one: f"{one[0]}data: {json.dumps(one[1], ensure_ascii=one[2])}\n\n".encode()
+    ),
+    st.sampled_from(
+        [b": keep-alive\n\n", b"data: [DONE]\n\n", b"\n", b"retry: 5\n\n", b"data:\n\n", b"id: 1\ndata: x\n\n"]
+    ),
+    st.text(alphabet=':{}"dat usage\n', max_size=20).map(str.encode),
+    st.binary(max_size=12),
+)
+STREAMS = st.lists(EVENTS, max_size=8).map(b"".join)
+CUTS = st.lists(st.integers(0, 600), max_size=12)
+
+
+def facts(tap: StreamTap) -> dict[str, Any]:
+    names = (
+        "first_event_complete",
+        "first_token_seen",
+        "error_first",
+        "error_seen",
+        "error_blames_client",
+        "done_seen",
+    )
+    return {name: getattr(tap, name) for name in (*names, "data_events", "usage")}
+
+
+def through(stream: bytes, cuts: list[int], hide_usage: bool) -> tuple[bytes, StreamTap]:
+    tap, out = StreamTap(hide_usage), b""
+    places = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    for start, end in pairwise(places):
+        out += tap.feed(stream[start:end])
+    return out + tap.flush(), tap
+
+
+def is_usage_event(event: bytes) -> bool:
+    """The definition, by a parser: data of one line, an object without choices or error, that tells of tokens."""
+    if not event.startswith(b"data:") or event.count(b"\n") != 2:
+        return False
+    try:
+        fields = json.loads(event[5:])
+    except ValueError:
+        return False
+    usage = fields.get("usage") if isinstance(fields, dict) else None
+    known = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
+    return (
+        isinstance(usage, dict)
+        and any(type(usage.get(name)) is int for name in known)
+        and fields.get("choices") == []
+        and "error" not in fields
+    )
+
+
+@FUZZED
+@given(STREAMS, CUTS, st.booleans(), st.booleans())
+@example(b'event: error\ndata: {"choices":[],"usage":{"prompt_tokens":0}}\n\n', [1], True, False)
+def test_a_stream_says_the_same_however_it_is_cut(stream: bytes, cuts: list[int], hide: bool, windows: bool) -> None:
+    if windows:
+        stream = stream.replace(b"\r", b"").replace(b"\n", b"\r\n")
+    whole, told = through(stream, [], hide)
+    out, tap = through(stream, cuts, hide)
+    assert out == whole
+    assert facts(tap) == facts(told)
+    assert through(stream, cuts, False)[0] == stream
+
+
+@FUZZED
+@given(st.lists(st.tuples(PAYLOADS, st.booleans()), max_size=8), CUTS)
+@example([({"id": "x", "choices": [], "usage": {"prompt_tokens": 1, "usage": {"input_tokens": 1}}}, True)], [])
+def test_exactly_the_usage_events_are_hidden(payloads: list[tuple[dict[str, Any], bool]], cuts: list[int]) -> None:
+    events = [f"data: {json.dumps(fields, ensure_ascii=escaped)}\n\n".encode() for fields, escaped in payloads]
+    out, _ = through(b"".join(events), cuts, True)
+    assert out == b"".join(event for event in events if not is_usage_event(event))
+
+
+@FUZZED
+@given(PAYLOADS, st.binary(max_size=20), st.binary(max_size=20))
+def test_the_usage_of_an_answer_is_what_a_parser_finds_at_its_end(
+    fields: dict[str, Any], before: bytes, after: bytes
+) -> None:
+    usage_of_tail(before + json.dumps(fields).encode() + after)
+    found = usage_of_tail(json.dumps(fields).encode())
+    usage = fields.get("usage")
+    if not isinstance(usage, dict):
+        assert found is None
+    elif found is not None:
+        said = {value for value in usage.values() if type(value) is int}
+        assert {found.prompt_tokens, found.output_tokens} <= said | {0}
