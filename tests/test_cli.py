@@ -115,6 +115,7 @@ OTHER_THAN_DEFAULT = {
     "queue.band_bytes_max": "99999999",
     "queue.flow_bytes_max": "99999999",
     "admin_key": hash_of("k"),
+    "forward_credentials": "true",
     "decision_log_sample": "0.5",
 }
 

@@ -204,7 +204,8 @@ class Poller:
         status, body = await self._get("/v1/models")
         if status != 200:
             trouble = Trouble.UNHEALTHY if status >= 500 else Trouble.GARBAGE
-            hint = "; is the backend's api_key right?" if status in (401, 403) else ""
+            asks = "; is the backend's api_key right?" if self._headers else "; set backend_api_key, or its own api_key"
+            hint = asks if status in (401, 403) else ""
             raise _LapFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
         try:
             listing = parse_listing(body, sent_at_s)

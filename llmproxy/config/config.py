@@ -8,7 +8,7 @@ from math import fsum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
 from llmproxy.config.findings import (
     CEILINGS,
@@ -71,6 +71,8 @@ class Config(Section):
     """Keys of clients that belong to no tenant; without any, and without tenants, everybody comes in."""
     backend_api_key: ApiKey | None = Field(default=None, repr=False)
     """Key sent to every backend that has no api_key of its own."""
+    forward_credentials: bool = False
+    """Whether Authorization, x-api-key and Cookie of clients go to backends; only where clients need no key here."""
     body_bytes_max: Count = 64 << 20
     """Largest request body."""
     drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
@@ -217,6 +219,13 @@ class Config(Section):
             findings.append(((key,), reason))
         report(findings)
         return queue
+
+    @model_validator(mode="after")
+    def _keeps_its_own_keys(self) -> Config:
+        if self.forward_credentials and self.needs_key():
+            reason = "would send the keys of this proxy to every backend; backend_api_key is what they should get"
+            report([(("forward_credentials",), reason)])
+        return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Another process that is handed this configuration needs the policies that its plugins register, too."""

@@ -22,6 +22,8 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
+CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie"})
+"""Fields by which a client says who it is: to the proxy, and to backends only where that is configured."""
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id"})
 _OURS_DOWNSTREAM = frozenset({"x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"})
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
@@ -47,16 +49,18 @@ def to_backend(
     request_id: str,
     withheld: Set[str],
     authorization: str | None,
-    keep_auth: bool,
+    keep_credentials: bool,
 ) -> Headers:
     """The client's end-to-end fields, with the proxy's request id and the backend's key in place of the client's.
 
     Fields named in `withheld` (lower case) stay here.
-    `authorization` replaces the client's own; without one, the client's is passed on where `keep_auth` says so.
+    CREDENTIALS stay here too, unless `keep_credentials`; even then `authorization` replaces the client's own key.
     """
     fields = list(fields)
     dropped = _HOP_BY_HOP | _REPLACED_UPSTREAM | withheld | named_in_connection(fields)
-    if authorization is not None or not keep_auth:
+    if not keep_credentials:
+        dropped |= CREDENTIALS
+    elif authorization is not None:
         dropped |= {"authorization", "x-api-key"}
     kept = [(name, value) for name, value in fields if name.lower() not in dropped]
     kept.append(("x-request-id", request_id))

@@ -87,7 +87,7 @@ class Identity:
         self._privileged = PRIVILEGED.union(own)
         self._peers: dict[str, bool] = {}
         self._backend_key = config.backend_api_key
-        self._keeps_auth = not config.needs_key()
+        self._keeps_credentials = config.forward_credentials
 
     def trusts(self, peer: str | None, tenant: Tenant = NO_TENANT) -> bool:
         """True when headers of this peer address, or of this tenant from anywhere, count.
@@ -120,8 +120,14 @@ class Identity:
             request_id=request_id,
             withheld=frozenset() if self.trusts(http.remote, tenant) else self._privileged,
             authorization=f"Bearer {key}" if key else None,
-            keep_auth=self._keeps_auth,
+            keep_credentials=self._keeps_credentials,
         )
+
+    def key_hint(self, backend: BackendConfig) -> str:
+        """What the log says of a backend that takes no request without another key."""
+        if backend.api_key or self._backend_key:
+            return f"{backend.name} does not accept the key that is configured for it (api_key or backend_api_key)"
+        return f"{backend.name} wants a key: set backend_api_key, or its own api_key; those of clients are not sent on"
 
     @property
     def session_member(self) -> str | None:

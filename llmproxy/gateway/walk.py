@@ -263,6 +263,8 @@ class Walker:
             # A client may name a response as soon as it has read its first bytes, long before its end.
             walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name, walk.tenant)
         await walk.rules.relay.attempt(attempt, lease, backend.url, call, walk.client)
+        if attempt.status == 401 and not walk.rules.config.forward_credentials:
+            attempt.detail = walk.rules.identity.key_hint(backend)
         return attempt
 
     def _retries(self, walk: Walk, attempt: Attempt) -> bool:

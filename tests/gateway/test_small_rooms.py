@@ -104,7 +104,7 @@ SENT = [
 
 
 def test_only_end_to_end_fields_reach_the_backend() -> None:
-    kept = to_backend(SENT, request_id="ours", withheld=PRIVILEGED, authorization=None, keep_auth=True)
+    kept = to_backend(SENT, request_id="ours", withheld=PRIVILEGED, authorization=None, keep_credentials=True)
     assert kept == [
         ("Authorization", "Bearer client"),
         ("X-Session-ID", "s1"),
@@ -114,19 +114,21 @@ def test_only_end_to_end_fields_reach_the_backend() -> None:
 
 
 def test_a_trusted_peer_keeps_its_privileges() -> None:
-    kept = dict(to_backend(SENT, request_id="ours", withheld=frozenset(), authorization=None, keep_auth=True))
+    kept = dict(to_backend(SENT, request_id="ours", withheld=frozenset(), authorization=None, keep_credentials=True))
     assert kept["X-Vllm-Priority"] == "-5"
     assert kept["x-llm-d-inference-objective"] == "critical"
     assert kept["X-LLM-D-SLO-TTFT-MS"] == "1"
 
 
 def test_the_backends_key_replaces_the_clients() -> None:
-    kept = to_backend(SENT, request_id="ours", withheld=PRIVILEGED, authorization="Bearer engine", keep_auth=True)
+    kept = to_backend(
+        SENT, request_id="ours", withheld=PRIVILEGED, authorization="Bearer engine", keep_credentials=True
+    )
     assert [value for name, value in kept if name.lower() == "authorization"] == ["Bearer engine"]
 
 
 def test_a_key_that_opened_the_proxy_goes_no_further() -> None:
-    kept = to_backend(SENT, request_id="ours", withheld=PRIVILEGED, authorization=None, keep_auth=False)
+    kept = to_backend(SENT, request_id="ours", withheld=PRIVILEGED, authorization=None, keep_credentials=False)
     assert not [name for name, _ in kept if name.lower() == "authorization"]
 
 

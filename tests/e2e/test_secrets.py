@@ -1,0 +1,179 @@
+"""Keys and cookies: they open what they should, go no further, and nobody reads them anywhere afterwards."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from llmproxy.config import ConfigError, hash_of, load
+from llmproxy.gateway.walk import Walker
+from llmproxy.telemetry import logs
+from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, House, house, until
+from tests.e2e.scripted import answering, scripted, whole
+
+GUARDED = replace(FAST, api_key="secret-of-the-engine")
+KEYS = ("secret-of-acme", "secret-of-small", "secret-plain", "secret-of-admins")
+SECRETS = ("secret-", *(hash_of(key).removeprefix("sha256:") for key in KEYS))
+TENANTS: dict[str, Any] = {
+    "tenants": [
+        {"name": "acme", "keys": [hash_of(KEYS[0])], "trusted": True},
+        {"name": "small", "keys": [hash_of(KEYS[1])], "limits": {"requests_per_min": 1}},
+    ],
+    "api_keys": [KEYS[2]],
+    "admin_key": hash_of(KEYS[3]),
+    "backend_api_key": "secret-of-the-engine",
+}
+ACME = {"authorization": f"Bearer {KEYS[0]}", "cookie": "session=secret-of-a-browser"}
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Everything that is logged, at the most talkative level, in the form that production has."""
+    told = io.StringIO()
+    logs.configure("text", "debug", told)
+    yield told
+    structlog.reset_defaults()
+
+
+def hidden(*shown: str) -> None:
+    for text in shown:
+        for secret in SECRETS:
+            assert secret not in text
+
+
+# --- who reads them ---------------------------------------------------------------------------------------------------
+
+
+async def unauthorized(home: House) -> None:
+    for headers in (
+        {"authorization": "Bearer secret-guess"},
+        {"authorization": "Basic secret-guess"},
+        {"x-api-key": "secret-guess"},
+    ):
+        assert (await home.chat(headers=headers)).status == 401
+        assert (await home.get("/v1/models", headers=headers)).status == 401
+        assert (await home.post("/v1/load_lora_adapter", {}, headers=headers)).status == 401
+
+
+async def client_errors(home: House) -> None:
+    for body in (b"{", HELLO | {"model": "nobody"}, b"x" * 70_000):
+        assert (await home.chat(body, headers=ACME)).status in (400, 404, 413)
+    assert (await home.chat(headers=ACME | {"x-llm-d-inference-ttl": "never"})).status == 400
+    for _ in range(2):
+        last = await home.chat(headers={"x-api-key": KEYS[1]})
+    assert last.status == 429
+
+
+async def upstream_errors(home: House) -> None:
+    for kind in ("busy_503", "draining_500"):
+        home.replicas[0].faults.set(kind, times=1)
+        await home.chat(headers=ACME)
+
+
+async def a_client_that_leaves(home: House) -> None:
+    async with home.stream(ENDLESS, **ACME) as stream:
+        await stream.content.readany()
+
+
+async def broken_requests(home: House) -> None:
+    for broken in (b"Authorization: Bearer secret-\x01\r\n", b"Author ization: secret-\r\n"):
+        async with home.wire(b"GET /health HTTP/1.1\r\nhost: x\r\n" + broken + b"\r\n") as (reader, _):
+            assert (await reader.read()).startswith(b"HTTP/1.")
+
+
+async def pages(home: House) -> None:
+    admin = {"authorization": f"Bearer {KEYS[3]}"}
+    loaded = await home.post("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "/x"}, headers=admin)
+    assert loaded.status == 200
+    assert (await home.post("/v1/responses", {"model": "base", "input": "a"}, headers=ACME)).status == 200
+
+
+async def test_no_key_and_no_cookie_is_in_any_log_page_or_answer(log: io.StringIO, tmp_path: Path) -> None:
+    decisions = tmp_path / "decisions.jsonl"
+    told = TENANTS | {"body_bytes_max": 65_536, "decision_log": str(decisions)}
+    async with house(GUARDED, **told) as home:
+        assert (await home.chat(headers=ACME)).status == 200
+        assert (await home.chat(STREAM, headers={"x-api-key": KEYS[2]})).status == 200
+        for scene in (unauthorized, client_errors, upstream_errors, a_client_that_leaves, broken_requests, pages):
+            await scene(home)
+        await until(lambda: not home.proxy.walker.walking)
+        looked_at = ("/debug/queue", "/debug/explain", "/debug/adapters", "/metrics")
+        shown = [repr(home.proxy.config), *[(await home.get(page)).body.decode() for page in looked_at]]
+        outcomes = set(home.outcomes())
+        assert outcomes >= {"completed", "unauthorized", "bad_request", "unknown_model", "too_large", "rate_limited"}
+        assert outcomes >= {"cancelled", "upstream_status"}
+    shown += [log.getvalue(), decisions.read_text()]
+    assert "completed" in decisions.read_text()
+    assert "bad_http" in log.getvalue()
+    hidden(*shown)
+
+
+async def test_not_even_a_bug_shows_a_key(log: io.StringIO) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async def provoke() -> None:
+        async with house(GUARDED, **TENANTS) as home:
+            assert (await home.chat(headers=ACME)).status == 500
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="a bug of its own"):
+        patch.setattr(Walker, "_make_request", fail)
+        await provoke()
+    assert "RuntimeError: a bug" in log.getvalue()
+    hidden(log.getvalue())
+
+
+# --- what goes on to backends -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [{}, {"backend_api_key": "secret-of-the-engine"}, {"api_keys": ["secret-of-acme"]}])
+async def test_credentials_of_clients_stay_here(told: dict[str, Any]) -> None:
+    async with house(FAST, **told) as home:
+        assert (await home.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
+        sent = {name.lower(): value for name, value in home.sent().headers.items()}
+        assert not {"cookie", "x-api-key"} & sent.keys()
+        assert sent.get("authorization") == ("Bearer secret-of-the-engine" if "backend_api_key" in told else None)
+
+
+async def test_credentials_go_on_where_that_is_configured() -> None:
+    async with house(FAST, forward_credentials=True) as home:
+        assert (await home.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
+        sent = {name.lower(): value for name, value in home.sent().headers.items()}
+        assert ACME.items() <= sent.items()
+        assert sent["x-api-key"] == "secret-other"
+    async with house(FAST, forward_credentials=True, backend_api_key="secret-of-the-engine") as home:
+        assert (await home.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
+        sent = {name.lower(): value for name, value in home.sent().headers.items()}
+        assert (sent["authorization"], "x-api-key" in sent) == ("Bearer secret-of-the-engine", False)
+
+
+@pytest.mark.parametrize("keys", ["api_keys: [a]", f"tenants: [{{name: a, keys: ['{hash_of('a')}']}}]"])
+def test_keys_of_the_proxy_itself_are_never_sent_on(write: Any, keys: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(f"{keys}\nforward_credentials: true"))
+    (problem,) = caught.value.problems
+    assert ":2: forward_credentials: would send the keys of this proxy to every backend" in problem
+
+
+async def test_a_backend_that_wants_a_key_is_told_of_in_the_log(log: io.StringIO) -> None:
+    refusal = whole(b'{"error":"Unauthorized"}', "401 Unauthorized")
+    async with scripted(answering(refusal)) as backend:
+        async with house(extra=[backend.url]) as home:
+            answer = await home.chat()
+            assert (answer.status, answer.body) == (401, b'{"error":"Unauthorized"}')
+        async with house(extra=[backend.url], backend_api_key="secret-wrong") as home:
+            await home.chat()
+    assert "b0 wants a key: set backend_api_key, or its own api_key" in log.getvalue()
+    assert "b0 does not accept the key that is configured for it" in log.getvalue()
+    hidden(log.getvalue())
+
+
+async def test_a_backend_that_lists_nothing_without_a_key_is_told_of_in_the_log(log: io.StringIO) -> None:
+    async with house(GUARDED, wait=False):
+        await until(lambda: "set backend_api_key, or its own api_key" in log.getvalue())
