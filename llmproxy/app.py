@@ -35,7 +35,7 @@ from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.listener import Listener
 from llmproxy.gateway.rules import Rulebook, Rules
-from llmproxy.gateway.server import FrontDoor
+from llmproxy.gateway.server import FrontDoor, Handler
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
 from llmproxy.handover import Orders, notify, unless
@@ -73,6 +73,7 @@ class Proxy:
 
     rulebook: Rulebook
     listener: Listener
+    admin_listener: Listener | None
     pools: Pools
     dispatcher: Dispatcher
     walker: Walker
@@ -87,7 +88,13 @@ class Proxy:
 
     @property
     def url(self) -> str:
+        """Where clients come in."""
         return self.listener.url
+
+    @property
+    def admin_url(self) -> str | None:
+        """Where those who run it come in; None where they share the port of clients."""
+        return None if self.admin_listener is None else self.admin_listener.url
 
     async def drain(self) -> bool:
         """Refuse what is new, let leases end; what waits is refused or served first, as `drain_queued` says.
@@ -117,6 +124,8 @@ class Proxy:
         """
         self.walker.leave(replaced=True)
         await self.listener.close()
+        if self.admin_listener is not None:
+            await self.admin_listener.close()
         await self.listener.deserted()
 
 
@@ -196,10 +205,14 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
             # A predecessor still serves, and no client need come to one that knows no backend yet. A lap of a poller
             # asks three questions.
             await unless(watch.all_heard, asyncio.sleep(3 * config.poll.timeout_s))
-        listener = await _listen(stack, config, door, sockets)
+        # That of clients first: where the service manager opened a socket, it is theirs.
+        listener = await _listen(stack, door.handle, config.host, config.port, sockets)
+        admin_listener = None
+        if config.admin.port is not None:
+            admin_listener = await _listen(stack, door.handle_admin, config.admin.host, config.admin.port, sockets)
         stack.callback(walker.cut)
         stack.callback(dispatcher.close)
-        yield Proxy(rulebook, listener, pools, dispatcher, walker, metrics, roster, reloader)
+        yield Proxy(rulebook, listener, admin_listener, pools, dispatcher, walker, metrics, roster, reloader)
 
 
 def _decision_log(config: Config, metrics: Metrics, now: float) -> DecisionLog | None:
@@ -231,9 +244,11 @@ async def _in_the_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[N
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor, sockets: Sockets) -> Listener:
+async def _listen(
+    stack: AsyncExitStack, handler: Handler, address: str, wanted_port: int, sockets: Sockets
+) -> Listener:
     server = web.Server(
-        door.handle,
+        handler,
         handler_cancellation=True,
         auto_decompress=False,
         keepalive_timeout=KEEP_ALIVE_S,
@@ -244,7 +259,7 @@ async def _listen(stack: AsyncExitStack, config: Config, door: FrontDoor, socket
     runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    opened, held = sockets.listening(config.host, config.port)
+    opened, held = sockets.listening(address, wanted_port)
     for one in opened:
         await web.SockSite(runner, one, backlog=BACKLOG).start()
     host, port = runner.addresses[0][:2]
@@ -261,7 +276,8 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             hang_up = partial(_log.warning, "nothing_to_reload") if reloader is None else reloader.hang_up
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
-            _log.info("listening", url=proxy.url, backends=len(config.backends), clients=clients)
+            admin = proxy.admin_url or proxy.url
+            _log.info("listening", url=proxy.url, admin=admin, backends=len(config.backends), clients=clients)
             # What lives by now lives for good: the collector need not look at it again with every young generation.
             gc.freeze()
             # What waits is reached from one heap and is no garbage; looking it all over, again and again, held up

@@ -191,6 +191,7 @@ def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any
             "health.backoff_max_s: 4 should not be below backoff_s, which is 5",
         ),
         ("body_bytes_max: 9\nqueue:\n  band_bytes_max: 8", "FILE:3: queue.band_bytes_max: 8 is below body_bytes_max 9"),
+        ("port: 80\nadmin:\n  port: 80", "FILE:3: admin.port: 80 is the port of clients"),
         ("body_bytes_max: 9\nqueue:\n  bytes_max: 8", "FILE:3: queue.bytes_max: 8 is below body_bytes_max 9"),
     ],
 )
@@ -305,6 +306,7 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "trust_headers": "all",
     "backend_api_key": "k",
     "admin_key": hash_of("k"),
+    "admin.port": "9100",
     "decision_log": "decisions.jsonl",
     "api_keys": ["k"],
     "backends": ["http://a"],

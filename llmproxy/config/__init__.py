@@ -5,6 +5,7 @@ from llmproxy.config.config import Config
 from llmproxy.config.kinds import DNS, SRV, Network, hash_of, is_api_key
 from llmproxy.config.load import ConfigError, Override, keys, load, load_backends, warnings_of
 from llmproxy.config.schema import (
+    AdminConfig,
     BackendConfig,
     DiscoveryConfig,
     HealthConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "DNS",
     "PLACEMENT_PRESETS",
     "SRV",
+    "AdminConfig",
     "BackendConfig",
     "Change",
     "Config",

@@ -14,6 +14,7 @@ NEEDS_RESTART = frozenset(
         "host",
         "port",
         "log_format",
+        "admin",
         "decision_log",
         "decision_log_sample",
         "plugins",

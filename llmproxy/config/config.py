@@ -37,6 +37,7 @@ from llmproxy.config.kinds import (
     one_of,
 )
 from llmproxy.config.schema import (
+    AdminConfig,
     BackendConfig,
     DiscoveryConfig,
     HealthConfig,
@@ -84,7 +85,9 @@ class Config(Section):
     trust_headers: Annotated[tuple[Network, ...], PlainValidator(networks_of)] = TRUST_WORDS["loopback"]
     """Peers whose objective, fairness and SLO headers count: loopback, all, none, or a list of networks."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
-    """Hash of the key for /debug, /admin and adapters, from `llmproxy hash-key`; null: this machine may look."""
+    """Hash of the key for /debug, /admin and adapters, from `llmproxy hash-key`; null: this machine may look, only."""
+    admin: AdminConfig = AdminConfig()
+    """A port of its own for those who run the proxy."""
     decision_log: Path | None = None
     """File to which decisions are appended, one JSON object a line; null writes none."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1)] = 1.0
@@ -221,7 +224,9 @@ class Config(Section):
         return queue
 
     @model_validator(mode="after")
-    def _keeps_its_own_keys(self) -> Config:
+    def _keeps_to_itself(self) -> Config:
+        if self.admin.port and self.admin.port == self.port:
+            report([(("admin", "port"), f"{self.port} is the port of clients; null lets them share it")])
         if self.forward_credentials and self.needs_key():
             reason = "would send the keys of this proxy to every backend; backend_api_key is what they should get"
             report([(("forward_credentials",), reason)])

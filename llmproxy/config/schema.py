@@ -160,6 +160,13 @@ class TenantConfig(Section):
         return models
 
 
+class AdminConfig(Section):
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address on which that port listens."""
+    port: Annotated[Integer, Field(ge=0, le=65535)] | None = None
+    """Port for /metrics, /debug, /admin and adapters, which are then nowhere else; null: they share that of clients."""
+
+
 class SchedulingConfig(Section):
     fairness: Annotated[str, registered(policies)] = "fair_share"
     """Which flow of a band goes next: fair_share, locality_fair_share, slo, round_robin or fcfs."""

@@ -18,12 +18,13 @@ from aiohttp import web
 
 from llmproxy.config import Config
 from llmproxy.core.adapters import Adapters, AdapterState
+from llmproxy.core.domain import Outcome
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.auth import digest_of, presented
-from llmproxy.gateway.errors import error_body
+from llmproxy.gateway.errors import Failure, error_body, nothing_at
 from llmproxy.gateway.explained import pages_of
-from llmproxy.gateway.routes import Dialect
+from llmproxy.gateway.routes import METRICS, Dialect
 
 QUEUE = "/debug/queue"
 ADAPTERS = "/debug/adapters"
@@ -48,20 +49,43 @@ class AdminPages:
         self._adapters = adapters
         self._pools = dispatcher.pools
         self._clock = clock
+        self._has_port = config.admin.port is not None
         self.reconfigure(config)
         self._allowance = BURST
         self._at_s = clock()
 
     def reconfigure(self, config: Config) -> None:
-        """Go by another admin key and other names of bands from now on."""
+        """Go by another admin key, other names of bands and other tenants from now on."""
         self._digest = None if config.admin_key is None else digest_of(config.admin_key)
         self._names = config.band_names()
+        self._has_tenants = bool(config.tenants)
 
     def admits(self, request: web.BaseRequest) -> bool:
         """True for a client on this machine, and for one that presents the admin key."""
         if self.has_key(request):
             return True
         return _is_local(request.remote) and FORWARDED.isdisjoint(name.lower() for name in request.headers)
+
+    def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
+        """Raise Failure for whoever may not do this at this administrative path: the one rule for all of them.
+
+        404, as if there were no such path, for clients who may not look and where another port is for it; 401 for those
+        who may look but have not the key that a change needs. Metrics are for everybody, but where they name tenants.
+        """
+        if self._has_port is not on_admin_port:
+            raise nothing_at(path)
+        if path == METRICS:
+            if self._has_tenants and not on_admin_port and not self.admits(request):
+                message = "Where there are tenants, metrics need the admin key of the proxy (admin_key)."
+                raise Failure(Outcome.UNAUTHORIZED, message)
+            return
+        if not self.admits(request):
+            raise nothing_at(path)
+        if path.startswith("/debug") or request.method in ("GET", "HEAD"):
+            return
+        # A page in somebody's browser can post to this machine as well: being local is not enough to change things.
+        if not self.has_key(request):
+            raise Failure(Outcome.UNAUTHORIZED, "This needs the admin key of the proxy (admin_key).")
 
     def has_key(self, request: web.BaseRequest) -> bool:
         """True for a client that presents the admin key."""

@@ -81,6 +81,11 @@ class Failure(Exception):  # noqa: N818 - it is what the client is told, which n
         return cls(refused.outcome, refused.message, retry_after_s=refused.retry_after_s)
 
 
+def nothing_at(path: str) -> Failure:
+    """What is told of a path that does not exist, or not for whoever asks."""
+    return Failure(Outcome.BAD_REQUEST, f"There is nothing at {path[:200]}.", status=404)
+
+
 def error_body(dialect: Dialect, status: int, message: str, param: str | None = None) -> bytes:
     """The JSON body of an error: Anthropic's shape under its routes, vLLM's form of OpenAI's everywhere else."""
     if dialect is Dialect.ANTHROPIC:

@@ -70,6 +70,15 @@ STORED_RESPONSES = "/v1/responses/"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
+METRICS = "/metrics"
+
+
+def is_administrative(path: str) -> bool:
+    """Whether a path is for those who run the proxy and not for their clients."""
+    if path.startswith(("/debug/", "/admin/")):
+        return True
+    return path in (METRICS, LOAD_ADAPTER, UNLOAD_ADAPTER, "/debug", "/admin")
+
 
 def dialect_of(path: str) -> Dialect:
     """The dialect in which an error about `path` is written, whether or not the path exists."""

@@ -18,9 +18,17 @@ from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.auth import Tenant
-from llmproxy.gateway.errors import Failure, error_body
+from llmproxy.gateway.errors import Failure, error_body, nothing_at
 from llmproxy.gateway.identity import id_for_error, request_id
-from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, STORED_RESPONSES, UNLOAD_ADAPTER, dialect_of
+from llmproxy.gateway.routes import (
+    LOAD_ADAPTER,
+    METRICS,
+    SCHEDULED,
+    STORED_RESPONSES,
+    UNLOAD_ADAPTER,
+    dialect_of,
+    is_administrative,
+)
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
@@ -32,10 +40,15 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MODELS = "/v1/models"
 READY_RETRY_S = 1.0
+PROBES = frozenset({"/health", "/ready", "/version"})
+"""What is answered on either port."""
 
 
 class FrontDoor:
-    """Sends each request where its path leads. `handle` is the one handler of the HTTP server."""
+    """Sends each request where its path leads.
+
+    `handle` is the one handler of the server for clients, `handle_admin` that of the one for those who run the proxy.
+    """
 
     def __init__(
         self,
@@ -61,25 +74,42 @@ class FrontDoor:
         self._own: dict[str, Handler] = {
             "/health": self._health,
             "/ready": self._ready,
-            "/metrics": self._metrics_page,
             "/version": self._version,
             MODELS: self._models,
         }
+        self._pages: dict[str, Callable[[web.BaseRequest], web.Response]] = {
+            METRICS: self._metrics_page,
+            QUEUE: admin.queue,
+            EXPLAIN: admin.explain,
+            ADAPTERS: lambda _: admin.adapters(),
+        }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request; whatever goes wrong, in the JSON of the endpoint's dialect."""
-        response = await self._answer(request)
+        """Answer one request of a client; whatever goes wrong, in the JSON of the endpoint's dialect."""
+        return await self._handle(request, on_admin_port=False)
+
+    async def handle_admin(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request on the port for those who run the proxy."""
+        return await self._handle(request, on_admin_port=True)
+
+    async def _handle(self, request: web.BaseRequest, on_admin_port: bool) -> web.StreamResponse:
+        response = await self._answer(request, on_admin_port)
         if self._walker.leaving and not response.prepared:
             # A client that keeps its connection would send its next request into an ending process, and lose it.
             response.force_close()
         return response
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, on_admin_port: bool) -> web.StreamResponse:
         path = request.path
         if len(path) > 1:
             # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
             path = path.rstrip("/") or "/"
         try:
+            if is_administrative(path):
+                self._admin.check(path, request, on_admin_port)
+                return await self._administer(path, request)
+            if on_admin_port and path not in PROBES:
+                raise nothing_at(path)
             route = SCHEDULED.get(path)
             if route is not None:
                 _only(request, "POST")
@@ -132,33 +162,27 @@ class FrontDoor:
         if path.startswith(MODELS + "/"):
             _only(request, "GET", "HEAD")
             return self._one_model(request, path.removeprefix(MODELS + "/"))
-        if path == QUEUE and self._admin.admits(request):
-            _only(request, "GET", "HEAD")
-            return self._admin.queue(request)
-        if path == EXPLAIN and self._admin.admits(request):
-            _only(request, "GET", "HEAD")
-            return self._admin.explain(request)
-        if path == ADAPTERS and self._admin.admits(request):
-            _only(request, "GET", "HEAD")
-            return self._admin.adapters()
-        if path in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self._admin.admits(request):
-            # A page in somebody's browser can post to this machine as well: being local is not enough to change things.
-            if not self._admin.has_key(request):
-                raise Failure(Outcome.UNAUTHORIZED, "This needs the admin key of the proxy (admin_key).")
-            _only(request, "POST")
-            return await self._adapters.serve(path, request)
-        if (methods := self._fleet.methods(path)) and self._admin.admits(request):
-            if methods == ("POST",) and not self._admin.has_key(request):
-                raise Failure(Outcome.UNAUTHORIZED, "This needs the admin key of the proxy (admin_key).")
-            _only(request, *methods)
-            return await self._fleet.serve(path)
         if path.startswith(STORED_RESPONSES):
             tenant = self._rulebook.current.keys.check(request.headers)
             response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
             if verb in ("", "cancel"):
                 _only(request, "POST" if verb else "GET")
                 return await self._stored_response(path, request, response_id, tenant)
-        raise Failure(Outcome.BAD_REQUEST, f"There is nothing at {path[:200]}.", status=404)
+        raise nothing_at(path)
+
+    async def _administer(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer at an administrative path; that whoever asks may do so was found out before."""
+        if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
+            _only(request, "POST")
+            return await self._adapters.serve(path, request)
+        if methods := self._fleet.methods(path):
+            _only(request, *methods)
+            return await self._fleet.serve(path)
+        page = self._pages.get(path)
+        if page is None:
+            raise nothing_at(path)
+        _only(request, "GET", "HEAD")
+        return page(request)
 
     # --- the proxy's own pages ---------------------------------------------------------------------------------------
 
@@ -174,7 +198,7 @@ class FrontDoor:
             return _json({"ready": True})
         return _json({"ready": False, "reason": reason}, status=503, headers={"Retry-After": f"{READY_RETRY_S:.0f}"})
 
-    async def _metrics_page(self, _: web.BaseRequest) -> web.Response:
+    def _metrics_page(self, _: web.BaseRequest) -> web.Response:
         return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _version(self, _: web.BaseRequest) -> web.Response:

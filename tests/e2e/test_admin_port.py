@@ -1,0 +1,86 @@
+"""What belongs to those who run the proxy is reached by them alone, on a port of its own where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmproxy.config import hash_of
+from llmproxy.gateway.routes import LOAD_ADAPTER, UNLOAD_ADAPTER, is_administrative
+from tests.e2e.house import CHAT, FAST, HELLO, house
+
+KEY = {"authorization": "Bearer for-admins"}
+AFAR = {"x-forwarded-for": "1.2.3.4"}
+"""A proxy on this machine speaks for somebody who is not on it."""
+PAGES = ("/metrics", "/debug/queue", "/debug/explain", "/debug/adapters")
+CHANGES = (LOAD_ADAPTER, UNLOAD_ADAPTER, "/admin/reload", "/admin/backends/b0/drain")
+TENANT: dict[str, Any] = {"tenants": [{"name": "acme", "keys": [hash_of("acme-1")]}]}
+ACME = {"authorization": "Bearer acme-1"}
+
+
+@pytest.mark.parametrize("path", [*PAGES, *CHANGES, "/debug", "/admin", "/debug/nothing"])
+def test_one_rule_covers_every_administrative_path(path: str) -> None:
+    assert is_administrative(path)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/health", "/ready", "/version", "/v1/models", "/administration", "/debugger"])
+def test_no_other_path_is_administrative(path: str) -> None:
+    assert not is_administrative(path)
+
+
+async def test_with_a_port_of_their_own_these_paths_are_nowhere_else() -> None:
+    async with house(FAST, admin={"port": 0}, admin_key=hash_of("for-admins")) as home:
+        assert home.proxy.admin_url is not None
+        assert home.proxy.admin_url.startswith("http://127.0.0.1:")
+        for path in PAGES:
+            assert (await home.get(path, headers=KEY)).status == 404
+            assert (await home.get(home.proxy.admin_url + path)).status == 200
+        change = {"lora_name": "new", "lora_path": "/x"}
+        assert (await home.post(LOAD_ADAPTER, change, headers=KEY)).status == 404
+        assert (await home.post(home.proxy.admin_url + LOAD_ADAPTER, change)).status == 401
+        assert (await home.post(home.proxy.admin_url + LOAD_ADAPTER, change, headers=KEY)).status == 200
+        assert (await home.chat(HELLO | {"model": "new"})).status == 200
+
+
+async def test_clients_are_served_on_their_own_port_alone() -> None:
+    async with house(FAST, admin={"port": 0}) as home:
+        for path in ("/v1/models", "/v1/models/base", "/v1/responses/resp_1", "/"):
+            assert (await home.get(f"{home.proxy.admin_url}{path}")).status == 404
+        assert (await home.post(f"{home.proxy.admin_url}{CHAT}", HELLO)).status == 404
+        for path in ("/health", "/ready", "/version"):
+            assert (await home.get(f"{home.proxy.admin_url}{path}")).status == 200
+            assert (await home.get(path)).status == 200
+
+
+async def test_beyond_this_machine_the_port_is_closed_but_for_metrics_and_the_key() -> None:
+    async with house(FAST, admin={"port": 0}, admin_key=hash_of("for-admins"), **TENANT) as home:
+        for path in PAGES[1:]:
+            assert (await home.get(f"{home.proxy.admin_url}{path}", headers=AFAR)).status == 404
+            assert (await home.get(f"{home.proxy.admin_url}{path}", headers=AFAR | KEY)).status == 200
+        assert (await home.get(f"{home.proxy.admin_url}/metrics", headers=AFAR)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("told", "status"), [({}, 200), ({"api_keys": ["k"]}, 200), (TENANT | {"admin_key": hash_of("for-admins")}, 401)]
+)
+async def test_metrics_are_open_unless_they_name_tenants(told: dict[str, Any], status: int) -> None:
+    async with house(FAST, **told) as home:
+        assert (await home.get("/metrics")).status == 200, "on this machine"
+        for headers in (AFAR, AFAR | ACME):
+            answer = await home.get("/metrics", headers=headers)
+            assert answer.status == status
+            assert (b"llmproxy_" in answer.body) is (status == 200)
+        if status == 401:
+            assert b"admin_key" in answer.body
+            assert (await home.get("/metrics", headers=AFAR | KEY)).status == 200
+
+
+@pytest.mark.parametrize("path", CHANGES)
+async def test_a_change_needs_the_key_even_on_this_machine(path: str) -> None:
+    async with house(FAST, admin_key=hash_of("for-admins"), api_keys=["acme-1"]) as home:
+        for method in ("POST", "PUT", "DELETE"):
+            assert (await home.request(method, path, {}, headers=AFAR)).status == 404, "there is nothing for others"
+            assert (await home.request(method, path, {}, headers=ACME)).status == 401
+            assert (await home.request(method, path, {})).status == 401
+            assert (await home.request(method, path, {}, headers=KEY)).status != 401
