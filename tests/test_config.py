@@ -191,6 +191,10 @@ def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any
             "health.backoff_max_s: 4 should not be below backoff_s, which is 5",
         ),
         ("body_bytes_max: 9\nqueue:\n  band_bytes_max: 8", "FILE:3: queue.band_bytes_max: 8 is below body_bytes_max 9"),
+        (
+            f"tenants:\n- {{name: a, keys: ['{hash_of('a')}'], cache_salt: short}}",
+            "FILE:2: tenants[0].cache_salt: should be auto, or a secret of 16 characters or more",
+        ),
         ("port: 80\nadmin:\n  port: 80", "FILE:3: admin.port: 80 is the port of clients"),
         ("body_bytes_max: 9\nqueue:\n  bytes_max: 8", "FILE:3: queue.bytes_max: 8 is below body_bytes_max 9"),
     ],

@@ -2,7 +2,7 @@
 
 from llmproxy.config.changes import Change, differences, is_read_once, that_can_change
 from llmproxy.config.config import Config
-from llmproxy.config.kinds import DNS, SRV, Network, hash_of, is_api_key
+from llmproxy.config.kinds import AUTO_SALT, DNS, SRV, Network, hash_of, is_api_key
 from llmproxy.config.load import ConfigError, Override, keys, load, load_backends, warnings_of
 from llmproxy.config.schema import (
     AdminConfig,
@@ -28,6 +28,7 @@ PLACEMENT_PRESETS = presets.names()
 """The presets that need no plugin."""
 
 __all__ = [
+    "AUTO_SALT",
     "DNS",
     "PLACEMENT_PRESETS",
     "SRV",

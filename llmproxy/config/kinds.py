@@ -24,6 +24,8 @@ TRUST_WORDS: Mapping[str, tuple[Network, ...]] = {
 
 KEY_PATTERN = r"^[\x21-\x7e]+$"
 KEY_CHARS_MAX = 4096
+AUTO_SALT = "auto"
+SALT_CHARS_MIN = 16
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -121,7 +123,7 @@ def backend_url(value: str) -> str:
 
 def flow_of(value: str) -> str:
     flow = value.lower()
-    if flow in ("header:authorization", "header:x-api-key"):
+    if flow in ("header:authorization", "header:x-api-key", "header:cookie"):
         raise ValueError(f"{value!r} would write keys into logs; flows by key are what tenants are for")
     if flow in ("model", "tenant", "tenant+model") or re.fullmatch(r"header:[\w!#$%&'*+.^`|~-]+", flow, re.ASCII):
         return flow
@@ -169,6 +171,12 @@ def moment_of(value: object) -> datetime:
         except (ValueError, OverflowError):
             pass
     raise ValueError(f"should be a date or a timestamp, such as 2027-01-31 or 2027-01-31T18:00:00Z, not {value!r}")
+
+
+def salt_of(value: str) -> str:
+    if value == AUTO_SALT or len(value) >= SALT_CHARS_MIN:
+        return value
+    raise ValueError(f"should be auto, or a secret of {SALT_CHARS_MIN} characters or more")
 
 
 def prompt_range(value: tuple[int, int]) -> tuple[int, int]:

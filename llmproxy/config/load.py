@@ -153,7 +153,7 @@ def reason_of(detail: ErrorDetails) -> str:
         return str(detail["ctx"]["error"])
     reason = re.sub(r"^\w+ should", "should", detail["msg"]).partition(", unable to")[0]
     # A key that is wrong is still somebody's secret, and this text may end up in a log.
-    secret = any("api_key" in str(part) for part in detail["loc"])
+    secret = any("api_key" in str(part) or part == "cache_salt" for part in detail["loc"])
     return reason if secret else f"{reason}, not {reprlib.repr(detail['input'])}"
 
 

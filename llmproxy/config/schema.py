@@ -32,6 +32,7 @@ from llmproxy.config.kinds import (
     flow_of,
     from_text,
     registered,
+    salt_of,
     session_of,
 )
 from llmproxy.core.charge import charges
@@ -138,6 +139,8 @@ class TenantConfig(Section):
     """What all its requests together may use."""
     models: tuple[Name, ...] | None = None
     """Names that it may ask for; all others are unknown to it. null allows all."""
+    cache_salt: Annotated[str, AfterValidator(salt_of)] | None = Field(default=None, repr=False)
+    """Keeps its prompts apart in engines' prefix caches: auto, or a secret that tenants may share; null does not."""
     trusted: bool = False
     """Whether its headers that give advantage count, from wherever it comes; see trust_headers."""
     ttft_s: Seconds | None = None

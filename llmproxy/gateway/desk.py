@@ -49,6 +49,7 @@ _TEXT = (
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _OPTIONS = ("model", "stream", "stream_options", "n", "best_of", *_MAX_TOKENS)
 _PRIORITY = "priority"
+PREVIOUS = "previous_response_id"
 # Inside messages: members that the chat template does not turn into text, and those that hold an image or a sound.
 _NOT_TEXT = frozenset(
     {"role", "type", "id", "tool_call_id", "call_id", "cache_control", "detail", "format", "media_type", "status"}
@@ -88,14 +89,33 @@ class Sheet:
     chain: Chain | None = field(default=None, repr=False)
     session: str | None = field(default=None, repr=False)
 
-    def spliced(self, *, model: str | None = None, want_usage: bool = False, priority: int | None = None) -> Spliced:
+    def text(self, name: str) -> str | None:
+        """The text of the top-level member `name`, one of those that the desk looks for; None where it is none."""
+        members = drain(scan_members(self.body, (name,))) if self.members is None else self.members
+        member = members.get(name)
+        if member is None or member.kind is not Kind.STRING:
+            return None
+        try:
+            return str(orjson.loads(self.body[member.start : member.end]))
+        except orjson.JSONDecodeError:
+            return None  # The engine reads the same bytes, and says what is wrong with them.
+
+    def spliced(
+        self,
+        *,
+        model: str | None = None,
+        want_usage: bool = False,
+        priority: int | None = None,
+        salt: str | None = None,
+    ) -> Spliced:
         """The body with `model` in the place of the name it gave, and with the usage option of a stream.
 
         A body that names no model is left so. `want_usage` changes chat and completion streams alone, and only those
         whose client said nothing about usage. `priority` is the engine's own, lower first; it takes the place of what
-        the client said of it, where the endpoint knows such a field.
+        the client said of it, where the endpoint knows such a field. `salt` takes the place of its `cache_salt`.
         """
         edits: list[_Edit] = []
+        added: list[bytes] = []
         if model is not None and model != self.ask.model and self.ask.model is not None:
             name = model.encode() if self.kind is BodyKind.FORM else orjson.dumps(model)
             edits.append(self._replacement("model", name))
@@ -103,17 +123,23 @@ class Sheet:
         if usage is not None:
             edits.append(usage)
         if priority is not None and self.kind in _PRIORITISED:
-            edits.append(self._priority_edit(str(priority).encode()))
+            self._set(_PRIORITY, str(priority).encode(), edits, added)
+        if salt is not None:
+            self._set(SALT, orjson.dumps(salt), edits, added)
+        if added:
+            start = self.body.index(b"{") + 1
+            last = b"" if self.body[start:].lstrip().startswith(b"}") else b","
+            edits.append((start, start, b",".join(added) + last))
         return _splice(self.body, sorted(edits), usage is not None)
 
-    def _priority_edit(self, value: bytes) -> _Edit:
-        members = drain(scan_members(self.body, (_PRIORITY,))) if self.members is None else self.members
-        found = members.get(_PRIORITY)
-        if found is not None:
-            return found.start, found.end, value
-        start = self.body.index(b"{") + 1
-        rest = self.body[start:].lstrip()
-        return start, start, b'"' + _PRIORITY.encode() + b'":' + value + (b"" if rest.startswith(b"}") else b",")
+    def _set(self, name: str, value: bytes, edits: list[_Edit], added: list[bytes]) -> None:
+        """Put a value in the place that the top-level member `name` has; where there is none, one is added."""
+        members = drain(scan_members(self.body, (name,))) if self.members is None else self.members
+        found = members.get(name)
+        if found is None:
+            added.append(b'"' + name.encode() + b'":' + value)
+        else:
+            edits.append((found.start, found.end, value))
 
     def _usage_edit(self) -> _Edit | None:
         if not self.ask.stream or self.kind not in (BodyKind.CHAT, BodyKind.COMPLETION):
@@ -220,7 +246,7 @@ def _noted(fields: dict[str, Any], body: bytes, kind: BodyKind, session_member: 
 
 def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_member: str | None = None) -> Slices[Sheet]:
     """Scan a JSON body of any size in slices. Raises BadBody; broken values that nobody here asked for pass."""
-    wanted = (*_TEXT, *_OPTIONS, _PRIORITY, SALT)
+    wanted = (*_TEXT, *_OPTIONS, _PRIORITY, SALT, PREVIOUS)
     members = yield from scan_members(body, wanted if session_member is None else (*wanted, session_member))
     fields = {name: _option(body, name, members[name]) for name in _OPTIONS if name in members}
     sizes = [_measure_member(members[name]) for name in _TEXT if name in members]

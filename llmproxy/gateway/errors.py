@@ -55,7 +55,10 @@ _ANTHROPIC_TYPES = {
 
 
 class Failure(Exception):  # noqa: N818 - it is what the client is told, which need not be an error of this code
-    """A request that ends with an answer of the proxy's own, before any byte of a backend's answer."""
+    """A request that ends with an answer of the proxy's own, before any byte of a backend's answer.
+
+    `message` is for the client, `detail` for the log alone: addresses are nobody else's business.
+    """
 
     def __init__(
         self,
@@ -66,8 +69,10 @@ class Failure(Exception):  # noqa: N818 - it is what the client is told, which n
         param: str | None = None,
         retry_after_s: float | None = None,
         headers: dict[str, str] | None = None,
+        detail: str = "",
     ) -> None:
         super().__init__(message)
+        self.detail = detail
         self.outcome = outcome
         self.message = message
         self.status = STATUS[outcome] if status is None else status

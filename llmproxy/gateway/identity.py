@@ -129,6 +129,10 @@ class Identity:
             return f"{backend.name} does not accept the key that is configured for it (api_key or backend_api_key)"
         return f"{backend.name} wants a key: set backend_api_key, or its own api_key; those of clients are not sent on"
 
+    def shows_backend(self, peer: str | None, tenant: Tenant) -> bool:
+        """Whether answers name their backend: to all but tenants whose word counts for nothing."""
+        return not tenant.name or self.trusts(peer, tenant)
+
     @property
     def session_member(self) -> str | None:
         """The member of bodies that names the session of a request, None where it is named elsewhere."""

@@ -67,12 +67,14 @@ SKIPPED = frozenset(
 class Chain:
     """The hashes of a prompt's full blocks, and what is needed to go on: the last hash and the bytes of no full block.
 
-    At BLOCKS_MAX blocks a chain is full and stays as it is.
+    At BLOCKS_MAX blocks a chain is full and stays as it is. `salt` is the one that the proxy puts into the body in the
+    place of the client's own, None where it puts none.
     """
 
     hashes: tuple[int, ...]
     last: int
     tail: bytes = b""
+    salt: str | None = None
 
     def extended(self, text: bytes) -> Chain:
         """The chain of this prompt and `text` after it; equal to that of both in one go. Costs what `text` costs."""
@@ -83,11 +85,11 @@ class Chain:
             last = digest(data[start : start + BLOCK_BYTES], last)
             hashes.append(last)
         full = len(self.hashes) + blocks == BLOCKS_MAX
-        return Chain((*self.hashes, *hashes), last, b"" if full else data[blocks * BLOCK_BYTES :])
+        return Chain((*self.hashes, *hashes), last, b"" if full else data[blocks * BLOCK_BYTES :], self.salt)
 
     def hashes_on(self, model: str, adapter: str | None) -> tuple[int, ...]:
-        """The hashes as `model` and `adapter` have them, who share no cached block with any other."""
-        mark = xxh64_intdigest(orjson.dumps([model, adapter]))
+        """The hashes as `model` and `adapter` have them, who share no cached block with any other, nor do salts."""
+        mark = xxh64_intdigest(orjson.dumps([model, adapter] if self.salt is None else [model, adapter, self.salt]))
         return tuple([block ^ mark for block in self.hashes])
 
 

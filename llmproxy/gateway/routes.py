@@ -64,6 +64,27 @@ SCHEDULED: dict[str, Route] = {
     )
 }
 
+SALTED: frozenset[str] = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/pooling",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/generative_scoring",
+        "/v1/systemone",
+        "/inference/v1/generate",
+    }
+)
+"""Where vLLM takes a `cache_salt` for a prompt that it runs."""
+
 STORED_RESPONSES = "/v1/responses/"
 """`GET {id}` and `POST {id}/cancel` below it go to the backend that made the response."""
 

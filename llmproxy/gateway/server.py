@@ -118,7 +118,8 @@ class FrontDoor:
         except Failure as failure:
             body = error_body(dialect_of(path), failure.status, failure.message, failure.param)
             own_id = id_for_error(request.headers)
-            self._ended(request, path, own_id, failure.outcome, failure.status, failure.message)
+            story = " ".join(filter(None, (failure.message, failure.detail)))
+            self._ended(request, path, own_id, failure.outcome, failure.status, story)
             headers = {"x-request-id": own_id, **failure.headers}
             return web.Response(status=failure.status, body=body, content_type="application/json", headers=headers)
         except (ConnectionError, web.RequestPayloadError):

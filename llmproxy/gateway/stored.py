@@ -47,6 +47,12 @@ class StoredResponses:
         backend, owner = self._made_by.get(response_id, (None, tenant.name))
         return backend if owner == tenant.name else None
 
+    def check_owned(self, response_id: str | None, tenant: Tenant) -> None:
+        """Raise Failure (404) where a request of `tenant` goes on from a response that is not known to be its own."""
+        if response_id is not None and self.backend_of(response_id, tenant) is None:
+            message = f"Response with id '{response_id[:200]}' not found."
+            raise Failure(Outcome.BAD_REQUEST, message, status=404, param="previous_response_id")
+
     async def serve(
         self, path: str, request: web.BaseRequest, response_id: str, own_id: str, tenant: Tenant
     ) -> web.StreamResponse:
@@ -59,7 +65,10 @@ class StoredResponses:
             message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
             raise Failure(Outcome.BAD_REQUEST, message, status=404)
         backend = self._backends[name]
-        client = AiohttpClientLeg(request, {"x-llmproxy-backend": name, "x-request-id": own_id})
+        extra = {"x-request-id": own_id}
+        if rules.identity.shows_backend(request.remote, tenant):
+            extra["x-llmproxy-backend"] = name
+        client = AiohttpClientLeg(request, extra)
         headers = rules.identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
         try:
@@ -81,7 +90,8 @@ class StoredResponses:
                     exchange.close()
         except (ConnectFailed, UpstreamBroken, TimeoutError) as error:
             if client.response is None:
-                raise Failure(Outcome.CONNECT_FAILED, f"The backend that made this response failed: {error}") from error
+                message = "The backend that made this response failed."
+                raise Failure(Outcome.CONNECT_FAILED, message, detail=str(error)) from error
             await client.abort()
         assert client.response is not None
         return client.response

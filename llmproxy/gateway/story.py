@@ -41,6 +41,7 @@ class Walk:
     target: Target | None = None
     request: Request | None = None
     sheet: Sheet | None = None
+    salt: str | None = None
     body_bytes: int = 0
     ttl_s: float = 0.0
     waited_s: float = 0.0

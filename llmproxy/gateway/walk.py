@@ -20,13 +20,13 @@ from llmproxy.dispatcher import Dispatcher, Lease
 from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
-from llmproxy.gateway.desk import Sheet
+from llmproxy.gateway.desk import PREVIOUS, Sheet
 from llmproxy.gateway.errors import Failure, error_body
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
-from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES
+from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES, SALT
 from llmproxy.gateway.relay import Attempt, Call
-from llmproxy.gateway.routes import Dialect, Route
+from llmproxy.gateway.routes import SALTED, Dialect, Route
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.scan import BadBody
 from llmproxy.gateway.stored import StoredResponses
@@ -130,12 +130,24 @@ class Walker:
         content_type = http.headers.get("content-type", "")
         _check_content_type(walk.route, content_type)
         sheet = walk.sheet = await walk.rules.desk.read(body, walk.route.kind, content_type)
+        sheet = self._kept_apart(walk, sheet)
         target = walk.target = await self._target(walk, sheet.ask.model)
         self.budget.request()
         if self._answers is not None and walk.route.computes:
             walk.kept = self._answers.keep(sheet)
             walk.client.keep = walk.kept.add if walk.kept is not None else None
         await self._attempts(walk, sheet, self._make_request(walk, sheet, target))
+
+    def _kept_apart(self, walk: Walk, sheet: Sheet) -> Sheet:
+        """Keep a tenant from what others left in the engines: their prefixes, and their responses. Raises Failure."""
+        if walk.route.dialect is Dialect.RESPONSES and walk.rules.config.tenants:
+            self._stored.check_owned(sheet.text(PREVIOUS), walk.tenant)
+        if walk.tenant.salt is None or walk.route.path not in SALTED:
+            return sheet
+        walk.salt = walk.tenant.cache_salt(sheet.text(SALT))
+        chain = None if sheet.chain is None else replace(sheet.chain, salt=walk.salt)
+        sheet = walk.sheet = replace(sheet, chain=chain)
+        return sheet
 
     async def _target(self, walk: Walk, asked: str | None) -> Target:
         """What the name that was asked for means, in words that tell a tenant of no models but its own.
@@ -246,13 +258,14 @@ class Walker:
         walk.lease = lease
         walk.granted_s = lease.grant.at_s
         backend = self._backends[lease.backend]
-        walk.extra["x-llmproxy-backend"] = backend.name
+        if walk.rules.identity.shows_backend(walk.http.remote, walk.tenant):
+            walk.extra["x-llmproxy-backend"] = backend.name
         walk.extra["x-llmproxy-queue-ms"] = f"{walk.waited_s * 1e3:.1f}"
         walk.extra["x-llmproxy-attempts"] = str(walk.attempts)
         request = lease.grant.request
         # The engine's own priority is lower first.
         priority = -request.band if backend.forward_priority else None
-        spliced = sheet.spliced(model=request.model, want_usage=True, priority=priority)
+        spliced = sheet.spliced(model=request.model, want_usage=True, priority=priority, salt=walk.salt)
         headers = walk.rules.identity.to_backend(walk.http, walk.id, backend, walk.tenant)
         call = Call(
             self._path_qs(walk), headers, spliced.parts, request.stream, spliced.hides_usage, walk.route.dialect

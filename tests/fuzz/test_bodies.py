@@ -126,9 +126,10 @@ def test_both_readings_find_what_the_engine_finds(
     st.sampled_from(JSON_KINDS),
     st.none() | TEXTS,
     st.none() | st.integers(-9, 9),
+    st.none() | st.just("a-salt"),
 )
-@example([], " ", True, BodyKind.CHAT, "b", -1)
-@example([("stream", True), ("stream_options", {"include_usage": None})], "", True, BodyKind.CHAT, "b", 1)
+@example([], " ", True, BodyKind.CHAT, "b", -1, "a-salt")
+@example([("stream", True), ("stream_options", {"include_usage": None})], "", True, BodyKind.CHAT, "b", 1, "a-salt")
 def test_a_spliced_body_is_the_clients_with_the_edits_and_nothing_else(
     members: list[tuple[str, Any]],
     space: str,
@@ -136,17 +137,22 @@ def test_a_spliced_body_is_the_clients_with_the_edits_and_nothing_else(
     kind: BodyKind,
     model: str | None,
     priority: int | None,
+    salt: str | None,
 ) -> None:
     body = written(members, space, ascii_only)
     for sheet in both(body, kind):
         if sheet is None:
             continue
-        spliced = sheet.spliced(model=model, want_usage=True, priority=priority)
+        spliced = sheet.spliced(model=model, want_usage=True, priority=priority, salt=salt)
         expected = orjson.loads(body)
         if model is not None and sheet.ask.model is not None:
             expected["model"] = model
         if priority is not None and kind in (BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES):
             expected["priority"] = priority
+        if salt is not None:
+            own = sheet.text("cache_salt")
+            assert own == (expected.get("cache_salt") if isinstance(expected.get("cache_salt"), str) else None)
+            expected["cache_salt"] = salt
         if spliced.hides_usage:
             assert sheet.ask.stream
             assert kind in (BodyKind.CHAT, BodyKind.COMPLETION)

@@ -19,7 +19,7 @@ SHOWN["tenants"] = [{"name": "acme", "keys": [hash_of("k")], "limits": {"in_flig
 SECRET = "s3cret-that-nobody-may-see"
 PLACES_OF_KEYS: list[tuple[str | int, ...]] = [
     ("api_keys",), ("api_keys", 0), ("backend_api_key",), ("admin_key",), ("backends", 0, "api_key"),
-    ("tenants", 0, "keys"), ("tenants", 0, "keys", 0), ("tenants", 0, "keys", 0, "hash"),
+    ("tenants", 0, "keys"), ("tenants", 0, "keys", 0), ("tenants", 0, "keys", 0, "hash"), ("tenants", 0, "cache_salt"),
 ]  # fmt: skip
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=6), st.dates(),

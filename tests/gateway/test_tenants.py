@@ -115,6 +115,32 @@ def test_a_tenant_is_what_its_entry_says() -> None:
     assert tenant == Tenant("acme", 50, 100, 2.5, frozenset({"a", "b"}), True, 0.5, 0.05)
 
 
+def salted(**salts: str | None) -> dict[str, Tenant]:
+    """Tenants by name, each with its `cache_salt`."""
+    entries = [{"name": name, "keys": [hash_of(name)], "cache_salt": salt} for name, salt in salts.items()]
+    keys = Keys(config(tenants=entries))
+    return {name: keys.check(bearer(name)) for name in salts}
+
+
+def test_salts_of_tenants_are_their_own_whatever_their_clients_write() -> None:
+    tenants = salted(a="auto", b="auto", c="a-secret-of-c-alone", d=None)
+    owns = (None, "", "x", "\ud800", tenants["a"].cache_salt("x"))
+    salts = [tenants[name].cache_salt(own) for name in "abc" for own in owns if own != ""]
+    assert len(set(salts)) == len(salts) == 12
+    assert all(salt is not None and len(salt) == 43 for salt in salts)
+    assert tenants["a"].cache_salt("") == tenants["a"].cache_salt(None)
+    assert [tenants["d"].cache_salt(own) for own in owns] == [None] * 5
+    assert salted(a="auto")["a"].cache_salt("x") == tenants["a"].cache_salt("x"), "in every process"
+
+
+def test_tenants_that_name_one_secret_share_what_is_cached() -> None:
+    tenants = salted(a="one-secret-of-both", b="one-secret-of-both")
+    assert tenants["a"].cache_salt("x") == tenants["b"].cache_salt("x")
+    for shown in (repr(tenants), repr(config(tenants=[{"name": "a", "keys": [hash_of("k")], "cache_salt": "s" * 16}]))):
+        assert "one-secret" not in shown
+        assert "s" * 16 not in shown
+
+
 def test_a_tenant_may_ask_for_its_models_alone_and_for_all_without_a_list() -> None:
     tenant = Tenant("acme", models=frozenset({"a"}))
     assert (tenant.allows("a"), tenant.allows("A"), tenant.allows("b"), tenant.allows("")) == (True, *(False,) * 3)

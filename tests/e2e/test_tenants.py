@@ -1,0 +1,169 @@
+"""Tenants see nothing of each other: neither names nor answers, nor in how long it takes what others asked before."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from llmproxy.config import hash_of
+from llmproxy.gateway.body import BodyKind
+from llmproxy.gateway.routes import SALTED, SCHEDULED
+from llmproxy.telemetry import logs
+from tests.backends.raw_server import Peer
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house
+from tests.e2e.scripted import scripted, whole
+
+TENANTS: list[dict[str, Any]] = [
+    {"name": name, "keys": [hash_of(name)], "cache_salt": salt, "trusted": name == "boss"}
+    for name, salt in (("acme", "auto"), ("zeta", "auto"), ("open", None), ("boss", "auto"))
+]
+LONG = "All that follows was said before. " * 360
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+def said(*texts: str) -> dict[str, Any]:
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    return HELLO | {"messages": messages}
+
+
+def cached_tokens(answer: Answer) -> int:
+    found: int = (answer.json["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return found
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    told = io.StringIO()
+    logs.configure("text", "debug", told)
+    yield told
+    structlog.reset_defaults()
+
+
+# --- prefix caches ----------------------------------------------------------------------------------------------------
+
+
+async def sent_with(home: House, path: str, body: dict[str, Any], tenant: str) -> dict[str, Any]:
+    """The body of a request of `tenant` as its backend got it."""
+    await home.post(path, body, headers=key(tenant))
+    sent: dict[str, Any] = json.loads(home.sent().body or b"")
+    return sent
+
+
+@pytest.mark.parametrize("path", sorted(path for path, route in SCHEDULED.items() if route.kind is not BodyKind.FORM))
+async def test_bodies_are_salted_where_the_engine_knows_salts_and_nowhere_else(path: str) -> None:
+    async with house(FAST, tenants=TENANTS) as home:
+        body = {"model": "base", "input": "x"}
+        bare, own = (
+            await sent_with(home, path, body, "acme"),
+            await sent_with(home, path, body | {"cache_salt": "x"}, "acme"),
+        )
+        if path not in SALTED:
+            assert (bare, own) == (body, body | {"cache_salt": "x"})
+            return
+        salts = {bare.pop("cache_salt"), own.pop("cache_salt"), "x"}
+        assert (bare, own, len(salts)) == (body, body, 3)
+        assert await sent_with(home, path, body | {"cache_salt": "x"}, "open") == body | {"cache_salt": "x"}
+
+
+async def test_a_large_body_is_salted_too() -> None:
+    async with house(FAST, tenants=TENANTS) as home:
+        text = "word " * 40_000
+        for own in ({}, {"cache_salt": "mine"}):
+            sent = await sent_with(home, CHAT, STREAM | {"messages": [{"role": "user", "content": text}]} | own, "acme")
+            assert len(sent["cache_salt"]) == 43
+            assert sent["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("own", [{}, {"cache_salt": "guess"}])
+async def test_what_a_tenant_asked_is_cached_and_expected_for_that_tenant_alone(
+    tmp_path: Path, own: dict[str, str]
+) -> None:
+    path = tmp_path / "log"
+    async with house(FAST, FAST, tenants=TENANTS, decision_log=str(path)) as home:
+
+        async def ask(name: str, tenant: str, *texts: str) -> Answer:
+            answer = await home.chat(said(*texts) | own, headers=key(tenant) | {"x-request-id": name})
+            assert answer.status == 200
+            await home.settled()
+            return answer
+
+        first = await ask("first", "acme", LONG)
+        assert cached_tokens(await ask("other", "zeta", LONG)) == 0
+        assert cached_tokens(await ask("third", "boss", LONG)) == 0
+        answered = first.json["choices"][0]["message"]["content"]
+        assert cached_tokens(await ask("again", "acme", LONG, answered, "And?")) > 2000
+    _, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    expected = {line["request_id"]: line["predicted"]["cached_tokens"] for line in lines}
+    assert (expected["first"], expected["other"], expected["third"]) == (0, 0, 0)
+    assert expected["again"] > 2000
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [0, 200_000])
+async def test_nobody_goes_on_from_a_response_of_somebody_else(padding: int) -> None:
+    async with house(FAST, tenants=TENANTS, api_keys=["plain"]) as home:
+        body = {"model": "base", "input": "a", "max_output_tokens": 2}
+        made = (await home.post("/v1/responses", body, headers=key("acme"))).json["id"]
+        further = body | {"previous_response_id": made, "input": "a" + " b" * (padding // 2)}
+        for other in ("zeta", "plain"):
+            answer = await home.post("/v1/responses", further, headers=key(other))
+            assert (answer.status, answer.json["error"]["param"]) == (404, "previous_response_id")
+            assert (await home.get(f"/v1/responses/{made}", headers=key(other))).status == 404
+            assert (await home.post(f"/v1/responses/{made}/cancel", None, headers=key(other))).status == 404
+        await home.post("/v1/responses", further, headers=key("acme"))
+        assert json.loads(home.sent().body or b"")["previous_response_id"] == made
+        invented = body | {"previous_response_id": "resp_invented"}
+        assert (await home.post("/v1/responses", invented, headers=key("acme"))).status == 404
+
+
+async def test_without_tenants_responses_are_everybodys_and_unknown_ones_the_engines_business() -> None:
+    async with house(FAST) as home:
+        body = {"model": "base", "input": "a", "previous_response_id": "resp_of_another_proxy"}
+        await home.post("/v1/responses", body)
+        assert json.loads(home.sent().body or b"") == body
+
+
+# --- what answers tell of the fleet -----------------------------------------------------------------------------------
+
+
+async def test_answers_name_their_backend_to_tenants_that_are_trusted_alone() -> None:
+    async with house(FAST, tenants=TENANTS, api_keys=["plain"], trust_headers="none") as home:
+        body = {"model": "base", "input": "a", "max_output_tokens": 2}
+        for tenant, shown in (("acme", False), ("boss", True), ("plain", True)):
+            made = await home.post("/v1/responses", body, headers=key(tenant))
+            kept = await home.get(f"/v1/responses/{made.json['id']}", headers=key(tenant))
+            assert ["x-llmproxy-backend" in answer.headers for answer in (made, kept)] == [shown, shown]
+            assert "x-llmproxy-attempts" in made.headers
+
+
+async def test_errors_name_no_backend_and_no_address_but_in_the_log(log: io.StringIO) -> None:
+    async def once(peer: Peer, _: bytes) -> None:
+        await peer.send(whole(b'{"id":"resp_1","object":"response"}'))
+        peer.writer.close()
+
+    async with scripted(once) as backend, house(extra=[backend.url], tenants=TENANTS, trust_headers="none") as home:
+        made = await home.post("/v1/responses", {"model": "base", "input": "a"}, headers=key("acme"))
+        assert made.status == 200
+        backend.hang()
+        failed = [
+            await home.get("/v1/responses/resp_1", headers=key("acme")),
+            await home.chat(headers=key("acme")),
+            await home.chat(HELLO | {"model": "nobody"}, headers=key("acme")),
+        ]
+    assert [answer.status // 100 for answer in failed] == [5, 5, 4]
+    for answer in failed:
+        shown = answer.body.decode() + str(answer.headers)
+        assert "127.0.0.1" not in shown
+        assert "b0" not in shown
+    assert f"The backend that made this response failed. {backend.url}" in log.getvalue()
