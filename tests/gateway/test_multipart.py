@@ -88,6 +88,9 @@ def test_a_boundary_torn_between_two_slices_is_found(monkeypatch: pytest.MonkeyP
         'multipart/form-data; boundary=""',
         "multipart/form-data; boundary=" + "x" * 300,
         "multipart/form-data; boundary=é",
+        'multipart/form-data; boundary="c\\ut"',
+        "multipart/form-data; boundary=cut; boundary=cot",
+        "multipart/form-data; boundary=cut; boundary*=utf-8''cot",
     ],
 )
 def test_a_missing_or_unusable_boundary_is_refused(content_type: str) -> None:

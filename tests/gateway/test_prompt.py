@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -199,6 +200,15 @@ def test_what_the_engine_reads_alike_has_one_chain() -> None:
 )  # fmt: skip
 def test_what_the_engine_reads_differently_has_another(one: Chain, other: Chain) -> None:
     assert one != other
+
+
+def test_a_salt_of_the_proxys_own_is_kept_by_what_goes_on_from_a_chain() -> None:
+    plain = chat(said("user", LONG))
+    salted = replace(plain, salt="of a tenant")
+    assert not set(salted.hashes_on("m", None)) & set(plain.hashes_on("m", None))
+    further = salted.extended(LONG.encode())
+    assert further.hashes_on("m", None)[: len(plain.hashes)] == salted.hashes_on("m", None)
+    assert not set(further.hashes_on("m", None)) & set(plain.extended(LONG.encode()).hashes_on("m", None))
 
 
 def test_model_adapter_and_salt_share_nothing() -> None:
