@@ -18,7 +18,6 @@ _wanted = os.environ.get("LLMPROXY_FUZZ_EXAMPLES")
 FUZZED = settings(
     max_examples=int(_wanted) if _wanted else QUICK_EXAMPLES,
     derandomize=_wanted is None,
-    deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

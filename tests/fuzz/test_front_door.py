@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 import uvloop
@@ -63,7 +64,10 @@ BODIES = st.one_of(
 @pytest.fixture(scope="module")
 def rig() -> Iterator[tuple[asyncio.Runner, House]]:
     """A house with tenants, on a loop that runs while an example does."""
-    told = {"tenants": [{"name": "acme", "keys": [hash_of("acme")], "cache_salt": "auto"}], "api_keys": ["x"]}
+    told: dict[str, Any] = {
+        "tenants": [{"name": "acme", "keys": [hash_of("acme")], "cache_salt": "auto"}],
+        "api_keys": ["x"],
+    }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         stack = AsyncExitStack()
         home = runner.run(stack.enter_async_context(house(FAST, health={"failures": 1000}, queue={"ttl_s": 1}, **told)))
