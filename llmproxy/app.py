@@ -33,6 +33,7 @@ from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.answers import Answers
+from llmproxy.gateway.connection import ClientServer
 from llmproxy.gateway.listener import Listener
 from llmproxy.gateway.rules import Rulebook, Rules
 from llmproxy.gateway.server import FrontDoor, Handler
@@ -51,6 +52,8 @@ HEAD_BYTES_MAX = 128 << 10
 KEEP_ALIVE_S = 75.0
 BACKLOG = 4096
 GC_THRESHOLDS = (20_000, 20, 50)
+LINGER_S = 10.0
+"""How long the rest of a refused body is read, so that a client that is still sending gets to read the answer."""
 CUT_AFTER_S = 0.1
 """How long requests that outlived the drain get before they are cut; the server library takes 0 for "for ever"."""
 
@@ -206,10 +209,11 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
             # asks three questions.
             await unless(watch.all_heard, asyncio.sleep(3 * config.poll.timeout_s))
         # That of clients first: where the service manager opened a socket, it is theirs.
-        listener = await _listen(stack, door.handle, config.host, config.port, sockets)
+        listener = await _listen(stack, door, door.handle, config.host, config.port, sockets)
         admin_listener = None
         if config.admin.port is not None:
-            admin_listener = await _listen(stack, door.handle_admin, config.admin.host, config.admin.port, sockets)
+            where = config.admin.host, config.admin.port
+            admin_listener = await _listen(stack, door, door.handle_admin, *where, sockets)
         stack.callback(walker.cut)
         stack.callback(dispatcher.close)
         yield Proxy(rulebook, listener, admin_listener, pools, dispatcher, walker, metrics, roster, reloader)
@@ -245,12 +249,14 @@ async def _in_the_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[N
 
 
 async def _listen(
-    stack: AsyncExitStack, handler: Handler, address: str, wanted_port: int, sockets: Sockets
+    stack: AsyncExitStack, door: FrontDoor, handler: Handler, address: str, wanted_port: int, sockets: Sockets
 ) -> Listener:
-    server = web.Server(
+    server = ClientServer(
         handler,
+        door.refuse,
         handler_cancellation=True,
         auto_decompress=False,
+        lingering_time=LINGER_S,
         keepalive_timeout=KEEP_ALIVE_S,
         max_line_size=HEAD_BYTES_MAX,
         max_field_size=HEAD_BYTES_MAX,

@@ -20,7 +20,8 @@ SILENCE_MAX_S = 30.0
 async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
     """The whole request body.
 
-    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 408 when it stops arriving.
+    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 408 when it stops arriving, 400 where its
+    framing is broken.
     """
     too_large = Failure(
         Outcome.TOO_LARGE, f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
@@ -38,8 +39,11 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
                     raise too_large
                 body.write(piece)
                 patience.reschedule(now() + SILENCE_MAX_S)
+    except web.RequestPayloadError as broken:
+        message = str(broken) or "The request body ended early."
+        raise Failure(Outcome.BAD_REQUEST, message, headers={"Connection": "close"}) from None
     except TimeoutError:
-        message = f"The request body stopped arriving: nothing came for {SILENCE_MAX_S:g} s, or its framing is broken."
+        message = f"The request body stopped arriving: nothing came for {SILENCE_MAX_S:g} s."
         raise Failure(Outcome.BAD_REQUEST, message, status=408, headers={"Connection": "close"}) from None
     # Unlike joining a list of pieces, this hands out the bytes gathered so far without one more copy of all of them.
     return body.getvalue()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
 
 import orjson
+from aiohttp import web
+from multidict import CIMultiDict
 
 from llmproxy.core.domain import Outcome, Refused
 from llmproxy.gateway.routes import Dialect
@@ -35,20 +38,28 @@ _OPENAI_TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    417: "ExpectationFailedError",
     429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLargeError",
     500: "InternalServerError",
+    501: "NotImplementedError",
     502: "BadGatewayError",
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
+    505: "HTTPVersionNotSupportedError",
 }
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
@@ -84,6 +95,15 @@ class Failure(Exception):  # noqa: N818 - it is what the client is told, which n
     @classmethod
     def of(cls, refused: Refused) -> Failure:
         return cls(refused.outcome, refused.message, retry_after_s=refused.retry_after_s)
+
+    def response(self, dialect: Dialect, headers: Mapping[str, str]) -> web.Response:
+        """What the client is told; `headers` go with it, under those of the failure itself."""
+        body = error_body(dialect, self.status, self.message, self.param)
+        fields = CIMultiDict({**headers, **self.headers})
+        response = web.Response(status=self.status, body=body, content_type="application/json", headers=fields)
+        if self.headers.get("Connection") == "close":
+            response.force_close()
+        return response
 
 
 def nothing_at(path: str) -> Failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Set
 
 from llmproxy.core.domain import Outcome
@@ -24,6 +25,7 @@ _HOP_BY_HOP = frozenset(
 )
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie"})
 """Fields by which a client says who it is: to the proxy, and to backends only where that is configured."""
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id"})
 _OURS_DOWNSTREAM = frozenset({"x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"})
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
@@ -70,8 +72,15 @@ def to_backend(
 
 
 def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
-    """A backend's end-to-end fields, without those that the proxy answers itself."""
-    fields = [(name, value if value.isascii() else _writable(value)) for name, value in fields]
+    """A backend's end-to-end fields, without those that the proxy answers itself.
+
+    Control characters, a line break above all, become spaces (RFC 9110, section 5.5).
+    """
+    # What is printable ASCII, as nearly everything is, needs no second look.
+    fields = [
+        (name, value if value.isascii() and value.isprintable() else _CONTROL.sub(" ", _writable(value)))
+        for name, value in fields
+    ]
     dropped = _HOP_BY_HOP | _OURS_DOWNSTREAM | named_in_connection(fields)
     return [(name, value) for name, value in fields if name.lower() not in dropped]
 

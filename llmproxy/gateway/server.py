@@ -18,7 +18,8 @@ from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.auth import Tenant
-from llmproxy.gateway.errors import Failure, error_body, nothing_at
+from llmproxy.gateway.errors import Failure, nothing_at
+from llmproxy.gateway.hygiene import check as check_hygiene
 from llmproxy.gateway.identity import id_for_error, request_id
 from llmproxy.gateway.routes import (
     LOAD_ADAPTER,
@@ -105,26 +106,30 @@ class FrontDoor:
             # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
             path = path.rstrip("/") or "/"
         try:
+            check_hygiene(request)
             if is_administrative(path):
                 self._admin.check(path, request, on_admin_port)
                 return await self._administer(path, request)
             if on_admin_port and path not in PROBES:
                 raise nothing_at(path)
-            route = SCHEDULED.get(path)
+            # By its very bytes: %2f is no slash where somebody else has decided what may pass.
+            route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
             if route is not None:
                 _only(request, "POST")
                 return await self._walker.serve(route, request)
             return await self._by_itself(path, request)
         except Failure as failure:
-            body = error_body(dialect_of(path), failure.status, failure.message, failure.param)
-            own_id = id_for_error(request.headers)
-            story = " ".join(filter(None, (failure.message, failure.detail)))
-            self._ended(request, path, own_id, failure.outcome, failure.status, story)
-            headers = {"x-request-id": own_id, **failure.headers}
-            return web.Response(status=failure.status, body=body, content_type="application/json", headers=headers)
+            return self.refuse(request, failure, path)
         except (ConnectionError, web.RequestPayloadError):
             # Nobody is there to read it; the server only needs something to close the connection with.
             return web.Response(status=400)
+
+    def refuse(self, request: web.BaseRequest, failure: Failure, path: str = "") -> web.Response:
+        """Count and log what goes no further, and make the answer to it; without a path, it could not be parsed."""
+        own_id = id_for_error(request.headers)
+        story = " ".join(filter(None, (failure.message, failure.detail)))
+        self._ended(request, path, own_id, failure.outcome, failure.status, story)
+        return failure.response(dialect_of(path), {"x-request-id": own_id})
 
     async def _stored_response(
         self, path: str, request: web.BaseRequest, response_id: str, tenant: Tenant

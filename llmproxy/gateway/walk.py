@@ -9,7 +9,6 @@ from itertools import count
 from uuid import uuid4
 
 from aiohttp import web
-from multidict import CIMultiDict
 
 from llmproxy.config import BackendConfig
 from llmproxy.core.catalogue import Target
@@ -21,7 +20,7 @@ from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
 from llmproxy.gateway.desk import PREVIOUS, Sheet
-from llmproxy.gateway.errors import Failure, error_body
+from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
 from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES, SALT
@@ -124,7 +123,8 @@ class Walker:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
         if http.headers.get("content-encoding", "identity").lower() != "identity":
             message = "Request bodies must not be compressed: send this one without Content-Encoding."
-            raise Failure(Outcome.BAD_REQUEST, message, param="content-encoding")
+            accepted = {"Accept-Encoding": "identity"}
+            raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
         body = await read_body(http, walk.rules.config.body_bytes_max)
         walk.body_bytes = len(body)
         content_type = http.headers.get("content-type", "")
@@ -331,9 +331,7 @@ class Walker:
 
     def _fail(self, walk: Walk, failure: Failure) -> web.Response:
         walk.outcome, walk.status, walk.error = failure.outcome, failure.status, failure.message
-        headers = CIMultiDict({"x-request-id": walk.id, **walk.extra, **failure.headers})
-        body = error_body(walk.route.dialect, failure.status, failure.message, failure.param)
-        return web.Response(status=failure.status, body=body, content_type="application/json", headers=headers)
+        return failure.response(walk.route.dialect, {"x-request-id": walk.id, **walk.extra})
 
     def _exit(self, walk: Walk) -> None:
         ended = walk.told(asyncio.get_running_loop().time(), walk.rules.band_names)

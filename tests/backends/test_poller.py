@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -310,6 +311,18 @@ async def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, monkeypatc
     await bench.poller().lap()
     assert bench.sink.take() == ["garbage"]
     assert "larger than 100000 bytes" in bench.sink.details[0]
+
+
+async def test_no_more_is_unpacked_of_a_compressed_answer_than_is_read_of_any_other(bench: Bench) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+
+    async def explode(_: web.Request) -> web.StreamResponse:
+        return web.Response(body=bomb, headers={"content-encoding": "gzip"})
+
+    bench.vllm.answers["/v1/models"] = explode
+    await bench.poller().lap()
+    assert bench.sink.take() == ["garbage"]
+    assert f"larger than {poller_module.BODY_BYTES_MAX} bytes" in bench.sink.details[0]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

@@ -1,0 +1,57 @@
+"""What a request must be like before anything is made of it: where readers of HTTP/1 disagree, nobody reads it here.
+
+The parser refuses most of what is malformed. The rest, which it lets through and another server might read differently
+(RFC 9112, sections 3.2, 6.1 and 11.2), is refused here, and the connection closed: where its next request begins is
+then a matter of opinion.
+"""
+
+from __future__ import annotations
+
+import re
+
+from aiohttp import HttpVersion10, HttpVersion11, web
+
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.errors import Failure
+
+SINGLE = ("authorization", "x-api-key", "x-request-id", "content-encoding", "expect")
+"""Fields that are read here and may be read again by a backend, beyond those that the parser wants once at most."""
+
+LOOKALIKES = ("transfer_encoding", "content_length")
+"""Servers that turn `-` into `_` cannot tell these from the fields that say where a body ends."""
+
+_HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[0-9a-fA-F:.]+\])(:\d{0,5})?", re.ASCII)
+
+
+def check(request: web.BaseRequest) -> None:
+    """Raise Failure (400, 405, 417, 501, 505) for a request that two servers may understand in two ways."""
+    if request.version not in (HttpVersion11, HttpVersion10):
+        raise _refused("This proxy speaks HTTP/1.1 and HTTP/1.0.", status=505)
+    if request.method == "CONNECT":
+        raise _refused("This proxy opens no tunnels.", status=405)
+    if "#" in request.raw_path:
+        raise _refused("The target of a request has no fragment.")
+    headers = request.headers
+    coding = headers.get("transfer-encoding")
+    if coding is not None:
+        if request.version == HttpVersion10:
+            raise _refused("A request of HTTP/1.0 has no transfer-encoding.", param="transfer-encoding")
+        if coding.lower() != "chunked":
+            message = "The only transfer-encoding that this proxy reads is chunked."
+            raise _refused(message, status=501, param="transfer-encoding")
+    host = headers.get("host", "")
+    if not _HOST.fullmatch(host):
+        raise _refused("The header field host names no host.", param="host")
+    expects = headers.get("expect", "100-continue")
+    if expects.lower() != "100-continue":
+        raise _refused("The only expectation that this proxy meets is 100-continue.", status=417, param="expect")
+    for name in LOOKALIKES:
+        if name in headers:
+            raise _refused(f"The header field {name} looks like one that frames the body.", param=name)
+    for name in SINGLE:
+        if name in headers and len(headers.getall(name)) > 1:
+            raise _refused(f"The header field {name} is given more than once.", param=name)
+
+
+def _refused(message: str, *, status: int = 400, param: str | None = None) -> Failure:
+    return Failure(Outcome.BAD_REQUEST, message, status=status, param=param, headers={"Connection": "close"})

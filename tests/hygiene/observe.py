@@ -1,0 +1,117 @@
+"""Sends a vector to a proxy below HTTP, and reads off the wires what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tests.e2e.house import House, house
+from tests.e2e.scripted import Scripted, answering, scripted, whole
+from tests.hygiene.vector import Vector
+
+SENTINEL = b"GET /sentinel HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+_HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"http2-settings",
+        b"proxy-connection", b"proxy-authorization")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a client and a backend saw of one vector; `told` is the body of the last answer."""
+
+    statuses: tuple[int, ...]
+    closed: bool
+    reached: tuple[bytes, ...]
+    told: bytes = b""
+
+
+@asynccontextmanager
+async def bench() -> AsyncIterator[tuple[House, Scripted]]:
+    """A proxy over one backend that keeps the very bytes that reach it."""
+    async with (
+        scripted(answering(whole(b'{"object":"chat.completion","choices":[]}'))) as backend,
+        house(extra=[backend.url], body_bytes_max=100_000) as home,
+    ):
+        yield home, backend
+
+
+async def observe(home: House, backend: Scripted, sent: bytes, limit_s: float = 20.0) -> Observed:
+    """Send it on a connection of its own, and a request behind it to see whether that is still read.
+
+    Raises TimeoutError where the proxy waits for more of it.
+    """
+    before = len(backend.requests)
+    statuses: list[int] = []
+    told, closed, asked = b"", True, False
+    async with asyncio.timeout(limit_s), home.wire(sent) as (reader, writer):
+        while True:
+            answer = await _answer(reader)
+            if answer is None:
+                break
+            status, body = answer
+            if status == 404 and b"/sentinel" in body:
+                closed = False
+                break
+            statuses.append(status)
+            told = body
+            if status >= 200 and not asked:
+                asked = True
+                writer.write(SENTINEL)
+    return Observed(tuple(statuses), closed, tuple(backend.requests[before:]), told)
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes] | None:
+    """The next answer; None where the connection has ended."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = int(head.split(b" ", 2)[1])
+        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+        if length is not None:
+            return status, await reader.readexactly(int(length[1]))
+        if b"chunked" in head.lower():
+            body = b""
+            while size := int(await reader.readline(), 16):
+                body += (await reader.readexactly(size + 2))[:-2]
+            await reader.readline()
+            return status, body
+        return status, b""
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def form_of(request: bytes) -> str:
+    """What is wrong with the form in which a request reached the backend; "" where it can be read in one way only."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    line, *fields = head.split(b"\r\n")
+    names = [field.partition(b":")[0].lower() for field in fields]
+    if not re.fullmatch(rb"POST /[\x21-\x7e]* HTTP/1\.1", line):
+        return f"request line {line!r}"
+    if any(not re.fullmatch(rb"[a-zA-Z0-9_-]+: [^\x00-\x1f\x7f]*", field) for field in fields):
+        return f"fields {fields}"
+    if [names.count(name) for name in (b"content-length", b"host", b"x-request-id")] != [1, 1, 1]:
+        return f"fields {names}"
+    if any(name in names for name in _HOP):
+        return f"hop-by-hop fields in {names}"
+    if b"content-length: %d" % len(body) not in head.lower().split(b"\r\n"):
+        return "the length of the body"
+    return ""
+
+
+def differences(vector: Vector, observed: Observed) -> str:
+    """In what the observation is not what the table says; "" where it is."""
+    wrong = [form for form in map(form_of, observed.reached) if form]
+    if vector.statuses != observed.statuses:
+        wrong.append(f"statuses {observed.statuses}, not {vector.statuses}: {observed.told[:150]!r}")
+    if vector.closed != observed.closed:
+        wrong.append("closed" if observed.closed else "left open")
+    if vector.reached != len(observed.reached):
+        wrong.append(f"{len(observed.reached)} requests reached the backend, not {vector.reached}")
+    elif vector.seen.lower() not in b"".join(observed.reached[-1:]).lower():
+        wrong.append(f"{vector.seen!r} is not in {observed.reached[-1]!r}")
+    if vector.unseen and any(vector.unseen.lower() in request.lower() for request in observed.reached):
+        wrong.append(f"{vector.unseen!r} is in {observed.reached!r}")
+    if b"evil" in observed.told and not observed.told.startswith(b"{"):
+        wrong.append("an answer that is no JSON")
+    return "; ".join(wrong)
