@@ -22,6 +22,7 @@ from llmproxy.backends.adapters import AdapterKeeper
 from llmproxy.backends.discovery import Discovery
 from llmproxy.backends.poller import polling_session
 from llmproxy.backends.roster import Roster
+from llmproxy.backends.tls import PeerTls, peers_tls
 from llmproxy.backends.upstream import AiohttpUpstream
 from llmproxy.config import BackendConfig, Config, ConfigError, settings_of
 from llmproxy.core.adapters import Adapters
@@ -38,6 +39,7 @@ from llmproxy.gateway.listener import Listener
 from llmproxy.gateway.rules import Rulebook, Rules
 from llmproxy.gateway.server import FrontDoor, Handler
 from llmproxy.gateway.stored import StoredResponses
+from llmproxy.gateway.tls import ClientTls
 from llmproxy.gateway.walk import Walker
 from llmproxy.handover import Orders, notify, unless
 from llmproxy.reload import Reloader, Reread
@@ -137,9 +139,10 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
     """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again, and
     `sockets` may have some that were inherited.
 
-    Raises OSError when it cannot listen, ConfigError when it cannot write its decision log or look for backends.
+    Raises OSError when it cannot listen, ConfigError when it cannot look for backends or use a file that it names.
     """
     discovery.check(config)
+    peers_tls(config.backends)
     loop = asyncio.get_running_loop()
     sockets = sockets or Sockets()
     settings, rng = settings_of(config), Random(config.scheduling.seed)
@@ -152,14 +155,15 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
     metrics = Metrics(lambda: _state(pools, rulebook.current.band_names, loop.time()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided)
     async with AsyncExitStack() as stack:
-        upstream = await stack.enter_async_context(AiohttpUpstream())
+        tls: dict[str, PeerTls] = {}
+        upstream = await stack.enter_async_context(AiohttpUpstream(tls))
         rulebook = Rulebook(Rules.of(config, upstream))
         decisions = _decision_log(config, metrics, loop.time())
         if decisions is not None:
             stack.push_async_callback(asyncio.to_thread, decisions.close)
         session = await stack.enter_async_context(polling_session())
         watch = _Watch(pools, dispatcher, metrics)
-        roster = Roster(dispatcher, session, watch, config.poll, config.backend_api_key)
+        roster = Roster(dispatcher, session, watch, config.poll, config.backend_api_key, tls)
         stack.push_async_callback(roster.close)
         stored = StoredResponses(rulebook, roster.backends, upstream)
         answers = Answers(dispatcher.cached) if presets.hears_answers(settings.placement) else None
@@ -179,6 +183,7 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
 
         def go_by(new: Config) -> None:
             discovery.check(new)
+            peers_tls(new.backends)
             rules, settings = Rules.of(new, upstream), settings_of(new)
             # What can be wrong with it was found by now: from here on it is taken in whole.
             if new.log_level != rulebook.current.config.log_level:
@@ -209,11 +214,11 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
             # asks three questions.
             await unless(watch.all_heard, asyncio.sleep(3 * config.poll.timeout_s))
         # That of clients first: where the service manager opened a socket, it is theirs.
-        listener = await _listen(stack, door, door.handle, config.host, config.port, sockets)
+        listener = await _listen(stack, door, door.handle, config.host, config.port, config, sockets)
         admin_listener = None
         if config.admin.port is not None:
             where = config.admin.host, config.admin.port
-            admin_listener = await _listen(stack, door, door.handle_admin, *where, sockets)
+            admin_listener = await _listen(stack, door, door.handle_admin, *where, config, sockets)
         stack.callback(walker.cut)
         stack.callback(dispatcher.close)
         yield Proxy(rulebook, listener, admin_listener, pools, dispatcher, walker, metrics, roster, reloader)
@@ -249,8 +254,9 @@ async def _in_the_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[N
 
 
 async def _listen(
-    stack: AsyncExitStack, door: FrontDoor, handler: Handler, address: str, wanted_port: int, sockets: Sockets
-) -> Listener:
+    stack: AsyncExitStack, door: FrontDoor, handler: Handler, address: str, wanted_port: int, config: Config,
+    sockets: Sockets,
+) -> Listener:  # fmt: skip
     server = ClientServer(
         handler,
         door.refuse,
@@ -265,11 +271,15 @@ async def _listen(
     runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
+    tls = ClientTls.of(config.tls)
+    if tls is not None:
+        await stack.enter_async_context(_in_the_background(tls.watch()))
     opened, held = sockets.listening(address, wanted_port)
     for one in opened:
-        await web.SockSite(runner, one, backlog=BACKLOG).start()
+        await web.SockSite(runner, one, backlog=BACKLOG, ssl_context=tls.context if tls else None).start()
     host, port = runner.addresses[0][:2]
-    return Listener(server, runner, f"http://{f'[{host}]' if ':' in host else host}:{port}", held)
+    url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    return Listener(server, runner, url, held)
 
 
 async def _serve(config: Config, reread: Reread | None) -> int:

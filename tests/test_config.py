@@ -136,6 +136,14 @@ def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any
         ("backends: ['http://']", "backends[0].url: 'http://' names no host"),
         ("backends: ['http://a:b']", "backends[0].url: 'http://a:b' is no URL"),
         ("backends: ['http://a/x']", "backends[0].url: 'http://a/x' should end after the port"),
+        (
+            "backends:\n- url: http://a\n  tls: {ca: x}",
+            "FILE:3: backends[0].tls: has no effect: http://a is no https URL",
+        ),
+        (
+            "backends:\n- url: https://a\n  tls: {ca: x, insecure_skip_verify: true}",
+            "FILE:3: backends[0].tls: insecure_skip_verify looks at neither ca nor server_name",
+        ),
         ("backends: ['http://a?x=1']", "should end after the port"),
         ("backends:\n- http://a:1\n- http://A:1/v1/", "FILE:3: backends[1].url: 'http://a:1' is given twice"),
         ("backends:\n- {url: http://a, name: x}\n- {url: http://b, name: x}", "FILE:3: backends[1].name: 'x' is given"),

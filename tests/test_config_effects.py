@@ -35,6 +35,10 @@ def warned(tmp_path: Path, text: str) -> list[str]:
             "scheduling:\n  fairness: round_robin\n  weights: {m: 2}\n",
             "FILE:3: warning: scheduling.weights: has no effect: fairness round_robin looks at no weights",
         ),
+        (
+            "tls:\n  client_ca: ca.pem\n",
+            "FILE:2: warning: tls.client_ca: has no effect without tls.cert: llmproxy serve does not start",
+        ),
         ("scheduling:\n  fairness: slo\n", f"FILE:2: warning: scheduling.fairness: slo {NOTHING_TO_GO_BY}"),
         (
             "scheduling:\n  ordering: least_slack\n",

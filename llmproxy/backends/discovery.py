@@ -216,7 +216,7 @@ class Discovery:
                     if wrong:
                         _log.info("discovery_recovered", source=name)
                     wrong = ""
-            except SourceFailedError as failed:
+            except (SourceFailedError, ConfigError) as failed:
                 self._failed(name, str(failed), wrong)
                 wrong = str(failed)
             except Exception as bug:  # noqa: BLE001 - one answer that nobody thought of must not end the looking

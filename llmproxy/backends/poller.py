@@ -23,6 +23,7 @@ from yarl import URL
 
 from llmproxy.backends.metrics_text import METRIC_NAMES, is_filtered, parse_reading
 from llmproxy.backends.models import parse_listing
+from llmproxy.backends.tls import PeerTls, trust_of
 from llmproxy.core.domain import Listing, Reading, Trouble
 
 BODY_BYTES_MAX = 8 << 20
@@ -109,7 +110,8 @@ def polling_session() -> aiohttp.ClientSession:
 class Poller:
     """Polls one backend for as long as `run` runs.
 
-    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `clock` gives the
+    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None, `tls` how to trust it
+    where the URL is https (None: as this machine trusts anybody). `clock` gives the
     seconds that readings are stamped with: the scheduler's clock, the event loop's own unless given.
     """
 
@@ -121,6 +123,7 @@ class Poller:
         session: aiohttp.ClientSession,
         sink: ReadingSink,
         pace: Pace,
+        tls: PeerTls | None = None,
         *,
         clock: Callable[[], float] | None = None,
         rng: random.Random | None = None,
@@ -131,6 +134,7 @@ class Poller:
         self._session = session
         self._sink = sink
         self._pace = pace
+        self._trust = trust_of(tls)
         self._clock = clock or asyncio.get_running_loop().time
         self._rng = rng or random.Random()
         self._bug: str | None = None
@@ -251,6 +255,7 @@ class Poller:
                 headers=self._headers,
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, ceil_threshold=inf),
+                **self._trust,
             ) as response:
                 body = bytearray()
                 while piece := await response.content.readany():

@@ -17,6 +17,7 @@ import aiohttp
 import structlog
 
 from llmproxy.backends.poller import Poller, ReadingSink
+from llmproxy.backends.tls import PeerTls, peers_tls
 from llmproxy.config import BackendConfig, PollConfig
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
@@ -61,6 +62,7 @@ class _Member:
 class Roster:
     """The members of the fleet, with the poller of each, which runs until the member is gone or `close` is called.
 
+    `tls` is kept up to date for those who send requests: how to trust each member that is reached by https, by URL.
     Each of `on_gone` hears of every backend that is no more, so that nobody else remembers it for ever.
     """
 
@@ -71,7 +73,9 @@ class Roster:
         sink: ReadingSink,
         poll: PollConfig,
         api_key: str | None,
+        tls: dict[str, PeerTls],
     ) -> None:
+        self._tls = tls
         self._dispatcher = dispatcher
         self._pools: Pools = dispatcher.pools
         self._session = session
@@ -98,7 +102,11 @@ class Roster:
     # --- what sources and those who run it want -------------------------------------------------------------------
 
     def tell(self, source: str, backends: Sequence[BackendConfig]) -> None:
-        """`source` wants these backends and no others; of two of one name or URL, the one told of first has its way."""
+        """`source` wants these backends and no others; of two of one name or URL, the one told of first has its way.
+
+        Raises ConfigError for authorities of one that cannot be read, and has changed nothing then.
+        """
+        peers_tls(backends)
         self._wanted[source] = tuple(backends)
         self._settle()
 
@@ -163,6 +171,7 @@ class Roster:
         self._dispatcher.reconsider()
 
     def _join(self, backend: BackendConfig, source: str) -> None:
+        self._tls.update(peers_tls([backend]))
         self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
         self._backends[backend.name] = backend
         poller = self._poller(backend)
@@ -179,12 +188,14 @@ class Roster:
         before = member.config
         if before == backend:
             return
+        self._tls.update(peers_tls([backend]))
         member.config = self._backends[backend.name] = backend
         self._pools.change_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
         if before.url != backend.url:
+            self._tls.pop(before.url, None)
             self._pools.replace_process(backend.name)
             _log.info("backend_moved", backend=backend.name, url=backend.url)
-        if (before.url, before.api_key) != (backend.url, backend.api_key):
+        if (before.url, before.api_key, before.tls) != (backend.url, backend.api_key, backend.tls):
             self._poll_anew(member)
 
     def _leave(self, member: _Member) -> None:
@@ -199,6 +210,7 @@ class Roster:
         # From here on nothing waits: a backend that was just found empty cannot be granted to anybody meanwhile.
         member.polling.cancel()
         del self._members[name], self._backends[name], self._pollers[name]
+        self._tls.pop(member.config.url, None)
         self._pools.remove_backend(name)
         for forget in self.on_gone:
             forget(name)
@@ -209,7 +221,8 @@ class Roster:
 
     def _poller(self, backend: BackendConfig) -> Poller:
         key = backend.api_key or self._api_key
-        poller = Poller(backend.name, backend.url, key, self._session, self._sink, self._poll)
+        tls = self._tls.get(backend.url)
+        poller = Poller(backend.name, backend.url, key, self._session, self._sink, self._poll, tls)
         self._pollers[backend.name] = poller
         return poller
 

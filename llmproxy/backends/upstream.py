@@ -17,6 +17,7 @@ from aiohttp.tracing import Trace
 from multidict import CIMultiDict
 from yarl import URL
 
+from llmproxy.backends.tls import PeerTls, trust_of
 from llmproxy.upstream import Body, ConnectFailed, Headers, UpstreamBroken
 
 IDLE_MAX_S = 4.0
@@ -73,9 +74,13 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class AiohttpUpstream:
-    """The upstream port over aiohttp's client. Made on a running loop; closed by `close` or by leaving its block."""
+    """The upstream port over aiohttp's client. Made on a running loop; closed by `close` or by leaving its block.
 
-    def __init__(self) -> None:
+    `tls` says, by base URL, how to trust a backend; any other is trusted as this machine trusts anybody.
+    """
+
+    def __init__(self, tls: Mapping[str, PeerTls] | None = None) -> None:
+        self._tls = tls if tls is not None else {}
         self._session = aiohttp.ClientSession(
             connector=_Connector(),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -112,6 +117,7 @@ class AiohttpUpstream:
                 data=_data(body, size_bytes),
                 allow_redirects=False,
                 timeout=ClientTimeout(total=None, connect=connect_timeout_s, ceil_threshold=float("inf")),
+                **trust_of(self._tls.get(base_url)),
             )
         except (aiohttp.ClientError, OSError) as error:
             held.abort()

@@ -19,6 +19,7 @@ from llmproxy.config.schema import (
     SchedulingConfig,
     TenantConfig,
     TimeoutsConfig,
+    TlsConfig,
 )
 from llmproxy.config.settings import model_limit, settings_of, tenant_limit
 from llmproxy.config.watched import WatchedFile
@@ -51,6 +52,7 @@ __all__ = [
     "SchedulingConfig",
     "TenantConfig",
     "TimeoutsConfig",
+    "TlsConfig",
     "WatchedFile",
     "differences",
     "hash_of",

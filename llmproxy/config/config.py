@@ -50,6 +50,7 @@ from llmproxy.config.schema import (
     Section,
     TenantConfig,
     TimeoutsConfig,
+    TlsConfig,
 )
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
 
@@ -64,6 +65,8 @@ class Config(Section):
     """Address to listen on."""
     port: Annotated[Integer, Field(ge=0, le=65535)] = 8080
     """Port to listen on; 0 takes a free one."""
+    tls: TlsConfig = TlsConfig()
+    """TLS for clients; without a certificate they come by http."""
     log_format: Annotated[str, one_of(LOG_FORMATS)] = "text"
     """Form of log lines: text or json."""
     log_level: Annotated[str, one_of(LOG_LEVELS)] = "info"

@@ -12,7 +12,13 @@ WEIGHTLESS = frozenset({"fcfs", "round_robin"})
 
 def without_effect(config: Config) -> list[Finding]:
     """Every such setting, by its place in the configuration, and why nothing comes of it."""
-    return _weights(config) + _objectives(config)
+    return _weights(config) + _objectives(config) + _tls(config)
+
+
+def _tls(config: Config) -> list[Finding]:
+    given = () if config.tls.cert is not None else ("key", "client_ca")
+    reason = "has no effect without tls.cert: llmproxy serve does not start"
+    return [(("tls", key), reason) for key in given if getattr(config.tls, key) is not None]
 
 
 def _weights(config: Config) -> list[Finding]:

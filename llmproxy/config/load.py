@@ -158,9 +158,13 @@ def reason_of(detail: ErrorDetails) -> str:
 
 
 def _nearest_key(place: Place, top: type[Section]) -> str:
-    """A key beside the unknown one if any looks like it, else one elsewhere, else the likest of those beside it."""
+    """The very key where it stands elsewhere; else one beside the unknown one if any looks like it, else one elsewhere,
+    else the likest of those beside it.
+    """
     word, beside = str(place[-1]), tuple(section_at(top, place[:-1]).model_fields)
     elsewhere = {key.rpartition(".")[2]: key for key, _ in _fields(top)}
+    if word in elsewhere:
+        return elsewhere[word]
     for known in (beside, tuple(elsewhere)):
         if found := get_close_matches(word.lower(), known, n=1):
             return found[0] if known is beside else elsewhere[found[0]]

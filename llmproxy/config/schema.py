@@ -53,6 +53,24 @@ class Section(BaseModel):
         return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
 
 
+class TlsConfig(Section):
+    cert: Path | None = None
+    """Certificate shown to clients, with its chain (PEM); followed when the file changes. null: plain http."""
+    key: Path | None = None
+    """Its private key (PEM), without a passphrase; null where it is in the same file."""
+    client_ca: Path | None = None
+    """Authorities (PEM) of which clients must have a certificate; null asks for none. Read at the start."""
+
+
+class BackendTlsConfig(Section):
+    ca: Path | None = None
+    """Authorities (PEM) that its certificate must come from; null takes those of this machine."""
+    server_name: Name | None = None
+    """Name that is asked for and must be in its certificate; null is the host of its URL."""
+    insecure_skip_verify: bool = False
+    """Whether to believe any certificate: whoever stands between can then read and answer."""
+
+
 class BackendConfig(Section):
     url: Annotated[str, AfterValidator(backend_url)]
     """Base URL of one vLLM server; dns+http://HOST:PORT is every address of HOST, srv+http://NAME its SRV records."""
@@ -66,6 +84,24 @@ class BackendConfig(Section):
     """Key sent to this backend instead of backend_api_key."""
     forward_priority: bool = False
     """Whether to send it vLLM's own priority (lower first); its engine must run --scheduling-policy priority."""
+    tls: BackendTlsConfig = BackendTlsConfig()
+    """How to trust a backend that is reached by https."""
+
+    @field_validator("tls")
+    @classmethod
+    def _for_https(cls, tls: BackendTlsConfig, info: ValidationInfo) -> BackendTlsConfig:
+        if tls != BackendTlsConfig() and not info.data.get("url", "https:").removeprefix(DNS).removeprefix(
+            SRV
+        ).startswith("https:"):
+            raise ValueError(f"has no effect: {info.data['url']} is no https URL")
+        if tls.insecure_skip_verify and (tls.ca or tls.server_name):
+            raise ValueError("insecure_skip_verify looks at neither ca nor server_name: leave it out, or them")
+        return tls
+
+    @property
+    def by_https(self) -> bool:
+        """It is reached by TLS."""
+        return self.url.removeprefix(DNS).removeprefix(SRV).startswith("https:")
 
     @property
     def looked_up(self) -> bool:

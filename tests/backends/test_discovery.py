@@ -169,7 +169,7 @@ async def roster() -> AsyncIterator[Roster]:
     made = pools({})
     async with polling_session() as session:
         # Nobody listens behind these names; the polls find nothing, and tell nobody.
-        one = Roster(Dispatcher(made), session, Deaf(), PollConfig(), None)
+        one = Roster(Dispatcher(made), session, Deaf(), PollConfig(), None, {})
         yield one
         await one.close()
 

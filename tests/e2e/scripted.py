@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from ssl import SSLContext
 
 from tests.backends.raw_server import Peer
 
@@ -77,8 +78,8 @@ def _poll_answer(target: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def scripted(script: Script) -> AsyncIterator[Scripted]:
-    """Listen on a free port for the length of the block."""
+async def scripted(script: Script, tls: SSLContext | None = None) -> AsyncIterator[Scripted]:
+    """Listen on a free port for the length of the block, by https with `tls`."""
     backend = Scripted(script)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -87,8 +88,8 @@ async def scripted(script: Script) -> AsyncIterator[Scripted]:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    server = backend.server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    backend.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = backend.server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=tls)
+    backend.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield backend
     finally:
