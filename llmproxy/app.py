@@ -34,10 +34,11 @@ from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.answers import Answers
-from llmproxy.gateway.connection import ClientServer
+from llmproxy.gateway.clients import Clients
+from llmproxy.gateway.connection import ClientServer, Door
 from llmproxy.gateway.listener import Listener
 from llmproxy.gateway.rules import Rulebook, Rules
-from llmproxy.gateway.server import FrontDoor, Handler
+from llmproxy.gateway.server import AdminDoor, FrontDoor
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.tls import ClientTls
 from llmproxy.gateway.walk import Walker
@@ -50,8 +51,6 @@ from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueSt
 
 CONFIGURED = "config"
 """The source of backends that is the configuration itself."""
-HEAD_BYTES_MAX = 128 << 10
-KEEP_ALIVE_S = 75.0
 BACKLOG = 4096
 GC_THRESHOLDS = (20_000, 20, 50)
 LINGER_S = 10.0
@@ -85,6 +84,7 @@ class Proxy:
     metrics: Metrics
     roster: Roster
     reloader: Reloader | None
+    clients: Clients
 
     @property
     def config(self) -> Config:
@@ -200,7 +200,7 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
         reloader = Reloader(config, reread, go_by, metrics.reloaded) if reread is not None else None
         door = FrontDoor(
             rulebook, pools, dispatcher, walker, stored, metrics, admin, changes,
-            BackendRoutes(roster, reloader, loop.time),
+            BackendRoutes(roster, reloader, loop.time), Clients(config.clients), config.clients.head_bytes_max,
         )  # fmt: skip
         watch.expect(backend.name for backend in _configured(config))
         roster.tell(CONFIGURED, _configured(config))
@@ -214,14 +214,18 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
             # asks three questions.
             await unless(watch.all_heard, asyncio.sleep(3 * config.poll.timeout_s))
         # That of clients first: where the service manager opened a socket, it is theirs.
-        listener = await _listen(stack, door, door.handle, config.host, config.port, config, sockets)
+        listener = await _listen(stack, door, config.host, config.port, config, sockets)
         admin_listener = None
         if config.admin.port is not None:
+            admin_door = AdminDoor(door, Clients(config.clients))
             where = config.admin.host, config.admin.port
-            admin_listener = await _listen(stack, door, door.handle_admin, *where, config, sockets)
+            admin_listener = await _listen(stack, admin_door, *where, config, sockets)
         stack.callback(walker.cut)
         stack.callback(dispatcher.close)
-        yield Proxy(rulebook, listener, admin_listener, pools, dispatcher, walker, metrics, roster, reloader)
+        proxy = Proxy(
+            rulebook, listener, admin_listener, pools, dispatcher, walker, metrics, roster, reloader, door.clients
+        )  # fmt: skip
+        yield proxy
 
 
 def _decision_log(config: Config, metrics: Metrics, now: float) -> DecisionLog | None:
@@ -254,18 +258,19 @@ async def _in_the_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[N
 
 
 async def _listen(
-    stack: AsyncExitStack, door: FrontDoor, handler: Handler, address: str, wanted_port: int, config: Config,
-    sockets: Sockets,
-) -> Listener:  # fmt: skip
+    stack: AsyncExitStack, door: Door, address: str, wanted_port: int, config: Config, sockets: Sockets
+) -> Listener:
+    limits = config.clients
     server = ClientServer(
-        handler,
-        door.refuse,
+        door,
+        limits,
         handler_cancellation=True,
         auto_decompress=False,
         lingering_time=LINGER_S,
-        keepalive_timeout=KEEP_ALIVE_S,
-        max_line_size=HEAD_BYTES_MAX,
-        max_field_size=HEAD_BYTES_MAX,
+        keepalive_timeout=limits.idle_timeout_s,
+        max_line_size=limits.head_bytes_max,
+        max_field_size=limits.head_bytes_max,
+        max_headers=limits.head_fields_max,
         access_log=None,
     )
     runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)

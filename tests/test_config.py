@@ -320,6 +320,7 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
     "admin_key": hash_of("k"),
     "admin.port": "9100",
     "decision_log": "decisions.jsonl",
+    "clients.address_requests_per_s": "0.5",
     "api_keys": ["k"],
     "backends": ["http://a"],
 }

@@ -7,6 +7,7 @@ from llmproxy.config.load import ConfigError, Override, keys, load, load_backend
 from llmproxy.config.schema import (
     AdminConfig,
     BackendConfig,
+    ClientsConfig,
     DiscoveryConfig,
     HealthConfig,
     KeyConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "AdminConfig",
     "BackendConfig",
     "Change",
+    "ClientsConfig",
     "Config",
     "ConfigError",
     "DiscoveryConfig",

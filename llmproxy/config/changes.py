@@ -15,6 +15,7 @@ NEEDS_RESTART = frozenset(
         "port",
         "log_format",
         "admin",
+        "clients",
         "tls",
         "decision_log",
         "decision_log_sample",

@@ -39,6 +39,7 @@ from llmproxy.config.kinds import (
 from llmproxy.config.schema import (
     AdminConfig,
     BackendConfig,
+    ClientsConfig,
     DiscoveryConfig,
     HealthConfig,
     ModelConfig,
@@ -67,6 +68,8 @@ class Config(Section):
     """Port to listen on; 0 takes a free one."""
     tls: TlsConfig = TlsConfig()
     """TLS for clients; without a certificate they come by http."""
+    clients: ClientsConfig = ClientsConfig()
+    """What clients may use of the front door, and how long they may take."""
     log_format: Annotated[str, one_of(LOG_FORMATS)] = "text"
     """Form of log lines: text or json."""
     log_level: Annotated[str, one_of(LOG_LEVELS)] = "info"

@@ -53,6 +53,27 @@ class Section(BaseModel):
         return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
 
 
+class ClientsConfig(Section):
+    connections_max: Count = 65_536
+    """Most connections open at once; more of them are closed with 503."""
+    address_connections_max: Count | None = None
+    """Most connections open at once from one address; more of them are closed with 429. null is no limit."""
+    address_requests_per_s: Annotated[Number, Field(gt=0)] | None = None
+    """Most requests a second from one address; more of them are refused with 429. null is no limit."""
+    idle_timeout_s: Seconds = 75.0
+    """How long a connection is kept on which nothing is asked."""
+    head_timeout_s: Seconds = 30.0
+    """Longest time from the first byte of a request to the end of its header fields."""
+    head_bytes_max: Count = 128 << 10
+    """Largest head of a request: its request line and header fields."""
+    head_fields_max: Count = 128
+    """Most header fields of a request."""
+    body_silence_s: Seconds = 30.0
+    """Longest silence between two pieces of a request body."""
+    body_timeout_s: Seconds = 600.0
+    """Longest time for a whole request body to arrive."""
+
+
 class TlsConfig(Section):
     cert: Path | None = None
     """Certificate shown to clients, with its chain (PEM); followed when the file changes. null: plain http."""

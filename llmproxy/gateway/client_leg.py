@@ -9,19 +9,19 @@ from io import BytesIO
 from aiohttp import web
 from multidict import CIMultiDict
 
+from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import Headers
 
-SILENCE_MAX_S = 30.0
-"""How long the next piece of a request body may take."""
+_PATIENCE = ClientsConfig()
 
 
-async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
+async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsConfig = _PATIENCE) -> bytes:
     """The whole request body.
 
-    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 408 when it stops arriving, 400 where its
-    framing is broken.
+    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 408 when it stops arriving or takes longer
+    than `patience` allows, 400 where its framing is broken.
     """
     too_large = Failure(
         Outcome.TOO_LARGE, f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
@@ -32,18 +32,22 @@ async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
     _invite(request)
     body = BytesIO()
     now = asyncio.get_running_loop().time
+    silence_s, latest_s = patience.body_silence_s, now() + patience.body_timeout_s
     try:
-        async with asyncio.timeout(SILENCE_MAX_S) as patience:
+        async with asyncio.timeout_at(min(now() + silence_s, latest_s)) as limit:
             while piece := await request.content.readany():
                 if body.tell() + len(piece) > bytes_max:
                     raise too_large
                 body.write(piece)
-                patience.reschedule(now() + SILENCE_MAX_S)
+                limit.reschedule(min(now() + silence_s, latest_s))
     except web.RequestPayloadError as broken:
         message = str(broken) or "The request body ended early."
         raise Failure(Outcome.BAD_REQUEST, message, headers={"Connection": "close"}) from None
     except TimeoutError:
-        message = f"The request body stopped arriving: nothing came for {SILENCE_MAX_S:g} s."
+        if now() < latest_s:
+            message = f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_silence_s)."
+        else:
+            message = f"The request body took more than {patience.body_timeout_s:g} s (clients.body_timeout_s)."
         raise Failure(Outcome.BAD_REQUEST, message, status=408, headers={"Connection": "close"}) from None
     # Unlike joining a list of pieces, this hands out the bytes gathered so far without one more copy of all of them.
     return body.getvalue()

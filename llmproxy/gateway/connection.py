@@ -7,30 +7,105 @@ on is held by `tests/hygiene`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from typing import Protocol, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMethod, BadStatusLine, HttpProcessingError, InvalidURLError, LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
+from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
+from llmproxy.gateway.clients import Clients
 from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.hygiene import head_too_large
 
-Refuse = Callable[[web.BaseRequest, Failure], web.Response]
-"""Counts and logs what could not be read as a request, and makes the answer to it."""
+
+class Door(Protocol):
+    """Who counts connections, and makes the answers to what goes no further."""
+
+    @property
+    def clients(self) -> Clients:
+        """What each address uses."""
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+
+    def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
+        """Count and log what could not be parsed as a request, and make the answer to it."""
+
+    def turn_away(self, failure: Failure) -> bytes:
+        """Count and log a connection on which no request came about, and make the bytes of the answer to it."""
 
 
 class ClientConnection(web.RequestHandler):
-    """aiohttp's connection with answers of our own to what it cannot parse."""
+    """aiohttp's connection with limits, and with answers of our own to what it cannot parse."""
 
-    __slots__ = ("_refuse",)
+    __slots__ = ("_address", "_door", "_head_bytes", "_head_timer", "_limits")
 
-    def __init__(self, server: ClientServer, refuse: Refuse, **options: object) -> None:
+    def __init__(self, server: ClientServer, door: Door, limits: ClientsConfig, **options: object) -> None:
         super().__init__(server, **options)  # type: ignore[arg-type] # as the server of aiohttp itself hands them on
-        self._refuse = refuse
+        self._door = door
+        self._limits = limits
+        self._address: str | None = None
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        peer = transport.get_extra_info("peername")
+        address = str(peer[0]) if isinstance(peer, tuple) else ""
+        refused = self._door.clients.opened(address)
+        if refused is None:
+            self._address = address
+            super().connection_made(transport)
+            return
+        # Nothing that still arrives is looked at.
+        self._force_close = True
+        writable = cast(asyncio.Transport, transport)
+        writable.write(self._door.turn_away(refused))
+        writable.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._head_over()
+        if self._address is not None:
+            self._door.clients.closed(self._address)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._waiter is not None and not self._waiter.done():
+            self._head_begun(len(data))
+        elif self._head_bytes:
+            self._head_over()
+        self._tell_of_broken_body()
+
+    def _head_begun(self, size_bytes: int) -> None:
+        """Some of a head has come, and its end has not."""
+        self._head_bytes += size_bytes
+        if self._head_bytes > self._limits.head_bytes_max:
+            self._turn_away(head_too_large())
+        elif self._head_timer is None:
+            self._head_timer = self._loop.call_later(self._limits.head_timeout_s, self._head_late)
+
+    def _head_over(self) -> None:
+        self._head_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        wait_s = self._limits.head_timeout_s
+        message = f"The header fields did not end within {wait_s:g} s (clients.head_timeout_s)."
+        self._turn_away(Failure(Outcome.BAD_REQUEST, message, status=408))
+
+    def _turn_away(self, failure: Failure) -> None:
+        """Answer in place of a handler, which there is none yet, and close."""
+        self._head_over()
+        if self.transport is not None:
+            self.transport.write(self._door.turn_away(failure))
+        self.force_close()
+
+    def _tell_of_broken_body(self) -> None:
         request = self._current_request
         if request is None or not self._messages or request.content.is_eof():
             return
@@ -49,7 +124,7 @@ class ClientConnection(web.RequestHandler):
         """Answer what could not be parsed; anything else is a bug, whose story aiohttp tells."""
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
-        response = self._refuse(request, _told(exc))
+        response = self._door.refuse(request, _told(exc))
         response.force_close()
         return response
 
@@ -57,12 +132,13 @@ class ClientConnection(web.RequestHandler):
 class ClientServer(web.Server):
     """Makes a `ClientConnection` of every connection. `options` are those of aiohttp's connections."""
 
-    def __init__(self, handle: Callable[..., object], refuse: Refuse, **options: object) -> None:
-        super().__init__(handle, **options)  # type: ignore[arg-type]
-        self._refuse = refuse
+    def __init__(self, door: Door, limits: ClientsConfig, **options: object) -> None:
+        super().__init__(door.handle, **options)  # type: ignore[arg-type]
+        self._door = door
+        self._limits = limits
 
     def __call__(self) -> ClientConnection:
-        return ClientConnection(self, self._refuse, loop=self._loop, **self._kwargs)
+        return ClientConnection(self, self._door, self._limits, loop=self._loop, **self._kwargs)
 
 
 def _told(error: HttpProcessingError) -> Failure:

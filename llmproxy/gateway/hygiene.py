@@ -23,8 +23,13 @@ LOOKALIKES = ("transfer_encoding", "content_length")
 _HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[0-9a-fA-F:.]+\])(:\d{0,5})?", re.ASCII)
 
 
-def check(request: web.BaseRequest) -> None:
-    """Raise Failure (400, 405, 417, 501, 505) for a request that two servers may understand in two ways."""
+def check(request: web.BaseRequest, head_bytes_max: int) -> None:
+    """Raise Failure for a request that two servers may understand in two ways (400, 405, 417, 501, 505), and for one
+    whose head is larger than `head_bytes_max` (431).
+    """
+    # Each field is bounded by the parser, and what has not arrived whole by its connection; this is the sum of them.
+    if len(request.raw_path) + sum(len(name) + len(value) for name, value in request.raw_headers) > head_bytes_max:
+        raise head_too_large()
     if request.version not in (HttpVersion11, HttpVersion10):
         raise _refused("This proxy speaks HTTP/1.1 and HTTP/1.0.", status=505)
     if request.method == "CONNECT":
@@ -51,6 +56,11 @@ def check(request: web.BaseRequest) -> None:
     for name in SINGLE:
         if name in headers and len(headers.getall(name)) > 1:
             raise _refused(f"The header field {name} is given more than once.", param=name)
+
+
+def head_too_large() -> Failure:
+    message = "The request line and the header fields are too large (clients.head_bytes_max)."
+    return _refused(message, status=431)
 
 
 def _refused(message: str, *, status: int = 400, param: str | None = None) -> Failure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.auth import Tenant
+from llmproxy.gateway.clients import Clients
 from llmproxy.gateway.errors import Failure, nothing_at
 from llmproxy.gateway.hygiene import check as check_hygiene
 from llmproxy.gateway.identity import id_for_error, request_id
@@ -48,7 +50,7 @@ PROBES = frozenset({"/health", "/ready", "/version"})
 class FrontDoor:
     """Sends each request where its path leads.
 
-    `handle` is the one handler of the server for clients, `handle_admin` that of the one for those who run the proxy.
+    `handle` is the one handler of the server for clients; those who run the proxy come in by `AdminDoor`.
     """
 
     def __init__(
@@ -62,7 +64,11 @@ class FrontDoor:
         admin: AdminPages,
         adapters: AdapterRoutes,
         fleet: BackendRoutes,
+        clients: Clients,
+        head_bytes_max: int,
     ) -> None:
+        self.clients = clients
+        self._head_bytes_max = head_bytes_max
         self._fleet = fleet
         self._admin = admin
         self._adapters = adapters
@@ -106,12 +112,14 @@ class FrontDoor:
             # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
             path = path.rstrip("/") or "/"
         try:
-            check_hygiene(request)
+            check_hygiene(request, self._head_bytes_max)
             if is_administrative(path):
                 self._admin.check(path, request, on_admin_port)
                 return await self._administer(path, request)
             if on_admin_port and path not in PROBES:
                 raise nothing_at(path)
+            if path not in self._own:
+                self.clients.ask(request.remote or "", asyncio.get_running_loop().time())
             # By its very bytes: %2f is no slash where somebody else has decided what may pass.
             route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
             if route is not None:
@@ -131,6 +139,11 @@ class FrontDoor:
         self._ended(request, path, own_id, failure.outcome, failure.status, story)
         return failure.response(dialect_of(path), {"x-request-id": own_id})
 
+    def turn_away(self, failure: Failure) -> bytes:
+        """Count and log a connection on which no request came about, and make the bytes of the answer to it."""
+        self._count("", "", uuid4().hex, failure.outcome, failure.status, failure.message)
+        return failure.raw()
+
     async def _stored_response(
         self, path: str, request: web.BaseRequest, response_id: str, tenant: Tenant
     ) -> web.StreamResponse:
@@ -148,9 +161,12 @@ class FrontDoor:
     def _ended(
         self, request: web.BaseRequest, path: str, own_id: str, outcome: Outcome, status: int, error: str | None
     ) -> None:
+        self._count(request.method, path, own_id, outcome, status, error)
+
+    def _count(self, method: str, path: str, own_id: str, outcome: Outcome, status: int, error: str | None) -> None:
         ended = RequestExit(
             request_id=own_id,
-            method=request.method,
+            method=method,
             path=path[:256],
             outcome=outcome,
             status=status,
@@ -223,6 +239,23 @@ class FrontDoor:
         """The models that the tenant of this request may ask for. Raises Failure (401)."""
         tenant = self._rulebook.current.keys.check(request.headers)
         return [entry for entry in self._pools.models() if tenant.allows(entry["id"])]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminDoor:
+    """The door on the port for those who run the proxy: connections of clients do not count there."""
+
+    front: FrontDoor
+    clients: Clients
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self.front.handle_admin(request)
+
+    def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
+        return self.front.refuse(request, failure)
+
+    def turn_away(self, failure: Failure) -> bytes:
+        return self.front.turn_away(failure)
 
 
 def _only(request: web.BaseRequest, *methods: str) -> None:

@@ -125,7 +125,7 @@ class Walker:
             message = "Request bodies must not be compressed: send this one without Content-Encoding."
             accepted = {"Accept-Encoding": "identity"}
             raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
-        body = await read_body(http, walk.rules.config.body_bytes_max)
+        body = await read_body(http, walk.rules.config.body_bytes_max, walk.rules.config.clients)
         walk.body_bytes = len(body)
         content_type = http.headers.get("content-type", "")
         _check_content_type(walk.route, content_type)

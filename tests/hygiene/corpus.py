@@ -49,7 +49,7 @@ async def _run(folder: Path) -> None:
 
 
 def main() -> None:
-    with patch("llmproxy.gateway.client_leg.SILENCE_MAX_S", 0.5), patch("llmproxy.app.LINGER_S", 0.2):
+    with patch("llmproxy.app.LINGER_S", 0.2):
         uvloop.run(_run(Path(sys.argv[1])))
 
 

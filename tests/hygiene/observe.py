@@ -12,6 +12,7 @@ from tests.e2e.house import House, house
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hygiene.vector import Vector
 
+QUICK = {"body_silence_s": 0.5, "head_timeout_s": 0.5}
 SENTINEL = b"GET /sentinel HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 _HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"http2-settings",
         b"proxy-connection", b"proxy-authorization")  # fmt: skip
@@ -32,7 +33,7 @@ async def bench() -> AsyncIterator[tuple[House, Scripted]]:
     """A proxy over one backend that keeps the very bytes that reach it."""
     async with (
         scripted(answering(whole(b'{"object":"chat.completion","choices":[]}'))) as backend,
-        house(extra=[backend.url], body_bytes_max=100_000) as home,
+        house(extra=[backend.url], body_bytes_max=100_000, clients=QUICK) as home,
     ):
         yield home, backend
 
@@ -47,7 +48,7 @@ async def observe(home: House, backend: Scripted, sent: bytes, limit_s: float = 
     told, closed, asked = b"", True, False
     async with asyncio.timeout(limit_s), home.wire(sent) as (reader, writer):
         while True:
-            answer = await _answer(reader)
+            answer = await read_answer(reader)
             if answer is None:
                 break
             status, body = answer
@@ -62,7 +63,7 @@ async def observe(home: House, backend: Scripted, sent: bytes, limit_s: float = 
     return Observed(tuple(statuses), closed, tuple(backend.requests[before:]), told)
 
 
-async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes] | None:
+async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes] | None:
     """The next answer; None where the connection has ended."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")

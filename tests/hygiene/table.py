@@ -31,6 +31,28 @@ understood, and control characters in its fields become spaces before a client s
 twice or in two ways is a broken answer (502). Bodies are never inflated: a compressed request is refused (415), a
 compressed answer is passed on as it is, and what a poll unpacks is bounded (8 MiB).
 
+## Limits
+
+All are in the section `clients` of the configuration, and each has a test in `tests/e2e/test_client_limits.py`.
+
+| what a client does | key, default | answer |
+| --- | --- | --- |
+| takes its time over a head (slow loris), drips it or stops within it | `head_timeout_s`, 30 | 408, closed |
+| takes its time over a body: stops / drips | `body_silence_s`, 30 / `body_timeout_s`, 600 | 408, closed |
+| asks nothing on an open connection | `idle_timeout_s`, 75 | closed in silence |
+| sends a large head / many fields | `head_bytes_max`, 131072 / `head_fields_max`, 128 | 431, closed |
+| sends a large body | `body_bytes_max` (not in `clients`), 67108864 | 413 |
+| opens many connections, over all | `connections_max`, 65536 | 503, closed |
+| opens many connections from one address | `address_connections_max`, none | 429, closed |
+| sends many requests from one address | `address_requests_per_s`, none | 429 |
+
+Limits by address are off unless set, because all clients of a gateway in front come from one. The address is that of
+the connection: `X-Forwarded-For` is not believed. A network of 64 bits counts as one address of IPv6. A second's worth
+of requests may come at once; the proxy's own pages are free. Where a client still sends while it is refused, the end of
+the connection may reach it before the answer does. A TLS handshake has 60 s.
+
+## What was tried
+
 The tables were written by `python -m tests.hygiene.table`, which sends each row to a proxy and keeps the bytes that
 reach its backend; `tests/hygiene` holds the proxy to them. Further, `python -m tests.hygiene.corpus` sends the requests
 that gunicorn 27.0.1 has in its source distribution (143 in `tests/requests`, MIT; not part of this repository):
@@ -49,7 +71,7 @@ def page(rows: Mapping[str, Sequence[str]]) -> str:
     """The page with these rows under these headings."""
     parts = [PREFACE.replace("@CORPUS@", CORPUS)]
     for group, lines in rows.items():
-        parts.append(f"\n## {group}\n\n| sent | client saw | after | backend |\n| --- | --- | --- | --- |\n")
+        parts.append(f"\n### {group}\n\n| sent | client saw | after | backend |\n| --- | --- | --- | --- |\n")
         parts += [line + "\n" for line in lines]
     return "".join(parts)
 
@@ -83,7 +105,7 @@ async def _observed() -> tuple[dict[str, list[str]], list[str]]:
 
 
 def main() -> int:
-    with patch("llmproxy.gateway.client_leg.SILENCE_MAX_S", 0.5), patch("llmproxy.app.LINGER_S", 0.2):
+    with patch("llmproxy.app.LINGER_S", 0.2):
         rows, wrong = uvloop.run(_observed())
     PAGE.write_text(page(rows))
     print("\n".join(wrong) or f"{sum(map(len, rows.values()))} rows, all as told")

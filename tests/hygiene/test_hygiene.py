@@ -20,7 +20,6 @@ NO_RETRY: dict[str, Any] = {"retry": {"extra_attempts": 0}}
 
 @pytest.mark.parametrize("group", TABLE)
 async def test_what_comes_of_it(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.gateway.client_leg.SILENCE_MAX_S", 0.5)
     monkeypatch.setattr("llmproxy.app.LINGER_S", 0.2)
     async with bench() as (home, backend):
         found = {vector.name: differences(vector, await observe(home, backend, vector.sent)) for vector in TABLE[group]}

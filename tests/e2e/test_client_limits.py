@@ -1,0 +1,153 @@
+"""Clients that are slow, many or large: each limit of `clients` has a time or a number at which the proxy says no."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.e2e.house import CHAT, FAST, HELLO, House, house, raw_post, until
+from tests.hygiene.observe import read_answer
+
+HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+
+
+async def refusal(reader: asyncio.StreamReader) -> tuple[int, str]:
+    """The status and the message of an answer that ends its connection."""
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"\r\nconnection: close" in head.lower() or head.startswith(b"HTTP/1.0 ")
+    assert b"\r\ncontent-length: %d" % len(body) in head.lower()
+    error = json.loads(body)["error"]
+    status = int(head.split(b" ")[1])
+    assert error["code"] == status
+    return status, error["message"]
+
+
+@pytest.mark.parametrize("begun", [b"P", b"\r\n", HEAD, HEAD + b"x-a: b"])
+async def test_a_head_that_does_not_end(begun: bytes) -> None:
+    async with house(FAST, clients={"head_timeout_s": 0.05}) as home, home.wire(begun) as (reader, _):
+        assert await refusal(reader) == (408, "The header fields did not end within 0.05 s (clients.head_timeout_s).")
+        assert home.outcomes() == {"bad_request": 1}
+
+
+async def test_a_head_that_drips_has_no_more_time_than_another() -> None:
+    async with house(FAST, clients={"head_timeout_s": 0.2}) as home, home.wire(HEAD) as (_, writer):
+        dripping = asyncio.create_task(drip(writer, b"x-a: " + b"b" * 100_000))
+        await until(lambda: home.outcomes()["bad_request"])
+        await until(lambda: not connections(home))
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+
+
+async def drip(writer: asyncio.StreamWriter, data: bytes) -> None:
+    for byte in data:
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0.005)
+
+
+async def test_a_head_in_pieces_is_a_head() -> None:
+    async with house(FAST, clients={"head_timeout_s": 30.0}) as home, home.wire(b"") as (reader, writer):
+        for _ in range(2):
+            request = raw_post(HELLO)
+            for start in range(0, len(request), 20):
+                writer.write(request[start : start + 20])
+                await asyncio.sleep(0)
+            answer = await read_answer(reader)
+            assert answer is not None
+            assert answer[0] == 200
+
+
+async def test_the_time_of_a_head_ends_with_it() -> None:
+    async with house(FAST, clients={"head_timeout_s": 0.05}) as home:
+        request = raw_post(HELLO)
+        async with home.wire(request[:40]) as (reader, writer):
+            await asyncio.sleep(0)
+            writer.write(request[40:-10])
+            await until(lambda: home.proxy.walker.walking)
+            # The body may take its own time.
+            await asyncio.sleep(0.1)
+            writer.write(request[-10:])
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_an_idle_connection_is_closed_in_silence() -> None:
+    async with house(FAST, clients={"idle_timeout_s": 0.05}) as home:
+        async with home.wire(b"") as (reader, _):
+            assert await reader.read() == b""
+        async with home.wire(raw_post(HELLO)) as (reader, _):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        assert home.outcomes() == {"completed": 1}
+
+
+@pytest.mark.parametrize("pieces", [[HEAD + b"x-a: " + b"b" * 3000], [HEAD, b"x-a: ", b"b" * 1500, b"b" * 1500]])
+async def test_a_head_that_is_too_large(pieces: list[bytes]) -> None:
+    async with house(FAST, clients={"head_bytes_max": 2000}) as home, home.wire(b"") as (reader, writer):
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0)
+        assert (await refusal(reader))[0] == 431
+
+
+async def test_many_fields_that_are_too_large_together() -> None:
+    async with house(FAST, clients={"head_bytes_max": 2000, "head_fields_max": 10}) as home:
+        large = "".join(f"x-{i}: {'b' * 400}\r\n" for i in range(5))
+        many = "".join(f"x-{i}: b\r\n" for i in range(10))
+        for extra, told in ((large, "clients.head_bytes_max"), (many, "too many header fields")):
+            async with home.wire(raw_post(HELLO, extra=extra)) as (reader, _):
+                status, message = await refusal(reader)
+                assert (status, told in message) == (431, True)
+        async with home.wire(raw_post(HELLO)) as (reader, _):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("key", ["body_silence_s", "body_timeout_s"])
+async def test_a_body_that_stops_arriving(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmproxy.app.LINGER_S", 0.05)
+    async with house(FAST, clients={key: 0.05}) as home:
+        async with home.wire(HEAD + b"content-length: 99\r\n\r\n{") as (reader, _):
+            status, message = await refusal(reader)
+            assert (status, f"clients.{key}" in message) == (408, True)
+        assert home.outcomes() == {"bad_request": 1}
+
+
+async def test_a_body_that_drips_is_not_waited_for_without_end() -> None:
+    begun = HEAD + b"content-length: 100000\r\n\r\n"
+    async with house(FAST, clients={"body_timeout_s": 0.2}) as home, home.wire(begun) as (reader, writer):
+        dripping = asyncio.create_task(drip(writer, b" " * 100_000))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+
+
+async def test_more_requests_than_an_address_may_send() -> None:
+    async with house(FAST, clients={"address_requests_per_s": 0.001}) as home:
+        assert (await home.chat(headers={"x-forwarded-for": "10.0.0.1"})).status == 200
+        refused = await home.chat(headers={"x-forwarded-for": "10.0.0.2"})
+        assert (refused.status, refused.json["error"]["type"]) == (429, "RateLimitError")
+        assert int(refused.headers["retry-after"]) == 1000
+        assert (await home.get("/nothing")).status == 429
+        for page in ("/health", "/ready", "/metrics", "/v1/models"):
+            assert (await home.get(page)).status == 200
+        assert home.outcomes() == {"completed": 1, "rate_limited": 2}
+
+
+@pytest.mark.parametrize(("key", "status"), [("connections_max", 503), ("address_connections_max", 429)])
+async def test_more_connections_than_may_be_open(key: str, status: int) -> None:
+    limits: dict[str, Any] = {key: 2}
+    async with house(FAST, clients=limits) as home, home.wire(b"") as first, home.wire(b"") as second:
+        await until(lambda: connections(home) == 2)
+        async with home.wire(b"") as (reader, _):
+            told, message = await refusal(reader)
+            assert (told, f"clients.{key}" in message) == (status, True)
+        first[1].close()
+        await until(lambda: connections(home) == 1)
+        async with home.wire(raw_post(HELLO)) as (reader, _):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        second[1].close()
+        await until(lambda: connections(home) == 0)
+
+
+def connections(home: House) -> int:
+    return home.proxy.clients.open
