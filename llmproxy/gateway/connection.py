@@ -74,7 +74,9 @@ class ClientConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._waiter is not None and not self._waiter.done():
-            self._head_begun(len(data))
+            # Some clients send an empty line behind a body; no head begins with it.
+            if self._head_bytes or data.strip(b"\r\n"):
+                self._head_begun(len(data))
         elif self._head_bytes:
             self._head_over()
         self._tell_of_broken_body()
@@ -113,6 +115,8 @@ class ClientConnection(web.RequestHandler):
         if isinstance(broken, _ErrInfo) and isinstance(broken.exc, HttpProcessingError):
             # It is the body being read that cannot be parsed, and nothing else would tell its reader.
             request.content.set_exception(web.RequestPayloadError(_told(broken.exc).message))
+            # Nor is there a rest of it to be read and forgotten behind the answer.
+            request.content.feed_eof()
 
     def handle_error(
         self,

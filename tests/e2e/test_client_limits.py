@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.house import CHAT, FAST, HELLO, House, house, raw_post, until
-from tests.hygiene.observe import read_answer
+from tests.hygiene.wire import connected
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
 
@@ -25,7 +25,7 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[int, str]:
     return status, error["message"]
 
 
-@pytest.mark.parametrize("begun", [b"P", b"\r\n", HEAD, HEAD + b"x-a: b"])
+@pytest.mark.parametrize("begun", [b"P", b"\r\nP", HEAD, HEAD + b"x-a: b"])
 async def test_a_head_that_does_not_end(begun: bytes) -> None:
     async with house(FAST, clients={"head_timeout_s": 0.05}) as home, home.wire(begun) as (reader, _):
         assert await refusal(reader) == (408, "The header fields did not end within 0.05 s (clients.head_timeout_s).")
@@ -48,13 +48,13 @@ async def drip(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def test_a_head_in_pieces_is_a_head() -> None:
-    async with house(FAST, clients={"head_timeout_s": 30.0}) as home, home.wire(b"") as (reader, writer):
+    async with house(FAST, clients={"head_timeout_s": 30.0}) as home, connected(home.url) as wire:
         for _ in range(2):
             request = raw_post(HELLO)
             for start in range(0, len(request), 20):
-                writer.write(request[start : start + 20])
+                wire.write(request[start : start + 20])
                 await asyncio.sleep(0)
-            answer = await read_answer(reader)
+            answer = await wire.answer()
             assert answer is not None
             assert answer[0] == 200
 
@@ -73,9 +73,10 @@ async def test_the_time_of_a_head_ends_with_it() -> None:
 
 
 async def test_an_idle_connection_is_closed_in_silence() -> None:
-    async with house(FAST, clients={"idle_timeout_s": 0.05}) as home:
-        async with home.wire(b"") as (reader, _):
-            assert await reader.read() == b""
+    async with house(FAST, clients={"idle_timeout_s": 0.1, "head_timeout_s": 0.01}) as home:
+        for nothing in (b"", b"\r\n"):
+            async with home.wire(nothing) as (reader, _):
+                assert await reader.read() == b""
         async with home.wire(raw_post(HELLO)) as (reader, _):
             assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
         assert home.outcomes() == {"completed": 1}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tests.e2e.house import House, house
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hygiene.vector import Vector
+from tests.hygiene.wire import connected
 
 QUICK = {"body_silence_s": 0.5, "head_timeout_s": 0.5}
 SENTINEL = b"GET /sentinel HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -38,19 +39,21 @@ async def bench() -> AsyncIterator[tuple[House, Scripted]]:
         yield home, backend
 
 
-async def observe(home: House, backend: Scripted, sent: bytes, limit_s: float = 20.0) -> Observed:
+async def observe(home: House, backend: Scripted, sent: bytes, limit_s: float = 20.0, pieces: int = 1) -> Observed:
     """Send it on a connection of its own, and a request behind it to see whether that is still read.
 
-    Raises TimeoutError where the proxy waits for more of it.
+    It goes out in about so many `pieces`, between which the proxy may run. Raises TimeoutError where it waits for
+    more of it.
     """
     before = len(backend.requests)
     statuses: list[int] = []
     told, closed, asked = b"", True, False
-    async with asyncio.timeout(limit_s), home.wire(sent) as (reader, writer):
-        while True:
-            answer = await read_answer(reader)
-            if answer is None:
-                break
+    size = max(1, len(sent) // pieces)
+    async with asyncio.timeout(limit_s), connected(home.url) as wire:
+        for start in range(0, len(sent), size):
+            wire.write(sent[start : start + size])
+            await asyncio.sleep(0)
+        while (answer := await wire.answer()) is not None:
             status, body = answer
             if status == 404 and b"/sentinel" in body:
                 closed = False
@@ -59,27 +62,8 @@ async def observe(home: House, backend: Scripted, sent: bytes, limit_s: float = 
             told = body
             if status >= 200 and not asked:
                 asked = True
-                writer.write(SENTINEL)
+                wire.write(SENTINEL)
     return Observed(tuple(statuses), closed, tuple(backend.requests[before:]), told)
-
-
-async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes] | None:
-    """The next answer; None where the connection has ended."""
-    try:
-        head = await reader.readuntil(b"\r\n\r\n")
-        status = int(head.split(b" ", 2)[1])
-        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
-        if length is not None:
-            return status, await reader.readexactly(int(length[1]))
-        if b"chunked" in head.lower():
-            body = b""
-            while size := int(await reader.readline(), 16):
-                body += (await reader.readexactly(size + 2))[:-2]
-            await reader.readline()
-            return status, body
-        return status, b""
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
 
 
 def form_of(request: bytes) -> str:

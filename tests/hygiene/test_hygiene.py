@@ -18,12 +18,19 @@ from tests.hygiene.vectors import TABLE
 NO_RETRY: dict[str, Any] = {"retry": {"extra_attempts": 0}}
 
 
+@pytest.mark.parametrize("pieces", [1, 30])
 @pytest.mark.parametrize("group", TABLE)
-async def test_what_comes_of_it(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_comes_of_it(
+    group: str, pieces: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    vectors = [vector for vector in TABLE[group] if pieces == 1 or not vector.name.endswith("in one piece")]
     monkeypatch.setattr("llmproxy.app.LINGER_S", 0.2)
     async with bench() as (home, backend):
-        found = {vector.name: differences(vector, await observe(home, backend, vector.sent)) for vector in TABLE[group]}
+        found: dict[str, str] = {}
+        for vector in vectors:
+            found[vector.name] = differences(vector, await observe(home, backend, vector.sent, pieces=pieces))
         assert {name: wrong for name, wrong in found.items() if wrong} == {}
+        assert not caplog.records, "the server library found nothing to complain of"
 
 
 def test_the_page_tells_what_is_tested() -> None:

@@ -1,0 +1,64 @@
+"""A connection below HTTP that keeps what it received, also where it is reset in the same moment."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+
+class Wire(asyncio.Protocol):
+    """Made by `connected`. `ended` says that the peer closed or reset the connection."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._received = b""
+        self._news = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        self._news.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - how it ended does not matter
+        self.ended = True
+        self._news.set()
+
+    def write(self, data: bytes) -> None:
+        assert self._transport is not None
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def abort(self) -> None:
+        assert self._transport is not None
+        self._transport.abort()
+
+    async def answer(self) -> tuple[int, bytes] | None:
+        """Status and body of the next answer, which tells its length unless it is an interim one; None at the end."""
+        while True:
+            head, mark, rest = self._received.partition(b"\r\n\r\n")
+            length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+            size = int(length[1]) if length is not None else 0
+            if mark and len(rest) >= size:
+                self._received = rest[size:]
+                return int(head.split(b" ", 2)[1]), rest[:size]
+            if self.ended:
+                return None
+            self._news.clear()
+            await self._news.wait()
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Wire]:
+    """A connection to a proxy on this machine; it is cut on leaving."""
+    port = int(url.rpartition(":")[2])
+    _, wire = await asyncio.get_running_loop().create_connection(Wire, "127.0.0.1", port)
+    try:
+        yield wire
+    finally:
+        wire.abort()
