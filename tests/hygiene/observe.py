@@ -7,13 +7,13 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from tests.e2e.house import House, house
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hygiene.vector import Vector
 from tests.hygiene.wire import connected
 
-QUICK = {"body_silence_s": 0.5, "head_timeout_s": 0.5}
 SENTINEL = b"GET /sentinel HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 _HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"http2-settings",
         b"proxy-connection", b"proxy-authorization")  # fmt: skip
@@ -30,13 +30,21 @@ class Observed:
 
 
 @asynccontextmanager
-async def bench() -> AsyncIterator[tuple[House, Scripted]]:
-    """A proxy over one backend that keeps the very bytes that reach it."""
+async def bench(*, hasty: bool = False) -> AsyncIterator[tuple[House, Scripted]]:
+    """A proxy over one backend that keeps the very bytes that reach it; a hasty one waits for nobody."""
+    limits = {"body_silence_s": 0.2, "head_timeout_s": 0.2} if hasty else {}
     async with (
+        _lingering(0.1 if hasty else 10.0),
         scripted(answering(whole(b'{"object":"chat.completion","choices":[]}'))) as backend,
-        house(extra=[backend.url], body_bytes_max=100_000, clients=QUICK) as home,
+        house(extra=[backend.url], body_bytes_max=100_000, clients=limits) as home,
     ):
         yield home, backend
+
+
+@asynccontextmanager
+async def _lingering(seconds: float) -> AsyncIterator[None]:
+    with patch("llmproxy.app.LINGER_S", seconds):
+        yield
 
 
 async def observe(home: House, backend: Scripted, sent: bytes, limit_s: float = 20.0, pieces: int = 1) -> Observed:

@@ -29,6 +29,11 @@ class Vector:
     seen: bytes = b""
     unseen: bytes = b""
 
+    @property
+    def waits(self) -> bool:
+        """Whether its answer or its end comes only when the proxy has waited for more of it in vain."""
+        return 408 in self.statuses or (413 in self.statuses and self.closed)
+
 
 def refused(name: str, sent: bytes, status: int = 400) -> Vector:
     """Not for the backend, and the connection is closed: where its next request begins is not certain."""
