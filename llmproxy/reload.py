@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
 
@@ -14,6 +15,7 @@ from llmproxy.config import Change, Config, ConfigError, WatchedFile, difference
 LOOK_S = 0.25
 """Time between two looks at the file. A change is taken in by the second that finds it, hence within two of them."""
 
+T = TypeVar("T")
 _log = structlog.get_logger()
 
 
@@ -55,11 +57,24 @@ class Reloader:
         self._apply = apply
         self._on_end = on_end
         self._turn = asyncio.Lock()
-        self._hung_up: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._watched.take()
 
     async def reload(self, cause: str) -> Reloaded:
-        """Go by the configuration as it is now. Raises ConfigError, and then nothing has changed."""
+        """Go by the configuration as it is now. Raises ConfigError, and then nothing has changed.
+
+        It is carried out to its end, whoever waits for it or not: a client that leaves must not leave a change behind
+        that was noticed and not taken in.
+        """
+        return await asyncio.shield(self._spawn(self._reload(cause)))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _reload(self, cause: str) -> Reloaded:
         async with self._turn:
             self._watched.take()
             try:
@@ -92,9 +107,7 @@ class Reloader:
 
     def hang_up(self) -> None:
         """SIGHUP came: reload when those that are under way have ended."""
-        task = asyncio.create_task(self.try_reload("signal"))
-        self._hung_up.add(task)
-        task.add_done_callback(self._hung_up.discard)
+        self._spawn(self.try_reload("signal"))
 
     async def try_reload(self, cause: str) -> None:
         """Reload for nobody who waits for the answer: what is wrong stands in the log."""

@@ -41,13 +41,17 @@ loop."""
 
 @dataclass(slots=True)
 class _Lease:
-    """A booking, what its flow is charged so far, and how its grant changed what bands are owed."""
+    """A booking, what its flow is charged so far, and how its grant changed what bands are owed.
+
+    `elsewhere`: it runs on a process that another one has taken the place of, and whose end is not that one's.
+    """
 
     request: Request
     backend: Backend
     at_s: float
     charged: float = 0.0
     credits: Mapping[int, float] = field(default_factory=dict)
+    elsewhere: bool = False
 
 
 @dataclass(slots=True)
@@ -133,11 +137,16 @@ class Scheduler:
 
     def lost(self, backend: Backend) -> None:
         """The process behind a backend is gone: the next `decide` revokes its leases."""
-        self.replaced(backend)
-        self._lost += [lease for lease, held in self._leases.items() if held.backend is backend]
+        self._forget_process(backend)
+        self._lost += [x for x, held in self._leases.items() if held.backend is backend and not held.elsewhere]
 
     def replaced(self, backend: Backend) -> None:
-        """Another process is behind a backend of this pool, or none: what the old one had cached is of no use."""
+        """Another process goes by the name of a backend; what the old one has runs on, whatever the new one does."""
+        self._forget_process(backend)
+        for held in self._leases.values():
+            held.elsewhere = held.elsewhere or held.backend is backend
+
+    def _forget_process(self, backend: Backend) -> None:
         self._placement.lost(backend.name)
         # Lease numbers rise: those up to this one had the process that is gone.
         if backend.name in self._backends:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Refused, Request, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Refused, Request, Trouble, Usage, Verdict
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
@@ -175,7 +175,10 @@ def test_another_process_behind_a_name_is_down_until_it_was_read_and_keeps_nothi
     one.replace_process("a")
     assert not one.ready(1.0)
     assert one.backends["a"].reading is None
-    # What is in flight at the old process runs on.
+    # What is in flight at the old process runs on, also where nobody answers for the new one.
+    for _ in range(3):
+        one.troubled("a", Trouble.REFUSED)
+    assert one.decide(1.0) == []
     one.finish(granted, Verdict.SERVED, 1.0, Usage(10, 10))
     one.cached(granted, (1, 2, 3))
     one.answered("a", 2.0)
