@@ -21,6 +21,9 @@ from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, until
 
 QUICK = ("--host", "127.0.0.1", "--log-format", "json", "--poll-interval-s", "0.05", "--poll-page-interval-s", "0.05")
 
+# Each test starts up to three processes, whose imports take long on a machine that is busy with other tests.
+START_MAX_S = 90.0
+pytestmark = pytest.mark.timeout(300, method="thread")
 QUEUED = "llmproxy_queued_requests{"
 AS_SYSTEMD = """
 import os, sys
@@ -44,7 +47,7 @@ class Served:
     async def event(self, name: str, number: int = 1) -> dict[str, Any]:
         """Event `name` number `number`, as soon as it happens."""
         try:
-            await until(lambda: len(self.events(name)) >= number, 30.0)
+            await until(lambda: len(self.events(name)) >= number, START_MAX_S)
         except TimeoutError:
             raise AssertionError(f"no {name}: {self._log.read_text()[-2000:]}") from None
         return self.events(name)[number - 1]
@@ -68,7 +71,7 @@ class Served:
                 seen = sum(float(line.rpartition(" ")[2]) for line in lines)
 
     async def ended(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), 30.0)
+        return await asyncio.wait_for(self.process.wait(), START_MAX_S)
 
 
 @asynccontextmanager
