@@ -69,7 +69,8 @@ class Orders:
         self._restart = asyncio.create_task(self._replace(), name="restart")
 
     async def _replace(self) -> None:
-        _log.info("restarting", command=sys.orig_argv)
+        # Not with which arguments: there may be keys among them.
+        _log.info("restarting", program=sys.executable)
         try:
             self._successor = await successor(self._sockets)
         except SuccessorFailedError as failed:
