@@ -212,7 +212,8 @@ async def test_a_successor_that_fails_changes_nothing(
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(f"backends: [{{url: '{backend.url}'}}]\n")
-    async with served(tmp_path / "log", "--port", "0", "--config", str(file)) as process:
+    secret = ("--backend-api-key", "backend-secret")
+    async with served(tmp_path / "log", "--port", "0", "--config", str(file), *secret) as process:
         url = await process.url()
         file.write_text("prot: 1\n")
         process.process.send_signal(signal.SIGUSR2)
@@ -224,6 +225,7 @@ async def test_a_successor_that_fails_changes_nothing(
         await process.event("replaced")
         assert await asked(http, url) == (200, "close")
         assert await process.ended() == 0
+    assert "backend-secret" not in (tmp_path / "log").read_text()
 
 
 async def test_a_signal_to_stop_ends_a_successor_that_does_not_serve_yet(
