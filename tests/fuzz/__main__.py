@@ -29,7 +29,7 @@ def main() -> int:
         if code := subprocess.run([sys.executable, *options], env=environment, check=False).returncode:
             return code
         seed, rounds = None, rounds + 1
-    print(f"{rounds} rounds and nothing found")
+    print(f"rounds: {rounds}; nothing found")
     return 0
 
 
