@@ -328,6 +328,10 @@ class HealthConfig(Section):
     """Longest ejection."""
     unreachable_after: Count = 2
     """Polls in a row without an answer that mark a backend down."""
+    ejected_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
+    """Most of a pool's backends (0..1) that failed, hung or slow requests eject; one may always be."""
+    slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
+    """How long a backend that comes back takes to its full share, while others have room; 0 gives it all at once."""
 
     @field_validator("backoff_max_s")
     @classmethod

@@ -38,6 +38,8 @@ def settings_of(config: Config) -> Settings:
             backoff_s=health.backoff_s,
             backoff_max_s=health.backoff_max_s,
             unreachable_after=health.unreachable_after,
+            ejected_max=health.ejected_max,
+            slow_start_s=health.slow_start_s,
         ),
         queue=QueueSettings(
             requests_max=queue.requests_max,

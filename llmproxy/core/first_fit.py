@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed
@@ -64,6 +64,7 @@ def first_fit(
     best of those with room, because the lower band would.
     """
     passed_over = 0
+    ready = _warm(views)
     flows = band.fairness.candidates(now)
     try:
         for flow in flows:
@@ -75,7 +76,9 @@ def first_fit(
                         return Limited(queued, limit)
                     if unmatched.covers(queued):
                         continue
-                    placed = placement.place(queued.request, views, ceiling, queued.excluded, now)
+                    placed = placement.place(queued.request, ready, ceiling, queued.excluded, now)
+                    if ready is not views and not isinstance(placed, Placed):
+                        placed = placement.place(queued.request, views, ceiling, queued.excluded, now)
                     if isinstance(placed, NoMatch) and placed.later and not patient:
                         roomy = [view for view in views if view.has_room(ceiling)]
                         placed = placement.place(queued.request, roomy, ceiling, queued.excluded, now)
@@ -94,6 +97,20 @@ def first_fit(
             close()
     # Those passed over were not asked about room, and a band that is blocked must stop the pool.
     return None if any(view.has_room(ceiling) for view in views) else NO_CAPACITY
+
+
+def _warm(views: Sequence[View]) -> Sequence[View]:
+    """`views` without room on those that came back lately and have their share by now, beside those that are warmer.
+
+    Where all came back together, all are as warm. Who finds no room elsewhere is not held up: `views` has it.
+    """
+    if min([view.warmth for view in views], default=1.0) == 1.0:
+        return views
+    top = max([view.warmth for view in views if view.available], default=1.0)
+    return [
+        replace(view, available=False) if view.load >= max(1, round(view.limit * view.warmth / top)) else view
+        for view in views
+    ]
 
 
 def head(band: Band, now: float) -> Queued:

@@ -26,7 +26,8 @@ class View:
     `load` counts sequences in flight, ours and other clients'; `limit` is how many it may get at once. `waiting` are
     those in the engine's own queue at the last reading; `kv_used` (0..1) includes prompts booked since that reading.
     `kv_tokens` is the size of the KV-cache. It is meant for prompts of `prompt_range` tokens, None for any. `reading`
-    is the last one as it came, while it is fresh enough to be believed.
+    is the last one as it came, while it is fresh enough to be believed. `warmth` (0..1] is the share of its limit that
+    it should have by now where it came back lately, and others have room.
     """
 
     backend: str
@@ -44,6 +45,7 @@ class View:
     look_ahead: int
     kv_full: float
     reading: Reading | None
+    warmth: float = 1.0
 
     def has_room(self, ceiling: float) -> bool:
         """True when one more request may go there under `ceiling`; an idle backend takes anything."""
@@ -105,7 +107,7 @@ class Backend:
         self._others_seen = 0
         self._others = 0
         self._view: View | None = None
-        self._view_until_s = -inf
+        self._view_until_s = self._changes_s = -inf
 
     # --- what those who run it want ------------------------------------------------------------------------------
 
@@ -159,7 +161,7 @@ class Backend:
 
     def answered(self, now: float) -> None:
         """A poll found the backend in good health, whether or not it publishes numbers."""
-        self.health.answered()
+        self.health.answered(now)
         if self.reading is None:
             self.limit.unpublished()
         self._notice_running(now)
@@ -220,9 +222,9 @@ class Backend:
         self.health.booked(lease)
         self._view = None
 
-    def started(self, lease: int) -> None:
+    def started(self, lease: int, now: float) -> None:
         self.bookings[lease].started = True
-        self.health.spoke(lease)
+        self.health.spoke(lease, now)
         self._view = None
 
     def release(self, lease: int, verdict: Verdict, now: float) -> None:
@@ -272,7 +274,7 @@ class Backend:
         for lease, booking in self.bookings.items():
             if not booking.started and not booking.request.stream and now - booking.booked_s >= STARTED_AFTER_S:
                 booking.started = True
-                self.health.spoke(lease)
+                self.health.spoke(lease, now)
 
     def _notice_started(self, reading: Reading, visible_s: float) -> None:
         for lease, booking in self.bookings.items():
@@ -280,7 +282,7 @@ class Backend:
                 continue
             if reading.waiting == 0 and reading.running > 0 and booking.booked_s <= visible_s:
                 booking.started = True
-                self.health.spoke(lease)
+                self.health.spoke(lease, reading.taken_at_s)
 
     def _touch(self, adapter: str) -> None:
         self._residents[adapter] = None
@@ -305,10 +307,10 @@ class Backend:
         return self._view
 
     def changes_at(self, now: float) -> float | None:
-        """When the view changes by the passing of time alone; None when only an event can change it."""
+        """When room may come up there by the passing of time alone; None when only an event can bring it."""
         if self._view is None or now >= self._view_until_s:
             self.view(now)
-        return None if self._view_until_s == inf else self._view_until_s
+        return None if self._changes_s == inf else self._changes_s
 
     def _make_view(self, now: float) -> View:
         until_s = self.health.changes_at(now) or inf
@@ -319,7 +321,9 @@ class Backend:
                 reading = None
             else:
                 until_s = min(until_s, stale_s)
-        self._view_until_s = until_s
+        self._changes_s = until_s
+        # Nobody waits for a backend to grow warmer: whoever finds no room elsewhere goes there at once.
+        self._view_until_s = min(until_s, self.health.warmer_at(now) or inf)
         kv_tokens = reading.kv_tokens if reading is not None else None
         kv_used = (reading.kv_used or 0.0) if reading is not None else 0.0
         if kv_tokens:
@@ -340,6 +344,7 @@ class Backend:
             look_ahead=self._capacity.look_ahead,
             kv_full=self._capacity.kv_full,
             reading=reading,
+            warmth=self.health.warmth(now),
         )
 
     def check(self) -> None:

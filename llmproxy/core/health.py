@@ -7,17 +7,41 @@ from llmproxy.core.settings import HealthSettings
 
 BUSY_PAUSE_S = 0.25
 """How long an engine that answered 503 'busy' is left alone: about one poll, after which its queue is known."""
+WARM_STEP = 0.1
+"""By how much of its limit a backend that came back is given more at a time, and how much it has at once."""
+
+
+class Peers:
+    """The backends of one pool, of which what requests met may eject no more than a share.
+
+    Envoy's `max_ejection_percent`: when most of a pool fails, the fault is more likely in what all of them are sent, or
+    on the way, and a doubtful backend is better than none.
+    """
+
+    def __init__(self, ejected_max: float) -> None:
+        self.ejected_max = ejected_max
+        self.members: dict[str, Health] = {}
+
+    def may_eject(self) -> bool:
+        """Whether one more may be ejected. Those that polls say are down count as neither ejected nor left.
+
+        Counted when somebody is about to be ejected, which is rare, and not kept for every decision.
+        """
+        up = [health for health in self.members.values() if not health.down]
+        return sum(health.ejected for health in up) < max(1, int(self.ejected_max * len(up)))
 
 
 class Health:
     """Two separate bits: *down* is what polls say, *ejected* is what requests say.
 
     An ejection ends by itself, half open: one request is let through, and its first byte (or a fresh start seen by the
-    poller) closes the case. A 4xx never reaches this class, and a busy 503 is a pause, not a failure.
+    poller) closes the case. A 4xx never reaches this class, and a busy 503 is a pause, not a failure. Whoever comes
+    back, or comes up for the first time, starts slowly: see `warmth`.
     """
 
     def __init__(self, settings: HealthSettings) -> None:
         self._settings = settings
+        self.peers: Peers | None = None
         self.down = True
         self._troubles = 0
         self._refusals = 0
@@ -26,6 +50,12 @@ class Health:
         self._half_open = False
         self._probe: int | None = None
         self._blocked_until_s = 0.0
+        self._back_s: float | None = None
+
+    @property
+    def ejected(self) -> bool:
+        """Requests met something that speaks against it, and none has yet met the contrary."""
+        return self._half_open
 
     def available(self, now: float) -> bool:
         return not self.down and now >= self._blocked_until_s and self._probe is None
@@ -42,11 +72,33 @@ class Health:
         """Another process is behind the name: it is down until a poll finds it, and then begins with a clean record."""
         self.down = True
 
+    def warmth(self, now: float) -> float:
+        """How much of its work it should have again since it came back (0..1], in steps of `WARM_STEP`.
+
+        Its caches are cold, and whoever looks for the least load would send it everything that comes.
+        """
+        if self._back_s is None:
+            return 1.0
+        slow_start_s = self._settings.slow_start_s
+        share = (now - self._back_s) / slow_start_s if slow_start_s else 1.0
+        if share >= 1.0:
+            self._back_s = None
+            return 1.0
+        return max(1, int(share / WARM_STEP)) * WARM_STEP
+
+    def warmer_at(self, now: float) -> float | None:
+        """When `warmth` is next another; None where it stays."""
+        warmth = self.warmth(now)
+        # A hair behind the edge, where rounding cannot make it the same step again.
+        step_s = self._settings.slow_start_s * (warmth + WARM_STEP) * (1.0 + 1e-9)
+        return None if self._back_s is None else self._back_s + step_s
+
     # --- polls ---------------------------------------------------------------------------------------------------
 
-    def answered(self) -> None:
-        """A poll was answered in good health; a backend that was down starts with a clean record."""
+    def answered(self, now: float) -> None:
+        """A poll was answered in good health; a backend that was down starts with a clean record, and slowly."""
         if self.down:
+            self._back_s = now
             self._failures = self._ejections = 0
             self._half_open, self._probe = False, None
             self._blocked_until_s = 0.0
@@ -74,11 +126,11 @@ class Health:
         if self._half_open:
             self._probe = lease
 
-    def spoke(self, lease: int) -> None:
+    def spoke(self, lease: int, now: float) -> None:
         """The backend sent a first byte for this lease: whatever it was suspected of, it serves."""
         self._failures = 0
         if lease == self._probe:
-            self._close_case()
+            self._close_case(now)
 
     def finished(self, lease: int, verdict: Verdict, now: float) -> None:
         was_probe = lease == self._probe
@@ -88,20 +140,29 @@ class Health:
             case Verdict.SERVED:
                 self._failures = 0
                 if was_probe:
-                    self._close_case()
+                    self._close_case(now)
             case Verdict.CONNECT_FAILED | Verdict.DRAINING:
+                # No opinion but a fact, and whoever were sent there meanwhile would fail: the share does not limit it.
                 self._eject(now)
             case Verdict.FAILED:
                 self._failures += 1
                 if self._failures >= self._settings.failures or was_probe:
-                    self._eject(now)
+                    self.suspect(now)
             case Verdict.BUSY:
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
             case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.WITHDRAWN:
                 pass
 
-    def _close_case(self) -> None:
+    def suspect(self, now: float) -> bool:
+        """Eject it, if its pool can spare one more; whether that is so."""
+        if not self._half_open and self.peers is not None and not self.peers.may_eject():
+            return False
+        self._eject(now)
+        return True
+
+    def _close_case(self, now: float) -> None:
         self._half_open, self._probe, self._ejections = False, None, 0
+        self._back_s = now
 
     def _eject(self, now: float) -> None:
         # Many requests may fail from one cause in one instant; they are one ejection, not one each.

@@ -23,6 +23,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.first_fit import Found, Limited, Unmatched, first_fit, head
 from llmproxy.core.first_token import FirstToken
 from llmproxy.core.fleet import Backend, View
+from llmproxy.core.health import Peers
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.min_share import MinShares
 from llmproxy.core.occupancy import DrainRate, Occupancy
@@ -96,6 +97,7 @@ class Scheduler:
         self._placement = placement
         self._charge = charges.get(settings.charged)(settings)
         self._backends: dict[str, Backend] = {}
+        self._peers = Peers(settings.health.ejected_max)
         self._index: dict[str, int] = {}
         self._room = WaitingRoom(settings, occupancy, limits)
         self._drain = DrainRate()
@@ -119,6 +121,7 @@ class Scheduler:
         self._settings = settings
         self._room.reconfigure(settings, now)
         self._min_shares.reconfigure(settings.min_shares)
+        self._peers.ejected_max = settings.health.ejected_max
         for part in (self._reserve, self._admission, self._withdrawal):
             part.reconfigure(settings)
 
@@ -127,11 +130,14 @@ class Scheduler:
     def attach(self, backend: Backend) -> None:
         self._backends[backend.name] = backend
         self._void[backend.name] = self._newest
+        backend.health.peers = self._peers
+        self._peers.members[backend.name] = backend.health
         self._index = {name: index for index, name in enumerate(self._backends)}
 
     def detach(self, backend: str) -> None:
         """Stop granting to a backend; its leases run on."""
         del self._backends[backend], self._void[backend]
+        self._peers.members.pop(backend).peers = None
         self._placement.lost(backend)
         self._index = {name: index for index, name in enumerate(self._backends)}
 
@@ -195,7 +201,7 @@ class Scheduler:
     def started(self, lease: int, now: float) -> None:
         """The first byte of the answer arrived."""
         held = self._leases[lease]
-        held.backend.started(lease)
+        held.backend.started(lease, now)
         self._withdrawal.closed(lease)
         self._placement.started(lease, now)
         if held.request.stream:

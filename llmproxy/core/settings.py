@@ -27,14 +27,17 @@ class CapacitySettings:
 class HealthSettings:
     """When a backend is ejected and when it may try again.
 
-    `failures` requests in a row eject for `backoff_s`, doubled each time up to `backoff_max_s`; `unreachable_after`
-    polls in a row without an answer mark the backend down.
+    `failures` requests in a row eject for `backoff_s`, doubled each time up to `backoff_max_s`; no more than
+    `ejected_max` (0..1) of those of a pool that are up, but always one. `unreachable_after` polls in a row without an
+    answer mark the backend down. One that comes back is brought to its limit over `slow_start_s`.
     """
 
     failures: int = 3
     backoff_s: float = 1.0
     backoff_max_s: float = 30.0
     unreachable_after: int = 2
+    ejected_max: float = 0.5
+    slow_start_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmproxy.core.domain import Trouble, Verdict
-from llmproxy.core.health import BUSY_PAUSE_S, Health
+from llmproxy.core.health import BUSY_PAUSE_S, Health, Peers
 from llmproxy.core.settings import HealthSettings
 
 SETTINGS = HealthSettings(failures=3, backoff_s=1.0, backoff_max_s=8.0, unreachable_after=2)
@@ -11,7 +13,7 @@ SETTINGS = HealthSettings(failures=3, backoff_s=1.0, backoff_max_s=8.0, unreacha
 
 def healthy() -> Health:
     health = Health(SETTINGS)
-    health.answered()
+    health.answered(0.0)
     return health
 
 
@@ -29,7 +31,7 @@ def ejected_for_s(health: Health, now: float) -> float:
 def test_a_backend_is_down_until_a_poll_finds_it() -> None:
     health = Health(SETTINGS)
     assert not health.available(0.0)
-    health.answered()
+    health.answered(0.0)
     assert health.available(0.0)
 
 
@@ -39,7 +41,7 @@ def test_failures_in_a_row_eject_and_a_success_between_them_starts_anew() -> Non
     health.finished(9, Verdict.SERVED, 0.0)
     fail(health, 2)
     assert health.available(0.0)
-    health.spoke(7)
+    health.spoke(7, 0.0)
     fail(health, 2)
     assert health.available(0.0)
     fail(health, 1)
@@ -74,9 +76,9 @@ def test_after_an_ejection_one_request_is_let_through_and_its_first_byte_closes_
     assert health.available(1.0)
     health.booked(100)
     assert not health.available(1.0), "one probe at a time"
-    health.spoke(99)
+    health.spoke(99, 0.0)
     assert not health.available(1.0), "an older stream that speaks proves nothing of new ones"
-    health.spoke(100)
+    health.spoke(100, 0.0)
     assert health.available(1.0)
     health.booked(101)
     assert health.available(1.0), "the case is closed: no more probes"
@@ -134,7 +136,7 @@ def test_slow_answers_take_it_down_but_prove_nothing_of_its_streams() -> None:
 def test_refusals_count_in_a_row_only() -> None:
     health = healthy()
     assert not health.troubled(Trouble.REFUSED)
-    health.answered()
+    health.answered(0.0)
     assert not health.troubled(Trouble.REFUSED)
     assert not health.troubled(Trouble.TIMEOUT)
     assert not health.troubled(Trouble.REFUSED)
@@ -154,7 +156,104 @@ def test_coming_back_up_wipes_the_record() -> None:
     health.troubled(Trouble.REFUSED)
     health.troubled(Trouble.REFUSED)
     assert health.changes_at(0.0) is None, "time alone does not bring it up"
-    health.answered()
+    health.answered(0.0)
     assert health.available(0.0)
     health.booked(50)
     assert health.available(0.0)
+
+
+# --- a pool together --------------------------------------------------------------------------------------------------
+
+
+def pool(count: int, ejected_max: float) -> list[Health]:
+    peers = Peers(ejected_max)
+    members = [Health(SETTINGS) for _ in range(count)]
+    for number, health in enumerate(members):
+        health.answered(-100.0)
+        health.peers = peers
+        peers.members[str(number)] = health
+    return members
+
+
+@pytest.mark.parametrize(("count", "ejected_max", "most"), [(8, 0.5, 4), (3, 0.5, 1), (1, 0.5, 1), (4, 0.0, 1)])
+def test_failing_requests_eject_no_more_than_a_share_of_the_pool_and_always_one(
+    count: int, ejected_max: float, most: int
+) -> None:
+    members = pool(count, ejected_max)
+    for health in members:
+        fail(health, 5)
+    assert [health.available(0.0) for health in members] == [False] * most + [True] * (count - most)
+
+
+def test_who_comes_back_leaves_its_place_among_the_ejected_to_another() -> None:
+    first, second, third = pool(3, 0.5)
+    fail(first, 3)
+    fail(second, 3)
+    assert second.available(0.0)
+    fail(second, 1, now=1.0)
+    assert second.available(1.0), "half open still is ejected"
+    first.booked(100)
+    first.spoke(100, 1.2)
+    fail(second, 1, now=1.3)
+    assert not second.available(1.3), "what it was spared was not forgotten"
+    assert third.available(1.3)
+
+
+def test_who_is_down_by_polls_counts_neither_as_ejected_nor_as_left() -> None:
+    first, second, third, fourth = pool(4, 0.5)
+    for health in (first, second):
+        fail(health, 3)
+        health.troubled(Trouble.UNHEALTHY)
+    fail(third, 3)
+    fail(fourth, 3)
+    assert not third.available(0.0)
+    assert fourth.available(0.0)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.CONNECT_FAILED, Verdict.DRAINING])
+def test_the_share_spares_nobody_whose_answer_is_a_fact(verdict: Verdict) -> None:
+    members = pool(4, 0.5)
+    for health in members:
+        fail(health, 1, verdict=verdict)
+    assert not any(health.available(0.0) for health in members), "whoever were sent there would fail"
+
+
+def test_a_probe_that_fails_is_ejected_again_whatever_the_share() -> None:
+    first, second = pool(2, 0.5)
+    fail(first, 3)
+    fail(second, 3)
+    fail(first, 1, now=1.0)
+    assert ejected_for_s(first, 1.0) == 2.0
+
+
+# --- slow start -------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_up_grows_warm_in_steps_and_says_when_the_next_comes() -> None:
+    health = Health(replace(SETTINGS, slow_start_s=10.0))
+    health.answered(100.0)
+    seen = {}
+    now: float | None = 100.0
+    while now is not None:
+        seen[round(now, 3)] = round(health.warmth(now), 3)
+        now = health.warmer_at(now)
+    assert seen == {100.0: 0.1, **{100.0 + k: round(0.1 * k, 3) for k in range(2, 11)}}
+    health.answered(120.0)
+    assert health.warmth(120.0) == 1.0, "it was up all along"
+
+
+def test_a_closed_case_is_a_slow_start_too() -> None:
+    health = healthy()
+    assert health.warmth(50.0) == 1.0
+    fail(health, 3, now=50.0)
+    health.booked(100)
+    health.spoke(100, 52.0)
+    assert health.warmth(52.0) == pytest.approx(0.1)
+    assert health.warmth(52.0 + SETTINGS.slow_start_s) == 1.0
+
+
+def test_without_a_slow_start_all_is_given_at_once() -> None:
+    health = Health(replace(SETTINGS, slow_start_s=0.0))
+    health.answered(0.0)
+    assert health.warmth(0.0) == 1.0
+    assert health.warmer_at(0.0) is None

@@ -1,0 +1,66 @@
+"""Who comes back is brought to its share by and by, beside others that have room, and holds up nobody."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
+
+from llmproxy.core.domain import Grant, Trouble
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import HealthSettings, Settings
+from tests.core.make import pools, request
+
+SETTINGS = Settings(placement="least_request", ceilings={}, health=HealthSettings(slow_start_s=10.0))
+SERIAL = count()
+
+
+def house(slots: Mapping[str, int]) -> Pools:
+    of = pools(slots, replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0)))
+    send(of, 0, 100.0)
+    return of
+
+
+def gone(of: Pools, *names: str) -> None:
+    for name in names:
+        of.troubled(name, Trouble.UNHEALTHY)
+
+
+def send(of: Pools, requests: int, now: float) -> Counter[str]:
+    for _ in range(requests):
+        of.submit(request(id=f"r{next(SERIAL)}", arrived_s=now, deadline_s=now + 60.0), now)
+    return Counter(d.placed.backend for d in of.decide(now) if isinstance(d, Grant))
+
+
+def test_the_least_loaded_by_far_gets_its_share_and_not_all_that_comes() -> None:
+    of = house({"old": 20, "new": 20})
+    gone(of, "new")
+    of.answered("new", 100.0)
+    assert send(of, 10, 100.0) == {"new": 2, "old": 8}
+    assert send(of, 6, 105.0) == {"new": 6}, "half of its limit, and the least load until then"
+    assert send(of, 12, 106.5) == {"new": 4, "old": 8}
+    assert send(of, 0, 110.0) == {}
+
+
+def test_whoever_finds_no_room_elsewhere_goes_there_all_the_same() -> None:
+    of = house({"old": 4, "new": 20})
+    gone(of, "new")
+    of.answered("new", 100.0)
+    assert send(of, 24, 100.0) == {"old": 4, "new": 20}
+
+
+def test_backends_that_come_back_together_share_as_ever() -> None:
+    of = house({"a": 20, "b": 20})
+    gone(of, "a", "b")
+    of.answered("a", 100.0)
+    of.answered("b", 100.0)
+    assert send(of, 20, 100.5) == {"a": 10, "b": 10}
+
+
+def test_one_that_warms_up_is_nothing_to_wake_up_for() -> None:
+    of = house({"old": 1, "new": 1})
+    gone(of, "new")
+    of.answered("new", 100.0)
+    assert send(of, 3, 100.0) == {"old": 1, "new": 1}
+    assert of.next_wakeup(100.0) == 160.0, "the deadline of the third"
