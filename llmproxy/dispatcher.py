@@ -58,7 +58,7 @@ class Lease:
 
     def committed(self) -> None:
         """The first byte of the answer is on its way to the client."""
-        self._pools.committed(self.grant)
+        self._pools.committed(self.grant, _now())
 
     def progress(self, output_tokens: int) -> None:
         """About so many tokens were answered by now."""

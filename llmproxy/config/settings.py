@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from llmproxy.config.config import Config
 from llmproxy.config.schema import LimitsConfig
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
@@ -40,6 +42,8 @@ def settings_of(config: Config) -> Settings:
             unreachable_after=health.unreachable_after,
             ejected_max=health.ejected_max,
             slow_start_s=health.slow_start_s,
+            hung_s=inf if health.hung_s is None else health.hung_s,
+            slow_factor=inf if health.slow_factor is None else health.slow_factor,
         ),
         queue=QueueSettings(
             requests_max=queue.requests_max,

@@ -236,6 +236,16 @@ class Backend:
         self.health.finished(lease, verdict, now)
         self._view = None
 
+    def suspect(self, now: float, *, slow: bool = False) -> bool:
+        """See `Health.suspect`."""
+        self._view = None
+        return self.health.suspect(now, slow=slow)
+
+    def paced(self, fast: bool, now: float) -> None:
+        """See `Health.paced`."""
+        self._view = None
+        self.health.paced(fast, now)
+
     def unstarted(self, lease: int) -> bool:
         """Nothing was done for `lease` that anybody saw: its stream has no byte, or the engine has it in its queue.
 

@@ -47,6 +47,8 @@ class Health:
         self._refusals = 0
         self._failures = 0
         self._ejections = 0
+        self.ejected_times = 0
+        self.slow = False
         self._half_open = False
         self._probe: int | None = None
         self._blocked_until_s = 0.0
@@ -100,7 +102,7 @@ class Health:
         if self.down:
             self._back_s = now
             self._failures = self._ejections = 0
-            self._half_open, self._probe = False, None
+            self._half_open, self._probe, self.slow = False, None, False
             self._blocked_until_s = 0.0
         self.down = False
         self._troubles = self._refusals = 0
@@ -127,10 +129,20 @@ class Health:
             self._probe = lease
 
     def spoke(self, lease: int, now: float) -> None:
-        """The backend sent a first byte for this lease: whatever it was suspected of, it serves."""
+        """The backend sent a first byte for this lease: whatever it was suspected of, it serves.
+
+        Only of one that has become `slow` a byte says little.
+        """
         self._failures = 0
-        if lease == self._probe:
+        if lease == self._probe and not self.slow:
             self._close_case(now)
+
+    def paced(self, fast: bool, now: float) -> None:
+        """A stream of one that was found slow says how fast it is by now."""
+        if fast:
+            self._close_case(now)
+        else:
+            self._eject(now)
 
     def finished(self, lease: int, verdict: Verdict, now: float) -> None:
         was_probe = lease == self._probe
@@ -153,15 +165,16 @@ class Health:
             case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.WITHDRAWN:
                 pass
 
-    def suspect(self, now: float) -> bool:
+    def suspect(self, now: float, *, slow: bool = False) -> bool:
         """Eject it, if its pool can spare one more; whether that is so."""
         if not self._half_open and self.peers is not None and not self.peers.may_eject():
             return False
+        self.slow = slow
         self._eject(now)
         return True
 
     def _close_case(self, now: float) -> None:
-        self._half_open, self._probe, self._ejections = False, None, 0
+        self._half_open, self._probe, self._ejections, self.slow = False, None, 0, False
         self._back_s = now
 
     def _eject(self, now: float) -> None:
@@ -170,6 +183,7 @@ class Health:
             return
         pause_s = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(self._ejections, 16))
         self._ejections += 1
+        self.ejected_times += 1
         self._failures = 0
-        self._half_open = True
+        self._half_open, self._probe = True, None
         self._blocked_until_s = max(self._blocked_until_s, now + pause_s)

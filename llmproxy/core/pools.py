@@ -179,8 +179,8 @@ class Pools:
     def started(self, grant: Grant, now: float) -> None:
         self._schedulers[grant.request.pool].started(grant.lease, now)
 
-    def committed(self, grant: Grant) -> None:
-        self._schedulers[grant.request.pool].committed(grant.lease)
+    def committed(self, grant: Grant, now: float) -> None:
+        self._schedulers[grant.request.pool].committed(grant.lease, now)
 
     def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
         self._schedulers[grant.request.pool].progress(grant.lease, output_tokens, now)

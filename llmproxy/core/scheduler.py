@@ -33,6 +33,7 @@ from llmproxy.core.reserve import Reserve
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import Look, PoolChoices, PoolSnapshot, Position
+from llmproxy.core.watch import Watch
 from llmproxy.core.withdrawal import Withdrawal
 
 PASS_MAX = 64
@@ -98,6 +99,7 @@ class Scheduler:
         self._charge = charges.get(settings.charged)(settings)
         self._backends: dict[str, Backend] = {}
         self._peers = Peers(settings.health.ejected_max)
+        self._watch = Watch(settings.health, self._peers)
         self._index: dict[str, int] = {}
         self._room = WaitingRoom(settings, occupancy, limits)
         self._drain = DrainRate()
@@ -122,6 +124,7 @@ class Scheduler:
         self._room.reconfigure(settings, now)
         self._min_shares.reconfigure(settings.min_shares)
         self._peers.ejected_max = settings.health.ejected_max
+        self._watch.settings = settings.health
         for part in (self._reserve, self._admission, self._withdrawal):
             part.reconfigure(settings)
 
@@ -138,6 +141,7 @@ class Scheduler:
         """Stop granting to a backend; its leases run on."""
         del self._backends[backend], self._void[backend]
         self._peers.members.pop(backend).peers = None
+        self._watch.forget(backend)
         self._placement.lost(backend)
         self._index = {name: index for index, name in enumerate(self._backends)}
 
@@ -153,6 +157,7 @@ class Scheduler:
             held.elsewhere = held.elsewhere or held.backend is backend
 
     def _forget_process(self, backend: Backend) -> None:
+        self._watch.forget(backend.name)
         self._placement.lost(backend.name)
         # Lease numbers rise: those up to this one had the process that is gone.
         if backend.name in self._backends:
@@ -202,19 +207,24 @@ class Scheduler:
         """The first byte of the answer arrived."""
         held = self._leases[lease]
         held.backend.started(lease, now)
+        self._watch.started(lease, now)
         self._withdrawal.closed(lease)
         self._placement.started(lease, now)
         if held.request.stream:
             self._room.band(held.request.band).fairness.started(held.request, now)
             self._first_token.learn(held.request.prompt_tokens, now - held.at_s)
 
-    def committed(self, lease: int) -> None:
+    def committed(self, lease: int, now: float) -> None:
         """A byte went to the client, be it a token or not: from here on its request stays where it is."""
         self._withdrawal.closed(lease)
+        self._watch.committed(lease, now)
 
     def progress(self, lease: int, output_tokens: int, now: float) -> None:
         """The answer has about so many tokens by now: charge what exceeds the estimate."""
         held = self._leases[lease]
+        fast = self._watch.progress(lease, output_tokens, held.backend.sequences, now)
+        if fast is not None and held.backend.health.slow:
+            held.backend.paced(fast, now)
         so_far = self._charge.so_far(held.request, output_tokens, now - held.at_s)
         if so_far > held.charged:
             self._charge_to(held, so_far)
@@ -223,6 +233,7 @@ class Scheduler:
         """Return a lease. `usage` is what the engine counted, or the tokens seen so far where it was cut short."""
         held = self._leases.pop(lease)
         held.backend.release(lease, verdict, now)
+        self._watch.finished(lease)
         self._withdrawal.closed(lease)
         self._placement.finished(lease, verdict, usage, now)
         self._limits.released(held.request, _used_tokens(held.request, verdict, usage), now)
@@ -257,6 +268,7 @@ class Scheduler:
 
     def _pass(self, now: float) -> None:
         decisions = self._decided
+        self._look_after(now)
         decisions += [*self._revoked(), *self._shed]
         self._shed.clear()
         alive = self.alive()
@@ -321,9 +333,10 @@ class Scheduler:
         """When `decide` may have something to do although no event happens; None when only an event can."""
         if self._more or self._shed:
             return now
+        look_s = self._watch.next_look()
         if not self._room:
-            return None
-        times = [backend.changes_at(now) for backend in self._backends.values()]
+            return look_s
+        times = [look_s, *(backend.changes_at(now) for backend in self._backends.values())]
         times += [self._room.next_deadline(now), self._reserve.changes_at(now)]
         return min((time for time in times if time is not None), default=None)
 
@@ -359,6 +372,7 @@ class Scheduler:
         lease = self._newest = next(self._lease_serial)
         backend.book(lease, request, now, placed.held_tokens)
         self._limits.booked(request)
+        self._watch.booked(lease, request, placed, now)
         self._placement.booked(lease, request, placed, now)
         if not guaranteed:
             # What a band is granted by its minimum share is not to be taken back by those who waited above it.
@@ -385,6 +399,15 @@ class Scheduler:
             return
         queued = head(band, this.now)
         this.decisions += self._withdrawal.choose(queued.request, queued.excluded, band.size, this.now)
+
+    def _look_after(self, now: float) -> None:
+        """Eject who hangs or has become slow; what one that hangs has not begun may be tried elsewhere."""
+        hung, slow = self._watch.look(now)
+        for name in hung:
+            if self._backends[name].suspect(now):
+                self._lost += self._watch.give_up(name)
+        for name in slow:
+            self._backends[name].suspect(now, slow=True)
 
     def _revoked(self) -> Iterator[Revoke]:
         lost, self._lost = self._lost, []
@@ -435,6 +458,7 @@ class Scheduler:
     def check(self, now: float) -> None:
         """Raise AssertionError when two accounts of the same thing differ."""
         self._room.check(now)
+        self._watch.check()
         booked = {lease: held.backend for lease, held in self._leases.items()}
         for backend in {id(b): b for b in (*self._backends.values(), *booked.values())}.values():
             backend.check()

@@ -29,7 +29,8 @@ class HealthSettings:
 
     `failures` requests in a row eject for `backoff_s`, doubled each time up to `backoff_max_s`; no more than
     `ejected_max` (0..1) of those of a pool that are up, but always one. `unreachable_after` polls in a row without an
-    answer mark the backend down. One that comes back is brought to its limit over `slow_start_s`.
+    answer mark the backend down. One that comes back is brought to its limit over `slow_start_s`. `hung_s` of silence
+    and `slow_factor` times as slow as it was are what `core.watch` goes by, `inf` for never.
     """
 
     failures: int = 3
@@ -38,6 +39,8 @@ class HealthSettings:
     unreachable_after: int = 2
     ejected_max: float = 0.5
     slow_start_s: float = 5.0
+    hung_s: float = 1.5
+    slow_factor: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ TAIL_BYTES = 64 << 10
 """The end of an answer without a stream, where its `usage` stands."""
 PROGRESS_EVENTS = 32
 """How many stream events pass between two reports to the scheduler."""
+PROGRESS_S = 0.5
+"""How much time passes between them at most, as long as there are events: an engine that has become slow shows so."""
 
 IDLE_DROP_S = 0.1
 """How soon a kept connection must break to be one that the backend had already dropped: about a round trip."""
@@ -263,7 +265,7 @@ class Relay:
         await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
         reported = 0
         data: bytes = first
-        now = asyncio.get_running_loop().time()
+        reported_s = now = asyncio.get_running_loop().time()
         attempt.last_byte_s = now
         while True:
             if attempt.first_token_s is None and tap.first_token_seen:
@@ -280,8 +282,8 @@ class Relay:
             if tap.done_seen and not tap.error_seen:
                 # Many clients leave as soon as they have read the end mark; nothing is missing from what they got.
                 attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
-            if tap.data_events - reported >= PROGRESS_EVENTS:
-                reported = tap.data_events
+            if tap.data_events - reported >= PROGRESS_EVENTS or now - reported_s >= PROGRESS_S:
+                reported, reported_s = tap.data_events, now
                 lease.progress(reported)
             raw = await exchange.chunk()
             now = timer.now()
@@ -331,7 +333,7 @@ class Relay:
     def _timed_out(self, attempt: Attempt, timer: AttemptTimer, lease: Lease) -> None:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
         if lease.revoked:
-            message = "The backend is gone: it refuses connections, and its open streams will never speak again."
+            message = "The backend is gone or hangs: nothing more is expected of it."
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
             attempt.fail(lost, Verdict.LOST, message, retryable=True)
         elif lease.withdrawn and not attempt.committed:
@@ -360,11 +362,11 @@ class Relay:
 
 
 def _check_kept(lease: Lease) -> None:
-    """Raise TimeoutError for a lease that was withdrawn in the very turn in which its first byte came.
+    """Raise TimeoutError for a lease that was taken back in the very turn in which its first byte came.
 
     The timer that ends the attempt is running already, and must not go off between two bytes of an answer.
     """
-    if lease.withdrawn:
+    if lease.withdrawn or lease.revoked:
         raise TimeoutError
 
 

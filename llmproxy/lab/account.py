@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from llmproxy.core.domain import BAND_NAMES, Outcome
 from llmproxy.lab.audit import Audit
+from llmproxy.lab.fleet import Fault
 from llmproxy.lab.record import Record
 from llmproxy.lab.result import (
     BackendResult,
     Fairness,
     Loaded,
+    Noticed,
     Prediction,
     RunResult,
     Trail,
@@ -59,6 +61,8 @@ class Account:
         self._adherence = Adherence(duration_s)
         self._withdrawals = 0
         self._inversions = 0
+        self._ejections = 0
+        self._noticed: list[Noticed] = []
         self._counter_difference: float | None = None
         self._unfinished_tokens_most = 0
         self._prompt_tokens_most = 0
@@ -134,6 +138,14 @@ class Account:
         if audit.counter_difference is not None:
             self._counter_difference = max(self._counter_difference or 0.0, audit.counter_difference)
 
+    def ejected(self, times: int) -> None:
+        """How often a proxy ejected a replica, over the whole run."""
+        self._ejections += times
+
+    def noticed(self, fault: Fault, replica: str, noticed_s: float | None) -> None:
+        """How long after it began a fault was known; None where it ended before."""
+        self._noticed.append(Noticed(kind=fault.kind, replica=replica, at_s=fault.at_s, noticed_s=noticed_s))
+
     def counted(self, replica: str, counters: Counters) -> None:
         """What the engine of `replica` counted in the whole run."""
         self._backends[replica].preemptions = counters.preemptions
@@ -166,6 +178,8 @@ class Account:
             attempts=self._attempts,
             withdrawals=self._withdrawals,
             inversions=self._inversions,
+            ejections=self._ejections,
+            noticed=sorted(self._noticed, key=lambda one: (one.at_s, one.replica)),
             outcomes={outcome.value: count for outcome, count in self._outcomes.items()},
             utilisation=self._utilisation(duration_s - self._warmup_s),
             loaded=self._loaded(),

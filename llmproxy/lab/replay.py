@@ -7,6 +7,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from random import Random
 
 from llmproxy.config import Config
@@ -14,7 +15,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.lab.account import Account
 from llmproxy.lab.arrival import Arrival, Trace
 from llmproxy.lab.faults import schedule
-from llmproxy.lab.fleet import Fleet
+from llmproxy.lab.fleet import Fault, FaultKind, Fleet
 from llmproxy.lab.objectives import Objectives
 from llmproxy.lab.policies import Plan
 from llmproxy.lab.proxy import LabProxy
@@ -29,6 +30,10 @@ SETTLE_S = 2.0
 SAMPLES = 120
 """Looks at every replica's load over the length of a trace; as often until the last answer."""
 SAMPLE_LEAST_S = 0.05
+NOTICE_S = 0.02
+"""How often one looks whether a fault is known."""
+NOTICED = frozenset({FaultKind.KILL, FaultKind.RESTART, FaultKind.HANG, FaultKind.SLOW})
+"""Faults that a proxy should know of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,9 @@ class Run:
         self._world = World(replicas, setup.adapters, blocks)
         self.proxies = self._start_proxies(self._world)
         schedule(setup.fleet.faults, replicas, SETTLE_S)
+        for fault in setup.fleet.faults:
+            if fault.kind in NOTICED and fault.replica is not None:
+                loop.call_at(SETTLE_S + fault.at_s, self._watch_for, loop, fault, fault.replica)
         loop.call_at(SETTLE_S, self._sample, loop, 0)
         loop.call_at(SETTLE_S + max(LOOK_EVERY_S, setup.warmup_s), self._look_at_service, loop)
         for at_s in (setup.warmup_s, setup.duration_s):
@@ -104,6 +112,7 @@ class Run:
         for proxy in self.proxies:
             proxy.stop()
             self.account.audited(proxy.pools.audit)
+            self.account.ejected(sum(backend.health.ejected_times for backend in proxy.pools.backends.values()))
         for name, replica in replicas.items():
             self.account.counted(name, replica.counters)
         if self._failed is not None:
@@ -120,6 +129,17 @@ class Run:
         for proxy in proxies:
             proxy.start()
         return proxies
+
+    def _watch_for(self, loop: asyncio.AbstractEventLoop, fault: Fault, replica: str) -> None:
+        """Look until some proxy knows of a fault, or it is over."""
+        passed_s = loop.time() - SETTLE_S - fault.at_s
+        healths = [proxy.pools.backends[replica].health for proxy in self.proxies]
+        if any(health.down or health.ejected for health in healths):
+            self.account.noticed(fault, replica, passed_s)
+        elif self._over or passed_s > _lasts_s(fault):
+            self.account.noticed(fault, replica, None)
+        else:
+            loop.call_later(NOTICE_S, self._watch_for, loop, fault, replica)
 
     def _sample(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
         """Look at every replica's load, and ask to look again while anybody is there."""
@@ -212,3 +232,9 @@ class Run:
             self._drained.set_result(None)
         if not task.cancelled() and task.exception() is not None:
             self._failed = self._failed or task.exception()
+
+
+def _lasts_s(fault: Fault) -> float:
+    if fault.kind is FaultKind.RESTART:
+        return fault.value
+    return inf if fault.until_s is None else fault.until_s - fault.at_s

@@ -147,6 +147,15 @@ class RunKey(NamedTuple):
     prefill_scale: float
 
 
+class Noticed(_Model):
+    """A fault of one replica: `noticed_s` after it began a proxy had it down or ejected, null where none had."""
+
+    kind: str
+    replica: str
+    at_s: float
+    noticed_s: float | None
+
+
 class RunResult(_Model):
     """One policy at one load with one seed. Requests that arrived during the warm-up are in no figure.
 
@@ -161,7 +170,8 @@ class RunResult(_Model):
     token, 2 per output token) of two tenants differed over a time in which both were backlogged, null where there were
     no two. A tenant is backlogged while a request of it waits in the proxy, or, under policies that bind at once, has
     no first token. `withdrawals` are leases taken back for a request of a higher band, and `inversions` grants to a
-    request while one of a higher band could have had them. `by_tenant` names the largest tenants by tokens, and all
+    request while one of a higher band could have had them. `ejections` counts how often what requests met spoke against
+    a replica, and `noticed` says how soon each fault was. `by_tenant` names the largest tenants by tokens, and all
     others together as "(other)".
     """
 
@@ -186,6 +196,8 @@ class RunResult(_Model):
     attempts: int
     withdrawals: int
     inversions: int
+    ejections: int = 0
+    noticed: list[Noticed] = []
     outcomes: Annotated[dict[str, int], AfterValidator(_by_key)]
     utilisation: Utilisation
     loaded: Loaded

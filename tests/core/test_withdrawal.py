@@ -78,7 +78,7 @@ def test_what_has_spoken_is_never_taken_back() -> None:
 
 def test_what_has_sent_its_client_a_byte_stays_though_it_is_no_token() -> None:
     of, (low,) = full()
-    of.committed(low)
+    of.committed(low, 1.5)
     urgent(of)
     assert taken_back(of) == []
 

@@ -292,7 +292,11 @@ class World:
         held = {pool: self._tell(pool) for pool in rows}
         left_s = {n: w.held_s if held[w.request.pool] else w.own_s for n, w in self.waiting.items()}
         due = {name for name, left in left_s.items() if left <= 5e-7}
+        ejected = self._ejected()
         decisions = self.pools.decide(self.now)
+        for its_rows in rows.values():
+            for name in its_rows.keys() & self._ejected() - ejected:
+                its_rows[name].available = False
         reached: dict[str, float] = dict.fromkeys(rows, inf)
         for decision in decisions:
             self.trace.append(repr(decision))
@@ -309,7 +313,8 @@ class World:
                     self._end(request, decision.outcome)
                 case Revoke():
                     assert self.held[decision.lease].grant.placed.backend == decision.backend
-                    assert decision.backend in self.gone
+                    if decision.backend not in self.gone:
+                        self._owed_by_one_that_hangs(decision)
                 case Withdraw():
                     self.books.take_back(decision)
                     if not request.stream:
@@ -349,6 +354,15 @@ class World:
         assert reading is not None
         assert reading.waiting > 0
         assert reading.taken_at_s > self.held[withdraw.lease].grant.at_s
+
+    def _owed_by_one_that_hangs(self, revoke: Revoke) -> None:
+        assert revoke.backend in self._ejected()
+        held = self.held[revoke.lease]
+        assert held.grant.request.stream
+        assert not held.started, "its client has seen a byte"
+
+    def _ejected(self) -> set[str]:
+        return {name for name, backend in self.pools.backends.items() if backend.health.ejected}
 
     # --- what is known of the fleet ----------------------------------------------------------------------------------
 
