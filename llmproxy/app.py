@@ -359,6 +359,7 @@ def _state(pools: Pools, names: Mapping[int, str], now: float) -> LiveState:
             waiting=backend.reading.waiting if backend.reading is not None else None,
             kv_used=backend.reading.kv_used if backend.reading is not None else None,
             reading_age_s=now - backend.reading.taken_at_s if backend.reading is not None else None,
+            ejected=backend.health.ejected,
         )
         for name, backend in pools.backends.items()
     )

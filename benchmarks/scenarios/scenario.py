@@ -91,7 +91,8 @@ def sized(**given: int) -> Shape:
 
     def shape(fleet: Fleet, duration_s: float) -> Fleet:
         del duration_s
-        return replace(fleet, replicas=tuple(replace(spec, **given) for spec in fleet.replicas))  # type: ignore[arg-type]
+    of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time are not
+    counted. With `told` the proxy is told every replica's batch
 
     return shape
 
@@ -138,11 +139,17 @@ def both(*shapes: Shape) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """One more run of a place, for comparison: another part of the same arrivals, at the same rate and fleet."""
+    """One more run of a place, for comparison: another part of the same arrivals, at the same rate.
+
+    It is on the same fleet unless `reshaped` makes another of it, and counts the requests from share `warmup` of the
+    trace on.
+    """
 
     name: str
     policy: str
-    mix: Mix
+    mix: Mix = AS_IT_IS
+    reshaped: Callable[[Fleet], Fleet] | None = None
+    warmup: float = WARMUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +187,8 @@ class Case:
 
     `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
     (see `rate_balance` in `llmproxy.lab.bounds`), None for the trace's own rate. Of a file, each seed takes `requests`
-    of its own. `mix` says which of a trace's requests are played. With `told` the proxy is told every replica's batch
-    limit (`max_in_flight`) and need not learn it. `goals` judges what was found at each place, and `plots` draws it,
+    of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time are not
+    counted. With `told` the proxy is told every replica's batch limit (`max_in_flight`) and need not learn it. `goals` judges what was found at each place, and `plots` draws it,
     over all places. `quick` cases belong to `make lab`.
     """
 
@@ -201,6 +208,7 @@ class Case:
     plots: Callable[[Sequence[Found]], list[Plot]] | None = None
     quick: bool = True
     quick_loads: tuple[float | None, ...] | None = None
+    warmup: float = WARMUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +252,9 @@ class Place:
 
     def beside(self, one: Beside) -> Place:
         """The place of one more run."""
-        case = replace(self.case, name=f"{self.case.name}, {one.name}", mix=one.mix, policies=(one.policy,), beside=())
-        return replace(self, case=case)
+        name = f"{self.case.name}, {one.name}"
+        case = replace(self.case, name=name, mix=one.mix, policies=(one.policy,), beside=(), warmup=one.warmup)
+        return replace(self, case=case, fleet=self.fleet if one.reshaped is None else one.reshaped(self.fleet))
 
     def point(self, policy: str, seed: int) -> Point:
         return Point(policy, seed, self.rate_scale, self.prefill_scale)
@@ -271,7 +280,7 @@ def _simulation(case: Case, seed: int) -> Simulation:
         skip=(case.requests or 0) * _slice(seed),
         requests=case.requests,
         replicate=case.replicate,
-        warmup=WARMUP,
+        warmup=case.warmup,
         mix=case.mix,
     )
 

@@ -334,7 +334,7 @@ class HealthConfig(Section):
     """How long a backend that comes back takes to its full share, while others have room; 0 gives it all at once."""
     hung_s: Seconds | None = 1.5
     """Silence that ejects a backend that owes first bytes, if long prompts do not explain it; null never does."""
-    slow_factor: Annotated[Number, Field(gt=1)] | None = 3.0
+    slow_factor: Annotated[Number, Field(gt=1)] | None = 5.0
     """How many times as slow as it was, beside its pool, a backend is ejected; null never does that."""
 
     @field_validator("backoff_max_s")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from llmproxy.core.domain import Verdict
 
 RETRY_RESERVE = 1024.0
-"""Retries that may be made beyond the budget's share: a backend that dies takes all of its batch at once."""
+"""Retries that may be made beyond the budget's share: a backend that dies takes all of its batch at once, and 1,024 is
+the largest that vLLM runs unless told otherwise."""
 RETRY_WAIT_MIN_S = 1.0
 """What a retry may wait at least: its time was used up by a backend that failed, and another may have room at once."""
 
@@ -14,7 +15,7 @@ class RetryBudget:
     """Retries as a share of requests, so that a failing fleet is not asked ever more.
 
     Attempts that cost no engine anything are not counted: connections that failed before a byte was sent, and work lost
-    with a process that is gone.
+    with a process that is gone or hangs.
     """
 
     def __init__(self, ratio: float) -> None:

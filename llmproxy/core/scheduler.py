@@ -222,7 +222,9 @@ class Scheduler:
     def progress(self, lease: int, output_tokens: int, now: float) -> None:
         """The answer has about so many tokens by now: charge what exceeds the estimate."""
         held = self._leases[lease]
-        fast = self._watch.progress(lease, output_tokens, held.backend.sequences, now)
+        reading = held.backend.reading
+        kv_used = reading.kv_used if reading is not None else None
+        fast = self._watch.progress(lease, output_tokens, held.backend.sequences, kv_used, now)
         if fast is not None and held.backend.health.slow:
             held.backend.paced(fast, now)
         so_far = self._charge.so_far(held.request, output_tokens, now - held.at_s)

@@ -40,7 +40,7 @@ class HealthSettings:
     ejected_max: float = 0.5
     slow_start_s: float = 5.0
     hung_s: float = 1.5
-    slow_factor: float = 3.0
+    slow_factor: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ from llmproxy.core.settings import HealthSettings
 
 LOOK_S = 0.25
 """How often the pool is looked over at most."""
-SPAN_S = 1.0
+SPAN_S = 0.8
 """How long a stream is followed for one observation of its speed, and a backend for one judgement."""
 LATE = 5.0
 """Times the predicted time to all first bytes that it owes, after which a silent backend counts as hung."""
 KNOWN = 10
 """Judgements after which it is known how fast a backend is as a rule."""
 RULE_GAIN = 0.05
-"""Weight of a newer one then: the last twenty busy seconds decide."""
+"""Weight of a newer one then: the last twenty or so decide."""
 STEP_MOST = 2.0
 """Times what is known that one observation counts at most, so that what is slow does not become the rule at once."""
 CROWD = 100.0
@@ -36,8 +36,12 @@ GAIN = 0.02
 """Weight of a newer observation of what the pool takes."""
 DOUBTFUL = 2.0
 """Times its rule beyond which an observation is not taken as one of what the pool can do."""
-TWICE = 2
-"""Judgements in a row that it takes: one may be a collection of garbage, a compilation, a burst of long prompts."""
+IN_A_ROW = 3
+"""Judgements that it takes: one or two may be a collection of garbage, a compilation, a burst of long prompts."""
+PROMPTS_MOST = 0.3
+"""Share of a span that prompts may explain where it is to tell of speed: how long they take is known roughly."""
+KV_CROWDED = 0.9
+"""Use of a KV-cache from which on an engine may take sequences out of its batch and compute them again."""
 FRESH_S = 5.0
 """How long a judgement of another backend is one to compare with."""
 
@@ -95,9 +99,9 @@ class Watch:
     client who does not read. Long prompts explain long silence.
 
     **Slow** is one whose fastest stream takes `slow_factor` times as long as is its rule, beside the median of the
-    others by the same measure, twice in a row. A pool that slows down as a whole has no outlier, and one that was slow
-    from its beginning is another kind of machine, which is for the placement to know. Time that prompts explain does
-    not count. (Grey failure: Huang et al., "Gray Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
+    others by the same measure, three spans in a row. A pool that slows down as a whole has no outlier, and one that was
+    slow from its beginning is another kind of machine, which is for the placement to know. Time that prompts explain
+    does not count. (Grey failure: Huang et al., "Gray Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
 
     What is predicted are the pool's own times: seconds to a first byte over the prompt tokens ahead of it, and seconds
     for each token of a stream.
@@ -110,6 +114,7 @@ class Watch:
         self._streams: dict[int, _Stream] = {}
         self._token_s = 1 / 15_000
         self._step_s = 0.01
+        self._common = 1.0
         self._look_s = -inf
         self._wake_s = inf
         self._judge_s = -inf
@@ -150,7 +155,9 @@ class Watch:
             pulse.owed_tokens -= stream.own_tokens
             pulse.work_tokens += stream.own_tokens
 
-    def progress(self, lease: int, output_tokens: int, sequences: int, now: float) -> bool | None:
+    def progress(
+        self, lease: int, output_tokens: int, sequences: int, kv_used: float | None, now: float
+    ) -> bool | None:
         """A stream has about so many tokens by now, beside `sequences` that its backend has in all.
 
         Answers whether its backend is as fast as it should be; None where it is too early to say.
@@ -166,14 +173,18 @@ class Watch:
         # Prompts are computed in their order: of those that are owed, the first alone can have taken time by now.
         prompt_tokens = next(iter(pulse.owed.values())).own_tokens if pulse.owed else 0.0
         prompts_s = (pulse.work_tokens - stream.work_tokens + prompt_tokens) * self._token_s
+        stream.since_s, stream.tokens, stream.work_tokens = now, output_tokens, pulse.work_tokens
+        if prompts_s > PROMPTS_MOST * took_s or (kv_used or 0.0) > KV_CROWDED:
+            # What prompts explain so far is no news, and neither is an engine that computes what it had before.
+            pulse.slow = 0
+            return None
         steps = tokens * (1.0 + sequences / CROWD)
         ratio = took_s / (steps * self._step_s + prompts_s)
         pulse.best = min(pulse.best, ratio)
         pulse.doubted = pulse.known >= KNOWN and ratio > DOUBTFUL * pulse.rule
         if not pulse.doubted:
             self._step_s = _nearer(self._step_s, (took_s - prompts_s) / steps, GAIN)
-        stream.since_s, stream.tokens, stream.work_tokens = now, output_tokens, pulse.work_tokens
-        return not pulse.doubted
+        return ratio < self.settings.slow_factor * pulse.rule * self._common
 
     def finished(self, lease: int) -> None:
         """The lease ended, however it did."""
@@ -227,6 +238,7 @@ class Watch:
         for pulse in judged.values():
             pulse.slowness, pulse.judged_s, pulse.best = pulse.best / pulse.rule, now, inf
         fresh = {name: pulse.slowness for name, pulse in self._pulses.items() if pulse.judged_s > now - FRESH_S}
+        self._common = max(1.0, median(fresh.values())) if fresh else 1.0
         found = []
         for name, pulse in judged.items():
             if self._peers.members[name].ejected:
@@ -238,7 +250,7 @@ class Watch:
             else:
                 pulse.slow = 0
                 pulse.learn_rule()
-            if pulse.slow >= TWICE:
+            if pulse.slow >= IN_A_ROW:
                 pulse.slow = 0
                 found.append(name)
         return found

@@ -9,7 +9,7 @@ import pytest
 
 from llmproxy.core.domain import Entry, Grant, Request, Revoke, Trouble, Verdict
 from llmproxy.core.settings import HealthSettings, Settings
-from tests.core.make import pools, request
+from tests.core.make import pools, reading, request
 
 TICK_S = 0.05
 TOKENS = 100
@@ -236,14 +236,23 @@ def test_a_pool_that_slows_down_as_a_whole_has_no_outlier() -> None:
     assert not any(stand.ejected(name) for name in "abcd")
 
 
-def test_one_of_two_goes_and_the_last_one_stays() -> None:
+def test_of_two_there_is_always_one_left() -> None:
     stand = warm(names="ab")
     stand.factors["a"] = 10.0
-    stand.until("a", 10.0)
+    assert stand.until("a", 10.0) < 10.0
     stand.factors["b"] = 60.0
-    stand.run(10.0)
-    assert stand.ejected("a")
-    assert not stand.ejected("b")
+    for _ in range(100):
+        stand.run(0.1)
+        assert not (stand.ejected("a") and stand.ejected("b"))
+
+
+def test_an_engine_whose_cache_is_full_computes_again_and_is_not_judged() -> None:
+    stand = warm()
+    stand.factors["a"] = 10.0
+    for _ in range(100):
+        stand.run(0.1)
+        stand.of.observe("a", reading(stand.now, running=1, kv_used=0.95))
+    assert not stand.ejected("a")
 
 
 def test_what_a_process_was_is_forgotten_with_it() -> None:

@@ -52,7 +52,7 @@ STATE = LiveState(
     parked={"tenant:acme": 4},
     backends=(
         BackendState("gpu-0", 3, 32, 0.1, True, running=2, waiting=1, kv_used=0.4, reading_age_s=0.2),
-        BackendState("gpu-1", 0, 32, 0.0, False),
+        BackendState("gpu-1", 0, 32, 0.0, False, ejected=True),
     ),
 )
 
@@ -266,6 +266,7 @@ def test_gauges_are_read_at_the_scrape() -> None:
     assert value(metrics, "backend_kv_used", backend="gpu-0") == 0.4
     assert value(metrics, "backend_reading_age_seconds", backend="gpu-0") == 0.2
     assert [value(metrics, "backend_available", backend=name) for name in ("gpu-0", "gpu-1")] == [1, 0]
+    assert [value(metrics, "backend_ejected", backend=name) for name in ("gpu-0", "gpu-1")] == [0, 1]
     states.pop()
     assert value(metrics, "in_flight_requests", backend="gpu-0") is None
 
