@@ -333,7 +333,10 @@ class Relay:
     def _timed_out(self, attempt: Attempt, timer: AttemptTimer, lease: Lease) -> None:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
         if lease.revoked:
-            message = "The backend is gone or hangs: nothing more is expected of it."
+            # What has begun is only given up with its process.
+            hangs = "The backend is gone or hangs: nothing is expected of it any more."
+            gone = "The backend is gone: it refuses connections, and its open streams will never speak again."
+            message = gone if attempt.committed else hangs
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
             attempt.fail(lost, Verdict.LOST, message, retryable=True)
         elif lease.withdrawn and not attempt.committed:
