@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import weakref
 from collections.abc import Awaitable, Callable
+from typing import ClassVar
 
 
 class RawServer:
@@ -31,9 +33,13 @@ class RawServer:
 
 
 class Peer:
+    all: ClassVar[weakref.WeakSet[Peer]] = weakref.WeakSet()
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.all.add(self)
         self.reader = reader
         self.writer = writer
+        self.fileno: int = writer.get_extra_info("socket").fileno()
         self.requests: list[bytes] = []
         self.asked = asyncio.Event()
         self.gone = asyncio.Event()

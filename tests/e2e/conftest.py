@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from tests.e2e.house import FAST, House, house
+from tests.e2e.leftovers import CountingLoop
 
 HERE = Path(__file__).parent
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], Any]]:
-    return {"uvloop": uvloop.new_event_loop}
+    return {"uvloop": CountingLoop}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """A whole house for one test: simulated replicas, a proxy over them and a client, all on the loop of the test.
 
 Leaving the house checks what must hold after anything that happened in it: nothing walks, waits, is leased or booked,
-and no engine computes for nobody.
+no engine computes for nobody, and no task, socket or timer stays behind (`leftovers`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from llmproxy.app import Proxy, running
 from llmproxy.config import Config, load
 from llmproxy.reload import Reread
 from llmproxy.simulator.replica import Replica, ReplicaOptions, SeenRequest
+from tests.e2e.leftovers import nothing_left
 
 FAST = ReplicaOptions(model="base", adapters=("lora-0", "lora-1"), profile="tiny", noise=False)
 """A replica whose steps take about a millisecond."""
@@ -206,7 +207,7 @@ async def house(
     `fixed_limit` is every backend's `max_in_flight`. `extra` are URLs of further backends. With `wait`, every backend
     was read when the house opens. With a `file`, the configuration stands there, and can be read again.
     """
-    async with AsyncExitStack() as stack:
+    async with nothing_left(), AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(Replica(o)) for o in options]
         urls = [replica.url for replica in replicas] + list(extra)
         backends = [{"url": url, "name": f"b{i}", "max_in_flight": fixed_limit} for i, url in enumerate(urls)]

@@ -329,6 +329,7 @@ async def test_a_change_is_carried_out_although_its_client_left() -> None:
 async def test_closing_gives_up_a_change_that_is_under_way() -> None:
     async with slow_house() as (slow, home):
         first = asyncio.create_task(load(home))
+        first.add_done_callback(lambda _: slow.let.set())
         await slow.began.wait()
     with pytest.raises(aiohttp.ClientError):
         await first

@@ -1,0 +1,62 @@
+"""The check at the end of a house finds what it is there to find."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import pytest
+
+from tests.e2e.house import FAST, house
+from tests.e2e.leftovers import nothing_left
+
+kept: list[object] = []
+
+
+async def a_task(_: str) -> None:
+    # A coroutine of a library, as tasks of tests are not looked at.
+    kept.append(asyncio.create_task(asyncio.Event().wait()))
+
+
+async def a_socket(url: str) -> None:
+    session = aiohttp.ClientSession()
+    kept.append(session)
+    await (await session.get(url + "/health")).read()
+
+
+async def a_timer(_: str) -> None:
+    asyncio.get_running_loop().call_later(60, print)
+
+
+@pytest.mark.parametrize("leak", [a_task, a_socket, a_timer])
+async def test_what_is_left_behind_is_found(
+    leak: Callable[[str], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.e2e.leftovers.LIMIT_S", 0.05)
+    async with house(FAST) as home:
+        with pytest.raises(AssertionError, match="left behind"):
+            async with nothing_left():
+                await leak(home.url)
+        for each in kept:
+            if isinstance(each, asyncio.Task):
+                each.cancel()
+            elif isinstance(each, aiohttp.ClientSession):
+                await each.close()
+        kept.clear()
+        timers = getattr(asyncio.get_running_loop(), "timers", ())
+        for handle in timers:
+            if "print" in repr(handle):
+                handle.cancel()
+
+
+async def test_an_exception_that_nobody_retrieved_is_found() -> None:
+    async def fails() -> None:
+        raise ValueError("lost")
+
+    async def loses() -> None:
+        async with nothing_left():
+            await asyncio.wait([asyncio.create_task(fails())])
+
+    with pytest.raises(AssertionError, match="never retrieved"):
+        await loses()
