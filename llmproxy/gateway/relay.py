@@ -157,7 +157,11 @@ class Relay:
                     timer.cut()
                 exchange = await self._open(base_url, call)
                 attempt.status = exchange.status
-                if exchange.status >= 300:
+                if exchange.status < 200:
+                    message = f"The backend switched to another protocol ({exchange.status}), which nobody asked for."
+                    attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
+                    attempt.status = 502
+                elif exchange.status >= 300:
                     await self._hold_error(attempt, exchange)
                 elif _is_event_stream(exchange):
                     await self._relay_stream(attempt, timer, lease, exchange, call, client)
@@ -262,7 +266,9 @@ class Relay:
         _check_kept(lease)
         lease.committed()
         attempt.committed = True
-        await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
+        # Events are taken out and added, so a length that the backend told would not be that of what the client gets.
+        fields = [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
+        await client.commit(exchange.status, exchange.reason, fields)
         reported = 0
         data: bytes = first
         reported_s = now = asyncio.get_running_loop().time()

@@ -170,6 +170,29 @@ async def test_the_sdk_raises_what_the_error_event_says() -> None:
         assert kinds[-1] == "error"
 
 
+async def test_a_stream_with_a_length_is_told_without_it() -> None:
+    usage = b'data: {"id":"1","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
+    stream = EVENT + usage + b"data: [DONE]\n\n"
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(whole(stream, content_type="text/event-stream"))
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        _, events = await read_stream(home, CHAT, ENDLESS)
+        assert events == [EVENT.strip(), b"data: [DONE]"], "the usage that the proxy asked for itself is taken out"
+
+
+async def test_a_stream_that_falls_short_of_its_length() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(whole(EVENT * 9, content_type="text/event-stream")[: -8 * len(EVENT)])
+        peer.writer.close()
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        _, events = await read_stream(home, CHAT, ENDLESS)
+        assert events[0] == EVENT.strip()
+        assert error_of(events[1], "chat")
+
+
 class Flood:
     """A script that answers with more than all buffers on the way hold."""
 

@@ -222,6 +222,17 @@ async def test_a_redirect_of_a_backend_is_not_handed_on() -> None:
         assert b"10.0.0.1" not in answer.body
 
 
+@pytest.mark.parametrize("body", BODIES)
+async def test_a_switch_to_another_protocol_is_not_handed_on(body: object) -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nhello")
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        async with asyncio.timeout(10):
+            answer = await home.chat(body)
+        assert (answer.status, "another protocol" in answer.json["error"]["message"]) == (502, True)
+
+
 async def test_a_dead_engine_answers_for_itself_and_is_left_alone() -> None:
     async with house(FAST, FAST, **IN_TURN, health=STRICT) as home:
         home.replicas[0].faults.set(FaultKind.ENGINE_DEAD)
