@@ -22,15 +22,15 @@ class AttemptTimer:
         self._end_s = began_s + timeouts.total_s
         self._stall_s = timeouts.stall_s
         self._moved_s = 0.0
-        self._phase = f"no first byte within {timeouts.first_byte_s:g} s (timeouts.first_byte_s)"
-        self._total = f"not finished within {timeouts.total_s:g} s (timeouts.total_s)"
+        self._phase = f"sent no first byte within {timeouts.first_byte_s:g} s (timeouts.first_byte_s)"
+        self._total = f"did not finish within {timeouts.total_s:g} s (timeouts.total_s)"
         self.deadline_s = min(self._end_s, began_s + timeouts.first_byte_s) if streams else self._end_s
         self._speaking = False
 
     def streaming(self, now: float) -> None:
         """The first token came; from here on silence is what is limited."""
         self._speaking = True
-        self._phase = f"silent for {self._stall_s:g} s in mid-stream (timeouts.stall_s)"
+        self._phase = f"was silent for {self._stall_s:g} s in mid-stream (timeouts.stall_s)"
         self._move(now)
 
     def alive(self, now: float) -> None:
@@ -45,7 +45,7 @@ class AttemptTimer:
 
     def story(self) -> str:
         # Not by the clock: timers of the loop go off up to a millisecond early.
-        return "The backend was " + (self._total if self.deadline_s >= self._end_s else self._phase) + "."
+        return "The backend " + (self._total if self.deadline_s >= self._end_s else self._phase) + "."
 
     def _move(self, now: float) -> None:
         self._moved_s = now
