@@ -55,6 +55,8 @@ class Peer:
         return self.requests[-1]
 
     async def send(self, data: bytes) -> None:
+        if self.writer.is_closing():
+            raise ConnectionResetError("the connection was closed meanwhile")
         self.writer.write(data)
         await self.writer.drain()
 

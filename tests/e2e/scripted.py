@@ -38,6 +38,8 @@ class Scripted:
         self.script = script
         self.requests: list[bytes] = []
         self.connections = 0
+        self.cuts = 0
+        self.answering = 0
         self.url = ""
         self.server: asyncio.Server | None = None
         self._pollers: set[asyncio.StreamWriter] = set()
@@ -63,12 +65,24 @@ class Scripted:
                 self.connections += not asked
                 asked = True
                 self.requests.append(request)
-                await self.script(peer, request)
+                await self._answer(peer, request)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             self._pollers.discard(writer)
             writer.close()
+
+    async def _answer(self, peer: Peer, request: bytes) -> None:
+        """Play the script, and note whether the proxy closed the connection meanwhile."""
+        self.answering += 1
+        try:
+            await self.script(peer, request)
+        except ConnectionError:
+            self.cuts += 1
+            raise
+        finally:
+            self.answering -= 1
+        self.cuts += peer.reader.at_eof() and not peer.writer.is_closing()
 
 
 def _poll_answer(target: bytes) -> bytes:

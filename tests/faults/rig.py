@@ -1,0 +1,187 @@
+"""The rig: one replica that misbehaves, perhaps one that does not, one request, and what everybody saw of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from structlog.testing import capture_logs
+
+from llmproxy.simulator.faults import FaultKind
+from llmproxy.simulator.replica import Replica
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, raw_post, until
+from tests.e2e.scripted import Script, Scripted, scripted
+
+QUICK: dict[str, Any] = {
+    "scheduling": {"placement": "round_robin"},
+    # Only the request finds out what is wrong.
+    "poll": {"interval_s": 60, "page_interval_s": 60, "models_interval_s": 60},
+    "health": {"backoff_s": 30},
+    "timeouts": {"connect_s": 0.3, "first_byte_s": 0.25, "stall_s": 0.15, "total_s": 0.6},
+}
+ASKS: dict[str, dict[str, Any]] = {"stream": STREAM, "whole": HELLO}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misbehaviour:
+    """One way in which a replica may misbehave, and what must come of it.
+
+    It is either a `script` below HTTP or a `fault` of a simulated replica; `before` is called when the house is open,
+    and may prepare the scripted backend. What clients see of it is told in the words of `Seen.client`: `stream` and
+    `whole` beside a replica that is well, `alone` where there is none, of a stream and an answer in one piece.
+    `verdict` is what the backend is blamed for (with `stream`; `whole_verdict` where that differs).
+    """
+
+    name: str
+    script: Script | None = None
+    fault: FaultKind | None = None
+    after_bytes: int = 0
+    before: Callable[[Scripted], None] | None = None
+    stream: str
+    whole: str
+    alone: tuple[str, str]
+    verdict: str
+    whole_verdict: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What came back on one connection. `whole` tells that it ended as its own framing says."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    whole: bool
+
+    @property
+    def events(self) -> list[bytes]:
+        return [event for event in self.body.split(b"\n\n") if event]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What was observed of one request: by its client, by the misbehaving backend (`b0`) and in the log."""
+
+    received: Received
+    requests: int
+    connections: int
+    cut: bool
+    verdicts: tuple[str, ...]
+    retries: int
+    outcomes: Mapping[str, int]
+    log: list[Mapping[str, Any]]
+    available: bool
+
+    @property
+    def client(self) -> str:
+        """`other` (the other replica served it), `own` (the backend's answer, as it came), `event` (one error event
+        at the end of a stream), `cut` (visibly incomplete), or the status of an error."""
+        received = self.received
+        if not received.whole:
+            return "cut"
+        if received.status != 200:
+            return str(received.status)
+        if b"The stream broke" in received.body:
+            return "event"
+        return "other" if received.headers.get("x-llmproxy-backend") == "b1" else "own"
+
+    @property
+    def exit(self) -> Mapping[str, Any]:
+        """The one line that tells of the request."""
+        (line,) = [each for each in self.log if each["event"] == "request"]
+        return line
+
+
+async def receive(home: House, data: bytes) -> Received:
+    """Send the bytes of a request and read the answer to its end, by its framing."""
+    async with home.wire(data) as (reader, _), asyncio.timeout(10):
+        return await read_answer(reader)
+
+
+async def read_answer(reader: asyncio.StreamReader) -> Received:
+    status, headers, body = 0, dict[str, str](), bytearray()
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        status = int(head.split(" ", 2)[1])
+        headers = {name.lower(): value for name, value in re.findall(r"^([^:\r\n]+):[ \t]*(.*)\r$", head, re.MULTILINE)}
+        if "content-length" in headers:
+            left = int(headers["content-length"])
+            while left:
+                piece = await reader.read(min(left, 1 << 16))
+                if not piece:
+                    raise ConnectionResetError
+                body += piece
+                left -= len(piece)
+        else:
+            while length := int(await reader.readuntil(b"\r\n"), 16):
+                body += (await reader.readexactly(length + 2))[:-2]
+            await reader.readexactly(2)
+    except (asyncio.IncompleteReadError, ConnectionResetError):
+        return Received(status=status, headers=headers, body=bytes(body), whole=False)
+    return Received(status=status, headers=headers, body=bytes(body), whole=True)
+
+
+@asynccontextmanager
+async def faulty_house(fault: Misbehaviour, alone: bool) -> AsyncIterator[tuple[House, Scripted | Replica]]:
+    """A house whose `b0` misbehaves as told, and whose `b1`, unless `alone`, does not."""
+    config = {**QUICK, **fault.config}
+    async with AsyncExitStack() as stack:
+        bad: Scripted | Replica
+        if fault.script is not None:
+            bad = await stack.enter_async_context(scripted(fault.script))
+        else:
+            bad = await stack.enter_async_context(Replica(FAST))
+        urls = [bad.url]
+        if not alone:
+            urls.append((await stack.enter_async_context(Replica(FAST))).url)
+        home = await stack.enter_async_context(house(extra=urls, **config))
+        if isinstance(bad, Scripted):
+            if fault.before is not None:
+                fault.before(bad)
+        elif fault.fault is not None:
+            bad.faults.set(fault.fault, after_bytes=fault.after_bytes)
+        yield home, bad
+        if isinstance(bad, Replica):
+            await until(lambda: not bad.in_flight or bad.faults.kind in (FaultKind.HANG, FaultKind.FROZEN))
+
+
+async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False, path: str = CHAT) -> Seen:
+    """Send one request to a house with this misbehaviour; on return the house was left, and hence checked."""
+    with capture_logs() as log:
+        async with faulty_house(fault, alone) as (home, bad):
+            received = await receive(home, raw_post(ASKS[ask], path))
+            await home.settled()
+            if isinstance(bad, Scripted):
+                # Its connection is gone, or its answer has ended: nothing of the request is left on this side either.
+                await until(lambda: not bad.answering, 2.0)
+            page = home.proxy.metrics.page().decode()
+            verdicts = re.findall(r'^llmproxy_attempts_total{backend="b0",verdict="(\w+)"} [1-9]', page, re.MULTILINE)
+            seen = Seen(
+                received=received,
+                requests=len(bad.requests) if isinstance(bad, Scripted) else posts(bad),
+                connections=bad.connections if isinstance(bad, Scripted) else posts(bad),
+                cut=bad.cuts > 0 if isinstance(bad, Scripted) else False,
+                verdicts=tuple(verdicts),
+                retries=int(home.metric("llmproxy_retries_total")),
+                outcomes=+home.outcomes(),
+                log=[],
+                available=home.proxy.pools.backends["b0"].health.available(asyncio.get_running_loop().time()),
+            )
+    seen.log.extend(log)
+    return seen
+
+
+def posts(replica: Replica) -> int:
+    """How many requests a simulated replica was given."""
+    return sum(request.method == "POST" for request in replica.requests_seen)
+
+
+def error_message(received: Received) -> str:
+    """The message of an error in JSON, whatever its dialect."""
+    return str(json.loads(received.body)["error"]["message"])

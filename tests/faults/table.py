@@ -1,0 +1,109 @@
+"""Writes docs/faults.md: every misbehaviour is played, and the table tells what was observed.
+
+Run `python -m tests.faults.table`; it takes about a minute. With `--print` the page goes to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+from pathlib import Path
+
+from tests.e2e.leftovers import CountingLoop
+from tests.faults.misbehaviours import MISBEHAVIOURS
+from tests.faults.rig import Received, Seen, play
+
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+TEXT_MAX = 110
+
+HEAD = """# What comes of faults
+
+Made by `python -m tests.faults.table`, which plays every misbehaviour on real sockets and writes down what was
+observed; `tests/faults` asserts the same. Time limits were short: `connect_s` 0.3, `first_byte_s` 0.25, `stall_s`
+0.15, `total_s` 0.6. *Beside another* means that a second replica was well; *alone* that there was none. A stream and an
+answer in one piece differ in one law: a stream is asked for again elsewhere until its first byte came, an answer in one
+piece only where its connection failed, because it may have been computed.
+
+After every one of these plays, requests in flight, leases, bookings, bytes held, tasks, sockets and timers are zero,
+and every request has exactly one outcome.
+"""
+
+
+def client_saw(received: Received, seen: Seen) -> str:
+    if seen.client == "other":
+        return f"200 from the other, attempt {received.headers['x-llmproxy-attempts']}"
+    if seen.client == "own":
+        return "200, as it came"
+    if seen.client == "event":
+        return f"200, then one error event: “{_message(received.events[-1].removeprefix(b'data: '))}”"
+    if seen.client == "cut":
+        return f"{received.status}, then the connection is cut"
+    retry = f", Retry-After {received.headers['retry-after']}" if "retry-after" in received.headers else ""
+    return f"{received.status} “{_message(received.body)}”{retry}"
+
+
+def backend_saw(seen: Seen) -> str:
+    if not seen.requests:
+        return "nothing"
+    times = "one request" if seen.requests == 1 else f"{seen.requests} requests"
+    return f"{times}; its connection is cut" if seen.cut else times
+
+
+def log_said(seen: Seen) -> str:
+    line = seen.exit
+    error = f": {_short(str(line['error']))}" if "error" in line else ""
+    return f"{line['log_level']} `{line['outcome']}`{error}"
+
+
+def _message(body: bytes) -> str:
+    try:
+        return _short(str(json.loads(body)["error"]["message"]))
+    except (ValueError, LookupError, TypeError):
+        return _short(body.decode("utf-8", "replace"))
+
+
+def _short(text: str) -> str:
+    text = re.sub(r"127\.0\.0\.1(:\d+)?", "HOST", " ".join(text.split()))
+    return _cell(text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 1] + "…")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+async def page() -> str:
+    """The whole page."""
+    lines = [HEAD, "## Replicas", ""]
+    columns = ("a replica that…", "asked for", "client saw, beside another", "client saw, alone",
+               "the replica saw", "held against it", "log said (alone)")  # fmt: skip
+    lines += ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
+    for fault in MISBEHAVIOURS:
+        rows = []
+        for ask in ("stream", "whole"):
+            beside, alone = await play(fault, ask), await play(fault, ask, alone=True)
+            rows.append((
+                client_saw(beside.received, beside), client_saw(alone.received, alone), backend_saw(beside),
+                " ".join(beside.verdicts), log_said(alone),
+            ))  # fmt: skip
+        kinds = ["either"] if rows[0] == rows[1] else ["stream", "one piece"]
+        for kind, row in zip(kinds, rows, strict=False):
+            lines.append("| " + " | ".join((_cell(fault.name), kind, *row)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--print", action="store_true", help="write to standard output instead of the file")
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=CountingLoop) as runner:
+        text = runner.run(page())
+    if options.print:
+        print(text)
+    else:
+        PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
