@@ -1,0 +1,125 @@
+"""Whoever leaves, at whichever wait of its walk: its seat is free, its engine stops, and the next one is served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, raw_post
+from tests.e2e.scripted import answering, scripted, whole
+from tests.faults.misbehaviours import status
+from tests.faults.rig import read_answer
+from tests.faults.sweep import Moment, sweep
+
+WAITS_MAX = 100
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (3 << 20)}}
+LARGE = HELLO | {"messages": [{"role": "user", "content": [IMAGE]}]}
+RESPONSE = {"model": "base", "input": "Hello", "stream": True, "max_output_tokens": 4}
+REFUSED: dict[str, Any] = {"scheduling": {"placement": "round_robin"}, "health": {"failures": 100_000}}
+
+
+@asynccontextmanager
+async def one_seat() -> AsyncIterator[House]:
+    async with house(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as home:
+        yield home
+
+
+@asynccontextmanager
+async def two_replicas() -> AsyncIterator[House]:
+    async with house(FAST, FAST) as home:
+        yield home
+
+
+@asynccontextmanager
+async def one_that_refuses() -> AsyncIterator[House]:
+    """A replica whose 502 makes every other request start with an attempt that fails."""
+    async with scripted(status("502 Bad Gateway")) as bad, house(FAST, extra=[bad.url], **REFUSED) as home:
+        yield home
+
+
+@asynccontextmanager
+async def large_answers() -> AsyncIterator[House]:
+    answer = answering(whole(b"x" * (4 << 20)))
+    async with scripted(answer) as backend, house(extra=[backend.url]) as home:
+        yield home
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is swept: `crowd` requests at a time, so that with one seat all but one of them wait."""
+
+    name: str
+    opened: Callable[[], Any]
+    body: dict[str, Any]
+    path: str = CHAT
+    crowd: int = 1
+
+
+CASES = [
+    Case("a stream", two_replicas, STREAM),
+    Case("an answer in one piece", two_replicas, HELLO),
+    Case("a response", two_replicas, RESPONSE, "/v1/responses"),
+    Case("a large body", two_replicas, LARGE),
+    Case("a large answer", large_answers, HELLO),
+    Case("a queue", one_seat, STREAM, crowd=4),
+    Case("a retry", one_that_refuses, STREAM, crowd=2),
+]
+
+
+@pytest.mark.parametrize("moment", Moment)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_leaving_at_every_wait(case: Case, moment: Moment, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with case.opened() as home:
+        sent = 0
+        for at in range(1, WAITS_MAX):
+            with monkeypatch.context() as patch:
+                walks = sweep(patch, home.proxy.walker, at, moment)
+                await asyncio.gather(*(one(home, case) for _ in range(case.crowd)))
+                await home.settled()
+            sent += case.crowd
+            assert len(walks) == case.crowd
+            home.check()
+            assert sum(home.outcomes().values()) == sent, "one outcome for each, whoever left"
+            if max(walk.waits for walk in walks) < at:
+                break
+        else:
+            pytest.fail("no end of waits")
+        assert at > 1, "something was waited for"
+        assert set(home.outcomes()) <= {"completed", "cancelled"}
+        answer = await home.post(case.path, json.dumps(case.body).encode())
+        assert answer.status == 200, "whoever comes next is served"
+
+
+async def one(home: House, case: Case) -> None:
+    async with home.wire(raw_post(case.body, case.path)) as (reader, _), asyncio.timeout(10):
+        await read_answer(reader)
+
+
+async def test_the_sweep_is_one_of_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness itself: a walk with six waits is cancelled at each of them, and comes through then."""
+
+    class Room:
+        taken: list[int]
+
+        async def serve(self, *_: object) -> None:
+            for step in range(3):
+                await asyncio.sleep(0)
+                await asyncio.get_running_loop().run_in_executor(None, int)
+                self.taken.append(step)
+
+    room = Room()
+    seen = []
+    for at in range(1, 8):
+        room.taken = []
+        with monkeypatch.context() as patch:
+            walks = sweep(patch, room, at, Moment.RESUMED)  # type: ignore[arg-type]
+            task = asyncio.ensure_future(room.serve(None, None))
+            await asyncio.wait([task])
+        seen.append((task.cancelled(), len(room.taken), walks[0].waits))
+    assert seen == [(at < 7, (at - 1) // 2, min(at, 6)) for at in range(1, 8)]
