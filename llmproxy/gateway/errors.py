@@ -34,6 +34,8 @@ STATUS: dict[Outcome, int] = {
     Outcome.INTERNAL: 500,
 }
 
+INTERNAL_MESSAGE = "The proxy failed; its log has the story of this id."
+
 _OPENAI_TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",

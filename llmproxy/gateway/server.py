@@ -20,7 +20,7 @@ from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.auth import Tenant
 from llmproxy.gateway.clients import Clients
-from llmproxy.gateway.errors import Failure, nothing_at
+from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure, nothing_at
 from llmproxy.gateway.hygiene import check as check_hygiene
 from llmproxy.gateway.identity import id_for_error, request_id
 from llmproxy.gateway.routes import (
@@ -36,7 +36,7 @@ from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.telemetry.logs import log_exit
+from llmproxy.telemetry.logs import log_exit, log_internal
 from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -131,6 +131,20 @@ class FrontDoor:
         except (ConnectionError, web.RequestPayloadError):
             # Nobody is there to read it; the server only needs something to close the connection with.
             return web.Response(status=400)
+        except Exception as bug:  # noqa: BLE001 - the last wall: a bug becomes one 500 and a full story in the log
+            return self._internal(path, request, bug)
+
+    def _internal(self, path: str, request: web.BaseRequest, bug: Exception) -> web.Response:
+        own_id = id_for_error(request.headers)
+        log_internal(own_id, bug)
+        if path not in SCHEDULED:
+            # A walk tells of its end itself.
+            self._ended(request, path, own_id, Outcome.INTERNAL, 500, INTERNAL_MESSAGE)
+        if request.writer.output_size and request.transport is not None:
+            # An answer has begun; another one in the middle of it would pass for a part of it.
+            request.transport.abort()
+        failure = Failure(Outcome.INTERNAL, INTERNAL_MESSAGE)
+        return failure.response(dialect_of(path), {"x-request-id": own_id})
 
     def refuse(self, request: web.BaseRequest, failure: Failure, path: str = "") -> web.Response:
         """Count and log what goes no further, and make the answer to it; without a path, it could not be parsed."""

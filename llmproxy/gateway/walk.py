@@ -20,7 +20,7 @@ from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
 from llmproxy.gateway.desk import PREVIOUS, Sheet
-from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
 from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES, SALT
@@ -102,7 +102,11 @@ class Walker:
             raise
         except Exception as error:  # noqa: BLE001 - the last wall: a bug becomes one 500 and a full story in the log
             log_internal(walk.id, error)
-            return self._fail(walk, Failure(Outcome.INTERNAL, "The proxy failed; its log has the story of this id."))
+            failed = self._fail(walk, Failure(Outcome.INTERNAL, INTERNAL_MESSAGE))
+            if walk.client.response is None:
+                return failed
+            # An answer has begun; another one in the middle of it would pass for a part of it.
+            await walk.client.abort()
         finally:
             self.walking -= 1
             if not self.walking:
@@ -337,13 +341,14 @@ class Walker:
         ended = walk.told(asyncio.get_running_loop().time(), walk.rules.band_names)
         if walk.request is not None:
             self._dispatcher.ended(walk.request, ended.met)
+        # What is held is given back first: telling may fail.
+        if self._answers is not None and walk.kept is not None:
+            lease = walk.lease if walk.outcome is Outcome.COMPLETED else None
+            self._answers.ended(walk.kept, lease.grant if lease is not None else None)
         self._metrics.record(ended)
         log_exit(ended)
         if self._decisions is not None:
             self._decisions.record(ended)
-        if self._answers is not None and walk.kept is not None:
-            lease = walk.lease if walk.outcome is Outcome.COMPLETED else None
-            self._answers.ended(walk.kept, lease.grant if lease is not None else None)
 
 
 def _check_content_type(route: Route, content_type: str) -> None:

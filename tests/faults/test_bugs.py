@@ -1,0 +1,78 @@
+"""Bugs of the proxy itself: one 500 in the dialect of the endpoint, the whole story in the log, and nothing lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from llmproxy.gateway.relay import Relay
+from llmproxy.gateway.sse import StreamTap
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, Answer, house, raw_post
+from tests.faults.rig import receive
+
+
+def boom(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("a bug")
+
+
+def told(answer: Answer, log: list[Any]) -> bool:
+    """Whether the client got the one error, and the log has its story under the same id."""
+    error = answer.json["error"]
+    assert (answer.status, "its log has the story" in error["message"]) == (500, True)
+    stories = [line for line in log if line["event"] == "internal"]
+    assert [line["request_id"] for line in stories] == [answer.headers["x-request-id"]]
+    return isinstance(stories[0]["exc_info"], ZeroDivisionError)
+
+
+async def test_a_bug_on_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(FAST) as home:
+        with monkeypatch.context() as patch, capture_logs() as log:
+            patch.setattr(home.proxy.pools, "models", boom)
+            assert told(await home.get("/v1/models"), log)
+        home.bugs_expected = 1
+        assert (await home.get("/v1/models")).status == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_bug_on_the_walk(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(FAST) as home:
+        with monkeypatch.context() as patch, capture_logs() as log:
+            patch.setattr(Relay, "_open", boom)
+            answer = await home.post(path, HELLO)
+            assert told(answer, log)
+            assert (answer.json.get("type") == "error") == (path == "/v1/messages")
+        home.bugs_expected = 1
+        assert (await home.chat()).status == 200
+
+
+async def test_a_bug_at_the_end_of_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(FAST) as home:
+        with monkeypatch.context() as patch, capture_logs() as log:
+            patch.setattr("llmproxy.gateway.walk.log_exit", boom)
+            received = await receive(home, raw_post(HELLO))
+        assert not received.whole or received.status == 200
+        assert [line["event"] for line in log].count("internal") == 1
+        assert home.outcomes() == {"completed": 1}, "counted once"
+        assert (await home.chat()).status == 200
+
+
+async def test_a_bug_in_mid_stream_cuts_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(FAST) as home:
+        with monkeypatch.context() as patch, capture_logs() as log:
+            seen = 0
+            feed = StreamTap.feed
+
+            def fails_later(tap: StreamTap, data: bytes) -> bytes:
+                nonlocal seen
+                seen += 1
+                return feed(tap, data) if seen < 5 else boom()
+
+            patch.setattr(StreamTap, "feed", fails_later)
+            received = await receive(home, raw_post(ENDLESS))
+        assert (received.status, received.whole) == (200, False)
+        assert b"HTTP/1.1" not in received.body
+        assert [line["event"] for line in log].count("internal") == 1
+        home.bugs_expected = 1
+        assert (await home.chat()).status == 200
