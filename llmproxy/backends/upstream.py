@@ -66,6 +66,10 @@ class _Connector(aiohttp.TCPConnector):
 
     async def connect(self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout) -> Connection:
         connection = await super().connect(req, traces, timeout)
+        while (kept := connection.protocol) is not None and kept in self._known and kept.should_close:
+            # Bytes came while nobody asked: they would pass for the answer to this request.
+            connection.close()
+            connection = await super().connect(req, traces, timeout)
         held, protocol = _held.get(), connection.protocol
         if held is not None and protocol is not None:
             held.protocol, held.transport, held.reused = protocol, protocol.transport, protocol in self._known

@@ -1,0 +1,60 @@
+"""Connections that are kept for the next request: nothing of one request may reach the client of another."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.backends.raw_server import Peer
+from tests.e2e.house import house
+from tests.e2e.scripted import scripted, whole
+
+MINE = whole(b'{"for":"you"}')
+POISON = whole(b'{"for":"somebody else"}')
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["with its answer", "while nobody asks"])
+async def test_an_answer_that_nobody_asked_for_reaches_nobody(late: bool) -> None:
+    let = asyncio.Event()
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(MINE if late else MINE + POISON)
+        if late and not let.is_set():
+            await let.wait()
+            await peer.send(POISON)
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        for _ in range(3):
+            assert (await home.chat()).json == {"for": "you"}
+            let.set()
+            # Time for what was sent to arrive: a turn of both ends.
+            await asyncio.sleep(0.02)
+        assert home.outcomes() == {"completed": 3}
+
+
+async def test_an_answer_that_was_not_read_to_its_end_is_nobody_elses() -> None:
+    """A large error is cut off in its middle; the rest of it must not begin the next answer."""
+
+    async def script(peer: Peer, request: bytes) -> None:
+        await peer.send(whole(b"x" * (3 << 20), "500 Oh") if b"large" in request else MINE)
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        for _ in range(3):
+            assert (
+                await home.chat({"model": "base", "messages": [{"role": "user", "content": "large"}]})
+            ).status == 500
+            assert (await home.chat()).json == {"for": "you"}
+
+
+async def test_a_stream_that_goes_on_after_its_end_mark_is_nobody_elses() -> None:
+    async def script(peer: Peer, request: bytes) -> None:
+        del request
+        await peer.send(MINE)
+        await peer.send(b"0\r\n\r\n" + POISON)
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        for _ in range(3):
+            answer = await home.chat()
+            assert answer.status == 502 or answer.json == {"for": "you"}
+            await asyncio.sleep(0.02)
