@@ -90,6 +90,11 @@ class House:
         """The latest request that is no poll, as the replica behind a backend got it."""
         return [seen for seen in self.replica(backend).requests_seen if not is_poll(seen)][-1]
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the proxy listens, for those who connect below HTTP."""
+        return "127.0.0.1", int(self.url.rpartition(":")[2])
+
     async def request(self, method: str, path: str, body: object = None, **options: Any) -> Answer:
         """Send one request; `body` is sent as it is where it is bytes, as JSON where it is anything else."""
         if isinstance(body, bytes):
@@ -125,9 +130,8 @@ class House:
     @asynccontextmanager
     async def wire(self, data: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """A connection below HTTP on which `data` was sent; it is cut on leaving."""
-        port = int(self.url.rpartition(":")[2])
         # A small limit, so that nothing is read ahead of a test that reads nothing.
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
+        reader, writer = await asyncio.open_connection(*self.address, limit=4096)
         try:
             writer.write(data)
             yield reader, writer

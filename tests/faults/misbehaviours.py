@@ -8,7 +8,7 @@ import gzip
 from llmproxy.simulator.faults import FaultKind
 from tests.backends.raw_server import Peer
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, whole
-from tests.faults.rig import Misbehaviour
+from tests.faults.rig import SHORT, Misbehaviour
 
 EVENT = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -108,7 +108,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     ),
     Misbehaviour(
         name="accepts and says nothing", script=says(),
-        stream="other", whole="504", alone=("504", "504"), verdict="failed",
+        stream="other", whole="504", alone=("504", "504"), verdict="failed", config=SHORT,
     ),
     Misbehaviour(
         name="closes the connection without an answer", script=closes_at_once,
@@ -121,11 +121,11 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     # --- heads --------------------------------------------------------------------------------------------------------
     Misbehaviour(
         name="sends its headers byte by byte", script=slow_headers,
-        stream="other", whole="504", alone=("504", "504"), verdict="failed",
+        stream="other", whole="504", alone=("504", "504"), verdict="failed", config=SHORT,
     ),
     Misbehaviour(
         name="sends a head and nothing more", script=by_kind(says(STREAM_HEAD), says(BEGUN)),
-        stream="other", whole="504", alone=("504", "504"), verdict="failed",
+        stream="other", whole="504", alone=("504", "504"), verdict="failed", config=SHORT,
     ),
     Misbehaviour(
         name="resets behind its head", script=by_kind(says_and_resets(STREAM_HEAD), says_and_resets(BEGUN)),
@@ -161,7 +161,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     ),
     Misbehaviour(
         name="sends `102 Processing` without end", script=for_ever(b"", b"HTTP/1.1 102 Processing\r\n\r\n" * 50),
-        stream="other", whole="504", alone=("504", "504"), verdict="failed",
+        stream="other", whole="504", alone=("504", "504"), verdict="failed", config=SHORT,
     ),
     Misbehaviour(
         name="sends two lengths that differ",
@@ -187,7 +187,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     Misbehaviour(
         name="falls silent in mid-answer",
         script=by_kind(says(STREAM_HEAD + chunk(EVENT)), says(whole(BODY)[:-1])),
-        stream="event", whole="cut", alone=("event", "cut"), verdict="failed",
+        stream="event", whole="cut", alone=("event", "cut"), verdict="failed", config=SHORT,
     ),
     Misbehaviour(
         name="cuts a chunk in the middle",
@@ -205,7 +205,7 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     Misbehaviour(
         name="sends a chunk size of garbage",
         script=by_kind(says(STREAM_HEAD + chunk(EVENT), b"zz\r\n"), says(BEGUN + chunk(BODY), b"zz\r\n")),
-        stream="event", whole="cut", alone=("event", "cut"), verdict="failed",
+        stream="event", whole="cut", alone=("event", "cut"), verdict="failed", config=SHORT,
     ),
     Misbehaviour(
         name="promises more bytes than it sends",
@@ -244,14 +244,14 @@ MISBEHAVIOURS: list[Misbehaviour] = [
     Misbehaviour(
         name="sends events without end",
         script=by_kind(for_ever(STREAM_HEAD, chunk(EVENT), 0.005), for_ever(BEGUN, chunk(b" "), 0.005)),
-        stream="event", whole="cut", alone=("event", "cut"), verdict="failed",
+        stream="event", whole="cut", alone=("event", "cut"), verdict="failed", config=SHORT,
     ),
     Misbehaviour(
         name="sends one event without end",
         script=by_kind(
             for_ever(STREAM_HEAD, chunk(b"data: " + b"x" * (1 << 18)), 0.01), for_ever(BEGUN, chunk(b"x"), 0.01)
         ),
-        stream="event", whole="cut", alone=("event", "cut"), verdict="failed",
+        stream="event", whole="cut", alone=("event", "cut"), verdict="failed", config=SHORT,
     ),
     Misbehaviour(
         name="ends a stream without `[DONE]`",
