@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit fuzz bench lab lab-full lock audit sbom clean
+.PHONY: demo test lint types contracts unit fuzz chaos bench lab lab-full lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -33,6 +33,10 @@ unit: .venv
 FUZZ_MINUTES ?= 10
 fuzz: .venv
 	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
+
+# Misbehaving replicas and clients in random order, for ten minutes; it prints the seed that repeats the order.
+chaos: .venv
+	$(BIN)/python -m tests.faults.chaos
 
 bench: .venv
 	$(BIN)/python -m benchmarks.run

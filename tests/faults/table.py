@@ -25,9 +25,9 @@ HEAD = """# What comes of faults
 
 Made by `python -m tests.faults.table`, which plays every misbehaviour on real sockets and writes down what was
 observed; `tests/faults` asserts the same. Where only a time limit ends it, limits were short: `first_byte_s` 0.4,
-`stall_s` 0.3, `total_s` 1. *Beside another* means that a second replica was well; *alone* that there was none. A stream and an
-answer in one piece differ in one law: a stream is asked for again elsewhere until its first byte came, an answer in one
-piece only where its connection failed, because it may have been computed.
+`stall_s` 0.3, `total_s` 1. *Beside another* means that a second replica was well; *alone* that there was none. A stream
+and an answer in one piece differ in one law: a stream is asked for again elsewhere until its first byte came, an answer
+in one piece only where its connection failed, because it may have been computed.
 
 After every one of these plays, requests in flight, leases, bookings, bytes held, tasks, sockets and timers are zero,
 and every request has exactly one outcome.

@@ -1,0 +1,97 @@
+"""Misbehaviours of replicas and clients in random order, for as long as is asked for.
+
+Run `make chaos`, or `python -m tests.faults.chaos --minutes 10 --seed 1`: one seed is one order of plays. Every play
+opens a house, must come to what its definition says, and is checked for what it leaves behind, as in the tests; at the
+end memory must be back within a band. It stops at the first play that fails, with its number and the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import resource
+import secrets
+import time
+
+import structlog
+
+from benchmarks.soak import rss_bytes
+from tests.e2e.house import FAST, house
+from tests.e2e.leftovers import CountingLoop
+from tests.faults.clients import CLIENT_FAULTS, observe
+from tests.faults.misbehaviours import MISBEHAVIOURS
+from tests.faults.rig import play
+
+WARM_UP = 50
+"""Plays after which nothing new is loaded any more."""
+RSS_BAND_BYTES = 40 << 20
+IDLE = 10_000
+
+
+async def one(rng: random.Random) -> str:
+    """One play, chosen at random; says which. Raises AssertionError when something else came of it than must."""
+    if rng.random() < 0.2:
+        client = rng.choice(CLIENT_FAULTS)
+        saw = await observe(client)
+        assert (saw.client, saw.outcomes, saw.cut) == (client.saw, client.outcomes, client.cut), (client.name, saw)
+        return client.name
+    fault, ask, alone = rng.choice(MISBEHAVIOURS), rng.choice(("stream", "whole")), rng.random() < 0.5
+    seen = await play(fault, ask, alone=alone)
+    beside = fault.stream if ask == "stream" else fault.whole
+    assert seen.client == (fault.alone[ask == "whole"] if alone else beside), (fault.name, ask, alone, seen)
+    assert sum(seen.outcomes.values()) == 1, (fault.name, ask, alone, seen.outcomes)
+    return fault.name
+
+
+async def idle(count: int) -> None:
+    """So many connections that say nothing, and one client that is served."""
+    async with house(FAST) as home:
+        writers = []
+        for _ in range(count):
+            _, writer = await asyncio.open_connection(*home.address)
+            writers.append(writer)
+        assert (await home.chat()).status == 200
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def chaos(minutes: float, seed: int) -> bool:
+    """Play until the time is over. True when memory is back within its band."""
+    rng = random.Random(seed)
+    end_s = time.monotonic() + minutes * 60
+    plays, settled_bytes = 0, 0
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Each connection has both its ends in this process.
+    count = min(IDLE, (soft - 200) // 2)
+    await idle(count)
+    print(f"{count} idle connections: nothing left", flush=True)
+    while time.monotonic() < end_s:
+        try:
+            name = await one(rng)
+        except BaseException:
+            print(f"play {plays} of seed {seed} failed", flush=True)
+            raise
+        plays += 1
+        if plays == WARM_UP:
+            settled_bytes = rss_bytes()
+        if plays % 100 == 0:
+            print(f"{plays} plays, RSS {rss_bytes() / 1e6:.0f} MB, the last: {name}", flush=True)
+    grown = rss_bytes() - settled_bytes if settled_bytes else 0
+    print(f"{plays} plays of seed {seed}; memory grew by {grown / 1e6:.1f} MB after the first {WARM_UP}")
+    return grown < RSS_BAND_BYTES
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    with asyncio.Runner(loop_factory=CountingLoop) as runner:
+        return 0 if runner.run(chaos(options.minutes, options.seed)) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
