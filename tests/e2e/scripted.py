@@ -39,6 +39,7 @@ class Scripted:
         self.requests: list[bytes] = []
         self.connections = 0
         self.cuts = 0
+        self.polls: dict[bytes, Script] = {}
         self.answering = 0
         self.url = ""
         self.server: asyncio.Server | None = None
@@ -60,7 +61,11 @@ class Scripted:
                 target = request.split(b" ", 2)[1]
                 if request.startswith(b"GET "):
                     self._pollers.add(writer)
-                    await peer.send(_poll_answer(target))
+                    poll = self.polls.get(target.partition(b"?")[0].rstrip(b"/"))
+                    if poll is not None:
+                        await poll(peer, request)
+                    else:
+                        await peer.send(_poll_answer(target))
                     continue
                 self.connections += not asked
                 asked = True

@@ -9,13 +9,14 @@ import argparse
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.leftovers import CountingLoop
 from tests.faults.clients import CLIENT_FAULTS, Observed, observe
 from tests.faults.misbehaviours import MISBEHAVIOURS
+from tests.faults.polls import POLL_FAULTS, watch
 from tests.faults.rig import Received, Seen, play
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -105,7 +106,24 @@ async def page() -> str:
     ]
     for client in CLIENT_FAULTS:
         lines.append("| " + " | ".join((_cell(client.name), *client_row(await observe(client)))) + " |")
+    lines += [
+        "",
+        "## Polls",
+        "",
+        "The only replica; with one good poll it is back.",
+        "",
+    ]
+    lines += ["| a replica that… | client saw | available | known of its load | log said |", "| --- " * 5 + "|"]
+    lines += ["| " + " | ".join(row) + " |" async for row in poll_rows()]
     return "\n".join(lines) + "\n"
+
+
+async def poll_rows() -> AsyncIterator[tuple[str, ...]]:
+    for fault in POLL_FAULTS:
+        seen = await watch(fault)
+        load = "nothing" if seen.running is None else f"{seen.running} running"
+        story = "; ".join(f"warning `backend_down`: {_short(str(line['why']))}" for line in seen.log) or "nothing"
+        yield _cell(fault.name), str(seen.status), "yes" if seen.up else "no", load, story
 
 
 def client_row(seen: Observed) -> tuple[str, str, str]:
