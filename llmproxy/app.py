@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
-import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +11,6 @@ from random import Random
 from typing import Any
 
 import structlog
-import uvloop
 from aiohttp import web
 
 from llmproxy.backends import discovery
@@ -42,7 +38,7 @@ from llmproxy.gateway.server import AdminDoor, FrontDoor
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.tls import ClientTls
 from llmproxy.gateway.walk import Walker
-from llmproxy.handover import Orders, notify, unless
+from llmproxy.handover import unless
 from llmproxy.reload import Reloader, Reread
 from llmproxy.sockets import Sockets
 from llmproxy.telemetry import logs
@@ -52,23 +48,12 @@ from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueSt
 CONFIGURED = "config"
 """The source of backends that is the configuration itself."""
 BACKLOG = 4096
-GC_THRESHOLDS = (20_000, 20, 50)
 LINGER_S = 10.0
 """How long the rest of a refused body is read, so that a client that is still sending gets to read the answer."""
 CUT_AFTER_S = 0.1
 """How long requests that outlived the drain get before they are cut; the server library takes 0 for "for ever"."""
 
 _log = structlog.get_logger()
-
-
-def run(config: Config, reread: Reread | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, or until a successor does (SIGUSR2), then drain. Returns the exit code.
-
-    `reread` says how to read `config` again.
-    """
-    logs.configure(config.log_format, config.log_level)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, reread))
 
 
 @dataclass(slots=True)
@@ -285,62 +270,6 @@ async def _listen(
     host, port = runner.addresses[0][:2]
     url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     return Listener(server, runner, url, held)
-
-
-async def _serve(config: Config, reread: Reread | None) -> int:
-    try:
-        sockets = Sockets.from_environment(os.environ, os.getpid())
-        orders = Orders(sockets)
-        async with running(config, reread, sockets) as proxy:
-            # Also where there is no file: whoever wants a reload, and is wrong about that, does not want the end.
-            reloader = proxy.reloader
-            hang_up = partial(_log.warning, "nothing_to_reload") if reloader is None else reloader.hang_up
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
-            clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
-            admin = proxy.admin_url or proxy.url
-            _log.info("listening", url=proxy.url, admin=admin, backends=len(config.backends), clients=clients)
-            # What lives by now lives for good: the collector need not look at it again with every young generation.
-            gc.freeze()
-            # What waits is reached from one heap and is no garbage; looking it all over, again and again, held up
-            # decisions for tens of milliseconds with 100,000 requests waiting.
-            gc.set_threshold(*GC_THRESHOLDS)
-            notify("READY=1")
-            sockets.serving()
-            await orders.over.wait()
-            finished = await _leave(proxy, orders)
-            _log.info("stopped", all_requests_finished=finished, cut=proxy.walker.walking)
-    except ConfigError as error:
-        for problem in error.problems:
-            _log.error("cannot_start", problem=problem)
-        return 2
-    except OSError as error:
-        hint = "is another program listening there? choose another port with --port"
-        _log.error("cannot_listen", host=config.host, port=config.port, hint=hint, error=str(error))
-        return 1
-    return 0 if finished else orders.cut_code
-
-
-async def _leave(proxy: Proxy, orders: Orders) -> bool:
-    """Let everybody go, as far as time and a second signal allow. True when nobody had to be cut."""
-    config = proxy.config
-    if orders.successor_pid is not None:
-        _log.info(
-            "replaced", by_pid=orders.successor_pid, requests=proxy.walker.walking, timeout_s=config.drain_timeout_s
-        )
-        if await unless(orders.stop, proxy.lead_out(), config.drain_timeout_s):
-            return True
-        if not orders.stop.is_set():
-            proxy.dispatcher.drain()
-            return proxy.walker.walking == 0
-    else:
-        notify("STOPPING=1")
-        proxy.walker.leave()
-        if config.drain_delay_s:
-            _log.info("leaving", requests=proxy.walker.walking, delay_s=config.drain_delay_s)
-            await unless(orders.cut, asyncio.sleep(config.drain_delay_s))
-    _log.info("draining", requests=proxy.walker.walking, timeout_s=config.drain_timeout_s)
-    await unless(orders.cut, proxy.drain())
-    return proxy.walker.walking == 0
 
 
 def _state(pools: Pools, names: Mapping[int, str], now: float) -> LiveState:

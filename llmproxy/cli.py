@@ -211,7 +211,7 @@ def serve(
         settled = read()
     except ConfigError as error:
         _fail(error.problems)
-    from llmproxy.app import run
+    from llmproxy.process import run
     from llmproxy.reload import Reread
 
     raise typer.Exit(run(settled, Reread(config, read) if config is not None else None))

@@ -32,14 +32,14 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """What `serve` would have run, which it does not: its exit code is 3."""
     configs: list[Config] = []
-    app = ModuleType("llmproxy.app")
+    process = ModuleType("llmproxy.process")
 
     def run(config: Config, _: object) -> int:
         configs.append(config)
         return 3
 
-    app.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "llmproxy.app", app)
+    process.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "llmproxy.process", process)
     return configs
 
 

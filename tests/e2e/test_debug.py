@@ -12,7 +12,7 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-from llmproxy import app, cli
+from llmproxy import cli, process
 from llmproxy.config import Config, ConfigError, hash_of
 from llmproxy.lab import runs
 from llmproxy.lab.result import SimulationResult
@@ -288,7 +288,7 @@ def test_the_program_ends_with_2_then(tmp_path: Path, capfd: pytest.CaptureFixtu
     told = {"host": "127.0.0.1", "port": 0, "backends": ["http://127.0.0.1:9"], "decision_log": str(tmp_path)}
     handlers = logging.getLogger().handlers[:]
     try:
-        assert app.run(Config.model_validate(told)) == 2
+        assert process.run(Config.model_validate(told)) == 2
     finally:
         logging.getLogger().handlers[:] = handlers
         structlog.reset_defaults()
