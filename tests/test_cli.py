@@ -111,6 +111,7 @@ OTHER_THAN_DEFAULT = {
     "scheduling.refuse_late": "true",
     "scheduling.kv_full": "0.5",
     "retry.budget_ratio": "0.5",
+    "health.ejected_max": "0.4",
     "queue.bytes_max": "99999999",
     "queue.band_bytes_max": "99999999",
     "queue.flow_bytes_max": "99999999",

@@ -158,11 +158,13 @@ def reason_of(detail: ErrorDetails) -> str:
 
 
 def _nearest_key(place: Place, top: type[Section]) -> str:
-    """The very key where it stands elsewhere; else one beside the unknown one if any looks like it, else one elsewhere,
-    else the likest of those beside it.
+    """One beside the unknown one if it looks very much like it; else the very key where it stands elsewhere; else any
+    that looks like it, those beside it first; else the likest of those beside it.
     """
     word, beside = str(place[-1]), tuple(section_at(top, place[:-1]).model_fields)
     elsewhere = {key.rpartition(".")[2]: key for key, _ in _fields(top)}
+    if twin := get_close_matches(word.lower(), beside, n=1, cutoff=0.8):
+        return twin[0]
     if word in elsewhere:
         return elsewhere[word]
     for known in (beside, tuple(elsewhere)):

@@ -17,7 +17,6 @@ from typing import Any, TextIO, cast
 
 import orjson
 import structlog
-from aiohttp.http_exceptions import HttpProcessingError
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from llmproxy.core.domain import Outcome, Why
@@ -186,11 +185,6 @@ class _LibraryHandler(logging.Handler):
     """Hands on what libraries log through the standard module; rare, and never on the way of a request."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            # Its text repeats the line that could not be read, and a key may stand there; nor is it anything alarming.
-            _log.info("bad_http", error=type(error).__name__, story=record.getMessage())
-            return
         level = next((name for name in ("error", "warning", "info") if record.levelno >= LEVELS[name]), "debug")
         fields: dict[str, Any] = {"logger": record.name}
         if record.exc_info:

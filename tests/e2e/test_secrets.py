@@ -110,7 +110,7 @@ async def test_no_key_and_no_cookie_is_in_any_log_page_or_answer(log: io.StringI
         assert outcomes >= {"cancelled", "upstream_status"}
     shown += [log.getvalue(), decisions.read_text()]
     assert "completed" in decisions.read_text()
-    assert "bad_http" in log.getvalue()
+    assert "This is no HTTP/1.1 request" in log.getvalue()
     hidden(*shown)
 
 
