@@ -237,8 +237,14 @@ class Backend:
         self._view = None
 
     def suspect(self, now: float, *, slow: bool = False) -> bool:
-        """See `Health.suspect`."""
+        """See `Health.suspect`. An engine whose last reading shows nothing running does not hang: what it has of ours
+        is fetched, tokenised or compiled for before it begins, and that may take its time.
+        """
         self._view = None
+        reading = self.reading
+        fresh = reading is not None and now < reading.taken_at_s + self._capacity.stale_after_s
+        if not slow and reading is not None and fresh and not reading.running:
+            return False
         return self.health.suspect(now, slow=slow)
 
     def paced(self, fast: bool, now: float) -> None:

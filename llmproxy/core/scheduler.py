@@ -335,10 +335,9 @@ class Scheduler:
         """When `decide` may have something to do although no event happens; None when only an event can."""
         if self._more or self._shed:
             return now
-        look_s = self._watch.next_look()
         if not self._room:
-            return look_s
-        times = [look_s, *(backend.changes_at(now) for backend in self._backends.values())]
+            return None
+        times = [backend.changes_at(now) for backend in self._backends.values()]
         times += [self._room.next_deadline(now), self._reserve.changes_at(now)]
         return min((time for time in times if time is not None), default=None)
 

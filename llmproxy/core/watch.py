@@ -48,8 +48,9 @@ FRESH_S = 5.0
 
 @dataclass(slots=True)
 class _Pulse:
-    """One backend. `owed` are streams without a byte, the oldest first, and `owed_tokens` what is to be computed of
-    their prompts; `heard_s` is when any stream of it last brought something.
+    """One backend. `owed` are streams without a byte, the oldest first, `owed_tokens` what is to be computed of their
+    prompts, and `owed_at_most_tokens` what is if nothing of them is cached; `heard_s` is when any stream of it last
+    brought something.
 
     `work_tokens` counts the prompt tokens that it has computed so far. `best` is the speed of its fastest stream since
     the last judgement, in times of what is the pool's: one slow reader, or one odd stream, is no news of an
@@ -59,6 +60,7 @@ class _Pulse:
 
     owed: dict[int, _Stream] = field(default_factory=dict)
     owed_tokens: float = 0.0
+    owed_at_most_tokens: int = 0
     heard_s: float = -inf
     work_tokens: float = 0.0
     best: float = inf
@@ -77,13 +79,15 @@ class _Pulse:
 
 @dataclass(slots=True)
 class _Stream:
-    """A lease. `ahead_tokens` had to be computed for its first byte when it was booked, `own_tokens` of them its own.
+    """A lease, with a prompt of `prompt_tokens`. `ahead_tokens` had to be computed for its first byte when it was
+    booked, `own_tokens` of them its own.
 
     Since `since_s`, when its backend had computed `work_tokens`, it brought all beyond its first `tokens`.
     """
 
     pulse: _Pulse
     booked_s: float
+    prompt_tokens: int
     own_tokens: float
     ahead_tokens: float
     since_s: float
@@ -116,7 +120,6 @@ class Watch:
         self._step_s = 0.01
         self._common = 1.0
         self._look_s = -inf
-        self._wake_s = inf
         self._judge_s = -inf
 
     # --- what leases bring ---------------------------------------------------------------------------------------
@@ -129,9 +132,9 @@ class Watch:
             pulse.work_tokens += own_tokens
             return
         pulse.owed_tokens += own_tokens
-        stream = _Stream(pulse, now, own_tokens, pulse.owed_tokens, now)
+        pulse.owed_at_most_tokens += request.prompt_tokens
+        stream = _Stream(pulse, now, request.prompt_tokens, own_tokens, pulse.owed_tokens, now)
         self._streams[lease] = pulse.owed[lease] = stream
-        self._wake_s = min(self._wake_s, now + self.settings.hung_s)
 
     def committed(self, lease: int, now: float) -> None:
         """A byte went to the client: it cannot be sent elsewhere any more."""
@@ -153,6 +156,7 @@ class Watch:
         pulse.heard_s = now
         if pulse.owed.pop(lease, None) is not None:
             pulse.owed_tokens -= stream.own_tokens
+            pulse.owed_at_most_tokens -= stream.prompt_tokens
             pulse.work_tokens += stream.own_tokens
 
     def progress(
@@ -193,6 +197,7 @@ class Watch:
             return
         if stream.pulse.owed.pop(lease, None) is not None:
             stream.pulse.owed_tokens -= stream.own_tokens
+            stream.pulse.owed_at_most_tokens -= stream.prompt_tokens
 
     def forget(self, backend: str) -> None:
         """Another process may come in its place. What is still in flight there ends unseen."""
@@ -201,31 +206,30 @@ class Watch:
     # --- what is made of it --------------------------------------------------------------------------------------
 
     def look(self, now: float) -> tuple[list[str], list[str]]:
-        """The backends that hang, and those that have become slow."""
+        """The backends that hang, and those that have become slow.
+
+        To be asked whenever something happens: each poll and each first byte is soon enough, and where nothing happens
+        at all, nobody is there to compare with.
+        """
         if now < self._look_s or len(self._peers.members) < 2:
             return [], []
-        self._look_s, self._wake_s = now + LOOK_S, inf
+        self._look_s = now + LOOK_S
         hung = [name for name, pulse in self._pulses.items() if pulse.owed and self._hangs(pulse, now)]
         return hung, self._judge(now) if now >= self._judge_s else []
-
-    def next_look(self) -> float | None:
-        """When silence alone may prove something; None where nothing is owed, or nobody is there to compare with."""
-        if self._wake_s == inf or len(self._peers.members) < 2:
-            return None
-        return max(self._wake_s, self._look_s)
 
     def give_up(self, backend: str) -> Iterator[int]:
         """The leases that have no byte from a backend, of which none is expected any more."""
         pulse = self._pulses[backend]
-        owed, pulse.owed, pulse.owed_tokens = pulse.owed, {}, 0.0
+        owed, pulse.owed = pulse.owed, {}
+        pulse.owed_tokens, pulse.owed_at_most_tokens = 0.0, 0
         return iter(owed)
 
     def _hangs(self, pulse: _Pulse, now: float) -> bool:
         # A stream under way may wait for its client; a first byte waits for nobody.
         since_s = max(pulse.heard_s, next(iter(pulse.owed.values())).booked_s)
-        patience_s = max(self.settings.hung_s, LATE * (BASE_TOKENS + pulse.owed_tokens) * self._token_s)
+        # What is believed to be cached may not be, and a long prompt that is not takes many times as long.
+        patience_s = max(self.settings.hung_s, LATE * (BASE_TOKENS + pulse.owed_at_most_tokens) * self._token_s)
         if now < since_s + patience_s:
-            self._wake_s = min(self._wake_s, since_s + patience_s)
             return False
         # Where all are silent it is the proxy that stood still, or the way to all of them.
         others_s = max((other.heard_s for other in self._pulses.values() if other is not pulse), default=-inf)
@@ -259,6 +263,7 @@ class Watch:
         """Raise AssertionError when a running sum differs from its recomputation."""
         for pulse in self._pulses.values():
             assert abs(pulse.owed_tokens - sum(stream.own_tokens for stream in pulse.owed.values())) < 1e-3
+            assert pulse.owed_at_most_tokens == sum(stream.prompt_tokens for stream in pulse.owed.values())
             assert pulse.owed.keys() <= self._streams.keys()
 
 

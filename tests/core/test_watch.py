@@ -179,13 +179,23 @@ def test_readers_who_stop_reading_are_no_news_of_their_backend() -> None:
     assert not stand.ejected("a"), "streams under way may wait for their clients"
 
 
-def test_silence_alone_wakes_the_pool_up() -> None:
-    stand = warm(names="ab", per_s=0.0)
+def test_an_engine_that_has_not_begun_anything_does_not_hang() -> None:
+    """Pictures are fetched and grammars compiled before an engine begins, and nobody sees that."""
+    stand = warm(per_s=0.0)
     stand.run(5.0)
-    assert stand.of.next_wakeup(stand.now) is None
-    stand.send()
-    stand.decide()
-    assert stand.of.next_wakeup(stand.now) == pytest.approx(stand.now + 1.5)
+    stand.factors["a"] = 0.0
+    for _ in range(6):
+        stand.send()
+    for _ in range(40):
+        stand.of.observe("a", reading(stand.now, running=0))
+        stand.run(0.2)
+        stand.send()
+    assert not stand.ejected("a")
+    for _ in range(20):
+        stand.of.observe("a", reading(stand.now, running=1))
+        stand.run(0.2)
+        stand.send()
+    assert stand.ejected("a")
 
 
 # --- slow -------------------------------------------------------------------------------------------------------------
