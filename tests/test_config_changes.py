@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from llmproxy.config import Config, ConfigError, WatchedFile, differences, hash_of, load_backends, that_can_change
-from llmproxy.config.changes import NEEDS_RESTART
-from llmproxy.config.load import _fields
+from llmproxy.config.changes import NEEDS_RESTART, SECRET
+from llmproxy.config.load import _fields, _sections
+from llmproxy.config.schema import Section
 
 
 def config(**fields: Any) -> Config:
@@ -49,19 +50,31 @@ def test_maps_and_lists_are_told_by_key_and_whole() -> None:
 
 def test_no_key_and_no_hash_is_told() -> None:
     secrets = [hash_of("k1"), hash_of("k2"), "plain-1", "plain-2", "engine-1", "engine-2", hash_of("a1")]
+    secrets += ["salt-of-sixteen-or-more-1", "salt-of-sixteen-or-more-2"]
     old = config(api_keys=["plain-1"], backend_api_key="engine-1")
     new = config(
         api_keys=["plain-2"],
         admin_key=hash_of("a1"),
         backends=[{"url": "http://a", "api_key": "engine-2"}],
-        tenants=[{"name": "t", "keys": [hash_of("k1")]}],
+        tenants=[{"name": "t", "keys": [hash_of("k1")], "cache_salt": secrets[-2]}],
     )
-    other = config(tenants=[{"name": "t", "keys": [{"hash": hash_of("k2"), "expires": "2030-01-01"}]}])
+    key = {"hash": hash_of("k2"), "expires": "2030-01-01"}
+    other = config(tenants=[{"name": "t", "keys": [key], "cache_salt": secrets[-1]}])
     text = "\n".join(told(old, new) + told(new, old) + told(new, other))
     assert "api_keys: changed, not shown" in text
     assert "tenants[t].keys: changed, not shown" in text
+    assert "tenants[t].cache_salt: changed, not shown" in text
     for secret in secrets:
         assert secret not in text
+
+
+def test_whatever_the_schema_hides_is_hidden_here_too() -> None:
+    sections: list[type[Section]] = [Config]
+    for section in sections:
+        for name, field in section.model_fields.items():
+            assert field.repr or name in SECRET, name
+            sections += _sections(field.annotation)
+    assert {section.__name__ for section in sections} >= {"BackendConfig", "TenantConfig"}
 
 
 def test_what_needs_a_restart_stays_and_all_else_is_new() -> None:

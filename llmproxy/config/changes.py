@@ -35,7 +35,7 @@ NEEDS_RESTART = frozenset(
     }
 )
 """Keys that are read once, when the proxy starts."""
-SECRET = frozenset({"api_keys", "backend_api_key", "admin_key", "api_key", "keys", "hash"})
+SECRET = frozenset({"api_keys", "backend_api_key", "admin_key", "api_key", "keys", "hash", "cache_salt"})
 """Keys whose values no log shows, not even as hashes."""
 TEXT_CHARS_MAX = 200
 
