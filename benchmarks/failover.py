@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import re
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import aiohttp
 
-from benchmarks.fleet import Fleet, fleet
+from benchmarks.fleet import Fleet, fleet, is_whole, value_of
 from benchmarks.overload import percentile
 
 MODEL = "sim"
@@ -155,16 +154,16 @@ async def _one(seen: Seen, session: aiohttp.ClientSession, url: str) -> None:
     except (aiohttp.ClientError, TimeoutError) as error:
         seen.story = f"{type(error).__name__}: {error}"
         return
-    seen.whole = data.endswith(b"data: [DONE]\n\n") and b'"error"' not in data
+    seen.whole = is_whole(data, stream=True)
     seen.story = "" if seen.whole else data.strip().rpartition(b"\n\n")[2].decode(errors="replace")
 
 
 async def _metric(session: aiohttp.ClientSession, running: Fleet, series: str) -> float:
     async with session.get(running.url + "/metrics") as answer:
-        found = re.search(rf"^{re.escape(series)} (\S+)$", await answer.text(), re.MULTILINE)
-    if found is None:
+        value = value_of(await answer.text(), series)
+    if value is None:
         raise RuntimeError(f"the proxy has no series {series}")
-    return float(found[1])
+    return value
 
 
 # --- the story --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import sys
@@ -67,11 +68,15 @@ class Fleet:
         log = self.folder / f"replica-{index}-again-{self._starts}.log"
         self.replicas[index] = await start(["replica", "--port", port, *self.replica_flags], log)
 
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The proxy's log lines of one kind so far; a line that is still being written is not one yet."""
+        lines = self.proxy.log.read_text(errors="replace").splitlines(keepends=True)
+        entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+        return [entry for entry in entries if entry.get("event") == name]
+
     def exits(self) -> list[dict[str, Any]]:
         """The proxy's request lines so far, in order of exit."""
-        lines = self.proxy.log.read_text(errors="replace").splitlines()
-        entries = [json.loads(line) for line in lines if line.startswith("{")]
-        return [entry for entry in entries if entry.get("event") == "request"]
+        return self.events("request")
 
 
 @asynccontextmanager
@@ -91,7 +96,7 @@ async def fleet(replicas: int, replica_flags: Sequence[str], proxy_flags: Sequen
         proxy = await start([*argv, *urls], folder / "proxy.log")
         running = Fleet(url, urls, children, proxy, replica_flags, folder)
         try:
-            await _ready(running)
+            await ready(url, proxy)
             yield running
         finally:
             for process in [running.proxy, *running.replicas]:
@@ -107,16 +112,28 @@ async def start(arguments: Sequence[str], log: Path) -> Process:
     return Process(child, log)
 
 
-async def _ready(running: Fleet) -> None:
+def is_whole(body: bytes, *, stream: bool) -> bool:
+    """Whether the answer of a simulated replica came to its end and has no error in it."""
+    return body.endswith(b"data: [DONE]\n\n" if stream else b"}") and b'"error"' not in body
+
+
+def value_of(metrics: str, series: str) -> float | None:
+    """The value of one series, named with its labels, on a page of metrics; None where it is not there."""
+    found = re.search(rf"^{re.escape(series)} (\S+)$", metrics, re.MULTILINE)
+    return None if found is None else float(found[1])
+
+
+async def ready(url: str, proxy: Process) -> None:
+    """Wait until the proxy at `url` finds all its backends up. Raises RuntimeError when its process ends instead."""
     async with aiohttp.ClientSession() as session, asyncio.timeout(READY_S):
         while True:
             try:
-                async with session.get(running.url + "/metrics") as answer:
+                async with session.get(url + "/metrics") as answer:
                     up = (await answer.text()).count("llmproxy_backend_available{") and answer.status == 200
                     states = [line for line in (await answer.text()).splitlines() if "backend_available{" in line]
                     if up and all(line.endswith(" 1.0") for line in states):
                         return
             except aiohttp.ClientError:
-                if running.proxy.child.returncode is not None:
-                    raise RuntimeError(running.proxy.log.read_text()) from None
+                if proxy.child.returncode is not None:
+                    raise RuntimeError(proxy.log.read_text()) from None
             await asyncio.sleep(0.1)

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import signal
 import tempfile
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.fleet import READY_S, Process, free_port, start
+from benchmarks.fleet import Process, free_port, is_whole, ready, start, value_of
 
 MODEL = "sim"
 REPLICAS = 4
@@ -97,8 +96,8 @@ async def one_request(session: aiohttp.ClientSession, url: str, stream: bool, to
             data = await answer.read()
             if answer.status != 200:
                 ends[f"status {answer.status}: {data[:150].decode(errors='replace')}"] += 1
-            elif stream and (not data.endswith(b"data: [DONE]\n\n") or b'"error"' in data):
-                ends["a stream broke"] += 1
+            elif not is_whole(data, stream=stream):
+                ends["an answer broke"] += 1
             else:
                 ends["served"] += 1
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -134,7 +133,7 @@ async def run(options: argparse.Namespace) -> int:
         proxy = await start(["serve", "--config", str(writer.file), "--reload", options.by], folder / "proxy.log")
         children.append(proxy)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        await _ready(session, url)
+        await ready(url, proxy)
         requests: set[asyncio.Task[None]] = set()
         began_s = next_write_s = loop.time()
         while loop.time() < began_s + options.seconds:
@@ -158,7 +157,8 @@ async def run(options: argparse.Namespace) -> int:
         metrics = await page(session, url, "/metrics")
         shown = json.loads(await page(session, url, "/admin/backends"))["backends"]
         ended = [(name, count) for name, count in ends.most_common() if name != "served"]
-        reloads = {ok: _value(metrics, f'llmproxy_config_reloads_total{{ok="{ok}"}}') for ok in ("true", "false")}
+        told = {ok: value_of(metrics, f'llmproxy_config_reloads_total{{ok="{ok}"}}') for ok in ("true", "false")}
+        reloads = {ok: value or 0.0 for ok, value in told.items()}
         log = proxy.log.read_text()
         left, removed = log.count('"backend_leaves"'), log.count('"backend_removed"')
     print("| requests | failed | files written | of them bad | reloads | refused | backends left | of them gone |")
@@ -173,23 +173,6 @@ async def run(options: argparse.Namespace) -> int:
     if not as_wanted:
         print(f"wanted {writer.wanted}, and the proxy has {shown}")
     return int(bool(ended) or not as_wanted or not reloads["true"])
-
-
-async def _ready(session: aiohttp.ClientSession, url: str) -> None:
-    async with asyncio.timeout(READY_S):
-        while True:
-            try:
-                async with session.get(url + "/ready") as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
-
-
-def _value(metrics: str, series: str) -> float:
-    found = re.search(rf"^{re.escape(series)} (\S+)$", metrics, re.MULTILINE)
-    return float(found[1]) if found else 0.0
 
 
 def main() -> int:

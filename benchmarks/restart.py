@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -28,7 +27,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.fleet import Fleet, fleet, start
+from benchmarks.fleet import Fleet, fleet, is_whole, start
 from benchmarks.overload import percentile
 
 MODEL = "sim"
@@ -96,8 +95,7 @@ class Clients:
             # Who is refused at once would ask again at once.
             await asyncio.sleep(0.05)
             return
-        whole = data.endswith(b"data: [DONE]\n\n") if "stream" in body else data.endswith(b"}")
-        if status != 200 or not whole or b'"error"' in data:
+        if status != 200 or not is_whole(data, stream="stream" in body):
             kind.failed[f"status {status}"] += 1
             await asyncio.sleep(0.05)
             return
@@ -105,12 +103,6 @@ class Clients:
 
 
 # --- two ways to replace a process ------------------------------------------------------------------------------------
-
-
-def events(running: Fleet, name: str) -> list[dict[str, Any]]:
-    lines = running.proxy.log.read_text(errors="replace").splitlines(keepends=True)
-    entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
-    return [entry for entry in entries if entry["event"] == name]
 
 
 async def until(condition: Callable[[], object], limit_s: float) -> None:
@@ -122,8 +114,8 @@ async def until(condition: Callable[[], object], limit_s: float) -> None:
 async def by_successor(running: Fleet, pids: list[int]) -> None:
     """SIGUSR2 to the last of `pids`; its successor is appended."""
     os.kill(pids[-1], signal.SIGUSR2)
-    await until(lambda: len(events(running, "replaced")) >= len(pids), 60.0)
-    pids.append(events(running, "replaced")[len(pids) - 1]["by_pid"])
+    await until(lambda: len(running.events("replaced")) >= len(pids), 60.0)
+    pids.append(running.events("replaced")[len(pids) - 1]["by_pid"])
 
 
 async def by_stopping(running: Fleet, pids: list[int]) -> None:
@@ -173,7 +165,7 @@ async def main() -> int:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
         if options.how == "successor":
-            await until(lambda: len(events(running, "stopped")) >= len(pids), LEFT_MAX_S)
+            await until(lambda: len(running.events("stopped")) >= len(pids), LEFT_MAX_S)
             await until(lambda: all(gone(pid) for pid in pids[1:]), LEFT_MAX_S)
     print(f"{len(took_s)} restarts in {options.seconds:g} s, each {percentile(took_s, 0.5):.1f} s (median) until the "
           f"next process served\n")  # fmt: skip

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import aiohttp
 import uvloop
 
-from benchmarks.fleet import free_port, start
+from benchmarks.fleet import free_port, is_whole, start
 from llmproxy.app import Proxy, running
 from llmproxy.config import BackendConfig, Config
 from llmproxy.telemetry import logs
@@ -99,8 +99,7 @@ class Clients:
             return "left early" if sent else UNSENT
         except aiohttp.ClientError as error:
             return f"failed: {type(error).__name__}"
-        whole = data.endswith(b"data: [DONE]\n\n") if stream else data.endswith(b"}")
-        return "whole" if answer.status == 200 and whole else f"failed: {answer.status}"
+        return "whole" if answer.status == 200 and is_whole(data, stream=stream) else f"failed: {answer.status}"
 
 
 async def _note_sent(
