@@ -219,9 +219,11 @@ async def soak(requests: int, slices: int, seed: int) -> bool:
             print(f"| {sent} | {took_s:.0f} | {ends['whole']} | {ends['left early']} | {ends['left midway']} "
                   f"| {failed} | {left.ended} | {left.in_flight} | {left.leases} | {left.queued} "
                   f"| {left.tasks} ({start.tasks}) | {memory[-1] / 1e6:.1f} |", flush=True)  # fmt: skip
-        outcomes = re.findall(
+        outcomes = Counter[str]()
+        for outcome, count in re.findall(
             r'^llmproxy_requests_total{.*outcome="(\w+)"} (\S+)$', proxy.metrics.page().decode(), re.MULTILINE
-        )
+        ):
+            outcomes[outcome] += int(float(count))
     third = len(memory) // 3
     growth_bytes = (memory[-1] - memory[third]) / max(1, (len(memory) - 1 - third) * (requests // slices))
     print(f"\nas clients saw it: {dict(ends)}\nas the proxy counted it: {dict(outcomes)}")
