@@ -23,6 +23,7 @@ from llmproxy.backends.upstream import AiohttpUpstream
 from llmproxy.config import BackendConfig, Config, ConfigError, settings_of
 from llmproxy.core.adapters import Adapters
 from llmproxy.core.domain import Listing, Reading, Trouble
+from llmproxy.core.health import Back, Ejected
 from llmproxy.core.placement import make, presets
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
@@ -138,7 +139,7 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
         partial(make, settings.placement, rng),
     )
     metrics = Metrics(lambda: _state(pools, rulebook.current.band_names, loop.time()))
-    dispatcher = Dispatcher(pools, on_decision=metrics.decided)
+    dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=_tell_news)
     async with AsyncExitStack() as stack:
         tls: dict[str, PeerTls] = {}
         upstream = await stack.enter_async_context(AiohttpUpstream(tls))
@@ -297,6 +298,13 @@ def _state(pools: Pools, names: Mapping[int, str], now: float) -> LiveState:
         for band in sorted({*names, *queued}, reverse=True)
     )
     return LiveState(queues, pools.parked(), backends)
+
+
+def _tell_news(backend: str, news: Ejected | Back) -> None:
+    if isinstance(news, Ejected):
+        _log.warning("backend_ejected", backend=backend, why=news.why, pause_s=news.pause_s)
+    else:
+        _log.info("backend_back", backend=backend, after_s=round(news.after_s, 3))
 
 
 class _Watch:

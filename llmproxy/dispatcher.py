@@ -23,6 +23,7 @@ from llmproxy.core.domain import (
     Verdict,
     Withdraw,
 )
+from llmproxy.core.health import Back, Ejected
 from llmproxy.core.pools import Pools
 
 DRAIN_RETRY_S = 1.0
@@ -82,11 +83,12 @@ class Dispatcher:
     """Hands the core its events and carries out its decisions, on one event loop.
 
     Events of one turn of the loop are decided together, once. `on_decision` is told how long each pass took, in
-    seconds.
+    seconds, and `on_news` which backend was ejected or is back.
     """
 
     pools: Pools
     on_decision: Callable[[float], None] = lambda _: None
+    on_news: Callable[[str, Ejected | Back], None] = lambda *_: None
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False
@@ -246,6 +248,8 @@ class Dispatcher:
             self._carry_out(decision)
         after = loop.time()
         self.on_decision(after - now)
+        for backend, news in self.pools.news():
+            self.on_news(backend, news)
         wakeup_s = self.pools.next_wakeup(after)
         if wakeup_s is None:
             return

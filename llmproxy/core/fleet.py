@@ -236,7 +236,7 @@ class Backend:
         self.health.finished(lease, verdict, now)
         self._view = None
 
-    def suspect(self, now: float, *, slow: bool = False) -> bool:
+    def suspect(self, why: str, now: float, *, slow: bool = False) -> bool:
         """See `Health.suspect`. An engine whose last reading shows nothing running does not hang: what it has of ours
         is fetched, tokenised or compiled for before it begins, and that may take its time.
         """
@@ -245,7 +245,7 @@ class Backend:
         fresh = reading is not None and now < reading.taken_at_s + self._capacity.stale_after_s
         if not slow and reading is not None and fresh and not reading.running:
             return False
-        return self.health.suspect(now, slow=slow)
+        return self.health.suspect(why, now, slow=slow)
 
     def paced(self, fast: bool, now: float) -> None:
         """See `Health.paced`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.core.settings import HealthSettings
 
@@ -9,6 +12,21 @@ BUSY_PAUSE_S = 0.25
 """How long an engine that answered 503 'busy' is left alone: about one poll, after which its queue is known."""
 WARM_STEP = 0.1
 """By how much of its limit a backend that came back is given more at a time, and how much it has at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ejected:
+    """Nothing is sent there for `pause_s` seconds, and then one request that is to find out."""
+
+    why: str
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """What spoke against it is refuted, `after_s` seconds since it was first ejected for it."""
+
+    after_s: float
 
 
 class Peers:
@@ -42,6 +60,8 @@ class Health:
     def __init__(self, settings: HealthSettings) -> None:
         self._settings = settings
         self.peers: Peers | None = None
+        self.tell: Callable[[Ejected | Back], None] = lambda _: None
+        """Is told of every ejection and of its end."""
         self.down = True
         self._troubles = 0
         self._refusals = 0
@@ -52,6 +72,7 @@ class Health:
         self._half_open = False
         self._probe: int | None = None
         self._blocked_until_s = 0.0
+        self._first_ejected_s = 0.0
         self._back_s: float | None = None
 
     @property
@@ -101,8 +122,8 @@ class Health:
         """A poll was answered in good health; a backend that was down starts with a clean record, and slowly."""
         if self.down:
             self._back_s = now
-            self._failures = self._ejections = 0
-            self._half_open, self._probe, self.slow = False, None, False
+            self._acquit(now)
+            self._failures = 0
             self._blocked_until_s = 0.0
         self.down = False
         self._troubles = self._refusals = 0
@@ -142,7 +163,7 @@ class Health:
         if fast:
             self._close_case(now)
         else:
-            self._eject(now)
+            self._eject("slow: its probe was as slow", now)
 
     def finished(self, lease: int, verdict: Verdict, now: float) -> None:
         was_probe = lease == self._probe
@@ -155,35 +176,46 @@ class Health:
                     self._close_case(now)
             case Verdict.CONNECT_FAILED | Verdict.DRAINING:
                 # No opinion but a fact, and whoever were sent there meanwhile would fail: the share does not limit it.
-                self._eject(now)
+                why = "no connection" if verdict is Verdict.CONNECT_FAILED else "it is shutting down"
+                self._eject(why, now)
             case Verdict.FAILED:
                 self._failures += 1
-                if self._failures >= self._settings.failures or was_probe:
-                    self.suspect(now)
+                if was_probe:
+                    self.suspect("its probe failed", now)
+                elif self._failures >= self._settings.failures:
+                    self.suspect(f"{self._failures} failures in a row", now)
             case Verdict.BUSY:
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
             case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.WITHDRAWN:
                 pass
 
-    def suspect(self, now: float, *, slow: bool = False) -> bool:
+    def suspect(self, why: str, now: float, *, slow: bool = False) -> bool:
         """Eject it, if its pool can spare one more; whether that is so."""
         if not self._half_open and self.peers is not None and not self.peers.may_eject():
             return False
         self.slow = slow
-        self._eject(now)
+        self._eject(why, now)
         return True
 
     def _close_case(self, now: float) -> None:
-        self._half_open, self._probe, self._ejections, self.slow = False, None, 0, False
+        self._acquit(now)
         self._back_s = now
 
-    def _eject(self, now: float) -> None:
+    def _acquit(self, now: float) -> None:
+        if self._half_open:
+            self.tell(Back(now - self._first_ejected_s))
+        self._half_open, self._probe, self._ejections, self.slow = False, None, 0, False
+
+    def _eject(self, why: str, now: float) -> None:
         # Many requests may fail from one cause in one instant; they are one ejection, not one each.
         if self._half_open and now < self._blocked_until_s:
             return
         pause_s = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(self._ejections, 16))
+        if not self._half_open:
+            self._first_ejected_s = now
         self._ejections += 1
         self.ejected_times += 1
         self._failures = 0
         self._half_open, self._probe = True, None
         self._blocked_until_s = max(self._blocked_until_s, now + pause_s)
+        self.tell(Ejected(why, pause_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -25,6 +25,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.estimate import Estimator
 from llmproxy.core.fleet import Backend, View
+from llmproxy.core.health import Back, Ejected
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.occupancy import Occupancy
 from llmproxy.core.placement import Placement
@@ -39,6 +40,9 @@ from llmproxy.core.snapshot import (
     Position,
     Snapshot,
 )
+
+NEWS_MAX = 1_000
+"""How much news of ejections is kept for somebody to ask for it; nobody need, and the oldest goes first."""
 
 
 class Pools:
@@ -61,6 +65,7 @@ class Pools:
         self._limits = UsageLimits(settings.limits)
         self._lease_serial = count(1)
         self._decided: list[Decision] = []
+        self._news: deque[tuple[str, Ejected | Back]] = deque(maxlen=NEWS_MAX)
         self._schedulers: dict[str, Scheduler] = {}
         self._pool_of: dict[str, str] = {}
         self.catalogue = Catalogue((), aliases)
@@ -76,9 +81,10 @@ class Pools:
         assert name not in self.backends
         settings = self.settings
         self.catalogue.add(name)
-        self.backends[name] = Backend(
+        backend = self.backends[name] = Backend(
             name, settings.capacity, settings.health, max_in_flight, settings.lowest_ceiling, prompt_range
         )
+        backend.health.tell = lambda news: self._news.append((name, news))
 
     def drain_backend(self, name: str, *, drained: bool = True) -> None:
         """Grant nothing new on a backend, or let it be given work again; what is in flight there runs on.
@@ -220,6 +226,14 @@ class Pools:
     def next_wakeup(self, now: float) -> float | None:
         times = [scheduler.next_wakeup(now) for scheduler in self._schedulers.values()]
         return min((time for time in times if time is not None), default=None)
+
+    def news(self) -> list[tuple[str, Ejected | Back]]:
+        """Which backends were ejected, and which are back, in order and since this was last asked."""
+        if not self._news:
+            return []
+        news = list(self._news)
+        self._news.clear()
+        return news
 
     # --- looking in ----------------------------------------------------------------------------------------------
 

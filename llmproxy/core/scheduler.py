@@ -404,11 +404,11 @@ class Scheduler:
     def _look_after(self, now: float) -> None:
         """Eject who hangs or has become slow; what one that hangs has not begun may be tried elsewhere."""
         hung, slow = self._watch.look(now)
-        for name in hung:
-            if self._backends[name].suspect(now):
+        for name, why in hung.items():
+            if self._backends[name].suspect(why, now):
                 self._lost += self._watch.give_up(name)
-        for name in slow:
-            self._backends[name].suspect(now, slow=True)
+        for name, why in slow.items():
+            self._backends[name].suspect(why, now, slow=True)
 
     def _revoked(self) -> Iterator[Revoke]:
         lost, self._lost = self._lost, []

@@ -205,17 +205,22 @@ class Watch:
 
     # --- what is made of it --------------------------------------------------------------------------------------
 
-    def look(self, now: float) -> tuple[list[str], list[str]]:
-        """The backends that hang, and those that have become slow.
+    def look(self, now: float) -> tuple[dict[str, str], dict[str, str]]:
+        """The backends that hang, and those that have become slow, each with what tells so in words.
 
         To be asked whenever something happens: each poll and each first byte is soon enough, and where nothing happens
         at all, nobody is there to compare with.
         """
         if now < self._look_s or len(self._peers.members) < 2:
-            return [], []
+            return {}, {}
         self._look_s = now + LOOK_S
-        hung = [name for name, pulse in self._pulses.items() if pulse.owed and self._hangs(pulse, now)]
-        return hung, self._judge(now) if now >= self._judge_s else []
+        silent = {name: self._silent_s(pulse, now) for name, pulse in self._pulses.items() if pulse.owed}
+        hung = {
+            name: f"hung: silent for {silent_s:.1f} s, first bytes owed: {len(self._pulses[name].owed)}"
+            for name, silent_s in silent.items()
+            if silent_s is not None
+        }
+        return hung, self._judge(now) if now >= self._judge_s else {}
 
     def give_up(self, backend: str) -> Iterator[int]:
         """The leases that have no byte from a backend, of which none is expected any more."""
@@ -224,39 +229,40 @@ class Watch:
         pulse.owed_tokens, pulse.owed_at_most_tokens = 0.0, 0
         return iter(owed)
 
-    def _hangs(self, pulse: _Pulse, now: float) -> bool:
+    def _silent_s(self, pulse: _Pulse, now: float) -> float | None:
+        """For how long one that hangs has been silent; None where it need not hang."""
         # A stream under way may wait for its client; a first byte waits for nobody.
         since_s = max(pulse.heard_s, next(iter(pulse.owed.values())).booked_s)
         # What is believed to be cached may not be, and a long prompt that is not takes many times as long.
         patience_s = max(self.settings.hung_s, LATE * (BASE_TOKENS + pulse.owed_at_most_tokens) * self._token_s)
         if now < since_s + patience_s:
-            return False
+            return None
         # Where all are silent it is the proxy that stood still, or the way to all of them.
         others_s = max((other.heard_s for other in self._pulses.values() if other is not pulse), default=-inf)
-        return others_s >= since_s + 0.5 * patience_s
+        return now - since_s if others_s >= since_s + 0.5 * patience_s else None
 
-    def _judge(self, now: float) -> list[str]:
-        """Close one span of all; answer who was too slow in enough of them."""
+    def _judge(self, now: float) -> dict[str, str]:
+        """Close one span of all; answer who was too slow in enough of them, and how slow."""
         self._judge_s = now + SPAN_S
         judged = {name: pulse for name, pulse in self._pulses.items() if pulse.best < inf}
         for pulse in judged.values():
             pulse.slowness, pulse.judged_s, pulse.best = pulse.best / pulse.rule, now, inf
         fresh = {name: pulse.slowness for name, pulse in self._pulses.items() if pulse.judged_s > now - FRESH_S}
         self._common = max(1.0, median(fresh.values())) if fresh else 1.0
-        found = []
+        found = {}
         for name, pulse in judged.items():
             if self._peers.members[name].ejected:
                 continue
             others = [slowness for other, slowness in fresh.items() if other != name]
-            limit = self.settings.slow_factor * max(1.0, median(others)) if others else inf
-            if pulse.known >= KNOWN and pulse.slowness >= limit:
+            times = pulse.slowness / max(1.0, median(others)) if others else 0.0
+            if pulse.known >= KNOWN and times >= self.settings.slow_factor:
                 pulse.slow += 1
             else:
                 pulse.slow = 0
                 pulse.learn_rule()
             if pulse.slow >= IN_A_ROW:
                 pulse.slow = 0
-                found.append(name)
+                found[name] = f"slow: {times:.1f} times as slow as is its rule"
         return found
 
     def check(self) -> None:

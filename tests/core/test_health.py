@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llmproxy.core.domain import Trouble, Verdict
-from llmproxy.core.health import BUSY_PAUSE_S, Health, Peers
+from llmproxy.core.health import BUSY_PAUSE_S, Back, Ejected, Health, Peers
 from llmproxy.core.settings import HealthSettings
 
 SETTINGS = HealthSettings(failures=3, backoff_s=1.0, backoff_max_s=8.0, unreachable_after=2)
@@ -257,3 +257,56 @@ def test_without_a_slow_start_all_is_given_at_once() -> None:
     health.answered(0.0)
     assert health.warmth(0.0) == 1.0
     assert health.warmer_at(0.0) is None
+
+
+# --- what is told of it -----------------------------------------------------------------------------------------------
+
+
+def telling() -> tuple[Health, list[Ejected | Back]]:
+    health, told = healthy(), list[Ejected | Back]()
+    health.tell = told.append
+    return health, told
+
+
+def test_an_ejection_says_why_and_for_how_long_and_its_end_how_long_it_was_in_all() -> None:
+    health, told = telling()
+    fail(health, 3)
+    assert told == [Ejected("3 failures in a row", 1.0)]
+    health.booked(10)
+    health.finished(10, Verdict.FAILED, 1.0)
+    assert told[1:] == [Ejected("its probe failed", 2.0)]
+    health.booked(11)
+    health.spoke(11, 3.5)
+    assert told[2:] == [Back(3.5)]
+    health.finished(11, Verdict.SERVED, 4.0)
+    assert len(told) == 3, "it is back once"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "why"), [(Verdict.CONNECT_FAILED, "no connection"), (Verdict.DRAINING, "it is shutting down")]
+)
+def test_many_requests_that_meet_the_same_end_are_told_of_once(verdict: Verdict, why: str) -> None:
+    health, told = telling()
+    fail(health, 5, verdict=verdict)
+    assert told == [Ejected(why, 1.0)]
+
+
+def test_one_that_is_still_slow_is_told_of_anew_and_a_poll_that_finds_it_fresh_ends_it() -> None:
+    health, told = telling()
+    assert health.suspect("slow: 6.2 times as slow as is its rule", 0.0, slow=True)
+    health.paced(False, 1.0)
+    assert told == [
+        Ejected("slow: 6.2 times as slow as is its rule", 1.0), Ejected("slow: its probe was as slow", 2.0),
+    ]  # fmt: skip
+    health.troubled(Trouble.UNHEALTHY)
+    health.answered(2.0)
+    assert told[2:] == [Back(2.0)]
+
+
+def test_whom_the_pool_cannot_spare_is_told_of_by_nobody() -> None:
+    health, told = telling()
+    health.peers = Peers(0.5)
+    health.peers.members = {"a": health, "b": healthy()}
+    health.peers.members["b"].suspect("hung", 0.0)
+    assert not health.suspect("hung", 0.0)
+    assert told == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
 
 from llmproxy.core.domain import Entry, Grant, Request, Revoke, Trouble, Verdict
+from llmproxy.core.health import Ejected
 from llmproxy.core.settings import HealthSettings, Settings
 from tests.core.make import pools, reading, request
 
@@ -126,7 +128,16 @@ def warm(**given: object) -> Stand:
 def test_one_that_falls_silent_is_ejected_within_two_seconds_and_what_it_owes_goes_elsewhere() -> None:
     stand = warm()
     stand.factors["a"] = 0.0
+    owed = len([a for a in stand.answers.values() if a.grant.placed.backend == "a" and not a.tokens])
     assert stand.until("a", 10.0) <= 2.0
+    [(backend, ejected)] = stand.of.news()
+    assert isinstance(ejected, Ejected)
+    assert (backend, ejected.pause_s) == ("a", stand.settings.health.backoff_s)
+    told = re.fullmatch(r"hung: silent for (1\.\d) s, first bytes owed: (\d+)", ejected.why)
+    assert told is not None
+    assert float(told[1]) >= 1.5
+    assert int(told[2]) == len(stand.revoked) > owed
+    assert not stand.of.news(), "it is told once"
     assert stand.revoked
     stand.run(0.5)
     assert not [a for a in stand.answers.values() if a.grant.placed.backend == "a" and not a.tokens]
@@ -207,6 +218,12 @@ def test_one_that_becomes_ten_times_as_slow_is_ejected_within_five_seconds(place
     stand.factors["a"] = 10.0
     assert stand.until("a", 20.0) <= 5.0
     assert not any(stand.ejected(name) for name in "bcd")
+    [(backend, ejected)] = stand.of.news()
+    assert isinstance(ejected, Ejected)
+    assert backend == "a"
+    told = re.fullmatch(r"slow: (\d+\.\d) times as slow as is its rule", ejected.why)
+    assert told is not None
+    assert 3.0 <= float(told[1]) <= 15.0
 
 
 def test_it_stays_ejected_for_as_long_as_its_probes_come_late() -> None:

@@ -1,0 +1,78 @@
+"""What a backend that hangs owes is answered by another one, and the log says why, and when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import pytest
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
+
+from tests.e2e.house import FAST, STREAM, House, house, until
+
+HUNG_S = 0.2
+OWED = STREAM | {"max_tokens": 16}
+
+
+@pytest.fixture
+def log() -> Iterator[list[EventDict]]:
+    with capture_logs() as lines:
+        yield lines
+
+
+def told(log: list[EventDict], event: str) -> list[EventDict]:
+    return [line for line in log if line["event"] == event]
+
+
+def asked(home: House, backend: str, request_id: str) -> int:
+    """How often the replica behind a backend got a request."""
+    return sum(seen.headers.get("x-request-id") == request_id for seen in home.replica(backend).requests_seen)
+
+
+async def read(stream: aiohttp.ClientResponse) -> None:
+    with suppress(aiohttp.ClientError):
+        while await stream.content.readany():
+            pass
+
+
+async def test_a_request_that_a_hung_backend_owes_is_answered_by_another_one(log: list[EventDict]) -> None:
+    settings: dict[str, Any] = {"health": {"hung_s": HUNG_S}, "scheduling": {"placement": "round_robin"}}
+    async with house(FAST, FAST, **settings) as home, home.stream() as one, home.stream() as other:
+        hangs, speaks = (stream.headers["x-llmproxy-backend"] for stream in (one, other))
+        assert hangs != speaks
+        reading = asyncio.create_task(read(other))
+        known = home.proxy.pools.backends[hangs]
+        await until(lambda: known.reading is not None and known.reading.running)
+        home.replica(hangs).faults.set("frozen")
+
+        owed = home.waiting(OWED, **{"x-request-id": "owed"})
+        await until(lambda: asked(home, hangs, "owed"))
+        answer = await owed
+        assert answer.status == 200
+        assert (answer.backend, answer.headers["x-llmproxy-attempts"]) == (speaks, "2")
+        assert answer.events[-1] == b"data: [DONE]"
+        assert sum(b'"content":' in event for event in answer.events) >= 16
+        assert (asked(home, hangs, "owed"), asked(home, speaks, "owed")) == (1, 1)
+        await until(lambda: home.replica(hangs).in_flight == 1)
+        assert (await home.chat(OWED)).backend == speaks, "nobody else is sent there"
+
+        [ejected] = told(log, "backend_ejected")
+        assert (ejected["backend"], ejected["log_level"]) == (hangs, "warning")
+        assert ejected["why"].startswith("hung: silent for ")
+        assert ejected["why"].endswith(" s, first bytes owed: 1")
+        assert not told(log, "backend_back")
+
+        home.replica(hangs).faults.clear()
+        assert await one.content.readany(), "the stream that had begun goes on"
+        async with asyncio.timeout(15.0):
+            while not told(log, "backend_back"):
+                assert (await home.chat(OWED)).status == 200
+        [back] = told(log, "backend_back")
+        assert back["backend"] == hangs
+        assert back["after_s"] > 0.0
+        other.close()
+        await reading
