@@ -199,7 +199,7 @@ class Face:
         return response
 
     async def _fault(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """Not vLLM's: `{"kind": ..., "after_bytes": 0, "times": null}` breaks the replica, kind null heals it."""
+        """Not vLLM's: `{"kind": ..., "after_bytes": 0, "factor": 10, "times": null}` breaks it, kind null heals it."""
         asked = parse_object(body, "application/json")
         kind = asked.get("kind")
         if kind is not None and kind not in list(FaultKind):
@@ -207,8 +207,12 @@ class Face:
         if kind is None:
             self._service.faults.clear()
         else:
-            after_bytes, times = asked.get("after_bytes") or 0, asked.get("times")
-            switch_on = partial(self._service.faults.set, kind, after_bytes=after_bytes, times=times)
+            after_bytes, factor = asked.get("after_bytes") or 0, asked.get("factor") or 10.0
+            if not isinstance(factor, int | float) or factor <= 0:
+                raise WireError(400, f"factor must be a number above 0, got {factor!r}", param="factor")
+            switch_on = partial(
+                self._service.faults.set, kind, after_bytes=after_bytes, factor=factor, times=asked.get("times")
+            )
             # The answer is on its way before the connection that it needs is closed.
             asyncio.get_running_loop().call_later(0.01, switch_on)
         return self._json(request, {"kind": kind})

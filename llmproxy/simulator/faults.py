@@ -23,6 +23,8 @@ class FaultKind(StrEnum):
     """Nothing moves, gauges included, while `/health` says 200: a stopped worker process."""
     RESET = "reset"
     """The connection is reset after `after_bytes` bytes of the body; 0 is right behind the head."""
+    SLOW = "slow"
+    """Every step takes `factor` times as long: a GPU that is throttled."""
     REFUSE = "refuse"
     """The port refuses and every connection is cut: the process is gone."""
 
@@ -36,17 +38,23 @@ class Faults:
     def __init__(self, changed: Callable[[FaultKind | None], None]) -> None:
         self.kind: FaultKind | None = None
         self.after_bytes = 0
+        self.factor = 1.0
         self._times: int | None = None
         self._changed = changed
 
-    def set(self, kind: FaultKind | str, *, after_bytes: int = 0, times: int | None = None) -> None:
+    def set(
+        self, kind: FaultKind | str, *, after_bytes: int = 0, factor: float = 10.0, times: int | None = None
+    ) -> None:
         """Switch a fault on, for the next `times` generation requests only where that is given (no matter to faults
-        that hit everybody at once). ValueError for an unknown kind.
+        that hit everybody at once). ValueError for an unknown kind, or a factor that is not above 0.
         """
         if self.kind in PORT_CLOSING:
             raise RuntimeError(f"the fault {self.kind} has closed the port; restart the replica first")
+        if not factor > 0:
+            raise ValueError(f"factor must be above 0, got {factor}")
         self.kind = FaultKind(kind)
         self.after_bytes = after_bytes
+        self.factor = factor
         self._times = times
         self._changed(self.kind)
 

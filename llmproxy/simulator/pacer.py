@@ -66,7 +66,7 @@ class Pacer:
 
     def __init__(self, engine: Engine, speed: float, metrics: Metrics) -> None:
         self.engine = engine
-        self._speed = speed
+        self.speed = speed
         self._metrics = metrics
         self._jobs: dict[str, tuple[Job, int]] = {}
         self._work = asyncio.Event()
@@ -117,7 +117,7 @@ class Pacer:
             result = self.engine.step()
             # What arrives while the step runs is unknown to the engine until the next one, and so to its gauges.
             gauges, counters = self.engine.gauges(), replace(self.engine.counters)
-            due_s = max(due_s, started_s - _LAG_MAX_S) + result.duration_s / self._speed
+            due_s = max(due_s, started_s - _LAG_MAX_S) + result.duration_s / self.speed
             for request_id, cached_tokens in result.admitted:
                 if held := self._jobs.get(request_id):
                     progress = held[0].progress[held[1]]

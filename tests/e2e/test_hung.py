@@ -51,7 +51,8 @@ async def test_a_request_that_a_hung_backend_owes_is_answered_by_another_one(log
 
         owed = home.waiting(OWED, **{"x-request-id": "owed"})
         await until(lambda: asked(home, hangs, "owed"))
-        answer = await owed
+        async with asyncio.timeout(15.0):
+            answer = await owed
         assert answer.status == 200
         assert (answer.backend, answer.headers["x-llmproxy-attempts"]) == (speaks, "2")
         assert answer.events[-1] == b"data: [DONE]"

@@ -236,6 +236,22 @@ async def test_faults_can_be_switched_over_http(replica: Replica, client: aiohtt
         replica.faults.set("tired")
 
 
+async def test_a_slow_replica_takes_so_many_times_as_long_for_each_step_until_it_is_healed(
+    replica: Replica, client: aiohttp.ClientSession
+) -> None:
+    url = f"{replica.url}/sim/fault"
+    pacer = replica._service.pacer
+    fast = pacer.speed
+    assert (await post(client, url, {"kind": "slow", "factor": 4}))[0] == 200
+    await until(lambda: pacer.speed == fast / 4)
+    assert (await post(client, chat(replica), CHAT))[0] == 200
+    assert (await post(client, url, {"kind": None}))[0] == 200
+    assert pacer.speed == fast
+    assert (await post(client, url, {"kind": "slow", "factor": -1}))[0] == 400
+    with pytest.raises(ValueError, match="factor"):
+        replica.faults.set("slow", factor=0)
+
+
 async def serving(options: ReplicaOptions, printed: pytest.CaptureFixture[str]) -> tuple[asyncio.Task[None], str]:
     task = asyncio.create_task(serve_replica(options, "127.0.0.1", 0))
     line = ""
