@@ -3,9 +3,9 @@
 Real processes: four simulated replicas, the proxy, and an open loop of streams. In each scenario something breaks after
 some seconds of good health and is whole again later; the proxy is left alone. Run `python -m benchmarks.failover`; it
 takes about three minutes. The goals: no request fails before its first byte; a stream that breaks after it (which only
-its own replica could go on with) ends in exactly one error event; who is killed is found within 1 s, who is ten times as
-slow within 5 s, and who hangs within 2 s of the first byte that it owes, or five times the 99th percentile of the time
-to one; and requests take no more than 1.05 attempts each.
+its own replica could go on with) ends in exactly one error event; who is killed is found within 1 s, who is ten times
+as slow within 5 s, and who hangs within 2 s of the first byte that it owes, or five times the 99th percentile of the
+time to one; and requests take no more than 1.05 attempts each.
 """
 
 from __future__ import annotations
