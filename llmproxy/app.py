@@ -317,6 +317,7 @@ class _Watch:
         self._metrics = metrics
         self._up: dict[str, bool] = {}
         self._serves: dict[str, tuple[str, ...]] = {}
+        self._unread: set[str] = set()
         self._unheard: set[str] = set()
         self.all_heard = asyncio.Event()
         """Every backend of `expect` has told of itself, or could not."""
@@ -333,7 +334,14 @@ class _Watch:
         self._tell(backend, "")
 
     def observe(self, backend: str, reading: Reading) -> None:
+        self._unread.discard(backend)
         self._dispatcher.observe(backend, reading)
+
+    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
+        self._metrics.poll_failed(backend, trouble)
+        if backend not in self._unread:
+            self._unread.add(backend)
+            _log.warning("backend_unread", backend=backend, why=f"{trouble}: {detail}")
 
     def listed(self, backend: str, listing: Listing) -> None:
         if backend not in self._pools.backends:
@@ -356,6 +364,7 @@ class _Watch:
         """A backend is no more."""
         self._up.pop(backend, None)
         self._serves.pop(backend, None)
+        self._unread.discard(backend)
         self._hear(backend)
 
     def _hear(self, backend: str) -> None:

@@ -1,7 +1,8 @@
 """The side window: one task per backend asks for its health, its models and its load, and hands on what it hears.
 
 It never meets a request. A lap is a fixed walk (health, then models, then metrics; the first two only when due) that
-ends with exactly one verdict: `answered`, or `troubled` by the first step that failed.
+ends with exactly one verdict: `answered`, or `troubled` by the first step that failed. Metrics that cannot be read are
+no verdict: numbers go stale by themselves, and who is well is told by `/health`, which is then asked once more.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class ReadingSink(Protocol):
 
     def observe(self, backend: str, reading: Reading) -> None:
         """The backend's load. Called before `answered`; never called for a server that publishes no vLLM metrics."""
+
+    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
+        """The backend's load could not be read, which says nothing of its health; the verdict of the lap follows."""
 
     def answered(self, backend: str) -> None:
         """A lap ended in good health, whether or not it brought a reading."""
@@ -191,11 +195,24 @@ class Poller:
             await self._ask_models()
             self._models_due_s = self._clock() + self._jittered(self._pace.models_interval_s)
         if self._clock() >= self._metrics_due_s:
-            reading, interval_s = await self._ask_metrics()
-            self._metrics_due_s = self._clock() + self._jittered(interval_s)
-            if reading is not None:
-                self._sink.observe(self._backend, reading)
+            await self._read_load()
         self._sink.answered(self._backend)
+
+    async def _read_load(self) -> None:
+        reading, interval_s = None, self._pace.page_interval_s
+        try:
+            reading, interval_s = await self._ask_metrics()
+        except _LapFailed as failure:
+            if failure.trouble is Trouble.REFUSED:
+                raise
+            self._source = None
+            self._sink.unread(self._backend, failure.trouble, failure.detail)
+            # The last good word of its health is from before this: a machine that is gone hangs just the same.
+            await self._ask_health()
+            self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
+        self._metrics_due_s = self._clock() + self._jittered(interval_s)
+        if reading is not None:
+            self._sink.observe(self._backend, reading)
 
     async def _ask_health(self) -> None:
         # A server without this route cannot be called ill for it: only its 5xx is a statement about its health.

@@ -201,7 +201,7 @@ class Metrics:
         self._prefix_tokens = counter(
             "prefix_tokens_total", "Prompt tokens expected to be cached, and found so.", "backend", "kind"
         )
-        self._poll_failures = counter("poll_failures_total", "Polls that ended early.", "backend", "trouble")
+        self._poll_failures = counter("poll_failures_total", "Polls that failed.", "backend", "trouble")
         self._adapter_changes = counter(
             "adapter_changes_total", "Tellings of backends to change an adapter.", "backend", "change", "repeated", "ok"
         )

@@ -102,6 +102,11 @@ class Sink:
         self.seen.append("observe")
         self.readings.append(reading)
 
+    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
+        assert backend == "b"
+        self.seen.append(f"unread: {trouble.value}")
+        self.details.append(detail)
+
     def answered(self, backend: str) -> None:
         assert backend == "b"
         self.seen.append("answered")
@@ -285,7 +290,6 @@ async def test_looks_again_for_a_better_source_now_and_then(bench: Bench) -> Non
         ("/v1/models", saying(status=401), "garbage", "api_key"),
         ("/v1/models", saying(status=307), "garbage", "answered 307"),
         ("/v1/models", saying("<html>"), "garbage", "not JSON"),
-        ("/metrics/", hang_up, "no_answer", "/metrics/: "),
     ],
 )
 async def test_the_first_step_that_fails_ends_the_lap(
@@ -296,6 +300,45 @@ async def test_the_first_step_that_fails_ends_the_lap(
     assert bench.sink.take()[-1] == trouble
     assert words in bench.sink.details[0]
     assert bench.vllm.asked[-1] == path
+
+
+@pytest.mark.parametrize(
+    ("answer", "trouble"), [(hang, "no_answer"), (hang_up, "no_answer"), (never_end, "garbage")]
+)
+async def test_a_metrics_page_that_cannot_be_read_is_no_verdict(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, answer: Answer, trouble: str
+) -> None:
+    monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
+    poller = bench.poller()
+    bench.pace.timeout_s = 0.5 if answer is hang else 5.0
+    bench.vllm.answers["/metrics/"] = answer
+    for _ in range(2):
+        bench.now += await poller.lap()
+        assert bench.sink.take()[-2:] == [f"unread: {trouble}", "answered"]
+        assert bench.vllm.asked[-1] == "/health", "whether it is well is asked anew"
+    bench.vllm.answers["/metrics/"] = saying(NEEDED)
+    bench.now += bench.pace.page_interval_s
+    await poller.lap()
+    assert bench.sink.take()[-2:] == ["observe", "answered"]
+
+
+@pytest.mark.parametrize(("answer", "trouble"), [(hang, "no_answer"), (saying(status=503), "unhealthy")])
+async def test_health_that_fails_behind_a_metrics_page_that_hangs_is_one(
+    bench: Bench, answer: Answer, trouble: str
+) -> None:
+    poller = bench.poller()
+    await poller.lap()
+    bench.sink.take()
+
+    async def falls_ill(request: web.Request) -> web.StreamResponse:
+        bench.vllm.answers["/health"] = answer
+        return await hang_up(request)
+
+    bench.pace.timeout_s = 0.5
+    bench.vllm.answers["/metrics/"] = falls_ill
+    bench.now += bench.pace.interval_s
+    await poller.lap()
+    assert bench.sink.take() == ["unread: no_answer", trouble]
 
 
 async def test_a_slow_answer_is_a_timeout(bench: Bench) -> None:

@@ -32,13 +32,17 @@ def page(text: bytes) -> Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollFault:
-    """What the replica answers at `path`; whether it must stay `up`, and what is known of its load (`running`)."""
+    """What the replica answers at `path`; whether it must stay `up`, and what is known of its load (`running`).
+
+    `unread` is whether the log must say that its load cannot be read.
+    """
 
     name: str
     path: bytes = b"/metrics"
     script: Script
     up: bool
     running: int | None = None
+    unread: bool = False
     timeout_s: float = 5.0
 
 
@@ -78,18 +82,18 @@ async def watch(fault: PollFault) -> Polled:
             backend.polls.clear()
             await until(lambda: not known.health.down)
             assert (await home.chat()).status == 200, "it is back with its next good answer"
-    polled.log.extend(line for line in log if line["event"] == "backend_down")
+    polled.log.extend(line for line in log if line["event"] in ("backend_down", "backend_unread"))
     return polled
 
 
 POLL_FAULTS = [
-    PollFault(name="has a `/metrics` of 100 MB", script=huge, up=True),
+    PollFault(name="has a `/metrics` of 100 MB", script=huge, up=True, unread=True),
     PollFault(name="has a `/metrics` without vLLM's names", script=page(b"python_gc_objects 1\n"), up=True),
     PollFault(name="has a `/metrics` of other bytes", script=page(bytes(range(256)) * 64), up=True),
     PollFault(name="says it runs -3 requests", script=page(PAGE % (b"-3", b"0")), up=True, running=0),
     PollFault(name="says it runs NaN requests", script=page(PAGE % (b"NaN", b"0")), up=True, running=0),
     PollFault(name="has a `/metrics` that answers 500", script=answering(whole(b"", "500 Oh")), up=True),
-    PollFault(name="has a `/metrics` that hangs", script=says(), up=False, timeout_s=0.3),
+    PollFault(name="has a `/metrics` that hangs", script=says(), up=True, unread=True, timeout_s=0.3),
     PollFault(
         name="has a `/health` that answers 500", path=b"/health", script=answering(whole(b"", "500 Oh")), up=False
     ),

@@ -122,7 +122,7 @@ async def poll_rows() -> AsyncIterator[tuple[str, ...]]:
     for fault in POLL_FAULTS:
         seen = await watch(fault)
         load = "nothing" if seen.running is None else f"{seen.running} running"
-        story = "; ".join(f"warning `backend_down`: {_short(str(line['why']))}" for line in seen.log) or "nothing"
+        story = "; ".join(f"warning `{line['event']}`: {_short(str(line['why']))}" for line in seen.log) or "nothing"
         yield _cell(fault.name), str(seen.status), "yes" if seen.up else "no", load, story
 
 

@@ -13,4 +13,5 @@ async def test_a_replica_that(fault: PollFault) -> None:
     assert (seen.up, seen.status) == (fault.up, 200 if fault.up else 503)
     if fault.up:
         assert seen.running == fault.running
-    assert bool(seen.log) == (not fault.up), "a backend that goes down is told of"
+    told = [line["event"] for line in seen.log]
+    assert told == ["backend_down"] * (not fault.up) + ["backend_unread"] * fault.unread, "once, and nothing else"
