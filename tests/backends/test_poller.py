@@ -302,9 +302,7 @@ async def test_the_first_step_that_fails_ends_the_lap(
     assert bench.vllm.asked[-1] == path
 
 
-@pytest.mark.parametrize(
-    ("answer", "trouble"), [(hang, "no_answer"), (hang_up, "no_answer"), (never_end, "garbage")]
-)
+@pytest.mark.parametrize(("answer", "trouble"), [(hang, "no_answer"), (hang_up, "no_answer"), (never_end, "garbage")])
 async def test_a_metrics_page_that_cannot_be_read_is_no_verdict(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, answer: Answer, trouble: str
 ) -> None:
