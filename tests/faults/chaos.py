@@ -1,4 +1,4 @@
-"""Misbehaviours of replicas and clients in random order, for as long as is asked for.
+"""Misbehaviours of replicas and clients, and what befalls fleets, in random order, for as long as is asked for.
 
 Run `make chaos`, or `python -m tests.faults.chaos --minutes 10 --seed 1`: one seed is one order of plays. Every play
 opens a house, must come to what its definition says, and is checked for what it leaves behind, as in the tests; at the
@@ -21,7 +21,9 @@ from tests.e2e.house import FAST, house
 from tests.e2e.leftovers import CountingLoop
 from tests.faults.clients import CLIENT_FAULTS, observe
 from tests.faults.misbehaviours import MISBEHAVIOURS
+from tests.faults.polls import POLL_FAULTS, watch
 from tests.faults.rig import play
+from tests.faults.scenes import SCENES, perform
 
 WARM_UP = 50
 """Plays after which nothing new is loaded any more."""
@@ -31,7 +33,21 @@ IDLE = 10_000
 
 async def one(rng: random.Random) -> str:
     """One play, chosen at random; says which. Raises AssertionError when something else came of it than must."""
-    if rng.random() < 0.2:
+    kind = rng.random()
+    if kind < 0.1:
+        scene = rng.choice(SCENES)
+        played = await perform(scene)
+        assert (played.story, played.outcomes, played.events) == (scene.story, scene.outcomes, scene.events), (
+            scene.name,
+            played,
+        )
+        return scene.name
+    if kind < 0.2:
+        poll = rng.choice(POLL_FAULTS)
+        polled = await watch(poll)
+        assert (polled.up, polled.status) == (poll.up, 200 if poll.up else 503), (poll.name, polled)
+        return poll.name
+    if kind < 0.4:
         client = rng.choice(CLIENT_FAULTS)
         saw = await observe(client)
         assert (saw.client, saw.outcomes, saw.cut) == (client.saw, client.outcomes, client.cut), (client.name, saw)

@@ -18,6 +18,7 @@ from tests.faults.clients import CLIENT_FAULTS, Observed, observe
 from tests.faults.misbehaviours import MISBEHAVIOURS
 from tests.faults.polls import POLL_FAULTS, watch
 from tests.faults.rig import Received, Seen, play
+from tests.faults.scenes import SCENES, perform
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 TEXT_MAX = 110
@@ -115,7 +116,24 @@ async def page() -> str:
     ]
     lines += ["| a replica that… | client saw | available | known of its load | log said |", "| --- " * 5 + "|"]
     lines += ["| " + " | ".join(row) + " |" async for row in poll_rows()]
+    lines += [
+        "",
+        "## Fleets",
+        "",
+        "Two replicas, or as told; each request has a line in the log, told here by outcome.",
+        "",
+    ]
+    lines += ["| when… | clients saw | replicas saw | log said |", "| --- " * 4 + "|"]
+    lines += ["| " + " | ".join(row) + " |" async for row in scene_rows()]
     return "\n".join(lines) + "\n"
+
+
+async def scene_rows() -> AsyncIterator[tuple[str, ...]]:
+    for scene in SCENES:
+        played = await perform(scene)
+        told = [*played.events.items(), *played.outcomes.items()]
+        log = ", ".join(f"{count} times `{what}`" if count > 1 else f"`{what}`" for what, count in told)
+        yield _cell(scene.name), played.story.clients, played.story.replicas, log
 
 
 async def poll_rows() -> AsyncIterator[tuple[str, ...]]:

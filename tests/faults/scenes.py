@@ -1,0 +1,376 @@
+"""What may befall a fleet while it serves, and what must come of each: scenes of several steps, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from llmproxy.simulator.replica import Replica
+from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, Answer, House, all_up, house, until
+
+IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
+"""Every other request would go to the replica that is in trouble."""
+EVENTS = (
+    "backend_added", "backend_down", "backend_leaves", "backend_removed", "backend_unread", "backend_up",
+    "discovery_failed", "internal",
+)  # fmt: skip
+LONG = HELLO | {"messages": [{"role": "user", "content": "All that follows was said before. " * 60}]}
+NAME = "vllm.test"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """What the clients and the replicas saw, in words that are the same every time."""
+
+    clients: str
+    replicas: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """`act` opens a house and tells what came of it; `story`, `outcomes` of all requests, and `events`, what the log
+    tells of the fleet from the time when the house is open, are what must."""
+
+    name: str
+    act: Callable[[Stage], Awaitable[Story]]
+    story: Story
+    outcomes: Mapping[str, int]
+    events: Mapping[str, int] = field(default_factory=dict)
+
+
+class Stage:
+    """Where one scene is played: what it leaves behind to be judged."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.outcomes: Mapping[str, int] = {}
+        self._log = log
+
+    def opened(self) -> None:
+        """What was logged so far belongs to the opening of the house."""
+        self._log.clear()
+
+    async def closing(self, home: House) -> None:
+        """All is over: count what became of every request."""
+        await home.settled()
+        self.outcomes = +home.outcomes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    story: Story
+    outcomes: Mapping[str, int]
+    events: Mapping[str, int]
+    exits: list[Mapping[str, Any]]
+
+
+async def perform(scene: Scene) -> Played:
+    """Play one scene; on return its house was left, and hence checked."""
+    with capture_logs() as log:
+        stage = Stage(log)
+        story = await scene.act(stage)
+    return Played(
+        story=story,
+        outcomes=stage.outcomes,
+        events=Counter(line["event"] for line in log if line["event"] in EVENTS),
+        exits=[line for line in log if line["event"] == "request"],
+    )
+
+
+def statuses(answers: list[Answer]) -> str:
+    counted = Counter(answer.status for answer in answers)
+    return ", ".join(f"{times} times {status}" for status, times in sorted(counted.items()))
+
+
+def is_down(home: House, number: int) -> bool:
+    return home.proxy.pools.backends[f"b{number}"].health.down
+
+
+def posts(replica: Replica) -> int:
+    return sum(request.method == "POST" for request in replica.requests_seen)
+
+
+async def end_of(running: Any) -> str:
+    """How a stream ends whose first bytes were read."""
+    events = [event for event in (await running.content.read()).split(b"\n\n") if event]
+    broken = [b"The stream broke" in event for event in events]
+    if any(broken):
+        assert broken.count(True) == 1
+        assert broken[-1], "nothing follows the error"
+        return "200, then one error event"
+    assert events[-1] == b"data: [DONE]"
+    return "200, to its end"
+
+
+# --- what happens -----------------------------------------------------------------------------------------------------
+
+
+async def flapping(stage: Stage) -> Story:
+    answers = []
+    async with house(FAST, FAST, **IN_TURN) as home:
+        stage.opened()
+        for _ in range(4):
+            home.replicas[0].faults.set("refuse")
+            answers += [await home.chat(body) for body in (STREAM, HELLO, STREAM)]
+            await until(lambda: is_down(home, 0))
+            before = posts(home.replicas[0])
+            answers += [await home.chat(body) for body in (STREAM, HELLO)]
+            assert posts(home.replicas[0]) == before
+            await home.replicas[0].restart()
+            await until(lambda: all_up(home))
+            answers += [await home.chat(body) for body in (STREAM, HELLO)]
+        await stage.closing(home)
+    return Story(clients=statuses(answers), replicas="the one that flaps gets requests only while it is up")
+
+
+async def frozen(stage: Stage) -> Story:
+    config: dict[str, Any] = {
+        # Nothing but its silence beside the others may end the wait for first bytes.
+        "timeouts": {"first_byte_s": 100.0, "stall_s": 2.0},
+        "health": {"hung_s": 0.3, "backoff_s": 30.0},
+    }
+    async with house(FAST, FAST, **IN_TURN, **config) as home:
+        stage.opened()
+        # The other goes on speaking: in a pool that falls silent as a whole nobody is taken for hung.
+        async with home.stream() as running, home.stream() as other:
+            await running.content.readany()
+            stuck = home.replica(running.headers["x-llmproxy-backend"])
+            name = f"b{home.replicas.index(stuck)}"
+            pages = home.proxy.pools.backends[name]
+            await until(lambda: pages.reading is not None and pages.reading.running)
+            stuck.faults.set("frozen")
+            asked = [asyncio.create_task(home.chat(STREAM)) for _ in range(6)]
+            answers = list(await asyncio.gather(*asked))
+            assert {answer.backend for answer in answers}.isdisjoint({name})
+            assert (pages.health.ejected, pages.health.down) == (True, False), "polls are answered as ever"
+            began = posts(stuck)
+            answers += [await home.chat() for _ in range(4)]
+            assert posts(stuck) == began, "it is left alone"
+            ended = await end_of(running)
+            assert await other.content.readany()
+        await until(lambda: not stuck.in_flight)
+        stuck.faults.clear()
+        await stage.closing(home)
+    return Story(
+        clients=f"{statuses(answers)}; the stream that ran there: {ended}",
+        replicas="the frozen one nothing more, once its silence was noticed; what it owed, the other one",
+    )
+
+
+async def whole_fleet(stage: Stage) -> Story:
+    async with house(FAST, FAST, **IN_TURN, queue={"hold_s": 30.0}) as home, AsyncExitStack() as stack:
+        stage.opened()
+        running = [await stack.enter_async_context(home.stream()) for _ in range(2)]
+        for stream in running:
+            await stream.content.readany()
+        for replica in home.replicas:
+            replica.faults.set("refuse")
+        (ended,) = {await end_of(stream) for stream in running}
+        await until(lambda: is_down(home, 0) and is_down(home, 1))
+        held = [home.waiting(body) for body in (STREAM, HELLO) * 4]
+        await until(lambda: home.queued == len(held))
+        ready = await home.get("/health")
+        assert ready.status == 200, "the proxy itself is well"
+        for replica in home.replicas:
+            await replica.restart()
+        answers = list(await asyncio.gather(*held))
+        await until(lambda: all_up(home))
+        await stage.closing(home)
+    return Story(
+        clients=f"two streams that ran: {ended}; those who came meanwhile are held: {statuses(answers)}",
+        replicas="those who were held, once they are back",
+    )
+
+
+async def cold_cache(stage: Stage) -> Story:
+    async with house(FAST) as home:
+        stage.opened()
+
+        async def turn() -> tuple[bool, bool]:
+            """Whether a part of the prompt was expected to be cached, and whether it was."""
+            kinds = ("expected", "cached")
+            before = [home.metric("llmproxy_prefix_tokens_total", kind=kind) for kind in kinds]
+            assert (await home.chat(LONG)).status == 200
+            await home.settled()
+            expected, cached = (
+                home.metric("llmproxy_prefix_tokens_total", kind=kind) > old
+                for kind, old in zip(kinds, before, strict=True)
+            )
+            return expected, cached
+
+        assert [await turn(), await turn()] == [(False, False), (True, True)]
+        home.replicas[0].faults.set("refuse")
+        await until(lambda: is_down(home, 0))
+        await home.replicas[0].restart()
+        await until(lambda: all_up(home))
+        health = home.proxy.pools.backends["b0"].health
+        assert health.warmth(asyncio.get_running_loop().time()) < 1.0, "it starts slowly"
+        assert [await turn(), await turn()] == [(False, False), (True, True)], "nothing is expected of a cold cache"
+        await stage.closing(home)
+    return Story(clients="4 times 200", replicas="each prompt; what it had cached is forgotten with it")
+
+
+async def sigterm(stage: Stage) -> Story:
+    async with house(FAST, FAST, **IN_TURN) as home, AsyncExitStack() as stack:
+        stage.opened()
+        running = [await stack.enter_async_context(home.stream()) for _ in range(2)]
+        for stream in running:
+            await stream.content.readany()
+        first, other = running
+        ends, stays = (int(stream.headers["x-llmproxy-backend"][1:]) for stream in (first, other))
+        home.replicas[ends].faults.set("hang")
+        ended = await end_of(first)
+        assert is_down(home, ends), "noticed by polls alone: a hanging stream says nothing"
+        answers = [await home.chat(body) for body in (STREAM, HELLO, STREAM)]
+        assert {answer.backend for answer in answers} == {f"b{stays}"}
+        assert await other.content.readany(), "it goes on"
+        other.close()
+        await home.replicas[ends].restart()
+        await until(lambda: all_up(home))
+        await stage.closing(home)
+    return Story(
+        clients=f"the stream that hung: {ended}; others: {statuses(answers)}",
+        replicas="nothing more; its connections are cut",
+    )
+
+
+async def drain(stage: Stage) -> Story:
+    async with house(FAST, FAST, **IN_TURN, health={"backoff_s": 0.05}) as home:
+        stage.opened()
+        async with home.stream(ENDLESS | {"max_tokens": 400}) as running:
+            await running.content.readany()
+            number = int(running.headers["x-llmproxy-backend"][1:])
+            home.replicas[number].faults.set("draining_500")
+            answers = [await home.chat(body) for body in (STREAM, HELLO) * 3]
+            assert {answer.backend for answer in answers} == {f"b{1 - number}"}
+            assert not is_down(home, number), "its health is 200"
+            ended = await end_of(running)
+        home.replicas[number].faults.set("refuse")
+        await until(lambda: is_down(home, number))
+        answers.append(await home.chat())
+        await home.replicas[number].restart()
+        await until(lambda: all_up(home))
+        more = [await home.chat() for _ in range(4)]
+        assert len({answer.backend for answer in more}) == 2
+        await stage.closing(home)
+    return Story(
+        clients=f"the stream that ran: {ended}; others: {statuses(answers + more)}",
+        replicas="the one that drains: one request at a time, to see whether it still does",
+    )
+
+
+async def dns_change(stage: Stage) -> Story:
+    answers = []
+    async with AsyncExitStack() as stack:
+        old = await stack.enter_async_context(Replica(FAST, "127.0.0.2"))
+        new = await stack.enter_async_context(Replica(FAST, "127.0.0.3", old.port))
+        found = ["127.0.0.2"]
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        loop = asyncio.get_running_loop()
+        resolve = loop.getaddrinfo
+
+        async def getaddrinfo(host: Any, port: Any, **given: Any) -> Any:
+            if host != NAME:
+                return await resolve(host, port, **given)
+            return [(2, 1, 6, "", (address, port)) for address in found]
+
+        patch.setattr(loop, "getaddrinfo", getaddrinfo, raising=False)
+        config: dict[str, Any] = {
+            "backends": [{"url": f"dns+http://{NAME}:{old.port}"}],
+            "discovery": {"dns_interval_s": 0.05, "gone_after": 2},
+        }
+        home = await stack.enter_async_context(house(wait=False, **config))
+        names = {address: f"{address}:{old.port}" for address in ("127.0.0.2", "127.0.0.3")}
+        backends = home.proxy.pools.backends
+        await until(lambda: backends and all_up(home))
+        stage.opened()
+        running = await stack.enter_async_context(home.stream(ENDLESS | {"max_tokens": 400}))
+        await running.content.readany()
+        answers.append(await home.chat())
+        assert answers[-1].backend == names["127.0.0.2"]
+        found[:] = ["127.0.0.3"]
+        await until(lambda: names["127.0.0.3"] in backends and not backends[names["127.0.0.3"]].health.down)
+        await until(lambda: backends.get(names["127.0.0.2"]) is None or backends[names["127.0.0.2"]].drained)
+        before = posts(old)
+        answers += [await home.chat(body) for body in (STREAM, HELLO) * 3]
+        assert (posts(old), posts(new)) == (before, 6)
+        ended = await end_of(running)
+        await until(lambda: list(backends) == [names["127.0.0.3"]])
+        await stage.closing(home)
+    return Story(
+        clients=f"{statuses(answers)}; the stream that ran at the old address: {ended}",
+        replicas="the old one nothing more, the new one all",
+    )
+
+
+SCENES = [
+    Scene(
+        name="a replica flaps: gone and back, four times",
+        act=flapping,
+        story=Story(clients="28 times 200", replicas="the one that flaps gets requests only while it is up"),
+        outcomes={"completed": 28},
+        events={"backend_down": 4, "backend_up": 4},
+    ),
+    Scene(
+        name="a worker is frozen: `/health` is 200, the gauges stand still, nothing answers",
+        act=frozen,
+        story=Story(
+            clients="10 times 200; the stream that ran there: 200, then one error event",
+            replicas="the frozen one nothing more, once its silence was noticed; what it owed, the other one",
+        ),
+        outcomes={"completed": 10, "broken_stream": 1, "cancelled": 1},
+    ),
+    Scene(
+        name="the whole fleet goes down, and comes back",
+        act=whole_fleet,
+        story=Story(
+            clients="two streams that ran: 200, then one error event; those who came meanwhile are held: 8 times 200",
+            replicas="those who were held, once they are back",
+        ),
+        outcomes={"completed": 8, "broken_stream": 2},
+        events={"backend_down": 2, "backend_up": 2},
+    ),
+    Scene(
+        name="a replica restarts with a cold cache",
+        act=cold_cache,
+        story=Story(clients="4 times 200", replicas="each prompt; what it had cached is forgotten with it"),
+        outcomes={"completed": 4},
+        events={"backend_down": 1, "backend_up": 1},
+    ),
+    Scene(
+        name="SIGTERM hangs every stream of a replica",
+        act=sigterm,
+        story=Story(
+            clients="the stream that hung: 200, then one error event; others: 3 times 200",
+            replicas="nothing more; its connections are cut",
+        ),
+        outcomes={"completed": 3, "broken_stream": 1, "cancelled": 1},
+        events={"backend_down": 1, "backend_up": 1},
+    ),
+    Scene(
+        name="a replica drains, answering 500 under a healthy `/health`, leaves and comes back",
+        act=drain,
+        story=Story(
+            clients="the stream that ran: 200, to its end; others: 11 times 200",
+            replicas="the one that drains: one request at a time, to see whether it still does",
+        ),
+        outcomes={"completed": 12},
+        events={"backend_down": 1, "backend_up": 1},
+    ),
+    Scene(
+        name="a name in DNS changes its address",
+        act=dns_change,
+        story=Story(
+            clients="7 times 200; the stream that ran at the old address: 200, to its end",
+            replicas="the old one nothing more, the new one all",
+        ),
+        outcomes={"completed": 8},
+        events={"backend_added": 1, "backend_up": 1, "backend_leaves": 1, "backend_removed": 1},
+    ),
+]

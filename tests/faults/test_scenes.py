@@ -1,0 +1,14 @@
+"""What may befall a fleet: what its clients saw, what its replicas saw, and what the log said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.scenes import SCENES, Scene, perform
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+async def test_when(scene: Scene) -> None:
+    played = await perform(scene)
+    assert (played.story, played.outcomes, played.events) == (scene.story, scene.outcomes, scene.events)
+    assert len(played.exits) == sum(played.outcomes.values()), "one line for each request"
