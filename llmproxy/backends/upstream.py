@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Self
-from weakref import WeakSet
 
 import aiohttp
 from aiohttp import ClientRequest, ClientTimeout
@@ -38,9 +38,10 @@ SLICE_BYTES = 256 << 10
 class _Held:
     """The connection that the running `open` was given, if any: it alone tells whether bytes may have gone out."""
 
-    __slots__ = ("protocol", "reused", "transport")
+    __slots__ = ("content", "protocol", "reused", "transport")
 
     def __init__(self) -> None:
+        self.content: aiohttp.StreamReader | None = None
         self.protocol: ResponseHandler | None = None
         self.transport: asyncio.Transport | None = None
         self.reused = False
@@ -49,6 +50,13 @@ class _Held:
         # A mere close would first wait for the peer to read what is still buffered, for ever if it hangs.
         if self.transport is not None:
             self.transport.abort()
+
+    def lost(self) -> None:
+        """The connection is no more: whoever waits for more of a body learns of it."""
+        # aiohttp closes it over what is no HTTP, such as a chunk size of garbage, and lets its reader wait for ever.
+        if self.content is not None and not self.content.is_eof() and self.content.exception() is None:
+            why = self.protocol.exception() if self.protocol is not None else None
+            self.content.set_exception(aiohttp.ClientPayloadError(str(why or "the connection was lost")))
 
     def was_reset(self) -> bool:
         return self.protocol is not None and isinstance(self.protocol.exception(), OSError)
@@ -62,19 +70,29 @@ class _Connector(aiohttp.TCPConnector):
 
     def __init__(self) -> None:
         super().__init__(limit=0, keepalive_timeout=IDLE_MAX_S)
-        self._known: WeakSet[ResponseHandler] = WeakSet()
+        self._latest: dict[ResponseHandler, _Held] = {}
 
     async def connect(self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout) -> Connection:
         connection = await super().connect(req, traces, timeout)
-        while (kept := connection.protocol) is not None and kept in self._known and kept.should_close:
+        while (kept := connection.protocol) is not None and kept in self._latest and kept.should_close:
             # Bytes came while nobody asked: they would pass for the answer to this request.
             connection.close()
             connection = await super().connect(req, traces, timeout)
         held, protocol = _held.get(), connection.protocol
         if held is not None and protocol is not None:
-            held.protocol, held.transport, held.reused = protocol, protocol.transport, protocol in self._known
-            self._known.add(protocol)
+            held.protocol, held.transport, held.reused = protocol, protocol.transport, protocol in self._latest
+            if held.reused:
+                self._latest[protocol] = held
+            elif (closed := protocol.closed) is not None:
+                self._latest[protocol] = held
+                closed.add_done_callback(partial(self._lost, protocol))
         return connection
+
+    def _lost(self, protocol: ResponseHandler, closed: asyncio.Future[None]) -> None:
+        if not closed.cancelled():
+            # Whoever reads is told; nobody else has to retrieve it.
+            closed.exception()
+        self._latest.pop(protocol).lost()
 
 
 class AiohttpUpstream:
@@ -172,7 +190,7 @@ class AiohttpExchange:
 
     def __init__(self, response: aiohttp.ClientResponse, held: _Held) -> None:
         self._response = response
-        self._content = response.content
+        self._content = held.content = response.content
         self._held = held
         self.status = response.status
         self.reason = response.reason or ""

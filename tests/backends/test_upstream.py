@@ -217,6 +217,36 @@ async def test_an_idle_connection_dropped_in_the_same_instant_is_told_apart(
     assert [len(peer.requests) for peer in server.peers] == [2]
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["a fresh connection", "a kept one"])
+async def test_a_chunk_size_of_garbage_is_noticed_while_the_connection_stays(
+    upstream: AiohttpUpstream, server: RawServer, kept: bool
+) -> None:
+    garbage = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        if kept:
+            await peer.request()
+            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await peer.request()
+        await peer.send(CHUNKED + b"5\r\nhello\r\n")
+        await garbage.wait()
+        await peer.send(b"zz\r\n")
+        await peer.until_eof()
+
+    server.script = script
+    if kept:
+        await read_all(await post(upstream, server.url))
+    exchange = await post(upstream, server.url)
+    assert (exchange.reused, await exchange.chunk()) == (kept, b"hello")
+    waiting = asyncio.ensure_future(exchange.chunk())
+    await asyncio.sleep(0)
+    garbage.set()
+    async with asyncio.timeout(10):
+        with pytest.raises(UpstreamBroken):
+            await waiting
+    assert len(server.peers) == 1
+
+
 @pytest.mark.parametrize(
     "head",
     [CHUNKED + b"5\r\nhello\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhello"],
