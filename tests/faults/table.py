@@ -131,7 +131,7 @@ async def page() -> str:
 async def scene_rows() -> AsyncIterator[tuple[str, ...]]:
     for scene in SCENES:
         played = await perform(scene)
-        told = [*played.events.items(), *played.outcomes.items()]
+        told = [*sorted(played.events.items()), *sorted(played.outcomes.items())]
         log = ", ".join(f"{count} times `{what}`" if count > 1 else f"`{what}`" for what, count in told)
         yield _cell(scene.name), played.story.clients, played.story.replicas, log
 
