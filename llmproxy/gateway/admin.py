@@ -96,7 +96,7 @@ class AdminPages:
         if not self._may(self._clock()):
             return _too_often()
         states, more = self._adapters.states()
-        return _json({"adapters": [_adapter(state) for state in states], "more": more})
+        return shown({"adapters": [_adapter(state) for state in states], "more": more})
 
     def queue(self, request: web.BaseRequest) -> web.Response:
         """The page, or with `?request=` where one waiting request stands (404 where none of that name waits).
@@ -107,11 +107,11 @@ class AdminPages:
         if not self._may(now):
             return _too_often()
         if not wanted:
-            return _json(self._everything(now))
+            return shown(self._everything(now))
         position = self._pools.position(wanted, now)
         if position is None:
             return _refusal(404, f"No request `{wanted[:256]}` waits.")
-        return _json(self._position(position))
+        return shown(self._position(position))
 
     def explain(self, request: web.BaseRequest) -> web.Response:
         """The last choices of each pool: `?limit=` of them (1 to 100), or `?request=` those for one request.
@@ -128,7 +128,7 @@ class AdminPages:
         pools = pages_of(self._pools.choices(now), now, limit, wanted or None)
         if wanted and not any(pool["choices"] for pool in pools):
             return _refusal(404, f"No choice for a request `{wanted[:256]}` is remembered.")
-        return _json({"placement": self._pools.settings.placement, "pools": pools})
+        return shown({"placement": self._pools.settings.placement, "pools": pools})
 
     def _may(self, now: float) -> bool:
         self._allowance = min(BURST, self._allowance + (now - self._at_s) * PAGES_PER_S)
@@ -243,8 +243,9 @@ def _adapter(state: AdapterState) -> dict[str, Any]:
     }
 
 
-def _json(page: dict[str, Any]) -> web.Response:
-    return web.Response(body=_dumped(page), content_type="application/json", headers=UNSTORED)
+def shown(page: dict[str, Any], *, status: int = 200) -> web.Response:
+    """A page for people to read, which nothing on the way may keep."""
+    return web.Response(status=status, body=_dumped(page), content_type="application/json", headers=UNSTORED)
 
 
 def _dumped(page: dict[str, Any]) -> bytes:

@@ -6,18 +6,17 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import orjson
 from aiohttp import web
 
 from llmproxy.config import ConfigError
 from llmproxy.core.domain import Outcome
+from llmproxy.gateway.admin import shown
 from llmproxy.gateway.errors import Failure, error_fields
 from llmproxy.reload import Reloader
 
 BACKENDS = "/admin/backends"
 RELOAD = "/admin/reload"
 DRAINING = re.compile(rf"{BACKENDS}/(.{{1,300}})/(drain|undrain)", re.DOTALL)
-UNSTORED = {"Cache-Control": "no-store"}
 
 
 class Standing(Protocol):
@@ -71,7 +70,7 @@ class BackendRoutes:
     async def serve(self, path: str) -> web.Response:
         """Show or do what stands at a path that `methods` knows. Raises Failure."""
         if path == BACKENDS:
-            return _json({"backends": [self._shown(one) for one in self._fleet.standings()]})
+            return shown({"backends": [self._shown(one) for one in self._fleet.standings()]})
         if path == RELOAD:
             return await self._reload()
         found = DRAINING.fullmatch(path)
@@ -79,7 +78,7 @@ class BackendRoutes:
         name, verb = found.groups()
         try:
             (self._fleet.drain if verb == "drain" else self._fleet.undrain)(name)
-            return _json(self._shown(self._fleet.standing(name)))
+            return shown(self._shown(self._fleet.standing(name)))
         except KeyError:
             message = f"There is no backend `{name}`; see {BACKENDS}."
             raise Failure(Outcome.BAD_REQUEST, message, status=404) from None
@@ -102,16 +101,11 @@ class BackendRoutes:
             done = await self._reloader.reload("request")
         except ConfigError as error:
             wrong = error_fields(400, "The configuration was not reloaded, and nothing has changed.")
-            return _json({"reloaded": False, "problems": list(error.problems), "error": wrong}, status=400)
-        return _json(
+            return shown({"reloaded": False, "problems": list(error.problems), "error": wrong}, status=400)
+        return shown(
             {
                 "reloaded": True,
                 "changes": [str(change) for change in done.changes],
                 "needs_restart": [str(change) for change in done.needs_restart],
             }
         )
-
-
-def _json(page: dict[str, Any], *, status: int = 200) -> web.Response:
-    body = orjson.dumps(page, option=orjson.OPT_INDENT_2)
-    return web.Response(status=status, body=body, content_type="application/json", headers=UNSTORED)

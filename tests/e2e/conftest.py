@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
+from llmproxy.telemetry import logs
 from tests.e2e.house import FAST, House, house
 from tests.e2e.leftovers import CountingLoop
 
@@ -31,6 +34,15 @@ async def home() -> AsyncIterator[House]:
     """Two fast replicas with two adapters each."""
     async with house(FAST, FAST) as opened:
         yield opened
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Everything that is logged, at the most talkative level, in the form that production has."""
+    told = io.StringIO()
+    logs.configure("text", "debug", told)
+    yield told
+    structlog.reset_defaults()
 
 
 @pytest.fixture

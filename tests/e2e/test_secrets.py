@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from llmproxy.config import ConfigError, hash_of, load
 from llmproxy.gateway.walk import Walker
-from llmproxy.telemetry import logs
 from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, House, house, until
 from tests.e2e.scripted import answering, scripted, whole
 
@@ -30,15 +27,6 @@ TENANTS: dict[str, Any] = {
     "backend_api_key": "secret-of-the-engine",
 }
 ACME = {"authorization": f"Bearer {KEYS[0]}", "cookie": "session=secret-of-a-browser"}
-
-
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    """Everything that is logged, at the most talkative level, in the form that production has."""
-    told = io.StringIO()
-    logs.configure("text", "debug", told)
-    yield told
-    structlog.reset_defaults()
 
 
 def hidden(*shown: str) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from llmproxy.config import hash_of
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.routes import SALTED, SCHEDULED
-from llmproxy.telemetry import logs
 from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house
 from tests.e2e.scripted import scripted, whole
@@ -38,14 +35,6 @@ def said(*texts: str) -> dict[str, Any]:
 def cached_tokens(answer: Answer) -> int:
     found: int = (answer.json["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return found
-
-
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    told = io.StringIO()
-    logs.configure("text", "debug", told)
-    yield told
-    structlog.reset_defaults()
 
 
 # --- prefix caches ----------------------------------------------------------------------------------------------------
