@@ -238,6 +238,9 @@ def _summary(file: Path, config: Config) -> str:
         + (f", at most {backend.max_in_flight} in flight" if backend.max_in_flight else "")
         for backend in config.backends
     ]
+    elsewhere = "none here: serve needs one from a flag or LLMPROXY_BACKEND"
+    if config.discovery.file is not None:
+        elsewhere = f"those in {config.discovery.file}"
     names = config.band_names()
     ceilings = ", ".join(
         f"{names.get(band, band)} at {value:g}" for band, value in sorted(config.ceilings().items(), reverse=True)
@@ -246,7 +249,7 @@ def _summary(file: Path, config: Config) -> str:
         [
             f"{file}: fine",
             f"listens on    {config.host}:{config.port}, {'with' if config.needs_key() else 'without'} API keys",
-            f"backends      {len(config.backends) or 'none here: serve needs one from a flag or LLMPROXY_BACKEND'}",
+            f"backends      {len(config.backends) or elsewhere}",
             *backends,
             f"scheduling    fairness {config.scheduling.fairness}, ordering {config.scheduling.ordering},"
             f" placement {config.scheduling.placement}, flows by {config.scheduling.flow}",

@@ -251,6 +251,9 @@ def test_check_does_not_need_backends_which_flags_may_bring(tmp_path: Path) -> N
     result = CliRunner().invoke(cli.app, ["check", str(file)])
     assert result.exit_code == 0
     assert "none here" in result.stdout
+    file.write_text("discovery: {file: /etc/llmproxy/backends.yaml}")
+    result = CliRunner().invoke(cli.app, ["check", str(file)])
+    assert "those in /etc/llmproxy/backends.yaml" in result.stdout
 
 
 def test_check_prints_every_problem_and_ends_with_2(tmp_path: Path) -> None:
