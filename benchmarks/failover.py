@@ -26,6 +26,7 @@ import aiohttp
 
 from benchmarks.fleet import Fleet, fleet
 from benchmarks.overload import percentile
+from llmproxy.config.kinds import hash_of
 from llmproxy.simulator.metrics import unix_now_s
 
 REPLICAS = 4
@@ -39,6 +40,8 @@ BODY = {
     "ignore_eos": True,
     "stream": True,
 }
+ADMIN_KEY = "for-the-rolling-restart"
+PROXY_FLAGS = ("--admin-key", hash_of(ADMIN_KEY))
 ATTEMPTS_MAX = 1.05
 EVENTS = ("backend_ejected", "backend_back", "backend_down", "backend_up")
 RESET_SHARE = 0.05
@@ -149,7 +152,8 @@ class Stage:
 
     async def admin(self, index: int, verb: str) -> None:
         url = f"{self.running.url}/admin/backends/{self.name(index)}/{verb}"
-        async with self.session.post(url, raise_for_status=True):
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        async with self.session.post(url, headers=headers, raise_for_status=True):
             pass
 
 
@@ -267,7 +271,10 @@ SCENARIOS = (
 async def play(scenario: Scenario, rate: float, seed: int) -> Run:
     """Run one scenario on a fleet of its own, under `rate` streams per second."""
     connector = aiohttp.TCPConnector(limit=0)
-    async with fleet(REPLICAS, REPLICA_FLAGS) as running, aiohttp.ClientSession(connector=connector) as session:
+    async with (
+        fleet(REPLICAS, REPLICA_FLAGS, PROXY_FLAGS) as running,
+        aiohttp.ClientSession(connector=connector) as session,
+    ):
         run = Run()
         stage = Stage(running, session, run, random.Random(seed))
         async with asyncio.TaskGroup() as clients:
