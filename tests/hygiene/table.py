@@ -32,7 +32,8 @@ compressed answer is passed on as it is, and what a poll unpacks is bounded (8 M
 
 ## Limits
 
-All are in the section `clients` of the configuration, and each has a test in `tests/e2e/test_client_limits.py`.
+All but one are in the section `clients` of the configuration; `tests/e2e/test_client_limits.py` and `tests/hygiene` hold
+the proxy to them.
 
 | what a client does | key, default | answer |
 | --- | --- | --- |
@@ -40,7 +41,7 @@ All are in the section `clients` of the configuration, and each has a test in `t
 | takes its time over a body: stops / drips | `body_silence_s`, 30 / `body_timeout_s`, 600 | 408, closed |
 | asks nothing on an open connection | `idle_timeout_s`, 75 | closed in silence |
 | sends a large head / many fields | `head_bytes_max`, 131072 / `head_fields_max`, 128 | 431, closed |
-| sends a large body | `body_bytes_max` (not in `clients`), 67108864 | 413 |
+| sends a large body | `body_bytes_max` (beside `clients`), 67108864 | 413 |
 | opens many connections, over all | `connections_max`, 65536 | 503, closed |
 | opens many connections from one address | `address_connections_max`, none | 429, closed |
 | sends many requests from one address | `address_requests_per_s`, none | 429 |
