@@ -32,8 +32,8 @@ compressed answer is passed on as it is, and what a poll unpacks is bounded (8 M
 
 ## Limits
 
-All but one are in the section `clients` of the configuration; `tests/e2e/test_client_limits.py` and `tests/hygiene` hold
-the proxy to them.
+All but one are in the section `clients` of the configuration; `tests/e2e/test_client_limits.py` and `tests/hygiene`
+hold the proxy to them.
 
 | what a client does | key, default | answer |
 | --- | --- | --- |
