@@ -19,7 +19,7 @@ from llmproxy.backends.discovery import Discovery
 from llmproxy.backends.poller import polling_session
 from llmproxy.backends.roster import Roster
 from llmproxy.backends.tls import PeerTls, peers_tls
-from llmproxy.backends.upstream import AiohttpUpstream
+from llmproxy.backends.upstream import HttpUpstream
 from llmproxy.config import BackendConfig, Config, ConfigError, settings_of
 from llmproxy.core.adapters import Adapters
 from llmproxy.core.domain import Listing, Reading, Trouble
@@ -142,7 +142,7 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=_tell_news)
     async with AsyncExitStack() as stack:
         tls: dict[str, PeerTls] = {}
-        upstream = await stack.enter_async_context(AiohttpUpstream(tls))
+        upstream = await stack.enter_async_context(HttpUpstream(tls))
         rulebook = Rulebook(Rules.of(config, upstream))
         decisions = _decision_log(config, metrics, loop.time())
         if decisions is not None:

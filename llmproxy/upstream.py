@@ -7,7 +7,7 @@ connection is the only thing that makes an engine stop generating.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 Headers = Iterable[tuple[str, str]] | Mapping[str, str]
@@ -22,8 +22,8 @@ class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an
 class UpstreamBroken(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
     """The connection failed after the request was sent, or may have been.
 
-    `reused` tells that the connection had served an earlier request: a failure before the head is then most likely the
-    backend dropping an idle connection in the same instant, and says nothing of its health.
+    `reused` tells that the connection had served an earlier request and that nothing at all came in answer to this one:
+    most likely the backend dropped an idle connection in the same instant, which says nothing of its health.
     """
 
     def __init__(self, message: str, *, reused: bool = False) -> None:
@@ -57,6 +57,22 @@ class Exchange(Protocol):
         Raises UpstreamBroken when the body is cut short. Never called by two tasks at once.
         """
 
+    async def flow(self, sink: Callable[[bytes], None]) -> None:
+        """Hand each further piece of the body to `sink` in the very callback in which it arrives, until its end.
+
+        Raises UpstreamBroken when the body is cut short, and whatever `sink` raises, which cuts the connection.
+        """
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of the body has arrived."""
+
+    def pause(self) -> None:
+        """Read no more of the body for now: sooner or later the backend has to wait."""
+
+    def resume(self) -> None:
+        """Read on."""
+
     def close(self) -> None:
         """Cut the connection, unless the body has arrived to its end and the connection is already free again.
 
@@ -68,11 +84,18 @@ class Upstream(Protocol):
     """The way to the backends."""
 
     async def open(
-        self, base_url: str, method: str, path_qs: str, headers: Headers, body: Body, connect_timeout_s: float
+        self,
+        base_url: str,
+        method: str,
+        path_qs: str,
+        headers: Headers,
+        body: Body,
+        connect_timeout_s: float,
+        fresh: bool = False,
     ) -> Exchange:
         """Send one request and wait for the head of its answer; redirects are answers like any other.
 
         The path and query go out as they are. Headers are sent as given, in their order; only `host` is added when
-        absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. Raises
-        ConnectFailed or UpstreamBroken; cancelling it cuts the connection.
+        absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. With
+        `fresh`, no kept connection is used. Raises ConnectFailed or UpstreamBroken; cancelling it cuts the connection.
         """

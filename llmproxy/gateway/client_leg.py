@@ -1,20 +1,36 @@
-"""The client's side over aiohttp: reading the body within its bound, and sending an answer byte by byte."""
+"""The client's side: reading its body within its bound, and sending an answer byte by byte."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from email.utils import formatdate
+from http.client import responses
 from io import BytesIO
+from typing import Protocol, cast
 
-from aiohttp import web
-from multidict import CIMultiDict
+from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
 
+from llmproxy import http1
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
+from llmproxy.gateway.connection import ClientConnection
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import Headers
 
 _PATIENCE = ClientsConfig()
+_BODILESS = frozenset({204, 304})
+
+
+class Source(Protocol):
+    """Where the bytes of an answer come from."""
+
+    def pause(self) -> None:
+        """The client is slower: send it no more for now."""
+
+    def resume(self) -> None:
+        """Go on."""
 
 
 async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsConfig = _PATIENCE) -> bytes:
@@ -59,12 +75,39 @@ def _invite(request: web.BaseRequest) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-class AiohttpClientLeg:
-    """See `relay.ClientLeg`. `extra` are the proxy's own header fields, added to whichever answer is committed.
+class _PassedOn(web.StreamResponse):
+    """What the server library is given of an answer whose bytes go past it: it has nothing left to send."""
 
-    `on_commit` is called when an answer begins, before the client can have seen any of it. `keep` is given each piece
-    of the body, unless it is encoded. An answer that begins while `leaving()` asks the client to close its connection.
+    persistent = True
+
+    @property
+    def keep_alive(self) -> bool | None:
+        """Whether the connection may be used once more."""
+        return self.persistent
+
+    def force_close(self) -> None:
+        self.persistent = False
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        return None
+
+
+class ClientLeg:
+    """The client's side of one request: its answer goes straight to the transport, head and first bytes in one write.
+
+    `extra` are the proxy's own header fields, added to whichever answer is committed. `on_commit` is called when an
+    answer begins, before the client can have seen any of it. `keep` is given each piece of the body, unless it is
+    encoded. An answer that begins while `leaving()` asks the client to close its connection. `source` is told to pause
+    while the client is slower.
     """
+
+    __slots__ = (
+        "_chunked", "_connection", "_drained", "_extra", "_head", "_leaving", "_request", "_transport", "keep", "on_commit", "response",
+        "sent_bytes", "source", "status",
+    )  # fmt: skip
 
     def __init__(
         self, request: web.BaseRequest, extra: dict[str, str], leaving: Callable[[], bool] = lambda: False
@@ -72,38 +115,96 @@ class AiohttpClientLeg:
         self._request = request
         self._extra = extra
         self._leaving = leaving
-        self.response: web.StreamResponse | None = None
+        self._transport: asyncio.Transport | None = None
+        self._connection: ClientConnection | None = None
+        self._head = b""
+        self._chunked = False
+        self._drained: asyncio.Future[None] | None = None
+        self.response: _PassedOn | None = None
         self.on_commit: Callable[[], None] | None = None
         self.keep: Callable[[bytes], None] | None = None
+        self.source: Source | None = None
         self.status = 0
         self.sent_bytes = 0
 
-    async def commit(self, status: int, reason: str, headers: Headers) -> None:
-        fields = CIMultiDict(headers)
-        fields.update(self._extra)
-        response = web.StreamResponse(status=status, reason=reason or None, headers=fields)
-        if self._leaving():
-            response.force_close()
-        self.response, self.status = response, status
+    def commit(self, status: int, reason: str, headers: Headers) -> None:
+        """Make the head, which goes out with the first bytes. From here on the request cannot be repeated."""
+        request = self._request
+        fields = [*headers, *self._extra.items()]
+        known = {name.lower(): value for name, value in fields}
+        self.response, self.status = _PassedOn(status=status), status
         if self.on_commit is not None:
             self.on_commit()
-        if fields.get("content-encoding", "identity").lower() != "identity":
+        if known.get("content-encoding", "identity").lower() != "identity":
             self.keep = None
-        await response.prepare(self._request)
+        modern = request.version >= HttpVersion11
+        delimited = "content-length" in known or status in _BODILESS
+        if not delimited and modern:
+            self._chunked = True
+            fields.append(("Transfer-Encoding", "chunked"))
+        keep_alive = request.keep_alive and (delimited or modern) and not self._leaving()
+        if not keep_alive:
+            self.response.force_close()
+        if keep_alive is not modern:
+            fields.append(("Connection", "keep-alive" if keep_alive else "close"))
+        if "date" not in known:
+            fields.append(("Date", formatdate(usegmt=True)))
+        version = "1.1" if modern else "1.0"
+        self._head = http1.head(f"HTTP/{version} {status} {reason or responses.get(status, '')}", fields)
+        self._transport = cast(asyncio.Transport | None, request.transport)
+        self._connection = cast(ClientConnection, request.protocol)
+        self._connection.leg = self
+        if self._connection.writing_paused:
+            self.pause_writing()
 
-    async def write(self, data: bytes) -> None:
-        assert self.response is not None
+    def write(self, data: bytes) -> None:
+        """Hand bytes on. Raises ConnectionError when the client is gone."""
         self.sent_bytes += len(data)
         if self.keep is not None:
             self.keep(data)
-        await self.response.write(data)
+        if self._chunked and data:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._send(data)
+
+    async def drained(self) -> None:
+        """Wait while the client is slower."""
+        if self._drained is not None:
+            await self._drained
 
     async def end(self) -> None:
-        assert self.response is not None
-        await self.response.write_eof()
+        """The answer is complete."""
+        self._send(b"0\r\n\r\n" if self._chunked else b"")
+        await self.drained()
+        if self._connection is not None:
+            self._connection.leg = None
 
     async def abort(self) -> None:
-        assert self.response is not None
-        self.response.force_close()
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        """The answer cannot be completed: let the client see that by closing its connection."""
+        if self.response is not None:
+            self.response.force_close()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _send(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+            # It tells the server library that there is no place for another answer any more.
+            self._request.writer.output_size = len(data)
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("its connection is closed")
+        if data:
+            self._transport.write(data)
+
+    # --- what its connection tells ------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        self._drained = asyncio.get_running_loop().create_future()
+        if self.source is not None:
+            self.source.pause()
+
+    def resume_writing(self) -> None:
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+        if self.source is not None:
+            self.source.resume()

@@ -38,10 +38,20 @@ class Door(Protocol):
         """Count and log a connection on which no request came about, and make the bytes of the answer to it."""
 
 
+class Leg(Protocol):
+    """Whoever writes answers past the server library."""
+
+    def pause_writing(self) -> None:
+        """The client is slower than what is written."""
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+
+
 class ClientConnection(web.RequestHandler):
     """aiohttp's connection with limits, and with answers of our own to what it cannot parse."""
 
-    __slots__ = ("_address", "_door", "_head_bytes", "_head_timer", "_limits")
+    __slots__ = ("_address", "_door", "_head_bytes", "_head_timer", "_limits", "leg")
 
     def __init__(self, server: ClientServer, door: Door, limits: ClientsConfig, **options: object) -> None:
         super().__init__(server, **options)  # type: ignore[arg-type] # as the server of aiohttp itself hands them on
@@ -50,6 +60,7 @@ class ClientConnection(web.RequestHandler):
         self._address: str | None = None
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self.leg: Leg | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         peer = transport.get_extra_info("peername")
@@ -67,9 +78,20 @@ class ClientConnection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        self.leg = None
         self._head_over()
         if self._address is not None:
             self._door.clients.closed(self._address)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.leg is not None:
+            self.leg.pause_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.leg is not None:
+            self.leg.resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

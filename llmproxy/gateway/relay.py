@@ -14,6 +14,7 @@ from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.dispatcher import Lease
 from llmproxy.gateway.attempt_timer import AttemptTimer
+from llmproxy.gateway.client_leg import Source
 from llmproxy.gateway.errors import error_event
 from llmproxy.gateway.headers import Headers, to_client
 from llmproxy.gateway.routes import Dialect
@@ -39,14 +40,19 @@ DRAINING_MARK = b"cannot schedule new futures"
 """What a vLLM that is shutting down says in a 500, while its /health is still 200."""
 
 
-class ClientLeg(Protocol):
+class Client(Protocol):
     """The client's side of one request."""
 
-    async def commit(self, status: int, reason: str, headers: Headers) -> None:
-        """Send the head. From here on the request cannot be repeated."""
+    source: Source | None
 
-    async def write(self, data: bytes) -> None:
-        """Hand bytes on, waiting while the client is slower. Raises OSError when the client is gone."""
+    def commit(self, status: int, reason: str, headers: Headers) -> None:
+        """Begin the answer with this head. From here on the request cannot be repeated."""
+
+    def write(self, data: bytes) -> None:
+        """Hand bytes on. Raises ConnectionError when the client is gone."""
+
+    async def drained(self) -> None:
+        """Wait while the client is slower."""
 
     async def end(self) -> None:
         """The answer is complete."""
@@ -117,7 +123,7 @@ class Relay:
         self._upstream = upstream
         self._timeouts = timeouts
 
-    async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ClientLeg) -> None:
+    async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: Client) -> None:
         """Try one backend and write down in `attempt` what came of it.
 
         Never raises for what a backend does; OSError means that the client is gone.
@@ -145,7 +151,7 @@ class Relay:
             await _end_broken(attempt, call, client)
 
     async def _supervised(
-        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: ClientLeg
+        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: Client
     ) -> None:
         exchange: Exchange | None = None
         try:
@@ -182,11 +188,11 @@ class Relay:
             # later did see it, and may have worked on it since; that is for the rules of retrying to decide.
             if not error.reused or loop.time() - sent_s > IDLE_DROP_S:
                 raise
-        return await self._open_once(base_url, call)
+        return await self._open_once(base_url, call, fresh=True)
 
-    async def _open_once(self, base_url: str, call: Call) -> Exchange:
+    async def _open_once(self, base_url: str, call: Call, *, fresh: bool = False) -> Exchange:
         return await self._upstream.open(
-            base_url, "POST", call.path_qs, call.headers, call.body, self._timeouts.connect_s
+            base_url, "POST", call.path_qs, call.headers, call.body, self._timeouts.connect_s, fresh
         )
 
     # --- an error answer ---------------------------------------------------------------------------------------------
@@ -219,26 +225,20 @@ class Relay:
     # --- an answer without a stream ----------------------------------------------------------------------------------
 
     async def _relay_plain(
-        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, exchange: Exchange, client: ClientLeg
+        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, exchange: Exchange, client: Client
     ) -> None:
-        data = await exchange.chunk()
-        attempt.head = data[:4096]
+        first = await exchange.chunk()
+        attempt.head = first[:4096]
         _check_kept(lease)
         lease.started()
-        timer.streaming(timer.now())
         attempt.committed = True
-        await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
-        while data:
-            attempt.chunks += 1
-            attempt.body_bytes += len(data)
-            attempt.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (attempt.tail + data)[-TAIL_BYTES:]
-            attempt.writing = True
-            await client.write(data)
-            attempt.writing = False
-            data = await exchange.chunk()
-            timer.alive(timer.now())
-        attempt.writing = True
-        await client.end()
+        client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
+        passing = _Passing(attempt, timer, exchange, client)
+        passing.take(first)
+        if not exchange.ended:
+            timer.streaming(timer.now())
+            await exchange.flow(passing.take)
+        await passing.end()
         attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
 
     # --- a stream ----------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Relay:
         lease: Lease,
         exchange: Exchange,
         call: Call,
-        client: ClientLeg,
+        client: Client,
     ) -> None:
         tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
         first = await self._first_event(attempt, tap, exchange)
@@ -268,48 +268,18 @@ class Relay:
         attempt.committed = True
         # Events are taken out and added, so a length that the backend told would not be that of what the client gets.
         fields = [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
-        await client.commit(exchange.status, exchange.reason, fields)
-        reported = 0
-        data: bytes = first
-        reported_s = now = asyncio.get_running_loop().time()
-        attempt.last_byte_s = now
-        while True:
-            if attempt.first_token_s is None and tap.first_token_seen:
-                attempt.first_token_s = now
-                attempt.max_gap_s = 0.0
-                lease.started()
-                timer.streaming(now)
-            if data:
-                attempt.chunks += 1
-                attempt.body_bytes += len(data)
-                attempt.writing = True
-                await client.write(data)
-                attempt.writing = False
-            if tap.done_seen and not tap.error_seen:
-                # Many clients leave as soon as they have read the end mark; nothing is missing from what they got.
-                attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
-            if tap.data_events - reported >= PROGRESS_EVENTS or now - reported_s >= PROGRESS_S:
-                reported, reported_s = tap.data_events, now
-                lease.progress(reported)
-            raw = await exchange.chunk()
-            now = timer.now()
-            if not raw:
-                break
-            attempt.max_gap_s = max(attempt.max_gap_s, now - attempt.last_byte_s)
-            attempt.last_byte_s = now
-            timer.alive(now)
-            data = tap.feed(raw)
-        attempt.writing = True
-        held = tap.flush()
-        if held:
-            await client.write(held)
+        client.commit(exchange.status, exchange.reason, fields)
+        passing = _PassingEvents(attempt, timer, exchange, client, tap, lease)
+        passing.pass_on(first, timer.now())
+        await exchange.flow(passing.take)
+        passing.flush()
         if tap.error_seen:
             message = "The backend ended the stream with an error event."
             verdict = Verdict.SERVED if tap.error_blames_client else Verdict.FAILED
             attempt.outcome, attempt.verdict, attempt.message = Outcome.UPSTREAM_STATUS, verdict, message
         else:
             attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
-        await client.end()
+        await passing.end()
 
     async def _first_event(self, attempt: Attempt, tap: StreamTap, exchange: Exchange) -> bytes:
         """The bytes up to the end of the first whole event or comment, which shows whether it is an error."""
@@ -325,7 +295,7 @@ class Relay:
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
-    async def _was_complete(self, attempt: Attempt, client: ClientLeg) -> bool:
+    async def _was_complete(self, attempt: Attempt, client: Client) -> bool:
         """True when a stream had already told its end, so that nothing is missing from what its client has."""
         if attempt.outcome is not Outcome.COMPLETED:
             return False
@@ -370,6 +340,93 @@ class Relay:
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
 
 
+class _Passing:
+    """An answer on its way from a backend to a client, byte by byte, in the callback in which the bytes arrive."""
+
+    __slots__ = ("_attempt", "_client", "_exchange", "_timer")
+
+    def __init__(self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: Client) -> None:
+        self._attempt = attempt
+        self._timer = timer
+        self._exchange = exchange
+        self._client = client
+        client.source = self
+
+    def take(self, data: bytes) -> None:
+        attempt = self._attempt
+        attempt.chunks += 1
+        attempt.body_bytes += len(data)
+        attempt.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (attempt.tail + data)[-TAIL_BYTES:]
+        self._client.write(data)
+        self._timer.alive(self._timer.now())
+
+    async def end(self) -> None:
+        """All of it was handed on: the rest is for the client to take."""
+        self._attempt.writing = True
+        await self._client.end()
+
+    def pause(self) -> None:
+        self._attempt.writing = True
+        self._exchange.pause()
+
+    def resume(self) -> None:
+        self._attempt.writing = False
+        # While nothing was read, the backend could not be heard.
+        self._timer.alive(self._timer.now())
+        self._exchange.resume()
+
+
+class _PassingEvents(_Passing):
+    """The events of a stream on their way. What they tell is noted as they pass."""
+
+    __slots__ = ("_lease", "_reported", "_reported_s", "_tap")
+
+    def __init__(
+        self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: Client, tap: StreamTap, lease: Lease
+    ) -> None:
+        super().__init__(attempt, timer, exchange, client)
+        self._tap = tap
+        self._lease = lease
+        self._reported = 0
+        self._reported_s = attempt.last_byte_s = timer.now()
+
+    def take(self, data: bytes) -> None:
+        attempt, timer = self._attempt, self._timer
+        now = timer.now()
+        gap_s = now - attempt.last_byte_s
+        if gap_s > attempt.max_gap_s:
+            attempt.max_gap_s = gap_s
+        attempt.last_byte_s = now
+        timer.alive(now)
+        self.pass_on(self._tap.feed(data), now)
+
+    def pass_on(self, data: bytes, now: float) -> None:
+        """Hand on what the tap lets through, which may be nothing."""
+        attempt, tap = self._attempt, self._tap
+        if attempt.first_token_s is None and tap.first_token_seen:
+            attempt.first_token_s = now
+            attempt.max_gap_s = 0.0
+            self._lease.started()
+            self._timer.streaming(now)
+        if data:
+            attempt.chunks += 1
+            attempt.body_bytes += len(data)
+            self._client.write(data)
+        if tap.done_seen and not tap.error_seen:
+            # Many clients leave as soon as they have read the end mark; nothing is missing from what they got.
+            attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
+        events = tap.data_events
+        if events - self._reported >= PROGRESS_EVENTS or now - self._reported_s >= PROGRESS_S:
+            self._reported, self._reported_s = events, now
+            self._lease.progress(events)
+
+    def flush(self) -> None:
+        """The stream has ended, perhaps in the middle of an event."""
+        held = self._tap.flush()
+        if held:
+            self._client.write(held)
+
+
 def _check_kept(lease: Lease) -> None:
     """Raise TimeoutError for a lease that was taken back in the very turn in which its first byte came.
 
@@ -379,7 +436,7 @@ def _check_kept(lease: Lease) -> None:
         raise TimeoutError
 
 
-async def _end_broken(attempt: Attempt, call: Call, client: ClientLeg) -> None:
+async def _end_broken(attempt: Attempt, call: Call, client: Client) -> None:
     """Tell the client of a stream that it broke, in one event of its own dialect; of anything else, by cutting it."""
     if attempt.tap is None or attempt.writing:
         await client.abort()
@@ -388,7 +445,7 @@ async def _end_broken(attempt: Attempt, call: Call, client: ClientLeg) -> None:
     boundary = b"" if attempt.tap.at_boundary else b"\n\n"
     try:
         async with asyncio.timeout(GOODBYE_S):
-            await client.write(boundary + error_event(call.dialect, f"The stream broke: {attempt.message}"))
+            client.write(boundary + error_event(call.dialect, f"The stream broke: {attempt.message}"))
             await client.end()
     except TimeoutError:
         await client.abort()

@@ -12,7 +12,7 @@ from aiohttp import web
 from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.auth import NO_TENANT, Tenant
-from llmproxy.gateway.client_leg import AiohttpClientLeg
+from llmproxy.gateway.client_leg import ClientLeg
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import to_client
 from llmproxy.gateway.rules import Rulebook
@@ -68,7 +68,7 @@ class StoredResponses:
         extra = {"x-request-id": own_id}
         if rules.identity.shows_backend(request.remote, tenant):
             extra["x-llmproxy-backend"] = name
-        client = AiohttpClientLeg(request, extra)
+        client = ClientLeg(request, extra)
         headers = rules.identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
         try:
@@ -82,9 +82,10 @@ class StoredResponses:
                     rules.config.timeouts.connect_s,
                 )
                 try:
-                    await client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
+                    client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
                     while data := await exchange.chunk():
-                        await client.write(data)
+                        client.write(data)
+                        await client.drained()
                     await client.end()
                 finally:
                     exchange.close()

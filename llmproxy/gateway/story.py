@@ -12,7 +12,7 @@ from llmproxy.core.domain import Outcome, Request, Usage
 from llmproxy.dispatcher import Lease
 from llmproxy.gateway.answers import KeptAnswer
 from llmproxy.gateway.auth import NO_TENANT, Tenant
-from llmproxy.gateway.client_leg import AiohttpClientLeg
+from llmproxy.gateway.client_leg import ClientLeg
 from llmproxy.gateway.desk import Sheet
 from llmproxy.gateway.relay import Attempt
 from llmproxy.gateway.routes import Route
@@ -29,7 +29,7 @@ class Walk:
     rules: Rules
     route: Route
     http: web.BaseRequest
-    client: AiohttpClientLeg
+    client: ClientLeg
     extra: dict[str, str]
     arrived_s: float
     id: str

@@ -18,7 +18,7 @@ from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
 from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.body import BodyKind
-from llmproxy.gateway.client_leg import AiohttpClientLeg, read_body
+from llmproxy.gateway.client_leg import ClientLeg, read_body
 from llmproxy.gateway.desk import PREVIOUS, Sheet
 from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.headers import check as check_fields
@@ -85,7 +85,7 @@ class Walker:
         """Serve one request of a scheduled route, and write down how it ended."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
-        client = AiohttpClientLeg(http, extra, lambda: self.leaving)
+        client = ClientLeg(http, extra, lambda: self.leaving)
         walk = Walk(self._rulebook.current, route, http, client, extra, now, uuid4().hex)
         self.walking += 1
         self.idle.clear()
@@ -301,9 +301,8 @@ class Walker:
         headers = answer.headers
         if answer.status == 503 and not any(name.lower() == "retry-after" for name, _ in headers):
             headers = [*headers, ("Retry-After", "1")]
-        await walk.client.commit(answer.status, answer.reason, headers)
-        if answer.body:
-            await walk.client.write(answer.body)
+        walk.client.commit(answer.status, answer.reason, headers)
+        walk.client.write(answer.body)
         await walk.client.end()
         walk.outcome, walk.status, walk.error = attempt.outcome, answer.status, attempt.message
 

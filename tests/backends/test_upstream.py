@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from llmproxy.backends import upstream as upstream_module
-from llmproxy.backends.upstream import AiohttpUpstream
+from llmproxy.backends import connection as connection_module
+from llmproxy.backends.upstream import HttpUpstream
 from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
 
 from .raw_server import Peer, RawServer, answering, answering_once
@@ -38,8 +38,8 @@ async def server() -> AsyncIterator[RawServer]:
 
 
 @pytest.fixture
-async def upstream() -> AsyncIterator[AiohttpUpstream]:
-    async with AiohttpUpstream() as client:
+async def upstream() -> AsyncIterator[HttpUpstream]:
+    async with HttpUpstream() as client:
         yield client
 
 
@@ -65,20 +65,19 @@ def closed_port() -> int:
 # --- what goes out ----------------------------------------------------------------------------------------------------
 
 
-async def test_sends_exactly_the_path_the_headers_and_the_body(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_sends_exactly_the_path_the_headers_and_the_body(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
     path = "/v1/a%2fb/../c;d?x=%7e&name[]=a:b&y=a+b%20c"
     headers = [("Host", "me"), ("X-Two", "1"), ("content-length", "999"), ("x-two", "2"), ("Cookie", "a=b")]
     exchange = await upstream.open(server.url, "POST", path, headers, [b'{"a": 1}'], 5.0)
     assert await read_all(exchange) == b""
-    # A repeated name keeps its first spelling, and its place among the others.
     assert server.peers[0].requests == [
-        b"POST " + path.encode() + b" HTTP/1.1\r\nHost: me\r\nX-Two: 1\r\nX-Two: 2\r\nCookie: a=b\r\n"
+        b"POST " + path.encode() + b" HTTP/1.1\r\nHost: me\r\nX-Two: 1\r\nx-two: 2\r\nCookie: a=b\r\n"
         b'Content-Length: 8\r\n\r\n{"a": 1}'
     ]
 
 
-async def test_sends_a_large_body_whole(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_sends_a_large_body_whole(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
     body = bytes(range(256)) * (20 << 10)
     await read_all(await post(upstream, server.url, body))
@@ -88,7 +87,7 @@ async def test_sends_a_large_body_whole(upstream: AiohttpUpstream, server: RawSe
 # --- what comes back --------------------------------------------------------------------------------------------------
 
 
-async def test_gives_the_head_as_it_came(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_gives_the_head_as_it_came(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = answering(
         b"HTTP/1.1 404 Not Here\r\nserver: uvicorn\r\nSet-Cookie: a=1\r\nset-cookie: b=2\r\n"
         b"content-encoding: gzip\r\nx-name: caf\xc3\xa9\r\ncontent-length: 3\r\n\r\nabc"
@@ -106,14 +105,14 @@ async def test_gives_the_head_as_it_came(upstream: AiohttpUpstream, server: RawS
     assert await read_all(exchange) == b"abc"
 
 
-async def test_does_not_follow_a_redirect(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_does_not_follow_a_redirect(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = answering(b"HTTP/1.1 307 Away\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n")
     exchange = await post(upstream, server.url)
     assert exchange.status == 307
     assert len(server.peers[0].requests) == 1
 
 
-async def test_gives_each_piece_as_soon_as_it_arrives(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_gives_each_piece_as_soon_as_it_arrives(upstream: HttpUpstream, server: RawServer) -> None:
     go_on = asyncio.Event()
 
     async def script(peer: Peer) -> None:
@@ -131,13 +130,13 @@ async def test_gives_each_piece_as_soon_as_it_arrives(upstream: AiohttpUpstream,
     assert await exchange.chunk() == b""
 
 
-async def test_a_close_delimited_body_ends_with_the_connection(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_a_close_delimited_body_ends_with_the_connection(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = answering_once(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", b"all of it")
     assert await read_all(await post(upstream, server.url)) == b"all of it"
 
 
 async def test_reuses_a_connection_whose_body_was_read_and_says_so(
-    upstream: AiohttpUpstream, server: RawServer
+    upstream: HttpUpstream, server: RawServer
 ) -> None:
     server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
     for reused in (False, True):
@@ -151,12 +150,12 @@ async def test_reuses_a_connection_whose_body_was_read_and_says_so(
 # --- what breaks ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_refused_connection_is_a_failed_connect(upstream: AiohttpUpstream) -> None:
+async def test_a_refused_connection_is_a_failed_connect(upstream: HttpUpstream) -> None:
     with pytest.raises(ConnectFailed, match=r"http://127\.0\.0\.1:"):
         await post(upstream, f"http://127.0.0.1:{closed_port()}")
 
 
-async def test_a_connect_timeout_is_a_failed_connect(upstream: AiohttpUpstream) -> None:
+async def test_a_connect_timeout_is_a_failed_connect(upstream: HttpUpstream) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen(0)
@@ -172,7 +171,7 @@ async def test_a_connect_timeout_is_a_failed_connect(upstream: AiohttpUpstream) 
                 filler.close()
 
 
-async def test_tls_to_a_server_without_it_is_a_failed_connect(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_tls_to_a_server_without_it_is_a_failed_connect(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = lambda peer: peer.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     with pytest.raises(ConnectFailed):
         await post(upstream, server.url.replace("http:", "https:"))
@@ -180,7 +179,7 @@ async def test_tls_to_a_server_without_it_is_a_failed_connect(upstream: AiohttpU
 
 @pytest.mark.parametrize("rst", [False, True])
 async def test_a_connection_lost_before_the_head_is_broken(
-    upstream: AiohttpUpstream, server: RawServer, rst: bool
+    upstream: HttpUpstream, server: RawServer, rst: bool
 ) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -194,14 +193,14 @@ async def test_a_connection_lost_before_the_head_is_broken(
     assert len(server.peers) == 1
 
 
-async def test_an_answer_that_is_not_http_is_broken(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_an_answer_that_is_not_http_is_broken(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = answering(b"SSH-2.0-OpenSSH\r\n\r\n")
     with pytest.raises(UpstreamBroken):
         await post(upstream, server.url)
 
 
 async def test_an_idle_connection_dropped_in_the_same_instant_is_told_apart(
-    upstream: AiohttpUpstream, server: RawServer
+    upstream: HttpUpstream, server: RawServer
 ) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -219,7 +218,7 @@ async def test_an_idle_connection_dropped_in_the_same_instant_is_told_apart(
 
 @pytest.mark.parametrize("kept", [False, True], ids=["a fresh connection", "a kept one"])
 async def test_a_chunk_size_of_garbage_is_noticed_while_the_connection_stays(
-    upstream: AiohttpUpstream, server: RawServer, kept: bool
+    upstream: HttpUpstream, server: RawServer, kept: bool
 ) -> None:
     garbage = asyncio.Event()
 
@@ -253,7 +252,7 @@ async def test_a_chunk_size_of_garbage_is_noticed_while_the_connection_stays(
     ids=["chunked", "length"],
 )
 @pytest.mark.parametrize("rst", [False, True])
-async def test_a_cut_body_is_broken(upstream: AiohttpUpstream, server: RawServer, head: bytes, rst: bool) -> None:
+async def test_a_cut_body_is_broken(upstream: HttpUpstream, server: RawServer, head: bytes, rst: bool) -> None:
     cut = asyncio.Event()
 
     async def script(peer: Peer) -> None:
@@ -271,7 +270,7 @@ async def test_a_cut_body_is_broken(upstream: AiohttpUpstream, server: RawServer
         await read_all(exchange)
 
 
-async def test_a_reset_close_delimited_body_is_broken(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_a_reset_close_delimited_body_is_broken(upstream: HttpUpstream, server: RawServer) -> None:
     cut = asyncio.Event()
 
     async def script(peer: Peer) -> None:
@@ -297,7 +296,7 @@ async def streaming(peer: Peer) -> None:
     await peer.until_eof()
 
 
-async def test_close_cuts_a_connection_in_mid_body(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_close_cuts_a_connection_in_mid_body(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = streaming
     exchange = await post(upstream, server.url)
     assert await exchange.chunk() == b"hello"
@@ -307,7 +306,7 @@ async def test_close_cuts_a_connection_in_mid_body(upstream: AiohttpUpstream, se
         await server.peers[0].gone.wait()
 
 
-async def test_close_wakes_a_waiting_reader(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_close_wakes_a_waiting_reader(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = streaming
     exchange = await post(upstream, server.url)
     assert await exchange.chunk() == b"hello"
@@ -318,7 +317,7 @@ async def test_close_wakes_a_waiting_reader(upstream: AiohttpUpstream, server: R
         await waiting
 
 
-async def test_cancelling_a_slow_head_cuts_the_connection(upstream: AiohttpUpstream, server: RawServer) -> None:
+async def test_cancelling_a_slow_head_cuts_the_connection(upstream: HttpUpstream, server: RawServer) -> None:
     task = asyncio.create_task(post(upstream, server.url))
     async with asyncio.timeout(PATIENCE_S):
         await (await server.arrived.get()).asked.wait()
@@ -331,11 +330,11 @@ async def test_cancelling_a_slow_head_cuts_the_connection(upstream: AiohttpUpstr
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 @pytest.mark.parametrize("sliced", [False, True])
 async def test_cancelling_drops_what_a_stuck_server_has_not_read(
-    upstream: AiohttpUpstream, server: RawServer, sliced: bool, monkeypatch: pytest.MonkeyPatch
+    upstream: HttpUpstream, server: RawServer, sliced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not sliced:
         # Far larger than real, because on loopback the kernel alone takes a megabyte or two.
-        monkeypatch.setattr(upstream_module, "WHOLE_BODY_BYTES_MAX", 1 << 30)
+        monkeypatch.setattr(connection_module, "WHOLE_BODY_BYTES_MAX", 1 << 30)
     received = 0
     cancelled = asyncio.Event()
 
@@ -366,7 +365,7 @@ async def test_cancelling_drops_what_a_stuck_server_has_not_read(
 
 
 async def test_cancelling_a_reader_and_closing_cuts_the_connection(
-    upstream: AiohttpUpstream, server: RawServer
+    upstream: HttpUpstream, server: RawServer
 ) -> None:
     server.script = streaming
     exchange = await post(upstream, server.url)

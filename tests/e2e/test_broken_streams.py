@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from llmproxy.gateway.client_leg import AiohttpClientLeg
+from llmproxy.gateway.client_leg import ClientLeg
 from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, House, house, raw_post, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk, scripted, whole
@@ -236,11 +236,11 @@ async def test_a_backend_that_goes_while_its_client_does_not_read() -> None:
 
 
 async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def for_ever(_: AiohttpClientLeg) -> None:
+    async def for_ever(_: ClientLeg) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr("llmproxy.gateway.relay.GOODBYE_S", 0.05)
-    monkeypatch.setattr(AiohttpClientLeg, "end", for_ever)
+    monkeypatch.setattr(ClientLeg, "end", for_ever)
     async with house(FAST) as home, home.stream() as response:
         await response.content.readany()
         home.replicas[0].faults.set("refuse")

@@ -48,9 +48,6 @@ ANSWER = b'{"a":1}'
 @pytest.mark.parametrize(
     ("field", "passed"),
     [
-        (b"x-a: b\r\n x-evil: c\r\n", b"x-a: b x-evil: c\r\n"),
-        (b"x-a: b\x07c\r\n", b"x-a: b c\r\n"),
-        (b"x-a: b\x7fc\r\n", b"x-a: b c\r\n"),
         (b"x-a: b\tc\r\n", b"x-a: b\tc\r\n"),
         (b"content-encoding: gzip\r\n", b"content-encoding: gzip\r\n"),
         (b"x-request-id: not-ours\r\n", b""),
@@ -69,7 +66,8 @@ async def test_what_a_client_sees_of_a_field_of_an_answer(field: bytes, passed: 
 @pytest.mark.parametrize(
     "field",
     [b"content-length: 7\r\n", b"content-length: 3\r\n", b"transfer-encoding: chunked\r\n", b"x-a: b\rx-evil: c\r\n",
-     b"transfer-encoding: gzip\r\n", b"x-a : b\r\n", b"x-a: \x00\r\n", b"x\x01a: b\r\n"],
+     b"transfer-encoding: gzip\r\n", b"x-a : b\r\n", b"x-a: \x00\r\n", b"x\x01a: b\r\n",
+     b"x-a: b\r\n x-evil: c\r\n", b"x-a: b\x07c\r\n", b"x-a: b\x7fc\r\n"],
 )  # fmt: skip
 async def test_an_answer_that_can_be_read_in_two_ways_is_a_broken_one(field: bytes) -> None:
     async with answered(field) as got:

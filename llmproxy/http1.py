@@ -1,0 +1,19 @@
+"""The head of an HTTP/1.1 message, as both legs write it (RFC 9112, sections 2 to 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def head(first_line: str, fields: Iterable[tuple[str, str]]) -> bytes:
+    """A request or status line and its fields, up to and with the empty line.
+
+    Raises ValueError where a line break within one of them would make it read as more than was meant.
+    """
+    lines = [first_line]
+    lines += [f"{name}: {value}" for name, value in fields]
+    text = "\r\n".join(lines) + "\r\n\r\n"
+    breaks = len(lines) + 1
+    if text.count("\n") != breaks or text.count("\r") != breaks:
+        raise ValueError("a line break within a header field")
+    return text.encode("utf-8", "surrogateescape")
