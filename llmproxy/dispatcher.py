@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmproxy.core.catalogue import Target
@@ -102,24 +101,24 @@ class Dispatcher:
 
     # --- the face that requests see ---------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def admit(
+    def admit(
         self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
-    ) -> AsyncIterator[Lease]:
+    ) -> Admitted:
         """Wait for a backend, hold it for the length of the block, and give it back however the block ends.
 
-        `entry` tells a new attempt of a request that was admitted before from a new request. Raises Refused when the
-        request is not let in, or has to leave the waiting room.
+        `entry` tells a new attempt of a request that was admitted before from a new request. Entering the block raises
+        Refused when the request is not let in, or has to leave the waiting room.
         """
-        lease = await self._wait(request, excluded, entry)
-        try:
-            yield lease
-        finally:
-            del self._leases[request.pool, lease.grant.lease]
-            self._finish(lease.grant, lease.verdict, _now(), lease.usage)
-            self._decide_soon()
+        return Admitted(self, request, excluded, entry)
 
-    async def _wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
+    def returned(self, lease: Lease) -> None:
+        """A lease is over."""
+        del self._leases[lease.grant.request.pool, lease.grant.lease]
+        self._finish(lease.grant, lease.verdict, _now(), lease.usage)
+        self._decide_soon()
+
+    async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
+        """The lease of a request; see `admit`."""
         if not self._granting or (self._draining and entry is Entry.NEW):
             raise _shutting_down()
         self.pools.submit(request, _now(), excluded, entry)
@@ -317,6 +316,27 @@ class Dispatcher:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+
+class Admitted:
+    """The block for whose length a backend is lent. A class, because a generator for it costs every request more."""
+
+    __slots__ = ("_dispatcher", "_entry", "_excluded", "_lease", "_request")
+
+    def __init__(self, dispatcher: Dispatcher, request: Request, excluded: frozenset[str], entry: Entry) -> None:
+        self._dispatcher = dispatcher
+        self._request = request
+        self._excluded = excluded
+        self._entry = entry
+        self._lease: Lease | None = None
+
+    async def __aenter__(self) -> Lease:
+        lease = self._lease = await self._dispatcher.wait(self._request, self._excluded, self._entry)
+        return lease
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._lease is not None:
+            self._dispatcher.returned(self._lease)
 
 
 def _now() -> float:

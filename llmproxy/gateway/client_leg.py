@@ -39,21 +39,25 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
     Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 408 when it stops arriving or takes longer
     than `patience` allows, 400 where its framing is broken.
     """
-    too_large = Failure(
-        Outcome.TOO_LARGE, f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
-    )
     length = request.content_length
     if length is not None and length > bytes_max:
-        raise too_large
+        raise _too_large(bytes_max)
+    content = request.content
+    if content.is_eof() and content.exception() is None:
+        # Most bodies have come with their head, and need no watch on how they arrive.
+        whole = content.read_nowait()
+        if len(whole) > bytes_max:
+            raise _too_large(bytes_max)
+        return whole
     _invite(request)
     body = BytesIO()
     now = asyncio.get_running_loop().time
     silence_s, latest_s = patience.body_silence_s, now() + patience.body_timeout_s
     try:
         async with asyncio.timeout_at(min(now() + silence_s, latest_s)) as limit:
-            while piece := await request.content.readany():
+            while piece := await content.readany():
                 if body.tell() + len(piece) > bytes_max:
-                    raise too_large
+                    raise _too_large(bytes_max)
                 body.write(piece)
                 limit.reschedule(min(now() + silence_s, latest_s))
     except web.RequestPayloadError as broken:
@@ -69,6 +73,11 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
     return body.getvalue()
 
 
+def _too_large(bytes_max: int) -> Failure:
+    message = f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
+    return Failure(Outcome.TOO_LARGE, message)
+
+
 def _invite(request: web.BaseRequest) -> None:
     """Tell a client that asked first whether to send its body: some wait for this for ever."""
     if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
@@ -79,6 +88,7 @@ class _PassedOn(web.StreamResponse):
     """What the server library is given of an answer whose bytes go past it: it has nothing left to send."""
 
     persistent = True
+    prepared = True
 
     @property
     def keep_alive(self) -> bool | None:

@@ -10,14 +10,16 @@ import json
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from textwrap import indent
 from typing import Any, TextIO, cast
 
 import orjson
 import structlog
-from structlog.typing import EventDict, Processor, WrappedLogger
+from structlog.typing import EventDict, WrappedLogger
 
 from llmproxy.core.domain import Outcome, Why
 from llmproxy.telemetry.exit import RequestExit
@@ -31,6 +33,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # What the proxy itself got wrong, or what broke under a client that had already been served its first byte.
 _ALARMING = {Outcome.INTERNAL: "error", Outcome.BROKEN_STREAM: "warning"}
 
+_is_word = re.compile(r"[!#-<>-~]+").fullmatch
+_Render = Callable[[WrappedLogger, str, EventDict], str]
+
 _log = structlog.get_logger()
 
 
@@ -42,20 +47,21 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
     """
     target = stream if stream is not None else sys.stderr
     level = LEVELS[log_level]
-    render: Processor
+    render: _Render
     if log_format == "json":
-        stamp, render = structlog.processors.TimeStamper(fmt="iso", utc=True), _render_json
+        render = _json_renderer()
     elif log_format == "text":
-        stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=False)
         render = _text_renderer(colours=target.isatty())
     else:
         raise ValueError(f"unknown log format {log_format!r}; known: {', '.join(FORMATS)}")
+    lines = _Stream(target)
     structlog.configure(
-        processors=[structlog.processors.add_log_level, stamp, structlog.processors.format_exc_info, render],
+        processors=[structlog.processors.add_log_level, structlog.processors.format_exc_info, render],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Stream(target))),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, lines)),
         cache_logger_on_first_use=False,
     )
+    _exits.level, _exits.render, _exits.lines = level, render, lines
     _adopt_library_logs()
 
 
@@ -64,11 +70,13 @@ def log_exit(ended: RequestExit) -> None:
 
     Where the level is `debug`, it says as well why it was the turn of this request.
     """
-    log = _log.bind()
+    level = _ALARMING.get(ended.outcome, "info")
+    if LEVELS[level] < _exits.level:
+        return
     fields = _fields(ended)
-    if ended.why is not None and log.is_enabled_for(LEVELS["debug"]):
+    if ended.why is not None and _exits.level <= LEVELS["debug"]:
         fields["why"] = why_fields(ended.why)
-    getattr(log, _ALARMING.get(ended.outcome, "info"))("request", **fields)
+    _exits.lines.write(_exits.render(None, level, {"event": "request", "level": level, **fields}) + "\n")
 
 
 def log_internal(request_id: str, error: BaseException) -> None:
@@ -131,22 +139,38 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def _render_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-    ordered = {"timestamp": event.pop("timestamp"), "level": event.pop("level"), "event": event.pop("event"), **event}
-    try:
-        return orjson.dumps(ordered, default=str).decode()
-    except TypeError:
-        # Bytes of a path that are no UTF-8, or a number beyond 64 bits: rare, and still to be told.
-        return json.dumps(ordered, default=str)
+def _json_renderer() -> _Render:
+    at, prefix = 0, ""
 
-
-def _text_renderer(colours: bool) -> Callable[[WrappedLogger, str, EventDict], str]:
     def render(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-        level, at, name = event.pop("level"), event.pop("timestamp"), str(event.pop("event"))
-        story = event.pop("exception", None)
+        nonlocal at, prefix
+        now = time.time()
+        if int(now) != at:
+            at = int(now)
+            prefix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
+        told = {"timestamp": f"{prefix}.{int(now % 1 * 1e6):06d}Z", "level": event.pop("level"), **event}
+        try:
+            return orjson.dumps(told, default=str).decode()
+        except TypeError:
+            # Bytes of a path that are no UTF-8, or a number beyond 64 bits: rare, and still to be told.
+            return json.dumps(told, default=str)
+
+    return render
+
+
+def _text_renderer(colours: bool) -> _Render:
+    at, prefix = 0, ""
+
+    def render(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+        nonlocal at, prefix
+        now = time.time()
+        if int(now) != at:
+            at = int(now)
+            prefix = time.strftime("%H:%M:%S", time.localtime(at))
+        level, name, story = event.pop("level"), str(event.pop("event")), event.pop("exception", None)
         shown = f"{_COLOURS.get(level, '')}{level:<7}{_RESET}" if colours else f"{level:<7}"
         # Names come from clients: nothing in them may begin a line of its own or speak to the terminal.
-        parts = [at[:12], shown, name if name.isprintable() else json.dumps(name)]
+        parts = [f"{prefix}.{int(now % 1 * 1e3):03d}", shown, name if name.isprintable() else json.dumps(name)]
         parts += [f"{key}={_shown(value)}" for key, value in event.items()]
         line = " ".join(parts)
         # Indented, so that no line of a story can pass for an event.
@@ -157,10 +181,13 @@ def _text_renderer(colours: bool) -> Callable[[WrappedLogger, str, EventDict], s
 
 def _shown(value: object) -> str:
     """A value as one printable word."""
-    if isinstance(value, int | float):
+    if isinstance(value, str):
+        if _is_word(value):
+            return value
+    elif isinstance(value, int | float):
         return str(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{_shown(key)}:{_shown(inner)}" for key, inner in value.items()) + "}"
+    elif isinstance(value, dict):
+        return "{" + ",".join([f"{_shown(key)}:{_shown(inner)}" for key, inner in value.items()]) + "}"
     text = str(value)
     plain = text.isprintable() and " " not in text and '"' not in text and "=" not in text
     return text if plain and text else json.dumps(text)
@@ -179,6 +206,18 @@ class _Stream:
     def flush(self) -> None:
         with suppress(OSError, ValueError):
             self._target.flush()
+
+
+@dataclass(slots=True)
+class _Exits:
+    """How the lines of requests are written: past structlog's chain, which would cost each of them as much again."""
+
+    level: int
+    render: _Render
+    lines: _Stream
+
+
+_exits = _Exits(LEVELS["info"], _text_renderer(colours=False), _Stream(sys.stderr))
 
 
 class _LibraryHandler(logging.Handler):
