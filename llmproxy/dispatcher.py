@@ -101,9 +101,7 @@ class Dispatcher:
 
     # --- the face that requests see ---------------------------------------------------------------------------------
 
-    def admit(
-        self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
-    ) -> Admitted:
+    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted:
         """Wait for a backend, hold it for the length of the block, and give it back however the block ends.
 
         `entry` tells a new attempt of a request that was admitted before from a new request. Entering the block raises

@@ -31,8 +31,23 @@ class BackendConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_complete", "_drained", "_exchange", "_head_bytes", "_heard", "name", "_on_free", "_on_lost", "_parser",
-        "_paused", "_persistent", "_pieces", "_sent", "_surplus", "_transport", "free_since_s", "used",
+        "_complete",
+        "_drained",
+        "_exchange",
+        "_head_bytes",
+        "_heard",
+        "_on_free",
+        "_on_lost",
+        "_parser",
+        "_paused",
+        "_persistent",
+        "_pieces",
+        "_sent",
+        "_surplus",
+        "_transport",
+        "free_since_s",
+        "name",
+        "used",
     )  # fmt: skip
 
     def __init__(
@@ -80,7 +95,7 @@ class BackendConnection(asyncio.Protocol):
                 if exchange is None or exchange.status:
                     return
                 self._write(piece[start : start + SLICE_BYTES])
-                # The writer only waits for a slow backend; everybody else on this loop must have a turn with a fast one.
+                # The writer waits for a slow backend alone; with a fast one, everybody else must have a turn.
                 await asyncio.sleep(0)
         self._sent = True
 

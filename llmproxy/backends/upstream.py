@@ -37,6 +37,7 @@ class HttpUpstream:
         # The freshest last, and taken first: the others may then go when they are not needed.
         self._idle: dict[str, list[BackendConnection]] = {}
         self._sweep: asyncio.TimerHandle | None = None
+        self._closed: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -52,9 +53,10 @@ class HttpUpstream:
             self._sweep.cancel()
         for connection in list(self._connections):
             connection.abort()
-        while self._connections:
-            # A transport tells of its end in the next turn of the loop.
-            await asyncio.sleep(0)
+        if self._connections:
+            # A transport tells of its end in a later turn of the loop.
+            self._closed = asyncio.get_running_loop().create_future()
+            await self._closed
 
     async def open(
         self,
@@ -127,6 +129,8 @@ class HttpUpstream:
 
     def _lost(self, base_url: str, connection: BackendConnection) -> None:
         self._connections.discard(connection)
+        if self._closed is not None and not self._connections and not self._closed.done():
+            self._closed.set_result(None)
         idle = self._idle.get(base_url)
         if idle and connection in idle:
             idle.remove(connection)

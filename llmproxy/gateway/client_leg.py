@@ -42,6 +42,7 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
     length = request.content_length
     if length is not None and length > bytes_max:
         raise _too_large(bytes_max)
+    _invite(request)
     content = request.content
     if content.is_eof() and content.exception() is None:
         # Most bodies have come with their head, and need no watch on how they arrive.
@@ -49,7 +50,6 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
         if len(whole) > bytes_max:
             raise _too_large(bytes_max)
         return whole
-    _invite(request)
     body = BytesIO()
     now = asyncio.get_running_loop().time
     silence_s, latest_s = patience.body_silence_s, now() + patience.body_timeout_s
@@ -98,10 +98,10 @@ class _PassedOn(web.StreamResponse):
     def force_close(self) -> None:
         self.persistent = False
 
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+    async def prepare(self, _request: web.BaseRequest) -> AbstractStreamWriter | None:
         return None
 
-    async def write_eof(self, data: bytes = b"") -> None:
+    async def write_eof(self, _data: bytes = b"") -> None:
         return None
 
 
@@ -115,8 +115,8 @@ class ClientLeg:
     """
 
     __slots__ = (
-        "_chunked", "_connection", "_drained", "_extra", "_head", "_leaving", "_request", "_transport", "keep", "on_commit", "response",
-        "sent_bytes", "source", "status",
+        "_chunked", "_connection", "_drained", "_extra", "_head", "_leaving", "_request", "_transport", "keep",
+        "on_commit", "response", "sent_bytes", "source", "status",
     )  # fmt: skip
 
     def __init__(
@@ -161,7 +161,7 @@ class ClientLeg:
             fields.append(("Date", formatdate(usegmt=True)))
         version = "1.1" if modern else "1.0"
         self._head = http1.head(f"HTTP/{version} {status} {reason or responses.get(status, '')}", fields)
-        self._transport = cast(asyncio.Transport | None, request.transport)
+        self._transport = request.transport
         self._connection = cast(ClientConnection, request.protocol)
         self._connection.leg = self
         if self._connection.writing_paused:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -198,11 +198,10 @@ class Desk:
             return read_small(body, kind, self._session_member)
         began_s = time.perf_counter()
         fields = _parsed(body)
-        sheet = _noted(fields, body, kind, self._session_member)
         if time.perf_counter() - began_s > TURN_S:
             # The body is dense, and its chain may take as long once more.
             await asyncio.sleep(0)
-        return replace(sheet, chain=chain_of(fields, kind))
+        return _noted(fields, body, kind, self._session_member, chain_of(fields, kind))
 
     async def _in_turns(self, slices: Slices[T]) -> T:
         while True:
@@ -238,10 +237,13 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _noted(fields: dict[str, Any], body: bytes, kind: BodyKind, session_member: str | None) -> Sheet:
+def _noted(
+    fields: dict[str, Any], body: bytes, kind: BodyKind, session_member: str | None, chain: Chain | None = None
+) -> Sheet:
     sizes = [_measure(name, fields[name]) for name in _TEXT if name in fields]
     session = _session(fields.get(session_member)) if session_member is not None else None
-    return Sheet(_ask(fields, sizes, kind), kind, body, fields.get("stream_options", _ABSENT), session=session)
+    options = fields.get("stream_options", _ABSENT)
+    return Sheet(_ask(fields, sizes, kind), kind, body, options, chain=chain, session=session)
 
 
 def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_member: str | None = None) -> Slices[Sheet]:

@@ -25,9 +25,13 @@ _HOP_BY_HOP = frozenset(
 )
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie"})
 """Fields by which a client says who it is: to the proxy, and to backends only where that is configured."""
+_NOTHING: frozenset[str] = frozenset()
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id"})
 _OURS_DOWNSTREAM = frozenset({"x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"})
+_DROPPED_BUT_CREDENTIALS = _HOP_BY_HOP | _REPLACED_UPSTREAM
+_DROPPED_UPSTREAM = _DROPPED_BUT_CREDENTIALS | CREDENTIALS
+_DROPPED_DOWNSTREAM = _HOP_BY_HOP | _OURS_DOWNSTREAM
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -59,12 +63,12 @@ def to_backend(
     CREDENTIALS stay here too, unless `keep_credentials`; even then `authorization` replaces the client's own key.
     """
     fields = list(fields)
-    dropped = _HOP_BY_HOP | _REPLACED_UPSTREAM | withheld | named_in_connection(fields)
-    if not keep_credentials:
-        dropped |= CREDENTIALS
-    elif authorization is not None:
+    dropped = _DROPPED_UPSTREAM if not keep_credentials else _DROPPED_BUT_CREDENTIALS
+    if named := named_in_connection(fields):
+        dropped |= named
+    if keep_credentials and authorization is not None:
         dropped |= {"authorization", "x-api-key"}
-    kept = [(name, value) for name, value in fields if name.lower() not in dropped]
+    kept = [(name, value) for name, value in fields if (lower := name.lower()) not in dropped and lower not in withheld]
     kept.append(("x-request-id", request_id))
     if authorization is not None:
         kept.append(("authorization", authorization))
@@ -81,7 +85,9 @@ def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
         (name, value if value.isascii() and value.isprintable() else _CONTROL.sub(" ", _writable(value)))
         for name, value in fields
     ]
-    dropped = _HOP_BY_HOP | _OURS_DOWNSTREAM | named_in_connection(fields)
+    dropped = _DROPPED_DOWNSTREAM
+    if named := named_in_connection(fields):
+        dropped |= named
     return [(name, value) for name, value in fields if name.lower() not in dropped]
 
 
@@ -103,6 +109,5 @@ def _writable(value: str) -> str:
 
 def named_in_connection(fields: Iterable[tuple[str, str]]) -> frozenset[str]:
     """Names that a `Connection` field declares to be meant for this hop only."""
-    return frozenset(
-        token.strip().lower() for name, value in fields if name.lower() == "connection" for token in value.split(",")
-    )
+    said = [value for name, value in fields if name.lower() == "connection"]
+    return frozenset(token.strip().lower() for value in said for token in value.split(",")) if said else _NOTHING

@@ -66,8 +66,8 @@ class StreamTap:
         self.done_seen = False
         self.data_events = 0
         self._hide_usage = hide_usage
-        self._first_usage = b""
-        self._last_usage = b""
+        self._first_usage: dict[str, Any] = {}
+        self._last_usage: dict[str, Any] = {}
         self._partial = bytearray()  # The event that is not complete yet,
         self._handed_bytes = 0  # and how much of it was handed on already.
 
@@ -78,7 +78,7 @@ class StreamTap:
     @property
     def usage(self) -> Usage | None:
         """The tokens that the stream told of last, None where it never told how long the prompt was."""
-        return _usage(_usage_fields(self._first_usage) | _usage_fields(self._last_usage))
+        return _usage(self._first_usage | self._last_usage)
 
     def feed(self, data: bytes) -> bytes:
         """Take what the backend sent and return what is to be handed on now, which may be nothing."""
@@ -152,7 +152,7 @@ class StreamTap:
             self.error_first = self.error_first or self.data_events == 0
         self.data_events += 1
         self.done_seen = self.done_seen or name in _LAST_EVENTS
-        usage = b'"usage"' in payload and _last_usage(payload)
+        usage = _last_usage(payload) if b'"usage"' in payload else None
         if usage:
             self._last_usage = usage
             self._first_usage = self._first_usage or usage
@@ -165,7 +165,7 @@ class StreamTap:
 
 def usage_of_tail(tail: bytes) -> Usage | None:
     """The usage in the last bytes (USAGE_TAIL_BYTES are enough) of a JSON answer, None where it has none."""
-    return _usage(_usage_fields(_last_usage(tail)))
+    return _usage(_last_usage(tail))
 
 
 def _is_usage_event(payload: bytes) -> bool:
@@ -179,8 +179,8 @@ def _is_usage_event(payload: bytes) -> bool:
     return isinstance(fields, dict) and fields.get("choices") == [] and "error" not in fields
 
 
-def _last_usage(text: bytes) -> bytes:
-    """The bytes that begin with the last usage object in `text`, as long as one can be; empty where there is none.
+def _last_usage(text: bytes) -> dict[str, Any]:
+    """The token counts of the last usage object in `text`; empty where there is none.
 
     A quote inside a JSON string is escaped, so generated text cannot pass for the name. An object that a client named
     `usage` itself and that an engine echoes has no token counts.
@@ -192,16 +192,14 @@ def _last_usage(text: bytes) -> bytes:
             break
         found = _USAGE.match(text, at)
         if found is not None:
-            candidate = text[found.end() - 1 : found.end() - 1 + _USAGE_BYTES_MAX]
-            if _usage_fields(candidate):
-                return candidate
-    return b""
+            start = found.end() - 1
+            if fields := _usage_fields(text[start : start + _USAGE_BYTES_MAX]):
+                return fields
+    return {}
 
 
 def _usage_fields(text: bytes) -> dict[str, Any]:
     """The token counts of the object that `text` begins with, those that are null left out; empty if it has none."""
-    if not text:
-        return {}
     try:
         fields, _ = _DECODER.raw_decode(text.decode("utf-8", "replace"))
     except (ValueError, RecursionError):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
-from uuid import uuid4
+from os import urandom
 
 from aiohttp import web
 
@@ -77,6 +77,9 @@ class Walker:
         """
         self.leaving, self.replaced = True, replaced
 
+    def _leaves(self) -> bool:
+        return self.leaving
+
     def cut(self) -> None:
         """Whatever is still here is cut off now, and not left by its client."""
         self._cutting = True
@@ -85,8 +88,8 @@ class Walker:
         """Serve one request of a scheduled route, and write down how it ended."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
-        client = ClientLeg(http, extra, lambda: self.leaving)
-        walk = Walk(self._rulebook.current, route, http, client, extra, now, uuid4().hex)
+        client = ClientLeg(http, extra, self._leaves)
+        walk = Walk(self._rulebook.current, route, http, client, extra, now, urandom(16).hex())
         self.walking += 1
         self.idle.clear()
         try:
@@ -191,7 +194,8 @@ class Walker:
             band=standing.band,
             flow=standing.flow,
             arrived_s=walk.arrived_s,
-            deadline_s=walk.arrived_s + standing.ttl_s,
+            # The time to wait begins when the body has arrived and was read.
+            deadline_s=asyncio.get_running_loop().time() + standing.ttl_s,
             body_bytes=walk.body_bytes,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
@@ -223,11 +227,11 @@ class Walker:
         while True:
             try:
                 now = asyncio.get_running_loop().time()
-                # The time to wait counts while waiting: not while a body arrives, nor while a backend works, nor while
-                # the request is held because there is none.
                 if entry is not Entry.NEW:
-                    left_s = max(left_s, RETRY_WAIT_MIN_S)
-                request = walk.request = replace(request, deadline_s=now + left_s)
+                    # The time to wait counts while waiting: not while a backend works, nor while the request is held
+                    # because there is none.
+                    request = replace(request, deadline_s=now + max(left_s, RETRY_WAIT_MIN_S))
+                walk.request = request
                 walk.waits_since_s = now
                 async with self._dispatcher.admit(request, frozenset(walk.excluded), entry) as lease:
                     walk.waited_s += lease.grant.at_s - now

@@ -10,7 +10,8 @@ UNKNOWN_MODEL = "unknown"
 """The `model` of a request whose name is not in the catalogue: names that clients invent never become labels."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: that alone would make each of them cost as much as the rest of its line.
+@dataclass(slots=True, kw_only=True)
 class RequestExit:
     """What became of one request. It holds no prompt, no answer text and no key.
 

@@ -139,16 +139,34 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
+class _WallClock:
+    """The time of day of a line. What only changes with the second is made once in each."""
+
+    __slots__ = ("_at", "_format", "_local", "_prefix")
+
+    def __init__(self, layout: str, *, local: bool) -> None:
+        self._format = layout
+        self._local = local
+        self._at = 0
+        self._prefix = ""
+
+    def now(self) -> tuple[str, float]:
+        """The text up to the second, and the fraction of it that is over."""
+        now = time.time()  # noqa: TID251 - whoever reads a log wants the time of day
+        at = int(now)
+        if at != self._at:
+            self._at = at
+            self._prefix = time.strftime(self._format, time.localtime(at) if self._local else time.gmtime(at))
+        return self._prefix, now - at
+
+
 def _json_renderer() -> _Render:
-    at, prefix = 0, ""
+    clock = _WallClock("%Y-%m-%dT%H:%M:%S", local=False)
 
     def render(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-        nonlocal at, prefix
-        now = time.time()
-        if int(now) != at:
-            at = int(now)
-            prefix = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
-        told = {"timestamp": f"{prefix}.{int(now % 1 * 1e6):06d}Z", "level": event.pop("level"), **event}
+        second, fraction = clock.now()
+        at = f"{second}.{int(fraction * 1e6):06d}Z"
+        told = {"timestamp": at, "level": event.pop("level"), "event": event.pop("event"), **event}
         try:
             return orjson.dumps(told, default=str).decode()
         except TypeError:
@@ -159,18 +177,14 @@ def _json_renderer() -> _Render:
 
 
 def _text_renderer(colours: bool) -> _Render:
-    at, prefix = 0, ""
+    clock = _WallClock("%H:%M:%S", local=True)
 
     def render(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-        nonlocal at, prefix
-        now = time.time()
-        if int(now) != at:
-            at = int(now)
-            prefix = time.strftime("%H:%M:%S", time.localtime(at))
+        second, fraction = clock.now()
         level, name, story = event.pop("level"), str(event.pop("event")), event.pop("exception", None)
         shown = f"{_COLOURS.get(level, '')}{level:<7}{_RESET}" if colours else f"{level:<7}"
         # Names come from clients: nothing in them may begin a line of its own or speak to the terminal.
-        parts = [f"{prefix}.{int(now % 1 * 1e3):03d}", shown, name if name.isprintable() else json.dumps(name)]
+        parts = [f"{second}.{int(fraction * 1e3):03d}", shown, name if name.isprintable() else json.dumps(name)]
         parts += [f"{key}={_shown(value)}" for key, value in event.items()]
         line = " ".join(parts)
         # Indented, so that no line of a story can pass for an event.

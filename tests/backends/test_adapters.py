@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,21 @@ class FakeExchange:
     reused: bool = False
     closed: bool = False
 
+    @property
+    def ended(self) -> bool:
+        return not self.pieces
+
     async def chunk(self) -> bytes:
         return self.pieces.pop(0) if self.pieces else b""
+
+    async def flow(self, sink: Callable[[bytes], None]) -> None:
+        raise AssertionError(f"what answers here is pulled, and goes to no {sink}")
+
+    def pause(self) -> None:
+        raise AssertionError("what answers here is pulled")
+
+    def resume(self) -> None:
+        raise AssertionError("what answers here is pulled")
 
     def close(self) -> None:
         self.closed = True
@@ -59,12 +72,19 @@ class Fleet:
         )  # fmt: skip
 
     async def open(
-        self, base_url: str, method: str, path_qs: str, headers: Headers, body: Body, connect_timeout_s: float
+        self,
+        base_url: str,
+        method: str,
+        path_qs: str,
+        headers: Headers,
+        body: Body,
+        connect_timeout_s: float,
+        fresh: bool = False,
     ) -> FakeExchange:
         fields = orjson.loads(b"".join(body))
         self.sent.append((base_url, path_qs, fields))
         assert method == "POST"
-        assert connect_timeout_s == 5.0
+        assert (connect_timeout_s, fresh) == (5.0, False)
         assert dict(headers) == {"content-type": "application/json"}
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)

@@ -135,9 +135,7 @@ async def test_a_close_delimited_body_ends_with_the_connection(upstream: HttpUps
     assert await read_all(await post(upstream, server.url)) == b"all of it"
 
 
-async def test_reuses_a_connection_whose_body_was_read_and_says_so(
-    upstream: HttpUpstream, server: RawServer
-) -> None:
+async def test_reuses_a_connection_whose_body_was_read_and_says_so(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
     for reused in (False, True):
         exchange = await post(upstream, server.url)
@@ -364,9 +362,7 @@ async def test_cancelling_drops_what_a_stuck_server_has_not_read(
     assert received < len(body)
 
 
-async def test_cancelling_a_reader_and_closing_cuts_the_connection(
-    upstream: HttpUpstream, server: RawServer
-) -> None:
+async def test_cancelling_a_reader_and_closing_cuts_the_connection(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = streaming
     exchange = await post(upstream, server.url)
     assert await exchange.chunk() == b"hello"
@@ -374,4 +370,213 @@ async def test_cancelling_a_reader_and_closing_cuts_the_connection(
         await asyncio.wait_for(exchange.chunk(), 0.01)
     exchange.close()
     async with asyncio.timeout(PATIENCE_S):
+        await server.peers[0].gone.wait()
+
+
+# --- bytes that are handed on as they arrive --------------------------------------------------------------------------
+
+
+async def test_a_flow_hands_on_what_was_held_and_then_each_piece_as_it_arrives(
+    upstream: HttpUpstream, server: RawServer
+) -> None:
+    go_on = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED + b"3\r\none\r\n")
+        await go_on.wait()
+        await peer.send(b"3\r\ntwo\r\n")
+        await peer.send(b"5\r\nthree\r\n0\r\n\r\n")
+        await peer.until_eof()
+
+    server.script = script
+    exchange = await post(upstream, server.url)
+    got: list[bytes] = []
+
+    def sink(data: bytes) -> None:
+        got.append(data)
+        go_on.set()
+
+    async with asyncio.timeout(PATIENCE_S):
+        await exchange.flow(sink)
+    assert (got[0], b"".join(got), exchange.ended) == (b"one", b"onetwothree", True)
+
+
+async def test_a_sink_that_fails_cuts_the_connection_and_is_told_of(upstream: HttpUpstream, server: RawServer) -> None:
+    server.script = streaming
+    exchange = await post(upstream, server.url)
+
+    def sink(_: bytes) -> None:
+        raise ConnectionResetError("the client left")
+
+    with pytest.raises(ConnectionResetError, match="the client left"):
+        await exchange.flow(sink)
+    exchange.close()
+    async with asyncio.timeout(PATIENCE_S):
+        await server.peers[0].gone.wait()
+
+
+async def test_a_flow_that_breaks_hands_on_what_came_before(upstream: HttpUpstream, server: RawServer) -> None:
+    server.script = answering_once(CHUNKED + b"5\r\nhello\r\n", b"zz\r\n")
+    exchange = await post(upstream, server.url)
+    got: list[bytes] = []
+    with pytest.raises(UpstreamBroken):
+        await exchange.flow(got.append)
+    assert got == [b"hello"]
+
+
+@pytest.mark.parametrize("how", ["pulled", "paused"])
+async def test_a_backend_has_to_wait_for_who_takes_the_bytes(
+    upstream: HttpUpstream, server: RawServer, how: str
+) -> None:
+    blocked = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\nx" % (len(flood) + 1))
+        transport = cast(asyncio.Transport, peer.writer.transport)
+        transport.write(flood)
+        while transport.get_write_buffer_size() != (size := await settled(transport)):
+            pass
+        assert size
+        blocked.set()
+        await peer.until_eof()
+
+    flood = bytes(64 << 20)
+    server.script = script
+    exchange = await post(upstream, server.url)
+    got = 0
+
+    def sink(data: bytes) -> None:
+        nonlocal got
+        got += len(data)
+        if not blocked.is_set():
+            exchange.pause()
+
+    flowing = asyncio.create_task(exchange.flow(sink)) if how == "paused" else None
+    async with asyncio.timeout(PATIENCE_S):
+        await blocked.wait()
+        assert got < len(flood) // 4
+        exchange.resume()
+        await (flowing if flowing is not None else exchange.flow(sink))
+    assert got == len(flood) + 1
+
+
+async def settled(transport: asyncio.Transport) -> int:
+    """How much is still to be written when nothing was for a while."""
+    before = -1
+    while before != (size := transport.get_write_buffer_size()):
+        before = size
+        await asyncio.sleep(0.02)
+    return before
+
+
+async def test_small_writes_go_out_at_once(upstream: HttpUpstream, server: RawServer) -> None:
+    server.script = streaming
+    exchange = await post(upstream, server.url)
+    (connection,) = upstream._connections
+    assert connection._transport is not None
+    sock = connection._transport.get_extra_info("socket")
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    exchange.close()
+
+
+# --- connections that are kept ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nokHTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok\r\nzz",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok",
+        b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok",
+    ],
+    ids=["another answer behind it", "garbage behind it", "it says close", "it is of HTTP/1.0"],
+)
+async def test_a_connection_that_may_not_be_used_again_is_not(
+    upstream: HttpUpstream, server: RawServer, answer: bytes
+) -> None:
+    server.script = answering(answer)
+    for _ in range(2):
+        exchange = await post(upstream, server.url)
+        assert (exchange.reused, await read_all(exchange)) == (False, b"ok")
+    assert len(server.peers) == 2
+
+
+async def test_bytes_that_nobody_asked_for_end_a_kept_connection(upstream: HttpUpstream, server: RawServer) -> None:
+    speak, spoken = asyncio.Event(), asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await speak.wait()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad")
+        spoken.set()
+        await peer.until_eof()
+
+    server.script = script
+    await read_all(await post(upstream, server.url))
+    speak.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await spoken.wait()
+        await server.peers[0].gone.wait()
+        exchange = await post(upstream, server.url)
+    assert (exchange.reused, await read_all(exchange)) == (False, b"ok")
+
+
+async def test_old_connections_are_dropped(
+    upstream: HttpUpstream, server: RawServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmproxy.backends.upstream.IDLE_MAX_S", 0.01)
+    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+    await read_all(await post(upstream, server.url))
+    async with asyncio.timeout(PATIENCE_S):
+        await server.peers[0].gone.wait()
+    assert not upstream._idle
+
+
+async def test_a_retry_may_ask_for_a_connection_of_its_own(upstream: HttpUpstream, server: RawServer) -> None:
+    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+    await read_all(await post(upstream, server.url))
+    exchange = await upstream.open(server.url, "POST", "/", [], [b"{}"], 5.0, fresh=True)
+    assert (exchange.reused, len(server.peers)) == (False, 2)
+    exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [("/", [("x-a", "b\r\nx-evil: c")]), ("/", [("x-a", "b\nc")]), ("/ HTTP/1.1\r\nx: ", []), ("/a b", [])],
+)
+async def test_nothing_smuggles_a_line_into_the_head(
+    upstream: HttpUpstream, server: RawServer, path: str, headers: list[tuple[str, str]]
+) -> None:
+    with pytest.raises(ValueError, match=r"a line break|a space"):
+        await upstream.open(server.url, "POST", path, headers, [], 5.0)
+    assert not server.peers
+
+
+async def test_the_head_of_an_answer_has_an_end(upstream: HttpUpstream, server: RawServer) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            await peer.send(b"x-a: %b\r\n" % (b"a" * 4096))
+
+    server.script = script
+    with pytest.raises(UpstreamBroken, match="longer than"):
+        await post(upstream, server.url)
+
+
+async def test_an_answer_to_a_large_body_may_come_early(upstream: HttpUpstream, server: RawServer) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.reader.readuntil(b"\r\n\r\n")
+        await peer.send(b"HTTP/1.1 413 No\r\ncontent-length: 2\r\n\r\nno")
+        await peer.until_eof()
+
+    server.script = script
+    exchange = await post(upstream, server.url, bytes(32 << 20))
+    assert (exchange.status, await read_all(exchange)) == (413, b"no")
+    async with asyncio.timeout(PATIENCE_S):
+        # What is left of the request must not be taken for the next one.
         await server.peers[0].gone.wait()
