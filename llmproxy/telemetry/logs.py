@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from textwrap import indent
 from typing import Any, TextIO, cast
 
@@ -54,14 +53,12 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
         render = _text_renderer(colours=target.isatty())
     else:
         raise ValueError(f"unknown log format {log_format!r}; known: {', '.join(FORMATS)}")
-    lines = _Stream(target)
     structlog.configure(
         processors=[structlog.processors.add_log_level, structlog.processors.format_exc_info, render],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, lines)),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Stream(target))),
         cache_logger_on_first_use=False,
     )
-    _exits.level, _exits.render, _exits.lines = level, render, lines
     _adopt_library_logs()
 
 
@@ -70,13 +67,13 @@ def log_exit(ended: RequestExit) -> None:
 
     Where the level is `debug`, it says as well why it was the turn of this request.
     """
-    level = _ALARMING.get(ended.outcome, "info")
-    if LEVELS[level] < _exits.level:
+    log, level = _log.bind(), _ALARMING.get(ended.outcome, "info")
+    if not log.is_enabled_for(LEVELS[level]):
         return
     fields = _fields(ended)
-    if ended.why is not None and _exits.level <= LEVELS["debug"]:
+    if ended.why is not None and log.is_enabled_for(LEVELS["debug"]):
         fields["why"] = why_fields(ended.why)
-    _exits.lines.write(_exits.render(None, level, {"event": "request", "level": level, **fields}) + "\n")
+    getattr(log, level)("request", **fields)
 
 
 def log_internal(request_id: str, error: BaseException) -> None:
@@ -220,18 +217,6 @@ class _Stream:
     def flush(self) -> None:
         with suppress(OSError, ValueError):
             self._target.flush()
-
-
-@dataclass(slots=True)
-class _Exits:
-    """How the lines of requests are written: past structlog's chain, which would cost each of them as much again."""
-
-    level: int
-    render: _Render
-    lines: _Stream
-
-
-_exits = _Exits(LEVELS["info"], _text_renderer(colours=False), _Stream(sys.stderr))
 
 
 class _LibraryHandler(logging.Handler):
