@@ -103,11 +103,17 @@ async def fleet(replicas: int, replica_flags: Sequence[str], proxy_flags: Sequen
                 await process.stop()
 
 
-async def start(arguments: Sequence[str], log: Path) -> Process:
-    """Start one `llmproxy` command whose output goes to `log`; it is the caller's to stop."""
+async def start(arguments: Sequence[str], log: Path, *, own_group: bool = False) -> Process:
+    """Start one `llmproxy` command whose output goes to `log`; it is the caller's to stop. One with a group of its own
+    does not hear the Ctrl-C that is meant for the caller.
+    """
     with log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "llmproxy", *arguments, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL
+            *(sys.executable, "-m", "llmproxy", *arguments),
+            stdout=output,
+            stderr=output,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=own_group,
         )
     return Process(child, log)
 

@@ -4,6 +4,9 @@ The proxy runs in this process, so that its tasks can be counted; simulated repl
 their own. After every slice of requests, once all clients are gone, one row tells what is left of them. Run
 `python -m benchmarks.soak`; it takes about a minute and a half on two cores. `--trace` tells where memory was taken
 that was never given back, at a quarter of the speed.
+
+`python -m benchmarks.soak --minutes 60` is the other form, by time: `llmproxy serve` as a process of its own under 70 %
+of what its fleet can serve, and a fault every minute (`benchmarks/endurance/`).
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import aiohttp
 import uvloop
 
+from benchmarks.endurance.load import sending_traced
+from benchmarks.endurance.run import soak as soak_for
 from benchmarks.fleet import free_port, is_whole, start
 from llmproxy.app import Proxy, running
 from llmproxy.config import BackendConfig, Config
@@ -56,10 +60,8 @@ class Clients:
         self.ends: Counter[str] = Counter()
 
     async def run(self) -> None:
-        trace = aiohttp.TraceConfig()
-        trace.on_request_chunk_sent.append(_note_sent)
         connector = aiohttp.TCPConnector(limit=0)
-        session = aiohttp.ClientSession(connector=connector, trace_configs=[trace])
+        session = aiohttp.ClientSession(connector=connector, trace_configs=[sending_traced()])
         async with session, asyncio.TaskGroup() as tasks:
             for _ in range(CLIENTS):
                 tasks.create_task(self._client(session))
@@ -100,12 +102,6 @@ class Clients:
         except aiohttp.ClientError as error:
             return f"failed: {type(error).__name__}"
         return "whole" if answer.status == 200 and is_whole(data, stream=stream) else f"failed: {answer.status}"
-
-
-async def _note_sent(
-    _: aiohttp.ClientSession, context: SimpleNamespace, __: aiohttp.TraceRequestChunkSentParams
-) -> None:
-    context.trace_request_ctx.append(True)
 
 
 async def clients(url: str, requests: int, seed: int) -> Counter[str]:
@@ -236,6 +232,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--slices", type=int, default=10, help="rows of the table")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--minutes", type=float, help="the timed form: load at 70 %% of capacity, a fault every minute")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the timed form writes soak.json")
     parser.add_argument("--trace", action="store_true", help="tell which lines hold memory taken since the start")
     parser.add_argument("--clients-of", metavar="URL", help="be the clients of a proxy, as a child of this benchmark")
     options = parser.parse_args()
@@ -245,6 +243,8 @@ def main() -> int:
             runner.run(sending.run())
             print(json.dumps(sending.ends))
             return 0
+        if options.minutes is not None:
+            return 0 if runner.run(soak_for(options.minutes, options.seed, options.out)) else 1
         logs.configure("json", "error")
         if options.trace:
             tracemalloc.start(8)

@@ -25,6 +25,8 @@ class FaultKind(StrEnum):
     """The connection is reset after `after_bytes` bytes of the body; 0 is right behind the head."""
     SLOW = "slow"
     """Every step takes `factor` times as long: a GPU that is throttled."""
+    LIES = "lies"
+    """The gauges of load on `/metrics` say that it is idle, whatever runs."""
     REFUSE = "refuse"
     """The port refuses and every connection is cut: the process is gone."""
 

@@ -82,6 +82,8 @@ class Metrics:
         self.requests: Counter[tuple[str, str, str]] = Counter()
         self.rejections = 0
         self.gauges = Gauges()
+        self.lies = False
+        """Whether the page says that the engine is idle, whatever it does."""
         self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._finished: Counter[str] = Counter()
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -151,7 +153,7 @@ class Metrics:
             self._histograms[name].observe(value)
 
     def _now(self) -> Iterator[Metric]:
-        gauges = self.gauges
+        gauges = Gauges() if self.lies else self.gauges
         yield self._gauge("num_requests_running", "Number of requests in model execution batches.", gauges.running)
         yield self._gauge("num_requests_waiting", "Number of requests waiting to be processed.", gauges.waiting)
         by_reason = {"capacity": gauges.waiting - gauges.deferred, "deferred": gauges.deferred}

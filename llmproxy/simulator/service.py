@@ -127,6 +127,7 @@ class Service:
         """Do to the engine what a fault means for it."""
         self.pacer.freeze(kind in (FaultKind.FROZEN, FaultKind.HANG))
         self.pacer.speed = self.options.speed / (self.faults.factor if kind is FaultKind.SLOW else 1.0)
+        self.metrics.lies = kind is FaultKind.LIES
         if kind is FaultKind.ENGINE_DEAD:
             self.pacer.fail(engine_dead())
 

@@ -50,6 +50,19 @@ async def test_a_client_that_leaves_frees_its_seat_and_the_gauge_says_so(
     replica.engine.check()
 
 
+async def test_gauges_that_lie_say_that_it_is_idle_until_the_fault_is_cleared(
+    replica: Replica, client: aiohttp.ClientSession
+) -> None:
+    async with client.post(chat(replica), json=ENDLESS | {"stream": True}) as running:
+        await until(lambda: replica.engine.counters.generation > 10)
+        replica.faults.set(FaultKind.LIES)
+        assert await gauge(client, replica, "num_requests_running") == 0.0
+        assert await gauge(client, replica, "kv_cache_usage_perc") == 0.0
+        replica.faults.clear()
+        assert await gauge(client, replica, "num_requests_running") == 1.0
+        running.close()
+
+
 async def test_a_queued_client_that_leaves_is_forgotten(client: aiohttp.ClientSession) -> None:
     async with Replica(replace(FAST, max_num_seqs=1)) as replica:
         async with (

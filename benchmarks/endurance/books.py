@@ -1,0 +1,142 @@
+"""The arithmetic of the timed soak: how fast memory grows, and whether every request ended as both sides say it did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+Samples = Sequence[tuple[float, float]]
+"""(seconds, value), in order of time."""
+HOUR_S = 3600.0
+TOLD_MAX = 20
+"""Problems that are told one by one; further ones are counted."""
+
+
+def slope_per_hour(samples: Samples) -> float:
+    """How fast the value grows, by least squares, in its own unit per hour; 0 where there are fewer than two times."""
+    count = len(samples)
+    if count < 2:
+        return 0.0
+    mean_s = sum(at_s for at_s, _ in samples) / count
+    mean = sum(value for _, value in samples) / count
+    spread = sum((at_s - mean_s) ** 2 for at_s, _ in samples)
+    if spread == 0.0:
+        return 0.0
+    return HOUR_S * sum((at_s - mean_s) * (value - mean) for at_s, value in samples) / spread
+
+
+def since(samples: Samples, from_s: float) -> Samples:
+    """Those that were taken `from_s` or more after the first."""
+    return [(at_s, value) for at_s, value in samples if at_s - samples[0][0] >= from_s]
+
+
+def second_half(samples: Samples) -> Samples:
+    """Those of the second half of the time that they span."""
+    return since(samples, (samples[-1][0] - samples[0][0]) / 2.0) if samples else samples
+
+
+class End(StrEnum):
+    """How a request ended for its client."""
+
+    WHOLE = "whole"
+    REFUSED = "an error"
+    BROKEN = "broken"
+    """200, and then an error event, or an answer that was cut."""
+    LEFT = "left"
+    UNSENT = "left before anything was sent"
+    LOST = "lost"
+    """The connection ended without an answer, or no answer ended in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a client saw of one request; `status` is None where it saw no answer, and `story` is for people."""
+
+    end: End
+    status: int | None = None
+    story: str = ""
+
+
+def agree(view: View, outcome: str, status: int) -> bool:
+    """Whether what a client saw can be what the proxy tells of the same request."""
+    if view.end in (End.LEFT, End.UNSENT):
+        # The answer may have ended in the moment in which its client left, in whichever way.
+        return outcome != "internal"
+    if view.end is End.WHOLE:
+        return outcome == "completed" and status == 200
+    if view.end is End.BROKEN:
+        return outcome in ("broken_stream", "upstream_status")
+    if view.end is End.REFUSED:
+        return status == view.status and outcome not in ("completed", "cancelled", "broken_stream", "internal")
+    return False
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Each request by its id: sent once, ended once for its client, told once by the proxy, both saying the same."""
+
+    sent: int = 0
+    ends: Counter[End] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[tuple[End, str]] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    _open: dict[str, View | None] = field(default_factory=dict)
+    _told: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    def send(self, request_id: str) -> None:
+        self.sent += 1
+        self._open[request_id] = None
+
+    def end(self, request_id: str, view: View) -> None:
+        """Its client knows what became of it."""
+        self.ends[view.end] += 1
+        if request_id in self._told:
+            self._meet(request_id, view, *self._told.pop(request_id))
+        else:
+            self._open[request_id] = view
+
+    def tell(self, request_id: str, outcome: str, status: int) -> None:
+        """The proxy's one line about it."""
+        self.outcomes[outcome] += 1
+        if request_id not in self._open or request_id in self._told:
+            self.problems.append(f"{request_id}: told of as {outcome} again, or never sent")
+            return
+        view = self._open[request_id]
+        if view is None:
+            self._told[request_id] = outcome, status
+        else:
+            self._meet(request_id, view, outcome, status)
+
+    def _meet(self, request_id: str, view: View, outcome: str, status: int) -> None:
+        del self._open[request_id]
+        self.pairs[view.end, outcome] += 1
+        if not agree(view, outcome, status):
+            self.problems.append(f"{request_id}: {outcome} {status} says the proxy, and its client saw {view}")
+
+    @property
+    def silent(self) -> int:
+        """Requests that ended for their client and of which the proxy has not told yet; those never sent left out."""
+        return sum(view is not None and view.end is not End.UNSENT for view in self._open.values())
+
+    def closed(self, counted: Mapping[str, int]) -> list[str]:
+        """What does not add up once all is over; `counted` is what the proxy's metrics say of each outcome."""
+        problems = list(self.problems)
+        for request_id, view in self._open.items():
+            if view is None:
+                problems.append(f"{request_id}: never ended for its client")
+            elif view.end is not End.UNSENT:
+                problems.append(f"{request_id}: never told of by the proxy; its client saw {view}")
+        if +Counter(counted) != +self.outcomes:
+            problems.append(f"counted by metrics {dict(counted)}, told by lines {dict(self.outcomes)}")
+        unsent = sum(view is not None and view.end is End.UNSENT for view in self._open.values())
+        if sum(counted.values()) != self.sent - unsent:
+            problems.append(f"{self.sent - unsent} requests sent, {sum(counted.values())} outcomes counted")
+        left_out = len(problems) - TOLD_MAX
+        return problems if left_out <= 0 else [*problems[:TOLD_MAX], f"and {left_out} more"]
+
+
+def left_over(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """What there is more of than before, and by how much."""
+    return {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
