@@ -105,26 +105,27 @@ class Soak:
 
     async def _minute(self, number: int, ends_s: float) -> None:
         loop = asyncio.get_running_loop()
-        fault, index = FAULTS[number % len(FAULTS)], number % len(MODELS)
-        ends, sent = Counter(self.ledger.ends), self.ledger.sent
+        began_s, ends, sent = loop.time(), Counter(self.ledger.ends), self.ledger.sent
+        fault = FAULTS[number % len(FAULTS)]
+        # Each fault hits another replica with every round.
+        index = (number + number // len(FAULTS)) % len(MODELS)
+        name = "nothing befell it"
         await self._pause(loop.time() + FAULT_AFTER_S)
         whole_s = None
         if loop.time() + fault.lasts_s < ends_s and not self._stop.is_set():
-            whole_s = await self._befall(fault, index)
+            name, whole_s = fault.name, await self._befall(fault, index)
         await self._pause(ends_s)
-        cpu = self._cpu()
-        spent = {
-            name: now - then for name, now, then in zip(("proxy", "replicas", "clients"), cpu, self._cpu_s, strict=True)
-        }
+        cpu, earlier, lasted_s = self._cpu(), self._cpu_s, loop.time() - began_s
         self._cpu_s = cpu
+        cores = [(now - then) / lasted_s for now, then in zip(cpu, earlier, strict=True)]
         row = {
             "minute": number + 1,
-            "fault": fault.name,
+            "fault": name,
             "replica": f"{MODELS[index]} {index}",
             "whole_again_s": whole_s,
             "sent": self.ledger.sent - sent,
             "ends": {str(end): self.ledger.ends[end] - ends[end] for end in End},
-            "cpu_s": spent,
+            "cores": dict(zip(("proxy", "replicas", "clients"), cores, strict=True)),
         }
         self.story.minutes.append(row)
         print(self._line(row), flush=True)
@@ -133,7 +134,7 @@ class Soak:
         ends = ", ".join(f"{count} {name}" for name, count in row["ends"].items() if count)
         again = "–" if row["whole_again_s"] is None else f"{row['whole_again_s']:.1f} s"
         last = self.story.samples[-1] if self.story.samples else {}
-        cpu = ", ".join(f"{name} {seconds / MINUTE_S:.0%}" for name, seconds in row["cpu_s"].items())
+        cpu = ", ".join(f"{name} {share:.0%}" for name, share in row["cores"].items())
         return (
             f"minute {row['minute']}: {row['replica']} {row['fault']}, all available again after {again}; "
             f"sent {row['sent']}: {ends}; "
