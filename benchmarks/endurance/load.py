@@ -17,7 +17,7 @@ from benchmarks.endurance.rig import ADAPTER, ALIAS, key_of
 
 LEAVES = 0.05
 """Share of the clients that leave before their answer has ended."""
-LEAVES_AFTER_S = (0.02, 1.5)
+LEAVES_AFTER_S = (0.02, 2.0)
 TOKENS = (16, 112)
 PATIENCE_S = 120.0
 """Longer than the proxy may keep anybody waiting here."""

@@ -25,7 +25,7 @@ MODELS = ("sim", "sim", "sim", "small", "small")
 ADAPTER, ALIAS = "sql", "gpt"
 SEQUENCES = 8
 REPLICA_FLAGS = (
-    *("--profile", "llama-8b-h100", "--speed", "0.5", "--max-num-seqs", str(SEQUENCES)),
+    *("--profile", "llama-8b-h100", "--speed", "0.25", "--max-num-seqs", str(SEQUENCES)),
     # So small that the prefix index is as full as it will ever be within minutes.
     *("--kv-tokens", "65536"),
 )
