@@ -309,7 +309,8 @@ async def soak(minutes: float, seed: int, out: Path | None) -> bool:
     with tempfile.TemporaryDirectory(prefix="llmproxy-soak-") as folder:
         connector = aiohttp.TCPConnector(limit=0)
         async with (
-            aiohttp.ClientSession() as looking,
+            # A replica closes what is idle for five seconds, and what is posted into that moment would be lost.
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as looking,
             aiohttp.ClientSession(connector=connector, trace_configs=[sending_traced()]) as session,
             rig(Path(folder), looking) as opened,
         ):
