@@ -1,5 +1,18 @@
-"""`python -m llmproxy` is the `llmproxy` command."""
+"""The `llmproxy` command, and `python -m llmproxy`."""
 
-from llmproxy.cli import main
+import sys
 
-main()
+from llmproxy import early
+
+
+def main() -> None:
+    """Run the command line. Signals to one that is going to serve are minded before all else is even read."""
+    if sys.argv[1:2] == ["serve"]:
+        early.remember()
+    from llmproxy.cli import main as command
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

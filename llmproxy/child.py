@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 
-from llmproxy.cli import main
+from llmproxy.__main__ import main
 
 STOP_TIMEOUT_S = 10.0
 

@@ -46,7 +46,10 @@ class Orders:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop, number)
-        loop.add_signal_handler(signal.SIGUSR2, self._told_to_restart)
+
+    def take_restarts(self) -> None:
+        """From now on SIGUSR2 starts a successor: there are sockets that it can inherit."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._told_to_restart)
 
     @property
     def successor_pid(self) -> int | None:

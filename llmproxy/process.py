@@ -11,6 +11,7 @@ from functools import partial
 import structlog
 import uvloop
 
+from llmproxy import early
 from llmproxy.app import Proxy, running
 from llmproxy.config import Config, ConfigError
 from llmproxy.handover import Orders, notify, unless
@@ -42,6 +43,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             reloader = proxy.reloader
             hang_up = partial(_log.warning, "nothing_to_reload") if reloader is None else reloader.hang_up
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+            orders.take_restarts()
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             admin = proxy.admin_url or proxy.url
             _log.info("listening", url=proxy.url, admin=admin, backends=len(config.backends), clients=clients)
@@ -52,6 +54,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             gc.set_threshold(*GC_THRESHOLDS)
             notify("READY=1")
             sockets.serving()
+            early.send_again()
             await orders.over.wait()
             finished = await _leave(proxy, orders)
             _log.info("stopped", all_requests_finished=finished, cut=proxy.walker.walking)

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,59 @@ async def asked(session: aiohttp.ClientSession, url: str, **fields: Any) -> tupl
     async with session.post(url + CHAT, json=HELLO | fields) as answer:
         await answer.read()
         return answer.status, answer.headers.get("connection", "")
+
+
+# --- signals before it serves -----------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def starting(tmp_path: Path, told: str) -> AsyncIterator[tuple[Served, Callable[[], None]]]:
+    """One that reads its configuration and does not get to its end until it is `told`, by the second of the pair."""
+    file, replacement = tmp_path / "config.yaml", tmp_path / "complete.yaml"
+    os.mkfifo(file)
+    replacement.write_text(told)
+    async with served(tmp_path / "log", "--port", "0", "--config", str(file)) as process:
+        writer = None
+        async with asyncio.timeout(START_MAX_S):
+            while writer is None:
+                # Refused until somebody reads at the other end.
+                with suppress(OSError):
+                    writer = os.fdopen(os.open(file, os.O_WRONLY | os.O_NONBLOCK), "w")
+                await asyncio.sleep(0.01)
+        with writer as pipe:
+
+            def tell() -> None:
+                # Whoever reads it again reads the same, from a common file.
+                replacement.replace(file)
+                pipe.write(told)
+                pipe.close()
+
+            yield process, tell
+
+
+async def test_an_early_hang_up_reads_the_configuration_again(backend: Replica, tmp_path: Path) -> None:
+    async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\nreload: signal\n") as (process, tell):
+        process.process.send_signal(signal.SIGHUP)
+        tell()
+        assert (await process.event("reloaded"))["cause"] == "signal"
+        process.process.terminate()
+        assert await process.ended() == 0
+
+
+async def test_an_early_order_to_restart_is_carried_out(backend: Replica, tmp_path: Path) -> None:
+    async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\n") as (process, tell):
+        process.process.send_signal(signal.SIGUSR2)
+        tell()
+        await process.event("replaced")
+        assert await process.ended() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_an_early_signal_to_stop_is_no_failure(number: signal.Signals, tmp_path: Path) -> None:
+    async with starting(tmp_path, "") as (process, _):
+        process.process.send_signal(number)
+        assert await process.ended() == 0
+        assert not process.events("listening")
 
 
 # --- the first signal, and the second ---------------------------------------------------------------------------------
