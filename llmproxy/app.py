@@ -247,9 +247,13 @@ async def _listen(
     stack: AsyncExitStack, door: Door, address: str, wanted_port: int, config: Config, sockets: Sockets
 ) -> Listener:
     limits = config.clients
+    tls = ClientTls.of(config.tls)
+    if tls is not None:
+        await stack.enter_async_context(_in_the_background(tls.watch()))
     server = ClientServer(
         door,
         limits,
+        tls.context if tls else None,
         handler_cancellation=True,
         auto_decompress=False,
         lingering_time=LINGER_S,
@@ -262,12 +266,9 @@ async def _listen(
     runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    tls = ClientTls.of(config.tls)
-    if tls is not None:
-        await stack.enter_async_context(_in_the_background(tls.watch()))
     opened, held = sockets.listening(address, wanted_port)
     for one in opened:
-        await web.SockSite(runner, one, backlog=BACKLOG, ssl_context=tls.context if tls else None).start()
+        await web.SockSite(runner, one, backlog=BACKLOG).start()
     host, port = runner.addresses[0][:2]
     url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     return Listener(server, runner, url, held)

@@ -63,7 +63,7 @@ class ClientsConfig(Section):
     idle_timeout_s: Seconds = 75.0
     """How long a connection is kept on which nothing is asked."""
     head_timeout_s: Seconds = 30.0
-    """Longest time from the first byte of a request to the end of its header fields."""
+    """Longest time from the first byte of a request to the end of its header fields, and for a TLS handshake."""
     head_bytes_max: Count = 128 << 10
     """Largest head of a request: its request line and header fields."""
     head_fields_max: Count = 128

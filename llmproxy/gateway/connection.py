@@ -8,6 +8,7 @@ on is held by `tests/hygiene`.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from typing import Protocol, cast
 
 from aiohttp import web
@@ -18,6 +19,7 @@ from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.clients import Clients
 from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.handshake import TlsConnection, address_of
 from llmproxy.gateway.hygiene import head_too_large
 
 
@@ -63,8 +65,11 @@ class ClientConnection(web.RequestHandler):
         self.leg: Leg | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        peer = transport.get_extra_info("peername")
-        address = str(peer[0]) if isinstance(peer, tuple) else ""
+        if transport.get_extra_info("sslcontext") is not None:
+            # It was counted when its handshake began.
+            super().connection_made(transport)
+            return
+        address = address_of(transport)
         refused = self._door.clients.opened(address)
         if refused is None:
             self._address = address
@@ -156,15 +161,25 @@ class ClientConnection(web.RequestHandler):
 
 
 class ClientServer(web.Server):
-    """Makes a `ClientConnection` of every connection. `options` are those of aiohttp's connections."""
+    """Makes a `ClientConnection` of every connection, by TLS where there is a context for it.
 
-    def __init__(self, door: Door, limits: ClientsConfig, **options: object) -> None:
+    `options` are those of aiohttp's connections.
+    """
+
+    def __init__(self, door: Door, limits: ClientsConfig, tls: ssl.SSLContext | None, **options: object) -> None:
         super().__init__(door.handle, **options)  # type: ignore[arg-type]
         self._door = door
         self._limits = limits
+        self._tls = tls
 
     def __call__(self) -> ClientConnection:
-        return ClientConnection(self, self._door, self._limits, loop=self._loop, **self._kwargs)
+        connection = ClientConnection(self, self._door, self._limits, loop=self._loop, **self._kwargs)
+        if self._tls is None:
+            return connection
+        door, limit_s = self._door, self._limits.head_timeout_s
+        below = TlsConnection(self._loop, connection, self._tls, door.clients, door.turn_away, limit_s)
+        # aiohttp hands on what it gets to the loop, which wants any protocol.
+        return cast(ClientConnection, below)
 
 
 def _told(error: HttpProcessingError) -> Failure:

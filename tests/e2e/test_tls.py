@@ -180,6 +180,25 @@ async def test_clients_without_a_certificate_of_the_authority_stay_outside(
         assert (await home.get("/version", ssl=trusting)).status == 200
 
 
+@pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01\x02\x00\x01"])
+async def test_a_handshake_that_does_not_end(begun: bytes, files: Files) -> None:
+    async with house(FAST, tls=files.config, clients={"head_timeout_s": 0.05}) as home, home.wire(begun) as (reader, _):
+        assert await reader.read() == b""
+        await until(lambda: not home.proxy.clients.open)
+
+
+async def test_connections_count_before_their_handshake_is_over(files: Files, trusting: ssl.SSLContext) -> None:
+    async with house(FAST, tls=files.config, clients={"address_connections_max": 2}) as home:
+        async with home.wire(b""), home.wire(b""):
+            await until(lambda: home.proxy.clients.open == 2)
+            with pytest.raises(aiohttp.ClientError):
+                await home.chat(ssl=trusting)
+            assert home.outcomes() == {"rate_limited": 1}
+        await until(lambda: not home.proxy.clients.open)
+        assert (await home.chat(ssl=trusting)).status == 200
+        assert home.proxy.clients.open == 1, "the connection that is kept, and only once"
+
+
 @pytest.mark.parametrize(
     ("tls", "told"),
     [
