@@ -20,6 +20,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.clients import Clients
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.handshake import TlsConnection, address_of
+from llmproxy.gateway.headers import SERVER
 from llmproxy.gateway.hygiene import head_too_large
 
 
@@ -158,6 +159,13 @@ class ClientConnection(web.RequestHandler):
         response = self._door.refuse(request, _told(exc))
         response.force_close()
         return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send what is left of an answer; where none of it was sent yet, aiohttp would name itself and its version."""
+        resp.headers.setdefault(*SERVER)
+        return await super().finish_response(request, resp, start_time)
 
 
 class ClientServer(web.Server):

@@ -28,7 +28,12 @@ CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie"})
 _NOTHING: frozenset[str] = frozenset()
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id"})
-_OURS_DOWNSTREAM = frozenset({"x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"})
+SERVER = ("Server", "llmproxy")
+"""What this server calls itself (RFC 9110, section 10.2.4). Versions, its own or those below it, would help whoever looks
+for servers with a known hole."""
+_OURS_DOWNSTREAM = frozenset(
+    {"server", "x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"}
+)
 _DROPPED_BUT_CREDENTIALS = _HOP_BY_HOP | _REPLACED_UPSTREAM
 _DROPPED_UPSTREAM = _DROPPED_BUT_CREDENTIALS | CREDENTIALS
 _DROPPED_DOWNSTREAM = _HOP_BY_HOP | _OURS_DOWNSTREAM
@@ -88,7 +93,9 @@ def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
     dropped = _DROPPED_DOWNSTREAM
     if named := named_in_connection(fields):
         dropped |= named
-    return [(name, value) for name, value in fields if name.lower() not in dropped]
+    kept = [(name, value) for name, value in fields if name.lower() not in dropped]
+    kept.append(SERVER)
+    return kept
 
 
 def check(fields: Iterable[tuple[str, str]]) -> None:

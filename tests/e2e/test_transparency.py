@@ -62,7 +62,7 @@ def normal(body: bytes) -> bytes:
 
 
 def comparable(answer: Answer) -> tuple[int, set[tuple[str, str]], bytes]:
-    ours = ("x-llmproxy-", "x-request-id", "date")
+    ours = ("x-llmproxy-", "x-request-id", "date", "server")
     told = {(name.lower(), value) for name, value in answer.headers.items()}
     return answer.status, {field for field in told if not field[0].startswith(ours)}, normal(answer.body)
 
@@ -201,3 +201,21 @@ async def test_a_keep_alive_comment_is_forwarded_and_is_no_token() -> None:
         assert await response.content.read() == token + b"data: [DONE]\n\n"
         await home.settled()
         assert home.metric("llmproxy_ttft_seconds_count") == 1
+
+
+async def test_a_server_that_is_named_once_and_without_versions() -> None:
+    named = b"server: uvicorn/0.30.1\r\n"
+    stream = STREAM_HEAD.removesuffix(b"\r\n") + named + b"\r\n" + chunk(b"data: [DONE]\n\n") + STREAM_END
+    for answered in (whole(b"{}", extra=named), whole(b"{}", "400 Bad Request", extra=named), stream):
+        async with scripted(answering(answered)) as backend, house(extra=[backend.url]) as home:
+            assert (await home.chat()).headers.getall("server") == ["llmproxy"]
+    async with house(FAST) as home:
+        answers = [await home.get(path) for path in ("/health", "/v1/models", "/metrics", "/debug/queue", "/nothing")]
+        answers += [await home.chat(b"{"), await home.post("/v1/responses", RESPONSES)]
+        answers.append(await home.get(f"/v1/responses/{answers[-1].json['id']}"))
+        for answer in answers:
+            assert answer.headers.getall("server") == ["llmproxy"]
+        for sent in (b"NO HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"b" * 200_000):
+            async with home.wire(sent) as (reader, _):
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                assert b"server: llmproxy\r\n" in head or b"server:" not in head
