@@ -50,6 +50,7 @@ class AdminPages:
         self._pools = dispatcher.pools
         self._clock = clock
         self._has_port = config.admin.port is not None
+        self._bound = {config.host.lower(), config.admin.host.lower()}
         self.reconfigure(config)
         self._allowance = BURST
         self._at_s = clock()
@@ -61,10 +62,27 @@ class AdminPages:
         self._has_tenants = bool(config.tenants)
 
     def admits(self, request: web.BaseRequest) -> bool:
-        """True for a client on this machine, and for one that presents the admin key."""
+        """True for a client on this machine, and for one that presents the admin key.
+
+        A page from elsewhere in a browser on this machine is no such client, although its requests come from here. It
+        is known by its `Origin`, or where its own name was made to lead here (DNS rebinding), by `Host`.
+        """
         if self.has_key(request):
             return True
-        return _is_local(request.remote) and FORWARDED.isdisjoint(name.lower() for name in request.headers)
+        if not _is_local(request.remote) or not FORWARDED.isdisjoint(name.lower() for name in request.headers):
+            return False
+        host, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
+        return self._names_us(host) and (origin is None or origin.lower().partition("://")[2] == host)
+
+    def _names_us(self, host: str) -> bool:
+        """Whether a `Host` means this machine to itself, or is that on which the proxy listens; no page sends none."""
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if name in ("", "localhost") or name in self._bound:
+            return True
+        try:
+            return _is_local(name)
+        except ValueError:
+            return False
 
     def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
         """Raise Failure for whoever may not do this at this administrative path: the one rule for all of them.

@@ -29,8 +29,8 @@ _NOTHING: frozenset[str] = frozenset()
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id"})
 SERVER = ("Server", "llmproxy")
-"""What this server calls itself (RFC 9110, section 10.2.4). Versions, its own or those below it, would help whoever looks
-for servers with a known hole."""
+"""What this server calls itself (RFC 9110, section 10.2.4): no versions, its own or those below it, which would help
+whoever looks for servers with a known hole."""
 _OURS_DOWNSTREAM = frozenset(
     {"server", "x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"}
 )

@@ -61,6 +61,32 @@ def test_a_proxy_on_this_machine_speaks_for_somebody_else(name: str) -> None:
     assert not pages().admits(asked({name: "127.0.0.1"}))
 
 
+@pytest.mark.parametrize(
+    "host", ["localhost", "LocalHost:8080", "127.0.0.1:8080", "[::1]:8080", "gpu-box", "10.0.0.9:81"]
+)
+def test_a_page_of_our_own_is_of_this_machine(host: str) -> None:
+    page = pages(host="gpu-box", admin={"host": "10.0.0.9"})
+    assert page.admits(asked({"Host": host}))
+    assert page.admits(asked({"Host": host, "Origin": f"http://{host}"}))
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "10.0.0.7", "[fe80::1]"]
+)
+def test_a_name_that_was_made_to_lead_here_opens_nothing(host: str) -> None:
+    page = pages(admin_key=hash_of("for-admins"))
+    assert not page.admits(asked({"Host": host}))
+    assert not page.admits(asked({"Host": host, "Origin": f"http://{host}"}))
+    assert page.admits(asked(KEY | {"Host": host}))
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "", "http://localhost", "http://localhost:3000"])
+def test_a_page_from_elsewhere_in_a_browser_on_this_machine_opens_nothing(origin: str) -> None:
+    page = pages(admin_key=hash_of("for-admins"))
+    assert not page.admits(asked({"Host": "localhost:8080", "Origin": origin}))
+    assert page.admits(asked(KEY | {"Host": "localhost:8080", "Origin": origin}))
+
+
 def test_the_admin_key_opens_from_anywhere_and_nothing_else_does() -> None:
     page = pages(admin_key=hash_of("for-admins"), api_keys=["a-client"])
     assert page.admits(asked(KEY, AFAR))
