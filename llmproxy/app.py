@@ -191,6 +191,7 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
         watch.expect(backend.name for backend in _configured(config))
         roster.tell(CONFIGURED, _configured(config))
         sources.reconfigure(config)
+        await stack.enter_async_context(_in_the_background(roster.follow_authorities()))
         if reloader is not None and config.reload == "watch":
             await stack.enter_async_context(_in_the_background(reloader.watch()))
         # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.

@@ -17,10 +17,13 @@ import aiohttp
 import structlog
 
 from llmproxy.backends.poller import Poller, ReadingSink
-from llmproxy.backends.tls import PeerTls, peers_tls
+from llmproxy.backends.tls import PeerTls, peers_tls, unfit
 from llmproxy.config import BackendConfig, PollConfig
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
+
+LOOK_S = 2.0
+"""How often files of authorities are looked at. A change is taken in by the second look that finds it."""
 
 _log = structlog.get_logger()
 
@@ -233,6 +236,31 @@ class Roster:
         member.polling.cancel()
         member.poller = self._poller(member.config)
         member.polling = self._start(member.poller, member.config.name)
+
+    async def follow_authorities(self) -> None:
+        """Believe those who stand in members' files of authorities now, until cancelled.
+
+        A file of no use is logged once and changes nothing. Connections that are open stay, and are used no more once
+        they are idle.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for member in self._members.values():
+                self._renew_trust(member)
+
+    def _renew_trust(self, member: _Member) -> None:
+        backend = member.config
+        peer = self._tls.get(backend.url)
+        if peer is None or peer.authorities is None or not peer.authorities.has_changed():
+            return
+        try:
+            # Another context: an authority can be added to one, and not be taken out again.
+            self._tls[backend.url] = PeerTls.of(backend)
+        except OSError as error:
+            _log.warning("authorities_kept", backend=backend.name, why=unfit(backend, error))
+        else:
+            self._poll_anew(member)
+            _log.info("authorities_renewed", backend=backend.name, ca=str(backend.tls.ca))
 
     async def close(self) -> None:
         """Stop all pollers, and let nobody leave any more."""

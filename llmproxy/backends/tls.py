@@ -8,15 +8,28 @@ from dataclasses import dataclass
 from ssl import SSLContext
 from typing import TypedDict
 
-from llmproxy.config import BackendConfig, ConfigError
+from llmproxy.config import BackendConfig, ConfigError, WatchedFile
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTls:
-    """How to meet one backend: `server_name` is asked for (SNI) and must be in its certificate; None is its host."""
+    """How to meet one backend: `server_name` is asked for (SNI) and must be in its certificate; None is its host.
+
+    `authorities` is the file in which those are whose certificates are believed, None where they are this machine's.
+    """
 
     context: ssl.SSLContext
     server_name: str | None
+    authorities: WatchedFile | None
+
+    @classmethod
+    def of(cls, backend: BackendConfig) -> PeerTls:
+        """As the configuration and the file of authorities say now. Raises OSError for a file of no use."""
+        authorities = None
+        if backend.tls.ca is not None:
+            authorities = WatchedFile(backend.tls.ca)
+            authorities.take()
+        return cls(_context(backend), backend.tls.server_name, authorities)
 
 
 class Trust(TypedDict, total=False):
@@ -36,19 +49,23 @@ def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
 
     Raises ConfigError for a file of authorities that cannot be read.
     """
-    return {
-        backend.url: PeerTls(_context(i, backend), backend.tls.server_name)
-        for i, backend in enumerate(backends)
-        if backend.by_https
-    }
+    peers = {}
+    for i, backend in enumerate(backends):
+        if backend.by_https:
+            try:
+                peers[backend.url] = PeerTls.of(backend)
+            except OSError as error:
+                raise ConfigError([f"backends[{i}].tls.ca: {unfit(backend, error)}"]) from None
+    return peers
 
 
-def _context(i: int, backend: BackendConfig) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=backend.tls.ca)
-    except OSError as error:
-        why = f"{backend.tls.ca} holds no certificate: {error.strerror or error}"
-        raise ConfigError([f"backends[{i}].tls.ca: {why}"]) from None
+def unfit(backend: BackendConfig, error: OSError) -> str:
+    """What is wrong with its file of authorities, for people."""
+    return f"{backend.tls.ca} holds no certificate: {error.strerror or error}"
+
+
+def _context(backend: BackendConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=backend.tls.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # What is asked for is what this proxy speaks, so that a front before an engine cannot choose HTTP/2.
     context.set_alpn_protocols(["http/1.1"])

@@ -85,7 +85,7 @@ class TlsConfig(Section):
 
 class BackendTlsConfig(Section):
     ca: Path | None = None
-    """Authorities (PEM) that its certificate must come from; null takes those of this machine."""
+    """Authorities (PEM) that its certificate must come from, followed when the file changes; null: this machine's."""
     server_name: Name | None = None
     """Name that is asked for and must be in its certificate; null is the host of its URL."""
     insecure_skip_verify: bool = False

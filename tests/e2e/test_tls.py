@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 from llmproxy.app import running
 from llmproxy.config import Config, ConfigError, TlsConfig
 from llmproxy.gateway.tls import ClientTls
-from tests.e2e.house import FAST, STREAM, House, house, until
+from tests.e2e.house import FAST, STREAM, House, all_up, house, until
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 
 HOST = "127.0.0.1"
@@ -271,3 +271,42 @@ async def test_a_backend_that_is_not_believed(
             assert (await home.chat()).status == 503
             assert not backend.requests
     assert "certificate verify failed" in next(line["why"] for line in logs if line["event"] == "backend_down")
+
+
+async def test_new_authorities_are_believed_and_old_ones_no_more(
+    tmp_path: Path,
+    ca: trustme.CA,
+    gpu: Callable[[], AbstractAsyncContextManager[Scripted]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("llmproxy.backends.roster.LOOK_S", 0.01)
+    file, other = tmp_path / "authorities.pem", trustme.CA()
+    file.write_bytes(other.cert_pem.bytes())
+    tls = {"ca": str(file), "server_name": "gpu.internal"}
+
+    def replace(text: bytes) -> None:
+        new = tmp_path / "new.pem"
+        new.write_bytes(text)
+        new.replace(file)
+
+    def told(event: str) -> list[Any]:
+        return [line for line in logs if line["event"] == event]
+
+    with capture_logs() as logs:
+        async with (
+            gpu() as backend,
+            house(backends=[{"url": backend.url, "name": "b0", "tls": tls}], wait=False) as home,
+        ):
+            await until(lambda: told("backend_down"))
+            replace(ca.cert_pem.bytes())
+            await until(lambda: all_up(home))
+            assert (await home.chat()).status == 200
+            replace(b"nobody")
+            await until(lambda: told("authorities_kept"))
+            assert (await home.chat()).status == 200
+            replace(other.cert_pem.bytes())
+            await until(lambda: len(told("backend_down")) == 2)
+            assert (await home.chat()).status == 503
+    assert [line["backend"] for line in told("authorities_renewed")] == ["b0", "b0"]
+    [kept] = told("authorities_kept")
+    assert kept["why"].startswith(f"{file} holds no certificate: ")
