@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -121,9 +121,11 @@ class Proxy:
 
 
 @asynccontextmanager
-async def running(config: Config, reread: Reread | None = None, sockets: Sockets | None = None) -> AsyncIterator[Proxy]:
-    """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again, and
-    `sockets` may have some that were inherited.
+async def running(
+    config: Config, reread: Reread | None = None, sockets: Sockets | None = None, drained: Collection[str] = ()
+) -> AsyncIterator[Proxy]:
+    """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again,
+    `sockets` may have some that were inherited, and `drained` are backends that a predecessor was told to drain.
 
     Raises OSError when it cannot listen, ConfigError when it cannot look for backends or use a file that it names.
     """
@@ -189,6 +191,7 @@ async def running(config: Config, reread: Reread | None = None, sockets: Sockets
             BackendRoutes(roster, reloader, loop.time), Clients(config.clients), config.clients.head_bytes_max,
         )  # fmt: skip
         watch.expect(backend.name for backend in _configured(config))
+        roster.drain_who_joins(drained)
         roster.tell(CONFIGURED, _configured(config))
         sources.reconfigure(config)
         await stack.enter_async_context(_in_the_background(roster.follow_authorities()))

@@ -22,6 +22,7 @@ from llmproxy.config import (
     Config,
     ConfigError,
     Override,
+    WatchedFile,
     hash_of,
     is_api_key,
     keys,
@@ -206,6 +207,9 @@ def serve(
             raise ConfigError([NO_BACKENDS])
         return settled
 
+    watched = WatchedFile(config) if config is not None else None
+    if watched is not None:
+        watched.take()
     try:
         overrides = [*_from_environment(os.environ), *_from_flags(flags, urls or ())]
         settled = read()
@@ -214,7 +218,7 @@ def serve(
     from llmproxy.process import run
     from llmproxy.reload import Reread
 
-    raise typer.Exit(run(settled, Reread(config, read) if config is not None else None))
+    raise typer.Exit(run(settled, Reread(watched, read) if watched is not None else None))
 
 
 @app.command()

@@ -8,12 +8,13 @@ pipe. Only then does this process stop accepting and lead out those it has. ngin
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 
 import structlog
 
@@ -22,6 +23,8 @@ from llmproxy.sockets import Sockets
 READY_MAX_S = 60.0
 """How long a successor may take until it serves, before it is ended and this process goes on as if nothing was."""
 EXIT_MAX_S = 5.0
+DRAINED = "LLMPROXY_DRAINED"
+"""The variable by which a process tells its successor which backends were drained by hand."""
 
 _log = structlog.get_logger()
 
@@ -41,14 +44,16 @@ class Orders:
         self.over, self.stop, self.cut = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.cut_code = 0
         self._sockets = sockets
+        self._drained: Callable[[], Collection[str]] = tuple
         self._restart: asyncio.Task[None] | None = None
         self._successor: subprocess.Popen[bytes] | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop, number)
 
-    def take_restarts(self) -> None:
-        """From now on SIGUSR2 starts a successor: there are sockets that it can inherit."""
+    def take_restarts(self, drained: Callable[[], Collection[str]]) -> None:
+        """From now on SIGUSR2 starts a successor: there are sockets that it can inherit, and `drained` backends."""
+        self._drained = drained
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._told_to_restart)
 
     @property
@@ -75,7 +80,7 @@ class Orders:
         # Not with which arguments: there may be keys among them.
         _log.info("restarting", program=sys.executable)
         try:
-            self._successor = await successor(self._sockets)
+            self._successor = await successor(self._sockets, self._drained())
         except SuccessorFailedError as failed:
             _log.error("restart_failed", why=str(failed), hint="this process goes on serving")
         else:
@@ -85,12 +90,17 @@ class Orders:
             self._restart = None
 
 
-async def successor(sockets: Sockets) -> subprocess.Popen[bytes]:
+def drained_before(environment: MutableMapping[str, str]) -> frozenset[str]:
+    """The backends that were drained under a predecessor; its variable is removed, and not inherited again."""
+    return frozenset(json.loads(environment.pop(DRAINED, "[]")))
+
+
+async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subprocess.Popen[bytes]:
     """Start this program anew on our sockets, and wait until it serves. Raises SuccessorFailedError."""
     reads, writes = os.pipe()
     told, fds = sockets.for_successor(writes)
     try:
-        child = _same_again(told, fds)
+        child = _same_again({**told, DRAINED: json.dumps(sorted(drained))}, fds)
     except OSError as error:
         os.close(reads)
         raise SuccessorFailedError(f"{sys.executable} cannot be started: {error.strerror}") from None

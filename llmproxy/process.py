@@ -14,7 +14,7 @@ import uvloop
 from llmproxy import early
 from llmproxy.app import Proxy, running
 from llmproxy.config import Config, ConfigError
-from llmproxy.handover import Orders, notify, unless
+from llmproxy.handover import Orders, drained_before, notify, unless
 from llmproxy.reload import Reread
 from llmproxy.sockets import Sockets
 from llmproxy.telemetry import logs
@@ -38,12 +38,12 @@ async def _serve(config: Config, reread: Reread | None) -> int:
     try:
         sockets = Sockets.from_environment(os.environ, os.getpid())
         orders = Orders(sockets)
-        async with running(config, reread, sockets) as proxy:
+        async with running(config, reread, sockets, drained_before(os.environ)) as proxy:
             # Also where there is no file: whoever wants a reload, and is wrong about that, does not want the end.
             reloader = proxy.reloader
             hang_up = partial(_log.warning, "nothing_to_reload") if reloader is None else reloader.hang_up
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
-            orders.take_restarts()
+            orders.take_restarts(proxy.roster.drained)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             admin = proxy.admin_url or proxy.url
             _log.info("listening", url=proxy.url, admin=admin, backends=len(config.backends), clients=clients)

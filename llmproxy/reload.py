@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -30,9 +29,9 @@ class Reloaded:
 @dataclass(frozen=True, slots=True)
 class Reread:
     """Where the configuration came from. `read` reads and checks it as at the start, with the same flags and variables
-    over it; it raises ConfigError, and is called on another thread."""
+    over it; it raises ConfigError, and is called on another thread. `file` was taken before it was read first."""
 
-    file: Path
+    file: WatchedFile
     read: Callable[[], Config]
 
 
@@ -51,14 +50,13 @@ class Reloader:
         on_end: Callable[[bool], None],
     ) -> None:
         self._config = config
-        self.file = reread.file
-        self._watched = WatchedFile(reread.file)
+        self.file = reread.file.path
+        self._watched = reread.file
         self._read = reread.read
         self._apply = apply
         self._on_end = on_end
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._watched.take()
 
     async def reload(self, cause: str) -> Reloaded:
         """Go by the configuration as it is now. Raises ConfigError, and then nothing has changed.

@@ -149,6 +149,15 @@ def test_a_file_that_is_missing_for_a_moment_has_not_changed(tmp_path: Path) -> 
     assert [watched.has_changed() for _ in range(2)] == [False, False]
 
 
+def test_a_pipe_can_be_read_but_once_and_does_not_change(tmp_path: Path) -> None:
+    pipe = tmp_path / "c.yaml"
+    os.mkfifo(pipe)
+    watched = WatchedFile(pipe)
+    watched.take()
+    os.utime(pipe, ns=(1, 1))
+    assert [watched.has_changed() for _ in range(2)] == [False, False]
+
+
 def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
     for name in ("one", "two"):
         put(tmp_path / name, "same", 1)

@@ -8,7 +8,7 @@ there ends in its own time (`timeouts.total_s` at the most), and then it is forg
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -91,6 +91,7 @@ class Roster:
         self._backends: dict[str, BackendConfig] = {}
         self._pollers: dict[str, Poller] = {}
         self._clashes: set[tuple[str, str]] = set()
+        self._drained_before: set[str] = set()
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
@@ -133,6 +134,14 @@ class Roster:
     def undrain(self, name: str) -> None:
         """Let a backend be given work again. Raises KeyError; one that leaves leaves all the same."""
         self._set_drained(self._members[name], drained=False)
+
+    def drain_who_joins(self, names: Iterable[str]) -> None:
+        """Drain these as soon as they are members: a predecessor of this process was told to."""
+        self._drained_before.update(names)
+
+    def drained(self) -> set[str]:
+        """The backends that somebody drained, those that are still to join included."""
+        return {name for name, member in self._members.items() if member.drained} | self._drained_before
 
     def _set_drained(self, member: _Member, *, drained: bool) -> None:
         if member.drained is drained:
@@ -180,6 +189,9 @@ class Roster:
         poller = self._poller(backend)
         self._members[backend.name] = _Member(backend, source, _now(), poller, self._start(poller, backend.name))
         _log.info("backend_added", backend=backend.name, url=backend.url, source=source)
+        if backend.name in self._drained_before:
+            self._drained_before.remove(backend.name)
+            self.drain(backend.name)
 
     def _change(self, member: _Member, backend: BackendConfig, source: str) -> None:
         member.source = source

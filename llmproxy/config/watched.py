@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from stat import S_ISREG
 
 Stamp = tuple[int, int, int, int]
 
@@ -37,5 +38,8 @@ class WatchedFile:
         try:
             found = self.path.stat()
         except OSError:
+            return None
+        if not S_ISREG(found.st_mode):
+            # A pipe, as of a shell's <(...), holds nothing any more when it is read again.
             return None
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

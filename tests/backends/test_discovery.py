@@ -217,6 +217,21 @@ async def test_a_drain_by_hand_outlives_what_sources_say_and_ends_with_the_backe
         roster.drain("b")
 
 
+async def test_who_was_drained_under_a_predecessor_joins_drained_and_but_once(roster: Roster) -> None:
+    one = BackendConfig(name="a", url="http://127.0.0.1:1")
+    roster.drain_who_joins(["a", "never"])
+    assert roster.drained() == {"a", "never"}
+    roster.tell("config", [one])
+    assert roster.standing("a").state is State.DRAINED
+    assert roster.drained() == {"a", "never"}
+    roster.undrain("a")
+    assert roster.drained() == {"never"}
+    roster.tell("config", [])
+    await until(lambda: not told(roster))
+    roster.tell("config", [one])
+    assert roster.standing("a").state is State.DOWN
+
+
 async def test_sources_are_asked_anew_when_their_settings_change_and_leave_with_their_backends(roster: Roster) -> None:
     expected: list[bool] = []
     looks: list[tuple[str, bool]] = []

@@ -22,7 +22,7 @@ from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.app import Proxy, running
-from llmproxy.config import Config, load
+from llmproxy.config import Config, WatchedFile, load
 from llmproxy.reload import Reread
 from llmproxy.simulator.replica import Replica, ReplicaOptions, SeenRequest
 from tests.e2e.leftovers import nothing_left
@@ -229,7 +229,9 @@ async def house(
 
 def _written(file: Path, told: Mapping[str, Any]) -> Reread:
     file.write_text(json.dumps(told))  # JSON is YAML, too.
-    return Reread(file, partial(load, file))
+    watched = WatchedFile(file)
+    watched.take()
+    return Reread(watched, partial(load, file))
 
 
 def is_poll(seen: SeenRequest) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from llmproxy.config import hash_of
 from llmproxy.simulator.replica import Replica
 from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, until
 
@@ -150,6 +151,13 @@ async def test_an_early_hang_up_reads_the_configuration_again(backend: Replica, 
         assert await process.ended() == 0
 
 
+async def test_a_change_of_the_file_while_it_is_read_is_noticed(backend: Replica, tmp_path: Path) -> None:
+    async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\n") as (process, tell):
+        # The file that is read is another one before its end has come.
+        tell()
+        assert (await process.event("reloaded"))["cause"] == "file"
+
+
 async def test_an_early_order_to_restart_is_carried_out(backend: Replica, tmp_path: Path) -> None:
     async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\n") as (process, tell):
         process.process.send_signal(signal.SIGUSR2)
@@ -258,6 +266,28 @@ async def test_a_successor_takes_over_and_nobody_notices(
             os.kill(third, signal.SIGTERM)
             await process.event("stopped", 3)
             assert all(stopped["all_requests_finished"] for stopped in process.events("stopped"))
+
+
+async def test_a_successor_knows_who_was_drained_by_hand(
+    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    key = {"authorization": "Bearer for-admins"}
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"backends: [{{url: '{backend.url}', name: kept}}, {{url: 'http://127.0.0.1:1', name: drained}}]\n"
+        f"admin_key: '{hash_of('for-admins')}'\n"
+    )
+    async with served(tmp_path / "log", "--port", "0", "--config", str(file)) as process:
+        url = await process.url()
+        async with http.post(url + "/admin/backends/drained/drain", headers=key) as answer:
+            assert answer.status == 200
+        for number in (1, 2):
+            process_id = process.events("replaced")[-1]["by_pid"] if number == 2 else process.process.pid
+            os.kill(process_id, signal.SIGUSR2)
+            await process.event("replaced", number)
+            async with aiohttp.ClientSession() as session, session.get(url + "/admin/backends") as page:
+                states = {one["backend"]: one["state"] for one in (await page.json())["backends"]}
+                assert states == {"kept": "up", "drained": "drained"}
 
 
 async def test_a_successor_that_fails_changes_nothing(
