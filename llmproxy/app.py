@@ -23,7 +23,7 @@ from llmproxy.backends.upstream import HttpUpstream
 from llmproxy.config import BackendConfig, Config, ConfigError, settings_of
 from llmproxy.core.adapters import Adapters
 from llmproxy.core.domain import Listing, Reading, Trouble
-from llmproxy.core.health import Back, Ejected
+from llmproxy.core.health import Ejected, News, Spared
 from llmproxy.core.placement import make, presets
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
@@ -305,9 +305,11 @@ def _state(pools: Pools, names: Mapping[int, str], now: float) -> LiveState:
     return LiveState(queues, pools.parked(), backends)
 
 
-def _tell_news(backend: str, news: Ejected | Back) -> None:
+def _tell_news(backend: str, news: News) -> None:
     if isinstance(news, Ejected):
         _log.warning("backend_ejected", backend=backend, why=news.why, pause_s=news.pause_s)
+    elif isinstance(news, Spared):
+        _log.warning("backend_not_ejected", backend=backend, why=news.why, hint="health.ejected_max")
     else:
         _log.info("backend_back", backend=backend, after_s=round(news.after_s, 3))
 

@@ -22,7 +22,7 @@ from llmproxy.core.domain import (
     Verdict,
     Withdraw,
 )
-from llmproxy.core.health import Back, Ejected
+from llmproxy.core.health import News
 from llmproxy.core.pools import Pools
 
 DRAIN_RETRY_S = 1.0
@@ -87,7 +87,7 @@ class Dispatcher:
 
     pools: Pools
     on_decision: Callable[[float], None] = lambda _: None
-    on_news: Callable[[str, Ejected | Back], None] = lambda *_: None
+    on_news: Callable[[str, News], None] = lambda *_: None
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False

@@ -29,6 +29,17 @@ class Back:
     after_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Spared:
+    """Enough speaks against it, but its pool cannot spare one more (`ejected_max`)."""
+
+    why: str
+
+
+News = Ejected | Back | Spared
+"""What a person should know of the health of a backend."""
+
+
 class Peers:
     """The backends of one pool, of which what requests met may eject no more than a share.
 
@@ -60,8 +71,8 @@ class Health:
     def __init__(self, settings: HealthSettings) -> None:
         self._settings = settings
         self.peers: Peers | None = None
-        self.tell: Callable[[Ejected | Back], None] = lambda _: None
-        """Is told of every ejection and of its end."""
+        self.tell: Callable[[News], None] = lambda _: None
+        """Is told of every ejection and of its end, and of those that should have been, if not each time."""
         self.down = True
         self._troubles = 0
         self._refusals = 0
@@ -69,6 +80,7 @@ class Health:
         self._ejections = 0
         self.ejected_times = 0
         self.slow = False
+        self._spared_until_s = 0.0
         self._half_open = False
         self._probe: int | None = None
         self._blocked_until_s = 0.0
@@ -192,10 +204,17 @@ class Health:
     def suspect(self, why: str, now: float, *, slow: bool = False) -> bool:
         """Eject it, if its pool can spare one more; whether that is so."""
         if not self._half_open and self.peers is not None and not self.peers.may_eject():
+            self._spare(why, now)
             return False
         self.slow = slow
         self._eject(why, now)
         return True
+
+    def _spare(self, why: str, now: float) -> None:
+        """Tell of the first time only, as long as there is no pause in which an ejection would have ended."""
+        if now >= self._spared_until_s:
+            self.tell(Spared(why))
+        self._spared_until_s = now + self._settings.backoff_max_s
 
     def _close_case(self, now: float) -> None:
         self._acquit(now)

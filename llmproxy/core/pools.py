@@ -25,7 +25,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.estimate import Estimator
 from llmproxy.core.fleet import Backend, View
-from llmproxy.core.health import Back, Ejected
+from llmproxy.core.health import News
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.occupancy import Occupancy
 from llmproxy.core.placement import Placement
@@ -65,7 +65,7 @@ class Pools:
         self._limits = UsageLimits(settings.limits)
         self._lease_serial = count(1)
         self._decided: list[Decision] = []
-        self._news: deque[tuple[str, Ejected | Back]] = deque(maxlen=NEWS_MAX)
+        self._news: deque[tuple[str, News]] = deque(maxlen=NEWS_MAX)
         self._schedulers: dict[str, Scheduler] = {}
         self._pool_of: dict[str, str] = {}
         self.catalogue = Catalogue((), aliases)
@@ -227,8 +227,8 @@ class Pools:
         times = [scheduler.next_wakeup(now) for scheduler in self._schedulers.values()]
         return min((time for time in times if time is not None), default=None)
 
-    def news(self) -> list[tuple[str, Ejected | Back]]:
-        """Which backends were ejected, and which are back, in order and since this was last asked."""
+    def news(self) -> list[tuple[str, News]]:
+        """Which backends were ejected or should have been, and which are back, in order and since this was last asked."""
         if not self._news:
             return []
         news = list(self._news)

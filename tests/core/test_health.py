@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llmproxy.core.domain import Trouble, Verdict
-from llmproxy.core.health import BUSY_PAUSE_S, Back, Ejected, Health, Peers
+from llmproxy.core.health import BUSY_PAUSE_S, Back, Ejected, Health, News, Peers, Spared
 from llmproxy.core.settings import HealthSettings
 
 SETTINGS = HealthSettings(failures=3, backoff_s=1.0, backoff_max_s=8.0, unreachable_after=2)
@@ -262,8 +262,8 @@ def test_without_a_slow_start_all_is_given_at_once() -> None:
 # --- what is told of it -----------------------------------------------------------------------------------------------
 
 
-def telling() -> tuple[Health, list[Ejected | Back]]:
-    health, told = healthy(), list[Ejected | Back]()
+def telling() -> tuple[Health, list[News]]:
+    health, told = healthy(), list[News]()
     health.tell = told.append
     return health, told
 
@@ -303,10 +303,14 @@ def test_one_that_is_still_slow_is_told_of_anew_and_a_poll_that_finds_it_fresh_e
     assert told[2:] == [Back(2.0)]
 
 
-def test_whom_the_pool_cannot_spare_is_told_of_by_nobody() -> None:
+def test_whom_the_pool_cannot_spare_is_told_of_once_in_a_row() -> None:
     health, told = telling()
     health.peers = Peers(0.5)
     health.peers.members = {"a": health, "b": healthy()}
     health.peers.members["b"].suspect("hung", 0.0)
-    assert not health.suspect("hung", 0.0)
-    assert told == []
+    row_s = [0.0, 1.0, SETTINGS.backoff_max_s, 1.9 * SETTINGS.backoff_max_s]
+    for now in row_s:
+        assert not health.suspect("3 failures in a row", now)
+    assert told == [Spared("3 failures in a row")]
+    assert not health.suspect("hung", row_s[-1] + SETTINGS.backoff_max_s)
+    assert told[1:] == [Spared("hung")]

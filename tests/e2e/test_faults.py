@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from llmproxy.simulator.faults import FaultKind
 from tests.backends.raw_server import Peer
@@ -162,6 +163,25 @@ async def test_three_failures_in_a_row_eject() -> None:
         for _ in range(12):
             assert (await home.chat()).status == 200
         assert len(bad.requests) == 3
+
+
+async def test_the_log_says_whom_the_pool_cannot_spare() -> None:
+    settings: dict[str, Any] = {"health": STRICT | {"failures": 1}, "retry": {"extra_attempts": 0}}
+    with capture_logs() as logs:
+        async with (
+            scripted(answering(BAD_GATEWAY)) as one,
+            scripted(answering(BAD_GATEWAY)) as other,
+            house(extra=[one.url, other.url], **IN_TURN, **settings) as home,
+        ):
+            for _ in range(4):
+                assert (await home.chat()).status == 502
+            await home.settled()
+    ejected, spared = (
+        [(line["backend"], line["why"]) for line in logs if line["event"] == event]
+        for event in ("backend_ejected", "backend_not_ejected")
+    )
+    assert sorted(ejected + spared) == [("b0", "1 failures in a row"), ("b1", "1 failures in a row")]
+    assert len(spared) == 1
 
 
 async def test_an_ejected_backend_comes_back_by_one_probe() -> None:
