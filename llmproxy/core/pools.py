@@ -228,7 +228,7 @@ class Pools:
         return min((time for time in times if time is not None), default=None)
 
     def news(self) -> list[tuple[str, News]]:
-        """Which backends were ejected or should have been, and which are back, in order and since this was last asked."""
+        """Which backends were ejected, or should have been, and which are back: in order, since this was last asked."""
         if not self._news:
             return []
         news = list(self._news)
