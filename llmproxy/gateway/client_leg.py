@@ -53,8 +53,9 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
     body = BytesIO()
     now = asyncio.get_running_loop().time
     silence_s, latest_s = patience.body_silence_s, now() + patience.body_timeout_s
+    limit = asyncio.timeout_at(min(now() + silence_s, latest_s))
     try:
-        async with asyncio.timeout_at(min(now() + silence_s, latest_s)) as limit:
+        async with limit:
             while piece := await content.readany():
                 if body.tell() + len(piece) > bytes_max:
                     raise _too_large(bytes_max)
@@ -64,7 +65,8 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
         message = str(broken) or "The request body ended early."
         raise Failure(Outcome.BAD_REQUEST, message, headers={"Connection": "close"}) from None
     except TimeoutError:
-        if now() < latest_s:
+        # Not by the clock: timers of the loop go off up to a millisecond early.
+        if limit.when() != latest_s:
             message = f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_silence_s)."
         else:
             message = f"The request body took more than {patience.body_timeout_s:g} s (clients.body_timeout_s)."
