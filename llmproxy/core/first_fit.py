@@ -61,10 +61,14 @@ def first_fit(
     """Answer the request that goes next, or that nobody has room, or None where the room is of use to none.
 
     Where a lower band waits too, nobody is `patient`: whoever would rather wait for a backend that is full takes the
-    best of those with room, because the lower band would.
+    best of those with room, because the lower band would. Nor is anybody then the probe of a backend that is to be
+    tried, as long as there is room elsewhere: the lower band is.
     """
     passed_over = 0
     ready = _warm(views)
+    trials = [view for view in ready if view.probed]
+    if trials:
+        ready = [replace(view, available=False) if view.probed else view for view in ready]
     flows = band.fairness.candidates(now)
     try:
         for flow in flows:
@@ -76,7 +80,9 @@ def first_fit(
                         return Limited(queued, limit)
                     if unmatched.covers(queued):
                         continue
-                    placed = placement.place(queued.request, ready, ceiling, queued.excluded, now)
+                    placed = _as_probe(queued, placement, views, ceiling, now) if trials and patient else None
+                    if not isinstance(placed, Placed):
+                        placed = placement.place(queued.request, ready, ceiling, queued.excluded, now)
                     if ready is not views and not isinstance(placed, Placed):
                         placed = placement.place(queued.request, views, ceiling, queued.excluded, now)
                     if isinstance(placed, NoMatch) and placed.later and not patient:
@@ -112,6 +118,22 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
         replace(view, available=False) if view.load >= max(1, round(view.limit * view.warmth / top)) else view
         for view in views
     ]
+
+
+def _as_probe(
+    queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, now: float
+) -> Placed | NoCapacity | NoMatch:
+    """A place on a backend that is to be tried, whatever it costs there, or why there is none.
+
+    A placement that learns its prices from requests would never learn that a backend is well again without one. What
+    is silent or slow is tried with a stream alone: only of a stream is it seen in time that it has to go elsewhere.
+    """
+    stream = queued.request.stream
+    # The others are there for what is compared among all, such as the longest context.
+    trial = [
+        view if view.probed and (stream or not view.stream_probe) else replace(view, available=False) for view in views
+    ]
+    return placement.place(queued.request, trial, ceiling, queued.excluded, now)
 
 
 def head(band: Band, now: float) -> Queued:

@@ -10,6 +10,7 @@ from llmproxy.core.capacity import BatchLimit, slots_under
 from llmproxy.core.domain import Listing, Reading, Request, Trouble, Verdict
 from llmproxy.core.health import Health
 from llmproxy.core.settings import CapacitySettings, HealthSettings
+from llmproxy.core.watch import Silent
 
 GAUGE_LAG_S = 0.03
 """vLLM's gauges are set by engine steps, 10-26 ms after the fact; younger work cannot be in a reading."""
@@ -27,7 +28,8 @@ class View:
     those in the engine's own queue at the last reading; `kv_used` (0..1) includes prompts booked since that reading.
     `kv_tokens` is the size of the KV-cache. It is meant for prompts of `prompt_range` tokens, None for any. `reading`
     is the last one as it came, while it is fresh enough to be believed. `warmth` (0..1] is the share of its limit that
-    it should have by now where it came back lately, and others have room.
+    it should have by now where it came back lately, and others have room. It is `probed` while it is ejected and its
+    pause is over: one request is to find out, a stream where it is a `stream_probe`.
     """
 
     backend: str
@@ -46,6 +48,8 @@ class View:
     kv_full: float
     reading: Reading | None
     warmth: float = 1.0
+    probed: bool = False
+    stream_probe: bool = False
 
     def has_room(self, ceiling: float) -> bool:
         """True when one more request may go there under `ceiling`; an idle backend takes anything."""
@@ -236,16 +240,24 @@ class Backend:
         self.health.finished(lease, verdict, now)
         self._view = None
 
-    def suspect(self, why: str, now: float, *, slow: bool = False) -> bool:
-        """See `Health.suspect`. An engine whose last reading shows nothing running does not hang: what it has of ours
-        is fetched, tokenised or compiled for before it begins, and that may take its time.
+    def hangs(self, silent: Silent, now: float) -> bool:
+        """It brings nothing; whether it is ejected for that.
+
+        An engine that shows nothing running does not hang: what it has of ours is fetched, tokenised or compiled for
+        before it begins, and that may take its time; that of a probe is what a reading is believed for. A reading from
+        the first half of the silence proves nothing, because a frozen server sends none after it.
         """
         self._view = None
-        reading = self.reading
-        fresh = reading is not None and now < reading.taken_at_s + self._capacity.stale_after_s
-        if not slow and reading is not None and fresh and not reading.running:
+        reading, silent_s = self.reading, now - silent.since_s
+        idle = reading is not None and not reading.running and reading.taken_at_s >= now - 0.5 * silent_s
+        if idle and not silent.stopped and not (self.health.ejected and silent_s >= self._capacity.stale_after_s):
             return False
-        return self.health.suspect(why, now, slow=slow)
+        return self.health.hangs(silent.told(now), now)
+
+    def slowed(self, why: str, now: float) -> bool:
+        """It has become slow; whether it is ejected for that."""
+        self._view = None
+        return self.health.slowed(why, now)
 
     def paced(self, fast: bool, now: float) -> None:
         """See `Health.paced`."""
@@ -344,9 +356,10 @@ class Backend:
         kv_used = (reading.kv_used or 0.0) if reading is not None else 0.0
         if kv_tokens:
             kv_used += self._debit_tokens / kv_tokens
+        available = self.health.available(now) and not self._drained
         return View(
             backend=self.name,
-            available=self.health.available(now) and not self._drained,
+            available=available,
             served=self._served,
             resident=frozenset(self._residents),
             max_adapters=reading.max_adapters if reading is not None else None,
@@ -361,6 +374,8 @@ class Backend:
             kv_full=self._capacity.kv_full,
             reading=reading,
             warmth=self.health.warmth(now),
+            probed=available and self.health.ejected,
+            stream_probe=self.health.stream_probe,
         )
 
     def check(self) -> None:

@@ -81,6 +81,8 @@ class Health:
         self.ejected_times = 0
         self.slow = False
         self._spared_until_s = 0.0
+        self.stream_probe = False
+        """Only a stream can tell whether it is well again: it hung, or is slow."""
         self._half_open = False
         self._probe: int | None = None
         self._blocked_until_s = 0.0
@@ -201,12 +203,25 @@ class Health:
             case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.WITHDRAWN:
                 pass
 
-    def suspect(self, why: str, now: float, *, slow: bool = False) -> bool:
+    def hangs(self, why: str, now: float) -> bool:
+        """It brings nothing: eject it, if its pool can spare one more; whether that is so."""
+        if not self.suspect(why, now):
+            return False
+        self.stream_probe = True
+        return True
+
+    def slowed(self, why: str, now: float) -> bool:
+        """It has become slow: eject it, if its pool can spare one more; whether that is so."""
+        if not self.suspect(why, now):
+            return False
+        self.slow = self.stream_probe = True
+        return True
+
+    def suspect(self, why: str, now: float) -> bool:
         """Eject it, if its pool can spare one more; whether that is so."""
         if not self._half_open and self.peers is not None and not self.peers.may_eject():
             self._spare(why, now)
             return False
-        self.slow = slow
         self._eject(why, now)
         return True
 
@@ -223,7 +238,8 @@ class Health:
     def _acquit(self, now: float) -> None:
         if self._half_open:
             self.tell(Back(now - self._first_ejected_s))
-        self._half_open, self._probe, self._ejections, self.slow = False, None, 0, False
+        self._half_open, self._probe, self._ejections = False, None, 0
+        self.slow = self.stream_probe = False
 
     def _eject(self, why: str, now: float) -> None:
         # Many requests may fail from one cause in one instant; they are one ejection, not one each.

@@ -235,7 +235,7 @@ class Scheduler:
         """Return a lease. `usage` is what the engine counted, or the tokens seen so far where it was cut short."""
         held = self._leases.pop(lease)
         held.backend.release(lease, verdict, now)
-        self._watch.finished(lease)
+        self._watch.finished(lease, now)
         self._withdrawal.closed(lease)
         self._placement.finished(lease, verdict, usage, now)
         self._limits.released(held.request, _used_tokens(held.request, verdict, usage), now)
@@ -336,8 +336,8 @@ class Scheduler:
         if self._more or self._shed:
             return now
         if not self._room:
-            return None
-        times = [backend.changes_at(now) for backend in self._backends.values()]
+            return self._watch.due_s
+        times = [self._watch.due_s, *(backend.changes_at(now) for backend in self._backends.values())]
         times += [self._room.next_deadline(now), self._reserve.changes_at(now)]
         return min((time for time in times if time is not None), default=None)
 
@@ -404,11 +404,11 @@ class Scheduler:
     def _look_after(self, now: float) -> None:
         """Eject who hangs or has become slow; what one that hangs has not begun may be tried elsewhere."""
         hung, slow = self._watch.look(now)
-        for name, why in hung.items():
-            if self._backends[name].suspect(why, now):
+        for name, silent in hung.items():
+            if self._backends[name].hangs(silent, now):
                 self._lost += self._watch.give_up(name)
         for name, why in slow.items():
-            self._backends[name].suspect(why, now, slow=True)
+            self._backends[name].slowed(why, now)
 
     def _revoked(self) -> Iterator[Revoke]:
         lost, self._lost = self._lost, []

@@ -17,10 +17,16 @@ from llmproxy.core.settings import HealthSettings
 
 LOOK_S = 0.25
 """How often the pool is looked over at most."""
-SPAN_S = 0.8
+SPAN_S = 0.5
 """How long a stream is followed for one observation of its speed, and a backend for one judgement."""
 LATE = 5.0
 """Times the predicted time to all first bytes that it owes, after which a silent backend counts as hung."""
+TOGETHER = 3
+"""Streams under way that fall silent at once are no matter of their clients any more if they are as many."""
+TOGETHER_S = 0.6
+"""What is at once: longer than two pieces of news of a stream that flows lie apart."""
+TOGETHER_LATE = 2.0
+"""As `LATE`, where streams under way have stopped together: most engines go on with them while they compute prompts."""
 KNOWN = 10
 """Judgements after which it is known how fast a backend is as a rule."""
 RULE_GAIN = 0.05
@@ -36,10 +42,14 @@ GAIN = 0.02
 """Weight of a newer observation of what the pool takes."""
 DOUBTFUL = 2.0
 """Times its rule beyond which an observation is not taken as one of what the pool can do."""
-IN_A_ROW = 3
-"""Judgements that it takes: one or two may be a collection of garbage, a compilation, a burst of long prompts."""
+SLOW_S = 2.0
+"""Seconds of slowness that it takes: less may be a collection of garbage, a compilation, a burst of long prompts."""
+SLOW_WITHIN_S = 6.0
+"""How soon after each other these come, beside spans that say nothing."""
+PROMPT_LATE = 2.0
+"""Times the predicted time of a prompt of which nothing is cached that it may explain."""
 PROMPTS_MOST = 0.3
-"""Share of a span that prompts may explain where it is to tell of speed: how long they take is known roughly."""
+"""Share of a span that prompts may explain where it teaches how fast a backend is: how long they take is a guess."""
 KV_CROWDED = 0.9
 """Use of a KV-cache from which on an engine may take sequences out of its batch and compute them again."""
 FRESH_S = 5.0
@@ -49,27 +59,44 @@ FRESH_S = 5.0
 @dataclass(slots=True)
 class _Pulse:
     """One backend. `owed` are streams without a byte, the oldest first, `owed_tokens` what is to be computed of their
-    prompts, and `owed_at_most_tokens` what is if nothing of them is cached; `heard_s` is when any stream of it last
-    brought something.
+    prompts, and `owed_at_most_tokens` what is if nothing of them is cached; `under_way` are those with a byte, and
+    `heard_s` is when any stream of it last brought something.
 
-    `work_tokens` counts the prompt tokens that it has computed so far. `best` is the speed of its fastest stream since
-    the last judgement, in times of what is the pool's: one slow reader, or one odd stream, is no news of an
-    engine. `rule` is what that is as a rule, over `known` judgements; `slowness`, as of `judged_s`, what the last was
-    of it, and `slow` how many in a row were too much. It is `doubted` while its last observation was far off.
+    `work_tokens` counts the prompt tokens that it has computed so far, `prompts_s` the time that these may have taken
+    until `turn_s`, when it last owed none or brought a first byte. `best` is the speed of its fastest stream since
+    `looked_s`, in times of what is the pool's: one slow reader, or one odd stream, is no news of an engine. That is
+    where prompts took as long as is believed; `least` is what is left of it where they took as long as they may, which
+    leaves `unexplained_s`, and `most` where they took no time. `rule` is what `best` is as a rule, over `known`
+    judgements; `slowness`, as of `judged_s`, what the last was of it, and `slow_s` for how long it was too slow since
+    `slow_since_s`. It is `doubted` while its last observation was far off.
     """
 
     owed: dict[int, _Stream] = field(default_factory=dict)
     owed_tokens: float = 0.0
     owed_at_most_tokens: int = 0
+    under_way: dict[int, _Stream] = field(default_factory=dict)
     heard_s: float = -inf
     work_tokens: float = 0.0
+    prompts_s: float = 0.0
+    turn_s: float = -inf
     best: float = inf
+    least: float = inf
+    most: float = inf
     rule: float = 1.0
     known: int = 0
     slowness: float = 1.0
     judged_s: float = -inf
-    slow: int = 0
+    unexplained_s: float = 0.0
+    looked_s: float = -inf
+    slow_s: float = 0.0
+    slow_since_s: float = -inf
     doubted: bool = False
+
+    def slower(self, now: float) -> None:
+        """It was too slow since the last judgement."""
+        if not self.slow_s or now > self.slow_since_s + SLOW_WITHIN_S:
+            self.slow_s, self.slow_since_s = 0.0, now
+        self.slow_s += min(self.unexplained_s, now - self.looked_s)
 
     def learn_rule(self) -> None:
         """The last judgement is one more of how fast it is as a rule."""
@@ -82,7 +109,8 @@ class _Stream:
     """A lease, with a prompt of `prompt_tokens`. `ahead_tokens` had to be computed for its first byte when it was
     booked, `own_tokens` of them its own.
 
-    Since `since_s`, when its backend had computed `work_tokens`, it brought all beyond its first `tokens`.
+    Since `since_s`, when its backend had computed `work_tokens` in `prompts_s` at most, it brought all beyond its first
+    `tokens`; `heard_s` is when it last brought any.
     """
 
     pulse: _Pulse
@@ -93,19 +121,44 @@ class _Stream:
     since_s: float
     tokens: int = 0
     work_tokens: float = 0.0
+    prompts_s: float = 0.0
+    heard_s: float = -inf
+
+    def begin(self, tokens: int, prompts_s: float, now: float) -> None:
+        """Begin a span, at so many tokens of the answer."""
+        self.since_s, self.tokens = now, tokens
+        self.work_tokens, self.prompts_s = self.pulse.work_tokens, prompts_s
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A backend that hangs: since when it is silent, how many first bytes it owes, and how many streams under way have
+    stopped at once, where that is what told it.
+    """
+
+    since_s: float
+    owed: int
+    stopped: int
+
+    def told(self, now: float) -> str:
+        stopped = f", streams that stopped together: {self.stopped}" if self.stopped else ""
+        return f"hung: silent for {now - self.since_s:.1f} s, first bytes owed: {self.owed}{stopped}"
 
 
 class Watch:
     """Follows the streams of one pool; changes nothing of it.
 
     **Hung** is a backend that owes first bytes and has been silent for `hung_s`, or `LATE` times as long as all that it
-    owes was predicted to take, where others of its pool spoke meanwhile. Streams under way prove nothing: it may be the
-    client who does not read. Long prompts explain long silence.
+    owes was predicted to take, where others of its pool spoke meanwhile. So is one of which `TOGETHER` streams that
+    flowed have stopped at once. Fewer streams under way prove nothing: it may be the client who does not read. Long
+    prompts explain long silence. Of one that is ejected, what it owes is its probe: that need not wait for others to
+    speak, as the burden of proof is the backend's by then.
 
     **Slow** is one whose fastest stream takes `slow_factor` times as long as is its rule, beside the median of the
-    others by the same measure, three spans in a row. A pool that slows down as a whole has no outlier, and one that was
-    slow from its beginning is another kind of machine, which is for the placement to know. Time that prompts explain
-    does not count. (Grey failure: Huang et al., "Gray Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
+    others by the same measure, for `SLOW_S` in all. A pool that slows down as a whole has no outlier, and one that was
+    slow from its beginning is another kind of machine, which is for the placement to know. Time that prompts may
+    explain, if nothing of them was cached, does not count; a span that is slow with that time, and not without it,
+    says nothing. (Grey failure: Huang et al., "Gray Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
 
     What is predicted are the pool's own times: seconds to a first byte over the prompt tokens ahead of it, and seconds
     for each token of a stream.
@@ -119,6 +172,7 @@ class Watch:
         self._token_s = 1 / 15_000
         self._step_s = 0.01
         self._common = 1.0
+        self._due_s = inf
         self._look_s = -inf
         self._judge_s = -inf
 
@@ -130,9 +184,13 @@ class Watch:
         if not request.stream:
             # Nobody sees its first token; that its prompt takes time is all it tells.
             pulse.work_tokens += own_tokens
+            pulse.prompts_s += request.prompt_tokens * self._token_s
             return
+        self._due_s = min(self._due_s, now + self.settings.hung_s)
         pulse.owed_tokens += own_tokens
         pulse.owed_at_most_tokens += request.prompt_tokens
+        if not pulse.owed:
+            pulse.turn_s = now
         stream = _Stream(pulse, now, request.prompt_tokens, own_tokens, pulse.owed_tokens, now)
         self._streams[lease] = pulse.owed[lease] = stream
 
@@ -149,15 +207,33 @@ class Watch:
         if not stream.pulse.doubted:
             self._token_s = _nearer(self._token_s, (now - stream.booked_s) / (BASE_TOKENS + stream.ahead_tokens), GAIN)
         self._speaks(lease, stream, now)
-        stream.since_s, stream.work_tokens, stream.tokens = now, stream.pulse.work_tokens, 1
+        stream.begin(1, self._prompts_s(stream.pulse, now), now)
 
     def _speaks(self, lease: int, stream: _Stream, now: float) -> None:
         pulse = stream.pulse
-        pulse.heard_s = now
-        if pulse.owed.pop(lease, None) is not None:
-            pulse.owed_tokens -= stream.own_tokens
-            pulse.owed_at_most_tokens -= stream.prompt_tokens
+        pulse.heard_s = stream.heard_s = now
+        pulse.under_way[lease] = stream
+        if self._owes_no_more(lease, stream, now):
             pulse.work_tokens += stream.own_tokens
+
+    def _owes_no_more(self, lease: int, stream: _Stream, now: float) -> bool:
+        """Strike a first byte off what is owed; whether it was among that."""
+        pulse = stream.pulse
+        if lease not in pulse.owed:
+            return False
+        pulse.prompts_s, pulse.turn_s = self._prompts_s(pulse, now), now
+        del pulse.owed[lease]
+        pulse.owed_tokens -= stream.own_tokens
+        pulse.owed_at_most_tokens -= stream.prompt_tokens
+        return True
+
+    def _prompts_s(self, pulse: _Pulse, now: float) -> float:
+        """Seconds that prompts may have taken of a backend so far."""
+        if not pulse.owed:
+            return pulse.prompts_s
+        # What is believed to be cached may not be, and any of them may be the one that is computed.
+        at_most_s = PROMPT_LATE * max(stream.prompt_tokens for stream in pulse.owed.values()) * self._token_s
+        return pulse.prompts_s + min(now - pulse.turn_s, at_most_s)
 
     def progress(
         self, lease: int, output_tokens: int, sequences: int, kv_used: float | None, now: float
@@ -170,34 +246,43 @@ class Watch:
         if stream is None:
             return None
         pulse = stream.pulse
-        pulse.heard_s = now
+        pulse.heard_s = stream.heard_s = now
         took_s, tokens = now - stream.since_s, output_tokens - stream.tokens
         if took_s < SPAN_S or tokens <= 0:
             return None
-        # Prompts are computed in their order: of those that are owed, the first alone can have taken time by now.
-        prompt_tokens = next(iter(pulse.owed.values())).own_tokens if pulse.owed else 0.0
-        prompts_s = (pulse.work_tokens - stream.work_tokens + prompt_tokens) * self._token_s
-        stream.since_s, stream.tokens, stream.work_tokens = now, output_tokens, pulse.work_tokens
-        if prompts_s > PROMPTS_MOST * took_s or (kv_used or 0.0) > KV_CROWDED:
-            # What prompts explain so far is no news, and neither is an engine that computes what it had before.
-            pulse.slow = 0
+        # Of the prompts that are owed, the first alone can have taken time by now.
+        owed_tokens = next(iter(pulse.owed.values())).own_tokens if pulse.owed else 0.0
+        prompts_s = (pulse.work_tokens - stream.work_tokens + owed_tokens) * self._token_s
+        so_far_s = self._prompts_s(pulse, now)
+        unexplained_s = max(0.0, took_s - (so_far_s - stream.prompts_s))
+        stream.begin(output_tokens, so_far_s, now)
+        if (kv_used or 0.0) > KV_CROWDED:
+            # An engine that computes again what it had before is no news.
+            pulse.slow_s = 0.0
             return None
         steps = tokens * (1.0 + sequences / CROWD)
+        least, most = unexplained_s / (steps * self._step_s), took_s / (steps * self._step_s)
+        if least < pulse.least:
+            pulse.least, pulse.unexplained_s = least, unexplained_s
+        pulse.most = min(pulse.most, most)
+        bound = self.settings.slow_factor * pulse.rule * self._common
+        fast = None if least < bound <= most else most < bound
+        if prompts_s > PROMPTS_MOST * took_s:
+            return fast
         ratio = took_s / (steps * self._step_s + prompts_s)
         pulse.best = min(pulse.best, ratio)
         pulse.doubted = pulse.known >= KNOWN and ratio > DOUBTFUL * pulse.rule
         if not pulse.doubted:
             self._step_s = _nearer(self._step_s, (took_s - prompts_s) / steps, GAIN)
-        return ratio < self.settings.slow_factor * pulse.rule * self._common
+        return fast
 
-    def finished(self, lease: int) -> None:
+    def finished(self, lease: int, now: float) -> None:
         """The lease ended, however it did."""
         stream = self._streams.pop(lease, None)
         if stream is None:
             return
-        if stream.pulse.owed.pop(lease, None) is not None:
-            stream.pulse.owed_tokens -= stream.own_tokens
-            stream.pulse.owed_at_most_tokens -= stream.prompt_tokens
+        stream.pulse.under_way.pop(lease, None)
+        self._owes_no_more(lease, stream, now)
 
     def forget(self, backend: str) -> None:
         """Another process may come in its place. What is still in flight there ends unseen."""
@@ -205,21 +290,26 @@ class Watch:
 
     # --- what is made of it --------------------------------------------------------------------------------------
 
-    def look(self, now: float) -> tuple[dict[str, str], dict[str, str]]:
-        """The backends that hang, and those that have become slow, each with what tells so in words.
+    @property
+    def due_s(self) -> float | None:
+        """When somebody may have been silent for too long although nothing happens; None where only an event tells."""
+        known = self._due_s < inf and len(self._peers.members) > 1
+        return max(self._due_s, self._look_s) if known else None
 
-        To be asked whenever something happens: each poll and each first byte is soon enough, and where nothing happens
-        at all, nobody is there to compare with.
+    def look(self, now: float) -> tuple[dict[str, Silent], dict[str, str]]:
+        """The backends that hang, and those that have become slow, each with what tells so.
+
+        To be asked whenever something happens, and at `due_s`.
         """
-        if now < self._look_s or len(self._peers.members) < 2:
+        if now < self._look_s:
             return {}, {}
-        self._look_s = now + LOOK_S
-        silent = {name: self._silent_s(pulse, now) for name, pulse in self._pulses.items() if pulse.owed}
-        hung = {
-            name: f"hung: silent for {silent_s:.1f} s, first bytes owed: {len(self._pulses[name].owed)}"
-            for name, silent_s in silent.items()
-            if silent_s is not None
-        }
+        self._look_s, self._due_s = now + LOOK_S, inf
+        if len(self._peers.members) < 2:
+            return {}, {}
+        hung = {}
+        for name, pulse in self._pulses.items():
+            if (told := self._silence(name, pulse, now)) is not None:
+                hung[name] = told
         return hung, self._judge(now) if now >= self._judge_s else {}
 
     def give_up(self, backend: str) -> Iterator[int]:
@@ -229,40 +319,62 @@ class Watch:
         pulse.owed_tokens, pulse.owed_at_most_tokens = 0.0, 0
         return iter(owed)
 
-    def _silent_s(self, pulse: _Pulse, now: float) -> float | None:
-        """For how long one that hangs has been silent; None where it need not hang."""
-        # A stream under way may wait for its client; a first byte waits for nobody.
-        since_s = max(pulse.heard_s, next(iter(pulse.owed.values())).booked_s)
+    def _silence(self, name: str, pulse: _Pulse, now: float) -> Silent | None:
+        """The silence of one that hangs; None where it need not hang."""
+        ejected = self._peers.members[name].ejected
         # What is believed to be cached may not be, and a long prompt that is not takes many times as long.
-        patience_s = max(self.settings.hung_s, LATE * (BASE_TOKENS + pulse.owed_at_most_tokens) * self._token_s)
+        owed_s = (BASE_TOKENS + pulse.owed_at_most_tokens) * self._token_s
+        if pulse.owed:
+            # A stream under way may wait for its client; a first byte waits for nobody.
+            since_s = max(pulse.heard_s, next(iter(pulse.owed.values())).booked_s)
+            if self._alone_silent(pulse, since_s, LATE * owed_s, now, ejected):
+                return Silent(since_s, len(pulse.owed), 0)
+        if not ejected and len(pulse.under_way) >= TOGETHER:
+            since_s = pulse.heard_s
+            if self._alone_silent(pulse, since_s, TOGETHER_LATE * owed_s, now, ejected):
+                stopped = sum(stream.heard_s >= since_s - TOGETHER_S for stream in pulse.under_way.values())
+                if stopped >= TOGETHER:
+                    return Silent(since_s, len(pulse.owed), stopped)
+        return None
+
+    def _alone_silent(self, pulse: _Pulse, since_s: float, late_s: float, now: float, ejected: bool) -> bool:
+        """Whether one has been silent for too long since then, and it alone."""
+        patience_s = max(self.settings.hung_s, late_s)
         if now < since_s + patience_s:
-            return None
+            self._due_s = min(self._due_s, since_s + patience_s)
+            return False
+        if ejected:
+            return any(not health.down and not health.ejected for health in self._peers.members.values())
         # Where all are silent it is the proxy that stood still, or the way to all of them.
         others_s = max((other.heard_s for other in self._pulses.values() if other is not pulse), default=-inf)
-        return now - since_s if others_s >= since_s + 0.5 * patience_s else None
+        return others_s >= since_s + 0.5 * patience_s
 
     def _judge(self, now: float) -> dict[str, str]:
         """Close one span of all; answer who was too slow in enough of them, and how slow."""
         self._judge_s = now + SPAN_S
-        judged = {name: pulse for name, pulse in self._pulses.items() if pulse.best < inf}
-        for pulse in judged.values():
-            pulse.slowness, pulse.judged_s, pulse.best = pulse.best / pulse.rule, now, inf
+        for pulse in self._pulses.values():
+            if pulse.best < inf:
+                pulse.slowness, pulse.judged_s = pulse.best / pulse.rule, now
         fresh = {name: pulse.slowness for name, pulse in self._pulses.items() if pulse.judged_s > now - FRESH_S}
         self._common = max(1.0, median(fresh.values())) if fresh else 1.0
         found = {}
-        for name, pulse in judged.items():
-            if self._peers.members[name].ejected:
+        for name, pulse in self._pulses.items():
+            if pulse.most == inf:
                 continue
             others = [slowness for other, slowness in fresh.items() if other != name]
-            times = pulse.slowness / max(1.0, median(others)) if others else 0.0
-            if pulse.known >= KNOWN and times >= self.settings.slow_factor:
-                pulse.slow += 1
-            else:
-                pulse.slow = 0
-                pulse.learn_rule()
-            if pulse.slow >= IN_A_ROW:
-                pulse.slow = 0
-                found[name] = f"slow: {times:.1f} times as slow as is its rule"
+            bound = self.settings.slow_factor * pulse.rule * max(1.0, median(others)) if others else inf
+            ejected, least = self._peers.members[name].ejected, pulse.least
+            if not ejected and (pulse.known < KNOWN or pulse.most < bound):
+                pulse.slow_s = 0.0
+                if pulse.best < inf:
+                    pulse.learn_rule()
+            elif not ejected and least >= bound:
+                pulse.slower(now)
+            pulse.best = pulse.least = pulse.most = inf
+            pulse.looked_s = now
+            if pulse.slow_s >= SLOW_S:
+                pulse.slow_s = 0.0
+                found[name] = f"slow: {least * self.settings.slow_factor / bound:.1f} times as slow as is its rule"
         return found
 
     def check(self) -> None:
@@ -270,7 +382,7 @@ class Watch:
         for pulse in self._pulses.values():
             assert abs(pulse.owed_tokens - sum(stream.own_tokens for stream in pulse.owed.values())) < 1e-3
             assert pulse.owed_at_most_tokens == sum(stream.prompt_tokens for stream in pulse.owed.values())
-            assert pulse.owed.keys() <= self._streams.keys()
+            assert pulse.owed.keys() | pulse.under_way.keys() <= self._streams.keys()
 
 
 def _nearer(known: float, seen: float, gain: float) -> float:

@@ -411,6 +411,11 @@ class World:
     def wind_down(self) -> None:
         """Let the fleet recover and the load drain; then everything must be as if nothing had ever been."""
         self.advance(10.0)
+        self.decide()
+        for lease in list(self.held):
+            self.finish(lease, Verdict.SERVED, 5, retry=False)
+        # Whoever owed first bytes all that time may have been ejected as hung, and its pause has to pass too.
+        self.advance(self.settings.health.backoff_max_s)
         for name, (_, listed) in self.fleet.items():
             if name not in self.pools.backends:
                 self.leave_or_come(name)
