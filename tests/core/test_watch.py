@@ -8,9 +8,10 @@ from itertools import count
 
 import pytest
 
-from llmproxy.core.domain import Entry, Grant, Request, Revoke, Trouble, Verdict
+from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Trouble, Verdict
 from llmproxy.core.health import Ejected
 from llmproxy.core.settings import HealthSettings, Settings
+from llmproxy.core.watch import Watch
 from tests.core.make import pools, reading, request
 
 TICK_S = 0.05
@@ -209,6 +210,38 @@ def test_an_engine_that_has_not_begun_anything_does_not_hang() -> None:
     assert stand.ejected("a")
 
 
+def test_streams_that_stop_together_tell_of_a_hang_before_a_first_byte_is_owed() -> None:
+    stand = warm(per_s=0.0)
+    for _ in range(16):
+        stand.send()
+    stand.run(0.8)
+    stand.factors["a"] = 0.0
+    assert stand.until("a", 10.0) <= 2.0
+    [(_, ejected)] = stand.of.news()
+    assert isinstance(ejected, Ejected)
+    assert ejected.why.endswith("first bytes owed: 0, streams that stopped together: 4")
+    assert not stand.revoked, "they have begun, and may go on"
+
+
+def test_what_a_frozen_server_said_before_it_froze_excuses_it_no_longer() -> None:
+    stand = warm(per_s=8.0)
+    stand.of.observe("a", reading(stand.now, running=0))
+    stand.factors["a"] = 0.0
+    assert stand.until("a", 10.0) <= 2.0
+
+
+@pytest.mark.parametrize("placement", ["cost", "least_request", "epp_sticky"])
+def test_one_that_is_well_again_is_given_work_however_dear_it_seems(placement: str) -> None:
+    stand = warm(placement=placement, per_s=4.0)
+    stand.factors["a"] = 0.0
+    while not stand.ejected("a"):
+        stand.run(0.5)
+    stand.run(1.5)
+    stand.factors["a"] = 1.0
+    stand.run(6.0)
+    assert not stand.ejected("a")
+
+
 # --- slow -------------------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +294,21 @@ def test_a_pool_that_slows_down_as_a_whole_has_no_outlier() -> None:
     stand.factors = dict.fromkeys("abcd", 8.0)
     stand.run(20.0)
     assert not any(stand.ejected(name) for name in "abcd")
+
+
+def test_long_prompts_that_were_believed_to_be_cached_make_nobody_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    booked = Watch.booked
+
+    def believing(watch: Watch, lease: int, asked: Request, placed: Placed, now: float) -> None:
+        booked(watch, lease, asked, replace(placed, cached_tokens=max(0, asked.prompt_tokens - 200)), now)
+
+    stand = warm()
+    monkeypatch.setattr(Watch, "booked", believing)
+    for _ in range(40):
+        # It takes its backend 0.8 s, in which the streams beside it get nothing.
+        stand.send(prompt_tokens=8_000)
+        stand.run(0.25)
+        assert not any(stand.ejected(name) for name in stand.names)
 
 
 def test_of_two_there_is_always_one_left() -> None:
