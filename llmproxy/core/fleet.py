@@ -259,10 +259,10 @@ class Backend:
         self._view = None
         return self.health.slowed(why, now)
 
-    def paced(self, fast: bool, now: float) -> None:
+    def paced(self, lease: int, fast: bool, now: float) -> None:
         """See `Health.paced`."""
         self._view = None
-        self.health.paced(fast, now)
+        self.health.paced(lease, fast, now)
 
     def unstarted(self, lease: int) -> bool:
         """Nothing was done for `lease` that anybody saw: its stream has no byte, or the engine has it in its queue.

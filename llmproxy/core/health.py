@@ -172,12 +172,18 @@ class Health:
         if lease == self._probe and not self.slow:
             self._close_case(now)
 
-    def paced(self, fast: bool, now: float) -> None:
-        """A stream of one that was found slow says how fast it is by now."""
-        if fast:
-            self._close_case(now)
-        else:
+    def paced(self, lease: int, fast: bool, now: float) -> None:
+        """A stream of one that was found slow says how fast it is by now.
+
+        One from before the ejection ends the pause. It closes no case: who is well again is to be given work, and a
+        placement that has learned how slow it was gives it none but the probe.
+        """
+        if not fast:
             self._eject("slow: its probe was as slow", now)
+        elif lease == self._probe:
+            self._close_case(now)
+        elif self._half_open:
+            self._blocked_until_s = min(self._blocked_until_s, now)
 
     def finished(self, lease: int, verdict: Verdict, now: float) -> None:
         was_probe = lease == self._probe

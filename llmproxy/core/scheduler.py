@@ -226,7 +226,7 @@ class Scheduler:
         kv_used = reading.kv_used if reading is not None else None
         fast = self._watch.progress(lease, output_tokens, held.backend.sequences, kv_used, now)
         if fast is not None and held.backend.health.slow:
-            held.backend.paced(fast, now)
+            held.backend.paced(lease, fast, now)
         so_far = self._charge.so_far(held.request, output_tokens, now - held.at_s)
         if so_far > held.charged:
             self._charge_to(held, so_far)

@@ -63,7 +63,7 @@ class _Pulse:
     `heard_s` is when any stream of it last brought something.
 
     `work_tokens` counts the prompt tokens that it has computed so far, `prompts_s` the time that these may have taken
-    until `turn_s`, when it last owed none or brought a first byte. `best` is the speed of its fastest stream since
+    until `turn_s`, when it last owed none, brought a first byte or was fast. `best` is the speed of its fastest stream since
     `looked_s`, in times of what is the pool's: one slow reader, or one odd stream, is no news of an engine. That is
     where prompts took as long as is believed; `least` is what is left of it where they took as long as they may, which
     leaves `unexplained_s`, and `most` where they took no time. `rule` is what `best` is as a rule, over `known`
@@ -267,6 +267,9 @@ class Watch:
         pulse.most = min(pulse.most, most)
         bound = self.settings.slow_factor * pulse.rule * self._common
         fast = None if least < bound <= most else most < bound
+        if fast:
+            # No prompt was computed: what is owed waits for room, and its time is still to come.
+            pulse.prompts_s, pulse.turn_s = so_far_s, now
         if prompts_s > PROMPTS_MOST * took_s:
             return fast
         ratio = took_s / (steps * self._step_s + prompts_s)

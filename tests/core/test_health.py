@@ -294,7 +294,7 @@ def test_many_requests_that_meet_the_same_end_are_told_of_once(verdict: Verdict,
 def test_one_that_is_still_slow_is_told_of_anew_and_a_poll_that_finds_it_fresh_ends_it() -> None:
     health, told = telling()
     assert health.slowed("slow: 6.2 times as slow as is its rule", 0.0)
-    health.paced(False, 1.0)
+    health.paced(7, False, 1.0)
     assert told == [
         Ejected("slow: 6.2 times as slow as is its rule", 1.0), Ejected("slow: its probe was as slow", 2.0),
     ]  # fmt: skip
