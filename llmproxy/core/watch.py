@@ -63,10 +63,10 @@ class _Pulse:
     `heard_s` is when any stream of it last brought something.
 
     `work_tokens` counts the prompt tokens that it has computed so far, `prompts_s` the time that these may have taken
-    until `turn_s`, when it last owed none, brought a first byte or was fast. `best` is the speed of its fastest stream since
-    `looked_s`, in times of what is the pool's: one slow reader, or one odd stream, is no news of an engine. That is
-    where prompts took as long as is believed; `least` is what is left of it where they took as long as they may, which
-    leaves `unexplained_s`, and `most` where they took no time. `rule` is what `best` is as a rule, over `known`
+    until `turn_s`, when it last owed none, brought a first byte or was fast. `best` is the speed of its fastest stream
+    since `looked_s`, in times of what is the pool's: one slow reader, or one odd stream, is no news of an engine. That
+    is where prompts took as long as is believed; `least` is what is left of it where they took as long as they may,
+    which leaves `unexplained_s`, and `most` where they took no time. `rule` is what `best` is as a rule, over `known`
     judgements; `slowness`, as of `judged_s`, what the last was of it, and `slow_s` for how long it was too slow since
     `slow_since_s`. It is `doubted` while its last observation was far off.
     """
