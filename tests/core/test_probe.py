@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def hung(of: Pools, name: str = "a") -> Pools:
     return of
 
 
-def ask(stream: bool = True, **given: object) -> Request:
+def ask(stream: bool = True, **given: Any) -> Request:
     return request(id=f"p{next(SERIAL)}", stream=stream, **given)
 
 
@@ -144,6 +145,33 @@ def small() -> Pools:
     return of
 
 
+def test_what_was_slow_is_tried_with_a_stream_alone_and_what_failed_later_is_not() -> None:
+    of = dearest()
+    health = of.backends["a"].health
+    of.backends["a"].slowed("slow", 1.0)
+    assert sent(of, 2.0, ask(stream=False)) == ["c"]
+    of.submit(ask(), 2.0)
+    [probe] = grants(of, 2.0)
+    of.started(probe, 2.1)
+    health.paced(probe.lease, True, 3.0)
+    of.finish(probe, Verdict.SERVED, 3.0)
+    assert sent(of, 3.5, ask()) == ["c"], "it is well again, and as dear as ever"
+    health.finished(99, Verdict.CONNECT_FAILED, 4.0)
+    of.backends["a"].drained = False
+    assert sent(of, 5.0, ask(stream=False)) == ["a"]
+
+
+def test_a_stream_from_before_ends_the_pause_of_who_was_slow_and_leaves_the_rest_to_its_probe() -> None:
+    of = dearest()
+    of.submit(ask(), 0.5, frozenset("bc"))
+    [before] = grants(of, 0.5)
+    health = of.backends["a"].health
+    of.backends["a"].slowed("slow", 1.0)
+    of.backends["a"].paced(before.lease, True, 1.2)
+    assert health.ejected
+    assert sent(of, 1.3, ask(), ask()) == ["a", "c"]
+
+
 def test_what_failed_is_tried_with_any_request() -> None:
     assert sent(ejected(dearest()), 2.0, ask(stream=False)) == ["a"]
 
@@ -204,19 +232,16 @@ def probing(of: Pools) -> Grant:
 def test_a_silent_probe_is_taken_back_although_nothing_else_happens_and_nobody_else_speaks() -> None:
     of = hung(dearest())
     probe = probing(of)
-    due_s = of.next_wakeup(4.0)
-    assert due_s is not None
-    assert due_s == pytest.approx(4.0 + SETTINGS.health.hung_s)
+    due_s = 4.0 + SETTINGS.health.hung_s
+    assert of.next_wakeup(4.0) == pytest.approx(due_s)
     assert of.decide(due_s - 0.3) == []
-    due_s = of.next_wakeup(due_s - 0.3)
-    assert due_s == pytest.approx(4.0 + SETTINGS.health.hung_s)
+    assert of.next_wakeup(due_s - 0.3) == pytest.approx(due_s)
     [revoke] = of.decide(due_s)
     assert isinstance(revoke, Revoke)
     assert revoke.lease == probe.lease
     of.finish(probe, Verdict.LOST, due_s)
     of.submit(revoke.request, due_s, frozenset({"a"}), Entry.RETRY)
     assert [grant.placed.backend for grant in grants(of, due_s)] == ["c"], "its client has lost nothing"
-    assert of.next_wakeup(due_s) is not None
     assert sent(of, due_s + 1.9, ask()) == ["c"], "a pause twice as long"
     assert sent(of, due_s + 2.0, ask()) == ["a"]
     of.check(due_s + 2.0)
