@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Trouble, Verdict
-from llmproxy.core.health import Ejected
+from llmproxy.core.health import Ejected, Health, Peers
 from llmproxy.core.settings import HealthSettings, Settings
 from llmproxy.core.watch import Watch
 from tests.core.make import pools, reading, request
@@ -311,6 +311,29 @@ def test_long_prompts_that_were_believed_to_be_cached_make_nobody_slow(monkeypat
         stand.send(prompt_tokens=8_000)
         stand.run(0.25)
         assert not any(stand.ejected(name) for name in stand.names)
+
+
+@pytest.mark.parametrize(("owed", "told"), [(True, set()), (False, {"a"})])
+def test_a_prompt_that_waited_for_room_has_its_time_when_it_is_computed(owed: bool, told: set[str]) -> None:
+    peers = Peers(0.5)
+    peers.members = {name: Health(HealthSettings()) for name in "ab"}
+    watch = Watch(HealthSettings(), peers)
+    for lease, name in enumerate("ab"):
+        watch.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), 0.0)
+        watch.started(lease, 0.1)
+    tokens, slow = {0: 1, 1: 1}, set()
+    for half in range(1, 60):
+        now = 0.1 + 0.5 * half
+        if half == 10 and owed:
+            # Next to all of it is believed to be cached, and nothing is.
+            asked = request(stream=True, prompt_tokens=80_000)
+            watch.booked(2, asked, Placed("a", 0.0, (), 2, cached_tokens=79_000), now)
+        for lease in tokens:
+            # It waits for twenty seconds, and then it takes nearly all of its backend for five.
+            tokens[lease] += 1 if lease == 0 and half > 50 else 50
+            watch.progress(lease, tokens[lease], 2, 0.5, now)
+        slow |= watch.look(now)[1].keys()
+    assert slow == told
 
 
 def test_of_two_there_is_always_one_left() -> None:
