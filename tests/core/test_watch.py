@@ -321,7 +321,8 @@ def test_a_prompt_that_waited_for_room_has_its_time_when_it_is_computed(owed: bo
     for lease, name in enumerate("ab"):
         watch.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), 0.0)
         watch.started(lease, 0.1)
-    tokens, slow = {0: 1, 1: 1}, set()
+    tokens = {0: 1, 1: 1}
+    slow: set[str] = set()
     for half in range(1, 60):
         now = 0.1 + 0.5 * half
         if half == 10 and owed:
