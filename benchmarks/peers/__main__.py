@@ -1,0 +1,158 @@
+"""llmproxy and its peers side by side, in interleaved rounds: `python -m benchmarks.peers --help`, or `make bench`.
+
+Every round takes the cases in turn, and each case every proxy in turn, in the reverse order each second round: a
+machine whose speed drifts then slows neighbours alike. Ratios are taken inside a round. `README.md` in the folder above
+says how to read the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.peers import table
+from benchmarks.peers.cases import CASES, Case
+from benchmarks.peers.competitors import Competitor, commanded, found_peers, llmproxy
+from benchmarks.peers.measure import Bench, Running, Window, measured
+from benchmarks.proxy import ROOT, BenchError, Cores, raise_open_files_limit
+
+OUT = ROOT / "benchmarks" / "out" / "peers"
+BASES = ("llmproxy", "nginx", "vllm-router")
+VENVS_VARIABLE = "LLMPROXY_BENCH_VENVS"
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Measures proxies side by side.")
+    add = parser.add_argument
+    listed = lambda text: [word for word in text.split(",") if word]  # noqa: E731
+    add("--case", type=listed, action="extend", metavar="NAME,...", help=f"of {', '.join(c.name for c in CASES)} (all)")
+    add("--only", type=listed, action="extend", metavar="NAME,...", help="only these proxies (all that are installed)")
+    add("--rounds", type=int, default=5, help="interleaved rounds (5)")
+    add("--seconds", type=float, default=1.5, help="length of each window (1.5)")
+    add("--tries", type=int, default=2, help="windows that are tried while others disturb them (2)")
+    add("--workers", type=int, default=1, help="workers and cores of each proxy (1)")
+    add("--tree", action="append", default=[], metavar="NAME=PATH", help="an llmproxy from there, repeatable (this one)")
+    add("--command", action="append", default=[], metavar="NAME=COMMAND", help="another proxy, repeatable")
+    add("--peers-venv", action="append", type=Path, metavar="DIR", help=f"where peers are installed (${VENVS_VARIABLE})")
+    add("--against", type=listed, action="extend", metavar="NAME,...", help=f"bases of ratios ({', '.join(BASES)})")
+    add("--out", type=Path, default=OUT, metavar="DIR", help="where results.md and results.json go")
+    options = parser.parse_args(argv)
+    known = {case.name: case for case in CASES}
+    unknown = [name for name in options.case or () if name not in known]
+    if unknown or options.rounds < 1 or options.seconds <= 0 or options.tries < 1 or options.workers < 1:
+        parser.error(f"unknown case: {', '.join(unknown)}" if unknown else "numbers must be positive")
+    options.cases = [known[name] for name in options.case] if options.case else list(CASES)
+    return options
+
+
+def competitors(options: argparse.Namespace) -> list[Competitor]:
+    """Who takes part. Raises BenchError where a name that was asked for is not there."""
+    trees = [tree.partition("=") for tree in options.tree] or [("llmproxy", "=", str(ROOT))]
+    mine = [llmproxy(name, Path(path).resolve()) for name, _, path in trees]
+    mine += [commanded(text) for text in options.command]
+    venvs = options.peers_venv or [Path(p) for p in os.environ.get(VENVS_VARIABLE, "").split(os.pathsep) if p]
+    found, missing = found_peers(venvs)
+    everybody = [*mine, *found]
+    if options.only:
+        names = {one.name for one in everybody}
+        absent = [name for name in options.only if name not in names and not (name == "llmproxy" and options.tree)]
+        if absent:
+            raise BenchError(f"not here: {', '.join(absent)}; there are {', '.join(sorted(names))}")
+        everybody = [one for one in everybody if one.name in options.only or one in mine]
+    elif missing:
+        print(f"not installed, so left out: {', '.join(missing)}", file=sys.stderr)
+    return everybody
+
+
+def run(options: argparse.Namespace, cores: Cores, chosen: Sequence[Competitor]) -> dict[str, list[dict[str, Window]]]:
+    """All rounds; returns the windows of each case, round by round."""
+    results: dict[str, list[dict[str, Window]]] = {case.name: [] for case in options.cases}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-bench-")))
+        bench = Bench(folder, cores, options.workers)
+        stack.callback(bench.stop)
+        serving: dict[str, Running] = {}
+        stack.callback(lambda: [stop(one) for one in serving.values()])
+        for one in chosen:
+            serving[one.name] = bench.start(one)
+        for number in range(options.rounds):
+            for case in options.cases:
+                order = list(chosen) if number % 2 == 0 else list(reversed(chosen))
+                print(f"round {number + 1}/{options.rounds} {case.name}:", end="", file=sys.stderr, flush=True)
+                windows = {"direct": measure(bench, case, bench.direct, options)}
+                for one in order:
+                    if case.fresh:
+                        stop(serving.pop(one.name))
+                        serving[one.name] = bench.start(one)
+                    windows[one.name] = measure(bench, case, serving[one.name], options)
+                    print(f" {one.name}", end="", file=sys.stderr, flush=True)
+                print(file=sys.stderr)
+                results[case.name].append({name: windows[name] for name in ("direct", *(one.name for one in chosen))})
+    return results
+
+
+def measure(bench: Bench, case: Case, running: Running, options: argparse.Namespace) -> Window:
+    return measured(lambda: bench.measure(case, running, options.seconds), options.tries)
+
+
+def stop(running: Running) -> None:
+    if running.child is not None:
+        running.child.stop()
+
+
+def facts(cores: Cores, options: argparse.Namespace, chosen: Sequence[Competitor]) -> list[str]:
+    """What the figures depend on, one line each."""
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return [
+        f"{model.group(1) if model else platform.machine()}, {os.cpu_count()} cores, {platform.system()} "
+        f"{platform.release()}, {platform.python_implementation()} {platform.python_version()}, "
+        f"load average before the run {os.getloadavg()[0]:.2f}",
+        f"{cores.describe()}; {options.workers} worker{'s' if options.workers > 1 else ''} for each proxy",
+        f"{options.rounds} interleaved rounds, windows of {options.seconds:g} s, {time.strftime('%Y-%m-%d %H:%M')}; "
+        "median [smallest..largest]; ratios are taken inside each round, and so is what is added to direct access",
+        *(f"{one.name}: {one.about}" for one in chosen),
+    ]
+
+
+def main() -> None:
+    options = parse_options()
+    # A terminated run must end its children as an interrupted one does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        raise_open_files_limit()
+        chosen = competitors(options)
+        cores = Cores.split()
+        header = facts(cores, options, chosen)
+        os.sched_setaffinity(0, cores.harness)
+        results = run(options, cores, chosen)
+    except BenchError as error:
+        sys.exit(f"\nbenchmark stopped: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nbenchmark interrupted")
+    bases = options.against or BASES
+    doubts = [line for case in options.cases for line in table.doubts(case, results[case.name])]
+    text = "\n".join(f"- {line}" for line in header) + "\n\n"
+    text += "\n\n".join(table.render(case, results[case.name], bases) for case in options.cases) + "\n\n"
+    text += "\n".join(f"- {line}" for line in doubts) or "No failed requests, and nobody else on the proxy's core."
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.md").write_text(text + "\n")
+    raw = {name: [{who: asdict(w) for who, w in one.items()} for one in rounds] for name, rounds in results.items()}
+    (options.out / "results.json").write_text(json.dumps({"facts": header, "doubts": doubts, "cases": raw}))
+    print(text)
+    failed = any(window.failures for rounds in results.values() for one in rounds for window in one.values())
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The loads: how many clients send which prompts, and what is answered at which pace."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+NUMBER = "#" * 16
+"""Where the load generator writes a number that no other request has."""
+CHUNKS = "@" * 5
+"""Where it writes how many chunks to ask for."""
+GROUPS = 8
+"""Requests come from so many clients, each a flow of its own with a system prompt of its own."""
+OBJECTIVES = ("critical", "default", "default", "sheddable")
+
+_WORDS = (
+    "the engine answers each request with tokens from a model that was loaded before and keeps what it has read in its "
+    "cache so that the next prompt with the same beginning is cheaper while others wait for their turn in the queue"
+).split()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One load. Prompts are `shared_bytes` that are the same for all requests of a group, then what no other has.
+
+    `chunks` 0 asks for one JSON answer; `rate` (requests/s) makes an open loop, in which at most `clients` are busy.
+    `fresh` gives each competitor a new process, so that its memory is that of this case alone.
+    """
+
+    name: str
+    title: str
+    clients: int
+    prompt_bytes: int = 800
+    shared_bytes: int = 400
+    chunks: int = 0
+    gap_us: int = 0
+    rate: float = 0.0
+    ramp_s: float = 0.2
+    warmup_s: float = 0.5
+    fresh: bool = False
+
+    def requests(self, folder: Path) -> list[Path]:
+        """Writes the whole requests that the load generator draws from, one file for each group and objective."""
+        files = []
+        for group in range(GROUPS):
+            body = self._body(group).encode()
+            objective = OBJECTIVES[group % len(OBJECTIVES)]
+            head = (
+                "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nuser-agent: loadgen\r\naccept: */*\r\n"
+                "authorization: Bearer sk-benchmark\r\ncontent-type: application/json\r\n"
+                f"x-llm-d-inference-fairness-id: client-{group}\r\nx-llm-d-inference-objective: {objective}\r\n"
+                f"content-length: {len(body)}\r\n\r\n"
+            )
+            files.append(folder / f"{self.name}-{group}.http")
+            files[-1].write_bytes(head.encode() + body)
+        return files
+
+    def _body(self, group: int) -> str:
+        shared = _text(self.shared_bytes, seed=group)
+        own = f"{NUMBER} {_text(self.prompt_bytes - self.shared_bytes, seed=-1)}"
+        ask: dict[str, object] = {
+            "model": "mock",
+            "messages": [*([{"role": "system", "content": shared}] if shared else []), {"role": "user", "content": own}],
+            "temperature": 0.7,
+        }
+        if self.chunks:
+            ask |= {"stream": True, "max_tokens": CHUNKS, "seed": self.gap_us}
+        return json.dumps(ask).replace(f'"{CHUNKS}"', CHUNKS)
+
+    def load_argv(self, port: int, seconds: float) -> list[str]:
+        """The flags of the load generator."""
+        flags = {"p": port, "c": self.clients, "n": self.chunks, "r": self.rate, "a": self.ramp_s, "w": self.warmup_s}
+        return [word for name, value in {**flags, "s": seconds}.items() for word in (f"-{name}", str(value))]
+
+
+def _text(size: int, seed: int) -> str:
+    """So many bytes of words in an order that depends on `seed`."""
+    choose = random.Random(seed)
+    words = " ".join(choose.choices(_WORDS, k=size // 2 + 1)) if size > 0 else ""
+    return words[: max(0, size)]
+
+
+CASES = (
+    Case(name="json64", title="JSON answers, 64 connections, closed loop", clients=64),
+    Case(name="json200", title="JSON answers, 200 requests/s, open loop", clients=64, rate=200.0),
+    Case(name="sse64", title="64 streams of 100 chunks, 10 ms apart", clients=64, chunks=100, gap_us=10_000),
+    Case(name="sse256", title="256 streams of 100 chunks, 20 ms apart", clients=256, chunks=100, gap_us=20_000),
+    Case(
+        name="sse1000",
+        title="1,000 streams of 100 chunks, 50 ms apart",
+        clients=1000,
+        chunks=100,
+        gap_us=50_000,
+        ramp_s=1.0,
+    ),
+    Case(
+        name="slow4000",
+        title="4,000 streams of 100 chunks, 250 ms apart",
+        clients=4000,
+        chunks=100,
+        gap_us=250_000,
+        ramp_s=4.0,
+        warmup_s=1.0,
+        fresh=True,
+    ),
+    Case(name="burst64", title="64 streams of 200 chunks, as fast as possible", clients=64, chunks=200),
+    Case(name="body8k", title="prompts of 8 KB, 32 connections", clients=32, prompt_bytes=8_000, shared_bytes=0),
+    Case(name="body128k", title="prompts of 128 KB, 16 connections", clients=16, prompt_bytes=128_000, shared_bytes=0),
+    Case(
+        name="body10m", title="prompts of 10 MB, 4 connections", clients=4, prompt_bytes=10_000_000, shared_bytes=0
+    ),
+    Case(
+        name="mix",
+        title="256 streams of 200 chunks, 5 ms apart, prompts of 8 KB of which 6 KB are shared",
+        clients=256,
+        prompt_bytes=8_000,
+        shared_bytes=6_000,
+        chunks=200,
+        gap_us=5_000,
+        ramp_s=0.5,
+    ),
+)

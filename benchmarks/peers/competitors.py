@@ -1,0 +1,226 @@
+"""How each proxy is started: its own best policy, and its cache-aware default where it has one.
+
+No peer is a dependency: one is looked for on PATH and in the virtual environments that are named, and left out with a
+word where it is not found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.proxy import BenchError, template_argv
+
+IN_FLIGHT_MAX = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a competitor is to serve: its port, what is behind it, and a folder of its own for its files."""
+
+    folder: Path
+    port: int
+    spare_port: int
+    backends: tuple[str, ...]
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command that stays in the foreground, where it runs, and what is added to its environment."""
+
+    argv: list[str]
+    cwd: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Competitor:
+    """One proxy under one configuration; `about` says which, for the table."""
+
+    name: str
+    about: str
+    launch: Callable[[Site], Launch]
+
+
+# --- llmproxy ---------------------------------------------------------------------------------------------------------
+
+
+def llmproxy(name: str, tree: Path) -> Competitor:
+    """llmproxy from the sources in `tree`, as people run it: every default, with eight flows in three bands."""
+
+    def launch(site: Site) -> Launch:
+        config = site.folder / "llmproxy.json"
+        # The mocks' batch limit cannot be learned from them, and nothing shall wait for it.
+        backends = [{"url": url, "max_in_flight": IN_FLIGHT_MAX} for url in site.backends]
+        config.write_text(json.dumps({"host": "127.0.0.1", "port": site.port, "backends": backends}))
+        workers = ["--workers", str(site.workers)] if site.workers > 1 else []
+        argv = [sys.executable, "-m", "llmproxy", "serve", "--config", str(config), *workers]
+        return Launch(argv, tree, {"PYTHONPATH": str(tree)})
+
+    about = "placement cost, fair_share over 8 flows in 3 bands, metrics, one log line for each request to a file"
+    return Competitor(name, about, launch)
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+_NGINX = """\
+worker_processes {workers};
+daemon off;
+{user}
+pid nginx.pid;
+error_log stderr warn;
+worker_rlimit_nofile 40000;
+events {{ worker_connections 16384; }}
+http {{
+  access_log off;
+  keepalive_requests 1000000000;
+  client_body_temp_path body; proxy_temp_path proxy; fastcgi_temp_path fcgi; uwsgi_temp_path uwsgi; scgi_temp_path scgi;
+  client_max_body_size 64m;
+  client_body_buffer_size 16m;
+  upstream backends {{ least_conn; {servers} keepalive 1024; keepalive_requests 1000000000; }}
+  server {{
+    listen 127.0.0.1:{port} backlog=4096;
+    location / {{
+      proxy_pass http://backends;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+      proxy_read_timeout 600s;
+    }}
+  }}
+}}
+"""
+
+_HAPROXY = """\
+global
+  nbthread {workers}
+  maxconn 20000
+defaults
+  mode http
+  timeout connect 5s
+  timeout client 600s
+  timeout server 600s
+  option http-no-delay
+  http-reuse always
+frontend clients
+  bind 127.0.0.1:{port} backlog 4096
+  default_backend replicas
+backend replicas
+  balance leastconn
+{servers}
+"""
+
+
+def _addresses(site: Site) -> list[str]:
+    return [url.removeprefix("http://") for url in site.backends]
+
+
+def _nginx(program: str) -> Callable[[Site], Launch]:
+    def launch(site: Site) -> Launch:
+        servers = " ".join(f"server {address};" for address in _addresses(site))
+        # Started by root it would serve as somebody who may not enter the folder of this run.
+        user = "user root root;" if os.geteuid() == 0 else ""
+        text = _NGINX.format(workers=site.workers, port=site.port, servers=servers, user=user)
+        (site.folder / "nginx.conf").write_text(text)
+        return Launch([program, "-p", str(site.folder), "-e", "stderr", "-c", "nginx.conf"], site.folder)
+
+    return launch
+
+
+def _haproxy(program: str) -> Callable[[Site], Launch]:
+    def launch(site: Site) -> Launch:
+        servers = "\n".join(f"  server s{number} {address}" for number, address in enumerate(_addresses(site)))
+        text = _HAPROXY.format(workers=site.workers, port=site.port, servers=servers)
+        (site.folder / "haproxy.cfg").write_text(text)
+        return Launch([program, "-db", "-f", "haproxy.cfg"], site.folder)
+
+    return launch
+
+
+def _router(words: tuple[str, ...], policy: str) -> Callable[[str], Callable[[Site], Launch]]:
+    """vllm-router and sglang-router have the same flags."""
+
+    def of(program: str) -> Callable[[Site], Launch]:
+        def launch(site: Site) -> Launch:
+            argv = [program, *words, "--host", "127.0.0.1", "--port", str(site.port), "--policy", policy]
+            argv += ["--worker-urls", *site.backends, "--log-level", "error"]
+            argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(site.spare_port)]
+            return Launch(argv, site.folder)
+
+        return launch
+
+    return of
+
+
+def _litellm(program: str) -> Callable[[Site], Launch]:
+    def launch(site: Site) -> Launch:
+        def deployment(url: str) -> dict[str, object]:
+            parameters = {"model": "openai/mock", "api_base": f"{url}/v1", "api_key": "sk-benchmark"}
+            return {"model_name": "mock", "litellm_params": parameters}
+
+        config = {
+            "model_list": [deployment(url) for url in site.backends],
+            "router_settings": {"routing_strategy": "least-busy", "num_retries": 0},
+            "litellm_settings": {"telemetry": False, "request_timeout": 600},
+            "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
+        }
+        (site.folder / "litellm.yaml").write_text(json.dumps(config))
+        argv = [program, "--config", "litellm.yaml", "--host", "127.0.0.1", "--port", str(site.port)]
+        argv += ["--num_workers", str(site.workers)]
+        quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
+        return Launch(argv, site.folder, quiet)
+
+    return launch
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    name: str
+    program: str
+    about: str
+    launch: Callable[[str], Callable[[Site], Launch]]
+
+
+_ROUTER_WORDS = ("launch",)
+PEERS = (
+    _Peer("nginx", "nginx", "least_conn, kept connections, no log, no LLM logic", _nginx),
+    _Peer("haproxy", "haproxy", "leastconn, kept connections, no log, no LLM logic", _haproxy),
+    _Peer("vllm-router", "vllm-router", "power_of_two, log level error", _router((), "power_of_two")),
+    _Peer("vllm-router-ca", "vllm-router", "cache_aware (its default), log level error", _router((), "cache_aware")),
+    _Peer("sglang-router", "sglang-router", "power_of_two, log level error", _router(_ROUTER_WORDS, "power_of_two")),
+    _Peer(
+        "sglang-router-ca",
+        "sglang-router",
+        "cache_aware (its default), log level error",
+        _router(_ROUTER_WORDS, "cache_aware"),
+    ),
+    _Peer("litellm", "litellm", "least-busy, no retries, no database", _litellm),
+)
+
+
+def found_peers(venvs: Iterable[Path]) -> tuple[list[Competitor], list[str]]:
+    """The peers that are installed, and the names of those that are not."""
+    path = os.pathsep.join([*(str(venv / "bin") for venv in venvs), os.environ.get("PATH", os.defpath)])
+    found, missing = [], []
+    for peer in PEERS:
+        program = shutil.which(peer.program, path=path)
+        if program is None:
+            missing.append(peer.name)
+        else:
+            found.append(Competitor(peer.name, peer.about, peer.launch(program)))
+    return found, missing
+
+
+def commanded(text: str) -> Competitor:
+    """A proxy that nobody here knows, from NAME=COMMAND. Raises BenchError for anything else."""
+    name, equals, command = text.partition("=")
+    if not equals or not name or not command:
+        raise BenchError(f"a proxy is named NAME=COMMAND, not {text!r}")
+    return Competitor(name, command, lambda site: Launch(template_argv(command, site.port, site.backends), site.folder))

@@ -1,0 +1,268 @@
+"""One window of load on one proxy: the tools that make it, the kernel's books at its borders, and what was seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.peers.cases import Case
+from benchmarks.peers.competitors import Competitor, Site
+from benchmarks.proxy import ROOT, BenchError, Child, Cores, cpu_s, family, rss_bytes, wait_ready
+
+SOURCES = Path(__file__).parent
+BUILT = ROOT / "benchmarks" / "out" / "bin"
+CHAT_PATH = "/v1/chat/completions"
+READY_BODY = b'{"model":"mock","messages":[{"role":"user","content":"Are you there?"}],"max_tokens":1}'
+DISTURBED_SHARE = 0.15
+"""A window in which others had, or the hypervisor kept, more of the proxy's cores than this says little."""
+SETTLE_LIMIT_S = 3.0
+SETTLED_SHARE = 0.3
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def built(name: str) -> Path:
+    """The program made of `name`.c, compiled anew if that has changed. Raises BenchError without a C compiler."""
+    source, program = SOURCES / f"{name}.c", BUILT / name
+    if program.exists() and program.stat().st_mtime >= source.stat().st_mtime:
+        return program
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise BenchError(f"a C compiler is needed for {source.name}, and none of cc, gcc, clang is on PATH")
+    BUILT.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run([compiler, "-O2", "-o", program, source, "-lm"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchError(f"{compiler} could not compile {source.name}:\n{done.stderr}")
+    return program
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- what a window shows ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles of `count` samples, in microseconds."""
+
+    count: int
+    p50_us: float
+    p99_us: float
+    max_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What one window of load showed; None where it has no such figure.
+
+    `failures` counts by reason over the whole load, `skipped` are requests of an open loop that found no free client.
+    CPU seconds: `cpu_s` of the proxy with all its processes, `foreign_s` of others on its cores, `stolen_s` taken by
+    the hypervisor from any core of the run, `harness_cpu_s` of the load generator and the mock replicas together.
+    Memory before the load and at the end of the window is resident, all processes added up.
+    """
+
+    window_s: float
+    requests: int
+    chunks: int
+    bytes: int
+    skipped: int
+    streams: int
+    failures: dict[str, int]
+    latency: Spread | None
+    ttft: Spread | None
+    transit: Spread | None
+    gap: Spread | None
+    harness_cpu_s: float
+    stolen_s: float
+    cpu_s: float | None = None
+    foreign_s: float | None = None
+    rss_before_bytes: int | None = None
+    rss_bytes: int | None = None
+    cores: int = 1
+
+    @property
+    def disturbed_share(self) -> float:
+        """What others had of the proxy's cores, and what nobody had, as a share of the window."""
+        return ((self.foreign_s or 0.0) / self.cores + self.stolen_s) / self.window_s
+
+    @classmethod
+    def parse(cls, line: str, books: Books, cores: int) -> Window:
+        """From the load generator's line and what the books say of the time in between."""
+        told = json.loads(line)
+        for name in ("latency", "ttft", "transit", "gap"):
+            told[name] = None if told[name] is None else Spread(**told[name])
+        foreign_s = None if books.proxy_s is None else max(0.0, books.busy_s - books.proxy_s - books.harness_here_s)
+        return cls(
+            **told,
+            harness_cpu_s=books.harness_s,
+            stolen_s=books.stolen_s,
+            cpu_s=books.proxy_s,
+            foreign_s=foreign_s,
+            cores=cores,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """CPU clocks at one moment, in seconds; the difference of two moments is what a window used.
+
+    `busy_s` is of the proxy's cores, stolen time left out; `harness_here_s` is the harness's part of it, which is all
+    of its time where it shares a core with the proxy and nothing elsewhere.
+    """
+
+    proxy_s: float | None
+    harness_s: float
+    harness_here_s: float
+    busy_s: float
+    stolen_s: float
+
+    def since(self, before: Books) -> Books:
+        proxy_s = None if self.proxy_s is None or before.proxy_s is None else self.proxy_s - before.proxy_s
+        return Books(
+            proxy_s,
+            self.harness_s - before.harness_s,
+            self.harness_here_s - before.harness_here_s,
+            self.busy_s - before.busy_s,
+            self.stolen_s - before.stolen_s,
+        )
+
+
+def core_times_s(stat: str) -> dict[int, tuple[float, float]]:
+    """From the text of /proc/stat: core to (busy without stolen, stolen), in seconds since the start of the machine."""
+    times = {}
+    for line in stat.splitlines():
+        name, *fields = line.split()
+        if name.startswith("cpu") and name[3:].isdigit():
+            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(ticks) * _TICK_S for ticks in fields[:8])
+            times[int(name[3:])] = (user + nice + system + irq + softirq, steal)
+    return times
+
+
+# --- what runs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A proxy that serves, or the mock replicas themselves, where `child` is None."""
+
+    name: str
+    port: int
+    child: Child | None = None
+    cores: frozenset[int] = frozenset()
+
+    def pids(self) -> list[int]:
+        return [] if self.child is None else family(self.child.pid)
+
+
+class Bench:
+    """The mock replicas, and what all windows of a run share. `workers` is how many cores and workers a proxy gets."""
+
+    def __init__(self, folder: Path, cores: Cores, workers: int, replicas: int = 4) -> None:
+        self.cores = cores
+        self._folder = folder
+        self._workers = workers
+        self._loadgen = built("loadgen")
+        self._mock = Child([str(built("mockd")), str(replicas)], cores.harness, folder / "mock.log", piped=True)
+        ports = [int(port) for port in self._mock.line().split()]
+        self.backends = tuple(f"http://127.0.0.1:{port}" for port in ports)
+        self.direct = Running("direct", ports[0])
+        self._requests: dict[str, list[Path]] = {}
+        self._started = 0
+
+    def stop(self) -> None:
+        self._mock.stop()
+
+    def _proxy_cores(self) -> frozenset[int]:
+        """With one worker a core of its own; with more, that core and then those of the harness."""
+        if self.cores.proxy is None:
+            return self.cores.harness
+        return frozenset([self.cores.proxy, *sorted(self.cores.harness)[: self._workers - 1]])
+
+    def start(self, competitor: Competitor) -> Running:
+        """Starts a proxy and returns once it answers a chat request. Raises BenchError when it does not."""
+        self._started += 1
+        folder = self._folder / f"{competitor.name}-{self._started}"
+        folder.mkdir()
+        site = Site(folder, free_port(), free_port(), self.backends, self._workers)
+        launch = competitor.launch(site)
+        cores = self._proxy_cores()
+        log = folder / "output.log"
+        child = Child(launch.argv, cores, log, cwd=launch.cwd, env=launch.env)
+        try:
+            wait_ready(f"http://127.0.0.1:{site.port}", CHAT_PATH, READY_BODY, child)
+        except BenchError:
+            child.stop()
+            raise
+        return Running(competitor.name, site.port, child, cores)
+
+    def measure(self, case: Case, running: Running, seconds: float) -> Window:
+        """Runs one case against one proxy. Raises BenchError when either side of the measurement ended before it."""
+        if case.name not in self._requests:
+            self._requests[case.name] = case.requests(self._folder)
+        files = self._requests[case.name]
+        command = [str(self._loadgen), *case.load_argv(running.port, seconds), *(str(file) for file in files)]
+        pids = running.pids()
+        rss_before = rss_bytes(pids) if pids else None
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as load:
+            assert load.stdout is not None and load.stderr is not None
+            try:
+                before = self._books_at("begin", load, running)
+                after = self._books_at("end", load, running)
+                rss = rss_bytes(running.pids()) if pids else None
+                line = load.stdout.readline()
+            finally:
+                load.kill() if load.poll() is None and running.child and running.child.ended() else None
+            said = load.stderr.read().strip()
+        if running.child is not None and running.child.ended():
+            raise running.child.failure(f"ended during {case.name}")
+        if not line:
+            raise BenchError(f"the load generator ended early in {case.name} through {running.name}: {said}")
+        self._settle(running)
+        window = Window.parse(line, after.since(before), max(1, len(running.cores)))
+        return replace(window, rss_before_bytes=rss_before, rss_bytes=rss)
+
+    def _books_at(self, moment: str, load: subprocess.Popen[str], running: Running) -> Books:
+        assert load.stdout is not None and load.stderr is not None
+        if load.stdout.readline().strip() != moment:
+            raise BenchError(f"the load generator did not reach the {moment} of its window: {load.stderr.read()}")
+        pids = running.pids()
+        harness_s = cpu_s([self._mock.pid, load.pid])
+        times = core_times_s(Path("/proc/stat").read_text())
+        return Books(
+            cpu_s(pids) if pids else None,
+            harness_s,
+            harness_s if running.cores & self.cores.harness else 0.0,
+            sum(times[core][0] for core in running.cores),
+            sum(times[core][1] for core in running.cores | self.cores.harness),
+        )
+
+    def _settle(self, running: Running) -> None:
+        """Waits until a proxy is done with the connections that were just closed, so that the next has its core."""
+        pids, limit_s = running.pids(), time.monotonic() + SETTLE_LIMIT_S
+        share = 1.0
+        while pids and share > SETTLED_SHARE and time.monotonic() < limit_s:
+            used_s = cpu_s(pids)
+            time.sleep(0.05)
+            share = (cpu_s(pids) - used_s) / 0.05
+
+
+def measured(measure: Callable[[], Window], tries: int) -> Window:
+    """The least disturbed of up to `tries` windows, the first that is not disturbed if there is one."""
+    windows: list[Window] = []
+    while len(windows) < tries and not (windows and windows[-1].disturbed_share <= DISTURBED_SHARE):
+        windows.append(measure())
+    return min(windows, key=lambda window: window.disturbed_share)
+
+
+def names(running: Sequence[Running]) -> list[str]:
+    return [one.name for one in running]
