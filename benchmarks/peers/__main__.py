@@ -42,6 +42,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=1.5, help="length of each window (1.5)")
     add("--tries", type=int, default=2, help="windows that are tried while others disturb them (2)")
     add("--workers", type=int, default=1, help="workers and cores of each proxy (1)")
+    add("--realtime", action="store_true", help="run before all else on the machine (SCHED_RR); needs root")
     add("--tree", action="append", default=[], metavar="NAME=PATH", help="an llmproxy from there, repeatable (this one)")
     add("--command", action="append", default=[], metavar="NAME=COMMAND", help="another proxy, repeatable")
     add("--peers-venv", action="append", type=Path, metavar="DIR", help=f"where peers are installed (${VENVS_VARIABLE})")
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace, cores: Cores, chosen: Sequence[Competitor])
     results: dict[str, list[dict[str, Window]]] = {case.name: [] for case in options.cases}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-bench-")))
-        bench = Bench(folder, cores, options.workers)
+        bench = Bench(folder, cores, options.workers, options.realtime)
         stack.callback(bench.stop)
         serving: dict[str, Running] = {}
         stack.callback(lambda: [stop(one) for one in serving.values()])
@@ -118,11 +119,20 @@ def facts(cores: Cores, options: argparse.Namespace, chosen: Sequence[Competitor
         f"{model.group(1) if model else platform.machine()}, {os.cpu_count()} cores, {platform.system()} "
         f"{platform.release()}, {platform.python_implementation()} {platform.python_version()}, "
         f"load average before the run {os.getloadavg()[0]:.2f}",
-        f"{cores.describe()}; {options.workers} worker{'s' if options.workers > 1 else ''} for each proxy",
+        f"{cores.describe()}; {options.workers} worker{'s' if options.workers > 1 else ''} for each proxy"
+        + ("; real-time priority (SCHED_RR) for all of them" if options.realtime else ""),
         f"{options.rounds} interleaved rounds, windows of {options.seconds:g} s, {time.strftime('%Y-%m-%d %H:%M')}; "
         "median [smallest..largest]; ratios are taken inside each round, and so is what is added to direct access",
         *(f"{one.name}: {one.about}" for one in chosen),
     ]
+
+
+def run_first() -> None:
+    """Lets this process and its children run before all that is not real-time. Raises BenchError without the right."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError as error:
+        raise BenchError("--realtime needs root, or CAP_SYS_NICE") from error
 
 
 def main() -> None:
@@ -135,6 +145,8 @@ def main() -> None:
         cores = Cores.split()
         header = facts(cores, options, chosen)
         os.sched_setaffinity(0, cores.harness)
+        if options.realtime:
+            run_first()
         results = run(options, cores, chosen)
     except BenchError as error:
         sys.exit(f"\nbenchmark stopped: {error}")

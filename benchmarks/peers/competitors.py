@@ -76,7 +76,7 @@ daemon off;
 {user}
 pid nginx.pid;
 error_log stderr warn;
-worker_rlimit_nofile 40000;
+worker_rlimit_nofile 18000;
 events {{ worker_connections 16384; }}
 http {{
   access_log off;
@@ -101,7 +101,7 @@ http {{
 _HAPROXY = """\
 global
   nbthread {workers}
-  maxconn 20000
+  maxconn 9000
 defaults
   mode http
   timeout connect 5s

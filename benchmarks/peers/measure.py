@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,7 +68,8 @@ class Window:
     `failures` counts by reason over the whole load, `skipped` are requests of an open loop that found no free client.
     CPU seconds: `cpu_s` of the proxy with all its processes, `foreign_s` of others on its cores, `stolen_s` taken by
     the hypervisor from any core of the run, `harness_cpu_s` of the load generator and the mock replicas together.
-    Memory before the load and at the end of the window is resident, all processes added up.
+    Memory before the load and at the end of the window is resident, all processes added up. `disturbed_share` is the
+    part of the window in which others had the proxy's cores, or the hypervisor kept one.
     """
 
     window_s: float
@@ -84,31 +85,30 @@ class Window:
     gap: Spread | None
     harness_cpu_s: float
     stolen_s: float
+    disturbed_share: float
     cpu_s: float | None = None
     foreign_s: float | None = None
     rss_before_bytes: int | None = None
     rss_bytes: int | None = None
-    cores: int = 1
-
-    @property
-    def disturbed_share(self) -> float:
-        """What others had of the proxy's cores, and what nobody had, as a share of the window."""
-        return ((self.foreign_s or 0.0) / self.cores + self.stolen_s) / self.window_s
 
     @classmethod
-    def parse(cls, line: str, books: Books, cores: int) -> Window:
-        """From the load generator's line and what the books say of the time in between."""
+    def parse(cls, line: str, books: Books, cores: int, realtime: bool) -> Window:
+        """From the load generator's line and what the books say of the time in between.
+
+        With `realtime`, others get what the `cores` of the proxy leave idle, which disturbs nobody.
+        """
         told = json.loads(line)
         for name in ("latency", "ttft", "transit", "gap"):
             told[name] = None if told[name] is None else Spread(**told[name])
         foreign_s = None if books.proxy_s is None else max(0.0, books.busy_s - books.proxy_s - books.harness_here_s)
+        lost_s = books.stolen_s + (0.0 if realtime or foreign_s is None else foreign_s / cores)
         return cls(
             **told,
             harness_cpu_s=books.harness_s,
             stolen_s=books.stolen_s,
+            disturbed_share=lost_s / told["window_s"],
             cpu_s=books.proxy_s,
             foreign_s=foreign_s,
-            cores=cores,
         )
 
 
@@ -167,8 +167,9 @@ class Running:
 class Bench:
     """The mock replicas, and what all windows of a run share. `workers` is how many cores and workers a proxy gets."""
 
-    def __init__(self, folder: Path, cores: Cores, workers: int, replicas: int = 4) -> None:
+    def __init__(self, folder: Path, cores: Cores, workers: int, realtime: bool = False, replicas: int = 4) -> None:
         self.cores = cores
+        self._realtime = realtime
         self._folder = folder
         self._workers = workers
         self._loadgen = built("loadgen")
@@ -220,15 +221,16 @@ class Bench:
                 after = self._books_at("end", load, running)
                 rss = rss_bytes(running.pids()) if pids else None
                 line = load.stdout.readline()
-            finally:
-                load.kill() if load.poll() is None and running.child and running.child.ended() else None
+            except BaseException:
+                load.kill()
+                raise
             said = load.stderr.read().strip()
         if running.child is not None and running.child.ended():
             raise running.child.failure(f"ended during {case.name}")
         if not line:
             raise BenchError(f"the load generator ended early in {case.name} through {running.name}: {said}")
         self._settle(running)
-        window = Window.parse(line, after.since(before), max(1, len(running.cores)))
+        window = Window.parse(line, after.since(before), max(1, len(running.cores)), self._realtime)
         return replace(window, rss_before_bytes=rss_before, rss_bytes=rss)
 
     def _books_at(self, moment: str, load: subprocess.Popen[str], running: Running) -> Books:
@@ -263,6 +265,3 @@ def measured(measure: Callable[[], Window], tries: int) -> Window:
         windows.append(measure())
     return min(windows, key=lambda window: window.disturbed_share)
 
-
-def names(running: Sequence[Running]) -> list[str]:
-    return [one.name for one in running]
