@@ -8,6 +8,7 @@ says how to read the tables.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import platform
@@ -16,15 +17,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from benchmarks.peers import table
 from benchmarks.peers.cases import CASES, Case
-from benchmarks.peers.competitors import Competitor, commanded, found_peers, llmproxy
+from benchmarks.peers.competitors import Competitor, commanded, found_peers, llmproxy, takes_workers
 from benchmarks.peers.measure import Bench, Running, Window, measured
+from benchmarks.peers.table import DIRECT, Round, doubts, render
 from benchmarks.proxy import ROOT, BenchError, Cores, raise_open_files_limit
 
 OUT = ROOT / "benchmarks" / "out" / "peers"
@@ -35,23 +37,24 @@ VENVS_VARIABLE = "LLMPROXY_BENCH_VENVS"
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Measures proxies side by side.")
     add = parser.add_argument
-    listed = lambda text: [word for word in text.split(",") if word]  # noqa: E731
-    add("--case", type=listed, action="extend", metavar="NAME,...", help=f"of {', '.join(c.name for c in CASES)} (all)")
-    add("--only", type=listed, action="extend", metavar="NAME,...", help="only these proxies (all that are installed)")
+    several: dict[str, Any] = {"type": lambda text: [word for word in text.split(",") if word], "action": "extend"}
+    add("--case", metavar="NAME,...", **several, help=f"of {', '.join(case.name for case in CASES)} (all)")
+    add("--only", metavar="NAME,...", **several, help="only these peers (all that are installed)")
     add("--rounds", type=int, default=5, help="interleaved rounds (5)")
     add("--seconds", type=float, default=1.5, help="length of each window (1.5)")
     add("--tries", type=int, default=2, help="windows that are tried while others disturb them (2)")
-    add("--workers", type=int, default=1, help="workers and cores of each proxy (1)")
+    add("--workers", metavar="N,...", **several, help="workers and cores, each as a proxy of its own (1)")
     add("--realtime", action="store_true", help="run before all else on the machine (SCHED_RR); needs root")
-    add("--tree", action="append", default=[], metavar="NAME=PATH", help="an llmproxy from there, repeatable (this one)")
+    add("--tree", action="append", default=[], metavar="NAME=PATH", help="an llmproxy from there, repeatable (this)")
     add("--command", action="append", default=[], metavar="NAME=COMMAND", help="another proxy, repeatable")
-    add("--peers-venv", action="append", type=Path, metavar="DIR", help=f"where peers are installed (${VENVS_VARIABLE})")
-    add("--against", type=listed, action="extend", metavar="NAME,...", help=f"bases of ratios ({', '.join(BASES)})")
-    add("--out", type=Path, default=OUT, metavar="DIR", help="where results.md and results.json go")
+    add("--peers-venv", action="append", type=Path, metavar="DIR", help=f"where peers are (${VENVS_VARIABLE})")
+    add("--against", metavar="NAME,...", **several, help=f"bases of ratios ({', '.join(BASES)})")
+    add("--out", type=Path, default=OUT, metavar="DIR", help="where results.md, results.json and results.svg go")
     options = parser.parse_args(argv)
     known = {case.name: case for case in CASES}
     unknown = [name for name in options.case or () if name not in known]
-    if unknown or options.rounds < 1 or options.seconds <= 0 or options.tries < 1 or options.workers < 1:
+    options.workers = [int(text) if text.isdecimal() else 0 for text in options.workers or ["1"]]
+    if unknown or options.rounds < 1 or options.seconds <= 0 or options.tries < 1 or min(options.workers) < 1:
         parser.error(f"unknown case: {', '.join(unknown)}" if unknown else "numbers must be positive")
     options.cases = [known[name] for name in options.case] if options.case else list(CASES)
     return options
@@ -59,9 +62,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def competitors(options: argparse.Namespace) -> list[Competitor]:
     """Who takes part. Raises BenchError where a name that was asked for is not there."""
-    trees = [tree.partition("=") for tree in options.tree] or [("llmproxy", "=", str(ROOT))]
-    mine = [llmproxy(name, Path(path).resolve()) for name, _, path in trees]
-    mine += [commanded(text) for text in options.command]
+    named = [tree.partition("=") for tree in options.tree] or [("llmproxy", "=", str(ROOT))]
+    trees = {name: Path(path).resolve() for name, _, path in named}
+    mine = [*(llmproxy(name, tree) for name, tree in trees.items()), *(commanded(text) for text in options.command)]
     venvs = options.peers_venv or [Path(p) for p in os.environ.get(VENVS_VARIABLE, "").split(os.pathsep) if p]
     found, missing = found_peers(venvs)
     everybody = [*mine, *found]
@@ -73,7 +76,15 @@ def competitors(options: argparse.Namespace) -> list[Competitor]:
         everybody = [one for one in everybody if one.name in options.only or one in mine]
     elif missing:
         print(f"not installed, so left out: {', '.join(missing)}", file=sys.stderr)
-    return everybody
+    single = {name for name, tree in trees.items() if max(options.workers) > 1 and not takes_workers(tree)}
+    if single:
+        print(f"these know no --workers, so only one of each: {', '.join(single)}", file=sys.stderr)
+    return [
+        one.with_workers(workers)
+        for one in everybody
+        for workers in options.workers
+        if workers == 1 or one.name not in single
+    ]
 
 
 def run(options: argparse.Namespace, cores: Cores, chosen: Sequence[Competitor]) -> dict[str, list[dict[str, Window]]]:
@@ -81,35 +92,35 @@ def run(options: argparse.Namespace, cores: Cores, chosen: Sequence[Competitor])
     results: dict[str, list[dict[str, Window]]] = {case.name: [] for case in options.cases}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-bench-")))
-        bench = Bench(folder, cores, options.workers, options.realtime)
+        bench = Bench(folder, cores, options.realtime)
         stack.callback(bench.stop)
         serving: dict[str, Running] = {}
-        stack.callback(lambda: [stop(one) for one in serving.values()])
+        stack.callback(stop_all, serving)
         for one in chosen:
             serving[one.name] = bench.start(one)
         for number in range(options.rounds):
             for case in options.cases:
-                order = list(chosen) if number % 2 == 0 else list(reversed(chosen))
                 print(f"round {number + 1}/{options.rounds} {case.name}:", end="", file=sys.stderr, flush=True)
-                windows = {"direct": measure(bench, case, bench.direct, options)}
-                for one in order:
+                windows = {DIRECT: window(bench, case, bench.direct, options)}
+                for one in chosen if number % 2 == 0 else reversed(chosen):
                     if case.fresh:
-                        stop(serving.pop(one.name))
+                        stop_all({one.name: serving.pop(one.name)})
                         serving[one.name] = bench.start(one)
-                    windows[one.name] = measure(bench, case, serving[one.name], options)
+                    windows[one.name] = window(bench, case, serving[one.name], options)
                     print(f" {one.name}", end="", file=sys.stderr, flush=True)
                 print(file=sys.stderr)
-                results[case.name].append({name: windows[name] for name in ("direct", *(one.name for one in chosen))})
+                results[case.name].append({name: windows[name] for name in (DIRECT, *(one.name for one in chosen))})
     return results
 
 
-def measure(bench: Bench, case: Case, running: Running, options: argparse.Namespace) -> Window:
+def window(bench: Bench, case: Case, running: Running, options: argparse.Namespace) -> Window:
     return measured(lambda: bench.measure(case, running, options.seconds), options.tries)
 
 
-def stop(running: Running) -> None:
-    if running.child is not None:
-        running.child.stop()
+def stop_all(serving: Mapping[str, Running]) -> None:
+    for running in serving.values():
+        if running.child is not None:
+            running.child.stop()
 
 
 def facts(cores: Cores, options: argparse.Namespace, chosen: Sequence[Competitor]) -> list[str]:
@@ -119,12 +130,25 @@ def facts(cores: Cores, options: argparse.Namespace, chosen: Sequence[Competitor
         f"{model.group(1) if model else platform.machine()}, {os.cpu_count()} cores, {platform.system()} "
         f"{platform.release()}, {platform.python_implementation()} {platform.python_version()}, "
         f"load average before the run {os.getloadavg()[0]:.2f}",
-        f"{cores.describe()}; {options.workers} worker{'s' if options.workers > 1 else ''} for each proxy"
+        cores.describe()
+        + ("; NAME@2 has 2 workers and a core of the harness" if max(options.workers) > 1 else "")
         + ("; real-time priority (SCHED_RR) for all of them" if options.realtime else ""),
         f"{options.rounds} interleaved rounds, windows of {options.seconds:g} s, {time.strftime('%Y-%m-%d %H:%M')}; "
         "median [smallest..largest]; ratios are taken inside each round, and so is what is added to direct access",
         *(f"{one.name}: {one.about}" for one in chosen),
     ]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Waits until no other run of this benchmark is on the machine, and keeps others waiting within the block."""
+    with (Path(tempfile.gettempdir()) / "llmproxy-bench.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting until another run of this benchmark ends", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def run_first() -> None:
@@ -147,23 +171,36 @@ def main() -> None:
         os.sched_setaffinity(0, cores.harness)
         if options.realtime:
             run_first()
-        results = run(options, cores, chosen)
+        with alone():
+            results = run(options, cores, chosen)
     except BenchError as error:
         sys.exit(f"\nbenchmark stopped: {error}")
     except KeyboardInterrupt:
         sys.exit("\nbenchmark interrupted")
-    bases = options.against or BASES
-    doubts = [line for case in options.cases for line in table.doubts(case, results[case.name])]
+    failed = write(options, header, results)
+    sys.exit(1 if failed else 0)
+
+
+def write(options: argparse.Namespace, header: Sequence[str], results: Mapping[str, Sequence[Round]]) -> bool:
+    """Writes the tables, every single window and the picture, and prints the tables. True when a request failed."""
+    found = [line for case in options.cases for line in doubts(case, results[case.name])]
     text = "\n".join(f"- {line}" for line in header) + "\n\n"
-    text += "\n\n".join(table.render(case, results[case.name], bases) for case in options.cases) + "\n\n"
-    text += "\n".join(f"- {line}" for line in doubts) or "No failed requests, and nobody else on the proxy's core."
+    text += "\n\n".join(render(case, results[case.name], options.against or BASES) for case in options.cases) + "\n\n"
+    text += "\n".join(f"- {line}" for line in found) or "No failed requests, and nobody else on the proxy's core."
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text + "\n")
-    raw = {name: [{who: asdict(w) for who, w in one.items()} for one in rounds] for name, rounds in results.items()}
-    (options.out / "results.json").write_text(json.dumps({"facts": header, "doubts": doubts, "cases": raw}))
+    raw = {
+        name: [{who: asdict(seen) for who, seen in one.items()} for one in rounds] for name, rounds in results.items()
+    }
+    (options.out / "results.json").write_text(json.dumps({"facts": header, "doubts": found, "cases": raw}))
     print(text)
-    failed = any(window.failures for rounds in results.values() for one in rounds for window in one.values())
-    sys.exit(1 if failed else 0)
+    try:
+        from benchmarks.peers.plot import draw
+    except ModuleNotFoundError as error:
+        print(f"no picture was drawn, because {error.name} is not installed", file=sys.stderr)
+    else:
+        draw(options.cases, results, options.out / "results.svg")
+    return any(seen.failures for rounds in results.values() for one in rounds for seen in one.values())
 
 
 if __name__ == "__main__":

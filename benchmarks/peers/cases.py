@@ -15,10 +15,10 @@ GROUPS = 8
 """Requests come from so many clients, each a flow of its own with a system prompt of its own."""
 OBJECTIVES = ("critical", "default", "default", "sheddable")
 
-_WORDS = (
+_WORDS = str.split(
     "the engine answers each request with tokens from a model that was loaded before and keeps what it has read in its "
     "cache so that the next prompt with the same beginning is cheaper while others wait for their turn in the queue"
-).split()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,8 @@ class Case:
     """One load. Prompts are `shared_bytes` that are the same for all requests of a group, then what no other has.
 
     `chunks` 0 asks for one JSON answer; `rate` (requests/s) makes an open loop, in which at most `clients` are busy.
-    `fresh` gives each competitor a new process, so that its memory is that of this case alone.
+    `saturating` asks for more than a core can give, so that throughput tells something; `fresh` gives each competitor a
+    new process, so that its memory is that of this case alone.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Case:
     rate: float = 0.0
     ramp_s: float = 0.2
     warmup_s: float = 0.5
+    saturating: bool = False
     fresh: bool = False
 
     def requests(self, folder: Path) -> list[Path]:
@@ -60,11 +62,9 @@ class Case:
     def _body(self, group: int) -> str:
         shared = _text(self.shared_bytes, seed=group)
         own = f"{NUMBER} {_text(self.prompt_bytes - self.shared_bytes, seed=-1)}"
-        ask: dict[str, object] = {
-            "model": "mock",
-            "messages": [*([{"role": "system", "content": shared}] if shared else []), {"role": "user", "content": own}],
-            "temperature": 0.7,
-        }
+        system = [{"role": "system", "content": shared}] if shared else []
+        messages = [*system, {"role": "user", "content": own}]
+        ask: dict[str, object] = {"model": "mock", "messages": messages, "temperature": 0.7}
         if self.chunks:
             ask |= {"stream": True, "max_tokens": CHUNKS, "seed": self.gap_us}
         return json.dumps(ask).replace(f'"{CHUNKS}"', CHUNKS)
@@ -83,7 +83,7 @@ def _text(size: int, seed: int) -> str:
 
 
 CASES = (
-    Case(name="json64", title="JSON answers, 64 connections, closed loop", clients=64),
+    Case(name="json64", title="JSON answers, 64 connections, closed loop", clients=64, saturating=True),
     Case(name="json200", title="JSON answers, 200 requests/s, open loop", clients=64, rate=200.0),
     Case(name="sse64", title="64 streams of 100 chunks, 10 ms apart", clients=64, chunks=100, gap_us=10_000),
     Case(name="sse256", title="256 streams of 100 chunks, 20 ms apart", clients=256, chunks=100, gap_us=20_000),
@@ -105,11 +105,32 @@ CASES = (
         warmup_s=1.0,
         fresh=True,
     ),
-    Case(name="burst64", title="64 streams of 200 chunks, as fast as possible", clients=64, chunks=200),
-    Case(name="body8k", title="prompts of 8 KB, 32 connections", clients=32, prompt_bytes=8_000, shared_bytes=0),
-    Case(name="body128k", title="prompts of 128 KB, 16 connections", clients=16, prompt_bytes=128_000, shared_bytes=0),
     Case(
-        name="body10m", title="prompts of 10 MB, 4 connections", clients=4, prompt_bytes=10_000_000, shared_bytes=0
+        name="burst64", title="64 streams of 200 chunks, as fast as possible", clients=64, chunks=200, saturating=True
+    ),
+    Case(
+        name="body8k",
+        title="prompts of 8 KB, 32 connections, closed loop",
+        clients=32,
+        prompt_bytes=8_000,
+        shared_bytes=0,
+        saturating=True,
+    ),
+    Case(
+        name="body128k",
+        title="prompts of 128 KB, 16 connections, closed loop",
+        clients=16,
+        prompt_bytes=128_000,
+        shared_bytes=0,
+        saturating=True,
+    ),
+    Case(
+        name="body10m",
+        title="prompts of 10 MB, 4 connections, closed loop",
+        clients=4,
+        prompt_bytes=10_000_000,
+        shared_bytes=0,
+        saturating=True,
     ),
     Case(
         name="mix",
@@ -120,5 +141,6 @@ CASES = (
         chunks=200,
         gap_us=5_000,
         ramp_s=0.5,
+        saturating=True,
     ),
 )

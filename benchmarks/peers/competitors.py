@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.proxy import BenchError, template_argv
@@ -41,11 +42,16 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """One proxy under one configuration; `about` says which, for the table."""
+    """One proxy under one configuration, which `about` tells; it gets as many cores as `workers`."""
 
     name: str
     about: str
     launch: Callable[[Site], Launch]
+    workers: int = 1
+
+    def with_workers(self, workers: int) -> Competitor:
+        """The same with so many workers, under a name that says so."""
+        return self if workers == 1 else replace(self, name=f"{self.name}@{workers}", workers=workers)
 
 
 # --- llmproxy ---------------------------------------------------------------------------------------------------------
@@ -65,6 +71,12 @@ def llmproxy(name: str, tree: Path) -> Competitor:
 
     about = "placement cost, fair_share over 8 flows in 3 bands, metrics, one log line for each request to a file"
     return Competitor(name, about, launch)
+
+
+def takes_workers(tree: Path) -> bool:
+    """Whether the llmproxy there can have several workers."""
+    argv, env = [sys.executable, "-m", "llmproxy", "serve", "--help"], {**os.environ, "PYTHONPATH": str(tree)}
+    return b"--workers" in subprocess.run(argv, cwd=tree, env=env, capture_output=True, check=False).stdout
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ static int epoll_fd;
 static Conn *conns, **idle;
 static int idle_count, opened;
 static Conn *retry_head, *retry_tail;
+static enum { WARMUP, WINDOW, COOLDOWN, OVER } phase;
 static uint64_t begin_ns, end_ns, request_number, random_state;
 static uint64_t requests, chunks_total, bytes_total, skipped;
 static Samples latency, ttft, transit, gap;
@@ -110,8 +111,6 @@ static void die(const char *what) {
     perror(what);
     exit(1);
 }
-
-static bool in_window(uint64_t t) { return t >= begin_ns && t < end_ns; }
 
 static void sample(Samples *s, uint64_t ns) {
     if (s->count == s->room && !(s->ns = realloc(s->ns, (s->room = s->room * 2 + 65536) * sizeof *s->ns))) die("realloc");
@@ -209,7 +208,7 @@ static void finish(Conn *c, uint64_t t) {
         return;
     }
     c->busy = false;
-    if (in_window(t)) {
+    if (phase == WINDOW) {
         requests++;
         sample(&latency, t - c->sent_ns);
     }
@@ -232,7 +231,7 @@ static void fail(Conn *c, enum Failure why, uint64_t t) {
 
 static void chunk_came(Conn *c, uint64_t t) {
     c->chunks_seen++;
-    if (in_window(t)) {
+    if (phase == WINDOW) {
         chunks_total++;
         sample(&transit, t > c->stamp_ns ? t - c->stamp_ns : 0);
         if (c->last_ns) sample(&gap, t - c->last_ns);
@@ -243,7 +242,7 @@ static void chunk_came(Conn *c, uint64_t t) {
 
 /* Looks for stamps in the next piece of an answer; a piece may end within one. */
 static void scan(Conn *c, const char *data, size_t len, uint64_t t) {
-    if (in_window(t)) bytes_total += len;
+    if (phase == WINDOW) bytes_total += len;
     for (const char *end = data + len; data < end;) {
         if (!c->stamp_seen) {
             const char *found = memchr(data, '@', (size_t)(end - data));
@@ -415,6 +414,11 @@ static void load(Template *t, const char *path) {
     t->chunks_at = count ? (size_t)(count - t->bytes) : t->len;
 }
 
+static void say(const char *word) {
+    puts(word);
+    fflush(stdout);
+}
+
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
     for (int option; (option = getopt(argc, argv, "p:c:n:r:a:w:s:")) > 0;) switch (option) {
@@ -440,19 +444,27 @@ int main(int argc, char **argv) {
     uint64_t started_ns = now_ns();
     /* Numbers of two runs must differ, or the second would find its prompts cached. */
     random_state = request_number = started_ns;
-    begin_ns = started_ns + (uint64_t)((ramp_s + warmup_s) * 1e9);
-    end_ns = begin_ns + (uint64_t)(window_s * 1e9);
     static struct epoll_event events[EVENTS];
-    const char *said = "";
-    for (uint64_t t; (t = now_ns()) < end_ns + COOLDOWN_NS;) {
-        const char *say = t < begin_ns ? "" : t < end_ns ? "begin" : "end";
-        if (say != said) {
-            puts(said = say);
-            fflush(stdout);
-        }
-        uint64_t due = send_due(t, started_ns), border = t < begin_ns ? begin_ns : t < end_ns ? end_ns : end_ns + COOLDOWN_NS;
-        if (border < due) due = border;
-        uint64_t wait = due > (t = now_ns()) ? due - t : 0;
+    uint64_t border_ns = started_ns + (uint64_t)((ramp_s + warmup_s) * 1e9);
+    for (uint64_t t = started_ns; phase != OVER; t = now_ns()) {
+        /* The window is what it became, not what it should have been: a busy machine may wake this process late. */
+        if (t >= border_ns) switch (++phase) {
+            case WINDOW:
+                begin_ns = t;
+                border_ns = t + (uint64_t)(window_s * 1e9);
+                say("begin");
+                break;
+            case COOLDOWN:
+                end_ns = t;
+                border_ns = t + COOLDOWN_NS;
+                say("end");
+                break;
+            default:
+                break;
+            }
+        uint64_t due = send_due(t, started_ns), now = now_ns();
+        if (border_ns < due) due = border_ns;
+        uint64_t wait = due > now ? due - now : 0;
         struct timespec timeout = {.tv_sec = (time_t)(wait / NS_PER_S), .tv_nsec = (long)(wait % NS_PER_S)};
         int count = epoll_pwait2(epoll_fd, events, EVENTS, &timeout, NULL);
         for (int i = 0; i < count; i++) {

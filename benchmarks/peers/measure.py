@@ -165,13 +165,12 @@ class Running:
 
 
 class Bench:
-    """The mock replicas, and what all windows of a run share. `workers` is how many cores and workers a proxy gets."""
+    """The mock replicas, and what all windows of a run share."""
 
-    def __init__(self, folder: Path, cores: Cores, workers: int, realtime: bool = False, replicas: int = 4) -> None:
+    def __init__(self, folder: Path, cores: Cores, realtime: bool = False, replicas: int = 4) -> None:
         self.cores = cores
         self._realtime = realtime
         self._folder = folder
-        self._workers = workers
         self._loadgen = built("loadgen")
         self._mock = Child([str(built("mockd")), str(replicas)], cores.harness, folder / "mock.log", piped=True)
         ports = [int(port) for port in self._mock.line().split()]
@@ -183,20 +182,20 @@ class Bench:
     def stop(self) -> None:
         self._mock.stop()
 
-    def _proxy_cores(self) -> frozenset[int]:
+    def _cores_of(self, competitor: Competitor) -> frozenset[int]:
         """With one worker a core of its own; with more, that core and then those of the harness."""
         if self.cores.proxy is None:
             return self.cores.harness
-        return frozenset([self.cores.proxy, *sorted(self.cores.harness)[: self._workers - 1]])
+        return frozenset([self.cores.proxy, *sorted(self.cores.harness, reverse=True)[: competitor.workers - 1]])
 
     def start(self, competitor: Competitor) -> Running:
         """Starts a proxy and returns once it answers a chat request. Raises BenchError when it does not."""
         self._started += 1
         folder = self._folder / f"{competitor.name}-{self._started}"
         folder.mkdir()
-        site = Site(folder, free_port(), free_port(), self.backends, self._workers)
+        site = Site(folder, free_port(), free_port(), self.backends, competitor.workers)
         launch = competitor.launch(site)
-        cores = self._proxy_cores()
+        cores = self._cores_of(competitor)
         log = folder / "output.log"
         child = Child(launch.argv, cores, log, cwd=launch.cwd, env=launch.env)
         try:
@@ -214,29 +213,25 @@ class Bench:
         command = [str(self._loadgen), *case.load_argv(running.port, seconds), *(str(file) for file in files)]
         pids = running.pids()
         rss_before = rss_bytes(pids) if pids else None
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as load:
-            assert load.stdout is not None and load.stderr is not None
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as load:
             try:
                 before = self._books_at("begin", load, running)
                 after = self._books_at("end", load, running)
                 rss = rss_bytes(running.pids()) if pids else None
-                line = load.stdout.readline()
+                line = _line(load)
             except BaseException:
                 load.kill()
                 raise
-            said = load.stderr.read().strip()
         if running.child is not None and running.child.ended():
             raise running.child.failure(f"ended during {case.name}")
-        if not line:
-            raise BenchError(f"the load generator ended early in {case.name} through {running.name}: {said}")
         self._settle(running)
         window = Window.parse(line, after.since(before), max(1, len(running.cores)), self._realtime)
         return replace(window, rss_before_bytes=rss_before, rss_bytes=rss)
 
     def _books_at(self, moment: str, load: subprocess.Popen[str], running: Running) -> Books:
-        assert load.stdout is not None and load.stderr is not None
-        if load.stdout.readline().strip() != moment:
-            raise BenchError(f"the load generator did not reach the {moment} of its window: {load.stderr.read()}")
+        said = _line(load)
+        if said != moment:
+            raise BenchError(f"the load generator said {said!r}, not {moment!r}")
         pids = running.pids()
         harness_s = cpu_s([self._mock.pid, load.pid])
         times = core_times_s(Path("/proc/stat").read_text())
@@ -258,10 +253,18 @@ class Bench:
             share = (cpu_s(pids) - used_s) / 0.05
 
 
+def _line(load: subprocess.Popen[str]) -> str:
+    """The next line of the load generator, which tells on standard error why there is none."""
+    assert load.stdout is not None
+    line = load.stdout.readline().strip()
+    if not line:
+        raise BenchError("the load generator ended early; see above")
+    return line
+
+
 def measured(measure: Callable[[], Window], tries: int) -> Window:
     """The least disturbed of up to `tries` windows, the first that is not disturbed if there is one."""
     windows: list[Window] = []
     while len(windows) < tries and not (windows and windows[-1].disturbed_share <= DISTURBED_SHARE):
         windows.append(measure())
     return min(windows, key=lambda window: window.disturbed_share)
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.peers.cases import Case
 from benchmarks.peers.measure import DISTURBED_SHARE, Spread, Window
@@ -73,8 +73,8 @@ def figures(case: Case) -> tuple[Figure, ...]:
     """What a case is run for."""
     if case.chunks:
         memory = (RSS, RSS_PER_STREAM) if case.fresh else (RSS,)
-        return (CPU_PER_CHUNK, CHUNKS_PER_S, *STREAM, CORE_USE, *memory)
-    return (CPU_PER_REQUEST, REQUESTS_PER_S, *LATENCY, CORE_USE, RSS)
+        return (CPU_PER_CHUNK, replace(CHUNKS_PER_S, ratio=case.saturating), *STREAM, CORE_USE, *memory)
+    return (CPU_PER_REQUEST, replace(REQUESTS_PER_S, ratio=case.saturating), *LATENCY, CORE_USE, RSS)
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def render(case: Case, rounds: Sequence[Round], bases: Sequence[str]) -> str:
         rows.append([name, *cells, f"{clean}{' disturbed' if disturbed else ''}"])
     text = f"### {case.name}: {case.title}\n\n" + _markdown(rows)
     if against:
-        head = ["proxy", *(f"{figure.name.rpartition(',')[0]} ÷ {base}" for figure, base in against)]
+        head = ["proxy", *(f"{figure.name.partition(',')[0]} ÷ {base}" for figure, base in against)]
         rows = [head, ["---", *("--:" for _ in head[1:])]]
         for name in names:
             if name != DIRECT:
