@@ -39,7 +39,7 @@ chaos: .venv
 	$(BIN)/python -m tests.faults.chaos
 
 bench: .venv
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.peers $(BENCH)
 
 # The workloads under every policy in virtual time: four to five minutes on two free cores, and the decisive points
 # with intervals, an hour or more.

@@ -23,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OPEN_FILES_NEEDED = 10_000
-READY_TIMEOUT_S = 30.0
+IN_FLIGHT_MAX = 8192
+READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -71,14 +72,25 @@ def rss_bytes(pids: Iterable[int]) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def core_busy_s(core: int) -> float:
-    """CPU seconds that anybody has used on one core, stolen time included: to see who else was there."""
-    for line in Path("/proc/stat").read_text().splitlines():
+def rss_peak_bytes(pids: Iterable[int]) -> int:
+    """The most resident memory that each of these processes ever had, added up."""
+    kilobytes = 0
+    for pid in pids:
+        with _alive(pid):
+            status = Path(f"/proc/{pid}/status").read_text()
+        kilobytes += int(status.partition("VmHWM:")[2].split()[0])
+    return kilobytes * 1024
+
+
+def core_times_s(stat: str) -> dict[int, tuple[float, float]]:
+    """From the text of /proc/stat: core to (busy without stolen, stolen), in seconds since the start of the machine."""
+    times = {}
+    for line in stat.splitlines():
         name, *fields = line.split()
-        if name == f"cpu{core}":
-            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(ticks) for ticks in fields[:8])
-            return (user + nice + system + irq + softirq + steal) * _TICK_S
-    raise BenchError(f"/proc/stat knows no core {core}")
+        if name.startswith("cpu") and name[3:].isdigit():
+            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(ticks) * _TICK_S for ticks in fields[:8])
+            times[int(name[3:])] = (user + nice + system + irq + softirq, steal)
+    return times
 
 
 # --- cores ------------------------------------------------------------------------------------------------------------
@@ -187,7 +199,7 @@ class Child:
 
 def llmproxy_argv(port: int, backends: Sequence[str], config: Path) -> list[str]:
     """llmproxy as people run it, but told how much the mocks can hold so that nothing waits for a learned limit."""
-    settings = {"backends": [{"url": url, "max_in_flight": 4096} for url in backends]}
+    settings = {"backends": [{"url": url, "max_in_flight": IN_FLIGHT_MAX} for url in backends]}
     config.write_text(json.dumps(settings))
     serve = [sys.executable, "-m", "llmproxy", "serve", "--config", str(config)]
     return [*serve, "--host", "127.0.0.1", "--port", str(port)]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,13 +24,11 @@ from pathlib import Path
 import uvloop
 
 from benchmarks import proxy
-from benchmarks.client import chat_body
 from benchmarks.fleet import free_port
-from benchmarks.loadgen import Plan, Result, Spread
-from benchmarks.mock_backend import MODELS, NOT_FOUND, framed, rendered
+from benchmarks.peers.cases import Case
+from benchmarks.peers.measure import CHAT_PATH, READY_BODY, Bench, Running, Spread, Window
 
 CHUNK_BYTES = 4096
-CHUNK = framed(b'{"id":"c","choices":[{"index":0,"delta":{"content":"%b"}}]}' % (b"x" * CHUNK_BYTES))
 RSS_BYTES_MAX = 1 << 20
 """What one reader that does not read may cost: the buffers of both legs, and the answer kept for the prefix index."""
 PEAK_EVERY_S = 0.05
@@ -39,7 +37,27 @@ STILL_S = 1.0
 it took to fill them, at the speed of loopback, is over."""
 
 
+OTHERS = Case(name="others", title="30 streams of 100 chunks, 10 ms apart", clients=30, chunks=100, gap_us=10_000)
+
+
 # --- the backend with large answers, a process of its own -------------------------------------------------------------
+
+
+def framed(event: bytes) -> bytes:
+    """One server-sent event as one HTTP chunk, as vLLM frames them."""
+    data = b"data: " + event + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def rendered(status: bytes, body: bytes) -> bytes:
+    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, len(body)) + body
+
+
+CHUNK = framed(b'{"id":"c","choices":[{"index":0,"delta":{"content":"%b"}}]}' % (b"x" * CHUNK_BYTES))
+MODELS = (
+    b'{"object":"list","data":[{"id":"flood","object":"model","root":"flood","parent":null,"max_model_len":131072}]}'
+)
 
 
 class Flood:
@@ -75,12 +93,12 @@ class Flood:
 
     def _page(self, path: bytes) -> bytes:
         if path == b"/v1/models":
-            return rendered(b"200 OK", b"application/json", MODELS.partition(b"\r\n\r\n")[2].replace(b"mock", b"flood"))
+            return rendered(b"200 OK", MODELS)
         if path == b"/health":
-            return rendered(b"200 OK", b"text/plain", b"")
+            return rendered(b"200 OK", b"")
         if path == b"/sent":
-            return rendered(b"200 OK", b"application/json", json.dumps(self._sent).encode())
-        return NOT_FOUND
+            return rendered(b"200 OK", json.dumps(self._sent).encode())
+        return rendered(b"404 Not Found", b"{}")
 
 
 async def flood(stream_bytes: int) -> None:
@@ -95,8 +113,8 @@ async def flood(stream_bytes: int) -> None:
 class SlowReaders:
     """Connections that asked for a stream, read its first bytes and then nothing more."""
 
-    def __init__(self, url: str, count: int) -> None:
-        self._port = int(url.rpartition(":")[2])
+    def __init__(self, port: int, count: int) -> None:
+        self._port = port
         self._count = count
         body = b'{"model":"flood","stream":true,"messages":[{"role":"user","content":"Tell me all"}]}'
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
@@ -122,13 +140,13 @@ class SlowReaders:
 
 
 @contextmanager
-def peak_of(pid: int) -> Iterator[list[int]]:
-    """The largest resident memory of a process within the block, in bytes, as the one entry of a list."""
+def peak_of(served: Running) -> Iterator[list[int]]:
+    """The largest resident memory of a proxy within the block, in bytes, as the one entry of a list."""
     peak, stop = [0], threading.Event()
 
     def watch() -> None:
         while not stop.wait(PEAK_EVERY_S):
-            peak[0] = max(peak[0], proxy.rss_bytes([pid]))
+            peak[0] = max(peak[0], proxy.rss_bytes(served.pids()))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -142,34 +160,23 @@ def peak_of(pid: int) -> Iterator[list[int]]:
 # --- the measurement --------------------------------------------------------------------------------------------------
 
 
-async def others(url: str, pid: int, seconds: float) -> Result:
-    """What other clients see meanwhile: thirty streams of 100 chunks, 10 ms apart."""
-    plan = Plan(target=url, clients=30, chunks=100, interval_us=10_000, seconds=seconds, proxy_pid=pid)
-    argv = [sys.executable, "-m", "benchmarks.loadgen", *plan.argv()]
-    child = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
-    output, _ = await child.communicate()
-    if child.returncode:
-        raise proxy.BenchError(f"the load generator ended with status {child.returncode}")
-    return Result.parse(output)
-
-
-async def measure(url: str, flood_url: str, pid: int, options: argparse.Namespace) -> bool:
+async def measure(bench: Bench, served: Running, flood_url: str, options: argparse.Namespace) -> bool:
     """Alternate windows with and without slow readers. True when the proxy's memory stayed within its bound."""
-    readers = SlowReaders(url, options.readers)
-    results: dict[bool, list[Result]] = {False: [], True: []}
+    readers = SlowReaders(served.port, options.readers)
+    results: dict[bool, list[Window]] = {False: [], True: []}
     grown: list[float] = []
     taken: list[int] = []
     for _ in range(options.rounds):
-        results[False].append(await others(url, pid, options.seconds))
-        before = proxy.rss_bytes([pid])
-        with peak_of(pid) as peak:
+        results[False].append(await asyncio.to_thread(bench.measure, OTHERS, served, options.seconds))
+        before = proxy.rss_bytes(served.pids())
+        with peak_of(served) as peak:
             await readers.come()
             taken = await until_still(flood_url, options.readers)
-            results[True].append(await others(url, pid, options.seconds))
+            results[True].append(await asyncio.to_thread(bench.measure, OTHERS, served, options.seconds))
         readers.go()
         await asyncio.sleep(1.0)
         grown.append((peak[0] - before) / options.readers)
-        after = proxy.rss_bytes([pid])
+        after = proxy.rss_bytes(served.pids())
         print(f"RSS before {before / 1e6:.1f} MB, peak with {options.readers} slow readers {peak[0] / 1e6:.1f} MB "
               f"({grown[-1] / 1e3:.0f} kB each), after they left {after / 1e6:.1f} MB", flush=True)  # fmt: skip
     print(f"the backend could send {statistics.mean(taken) / 1e6:.1f} MB of each {options.megabytes} MB "
@@ -177,7 +184,7 @@ async def measure(url: str, flood_url: str, pid: int, options: argparse.Namespac
     print("| slow readers | TTFT p50 / p99 ms | transit p50 / p99 ms | proxy CPU | failures |\n" + "| --- " * 5 + "|")
     for slow, name in ((False, "none"), (True, str(options.readers))):
         runs = results[slow]
-        cpu = statistics.mean((run.proxy_cpu_s or 0.0) / run.window_s for run in runs)
+        cpu = statistics.mean((run.cpu_s or 0.0) / run.window_s for run in runs)
         print(f"| {name} | {told([run.ttft for run in runs])} | {told([run.transit for run in runs])} | {cpu:.0%} "
               f"| {sum(sum(run.failures.values()) for run in runs)} |")  # fmt: skip
     return max(grown) < RSS_BYTES_MAX and max(taken) < options.megabytes * 1_000_000
@@ -219,26 +226,25 @@ def main() -> int:
         uvloop.run(flood(options.megabytes * 1_000_000))
         return 0
     proxy.raise_open_files_limit()
-    mine = proxy.Cores.split()
-    everywhere = {*mine.harness, *([mine.proxy] if mine.proxy is not None else [])}
+    everywhere = proxy.Cores(None, frozenset(os.sched_getaffinity(0)))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-slow-")))
+        bench = Bench(folder, everywhere, replicas=1)
+        stack.callback(bench.stop)
 
         def started(argv: list[str], name: str, piped: bool) -> proxy.Child:
-            child = proxy.Child([sys.executable, "-m", *argv], everywhere, folder / name, piped=piped)
+            child = proxy.Child([sys.executable, "-m", *argv], everywhere.harness, folder / name, piped=piped)
             stack.callback(child.stop)
             return child
 
-        mock = started(["benchmarks.mock_backend", "--port", "0"], "mock.log", True).line()
         large = started(
             ["benchmarks.slow_readers", "--flood", "--megabytes", str(options.megabytes)], "flood.log", True
         ).line()
         port = free_port()
-        argv = proxy.llmproxy_argv(port, [mock, large], folder / "config.yaml")
+        argv = proxy.llmproxy_argv(port, [*bench.backends, large], folder / "config.yaml")
         serving = started(argv[2:], "proxy.log", False)
-        url = f"http://127.0.0.1:{port}"
-        proxy.wait_ready(url, "/v1/chat/completions", chat_body(), serving)
-        fine = asyncio.run(measure(url, large, serving.pid, options))
+        proxy.wait_ready(f"http://127.0.0.1:{port}", CHAT_PATH, READY_BODY, serving)
+        fine = asyncio.run(measure(bench, Running("llmproxy", port, serving), large, options))
     return 0 if fine else 1
 
 

@@ -133,6 +133,17 @@ CASES = (
         saturating=True,
     ),
     Case(
+        name="big100",
+        title="prompts of 10 MB, 100 connections, closed loop",
+        clients=100,
+        prompt_bytes=10_000_000,
+        shared_bytes=0,
+        ramp_s=0.5,
+        warmup_s=3.0,
+        saturating=True,
+        fresh=True,
+    ),
+    Case(
         name="mix",
         title="256 streams of 200 chunks, 5 ms apart, prompts of 8 KB of which 6 KB are shared",
         clients=256,

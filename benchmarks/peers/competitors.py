@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.proxy import BenchError, template_argv
-
-IN_FLIGHT_MAX = 8192
+from benchmarks.proxy import BenchError, llmproxy_argv, template_argv
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +59,9 @@ def llmproxy(name: str, tree: Path) -> Competitor:
     """llmproxy from the sources in `tree`, as people run it: every default, with eight flows in three bands."""
 
     def launch(site: Site) -> Launch:
-        config = site.folder / "llmproxy.json"
-        # The mocks' batch limit cannot be learned from them, and nothing shall wait for it.
-        backends = [{"url": url, "max_in_flight": IN_FLIGHT_MAX} for url in site.backends]
-        config.write_text(json.dumps({"host": "127.0.0.1", "port": site.port, "backends": backends}))
         workers = ["--workers", str(site.workers)] if site.workers > 1 else []
-        argv = [sys.executable, "-m", "llmproxy", "serve", "--config", str(config), *workers]
-        return Launch(argv, tree, {"PYTHONPATH": str(tree)})
+        argv = llmproxy_argv(site.port, site.backends, site.folder / "llmproxy.json")
+        return Launch([*argv, *workers], tree, {"PYTHONPATH": str(tree)})
 
     about = "placement cost, fair_share over 8 flows in 3 bands, metrics, one log line for each request to a file"
     return Competitor(name, about, launch)
@@ -193,7 +187,7 @@ def _litellm(program: str) -> Callable[[Site], Launch]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class Peer:
     name: str
     program: str
     about: str
@@ -202,18 +196,18 @@ class _Peer:
 
 _ROUTER_WORDS = ("launch",)
 PEERS = (
-    _Peer("nginx", "nginx", "least_conn, kept connections, no log, no LLM logic", _nginx),
-    _Peer("haproxy", "haproxy", "leastconn, kept connections, no log, no LLM logic", _haproxy),
-    _Peer("vllm-router", "vllm-router", "power_of_two, log level error", _router((), "power_of_two")),
-    _Peer("vllm-router-ca", "vllm-router", "cache_aware (its default), log level error", _router((), "cache_aware")),
-    _Peer("sglang-router", "sglang-router", "power_of_two, log level error", _router(_ROUTER_WORDS, "power_of_two")),
-    _Peer(
+    Peer("nginx", "nginx", "least_conn, kept connections, no log, no LLM logic", _nginx),
+    Peer("haproxy", "haproxy", "leastconn, kept connections, no log, no LLM logic", _haproxy),
+    Peer("vllm-router", "vllm-router", "power_of_two, log level error", _router((), "power_of_two")),
+    Peer("vllm-router-ca", "vllm-router", "cache_aware (its default), log level error", _router((), "cache_aware")),
+    Peer("sglang-router", "sglang-router", "power_of_two, log level error", _router(_ROUTER_WORDS, "power_of_two")),
+    Peer(
         "sglang-router-ca",
         "sglang-router",
         "cache_aware (its default), log level error",
         _router(_ROUTER_WORDS, "cache_aware"),
     ),
-    _Peer("litellm", "litellm", "least-busy, no retries, no database", _litellm),
+    Peer("litellm", "litellm", "least-busy, no retries, no database", _litellm),
 )
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.fleet import free_port
 from benchmarks.peers.cases import Case
 from benchmarks.peers.competitors import Competitor, Site
-from benchmarks.proxy import ROOT, BenchError, Child, Cores, cpu_s, family, rss_bytes, wait_ready
+from benchmarks.proxy import (
+    ROOT,
+    BenchError,
+    Child,
+    Cores,
+    core_times_s,
+    cpu_s,
+    family,
+    rss_bytes,
+    rss_peak_bytes,
+    wait_ready,
+)
 
 SOURCES = Path(__file__).parent
 BUILT = ROOT / "benchmarks" / "out" / "bin"
@@ -24,7 +34,6 @@ DISTURBED_SHARE = 0.15
 """A window in which others had, or the hypervisor kept, more of the proxy's cores than this says little."""
 SETTLE_LIMIT_S = 3.0
 SETTLED_SHARE = 0.3
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def built(name: str) -> Path:
@@ -40,12 +49,6 @@ def built(name: str) -> Path:
     if done.returncode:
         raise BenchError(f"{compiler} could not compile {source.name}:\n{done.stderr}")
     return program
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- what a window shows ----------------------------------------------------------------------------------------------
@@ -68,7 +71,7 @@ class Window:
     `failures` counts by reason over the whole load, `skipped` are requests of an open loop that found no free client.
     CPU seconds: `cpu_s` of the proxy with all its processes, `foreign_s` of others on its cores, `stolen_s` taken by
     the hypervisor from any core of the run, `harness_cpu_s` of the load generator and the mock replicas together.
-    Memory before the load and at the end of the window is resident, all processes added up. `disturbed_share` is the
+    Memory is resident: before the load, at the end of the window, and the most ever. `disturbed_share` is the
     part of the window in which others had the proxy's cores, or the hypervisor kept one.
     """
 
@@ -90,6 +93,7 @@ class Window:
     foreign_s: float | None = None
     rss_before_bytes: int | None = None
     rss_bytes: int | None = None
+    rss_peak_bytes: int | None = None
 
     @classmethod
     def parse(cls, line: str, books: Books, cores: int, realtime: bool) -> Window:
@@ -135,17 +139,6 @@ class Books:
             self.busy_s - before.busy_s,
             self.stolen_s - before.stolen_s,
         )
-
-
-def core_times_s(stat: str) -> dict[int, tuple[float, float]]:
-    """From the text of /proc/stat: core to (busy without stolen, stolen), in seconds since the start of the machine."""
-    times = {}
-    for line in stat.splitlines():
-        name, *fields = line.split()
-        if name.startswith("cpu") and name[3:].isdigit():
-            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(ticks) * _TICK_S for ticks in fields[:8])
-            times[int(name[3:])] = (user + nice + system + irq + softirq, steal)
-    return times
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
@@ -217,7 +210,7 @@ class Bench:
             try:
                 before = self._books_at("begin", load, running)
                 after = self._books_at("end", load, running)
-                rss = rss_bytes(running.pids()) if pids else None
+                memory = (rss_bytes(now), rss_peak_bytes(now)) if (now := running.pids()) else (None, None)
                 line = _line(load)
             except BaseException:
                 load.kill()
@@ -226,7 +219,7 @@ class Bench:
             raise running.child.failure(f"ended during {case.name}")
         self._settle(running)
         window = Window.parse(line, after.since(before), max(1, len(running.cores)), self._realtime)
-        return replace(window, rss_before_bytes=rss_before, rss_bytes=rss)
+        return replace(window, rss_before_bytes=rss_before, rss_bytes=memory[0], rss_peak_bytes=memory[1])
 
     def _books_at(self, moment: str, load: subprocess.Popen[str], running: Running) -> Books:
         said = _line(load)

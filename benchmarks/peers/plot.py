@@ -12,12 +12,15 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from benchmarks.peers.cases import Case
+from benchmarks.peers.competitors import PEERS
 from benchmarks.peers.table import DIRECT, Round, figures, kept, values
 from benchmarks.peers.table import Figure as Column
-from llmproxy.lab.drawing import INK, MUTED, SERIES, WIDTH_IN, style
+from llmproxy.lab.drawing import INK, MUTED, SERIES, WIDTH_IN, minor_label, style
 
+PEER_NAMES = frozenset(peer.name for peer in PEERS)
 ROW_IN = 0.19
 """Height of one proxy in a panel."""
 SMALLEST_US = 1.0
@@ -51,14 +54,16 @@ def _panel(axes: Axes, column: Column, rounds: Sequence[Round], proxies: Sequenc
     for place, name in enumerate(proxies):
         amounts = [max(SMALLEST_US, amount) for amount in values(column, rounds, name)]
         if amounts:
-            color = SERIES[0] if name.startswith("llmproxy") else MUTED
+            color = MUTED if name.partition("@")[0] in PEER_NAMES else SERIES[0]
             middle = statistics.median(amounts)
             axes.plot([min(amounts), max(amounts)], [place, place], color=color, linewidth=1.5)
             axes.plot([middle], [place], marker="o", markersize=4, color=color)
             axes.annotate(f"{middle:,.3g}" if middle < 1000 else f"{middle:,.0f}", (middle, place), (0, 3),
                           textcoords="offset points", fontsize=5.5, color=INK, ha="center")  # fmt: skip
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda amount, _: f"{amount:,.0f}"))
+    axes.xaxis.set_minor_formatter(FuncFormatter(minor_label(axes)))
     axes.set_xlabel(column.name, fontsize=7)
-    axes.tick_params(labelsize=6.5)
+    axes.tick_params(which="both", labelsize=6.5)
     axes.set_yticks(range(len(proxies)), [""] * len(proxies))
     axes.set_ylim(len(proxies) - 0.4, -0.8)

@@ -56,9 +56,10 @@ REQUESTS_PER_S = Figure("requests/s", lambda window: window.requests / window.wi
 CHUNKS_PER_S = Figure("chunks/s", lambda window: window.chunks / window.window_s)
 CORE_USE = Figure("core use, %", _core_use)
 RSS = Figure("RSS, MB", lambda window: None if window.rss_bytes is None else window.rss_bytes / 1e6)
+RSS_PEAK = Figure("peak RSS, MB", lambda window: None if window.rss_peak_bytes is None else window.rss_peak_bytes / 1e6)
 RSS_PER_STREAM = Figure("RSS/stream, kB", _rss_per_stream_kb)
 LATENCY = (
-    Figure("added p50, µs", _p50(lambda window: window.latency), added=True),
+    Figure("added p50, µs", _p50(lambda window: window.latency), added=True, ratio=True),
     Figure("added p99, µs", _p99(lambda window: window.latency), added=True),
 )
 STREAM = (
@@ -71,10 +72,11 @@ STREAM = (
 
 def figures(case: Case) -> tuple[Figure, ...]:
     """What a case is run for."""
-    if case.chunks:
-        memory = (RSS, RSS_PER_STREAM) if case.fresh else (RSS,)
-        return (CPU_PER_CHUNK, replace(CHUNKS_PER_S, ratio=case.saturating), *STREAM, CORE_USE, *memory)
-    return (CPU_PER_REQUEST, replace(REQUESTS_PER_S, ratio=case.saturating), *LATENCY, CORE_USE, RSS)
+    cost, throughput, times = (
+        (CPU_PER_CHUNK, CHUNKS_PER_S, STREAM) if case.chunks else (CPU_PER_REQUEST, REQUESTS_PER_S, LATENCY)
+    )
+    memory = (RSS,) if not case.fresh else (RSS, RSS_PER_STREAM) if case.chunks else (RSS_PEAK,)
+    return (cost, replace(throughput, ratio=case.saturating), *times, CORE_USE, *memory)
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
