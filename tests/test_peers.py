@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -18,7 +19,8 @@ from benchmarks.peers import measure, table
 from benchmarks.peers.__main__ import parse_options
 from benchmarks.peers.cases import CASES, CHUNKS, NUMBER, Case
 from benchmarks.peers.competitors import Competitor, Launch, commanded
-from benchmarks.peers.measure import Books, Spread, Window, measured
+from benchmarks.peers.measure import Bench, Books, Running, Spread, Window, measured
+from benchmarks.peers.stage import Stage
 from benchmarks.proxy import BenchError, Child, core_times_s
 from llmproxy.backends.metrics_text import is_filtered, parse_reading
 
@@ -304,3 +306,80 @@ def test_the_load_generator_counts_refusals(programs: Path, replica: int, tmp_pa
     lines, complaint = loaded(programs, case, replica, [wrong])
     assert json.loads(lines[2])["failures"]["status"] > 0
     assert "404 Not Found" in complaint
+
+
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
+class FakeBench:
+    """Starts nobody; the proxies named in `broken` cannot be started, those in `weak` fail in their first window."""
+
+    direct = Running("direct", 1)
+
+    def __init__(self, broken: Sequence[str] = (), weak: Sequence[str] = ()) -> None:
+        self.started: list[str] = []
+        self.measured: list[str] = []
+        self._broken = broken
+        self._weak = list(weak)
+
+    def start(self, competitor: Competitor) -> Running:
+        if competitor.name in self._broken:
+            raise BenchError(f"{competitor.name} does not answer\nits log")
+        self.started.append(competitor.name)
+        return Running(competitor.name, 2)
+
+    def measure(self, case: Case, running: Running, seconds: float) -> Window:
+        self.measured.append(running.name)
+        if running.name in self._weak:
+            self._weak.remove(running.name)
+            raise BenchError(f"{running.name} ended during {case.name}")
+        return window()
+
+
+def staged(
+    bench: FakeBench, case: Case = SSE, rounds: int = 2, required: str = ""
+) -> tuple[list[list[str]], list[str]]:
+    """Who was measured in each round, and what was said of the others."""
+    everybody = [
+        Competitor(name, "", lambda site: Launch([], site.folder), required=name == required) for name in ("a", "b")
+    ]
+    stage = Stage(cast(Bench, bench), everybody, seconds=1.0, tries=1)
+    results: dict[str, list[dict[str, Window]]] = {case.name: []}
+    with stage.open():
+        stage.rounds([case], rounds, results)
+    return [list(one) for one in results[case.name]], stage.failures
+
+
+def test_every_second_round_takes_the_proxies_in_reverse() -> None:
+    bench = FakeBench()
+    rounds, failures = staged(bench)
+    assert bench.measured == ["direct", "a", "b", "direct", "b", "a"]
+    assert rounds == [["direct", "a", "b"]] * 2
+    assert not failures
+
+
+def test_a_proxy_that_cannot_be_started_is_left_out() -> None:
+    rounds, failures = staged(FakeBench(broken="b"))
+    assert rounds == [["direct", "a"]] * 2
+    assert failures == ["b FAILED: b does not answer"]
+
+
+def test_a_proxy_that_fails_in_a_case_is_started_anew() -> None:
+    bench = FakeBench(weak="a")
+    rounds, failures = staged(bench)
+    assert rounds == [["direct", "b"], ["direct", "a", "b"]]
+    assert bench.started == ["a", "b", "a"]
+    assert failures == ["a FAILED: a ended during sse"]
+
+
+def test_a_proxy_that_is_required_must_not_fail() -> None:
+    with pytest.raises(BenchError, match="does not answer"):
+        staged(FakeBench(broken="a"), required="a")
+    with pytest.raises(BenchError, match="ended during"):
+        staged(FakeBench(weak="a"), required="a")
+
+
+def test_a_case_for_fresh_processes_starts_each_anew() -> None:
+    bench = FakeBench()
+    staged(bench, replace(SSE, fresh=True), rounds=1)
+    assert bench.started == ["a", "b", "a", "b"]

@@ -23,10 +23,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.cases import CASES, Case
+from benchmarks.peers.cases import CASES
 from benchmarks.peers.competitors import Competitor, commanded, found_peers, llmproxy, takes_workers
-from benchmarks.peers.measure import Bench, Running, Window, measured
-from benchmarks.peers.table import DIRECT, Round, doubts, render
+from benchmarks.peers.measure import Bench
+from benchmarks.peers.stage import Results, Stage
+from benchmarks.peers.table import Round, doubts, render
 from benchmarks.proxy import ROOT, BenchError, Cores, raise_open_files_limit
 
 OUT = ROOT / "benchmarks" / "out" / "peers"
@@ -87,42 +88,6 @@ def competitors(options: argparse.Namespace) -> list[Competitor]:
     ]
 
 
-def run(options: argparse.Namespace, cores: Cores, chosen: Sequence[Competitor]) -> dict[str, list[dict[str, Window]]]:
-    """All rounds; returns the windows of each case, round by round."""
-    results: dict[str, list[dict[str, Window]]] = {case.name: [] for case in options.cases}
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-bench-")))
-        bench = Bench(folder, cores, options.realtime)
-        stack.callback(bench.stop)
-        serving: dict[str, Running] = {}
-        stack.callback(stop_all, serving)
-        for one in chosen:
-            serving[one.name] = bench.start(one)
-        for number in range(options.rounds):
-            for case in options.cases:
-                print(f"round {number + 1}/{options.rounds} {case.name}:", end="", file=sys.stderr, flush=True)
-                windows = {DIRECT: window(bench, case, bench.direct, options)}
-                for one in chosen if number % 2 == 0 else reversed(chosen):
-                    if case.fresh:
-                        stop_all({one.name: serving.pop(one.name)})
-                        serving[one.name] = bench.start(one)
-                    windows[one.name] = window(bench, case, serving[one.name], options)
-                    print(f" {one.name}", end="", file=sys.stderr, flush=True)
-                print(file=sys.stderr)
-                results[case.name].append({name: windows[name] for name in (DIRECT, *(one.name for one in chosen))})
-    return results
-
-
-def window(bench: Bench, case: Case, running: Running, options: argparse.Namespace) -> Window:
-    return measured(lambda: bench.measure(case, running, options.seconds), options.tries)
-
-
-def stop_all(serving: Mapping[str, Running]) -> None:
-    for running in serving.values():
-        if running.child is not None:
-            running.child.stop()
-
-
 def facts(cores: Cores, options: argparse.Namespace, chosen: Sequence[Competitor]) -> list[str]:
     """What the figures depend on, one line each."""
     model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -163,6 +128,8 @@ def main() -> None:
     options = parse_options()
     # A terminated run must end its children as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    results: Results = {case.name: [] for case in options.cases}
+    failures: list[str] = []
     try:
         raise_open_files_limit()
         chosen = competitors(options)
@@ -171,21 +138,31 @@ def main() -> None:
         os.sched_setaffinity(0, cores.harness)
         if options.realtime:
             run_first()
-        with alone():
-            results = run(options, cores, chosen)
+        with alone(), tempfile.TemporaryDirectory(prefix="llmproxy-bench-") as folder, ExitStack() as stack:
+            bench = Bench(Path(folder), cores, options.realtime)
+            stack.callback(bench.stop)
+            stage = Stage(bench, chosen, options.seconds, options.tries)
+            failures = stage.failures
+            stack.enter_context(stage.open())
+            stage.rounds(options.cases, options.rounds, results)
     except BenchError as error:
         sys.exit(f"\nbenchmark stopped: {error}")
     except KeyboardInterrupt:
+        failures.append("interrupted: what follows is of the rounds that were complete")
+    if not any(results.values()):
         sys.exit("\nbenchmark interrupted")
-    failed = write(options, header, results)
-    sys.exit(1 if failed else 0)
+    failed = write(options, header, results, failures)
+    sys.exit(1 if failed or failures else 0)
 
 
-def write(options: argparse.Namespace, header: Sequence[str], results: Mapping[str, Sequence[Round]]) -> bool:
+def write(
+    options: argparse.Namespace, header: Sequence[str], results: Mapping[str, Sequence[Round]], failures: Sequence[str]
+) -> bool:
     """Writes the tables, every single window and the picture, and prints the tables. True when a request failed."""
-    found = [line for case in options.cases for line in doubts(case, results[case.name])]
+    cases = [case for case in options.cases if results[case.name]]
+    found = [*failures, *(line for case in cases for line in doubts(case, results[case.name]))]
     text = "\n".join(f"- {line}" for line in header) + "\n\n"
-    text += "\n\n".join(render(case, results[case.name], options.against or BASES) for case in options.cases) + "\n\n"
+    text += "\n\n".join(render(case, results[case.name], options.against or BASES) for case in cases) + "\n\n"
     text += "\n".join(f"- {line}" for line in found) or "No failed requests, and nobody else on the proxy's core."
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text + "\n")
@@ -199,7 +176,7 @@ def write(options: argparse.Namespace, header: Sequence[str], results: Mapping[s
     except ModuleNotFoundError as error:
         print(f"no picture was drawn, because {error.name} is not installed", file=sys.stderr)
     else:
-        draw(options.cases, results, options.out / "results.svg")
+        draw(cases, results, options.out / "results.svg")
     return any(seen.failures for rounds in results.values() for one in rounds for seen in one.values())
 
 

@@ -40,12 +40,16 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """One proxy under one configuration, which `about` tells; it gets as many cores as `workers`."""
+    """One proxy under one configuration, which `about` tells; it gets as many cores as `workers`.
+
+    A run ends where one that is `required` fails, and goes on without any other.
+    """
 
     name: str
     about: str
     launch: Callable[[Site], Launch]
     workers: int = 1
+    required: bool = False
 
     def with_workers(self, workers: int) -> Competitor:
         """The same with so many workers, under a name that says so."""
@@ -64,7 +68,7 @@ def llmproxy(name: str, tree: Path) -> Competitor:
         return Launch([*argv, *workers], tree, {"PYTHONPATH": str(tree)})
 
     about = "placement cost, fair_share over 8 flows in 3 bands, metrics, one log line for each request to a file"
-    return Competitor(name, about, launch)
+    return Competitor(name, about, launch, required=True)
 
 
 def takes_workers(tree: Path) -> bool:
@@ -229,4 +233,8 @@ def commanded(text: str) -> Competitor:
     name, equals, command = text.partition("=")
     if not equals or not name or not command:
         raise BenchError(f"a proxy is named NAME=COMMAND, not {text!r}")
-    return Competitor(name, command, lambda site: Launch(template_argv(command, site.port, site.backends), site.folder))
+
+    def launch(site: Site) -> Launch:
+        return Launch(template_argv(command, site.port, site.backends), site.folder)
+
+    return Competitor(name, command, launch, required=True)

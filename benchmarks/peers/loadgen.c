@@ -50,7 +50,7 @@ typedef struct Template {
 } Template;
 
 typedef struct Samples {
-    uint32_t *ns;
+    uint64_t *ns;
     size_t count, room;
 } Samples;
 
@@ -114,7 +114,7 @@ static void die(const char *what) {
 
 static void sample(Samples *s, uint64_t ns) {
     if (s->count == s->room && !(s->ns = realloc(s->ns, (s->room = s->room * 2 + 65536) * sizeof *s->ns))) die("realloc");
-    s->ns[s->count++] = ns > UINT32_MAX ? UINT32_MAX : (uint32_t)ns;
+    s->ns[s->count++] = ns;
 }
 
 /* --- sending -------------------------------------------------------------------------------------------------------- */
@@ -372,7 +372,7 @@ static uint64_t send_due(uint64_t t, uint64_t started_ns) {
 }
 
 static int ascending(const void *a, const void *b) {
-    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
     return (x > y) - (x < y);
 }
 
@@ -380,8 +380,8 @@ static void print_samples(const char *name, Samples *s) {
     if (s->count) qsort(s->ns, s->count, sizeof *s->ns, ascending);
     printf("\"%s\":", name);
     if (!s->count) printf("null,");
-    else printf("{\"count\":%zu,\"p50_us\":%.1f,\"p99_us\":%.1f,\"max_us\":%.1f},", s->count, s->ns[s->count / 2] / 1e3,
-                s->ns[(size_t)((double)s->count * 0.99)] / 1e3, s->ns[s->count - 1] / 1e3);
+    else printf("{\"count\":%zu,\"p50_us\":%.1f,\"p99_us\":%.1f,\"max_us\":%.1f},", s->count, (double)s->ns[s->count / 2] / 1e3,
+                (double)s->ns[(size_t)((double)s->count * 0.99)] / 1e3, (double)s->ns[s->count - 1] / 1e3);
 }
 
 static void print_result(void) {

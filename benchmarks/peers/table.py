@@ -153,7 +153,8 @@ def render(case: Case, rounds: Sequence[Round], bases: Sequence[str]) -> str:
         rows = [head, ["---", *("--:" for _ in head[1:])]]
         for name in names:
             if name != DIRECT:
-                rows.append([name, *(cell(ratios(figure, usable, name, base)) for figure, base in against)])
+                told = ("1" if name == base else cell(ratios(figure, usable, name, base)) for figure, base in against)
+                rows.append([name, *told])
         text += "\n\n" + _markdown(rows)
     return text
 
