@@ -236,7 +236,8 @@ def loaded(programs: Path, case: Case, port: int, files: Sequence[Path]) -> tupl
         argv = [str(programs / "loadgen"), *case.load_argv(port, seconds), *map(str, files)]
         done = subprocess.run(argv, capture_output=True, text=True, check=True)
         lines = done.stdout.splitlines()
-        if json.loads(lines[2])["requests"] or done.stderr:
+        told = json.loads(lines[2])
+        if told["requests"] or told["failures"]:
             break
     return lines, done.stderr
 
@@ -308,6 +309,16 @@ def test_the_load_generator_counts_refusals(programs: Path, replica: int, tmp_pa
     assert "404 Not Found" in complaint
 
 
+@needs_compiler
+def test_a_stream_that_ends_early_is_a_failure(programs: Path, replica: int, tmp_path: Path) -> None:
+    short = tmp_path / "short.http"
+    ask = b'{"model":"mock","messages":[],"stream":true,"max_tokens":3}'
+    short.write_bytes(b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(ask), ask))
+    case = replace(SSE, clients=1, chunks=10_000, ramp_s=0.0, warmup_s=0.0)
+    lines, _ = loaded(programs, case, replica, [short])
+    assert list(json.loads(lines[2])["failures"]) == ["chunks missing"]
+
+
 # --- who takes part ---------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +340,7 @@ class FakeBench:
         return Running(competitor.name, 2)
 
     def measure(self, case: Case, running: Running, seconds: float) -> Window:
+        assert seconds == 1.0
         self.measured.append(running.name)
         if running.name in self._weak:
             self._weak.remove(running.name)
