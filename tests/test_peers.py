@@ -18,7 +18,7 @@ import pytest
 from benchmarks.peers import measure, table
 from benchmarks.peers.__main__ import parse_options
 from benchmarks.peers.cases import CASES, CHUNKS, NUMBER, Case
-from benchmarks.peers.competitors import Competitor, Launch, commanded
+from benchmarks.peers.competitors import PEERS, Competitor, Launch, commanded
 from benchmarks.peers.measure import Bench, Books, Running, Spread, Window, measured
 from benchmarks.peers.stage import Stage
 from benchmarks.proxy import BenchError, Child, core_times_s
@@ -195,6 +195,18 @@ def test_a_command_needs_a_name() -> None:
     assert commanded("mine=serve --port {port}").name == "mine"
     with pytest.raises(BenchError, match="NAME=COMMAND"):
         commanded("serve --port 1")
+
+
+def test_two_programs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for name, module in (("rust", "vllm_router.launch_router"), ("python", "vllm_router.app")):
+        script = tmp_path / name / "bin" / "vllm-router"
+        script.parent.mkdir(parents=True)
+        script.write_text(f"from {module} import main")
+        script.chmod(0o755)
+    found = {peer.name: peer.find([tmp_path / "rust" / "bin", tmp_path / "python" / "bin"]) for peer in PEERS}
+    assert found["vllm-router"] == found["vllm-router-ca"] == str(tmp_path / "rust" / "bin" / "vllm-router")
+    assert found["production-stack"] == str(tmp_path / "python" / "bin" / "vllm-router")
+    assert found["nginx"] is None
 
 
 # --- the programs -----------------------------------------------------------------------------------------------------

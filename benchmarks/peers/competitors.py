@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -190,20 +189,48 @@ def _litellm(program: str) -> Callable[[Site], Launch]:
     return launch
 
 
+def _production_stack(program: str) -> Callable[[Site], Launch]:
+    def launch(site: Site) -> Launch:
+        argv = [program, "--host", "127.0.0.1", "--port", str(site.port), "--log-level", "error"]
+        argv += ["--service-discovery", "static", "--static-backends", ",".join(site.backends)]
+        argv += ["--static-models", ",".join(["mock"] * len(site.backends)), "--routing-logic", "roundrobin"]
+        return Launch(argv, site.folder)
+
+    return launch
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
+    """One line of the list below. `says` is in the start script of the program: two of them have the same name."""
+
     name: str
     program: str
     about: str
     launch: Callable[[str], Callable[[Site], Launch]]
+    says: str = ""
+
+    def find(self, folders: Iterable[Path]) -> str | None:
+        """The path of the program, from the first of the folders that has it."""
+        for folder in folders:
+            program = folder / self.program
+            if os.access(program, os.X_OK) and self.says.encode() in program.read_bytes():
+                return str(program)
+        return None
 
 
 _ROUTER_WORDS = ("launch",)
+_RUST, _PYTHON = "vllm_router.launch_router", "vllm_router.app"
 PEERS = (
     Peer("nginx", "nginx", "least_conn, kept connections, no log, no LLM logic", _nginx),
     Peer("haproxy", "haproxy", "leastconn, kept connections, no log, no LLM logic", _haproxy),
-    Peer("vllm-router", "vllm-router", "power_of_two, log level error", _router((), "power_of_two")),
-    Peer("vllm-router-ca", "vllm-router", "cache_aware (its default), log level error", _router((), "cache_aware")),
+    Peer("vllm-router", "vllm-router", "power_of_two, log level error", _router((), "power_of_two"), _RUST),
+    Peer(
+        "vllm-router-ca",
+        "vllm-router",
+        "cache_aware (its default), log level error",
+        _router((), "cache_aware"),
+        _RUST,
+    ),
     Peer("sglang-router", "sglang-router", "power_of_two, log level error", _router(_ROUTER_WORDS, "power_of_two")),
     Peer(
         "sglang-router-ca",
@@ -211,16 +238,17 @@ PEERS = (
         "cache_aware (its default), log level error",
         _router(_ROUTER_WORDS, "cache_aware"),
     ),
+    Peer("production-stack", "vllm-router", "roundrobin, log level error", _production_stack, _PYTHON),
     Peer("litellm", "litellm", "least-busy, no retries, no database", _litellm),
 )
 
 
 def found_peers(venvs: Iterable[Path]) -> tuple[list[Competitor], list[str]]:
     """The peers that are installed, and the names of those that are not."""
-    path = os.pathsep.join([*(str(venv / "bin") for venv in venvs), os.environ.get("PATH", os.defpath)])
+    folders = [*(venv / "bin" for venv in venvs), *map(Path, os.get_exec_path())]
     found, missing = [], []
     for peer in PEERS:
-        program = shutil.which(peer.program, path=path)
+        program = peer.find(folders)
         if program is None:
             missing.append(peer.name)
         else:
