@@ -64,15 +64,20 @@ def llmproxy(name: str, tree: Path) -> Competitor:
     def launch(site: Site) -> Launch:
         workers = ["--workers", str(site.workers)] if site.workers > 1 else []
         argv = llmproxy_argv(site.port, site.backends, site.folder / "llmproxy.json")
-        return Launch([*argv, *workers], tree, {"PYTHONPATH": str(tree)})
+        return Launch([*argv, *workers], tree, _importing(tree))
 
     about = "placement cost, fair_share over 8 flows in 3 bands, metrics, one log line for each request to a file"
     return Competitor(name, about, launch, required=True)
 
 
+def _importing(tree: Path) -> dict[str, str]:
+    """The environment in which the package of `tree` is found before any other, and all else as in this process."""
+    return {"PYTHONPATH": os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def takes_workers(tree: Path) -> bool:
     """Whether the llmproxy there can have several workers."""
-    argv, env = [sys.executable, "-m", "llmproxy", "serve", "--help"], {**os.environ, "PYTHONPATH": str(tree)}
+    argv, env = [sys.executable, "-m", "llmproxy", "serve", "--help"], {**os.environ, **_importing(tree)}
     return b"--workers" in subprocess.run(argv, cwd=tree, env=env, capture_output=True, check=False).stdout
 
 
