@@ -18,7 +18,7 @@ import pytest
 from benchmarks.peers import measure, table
 from benchmarks.peers.__main__ import parse_options
 from benchmarks.peers.cases import CASES, CHUNKS, NUMBER, Case
-from benchmarks.peers.competitors import PEERS, Competitor, Launch, commanded
+from benchmarks.peers.competitors import PEERS, Competitor, Launch, Peer, Site, commanded, llmproxy
 from benchmarks.peers.measure import Bench, Books, Running, Spread, Window, measured
 from benchmarks.peers.stage import Stage
 from benchmarks.proxy import BenchError, Child, core_times_s
@@ -195,6 +195,29 @@ def test_a_command_needs_a_name() -> None:
     assert commanded("mine=serve --port {port}").name == "mine"
     with pytest.raises(BenchError, match="NAME=COMMAND"):
         commanded("serve --port 1")
+
+
+def site(folder: Path, workers: int = 1) -> Site:
+    return Site(folder, 8123, 8124, tuple(f"http://127.0.0.1:{port}" for port in range(9001, 9005)), workers)
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_peer_is_told_its_port_and_every_backend(peer: Peer, tmp_path: Path) -> None:
+    launch = peer.launch("/bin/peer")(site(tmp_path))
+    told = " ".join([*launch.argv, *(file.read_text() for file in tmp_path.iterdir())])
+    assert launch.argv[0] == "/bin/peer"
+    assert launch.cwd == tmp_path
+    assert all(f"127.0.0.1:{port}" in told for port in range(9001, 9005))
+    assert "8123" in told
+
+
+def test_llmproxy_runs_from_its_tree(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    one, two = (llmproxy("x", tree).launch(site(tmp_path, workers)) for workers in (1, 2))
+    assert one.cwd == tree
+    assert one.env["PYTHONPATH"].split(os.pathsep)[0] == str(tree)
+    assert "--workers" not in one.argv
+    assert two.argv[-2:] == ["--workers", "2"]
 
 
 def test_two_programs_of_one_name_are_told_apart(tmp_path: Path) -> None:
