@@ -390,11 +390,12 @@ def staged(
     everybody = [
         Competitor(name, "", lambda site: Launch([], site.folder), required=name == required) for name in ("a", "b")
     ]
-    stage = Stage(cast(Bench, bench), everybody, seconds=1.0, tries=1)
+    failures: list[str] = []
+    stage = Stage(cast(Bench, bench), everybody, seconds=1.0, tries=1, failures=failures)
     results: dict[str, list[dict[str, Window]]] = {case.name: []}
     with stage.open():
         stage.rounds([case], rounds, results)
-    return [list(one) for one in results[case.name]], stage.failures
+    return [list(one) for one in results[case.name]], failures
 
 
 def test_every_second_round_takes_the_proxies_in_reverse() -> None:

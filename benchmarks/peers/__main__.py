@@ -32,6 +32,8 @@ from benchmarks.proxy import ROOT, BenchError, Cores, raise_open_files_limit
 
 OUT = ROOT / "benchmarks" / "out" / "peers"
 BASES = ("llmproxy", "nginx", "vllm-router")
+AROUND_S = 0.6
+"""What a window takes beside the load: starting it, ending it, and the proxy's own end of it."""
 VENVS_VARIABLE = "LLMPROXY_BENCH_VENVS"
 
 
@@ -124,33 +126,44 @@ def run_first() -> None:
         raise BenchError("--realtime needs root, or CAP_SYS_NICE") from error
 
 
+def run(options: argparse.Namespace, header: list[str], results: Results, failures: list[str]) -> None:
+    """Measures; what is known so far is in the last three arguments, however this ends.
+
+    Raises BenchError when the run cannot go on.
+    """
+    raise_open_files_limit()
+    chosen = competitors(options)
+    cores = Cores.split()
+    header += facts(cores, options, chosen)
+    os.sched_setaffinity(0, cores.harness)
+    if options.realtime:
+        run_first()
+    each_s = sum(case.ramp_s + case.warmup_s + options.seconds + AROUND_S for case in options.cases)
+    minutes = options.rounds * each_s * (len(chosen) + 1) / 60
+    print(f"{len(chosen)} proxies: {minutes:.0f} minutes if nothing is repeated", file=sys.stderr, flush=True)
+    with alone(), tempfile.TemporaryDirectory(prefix="llmproxy-bench-") as folder, ExitStack() as stack:
+        bench = Bench(Path(folder), cores, options.realtime)
+        stack.callback(bench.stop)
+        stage = Stage(bench, chosen, options.seconds, options.tries, failures)
+        stack.enter_context(stage.open())
+        stage.rounds(options.cases, options.rounds, results)
+
+
 def main() -> None:
     options = parse_options()
-    # A terminated run must end its children as an interrupted one does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # A terminated run must end its children, and tell what it found, as an interrupted one does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    header: list[str] = []
     results: Results = {case.name: [] for case in options.cases}
     failures: list[str] = []
     try:
-        raise_open_files_limit()
-        chosen = competitors(options)
-        cores = Cores.split()
-        header = facts(cores, options, chosen)
-        os.sched_setaffinity(0, cores.harness)
-        if options.realtime:
-            run_first()
-        with alone(), tempfile.TemporaryDirectory(prefix="llmproxy-bench-") as folder, ExitStack() as stack:
-            bench = Bench(Path(folder), cores, options.realtime)
-            stack.callback(bench.stop)
-            stage = Stage(bench, chosen, options.seconds, options.tries)
-            failures = stage.failures
-            stack.enter_context(stage.open())
-            stage.rounds(options.cases, options.rounds, results)
+        run(options, header, results, failures)
     except BenchError as error:
-        sys.exit(f"\nbenchmark stopped: {error}")
+        failures.append(f"stopped: {error}")
     except KeyboardInterrupt:
-        failures.append("interrupted: what follows is of the rounds that were complete")
+        failures.append("interrupted")
     if not any(results.values()):
-        sys.exit("\nbenchmark interrupted")
+        sys.exit("\n" + "\n".join(failures))
     failed = write(options, header, results, failures)
     sys.exit(1 if failed or failures else 0)
 

@@ -17,17 +17,19 @@ Results = dict[str, list[dict[str, Window]]]
 
 
 class Stage:
-    """Who serves. A peer that fails is told in `failures`, started anew, and left out when that fails too.
+    """Who serves. A peer that fails is told to `failures`, started anew, and left out when that fails too.
 
     One that is required must not fail: what it raises ends the run.
     """
 
-    def __init__(self, bench: Bench, competitors: Sequence[Competitor], seconds: float, tries: int) -> None:
-        self.failures: list[str] = []
+    def __init__(
+        self, bench: Bench, competitors: Sequence[Competitor], seconds: float, tries: int, failures: list[str]
+    ) -> None:
         self._bench = bench
         self._competitors = competitors
         self._seconds = seconds
         self._tries = tries
+        self._failures = failures
         self._serving: dict[str, Running] = {}
 
     @contextmanager
@@ -83,7 +85,7 @@ class Stage:
     def _failed(self, one: Competitor, error: BenchError) -> None:
         if one.required:
             raise error
-        self.failures.append(f"{one.name} FAILED: {str(error).splitlines()[0]}")
+        self._failures.append(f"{one.name} FAILED: {str(error).splitlines()[0]}")
         print(f"\n{error}", file=sys.stderr)
 
     def _stop(self, name: str) -> None:
