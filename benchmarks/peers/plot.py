@@ -61,6 +61,7 @@ def _panel(axes: Axes, column: Column, rounds: Sequence[Round], proxies: Sequenc
             axes.annotate(f"{middle:,.3g}" if middle < 1000 else f"{middle:,.0f}", (middle, place), (0, 3),
                           textcoords="offset points", fontsize=5.5, color=INK, ha="center")  # fmt: skip
     axes.set_xscale("log")
+    axes.margins(x=0.1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda amount, _: f"{amount:,.0f}"))
     axes.xaxis.set_minor_formatter(FuncFormatter(minor_label(axes)))
     axes.set_xlabel(column.name, fontsize=7)

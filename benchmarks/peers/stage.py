@@ -85,7 +85,8 @@ class Stage:
     def _failed(self, one: Competitor, error: BenchError) -> None:
         if one.required:
             raise error
-        self._failures.append(f"{one.name} FAILED: {str(error).splitlines()[0]}")
+        why = str(error).splitlines()[0].removesuffix("; the end of its log:")
+        self._failures.append(f"{one.name} FAILED: {why}")
         print(f"\n{error}", file=sys.stderr)
 
     def _stop(self, name: str) -> None:
