@@ -41,7 +41,7 @@ LINE = {
 
 
 def window(cpu_s: float = 0.1, ttft_us: float = 100.0, disturbed: float = 0.0) -> Window:
-    books = Books(cpu_s, 0.5, 0.0, cpu_s, 0.0)
+    books = Books(cpu_s, 0.5, 0.0, cpu_s, 0.5, 0.0)
     seen = Window.parse(json.dumps(LINE), books, cores=1, realtime=False)
     return replace(seen, ttft=Spread(3, ttft_us, ttft_us, ttft_us), disturbed_share=disturbed)
 
@@ -109,20 +109,23 @@ def test_no_window_is_repeated_that_nobody_disturbed() -> None:
 
 
 def test_others_are_who_is_neither_the_proxy_nor_the_harness() -> None:
-    books = Books(proxy_s=1.0, harness_s=0.8, harness_here_s=0.8, busy_s=2.4, stolen_s=0.1)
+    books = Books(proxy_s=1.0, harness_s=0.8, harness_here_s=0.8, busy_s=2.4, harness_busy_s=1.5, stolen_s=0.1)
     both_cores = Window.parse(json.dumps(LINE), books, cores=2, realtime=False)
     assert both_cores.foreign_s == pytest.approx(0.6)
+    assert both_cores.harness_foreign_s is None
     assert both_cores.disturbed_share == pytest.approx((0.6 / 2 + 0.1) / 2.0)
 
 
 def test_in_real_time_only_the_hypervisor_disturbs() -> None:
-    books = Books(proxy_s=1.0, harness_s=0.0, harness_here_s=0.0, busy_s=1.9, stolen_s=0.1)
-    assert Window.parse(json.dumps(LINE), books, cores=1, realtime=True).disturbed_share == pytest.approx(0.05)
+    books = Books(proxy_s=1.0, harness_s=0.0, harness_here_s=0.0, busy_s=1.9, harness_busy_s=2.0, stolen_s=0.1)
+    seen = Window.parse(json.dumps(LINE), books, cores=1, realtime=True)
+    assert seen.disturbed_share == pytest.approx(0.05)
+    assert seen.harness_foreign_s is None
 
 
 def test_books_of_two_moments_give_what_was_used_between() -> None:
-    before, after = Books(1.0, 2.0, 0.0, 3.0, 0.5), Books(1.5, 2.25, 0.0, 4.0, 0.75)
-    assert after.since(before) == Books(0.5, 0.25, 0.0, 1.0, 0.25)
+    before, after = Books(1.0, 2.0, 0.0, 3.0, 5.0, 0.5), Books(1.5, 2.25, 0.0, 4.0, 7.0, 0.75)
+    assert after.since(before) == Books(0.5, 0.25, 0.0, 1.0, 2.0, 0.25)
     assert replace(after, proxy_s=None).since(replace(before, proxy_s=None)).proxy_s is None
 
 
@@ -144,6 +147,16 @@ def test_the_table_has_a_row_and_a_ratio_for_each_proxy() -> None:
         "400 [400..400]",
         "2.00 [2.00..2.00]",
     ]
+
+
+def test_others_beside_the_load_generator_are_told() -> None:
+    books = Books(proxy_s=1.0, harness_s=0.8, harness_here_s=0.0, busy_s=1.0, harness_busy_s=1.4, stolen_s=0.0)
+    seen = Window.parse(json.dumps(LINE), books, cores=1, realtime=False)
+    assert seen.harness_foreign_s == pytest.approx(0.6)
+    assert table.doubts(SSE, [{"a": seen}]) == [
+        "sse, round 1, a: others had 30% of a core of the load generator, so its times are late"
+    ]
+    assert table.doubts(SSE, [{"a": replace(seen, harness_foreign_s=0.1)}]) == []
 
 
 def test_failed_requests_are_told() -> None:
@@ -327,7 +340,7 @@ def test_the_load_generator_counts_what_a_replica_sends(
     case = replace(case, ramp_s=0.0, warmup_s=0.0)
     (begin, end, line), _ = loaded(programs, case, replica, case.requests(tmp_path))
     assert (begin, end) == ("begin", "end")
-    seen = Window.parse(line, Books(None, 0.0, 0.0, 0.0, 0.0), cores=1, realtime=False)
+    seen = Window.parse(line, Books(None, 0.0, 0.0, 0.0, 0.0, 0.0), cores=1, realtime=False)
     assert seen.failures == {}
     assert seen.requests > 0
     assert (seen.chunks > 0) == bool(case.chunks)

@@ -70,7 +70,8 @@ class Window:
 
     `failures` counts by reason over the whole load, `skipped` are requests of an open loop that found no free client.
     CPU seconds: `cpu_s` of the proxy with all its processes, `foreign_s` of others on its cores, `stolen_s` taken by
-    the hypervisor from any core of the run, `harness_cpu_s` of the load generator and the mock replicas together.
+    the hypervisor from any core of the run, `harness_cpu_s` of the load generator and the mock replicas together,
+    `harness_foreign_s` of others on the cores of those, None where the proxy is there too, or all others come last.
     Memory is resident: before the load, at the end of the window, and the most ever. `disturbed_share` is the
     part of the window in which others had the proxy's cores, or the hypervisor kept one.
     """
@@ -91,6 +92,7 @@ class Window:
     disturbed_share: float
     cpu_s: float | None = None
     foreign_s: float | None = None
+    harness_foreign_s: float | None = None
     rss_before_bytes: int | None = None
     rss_bytes: int | None = None
     rss_peak_bytes: int | None = None
@@ -106,6 +108,7 @@ class Window:
             told[name] = None if told[name] is None else Spread(**told[name])
         foreign_s = None if books.proxy_s is None else max(0.0, books.busy_s - books.proxy_s - books.harness_here_s)
         lost_s = books.stolen_s + (0.0 if realtime or foreign_s is None else foreign_s / cores)
+        blind = realtime or books.harness_here_s > 0
         return cls(
             **told,
             harness_cpu_s=books.harness_s,
@@ -113,6 +116,7 @@ class Window:
             disturbed_share=lost_s / told["window_s"],
             cpu_s=books.proxy_s,
             foreign_s=foreign_s,
+            harness_foreign_s=None if blind else max(0.0, books.harness_busy_s - books.harness_s),
         )
 
 
@@ -121,13 +125,14 @@ class Books:
     """CPU clocks at one moment, in seconds; the difference of two moments is what a window used.
 
     `busy_s` is of the proxy's cores, stolen time left out; `harness_here_s` is the harness's part of it, which is all
-    of its time where it shares a core with the proxy and nothing elsewhere.
+    of its time where it shares a core with the proxy and nothing elsewhere. `harness_busy_s` is of the harness's cores.
     """
 
     proxy_s: float | None
     harness_s: float
     harness_here_s: float
     busy_s: float
+    harness_busy_s: float
     stolen_s: float
 
     def since(self, before: Books) -> Books:
@@ -137,6 +142,7 @@ class Books:
             self.harness_s - before.harness_s,
             self.harness_here_s - before.harness_here_s,
             self.busy_s - before.busy_s,
+            self.harness_busy_s - before.harness_busy_s,
             self.stolen_s - before.stolen_s,
         )
 
@@ -233,6 +239,7 @@ class Bench:
             harness_s,
             harness_s if running.cores & self.cores.harness else 0.0,
             sum(times[core][0] for core in running.cores),
+            sum(times[core][0] for core in self.cores.harness),
             sum(times[core][1] for core in running.cores | self.cores.harness),
         )
 

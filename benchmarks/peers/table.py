@@ -174,6 +174,9 @@ def doubts(case: Case, rounds: Sequence[Round]) -> list[str]:
                 found.append(f"{where}: {window.skipped} requests were not sent, all clients waited for answers")
             if window.disturbed_share > DISTURBED_SHARE:
                 found.append(f"{where}: others had {window.disturbed_share:.0%} of the proxy's core")
+            if (window.harness_foreign_s or 0.0) > DISTURBED_SHARE * window.window_s:
+                share = (window.harness_foreign_s or 0.0) / window.window_s
+                found.append(f"{where}: others had {share:.0%} of a core of the load generator, so its times are late")
             if name != DIRECT and window.harness_cpu_s > HARNESS_SHARE_MAX * window.window_s:
                 share = window.harness_cpu_s / window.window_s
                 found.append(f"{where}: load generator and mocks used {share:.0%} of a core")
