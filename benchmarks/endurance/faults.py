@@ -14,7 +14,7 @@ Befalls = Callable[[Rig, int], AbstractAsyncContextManager[None]]
 
 @asynccontextmanager
 async def killed(rig: Rig, index: int) -> AsyncIterator[None]:
-    await rig.replicas[index].stop(signal.SIGKILL)
+    await rig.kill_replica(index)
     try:
         yield
     finally:

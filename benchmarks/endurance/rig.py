@@ -97,12 +97,16 @@ class Rig:
         flags = ["--port", self.urls[index].rpartition(":")[2], "--model", model, *adapters, *REPLICA_FLAGS]
         return await start(["replica", *flags], self.folder / f"replica-{self._starts}.log", own_group=True)
 
-    async def restart_replica(self, index: int) -> None:
-        """Start one anew, with a cold cache, and wait until it answers; what is left of the old one is killed."""
+    async def kill_replica(self, index: int) -> None:
+        """End what there is of one at once."""
         old = self.replicas[index]
         if old.child.returncode is None:
             self._ended_cpu_s += usage_of(old.child.pid).cpu_s
         await old.stop(signal.SIGKILL)
+
+    async def restart_replica(self, index: int) -> None:
+        """Start one anew, with a cold cache, and wait until it answers; what is left of the old one is killed."""
+        await self.kill_replica(index)
         self.replicas[index] = await self.start_replica(index)
         async with asyncio.timeout(UP_S):
             while not await self._answers(index):  # noqa: ASYNC110 - it is another process
