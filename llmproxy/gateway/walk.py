@@ -281,8 +281,10 @@ class Walker:
         # Assigned before it runs, so that the story of a request cut off in mid-stream has its numbers.
         attempt = walk.attempt = Attempt()
         if walk.route.dialect is Dialect.RESPONSES:
-            # A client may name a response as soon as it has read its first bytes, long before its end.
-            walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name, walk.tenant)
+            # A client may name a response as soon as it has read its first bytes, long before its end. The walk itself
+            # must not be named here: it has this client, and both would stay, body and all, until cycles are looked for.
+            tenant = walk.tenant
+            walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name, tenant)
         await walk.rules.relay.attempt(attempt, lease, backend.url, call, walk.client)
         if attempt.status == 401 and not walk.rules.config.forward_credentials:
             attempt.detail = walk.rules.identity.key_hint(backend)
