@@ -222,7 +222,7 @@ async def root_of(session: aiohttp.ClientSession, url: str, name: str) -> str | 
 _IDS = re.compile(rb'"((?:chatcmpl|cmpl|embd|resp|msg|rs|fc|call)[-_](?:tool-)?)[0-9a-f]{16,32}(-\d+)?"')
 _TIMES = re.compile(rb'"(created|created_at|completed_at)":\d+(\.\d+)?')
 _FINGERPRINT = re.compile(rb',"system_fingerprint":"[^"]*"')
-_OWN_HEADER = re.compile("date|connection|keep-alive|transfer-encoding|x-request-id|x-llmproxy-.*")
+_OWN_HEADER = re.compile("date|server|connection|keep-alive|transfer-encoding|x-request-id|x-llmproxy-.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,8 @@ async def test_an_answer_of_the_proxys_own_has_the_engines_status(
 ) -> None:
     direct, proxied = await ask(session, URLS[0], case), await ask(session, proxy.url, case)
     assert proxied.backend is None
-    assert proxied.status == direct.status
+    # The engine tries to read a compressed body as JSON; here it is refused as what it is.
+    assert proxied.status == (415 if case.name == "error-encoded-gzip-request" else direct.status)
 
 
 async def test_a_trailing_slash_is_served_and_not_redirected(session: aiohttp.ClientSession, proxy: Proxy) -> None:
