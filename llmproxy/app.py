@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any
 
 import structlog
-from aiohttp import web
 
 from llmproxy.backends import discovery
 from llmproxy.backends.adapters import AdapterKeeper
@@ -20,20 +18,21 @@ from llmproxy.backends.poller import polling_session
 from llmproxy.backends.roster import Roster
 from llmproxy.backends.tls import PeerTls, peers_tls
 from llmproxy.backends.upstream import HttpUpstream
-from llmproxy.config import BackendConfig, Config, ConfigError, settings_of
+from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
 from llmproxy.core.adapters import Adapters
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.core.health import Ejected, News, Spared
 from llmproxy.core.placement import make, presets
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.front import Front, Here, in_the_background, listen
 from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.clients import Clients
-from llmproxy.gateway.connection import ClientServer, Door
 from llmproxy.gateway.listener import Listener
+from llmproxy.gateway.pages import OwnPages
 from llmproxy.gateway.rules import Rulebook, Rules
 from llmproxy.gateway.server import AdminDoor, FrontDoor
 from llmproxy.gateway.stored import StoredResponses
@@ -45,14 +44,11 @@ from llmproxy.sockets import Sockets
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.decisions import DecisionLog, appended
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
+from llmproxy.workers.crew import Crew
+from llmproxy.workers.page import answer_page
 
 CONFIGURED = "config"
 """The source of backends that is the configuration itself."""
-BACKLOG = 4096
-LINGER_S = 10.0
-"""How long the rest of a refused body is read, so that a client that is still sending gets to read the answer."""
-CUT_AFTER_S = 0.1
-"""How long requests that outlived the drain get before they are cut; the server library takes 0 for "for ever"."""
 
 _log = structlog.get_logger()
 
@@ -62,7 +58,7 @@ class Proxy:
     """A running proxy: where it listens, and its parts for those who look in."""
 
     rulebook: Rulebook
-    listener: Listener
+    front: Front
     admin_listener: Listener | None
     pools: Pools
     dispatcher: Dispatcher
@@ -80,12 +76,22 @@ class Proxy:
     @property
     def url(self) -> str:
         """Where clients come in."""
-        return self.listener.url
+        return self.front.url
 
     @property
     def admin_url(self) -> str | None:
         """Where those who run it come in; None where they share the port of clients."""
         return None if self.admin_listener is None else self.admin_listener.url
+
+    @property
+    def walking(self) -> int:
+        """Requests that have come in and not ended."""
+        return self.front.walking
+
+    def leave(self, *, replaced: bool = False) -> None:
+        """See `Walker.leave`."""
+        self.walker.leave(replaced=replaced)
+        self.front.leave(replaced=replaced)
 
     async def drain(self) -> bool:
         """Refuse what is new, let leases end; what waits is refused or served first, as `drain_queued` says.
@@ -94,18 +100,18 @@ class Proxy:
         comes next, and those that are connected are served to the end. True when all of it ended within
         `drain_timeout_s`; what still waits then is refused.
         """
-        self.walker.leave()
-        if self.listener.held:
-            await self.listener.close()
+        self.leave()
+        if self.front.held:
+            await self.front.close_sockets()
         else:
             self.dispatcher.drain(finish_waiting=self.config.drain_queued == "finish")
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.config.drain_timeout_s):
-                    await self.walker.idle.wait()
+                    await self.front.seen_off()
         finally:
             self.dispatcher.drain()
-        return self.walker.walking == 0
+        return self.walking == 0
 
     async def lead_out(self) -> None:
         """A successor accepts new connections: serve those that are open, each for one more answer, until none is.
@@ -113,11 +119,11 @@ class Proxy:
         A client may send on a connection that it kept until the very moment in which it is closed, and its request
         would be lost. So none is closed here while it could still be used, except by its client or for its silence.
         """
-        self.walker.leave(replaced=True)
-        await self.listener.close()
+        self.leave(replaced=True)
+        await self.front.close_sockets()
         if self.admin_listener is not None:
             await self.admin_listener.close()
-        await self.listener.deserted()
+        await self.front.seen_off()
 
 
 @asynccontextmanager
@@ -155,7 +161,9 @@ async def running(
         stack.push_async_callback(roster.close)
         stored = StoredResponses(rulebook, roster.backends, upstream)
         answers = Answers(dispatcher.cached) if presets.hears_answers(settings.placement) else None
-        walker = Walker(rulebook, roster.backends, pools, dispatcher, stored, answers, metrics, decisions)
+        walker = Walker(
+            rulebook, roster.backends, pools.estimator, dispatcher, stored, answers, metrics, decisions
+        )  # fmt: skip
         adapters = Adapters(pools)
         keeper = AdapterKeeper(
             adapters, pools, roster.backends, config.backend_api_key, upstream, roster.pollers, config.timeouts,
@@ -184,36 +192,53 @@ async def running(
             roster.reconfigure(new.poll, new.backend_api_key)
             roster.tell(CONFIGURED, _configured(new))
             sources.reconfigure(new)
+            if crew is not None:
+                crew.go_by()
 
+        crew: Crew | None = None
         reloader = Reloader(config, reread, go_by, metrics.reloaded) if reread is not None else None
+        pages = OwnPages(
+            rulebook, pools, walker, metrics, admin, changes, BackendRoutes(roster, reloader, loop.time)
+        )  # fmt: skip
         door = FrontDoor(
-            rulebook, pools, dispatcher, walker, stored, metrics, admin, changes,
-            BackendRoutes(roster, reloader, loop.time), Clients(config.clients), config.clients.head_bytes_max,
+            rulebook, walker, stored, metrics, pages, _clients(config), config.clients.head_bytes_max
         )  # fmt: skip
         watch.expect(backend.name for backend in _configured(config))
         roster.drain_who_joins(drained)
         roster.tell(CONFIGURED, _configured(config))
         sources.reconfigure(config)
-        await stack.enter_async_context(_in_the_background(roster.follow_authorities()))
+        await stack.enter_async_context(in_the_background(roster.follow_authorities()))
         if reloader is not None and config.reload == "watch":
-            await stack.enter_async_context(_in_the_background(reloader.watch()))
+            await stack.enter_async_context(in_the_background(reloader.watch()))
         # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.
         stack.push_async_callback(walker.idle.wait)
         if sockets.ready_fd is not None:
             # A predecessor still serves, and no client need come to one that knows no backend yet. A lap of a poller
             # asks three questions.
             await unless(watch.all_heard, asyncio.sleep(3 * config.poll.timeout_s))
+        client_tls = ClientTls.of(config.tls)
         # That of clients first: where the service manager opened a socket, it is theirs.
-        listener = await _listen(stack, door, config.host, config.port, config, sockets)
+        opened, held = sockets.listening(config.host, config.port, config.workers)
+        front: Front
+        if config.workers > 1:
+            front = crew = Crew(
+                rulebook, dispatcher, roster.backends, stored, metrics, decisions,
+                partial(answer_page, door, config.clients), held,
+            )  # fmt: skip
+            stack.push_async_callback(crew.close)
+            await crew.start(opened)
+        else:
+            listener = await listen(stack, door, config, client_tls, opened, held=held)
+            front = Here(walker, listener, listener.url, held)
         admin_listener = None
         if config.admin.port is not None:
             admin_door = AdminDoor(door, Clients(config.clients))
-            where = config.admin.host, config.admin.port
-            admin_listener = await _listen(stack, admin_door, *where, config, sockets)
+            opened, held = sockets.listening(config.admin.host, config.admin.port)
+            admin_listener = await listen(stack, admin_door, config, client_tls, opened, held=held)
         stack.callback(walker.cut)
         stack.callback(dispatcher.close)
         proxy = Proxy(
-            rulebook, listener, admin_listener, pools, dispatcher, walker, metrics, roster, reloader, door.clients
+            rulebook, front, admin_listener, pools, dispatcher, walker, metrics, roster, reloader, door.clients
         )  # fmt: skip
         yield proxy
 
@@ -237,45 +262,9 @@ def _aliases(config: Config) -> dict[str, str]:
     return {model.name: model.target for model in config.models if model.target is not None}
 
 
-@asynccontextmanager
-async def _in_the_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def _listen(
-    stack: AsyncExitStack, door: Door, address: str, wanted_port: int, config: Config, sockets: Sockets
-) -> Listener:
-    limits = config.clients
-    tls = ClientTls.of(config.tls)
-    if tls is not None:
-        await stack.enter_async_context(_in_the_background(tls.watch()))
-    server = ClientServer(
-        door,
-        limits,
-        tls.context if tls else None,
-        handler_cancellation=True,
-        auto_decompress=False,
-        lingering_time=LINGER_S,
-        keepalive_timeout=limits.idle_timeout_s,
-        max_line_size=limits.head_bytes_max,
-        max_field_size=limits.head_bytes_max,
-        max_headers=limits.head_fields_max,
-        access_log=None,
-    )
-    runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    opened, held = sockets.listening(address, wanted_port)
-    for one in opened:
-        await web.SockSite(runner, one, backlog=BACKLOG).start()
-    host, port = runner.addresses[0][:2]
-    url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    return Listener(server, runner, url, held)
+def _clients(config: Config) -> Clients:
+    """What addresses use of this process; where workers have the clients, they count them."""
+    return Clients(config.clients if config.workers == 1 else ClientsConfig())
 
 
 def _state(pools: Pools, names: Mapping[int, str], now: float) -> LiveState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import (
@@ -30,6 +31,40 @@ FAULT_RETRY_S = 1.0
 """Until the next try after a policy raised an exception; sooner where something happens."""
 
 
+class Progresses(Protocol):
+    """Who is told how the attempt of a lease goes on, at `now` on the clock of the loop."""
+
+    def started(self, grant: Grant, now: float) -> None: ...
+    def committed(self, grant: Grant, now: float) -> None: ...
+    def progress(self, grant: Grant, output_tokens: int, now: float) -> None: ...
+
+
+class Lender(Protocol):
+    """Who lends leases, and takes them back."""
+
+    async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease: ...
+
+    def returned(self, lease: Lease) -> None: ...
+
+
+class Leasing(Protocol):
+    """What the walk of a request needs of a dispatcher, which may be one in another process; see `Dispatcher`."""
+
+    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted: ...
+
+    async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target: ...
+
+    def ended(self, request: Request, met: bool | None) -> None: ...
+
+    def cached(self, grant: Grant, hashes: Sequence[int]) -> None: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def granting(self) -> bool: ...
+
+
 @dataclass(slots=True)
 class Lease:
     """The right to use one backend for one attempt; returned exactly once, by leaving the block that lent it.
@@ -41,7 +76,7 @@ class Lease:
     """
 
     grant: Grant
-    _pools: Pools
+    _told: Progresses
     verdict: Verdict = Verdict.CLIENT_GONE
     usage: Usage | None = None
     on_cut: Callable[[], None] | None = None
@@ -54,15 +89,15 @@ class Lease:
 
     def started(self) -> None:
         """The first token of the answer arrived."""
-        self._pools.started(self.grant, _now())
+        self._told.started(self.grant, _now())
 
     def committed(self) -> None:
         """The first byte of the answer is on its way to the client."""
-        self._pools.committed(self.grant, _now())
+        self._told.committed(self.grant, _now())
 
     def progress(self, output_tokens: int) -> None:
         """About so many tokens were answered by now."""
-        self._pools.progress(self.grant, output_tokens, _now())
+        self._told.progress(self.grant, output_tokens, _now())
 
     def cut(self, *, revoked: bool) -> None:
         """Ask the holder to end the attempt."""
@@ -82,12 +117,14 @@ class Dispatcher:
     """Hands the core its events and carries out its decisions, on one event loop.
 
     Events of one turn of the loop are decided together, once. `on_decision` is told how long each pass took, in
-    seconds, and `on_news` which backend was ejected or is back.
+    seconds, and `on_news` which backend was ejected or is back. `on_change` hears that the fleet, what it lists or the
+    drain may have changed, before any decision that follows from it.
     """
 
     pools: Pools
     on_decision: Callable[[float], None] = lambda _: None
     on_news: Callable[[str, News], None] = lambda *_: None
+    on_change: Callable[[], None] = lambda: None
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False
@@ -118,7 +155,7 @@ class Dispatcher:
     async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
         """The lease of a request; see `admit`."""
         if not self._granting or (self._draining and entry is Entry.NEW):
-            raise _shutting_down()
+            raise shutting_down()
         self.pools.submit(request, _now(), excluded, entry)
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
         self._waiting[request.id] = waiter
@@ -170,7 +207,7 @@ class Dispatcher:
                 if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or _now() >= ends_s:
                     raise
                 if self._draining:
-                    raise _shutting_down() from None
+                    raise shutting_down() from None
                 if self.nameless >= limits.requests_max or self._nameless_bytes + body_bytes > limits.bytes_max:
                     raise
             self.nameless += 1
@@ -291,11 +328,12 @@ class Dispatcher:
             del self._waiting[waiter.request.id]
             self.pools.cancel(waiter.request)
             if not waiter.granted.done():
-                waiter.granted.set_exception(_shutting_down())
+                waiter.granted.set_exception(shutting_down())
 
     def _wake_nameless(self) -> None:
         self._listed.set()
         self._listed = asyncio.Event()
+        self.on_change()
 
     @property
     def draining(self) -> bool:
@@ -321,7 +359,7 @@ class Admitted:
 
     __slots__ = ("_dispatcher", "_entry", "_excluded", "_lease", "_request")
 
-    def __init__(self, dispatcher: Dispatcher, request: Request, excluded: frozenset[str], entry: Entry) -> None:
+    def __init__(self, dispatcher: Lender, request: Request, excluded: frozenset[str], entry: Entry) -> None:
         self._dispatcher = dispatcher
         self._request = request
         self._excluded = excluded
@@ -341,7 +379,8 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _shutting_down() -> Refused:
+def shutting_down() -> Refused:
+    """What those are told who come while the proxy ends."""
     return Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
 
 

@@ -57,7 +57,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             early.send_again()
             await orders.over.wait()
             finished = await _leave(proxy, orders)
-            _log.info("stopped", all_requests_finished=finished, cut=proxy.walker.walking)
+            _log.info("stopped", all_requests_finished=finished, cut=proxy.walking)
     except ConfigError as error:
         for problem in error.problems:
             _log.error("cannot_start", problem=problem)
@@ -73,20 +73,18 @@ async def _leave(proxy: Proxy, orders: Orders) -> bool:
     """Let everybody go, as far as time and a second signal allow. True when nobody had to be cut."""
     config = proxy.config
     if orders.successor_pid is not None:
-        _log.info(
-            "replaced", by_pid=orders.successor_pid, requests=proxy.walker.walking, timeout_s=config.drain_timeout_s
-        )
+        _log.info("replaced", by_pid=orders.successor_pid, requests=proxy.walking, timeout_s=config.drain_timeout_s)
         if await unless(orders.stop, proxy.lead_out(), config.drain_timeout_s):
             return True
         if not orders.stop.is_set():
             proxy.dispatcher.drain()
-            return proxy.walker.walking == 0
+            return proxy.walking == 0
     else:
         notify("STOPPING=1")
-        proxy.walker.leave()
+        proxy.leave()
         if config.drain_delay_s:
-            _log.info("leaving", requests=proxy.walker.walking, delay_s=config.drain_delay_s)
+            _log.info("leaving", requests=proxy.walking, delay_s=config.drain_delay_s)
             await unless(orders.cut, asyncio.sleep(config.drain_delay_s))
-    _log.info("draining", requests=proxy.walker.walking, timeout_s=config.drain_timeout_s)
+    _log.info("draining", requests=proxy.walking, timeout_s=config.drain_timeout_s)
     await unless(orders.cut, proxy.drain())
-    return proxy.walker.walking == 0
+    return proxy.walking == 0

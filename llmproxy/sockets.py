@@ -15,6 +15,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmproxy.config import ConfigError
 
@@ -55,11 +56,15 @@ class Sockets:
             return cls(None, {SYSTEMD: [_adopted(fd) for fd in fds]})
         return cls()
 
-    def listening(self, host: str, port: int) -> tuple[list[socket.socket], bool]:
-        """The sockets for an address, and whether the service manager keeps them open too. Raises OSError."""
+    def listening(self, host: str, port: int, acceptors: int = 1) -> tuple[list[socket.socket], bool]:
+        """The sockets for an address, and whether the service manager keeps them open too. Raises OSError.
+
+        Those that are opened here are as many as `acceptors`, which share the port: the kernel gives each its part of
+        the connections. Of those that are inherited, there may be any number.
+        """
         address = f"{host}:{port}"
         key = SYSTEMD if SYSTEMD in self._inherited else address
-        sockets = self._inherited.pop(key, None) or _opened(host, port)
+        sockets = self._inherited.pop(key, None) or _opened(host, port, acceptors)
         self._open[key] = sockets
         return sockets, key == SYSTEMD
 
@@ -95,13 +100,32 @@ def _adopted(fd: int) -> socket.socket:
     return found
 
 
-def _opened(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address that the name of a host has. Raises OSError, and has opened none then."""
+def _opened(host: str, port: int, acceptors: int) -> list[socket.socket]:
+    """Sockets for each address that the name of a host has. Raises OSError, and has opened none then."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
         for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
-            sockets.append(socket.create_server(address[:2], family=family))
+            if acceptors == 1:
+                sockets.append(socket.create_server(address[:2], family=family))
+            else:
+                sockets += _sharing(family, address[:2], acceptors)
+    except OSError:
+        for one in sockets:
+            one.close()
+        raise
+    return sockets
+
+
+def _sharing(family: int, address: tuple[Any, ...], acceptors: int) -> list[socket.socket]:
+    """Sockets of one port (SO_REUSEPORT). Raises OSError."""
+    # Any program of this user that shares the port too would be let in: it should be told that the port is taken.
+    socket.create_server(address, family=family).close()
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(acceptors):
+            sockets.append(socket.create_server(address, family=family, reuse_port=True))
+            address = address[0], sockets[0].getsockname()[1]
     except OSError:
         for one in sockets:
             one.close()

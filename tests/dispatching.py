@@ -12,7 +12,7 @@ from llmproxy.core.domain import Entry, Refused, Request, Verdict
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
-from llmproxy.dispatcher import Dispatcher, Lease
+from llmproxy.dispatcher import Dispatcher, Lease, Leasing
 from llmproxy.lab.virtual_time import run
 from tests.core.make import listing, request
 from tests.core.world import assert_nothing_left
@@ -75,7 +75,7 @@ def empty(one: Dispatcher) -> None:
 class Client:
     """A task that is admitted, holds its lease until told, and remembers what happened."""
 
-    def __init__(self, one: Dispatcher, asked: Request | None = None, entry: Entry = Entry.NEW, **facts: Any) -> None:
+    def __init__(self, one: Leasing, asked: Request | None = None, entry: Entry = Entry.NEW, **facts: Any) -> None:
         self.request = asked or request(arrived_s=now(), deadline_s=now() + 60.0, **facts)
         self.entry = entry
         self.verdict = Verdict.SERVED

@@ -17,7 +17,7 @@ import aiohttp
 import structlog
 
 from llmproxy.backends.poller import Poller, ReadingSink
-from llmproxy.backends.tls import PeerTls, peers_tls, unfit
+from llmproxy.backends.tls import PeerTls, peers_tls, renew_trust, unfit
 from llmproxy.config import BackendConfig, PollConfig
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
@@ -262,15 +262,12 @@ class Roster:
 
     def _renew_trust(self, member: _Member) -> None:
         backend = member.config
-        peer = self._tls.get(backend.url)
-        if peer is None or peer.authorities is None or not peer.authorities.has_changed():
-            return
         try:
-            # Another context: an authority can be added to one, and not be taken out again.
-            self._tls[backend.url] = PeerTls.of(backend)
+            renewed = renew_trust(self._tls, backend)
         except OSError as error:
             _log.warning("authorities_kept", backend=backend.name, why=unfit(backend, error))
-        else:
+            return
+        if renewed:
             self._poll_anew(member)
             _log.info("authorities_renewed", backend=backend.name, ca=str(backend.tls.ca))
 

@@ -64,6 +64,19 @@ def unfit(backend: BackendConfig, error: OSError) -> str:
     return f"{backend.tls.ca} holds no certificate: {error.strerror or error}"
 
 
+def renew_trust(tls: dict[str, PeerTls], backend: BackendConfig) -> bool:
+    """Believe those who stand in the backend's file of authorities now; True when the file had changed.
+
+    Raises OSError for a file of no use, once for each change, and has changed nothing then.
+    """
+    peer = tls.get(backend.url)
+    if peer is None or peer.authorities is None or not peer.authorities.has_changed():
+        return False
+    # Another context: an authority can be added to one, and not be taken out again.
+    tls[backend.url] = PeerTls.of(backend)
+    return True
+
+
 def _context(backend: BackendConfig) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=backend.tls.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

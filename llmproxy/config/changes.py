@@ -13,6 +13,7 @@ NEEDS_RESTART = frozenset(
     {
         "host",
         "port",
+        "workers",
         "log_format",
         "admin",
         "clients",

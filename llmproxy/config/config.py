@@ -66,6 +66,8 @@ class Config(Section):
     """Address to listen on."""
     port: Annotated[Integer, Field(ge=0, le=65535)] = 8080
     """Port to listen on; 0 takes a free one."""
+    workers: Annotated[Integer, Field(ge=1, le=64)] = 1
+    """Processes that carry bytes; above 1, one more schedules for all of them."""
     tls: TlsConfig = TlsConfig()
     """TLS for clients; without a certificate they come by http."""
     clients: ClientsConfig = ClientsConfig()

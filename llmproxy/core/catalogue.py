@@ -39,6 +39,13 @@ class Catalogue:
         self._pools: tuple[str, ...] = ()
         self.promised: frozenset[str] = frozenset()
         self.expecting = False
+        self.revision = 0
+        """Grows whenever `targets` or `pools` may have changed."""
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        """Every name that is known, and what it means."""
+        return self._targets
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -156,6 +163,7 @@ class Catalogue:
                 target = targets[name]
                 targets[alias] = Target(alias, target.model, target.pool, target.adapter)
         self._targets, self._cards, self._pools = targets, cards, tuple(sorted(pools))
+        self.revision += 1
 
 
 def _pool_name(listing: Listing) -> str | None:

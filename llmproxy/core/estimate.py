@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmproxy.core.domain import Ask, Usage
@@ -16,7 +17,9 @@ MODELS_MAX = 10_000
 
 
 @dataclass(slots=True)
-class _Learned:
+class Estimate:
+    """What was learned of one model from `seen` answers: UTF-8 bytes of a prompt's token, tokens of a sequence."""
+
     bytes_per_token: float = BYTES_PER_TOKEN
     output_tokens: float = OUTPUT_TOKENS
     seen: int = 0
@@ -26,7 +29,7 @@ class Estimator:
     """Exponentially weighted means per model, the first answers in full; the least recent model is forgotten."""
 
     def __init__(self) -> None:
-        self._models: OrderedDict[str, _Learned] = OrderedDict()
+        self._models: OrderedDict[str, Estimate] = OrderedDict()
 
     def tokens(self, model: str, ask: Ask) -> tuple[int, int]:
         """Expected (prompt tokens, output tokens) of `ask` on `model`, all its sequences together."""
@@ -45,10 +48,8 @@ class Estimator:
 
     def learn(self, model: str, prompt_bytes: int | None, sequences: int, usage: Usage) -> None:
         """Take in one answer's `usage`; `prompt_bytes` is None where the prompt came as token ids."""
-        learned = self._models.setdefault(model, _Learned())
-        self._models.move_to_end(model)
-        if len(self._models) > MODELS_MAX:
-            self._models.popitem(last=False)
+        learned = self._models.get(model) or Estimate()
+        self.take(model, learned)
         learned.seen += 1
         gain = max(GAIN, 1.0 / learned.seen)
         if prompt_bytes and usage.prompt_tokens > 0:
@@ -56,5 +57,17 @@ class Estimator:
             learned.bytes_per_token += gain * (ratio - learned.bytes_per_token)
         learned.output_tokens += gain * (usage.output_tokens / max(1, sequences) - learned.output_tokens)
 
-    def _learned(self, model: str) -> _Learned:
-        return self._models.get(model) or _Learned()
+    def take(self, model: str, learned: Estimate) -> None:
+        """Go by what was learned elsewhere of a model."""
+        self._models[model] = learned
+        self._models.move_to_end(model)
+        if len(self._models) > MODELS_MAX:
+            self._models.popitem(last=False)
+
+    @property
+    def models(self) -> Mapping[str, Estimate]:
+        """What was learned so far, by model."""
+        return self._models
+
+    def _learned(self, model: str) -> Estimate:
+        return self._models.get(model) or Estimate()

@@ -196,9 +196,13 @@ class Pools:
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
         """The answer to a grant is over and was read: with its prompt it makes these blocks; see `Placement.cached`."""
-        scheduler = self._schedulers.get(grant.request.pool)
+        self.cached_on(grant.request.pool, grant.lease, grant.placed.backend, hashes)
+
+    def cached_on(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
+        """The same for those who have kept of a grant only what counts here."""
+        scheduler = self._schedulers.get(pool)
         if scheduler is not None:
-            scheduler.cached(grant.lease, grant.placed.backend, hashes)
+            scheduler.cached(lease, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """A request has left the house, whether it was served, refused or left by its client; told once of each.

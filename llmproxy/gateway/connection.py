@@ -23,6 +23,9 @@ from llmproxy.gateway.handshake import TlsConnection, address_of
 from llmproxy.gateway.headers import SERVER
 from llmproxy.gateway.hygiene import head_too_large
 
+LINGER_S = 10.0
+"""How long the rest of a refused body is read, so that a client that is still sending gets to read the answer."""
+
 
 class Door(Protocol):
     """Who counts connections, and makes the answers to what goes no further."""
@@ -169,13 +172,20 @@ class ClientConnection(web.RequestHandler):
 
 
 class ClientServer(web.Server):
-    """Makes a `ClientConnection` of every connection, by TLS where there is a context for it.
+    """Makes a `ClientConnection` of every connection, by TLS where there is a context for it."""
 
-    `options` are those of aiohttp's connections.
-    """
-
-    def __init__(self, door: Door, limits: ClientsConfig, tls: ssl.SSLContext | None, **options: object) -> None:
-        super().__init__(door.handle, **options)  # type: ignore[arg-type]
+    def __init__(self, door: Door, limits: ClientsConfig, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(
+            door.handle,
+            handler_cancellation=True,
+            auto_decompress=False,
+            lingering_time=LINGER_S,
+            keepalive_timeout=limits.idle_timeout_s,
+            max_line_size=limits.head_bytes_max,
+            max_field_size=limits.head_bytes_max,
+            max_headers=limits.head_fields_max,
+            access_log=None,
+        )
         self._door = door
         self._limits = limits
         self._tls = tls

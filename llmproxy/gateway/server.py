@@ -1,50 +1,26 @@
-"""The front door: which path leads where, and the few answers that the proxy gives by itself."""
+"""The front door: which path leads where."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 from uuid import uuid4
 
-import orjson
 from aiohttp import web
 
-from llmproxy import __version__
 from llmproxy.core.domain import Outcome
-from llmproxy.core.pools import Pools
-from llmproxy.dispatcher import Dispatcher
-from llmproxy.gateway.adapters import AdapterRoutes
-from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
-from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.auth import Tenant
 from llmproxy.gateway.clients import Clients
 from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure, nothing_at
 from llmproxy.gateway.hygiene import check as check_hygiene
 from llmproxy.gateway.identity import id_for_error, request_id
-from llmproxy.gateway.routes import (
-    LOAD_ADAPTER,
-    METRICS,
-    SCHEDULED,
-    STORED_RESPONSES,
-    UNLOAD_ADAPTER,
-    dialect_of,
-    is_administrative,
-)
+from llmproxy.gateway.pages import MODELS, OWN, PROBES, Pages, only
+from llmproxy.gateway.routes import SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
-from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.exit import ExitSink, RequestExit
 from llmproxy.telemetry.logs import log_exit, log_internal
-from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
-
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
-MODELS = "/v1/models"
-READY_RETRY_S = 1.0
-PROBES = frozenset({"/health", "/ready", "/version"})
-"""What is answered on either port."""
 
 
 class FrontDoor:
@@ -56,40 +32,20 @@ class FrontDoor:
     def __init__(
         self,
         rulebook: Rulebook,
-        pools: Pools,
-        dispatcher: Dispatcher,
         walker: Walker,
         stored: StoredResponses,
-        metrics: Metrics,
-        admin: AdminPages,
-        adapters: AdapterRoutes,
-        fleet: BackendRoutes,
+        metrics: ExitSink,
+        pages: Pages,
         clients: Clients,
         head_bytes_max: int,
     ) -> None:
         self.clients = clients
         self._head_bytes_max = head_bytes_max
-        self._fleet = fleet
-        self._admin = admin
-        self._adapters = adapters
+        self._pages = pages
         self._rulebook = rulebook
-        self._pools = pools
-        self._dispatcher = dispatcher
         self._walker = walker
         self._stored = stored
         self._metrics = metrics
-        self._own: dict[str, Handler] = {
-            "/health": self._health,
-            "/ready": self._ready,
-            "/version": self._version,
-            MODELS: self._models,
-        }
-        self._pages: dict[str, Callable[[web.BaseRequest], web.Response]] = {
-            METRICS: self._metrics_page,
-            QUEUE: admin.queue,
-            EXPLAIN: admin.explain,
-            ADAPTERS: lambda _: admin.adapters(),
-        }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request of a client; whatever goes wrong, in the JSON of the endpoint's dialect."""
@@ -114,16 +70,15 @@ class FrontDoor:
         try:
             check_hygiene(request, self._head_bytes_max)
             if is_administrative(path):
-                self._admin.check(path, request, on_admin_port)
-                return await self._administer(path, request)
+                return await self._pages.administer(path, request, on_admin_port)
             if on_admin_port and path not in PROBES:
                 raise nothing_at(path)
-            if path not in self._own:
+            if path not in OWN:
                 self.clients.ask(request.remote or "", asyncio.get_running_loop().time())
             # By its very bytes: %2f is no slash where somebody else has decided what may pass.
             route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
             if route is not None:
-                _only(request, "POST")
+                only(request, "POST")
                 return await self._walker.serve(route, request)
             return await self._by_itself(path, request)
         except Failure as failure:
@@ -191,68 +146,16 @@ class FrontDoor:
         log_exit(ended)
 
     async def _by_itself(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
-        own = self._own.get(path)
-        if own is not None:
-            _only(request, "GET", "HEAD")
-            return await own(request)
-        if path.startswith(MODELS + "/"):
-            _only(request, "GET", "HEAD")
-            return self._one_model(request, path.removeprefix(MODELS + "/"))
+        if path in OWN or path.startswith(MODELS + "/"):
+            only(request, "GET", "HEAD")
+            return await self._pages.show(path, request)
         if path.startswith(STORED_RESPONSES):
             tenant = self._rulebook.current.keys.check(request.headers)
             response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
             if verb in ("", "cancel"):
-                _only(request, "POST" if verb else "GET")
+                only(request, "POST" if verb else "GET")
                 return await self._stored_response(path, request, response_id, tenant)
         raise nothing_at(path)
-
-    async def _administer(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer at an administrative path; that whoever asks may do so was found out before."""
-        if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
-            _only(request, "POST")
-            return await self._adapters.serve(path, request)
-        if methods := self._fleet.methods(path):
-            _only(request, *methods)
-            return await self._fleet.serve(path)
-        page = self._pages.get(path)
-        if page is None:
-            raise nothing_at(path)
-        _only(request, "GET", "HEAD")
-        return page(request)
-
-    # --- the proxy's own pages ---------------------------------------------------------------------------------------
-
-    async def _health(self, _: web.BaseRequest) -> web.Response:
-        return web.Response()
-
-    async def _ready(self, _: web.BaseRequest) -> web.Response:
-        if self._walker.leaving and not self._walker.replaced:
-            reason = "draining"
-        elif not self._pools.ready(asyncio.get_running_loop().time()):
-            reason = "no backend is available"
-        else:
-            return _json({"ready": True})
-        return _json({"ready": False, "reason": reason}, status=503, headers={"Retry-After": f"{READY_RETRY_S:.0f}"})
-
-    def _metrics_page(self, _: web.BaseRequest) -> web.Response:
-        return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
-
-    async def _version(self, _: web.BaseRequest) -> web.Response:
-        return _json({"version": __version__})
-
-    async def _models(self, request: web.BaseRequest) -> web.Response:
-        return _json({"object": "list", "data": self._models_for(request)})
-
-    def _one_model(self, request: web.BaseRequest, name: str) -> web.Response:
-        for entry in self._models_for(request):
-            if entry["id"] == name:
-                return _json(entry)
-        raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
-
-    def _models_for(self, request: web.BaseRequest) -> list[dict[str, Any]]:
-        """The models that the tenant of this request may ask for. Raises Failure (401)."""
-        tenant = self._rulebook.current.keys.check(request.headers)
-        return [entry for entry in self._pools.models() if tenant.allows(entry["id"])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,16 +173,3 @@ class AdminDoor:
 
     def turn_away(self, failure: Failure) -> bytes:
         return self.front.turn_away(failure)
-
-
-def _only(request: web.BaseRequest, *methods: str) -> None:
-    if request.method not in methods:
-        allowed = ", ".join(methods)
-        message = f"Method {request.method} is not allowed here; allowed: {allowed}."
-        raise Failure(Outcome.BAD_REQUEST, message, status=405, headers={"Allow": allowed})
-
-
-def _json(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        status=status, body=orjson.dumps(content), content_type="application/json", headers=headers or {}
-    )

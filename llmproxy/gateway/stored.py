@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
@@ -25,7 +25,7 @@ _ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,256})"')
 class StoredResponses:
     """Response id -> its backend and its tenant, by name; the ids least recently made are forgotten first.
 
-    A response exists for those alone whose request made it.
+    A response exists for those alone whose request made it. `on_made` hears of each that was made through here.
     """
 
     def __init__(self, rulebook: Rulebook, backends: Mapping[str, BackendConfig], upstream: Upstream) -> None:
@@ -33,13 +33,25 @@ class StoredResponses:
         self._backends = backends
         self._upstream = upstream
         self._made_by: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self.on_made: Callable[[str, str, str], None] = lambda *_: None
+
+    @property
+    def made_by(self) -> Mapping[str, tuple[str, str]]:
+        """Backend and tenant of every response that is known, in the order in which they were made."""
+        return self._made_by
 
     def remember(self, head: bytes, backend: str, tenant: Tenant = NO_TENANT) -> None:
         """Note the id that stands in the first bytes of a `/v1/responses` answer."""
         found = _ID.search(head)
         if found is None:
             return
-        self._made_by[found[1].decode()] = backend, tenant.name
+        response_id = found[1].decode()
+        self.note(response_id, backend, tenant.name)
+        self.on_made(response_id, backend, tenant.name)
+
+    def note(self, response_id: str, backend: str, tenant: str) -> None:
+        """Know of one response, and the name of its tenant."""
+        self._made_by[response_id] = backend, tenant
         if len(self._made_by) > IDS_MAX:
             self._made_by.popitem(last=False)
 

@@ -13,9 +13,9 @@ from aiohttp import web
 from llmproxy.config import BackendConfig
 from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import Entry, Outcome, Refused, Request, Verdict
-from llmproxy.core.pools import Pools
+from llmproxy.core.estimate import Estimator
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
-from llmproxy.dispatcher import Dispatcher, Lease
+from llmproxy.dispatcher import Lease, Leasing
 from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import ClientLeg, read_body
@@ -31,34 +31,38 @@ from llmproxy.gateway.scan import BadBody
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.story import Walk
 from llmproxy.telemetry.decisions import DecisionLog
+from llmproxy.telemetry.exit import ExitSink
 from llmproxy.telemetry.logs import log_exit, log_internal
-from llmproxy.telemetry.metrics import Metrics
 
 
 class Walker:
-    """Takes requests of scheduled routes through the house. Every one of them ends in exactly one outcome."""
+    """Takes requests of scheduled routes through the house. Every one of them ends in exactly one outcome.
+
+    `ids` begins the scheduler's ids of its requests, to be told from those of other walkers.
+    """
 
     def __init__(
         self,
         rulebook: Rulebook,
         backends: Mapping[str, BackendConfig],
-        pools: Pools,
-        dispatcher: Dispatcher,
+        estimator: Estimator,
+        dispatcher: Leasing,
         stored: StoredResponses,
         answers: Answers | None,
-        metrics: Metrics,
+        metrics: ExitSink,
         decisions: DecisionLog | None,
+        ids: str = "",
     ) -> None:
         self._rulebook = rulebook
         self._backends = backends
-        self._pools = pools
+        self._estimator = estimator
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._decisions = decisions
         self._stored = stored
         self._answers = answers
         self.budget = RetryBudget(rulebook.current.config.retry.budget_ratio)
-        self._serial = count(1)
+        self._ids, self._serial = ids, count(1)
         self.leaving = self.replaced = False
         self._cutting = False
         self.walking = 0
@@ -184,10 +188,10 @@ class Walker:
         trusted = walk.rules.identity.trusts(http.remote, walk.tenant)
         standing = walk.rules.identity.standing(http.headers, trusted, target.requested, target.model, walk.tenant)
         walk.ttl_s, walk.unknown_objective = standing.ttl_s, standing.unknown_objective
-        prompt_tokens, output_tokens = self._pools.tokens(target, ask)
+        prompt_tokens, output_tokens = self._estimator.tokens(target.model, ask)
         prefix, prefix_tokens = self._prefix(walk, sheet, target)
         return Request(
-            id=str(next(self._serial)),
+            id=f"{self._ids}{next(self._serial)}",
             pool=target.pool,
             model=target.model,
             adapter=target.adapter,
@@ -217,7 +221,7 @@ class Walker:
         if sheet.chain is None or not walk.route.computes:
             return (), 0.0
         as_ids = sheet.ask.prompt_tokens is not None
-        token_bytes = ID_BYTES if as_ids else self._pools.estimator.bytes_per_token(target.model)
+        token_bytes = ID_BYTES if as_ids else self._estimator.bytes_per_token(target.model)
         return sheet.chain.hashes_on(target.model, target.adapter), BLOCK_BYTES / token_bytes
 
     # --- the waiting room and the corridor, as often as it takes -----------------------------------------------------
@@ -336,7 +340,7 @@ class Walker:
         ask = walk.sheet.ask
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
             prompt_bytes = ask.prompt_bytes if ask.prompt_tokens is None else None
-            self._pools.estimator.learn(request.model, prompt_bytes, ask.sequences, attempt.usage)
+            self._estimator.learn(request.model, prompt_bytes, ask.sequences, attempt.usage)
 
     def _fail(self, walk: Walk, failure: Failure) -> web.Response:
         walk.outcome, walk.status, walk.error = failure.outcome, failure.status, failure.message

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from llmproxy.core.domain import Outcome, Predicted, Slo, Why
+from llmproxy.core.domain import Outcome, Predicted, Slo, Verdict, Why
 
 UNKNOWN_MODEL = "unknown"
 """The `model` of a request whose name is not in the catalogue: names that clients invent never become labels."""
@@ -102,3 +103,13 @@ class RequestExit:
     def mean_gap_s(self) -> float | None:
         """Mean seconds between two consecutive chunks; None with fewer than two."""
         return None if self.streaming_s is None or self.chunks < 2 else self.streaming_s / (self.chunks - 1)
+
+
+class ExitSink(Protocol):
+    """Who counts what has ended."""
+
+    def record(self, ended: RequestExit) -> None:
+        """Count one request."""
+
+    def attempted(self, backend: str, verdict: Verdict) -> None:
+        """Count one attempt."""

@@ -214,6 +214,9 @@ class Metrics:
             "llmproxy_config_last_reload_successful", "0 while the file last read is not gone by.", registry=registry
         )
         self._reload_ok.set(1)
+        self._workers_lost = Counter(
+            "llmproxy_workers_lost_total", "Relay workers that died and were started again.", registry=registry
+        )
         self._look_ups = counter("discovery_looks_total", "Looks at sources of backends.", "source", "ok")
         self._queue_wait = histogram(
             "queue_wait_seconds", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S, "band"
@@ -347,6 +350,10 @@ class Metrics:
         for children in self._by_backend:
             for labels in [labels for labels in children if labels[0] == backend]:
                 children.forget(labels)
+
+    def worker_lost(self) -> None:
+        """Count one relay worker that died."""
+        self._workers_lost.inc()
 
     def decisions_lost(self, lines: int) -> None:
         """Count lines that the decision log could not take; may be called from any thread."""

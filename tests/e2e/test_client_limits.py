@@ -111,7 +111,7 @@ async def test_many_fields_that_are_too_large_together() -> None:
 
 @pytest.mark.parametrize("key", ["body_silence_s", "body_timeout_s"])
 async def test_a_body_that_stops_arriving(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.app.LINGER_S", 0.05)
+    monkeypatch.setattr("llmproxy.gateway.connection.LINGER_S", 0.05)
     async with house(FAST, clients={key: 0.05}) as home:
         async with home.wire(HEAD + b"content-length: 99\r\n\r\n{") as (reader, _):
             status, message = await refusal(reader)

@@ -43,7 +43,7 @@ async def bench(*, hasty: bool = False) -> AsyncIterator[tuple[House, Scripted]]
 
 @asynccontextmanager
 async def _lingering(seconds: float) -> AsyncIterator[None]:
-    with patch("llmproxy.app.LINGER_S", seconds):
+    with patch("llmproxy.gateway.connection.LINGER_S", seconds):
         yield
 
 

@@ -1,0 +1,136 @@
+"""What the proxy answers by itself: probes, the list of models, and the pages for those who run it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import orjson
+from aiohttp import web
+
+from llmproxy import __version__
+from llmproxy.core.domain import Outcome
+from llmproxy.core.pools import Pools
+from llmproxy.gateway.adapters import AdapterRoutes
+from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
+from llmproxy.gateway.admin_backends import BackendRoutes
+from llmproxy.gateway.errors import Failure, nothing_at
+from llmproxy.gateway.routes import LOAD_ADAPTER, METRICS, UNLOAD_ADAPTER
+from llmproxy.gateway.rules import Rulebook
+from llmproxy.gateway.walk import Walker
+from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
+
+MODELS = "/v1/models"
+READY_RETRY_S = 1.0
+PROBES = frozenset({"/health", "/ready", "/version"})
+"""What is answered on either port."""
+OWN = PROBES | {MODELS}
+
+
+class Pages(Protocol):
+    """Who answers what is not for an engine. Both raise Failure."""
+
+    async def show(self, path: str, request: web.BaseRequest) -> web.Response:
+        """Answer a GET or HEAD of a path in `OWN`, or below `MODELS`."""
+
+    async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
+        """Answer at an administrative path, to whom it is for."""
+
+
+class OwnPages:
+    """The pages of the process that schedules."""
+
+    def __init__(
+        self,
+        rulebook: Rulebook,
+        pools: Pools,
+        walker: Walker,
+        metrics: Metrics,
+        admin: AdminPages,
+        adapters: AdapterRoutes,
+        fleet: BackendRoutes,
+    ) -> None:
+        self._rulebook = rulebook
+        self._pools = pools
+        self._walker = walker
+        self._metrics = metrics
+        self._admin = admin
+        self._adapters = adapters
+        self._fleet = fleet
+        self._own: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/version": self._version,
+            MODELS: self._models,
+        }
+        self._pages: dict[str, Callable[[web.BaseRequest], web.Response]] = {
+            METRICS: self._metrics_page,
+            QUEUE: admin.queue,
+            EXPLAIN: admin.explain,
+            ADAPTERS: lambda _: admin.adapters(),
+        }
+
+    async def show(self, path: str, request: web.BaseRequest) -> web.Response:
+        own = self._own.get(path)
+        return self._one_model(request, path.removeprefix(MODELS + "/")) if own is None else await own(request)
+
+    async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
+        self._admin.check(path, request, on_admin_port)
+        if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
+            only(request, "POST")
+            return await self._adapters.serve(path, request)
+        if methods := self._fleet.methods(path):
+            only(request, *methods)
+            return await self._fleet.serve(path)
+        page = self._pages.get(path)
+        if page is None:
+            raise nothing_at(path)
+        only(request, "GET", "HEAD")
+        return page(request)
+
+    async def _health(self, _: web.BaseRequest) -> web.Response:
+        return web.Response()
+
+    async def _ready(self, _: web.BaseRequest) -> web.Response:
+        if self._walker.leaving and not self._walker.replaced:
+            reason = "draining"
+        elif not self._pools.ready(asyncio.get_running_loop().time()):
+            reason = "no backend is available"
+        else:
+            return _json({"ready": True})
+        return _json({"ready": False, "reason": reason}, status=503, headers={"Retry-After": f"{READY_RETRY_S:.0f}"})
+
+    def _metrics_page(self, _: web.BaseRequest) -> web.Response:
+        return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _version(self, _: web.BaseRequest) -> web.Response:
+        return _json({"version": __version__})
+
+    async def _models(self, request: web.BaseRequest) -> web.Response:
+        return _json({"object": "list", "data": self._models_for(request)})
+
+    def _one_model(self, request: web.BaseRequest, name: str) -> web.Response:
+        for entry in self._models_for(request):
+            if entry["id"] == name:
+                return _json(entry)
+        raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
+
+    def _models_for(self, request: web.BaseRequest) -> list[dict[str, Any]]:
+        """The models that the tenant of this request may ask for. Raises Failure (401)."""
+        tenant = self._rulebook.current.keys.check(request.headers)
+        return [entry for entry in self._pools.models() if tenant.allows(entry["id"])]
+
+
+def only(request: web.BaseRequest, *methods: str) -> None:
+    """Raise Failure (405) for any other method than these."""
+    if request.method not in methods:
+        allowed = ", ".join(methods)
+        message = f"Method {request.method} is not allowed here; allowed: {allowed}."
+        raise Failure(Outcome.BAD_REQUEST, message, status=405, headers={"Allow": allowed})
+
+
+def _json(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        status=status, body=orjson.dumps(content), content_type="application/json", headers=headers or {}
+    )

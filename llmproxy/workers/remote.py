@@ -1,0 +1,287 @@
+"""The worker's side: a dispatcher, an estimator, counters and pages that are those of the scheduler process."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from types import MappingProxyType
+
+from aiohttp import web
+
+from llmproxy.backends.roster import LOOK_S
+from llmproxy.backends.tls import PeerTls, peers_tls, renew_trust
+from llmproxy.config import BackendConfig
+from llmproxy.core.catalogue import Target
+from llmproxy.core.domain import Entry, Grant, Refused, Request, Usage, Verdict
+from llmproxy.core.estimate import Estimator
+from llmproxy.dispatcher import Admitted, Lease, shutting_down
+from llmproxy.gateway.adapters import BODY_BYTES_MAX
+from llmproxy.gateway.client_leg import read_body
+from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.rules import Rulebook
+from llmproxy.telemetry.exit import RequestExit
+from llmproxy.workers.wire import (
+    Ask,
+    Attempted,
+    Cached,
+    Cancel,
+    Channel,
+    Committed,
+    Cut,
+    Ended,
+    Exit,
+    Fleet,
+    Granted,
+    Learn,
+    Message,
+    Page,
+    Progress,
+    Refuse,
+    Resolve,
+    Resolved,
+    Return,
+    Shown,
+    Standing,
+    Started,
+    ToWorker,
+)
+
+Answered = Granted | Resolved | Shown
+_NOT_FORWARDED = frozenset({b"connection", b"content-length", b"transfer-encoding", b"expect"})
+"""Fields of a page's request that speak of the bytes on the connection it came by; its body is whole by now."""
+
+
+class Calls:
+    """What this worker asked and was not answered yet. When the scheduler is gone, nobody is let in any more."""
+
+    def __init__(self, channel: Channel[ToWorker]) -> None:
+        self._channel = channel
+        self._serial = count(1)
+        self._open: dict[int, asyncio.Future[Answered]] = {}
+
+    async def answer(self, asked: Callable[[int], Message]) -> Answered:
+        """Send what `asked` makes of the number of this call, and wait. Raises Refused."""
+        if self._channel.lost:
+            raise shutting_down()
+        call = next(self._serial)
+        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._open[call] = answer
+        self._channel.send(asked(call))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            # Also where the answer is here already: the scheduler then ends the lease that was granted.
+            self._channel.send(Cancel(call))
+            raise
+        finally:
+            del self._open[call]
+
+    def answered(self, message: Answered | Refuse) -> None:
+        """The answer to a call; nobody may be waiting for it any more."""
+        answer = self._open.get(message.call)
+        if answer is None or answer.done():
+            return
+        if isinstance(message, Refuse):
+            answer.set_exception(Refused(message.outcome, message.message, message.retry_after_s))
+        else:
+            answer.set_result(message)
+
+    def lost(self) -> None:
+        """There will be no more answers."""
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(shutting_down())
+
+
+class RemoteDispatcher:
+    """`Leasing`, by asking the process that schedules. What names mean is known here, as far as it was told."""
+
+    def __init__(self, channel: Channel[ToWorker], calls: Calls) -> None:
+        self._channel = channel
+        self._calls = calls
+        self._leases: dict[int, Lease] = {}
+        self._targets: Mapping[str, Target] = {}
+        self._unnamed: Target | None = None
+        self.standing = Standing()
+
+    @property
+    def draining(self) -> bool:
+        return self.standing.draining
+
+    @property
+    def granting(self) -> bool:
+        return self.standing.granting
+
+    @property
+    def leases(self) -> int:
+        return len(self._leases)
+
+    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted:
+        """See `Dispatcher.admit`."""
+        return Admitted(self, request, excluded, entry)
+
+    async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
+        """The lease of a request; see `admit`."""
+        asked_s = _now()
+        granted = await self._calls.answer(lambda call: Ask(call, request, excluded, entry))
+        assert isinstance(granted, Granted)
+        # Loops read the clock once a turn: that of the scheduler may have done so before this one asked.
+        at_s = max(asked_s, granted.at_s)
+        grant = Grant(
+            granted.lease, request, granted.placed, at_s, granted.queued_ahead, granted.why, granted.left_s
+        )  # fmt: skip
+        lease = self._leases[granted.lease] = Lease(grant, self)
+        return lease
+
+    def returned(self, lease: Lease) -> None:
+        """A lease is over."""
+        del self._leases[lease.grant.lease]
+        self._channel.send(Return(lease.grant.lease, lease.verdict, lease.usage))
+
+    async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
+        """See `Dispatcher.resolve`, which is asked of whatever is not known here."""
+        known = self._unnamed if name is None else self._targets.get(name)
+        if known is not None:
+            return known
+        resolved = await self._calls.answer(lambda call: Resolve(call, name, hold_s, body_bytes))
+        assert isinstance(resolved, Resolved)
+        return resolved.target
+
+    def ended(self, request: Request, met: bool | None) -> None:
+        self._channel.send(Ended(request.id, met))
+
+    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
+        self._channel.send(Cached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
+
+    # --- what leases tell -------------------------------------------------------------------------------------------
+
+    def started(self, grant: Grant, now: float) -> None:
+        del now
+        self._channel.send(Started(grant.lease))
+
+    def committed(self, grant: Grant, now: float) -> None:
+        del now
+        self._channel.send(Committed(grant.lease))
+
+    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
+        del now
+        self._channel.send(Progress(grant.lease, output_tokens))
+
+    # --- what the scheduler tells -----------------------------------------------------------------------------------
+
+    def cut(self, message: Cut) -> None:
+        """A lease is taken back, which may be given back already."""
+        # Not before the task that was granted it knows of it, which it does in the next turn, before this.
+        asyncio.get_running_loop().call_soon(self._cut, message)
+
+    def _cut(self, message: Cut) -> None:
+        lease = self._leases.get(message.lease)
+        if lease is not None:
+            lease.cut(revoked=message.revoked)
+
+    def names(self, fleet: Fleet) -> None:
+        """Know these names from now on."""
+        self._targets, self._unnamed = fleet.targets, fleet.unnamed
+
+    def lost(self) -> None:
+        """The scheduler is gone: whatever runs ends, and nothing is granted any more."""
+        self.standing = Standing(leaving=True, draining=True, granting=False)
+        self._calls.lost()
+
+
+class RemoteEstimator(Estimator):
+    """Learns what the scheduler learns from the answers of all workers, and tells it of those that came by here."""
+
+    def __init__(self, channel: Channel[ToWorker]) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def learn(self, model: str, prompt_bytes: int | None, sequences: int, usage: Usage) -> None:
+        self._channel.send(Learn(model, prompt_bytes, sequences, usage))
+
+
+class RemoteMetrics:
+    """`ExitSink`, for the metrics and the decision log of the scheduler process."""
+
+    def __init__(self, channel: Channel[ToWorker]) -> None:
+        self._channel = channel
+
+    def record(self, ended: RequestExit) -> None:
+        self._channel.send(Exit(ended))
+
+    def attempted(self, backend: str, verdict: Verdict) -> None:
+        self._channel.send(Attempted(backend, verdict))
+
+
+class RemotePages:
+    """`Pages`, as the scheduler process answers them: who may look, and what there is to see, is known there."""
+
+    def __init__(self, calls: Calls, rulebook: Rulebook) -> None:
+        self._calls = calls
+        self._rulebook = rulebook
+
+    async def show(self, path: str, request: web.BaseRequest) -> web.Response:
+        del path
+        return await self._forward(request)
+
+    async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
+        del path, on_admin_port
+        return await self._forward(request)
+
+    async def _forward(self, request: web.BaseRequest) -> web.Response:
+        body = b""
+        if request.can_read_body:
+            body = await read_body(request, BODY_BYTES_MAX, self._rulebook.current.config.clients)
+        raw = _raw(request, body)
+        try:
+            shown = await self._calls.answer(lambda call: Page(call, raw, request.remote or ""))
+        except Refused as refused:
+            raise Failure.of(refused) from None
+        assert isinstance(shown, Shown)
+        return web.Response(status=shown.status, reason=shown.reason, headers=list(shown.headers), body=shown.body)
+
+
+def _raw(request: web.BaseRequest, body: bytes) -> bytes:
+    fields = [field for field in request.raw_headers if field[0].lower() not in _NOT_FORWARDED]
+    fields += [(b"Content-Length", b"%d" % len(body)), (b"Connection", b"close")]
+    first = f"{request.method} {request.raw_path} HTTP/1.1\r\n".encode("utf-8", "surrogateescape")
+    return first + b"".join(b"%b: %b\r\n" % field for field in fields) + b"\r\n" + body
+
+
+class RemoteFleet:
+    """The backends as the scheduler process last told of them, and how to trust each that is reached by https."""
+
+    def __init__(self, tls: dict[str, PeerTls]) -> None:
+        self._tls = tls
+        self._backends: dict[str, BackendConfig] = {}
+
+    @property
+    def backends(self) -> Mapping[str, BackendConfig]:
+        """Every backend by its name; one mapping that follows all changes."""
+        return MappingProxyType(self._backends)
+
+    def take(self, fleet: Fleet) -> None:
+        """Know these backends and no others. Raises ConfigError where the authorities of one cannot be read."""
+        told: tuple[BackendConfig, ...] = pickle.loads(fleet.backends)
+        urls = {backend.url for backend in told}
+        known = {backend.url: backend for backend in self._backends.values()}
+        self._backends.clear()
+        self._backends.update((backend.name, backend) for backend in told)
+        for url in self._tls.keys() - urls:
+            del self._tls[url]
+        self._tls.update(peers_tls([one for one in told if known.get(one.url) != one]))
+
+    async def follow_authorities(self) -> None:
+        """See `Roster.follow_authorities`, which says in the log what it finds."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for backend in self._backends.values():
+                with suppress(OSError):
+                    renew_trust(self._tls, backend)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
