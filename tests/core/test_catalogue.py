@@ -105,3 +105,21 @@ def test_models_keeps_real_fields_and_lists_aliases_last() -> None:
         {"id": "lora-0", "root": "/adapters/0", "parent": "base"},
         {"id": "fast", "root": "lora-0", "parent": "base"},
     ]
+
+
+def test_the_revision_grows_with_what_names_mean_and_with_nothing_else() -> None:
+    names = catalogue("a", aliases={"alias": "base"})
+    seen = [names.revision]
+    names.listed("a", listing("x"))
+    seen.append(names.revision)
+    assert names.targets == {name: names.resolve(name) for name in ("base", "x", "alias")}
+    names.rename({})
+    seen.append(names.revision)
+    names.remove("a")
+    seen.append(names.revision)
+    assert seen == sorted(set(seen))
+    names.add("b")
+    names.listed("b", listing("x"))
+    before = names.revision
+    names.listed("b", listing("x", at_s=5.0))
+    assert names.revision == before

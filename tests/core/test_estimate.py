@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmproxy.core import estimate
@@ -65,3 +67,12 @@ def test_the_least_recently_taught_model_is_forgotten(monkeypatch: pytest.Monkey
     assert estimator.tokens("old", Ask("old", prompt_bytes=100))[1] == 7
     assert estimator.tokens("new", Ask("new", prompt_bytes=100))[1] == 7
     assert estimator.tokens("kept", Ask("kept", prompt_bytes=100))[1] == 256
+
+
+def test_what_was_learned_elsewhere_is_gone_by_and_learned_on() -> None:
+    one, other = Estimator(), Estimator()
+    one.learn("m", 300, 1, Usage(100, 50))
+    other.take("m", replace(one.models["m"]))
+    assert other.tokens("m", Ask("m", prompt_bytes=600)) == (200, 50)
+    other.learn("m", 500, 1, Usage(100, 150))
+    assert (other.models["m"].seen, one.models["m"].seen) == (2, 1)

@@ -1,0 +1,272 @@
+"""Relay workers as the processes that they are: one queue for all, and nobody else is hurt when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmproxy.simulator.replica import Replica
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, until
+from tests.e2e.test_restart import AS_SYSTEMD, START_MAX_S, Served, served
+
+pytestmark = pytest.mark.timeout(300, method="thread")
+
+MANY = 24
+"""Connections of which, given the kernel's hash, each of two workers has one: all but once in eight million times."""
+
+
+def workers(process: Served) -> list[int]:
+    """The workers' processes, oldest first."""
+    pid = process.process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def metric(url: str, name: str, **labels: str) -> float:
+    """The sum of the samples of one metric that have these labels."""
+    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as page:
+        families = text_string_to_metric_families(await page.text())
+        samples = [one for family in families for one in family.samples]
+    return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
+
+
+async def reached(url: str, name: str, value: float, **labels: str) -> None:
+    """Wait until a metric has this value."""
+    seen = -1.0
+    try:
+        async with asyncio.timeout(START_MAX_S):
+            while seen != value:
+                seen = await metric(url, name, **labels)
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"{name} is {seen:g}, not {value:g}") from None
+
+
+async def alone(url: str, body: Any = HELLO) -> int:
+    """The status of one request on a connection of its own, which may lead to any worker."""
+    async with aiohttp.ClientSession() as session, session.post(url + CHAT, json=body) as answer:
+        await answer.read()
+        return answer.status
+
+
+class Stream:
+    """A stream on a connection of its own. `broken` is set when it has ended, which it should not."""
+
+    def __init__(self, session: aiohttp.ClientSession, answer: aiohttp.ClientResponse) -> None:
+        self.broken = False
+        self._session = session
+        self._answer = answer
+        self._reading = asyncio.create_task(self._read())
+        self.read_bytes = 0
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._answer.content.readany():
+                self.read_bytes += len(data)
+            self.broken = True
+        except aiohttp.ClientError:
+            self.broken = True
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        self._answer.close()
+        await self._session.close()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+
+@asynccontextmanager
+async def streams(url: str, count: int) -> AsyncIterator[Sequence[Stream]]:
+    """So many endless streams that have begun."""
+    async with AsyncExitStack() as stack:
+        opened: list[Stream] = []
+        for _ in range(count):
+            session = aiohttp.ClientSession()
+            opened.append(Stream(session, await session.post(url + CHAT, json=ENDLESS)))
+            stack.push_async_callback(opened[-1].close)
+        await until(lambda: all(one.read_bytes for one in opened), START_MAX_S)
+        yield opened
+
+
+@pytest.fixture
+async def backend() -> AsyncIterator[Replica]:
+    async with Replica(FAST) as replica:
+        yield replica
+
+
+TWO = ("--port", "0", "--workers", "2")
+
+
+async def test_all_workers_are_one_proxy(backend: Replica, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"backends: [{{url: '{backend.url}'}}]\n")
+    async with served(tmp_path / "log", *TWO, "--config", str(file), "--reload", "signal") as process:
+        url = await process.url()
+        assert len(workers(process)) == 2
+        async with streams(url, MANY):
+            # Each is in the one count of the one scheduler, whichever worker has it and whichever is asked.
+            await reached(url, "llmproxy_in_flight_requests", MANY)
+        await reached(url, "llmproxy_in_flight_requests", 0)
+        await reached(url, "llmproxy_requests_total", MANY, outcome="cancelled")
+        assert Counter([await alone(url) for _ in range(MANY)]) == {200: MANY}
+        await reached(url, "llmproxy_requests_total", MANY, outcome="completed")
+        assert await metric(url, "llmproxy_attempts_total", verdict="served") == MANY
+        await until(lambda: len(process.events("request")) == 2 * MANY)
+        async with aiohttp.ClientSession() as http:
+            async with http.get(url + "/v1/models") as page:
+                assert [entry["id"] for entry in (await page.json())["data"]][:1] == ["base"]
+            async with http.get(url + "/debug/queue") as page:
+                assert (page.status, page.headers["cache-control"]) == (200, "no-store")
+            async with http.get(url + "/debug/queue", headers={"x-forwarded-for": "10.0.0.1"}) as page:
+                assert page.status == 404, "it is as if the client itself had asked"
+            async with http.post(url + "/metrics") as page:
+                assert (page.status, page.headers["allow"]) == (405, "GET, HEAD")
+        # A name that nobody knows is learned by all of them at once.
+        assert await alone(url, HELLO | {"model": "other"}) == 404
+        file.write_text(file.read_text() + "models: [{name: other, target: base}]\n")
+        process.process.send_signal(signal.SIGHUP)
+        await process.event("reloaded")
+        assert Counter([await alone(url, HELLO | {"model": "other"}) for _ in range(MANY)]) == {200: MANY}
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0
+        assert process.events("stopped")[0]["all_requests_finished"]
+
+
+async def test_a_worker_that_is_killed_takes_only_its_own_requests_along(backend: Replica, tmp_path: Path) -> None:
+    async with served(tmp_path / "log", *TWO, backend.url) as process:
+        url = await process.url()
+        victim, witness = workers(process)
+        async with streams(url, MANY) as opened:
+            os.kill(victim, signal.SIGKILL)
+            lost = await process.event("worker_lost")
+            assert (lost["pid"], lost["exit_code"]) == (victim, -signal.SIGKILL)
+            cut = lost["requests"]
+            assert 0 < cut < MANY
+            await until(lambda: sum(one.broken for one in opened) == cut)
+            # The engine was left too: it computes for nobody who is gone.
+            await until(lambda: backend.in_flight == MANY - cut, START_MAX_S)
+            await reached(url, "llmproxy_in_flight_requests", MANY - cut)
+            await reached(url, "llmproxy_requests_total", cut, outcome="internal")
+            assert await metric(url, "llmproxy_workers_lost_total") == 1
+            others = [(one, one.read_bytes) for one in opened if not one.broken]
+            await until(lambda: all(one.read_bytes > before for one, before in others), START_MAX_S)
+            await until(lambda: len(workers(process)) == 2, START_MAX_S)
+            assert witness in workers(process)
+            # Those who come to the socket of the dead one wait in it for the new one.
+            assert Counter([await alone(url) for _ in range(MANY)]) == {200: MANY}
+            assert not any(one.broken for one, _ in others)
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0
+
+
+async def test_a_drain_waits_for_the_streams_of_all_workers(backend: Replica, tmp_path: Path) -> None:
+    async with served(tmp_path / "log", *TWO, backend.url) as process, aiohttp.ClientSession() as http:
+        url = await process.url()
+        async with http.post(url + CHAT, json=ENDLESS | {"max_tokens": 500}) as stream:
+            await stream.content.readany()
+            process.process.send_signal(signal.SIGTERM)
+            await process.event("draining")
+            async with asyncio.timeout(START_MAX_S):
+                # Workers hear of it one by one, a moment later.
+                while {await alone(url) for _ in range(MANY)} != {503}:
+                    pass
+            async with http.get(url + "/ready") as ready, http.get(url + "/health") as health:
+                assert (ready.status, health.status) == (503, 200)
+            assert (await stream.content.read()).endswith(b"data: [DONE]\n\n")
+        assert await process.ended() == 0
+        assert {ended["outcome"] for ended in process.events("request")} == {"completed", "draining"}
+
+
+async def test_the_second_signal_cuts_what_every_worker_has(backend: Replica, tmp_path: Path) -> None:
+    async with served(tmp_path / "log", *TWO, backend.url) as process:
+        url = await process.url()
+        async with streams(url, MANY) as opened:
+            process.process.send_signal(signal.SIGTERM)
+            await process.event("draining")
+            process.process.send_signal(signal.SIGTERM)
+            await until(lambda: all(one.broken for one in opened), START_MAX_S)
+        assert await process.ended() == 143
+        assert Counter(ended["outcome"] for ended in process.events("request")) == {"draining": MANY}
+        await until(lambda: not backend.engine.busy)
+
+
+async def test_without_a_scheduler_workers_cut_what_they_have_and_end(backend: Replica, tmp_path: Path) -> None:
+    async with served(tmp_path / "log", *TWO, backend.url) as process:
+        url = await process.url()
+        left = workers(process)
+        async with streams(url, MANY) as opened:
+            process.process.send_signal(signal.SIGKILL)
+            await until(lambda: all(one.broken for one in opened), START_MAX_S)
+        await until(lambda: not any(alive(pid) for pid in left), START_MAX_S)
+        assert len(process.events("scheduler_lost")) == 2
+        await until(lambda: not backend.engine.busy)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+async def test_a_successor_with_workers_takes_over_and_nobody_notices(backend: Replica, tmp_path: Path) -> None:
+    async with served(tmp_path / "log", *TWO, backend.url) as process, aiohttp.ClientSession() as http:
+        url = await process.url()
+        async with http.post(url + CHAT, json=ENDLESS) as stream:
+            await stream.content.readany()
+            process.process.send_signal(signal.SIGUSR2)
+            replaced = await process.event("replaced")
+            assert Counter([await alone(url) for _ in range(MANY)]) == {200: MANY}
+            assert process.process.returncode is None, "the old process still has the stream"
+            await stream.content.readany()
+            stream.close()
+        assert await process.ended() == 0
+        assert Counter([await alone(url) for _ in range(MANY)]) == {200: MANY}
+        os.kill(replaced["by_pid"], signal.SIGTERM)
+        await process.event("stopped", 2)
+        assert all(stopped["all_requests_finished"] for stopped in process.events("stopped"))
+
+
+async def test_a_port_that_is_taken_is_not_shared_with_whoever_has_it(backend: Replica, tmp_path: Path) -> None:
+    async with served(tmp_path / "1", *TWO, backend.url) as process:
+        url = await process.url()
+        port = url.rpartition(":")[2]
+        async with served(tmp_path / "2", "--port", port, "--workers", "2", backend.url) as second:
+            assert await second.ended() == 1
+            assert (await second.event("cannot_listen"))["host"] == "127.0.0.1"
+
+
+async def test_what_keeps_all_workers_from_starting_is_told_once(backend: Replica, tmp_path: Path) -> None:
+    tls = ("--tls-cert", str(tmp_path / "missing.pem"))
+    async with served(tmp_path / "log", *TWO, *tls, backend.url) as process:
+        assert await process.ended() == 2
+        [told] = process.events("cannot_start")
+        assert "missing.pem" in told["problem"]
+
+
+async def test_workers_share_a_socket_that_the_service_manager_holds(backend: Replica, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        before = (sys.executable, "-c", AS_SYSTEMD, str(held.fileno()))
+        two = ("--workers", "2", backend.url)
+        async with served(tmp_path / "log", *two, before=before, pass_fds=[held.fileno()]) as process:
+            assert await process.url() == url
+            async with streams(url, 4) as opened:
+                await reached(url, "llmproxy_in_flight_requests", 4)
+                process.process.send_signal(signal.SIGTERM)
+                await process.event("draining")
+                read = [one.read_bytes for one in opened]
+                await until(lambda: all(one.read_bytes > some for one, some in zip(opened, read, strict=True)))
+            assert await process.ended() == 0
+            assert process.events("stopped")[0]["all_requests_finished"]

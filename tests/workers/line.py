@@ -1,0 +1,130 @@
+"""A worker's dispatcher and the desk that serves it, joined in one process: by bytes, as two processes are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from llmproxy.config import Config
+from llmproxy.core.domain import Verdict
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.rules import Rulebook, Rules
+from llmproxy.telemetry.exit import RequestExit
+from llmproxy.workers.desk import Desk, House
+from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
+from llmproxy.workers.wire import (
+    TO_WORKER,
+    Channel,
+    Cut,
+    Granted,
+    Made,
+    Page,
+    Refuse,
+    Resolved,
+    Shown,
+    Standing,
+    ToWorker,
+)
+
+
+class Nowhere:
+    """An upstream for rules that open nothing."""
+
+
+@dataclass(slots=True)
+class Told:
+    """What the house behind the desks was told."""
+
+    exits: list[RequestExit] = field(default_factory=list)
+    attempts: list[tuple[str, Verdict]] = field(default_factory=list)
+    learned: list[str] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+
+    def record(self, ended: RequestExit) -> None:
+        self.exits.append(ended)
+
+    def attempted(self, backend: str, verdict: Verdict) -> None:
+        self.attempts.append((backend, verdict))
+
+    def house(self, dispatcher: Dispatcher, settle: Callable[[], None]) -> House:
+        async def page(page: Page) -> Shown:
+            return Shown(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
+
+        def made(one: Made, _: Desk) -> None:
+            self.made.append(one)
+
+        rulebook = Rulebook(Rules.of(Config(), Nowhere()))  # type: ignore[arg-type]
+        return House(rulebook, dispatcher, self, None, settle, page, self.learned.append, made)
+
+
+class Pipe(asyncio.Transport):
+    """One direction of a connection: what is written here is heard at the other end in a later turn, and in order."""
+
+    def __init__(self, to: asyncio.Protocol) -> None:
+        super().__init__()
+        self._to = to
+        self.back: Pipe | None = None
+        self.writes = 0
+        self._broken = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes += 1
+        asyncio.get_running_loop().call_soon(self._deliver, bytes(data))
+
+    def _deliver(self, data: bytes) -> None:
+        if not self._broken:
+            self._to.data_received(data)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().call_soon(self._end)
+
+    def abort(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self._broken:
+            self._broken = True
+            self._to.connection_lost(None)
+            if self.back is not None:
+                self.back._end()
+
+
+class Line:
+    """One worker and its desk. `remote` is the dispatcher that its requests see."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, told: Told | None = None, settle: Callable[[], None] = lambda: None
+    ) -> None:
+        self.told = told or Told()
+        self.desk = Desk(self.told.house(dispatcher, settle))
+        self.channel: Channel[ToWorker] = Channel(TO_WORKER, self._hear, self._lost)
+        self.calls = Calls(self.channel)
+        self.remote = RemoteDispatcher(self.channel, self.calls)
+        self.estimator = RemoteEstimator(self.channel)
+        self.metrics = RemoteMetrics(self.channel)
+        self.up, self.down = Pipe(self.desk.channel), Pipe(self.channel)
+        self.up.back, self.down.back = self.down, self.up
+        self.channel.connection_made(self.up)
+        self.desk.channel.connection_made(self.down)
+
+    def _hear(self, message: ToWorker) -> None:
+        if isinstance(message, Granted | Refuse | Resolved | Shown):
+            self.calls.answered(message)
+        elif isinstance(message, Cut):
+            self.remote.cut(message)
+        elif isinstance(message, Standing):
+            self.remote.standing = message
+
+    def _lost(self) -> None:
+        self.remote.lost()
+
+    def die(self) -> None:
+        """The worker's process ends in this very moment."""
+        self.up.abort()
+
+    def check(self) -> None:
+        """Nothing is held for the worker."""
+        assert (self.desk.walking, self.desk.leases, len(self.desk._calls)) == (0, 0, 0)
+        assert self.remote.leases == 0
+        assert not self.calls._open

@@ -1,0 +1,71 @@
+"""Pages that clients ask workers for: the scheduler's front door sees the client, and the answer comes whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+
+from llmproxy.config import ClientsConfig
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.routes import Dialect
+from llmproxy.workers.page import answer_page
+from llmproxy.workers.wire import Page, Shown
+
+
+@dataclass(slots=True)
+class Front:
+    """A front door that remembers who came, and with what."""
+
+    seen: list[tuple[str, str, str | None, bytes]] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await request.read()
+        self.seen.append((request.method, request.path_qs, request.remote, body))
+        return web.Response(status=201, body=b"x" * 2_000_000, headers={"X-Twice": "a", "Retry-After": "1"})
+
+    def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
+        del request
+        self.refused.append(failure.status)
+        return failure.response(Dialect.OPENAI, {})
+
+    def turn_away(self, failure: Failure) -> bytes:
+        self.refused.append(failure.status)
+        return failure.raw()
+
+
+async def answered(front: Front, raw: bytes) -> Shown:
+    return await answer_page(front, ClientsConfig(), Page(7, raw, "10.1.2.3"))  # type: ignore[arg-type]
+
+
+async def test_the_front_door_sees_the_client_and_the_worker_gets_the_whole_answer() -> None:
+    front = Front()
+    raw = b"POST /a?b=c HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbody"
+    shown = await answered(front, raw)
+    assert front.seen == [("POST", "/a?b=c", "10.1.2.3", b"body")]
+    assert (shown.call, shown.status, shown.reason, len(shown.body)) == (7, 201, "Created", 2_000_000)
+    told = {name.lower(): value for name, value in shown.headers}
+    assert (told["x-twice"], told["retry-after"]) == ("a", "1")
+    # What concerns the connection between the two processes is no business of the client's.
+    assert told.keys().isdisjoint({"connection", "content-length", "date", "server", "transfer-encoding"})
+
+
+@pytest.mark.parametrize("raw", [b"NOT HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nHost: h\r\n" + b"x: y\r\n" * 200 + b"\r\n"])
+async def test_what_is_no_request_is_refused_like_everywhere(raw: bytes) -> None:
+    front = Front()
+    shown = await answered(front, raw)
+    assert not front.seen
+    assert [shown.status] == front.refused
+    assert 400 <= shown.status < 500
+
+
+async def test_a_refusal_comes_as_the_front_door_made_it() -> None:
+    class Refusing(Front):
+        async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+            return self.refuse(request, Failure(Outcome.BAD_REQUEST, "Not here.", status=404))
+
+    shown = await answered(Refusing(), b"GET /debug/queue HTTP/1.1\r\nHost: h\r\n\r\n")
+    assert (shown.status, b"Not here." in shown.body) == (404, True)

@@ -1,0 +1,559 @@
+"""Requests of workers before the one dispatcher there is: as if they were here, and nothing of them stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Entry,
+    Grant,
+    Outcome,
+    Placed,
+    Refused,
+    Trouble,
+    Usage,
+    Verdict,
+    Why,
+)
+from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.workers.wire import FROM_WORKER, TO_WORKER, Channel, Granted, Page, Shown, Standing
+from tests.core.make import listing, request
+from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
+from tests.workers.line import Line, Told
+
+ENOUGH = 20
+"""Turns in which whatever was said is heard, decided and answered."""
+
+
+async def nothing_left(one: Dispatcher, *lines: Line) -> None:
+    await turns(ENOUGH)
+    for line in lines:
+        line.check()
+    empty(one)
+
+
+def finished(one: Dispatcher) -> list[tuple[Verdict, Usage | None]]:
+    """What is told from now on of leases that end."""
+    seen: list[tuple[Verdict, Usage | None]] = []
+    finish = one.pools.finish
+
+    def spy(grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
+        seen.append((verdict, usage))
+        finish(grant, verdict, now, usage)
+
+    one.pools.finish = spy  # type: ignore[method-assign]
+    return seen
+
+
+def done_with(line: Line, *clients: Client) -> None:
+    for client in clients:
+        line.remote.ended(client.request, None)
+
+
+# --- one face ---------------------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_lease_is_lent_across_the_line_and_comes_back_with_what_was_learned() -> None:
+    one = dispatcher(a=1)
+    line, ends = Line(one), finished(one)
+    asked = request(arrived_s=now(), deadline_s=now() + 60.0)
+    async with line.remote.admit(asked) as lease:
+        assert lease.backend == "a"
+        assert lease.grant.request is asked
+        assert (one.leases, line.remote.leases, line.desk.walking) == (1, 1, 1)
+        lease.started()
+        lease.committed()
+        lease.progress(5)
+        lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 5, 2)
+    line.remote.ended(asked, True)
+    await nothing_left(one, line)
+    assert ends == [(Verdict.SERVED, Usage(10, 5, 2))]
+
+
+@virtual
+async def test_a_grant_is_told_as_it_was_decided() -> None:
+    one = dispatcher(a=1)
+    line, decided = Line(one), list[Grant]()
+    decide = one.pools.decide
+
+    def spy(now: float) -> list[Any]:
+        found = decide(now)
+        decided.extend(grant for grant in found if isinstance(grant, Grant))
+        return found
+
+    one.pools.decide = spy  # type: ignore[method-assign]
+    client = Client(line.remote, prefix=(1, 2**64 - 1), prefix_tokens=16.0)
+    await turns(ENOUGH)
+    assert client.lease is not None
+    assert [client.lease.grant] == decided
+    await client.done()
+    done_with(line, client)
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_what_has_changed_is_told_before_a_grant_and_before_what_a_name_means() -> None:
+    one, changes = dispatcher(a=1), list[float]()
+
+    def settle() -> None:
+        changes.append(now())
+        line.desk.tell(Standing(leaving=True))
+
+    line = Line(one, settle=settle)
+    client = Client(line.remote)
+    while client.lease is None:
+        await asyncio.sleep(0)
+        assert line.remote.standing.leaving or client.lease is None
+    assert len(changes) == 1
+    await line.remote.resolve("base", 0.0, 10)
+    assert len(changes) == 2
+    await client.done()
+    done_with(line, client)
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_nobody_is_granted_anything_before_he_asked() -> None:
+    """The loop of the scheduler may have read the clock for the last time before this one asked."""
+    line = Line(dispatcher(a=1))
+    await asyncio.sleep(5.0)
+
+    async def answer(_: object) -> Granted:
+        return Granted(1, 1, Placed("a", 0.0, (), 1), 4.999, 0, Why((), 1, (), 0), 60.0)
+
+    line.calls.answer = answer  # type: ignore[assignment, method-assign]
+    async with line.remote.admit(request()) as lease:
+        assert lease.grant.at_s == 5.0
+
+
+@virtual
+async def test_started_committed_and_progress_reach_the_core() -> None:
+    one = dispatcher(a=1)
+    line, told = Line(one), list[tuple[Any, ...]]()
+    for name in ("started", "committed", "progress"):
+        setattr(one.pools, name, lambda grant, *facts, name=name: told.append((name, grant.lease, *facts[:-1])))
+    client = Client(line.remote)
+    await turns(ENOUGH)
+    assert client.lease is not None
+    client.lease.committed()
+    client.lease.started()
+    client.lease.progress(32)
+    await client.done()
+    await turns(ENOUGH)
+    number = client.lease.grant.lease
+    assert told == [("committed", number), ("started", number), ("progress", number, 32)]
+
+
+@virtual
+async def test_a_refusal_is_the_same_here_and_there() -> None:
+    settings = Settings(queue=QueueSettings(hold_s=0.0))
+    one = dispatcher(settings=settings, a=1)
+    one.troubled("a", Trouble.UNHEALTHY, "503")
+    line, told = Line(one), list[Refused]()
+    for face in (one, line.remote):
+        with pytest.raises(Refused) as caught:
+            async with face.admit(request()):
+                pytest.fail("it was let in")
+        told.append(caught.value)
+    here, there = told
+    assert here.outcome is Outcome.REJECTED_NO_BACKENDS
+    assert (there.outcome, there.message, there.retry_after_s) == (here.outcome, here.message, here.retry_after_s)
+
+
+@virtual
+async def test_a_deadline_passes_there_as_it_does_here() -> None:
+    one = dispatcher(a=1)
+    line, holder = Line(one), Client(one)
+    await turns(ENOUGH)
+    waiting = Client(line.remote, request(deadline_s=7.25))
+    await asyncio.sleep(7.25)
+    await turns(ENOUGH)
+    assert waiting.refused is not None
+    assert waiting.refused.outcome is Outcome.EXPIRED
+    await holder.done()
+    done_with(line, waiting)
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_the_backend_that_failed_is_excluded_across_the_line() -> None:
+    one = dispatcher(a=4, b=4)
+    line, asked = Line(one), request()
+    async with line.remote.admit(asked) as first:
+        first.verdict = Verdict.FAILED
+    async with line.remote.admit(asked, frozenset({first.backend}), Entry.RETRY) as second:
+        assert {first.backend, second.backend} == {"a", "b"}
+    line.remote.ended(asked, None)
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_a_bug_of_the_core_is_one_failed_request() -> None:
+    one = dispatcher(a=1)
+    line = Line(one)
+
+    def buggy(*_: object) -> None:
+        raise ValueError("a bug")
+
+    submit, one.pools.submit = one.pools.submit, buggy  # type: ignore[assignment, method-assign]
+    failed = Client(line.remote)
+    await turns(ENOUGH)
+    assert failed.refused is not None
+    assert failed.refused.outcome is Outcome.INTERNAL
+    one.pools.submit = submit  # type: ignore[method-assign]
+    client = Client(line.remote)
+    await turns(ENOUGH)
+    assert client.holds() == "a"
+    await client.done()
+    done_with(line, failed, client)
+    await nothing_left(one, line)
+
+
+# --- one queue for all workers ----------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_the_higher_band_goes_first_whichever_worker_has_it() -> None:
+    one = dispatcher(a=1)
+    lines = [Line(one), Line(one)]
+    holder = Client(lines[0].remote)
+    await turns(ENOUGH)
+    granted: list[int] = []
+    bands = (SHEDDABLE, DEFAULT, CRITICAL, DEFAULT, SHEDDABLE, CRITICAL)
+    waiting = [Client(lines[i % 2].remote, band=band) for i, band in enumerate(bands)]
+    await turns(ENOUGH)
+    assert not any(client.holds() for client in waiting)
+    await holder.done()
+    for _ in waiting:
+        await turns(ENOUGH)
+        [served] = [client for client in waiting if client.holds() and not client.task.done()]
+        granted.append(served.request.band)
+        await served.done()
+    assert granted == sorted(bands, reverse=True)
+    done_with(lines[0], holder, *waiting[::2])
+    done_with(lines[1], *waiting[1::2])
+    await nothing_left(one, *lines)
+
+
+@virtual
+async def test_flows_share_fairly_whichever_worker_they_come_by() -> None:
+    one = dispatcher(a=1)
+    lines = [Line(one), Line(one)]
+    # One flow comes by one worker and is there first; the other by another one.
+    greedy = [Client(lines[0].remote, flow="greedy") for _ in range(8)]
+    await turns(ENOUGH)
+    modest = [Client(lines[1].remote, flow="modest") for _ in range(8)]
+    order: list[str] = []
+    for _ in range(10):
+        await turns(ENOUGH)
+        [served] = [client for client in (*greedy, *modest) if client.holds() and not client.task.done()]
+        order.append(served.request.flow)
+        assert served.lease is not None
+        served.lease.usage = Usage(10, 10)
+        await served.done()
+    assert abs(order.count("greedy") - order.count("modest")) <= 2
+    for client in (*greedy, *modest):
+        client.task.cancel()
+    await turns(ENOUGH)
+    done_with(lines[0], *greedy)
+    done_with(lines[1], *modest)
+    await nothing_left(one, *lines)
+
+
+# --- clients that leave -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", range(12))
+def test_a_client_may_leave_in_any_turn(after: int) -> None:
+    """From before its request is heard of until it holds a lease: every turn of the loop on the way is tried."""
+
+    @virtual
+    async def leaves() -> None:
+        one = dispatcher(a=1)
+        line = Line(one)
+        client = Client(line.remote)
+        await turns(after)
+        client.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await client.task
+        done_with(line, client)
+        await nothing_left(one, line)
+        assert not line.told.exits
+
+    leaves()
+
+
+@virtual
+async def test_a_client_that_waits_and_leaves_is_not_granted_anything() -> None:
+    one = dispatcher(a=1)
+    line, ends = Line(one), finished(one)
+    holder, waiting = Client(line.remote), Client(line.remote)
+    await turns(ENOUGH)
+    waiting.task.cancel()
+    await turns(ENOUGH)
+    assert one.pools.queued().get(DEFAULT, (0, 0)) == (0, 0)
+    await holder.done()
+    done_with(line, holder, waiting)
+    await nothing_left(one, line)
+    assert ends == [(Verdict.SERVED, None)]
+
+
+@virtual
+async def test_a_lease_whose_block_is_left_by_a_cancellation_counts_as_left_by_its_client() -> None:
+    one = dispatcher(a=1)
+    line, ends = Line(one), finished(one)
+    client = Client(line.remote)
+    await turns(ENOUGH)
+    client.task.cancel()
+    done_with(line, client)
+    await nothing_left(one, line)
+    assert ends == [(Verdict.CLIENT_GONE, None)]
+
+
+@virtual
+async def test_a_request_ends_after_its_lease() -> None:
+    """A limit counts what was expected until the lease says what was used: in the other order it would forget that."""
+    limit = UsageLimit(tokens_per_min=1_000.0)
+    one = dispatcher(settings=Settings(capacity=SETTINGS.capacity, limits={"tenant:t": limit}), a=1)
+    line = Line(one)
+    asked = request(limits=("tenant:t",), prompt_tokens=100, output_tokens=100)
+    async with line.remote.admit(asked) as lease:
+        lease.verdict, lease.usage = Verdict.SERVED, Usage(300, 200)
+    line.remote.ended(asked, None)
+    await nothing_left(one, line)
+    assert one.pools._limits.left_per_min("tenant:t", now())[1] == pytest.approx(500.0, abs=1.0)
+
+
+# --- what is taken back -----------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_backend_that_is_gone_cuts_the_lease_in_its_worker() -> None:
+    one = dispatcher(a=1)
+    line, cuts = Line(one), list[bool]()
+    client = Client(line.remote)
+    await turns(ENOUGH)
+    lease = client.lease
+    assert lease is not None
+    lease.on_cut = lambda: cuts.append(lease.revoked)
+    for _ in range(2):
+        one.troubled("a", Trouble.REFUSED, "nobody listens")
+    await turns(ENOUGH)
+    assert cuts == [True]
+    assert (lease.revoked, lease.withdrawn) == (True, False)
+    await client.done()
+    done_with(line, client)
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_a_withdrawal_is_told_as_one() -> None:
+    one = dispatcher(a=1)
+    line = Line(one)
+    client = Client(line.remote, stream=True, band=SHEDDABLE)
+    await turns(ENOUGH)
+    critical = Client(one, band=CRITICAL)
+    await turns(ENOUGH)
+    assert client.lease is not None
+    assert (client.lease.revoked, client.lease.withdrawn) == (False, True)
+    client.verdict = Verdict.WITHDRAWN
+    await client.done()
+    await turns(ENOUGH)
+    assert critical.holds() == "a"
+    await critical.done()
+    done_with(line, client)
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost() -> None:
+    one = dispatcher(a=1)
+    line = Line(one)
+    client = Client(line.remote)
+    while not one.leases:  # noqa: ASYNC110 - what is waited for has no event of its own
+        await asyncio.sleep(0)
+    # Granted in this turn: neither the desk's task nor the worker know of it.
+    assert not line.desk.leases
+    [held] = one._leases.values()
+    held.cut(revoked=True)
+    await turns(ENOUGH)
+    assert client.lease is not None
+    assert client.lease.revoked
+    await client.done()
+    done_with(line, client)
+    await nothing_left(one, line)
+
+
+# --- ends that nobody planned -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", range(12))
+def test_a_worker_may_die_in_any_turn(after: int) -> None:
+    """Whatever its requests were about to do: all that they held is free, and they are told of."""
+
+    @virtual
+    async def dies() -> None:
+        one = dispatcher(a=1)
+        line, other = Line(one), Line(one)
+        clients = [Client(line.remote), Client(line.remote)]
+        await turns(after)
+        line.die()
+        await turns(ENOUGH)
+        assert line.desk.gone.is_set()
+        assert len(line.told.exits) == line.desk.cut
+        assert {ended.outcome for ended in line.told.exits} <= {Outcome.INTERNAL}
+        heir = Client(other.remote)
+        await turns(ENOUGH)
+        assert heir.holds() == "a"
+        await heir.done()
+        done_with(other, heir)
+        for client in clients:
+            await client.done()
+        await nothing_left(one, line, other)
+
+    dies()
+
+
+@virtual
+async def test_requests_that_died_with_their_worker_are_told_of_once() -> None:
+    one = dispatcher(a=1)
+    line = Line(one)
+    clients = [Client(line.remote, label=f"r{i}", band=CRITICAL) for i in range(3)]
+    await turns(ENOUGH)
+    assert line.desk.walking == 3
+    line.die()
+    await turns(ENOUGH)
+    told = [(ended.request_id, ended.outcome, ended.band) for ended in line.told.exits]
+    assert told == [(f"r{i}", Outcome.INTERNAL, "critical") for i in range(3)]
+    assert line.desk.cut == 3
+    for client in clients:
+        await client.done()
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_without_a_scheduler_nobody_waits_and_nobody_is_let_in() -> None:
+    one = dispatcher(a=1)
+    line = Line(one)
+    holder, waiting = Client(line.remote), Client(line.remote)
+    await turns(ENOUGH)
+    line.down.abort()
+    await turns(ENOUGH)
+    assert waiting.refused is not None
+    assert waiting.refused.outcome is Outcome.DRAINING
+    late = Client(line.remote)
+    await turns(ENOUGH)
+    assert late.refused is not None
+    assert (line.remote.draining, line.remote.granting) == (True, False)
+    await holder.done()
+    await nothing_left(one, line)
+
+
+# --- names, drain, pages, counts --------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_a_name_that_is_not_known_here_is_asked_for_and_waited_for() -> None:
+    one = dispatcher(a=1)
+    one.pools.add_backend("late", 1)
+    line = Line(one)
+    asked = asyncio.create_task(line.remote.resolve("other", 30.0, 10))
+    await turns(ENOUGH)
+    assert (asked.done(), one.nameless) == (False, 1)
+    one.answered("late")
+    one.listed("late", listing(base="other"))
+    assert (await asked).pool == "other"
+    gone = asyncio.create_task(line.remote.resolve("nothing", 30.0, 10))
+    with pytest.raises(Refused) as caught:
+        await gone
+    assert caught.value.outcome is Outcome.UNKNOWN_MODEL
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_a_client_that_leaves_while_its_name_is_unknown_is_not_waited_for() -> None:
+    one = dispatcher(a=1)
+    one.pools.add_backend("late", 1)
+    line = Line(one)
+    asked = asyncio.create_task(line.remote.resolve("other", 30.0, 10))
+    await turns(ENOUGH)
+    asked.cancel()
+    await turns(ENOUGH)
+    assert one.nameless == 0
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_who_waits_while_the_proxy_drains_is_refused_in_its_worker() -> None:
+    one = dispatcher(a=1)
+    line = Line(one)
+    holder, waiting = Client(line.remote), Client(line.remote)
+    await turns(ENOUGH)
+    one.drain()
+    line.desk.tell(Standing(leaving=True, draining=True, granting=False))
+    await turns(ENOUGH)
+    assert waiting.refused is not None
+    assert waiting.refused.outcome is Outcome.DRAINING
+    assert (line.remote.draining, line.remote.granting) == (True, False)
+    await holder.done()
+    done_with(line, holder, waiting)
+    await nothing_left(one, line)
+
+
+@virtual
+async def test_a_page_is_answered_by_the_scheduler() -> None:
+    line = Line(dispatcher(a=1))
+    shown = await line.calls.answer(lambda call: Page(call, b"GET / HTTP/1.1\r\n\r\n", "10.0.0.1"))
+    assert shown == Shown(shown.call, 200, "OK", (("x-remote", "10.0.0.1"),), b"GET / HTTP/1.1\r\n\r\n")
+
+
+@virtual
+async def test_what_a_worker_counts_and_learns_is_counted_and_learned_once_for_all() -> None:
+    one = dispatcher(a=1)
+    told = Told()
+    lines = [Line(one, told), Line(one, told)]
+    for line in lines:
+        line.metrics.attempted("a", Verdict.SERVED)
+        line.estimator.learn("base", 300, 1, Usage(100, 50))
+    await turns(ENOUGH)
+    assert told.attempts == [("a", Verdict.SERVED)] * 2
+    assert told.learned == ["base"] * 2
+    assert one.pools.estimator.models["base"].seen == 2
+    assert not lines[0].estimator.models, "what is learned comes back for all workers alike"
+
+
+# --- real sockets -----------------------------------------------------------------------------------------------------
+
+
+async def test_it_works_over_a_socket_pair() -> None:
+    one = dispatcher(a=2)
+    line = Line(one)
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    up: Channel[Any] = Channel(TO_WORKER, line._hear, line._lost)
+    down: Channel[Any] = Channel(FROM_WORKER, line.desk._take, line.desk._lost)
+    line.desk.channel = down
+    for part in (line.remote, line.calls):
+        part._channel = up
+    await loop.create_unix_connection(lambda: up, sock=ours)
+    await loop.create_unix_connection(lambda: down, sock=theirs)
+    clients = [Client(line.remote, prefix=tuple(range(5_000))) for _ in range(20)]
+    for client in clients:
+        client.leave.set()
+    await asyncio.gather(*(client.task for client in clients))
+    assert all(client.lease is not None for client in clients)
+    done_with(line, *clients)
+    up.close()
+    await line.desk.gone.wait()
+    assert not line.told.exits
+    await nothing_left(one, line)
