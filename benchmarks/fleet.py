@@ -80,8 +80,13 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(replicas: int, replica_flags: Sequence[str], proxy_flags: Sequence[str] = ()) -> AsyncIterator[Fleet]:
-    """Start `replicas` simulated replicas and a proxy that logs JSON, and wait until it is ready."""
+async def fleet(
+    replicas: int, replica_flags: Sequence[str], proxy_flags: Sequence[str] = (), metrics: str | None = None
+) -> AsyncIterator[Fleet]:
+    """Start `replicas` simulated replicas and a proxy that logs JSON, and wait until it is ready.
+
+    `metrics` is where its metrics are, None where they are on the port of clients.
+    """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmproxy-bench-")))
         children: list[Process] = []
@@ -96,7 +101,7 @@ async def fleet(replicas: int, replica_flags: Sequence[str], proxy_flags: Sequen
         proxy = await start([*argv, *urls], folder / "proxy.log")
         running = Fleet(url, urls, children, proxy, replica_flags, folder)
         try:
-            await ready(url, proxy)
+            await ready(metrics or url, proxy)
             yield running
         finally:
             for process in [running.proxy, *running.replicas]:
