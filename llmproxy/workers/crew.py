@@ -128,15 +128,18 @@ class Crew:
             code = await _ended(process)
             if self._ending or self._leaving:
                 return
-            pause_s = 0.0 if self._loop.time() - began_s >= LIVED_S else min(PAUSE_MAX_S, max(PAUSE_S, 2 * pause_s))
+            pause_s = 0.0 if self._loop.time() - began_s >= LIVED_S else _longer(pause_s)
             _log.error("worker_lost", pid=process.pid, exit_code=code, requests=desk.cut, again_in_s=pause_s)
             self._metrics.worker_lost()
-            await asyncio.sleep(pause_s)
-            began_s = self._loop.time()
-            try:
-                await self._begin(slot)
-            except OSError as error:
-                _log.error("worker_not_started", error=str(error))
+            while True:
+                await asyncio.sleep(pause_s)
+                began_s = self._loop.time()
+                try:
+                    await self._begin(slot)
+                    break
+                except OSError as error:
+                    pause_s = _longer(pause_s)
+                    _log.error("worker_not_started", error=str(error), again_in_s=pause_s)
 
     async def close(self) -> None:
         """Cut what is left, and end all workers."""
@@ -256,6 +259,10 @@ def dealt(sockets: Sequence[socket.socket], count: int) -> list[list[socket.sock
         for i in range(max(count, len(group))):
             hands[i % count].append(group[i % len(group)])
     return hands
+
+
+def _longer(pause_s: float) -> float:
+    return min(PAUSE_MAX_S, max(PAUSE_S, 2 * pause_s))
 
 
 def _started(channel: socket.socket, sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:

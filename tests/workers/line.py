@@ -40,12 +40,16 @@ class Told:
     attempts: list[tuple[str, Verdict]] = field(default_factory=list)
     learned: list[str] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
+    lost: int = 0
 
     def record(self, ended: RequestExit) -> None:
         self.exits.append(ended)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         self.attempts.append((backend, verdict))
+
+    def worker_lost(self) -> None:
+        self.lost += 1
 
     def house(self, dispatcher: Dispatcher, settle: Callable[[], None]) -> House:
         async def page(page: Page) -> Shown:

@@ -196,3 +196,42 @@ async def test_a_crew_whose_worker_does_not_start_does_not_start() -> None:
     crew._rulebook.current = Rules.of(Config(workers=2), Nowhere())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did not start"):
         await crew.start([])
+
+
+# --- those who die ----------------------------------------------------------------------------------------------------
+
+
+class Mortal:
+    """A process that is over."""
+
+    pid = 4711
+
+
+@virtual
+async def test_who_dies_of_its_start_is_started_again_after_longer_and_longer_pauses() -> None:
+    crew, _ = crew_of({}, count=1)
+    lives_s = [0.0, 0.0, 0.0, 60.0, 0.0]
+    begun_s: list[float] = []
+
+    async def begin(slot: int) -> None:
+        begun_s.append(asyncio.get_running_loop().time())
+        if len(begun_s) == 3:
+            raise OSError("no memory")
+        crew._desks[slot] = Listener(crew)
+        asyncio.get_running_loop().call_later(lives_s.pop(0), crew._desks[slot].gone.set)
+
+    async def ended(_: object) -> int:
+        crew._ending = not lives_s
+        return -9
+
+    crew._begin = begin  # type: ignore[method-assign]
+    crew._processes[0] = Mortal()  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmproxy.workers.crew._ended", ended)
+        await begin(0)
+        await crew._keep(0)
+    # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
+    assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
+    told = crew._house.metrics
+    assert isinstance(told, Told)
+    assert told.lost == 4, "one that was not started was not lost"
