@@ -286,7 +286,7 @@ class Walker:
         attempt = walk.attempt = Attempt()
         if walk.route.dialect is Dialect.RESPONSES:
             # A client may name a response as soon as it has read its first bytes, long before its end. The walk itself
-            # must not be named here: it has this client, and both would stay, body and all, until cycles are looked for.
+            # must not be named here: it has this client, and both would stay, body and all, for the collector to find.
             tenant = walk.tenant
             walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name, tenant)
         await walk.rules.relay.attempt(attempt, lease, backend.url, call, walk.client)
