@@ -73,6 +73,8 @@ async def _leave(proxy: Proxy, orders: Orders) -> bool:
     """Let everybody go, as far as time and a second signal allow. True when nobody had to be cut."""
     config = proxy.config
     if orders.successor_pid is not None:
+        # Before it is told: whoever reads of it may send something at once, and should be asked to come anew.
+        proxy.leave(replaced=True)
         _log.info("replaced", by_pid=orders.successor_pid, requests=proxy.walking, timeout_s=config.drain_timeout_s)
         if await unless(orders.stop, proxy.lead_out(), config.drain_timeout_s):
             return True
