@@ -136,6 +136,8 @@ class Desk:
                 lease.verdict, lease.usage = await returned
             finally:
                 del self._leases[grant.lease]
+                # It names the lease that it belongs to: both would stay until cycles are looked for.
+                lease.on_cut = None
 
     async def _resolve(self, asked: Resolve) -> None:
         target = await self._dispatcher.resolve(asked.name, asked.hold_s, asked.body_bytes)

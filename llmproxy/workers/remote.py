@@ -78,6 +78,8 @@ class Calls:
             raise
         finally:
             del self._open[call]
+            # What it raises would lead back to it, and both would stay until cycles are looked for.
+            del answer
 
     def answered(self, message: Answered | Refuse) -> None:
         """The answer to a call; nobody may be waiting for it any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from contextlib import suppress
 from typing import Any
@@ -530,6 +531,36 @@ async def test_what_a_worker_counts_and_learns_is_counted_and_learned_once_for_a
     assert told.learned == ["base"] * 2
     assert one.pools.estimator.models["base"].seen == 2
     assert not lines[0].estimator.models, "what is learned comes back for all workers alike"
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: bool) -> None:
+    """Neither where it was granted something nor where it was refused; what tests leave behind themselves is less."""
+    many = 50
+
+    @virtual
+    async def comes_and_goes() -> None:
+        one = dispatcher(settings=Settings(queue=QueueSettings(hold_s=0.0)), a=1)
+        line = Line(one)
+        for _ in range(0 if served else 2):
+            one.troubled("a", Trouble.REFUSED, "nobody listens")
+        await turns(ENOUGH)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(many):
+                asked = request()
+                with suppress(Refused):
+                    async with line.remote.admit(asked) as lease:
+                        lease.verdict = Verdict.SERVED
+                        assert served
+                line.remote.ended(asked, None)
+                await turns(ENOUGH)
+            assert gc.collect() < many
+        finally:
+            gc.enable()
+
+    comes_and_goes()
 
 
 # --- real sockets -----------------------------------------------------------------------------------------------------
