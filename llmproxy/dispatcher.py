@@ -116,7 +116,8 @@ class _Waiter:
 class Dispatcher:
     """Hands the core its events and carries out its decisions, on one event loop.
 
-    Events of one turn of the loop are decided together, once. `on_decision` is told how long each pass took, in
+    Events of one turn of the loop are decided together, once; a request that comes while nobody waits, and nothing else
+    is to be decided, is decided about at once. `on_decision` is told how long each pass took, in
     seconds, and `on_news` which backend was ejected or is back. `on_change` hears that the fleet, what it lists or the
     drain may have changed, before any decision that follows from it.
     """
@@ -159,7 +160,12 @@ class Dispatcher:
         self.pools.submit(request, _now(), excluded, entry)
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
         self._waiting[request.id] = waiter
-        self._decide_soon()
+        if len(self._waiting) == 1 and not self._scheduled:
+            # Nobody else is to be decided about: a turn of the loop would bring nothing, and costs a busy proxy a
+            # millisecond before each first token.
+            self._decide()
+        else:
+            self._decide_soon()
         try:
             grant = await waiter.granted
         except asyncio.CancelledError:

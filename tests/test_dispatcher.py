@@ -192,8 +192,11 @@ async def test_the_events_of_one_turn_are_one_decision() -> None:
 async def test_a_mass_release_is_spread_over_turns() -> None:
     passes = Passes()
     one = dispatcher(passes, a=1000)
+    one.troubled("a", Trouble.UNHEALTHY, "503")
     clients = [Client(one) for _ in range(3 * scheduler.PASS_MAX)]
-    await asyncio.sleep(0)
+    await turns()
+    assert one.leases == 0
+    one.answered("a")
     await asyncio.sleep(0)
     assert one.leases == scheduler.PASS_MAX
     await turns()
@@ -202,6 +205,27 @@ async def test_a_mass_release_is_spread_over_turns() -> None:
     for client in clients:
         client.leave.set()
     await turns()
+    empty(one)
+
+
+@virtual
+async def test_who_is_alone_and_finds_room_waits_for_no_turn_of_the_loop() -> None:
+    one = dispatcher(a=2)
+    alone = Client(one)
+    await asyncio.sleep(0)
+    assert alone.holds() == "a"
+    # Where others are decided about in this turn, all of them are decided about together: the higher band goes first.
+    low, high = Client(one, band=SHEDDABLE), Client(one, band=CRITICAL)
+    await asyncio.sleep(0)
+    await turns()
+    assert (low.holds(), high.holds()) == ("a", None)
+    later_low, later_high = Client(one, band=SHEDDABLE), Client(one, band=CRITICAL)
+    await turns()
+    await low.done()
+    await turns()
+    assert (later_low.holds(), high.holds(), later_high.holds()) == (None, "a", None)
+    for client in (alone, high, later_high, later_low):
+        await client.done()
     empty(one)
 
 

@@ -380,8 +380,11 @@ async def test_a_withdrawal_is_told_as_one() -> None:
 async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost() -> None:
     one = dispatcher(a=1)
     line = Line(one)
-    client = Client(line.remote)
-    while not one.leases:  # noqa: ASYNC110 - what is waited for has no event of its own
+    before, client = Client(one), Client(line.remote)
+    await turns(ENOUGH)
+    assert (before.holds(), client.holds()) == ("a", None)
+    before.leave.set()
+    while list(one._leases.values()) in ([], [before.lease]):
         await asyncio.sleep(0)
     # Granted in this turn: neither the desk's task nor the worker know of it.
     assert not line.desk.leases
