@@ -35,7 +35,7 @@ TENANTS: dict[str, dict[str, Any]] = {
     "app": {},
     "batch": {"criticality": "sheddable", "limits": {"in_flight": 12}},
 }
-UP_S = 20.0
+UP_S = 60.0
 """How long something may take that the proxy brings about by itself."""
 
 

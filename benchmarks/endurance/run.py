@@ -151,7 +151,7 @@ class Soak:
             async with fault.befalls(self._rig, index):
                 await self._pause(loop.time() + fault.lasts_s)
             mended_s = loop.time()
-            async with asyncio.timeout(2 * UP_S):
+            async with asyncio.timeout(UP_S):
                 while await self._rig.available() < len(MODELS):  # noqa: ASYNC110 - it is another process
                     await asyncio.sleep(0.2)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
