@@ -127,6 +127,8 @@ class BackendConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        # It holds this connection in turn, and a circle would be left to the garbage collector.
+        del self._parser
         self.resume_writing()
         exchange, self._exchange = self._exchange, None
         self._on_lost(self)
@@ -224,8 +226,8 @@ class HttpExchange:
     """One answer; see `upstream.Exchange`."""
 
     __slots__ = (
-        "_connection", "_error", "_held", "_held_bytes", "_sink", "_woken", "ended", "headers", "reason", "reused",
-        "status",
+        "_broken", "_connection", "_held", "_held_bytes", "_sink", "_sink_error", "_woken", "ended", "headers",
+        "reason", "reused", "status",
     )  # fmt: skip
 
     def __init__(self, connection: BackendConnection, reused: bool) -> None:
@@ -234,7 +236,8 @@ class HttpExchange:
         self._held_bytes = 0
         self._sink: Callable[[bytes], None] | None = None
         self._woken: asyncio.Future[None] | None = None
-        self._error: BaseException | None = None
+        self._broken: tuple[str, bool] | None = None
+        self._sink_error: Exception | None = None
         self.ended = False
         self.status = 0
         self.reason = ""
@@ -280,8 +283,13 @@ class HttpExchange:
 
     async def _more(self) -> None:
         """Wait until something is new. Raises what went wrong."""
-        if self._error is not None:
-            raise self._error
+        # What is raised refers to the frames that it passes, and by them to this exchange: it must not be kept here.
+        if self._sink_error is not None:
+            error, self._sink_error = self._sink_error, None
+            raise error
+        if self._broken is not None:
+            why, reused = self._broken
+            raise UpstreamBroken(why, reused=reused)
         self._woken = asyncio.get_running_loop().create_future()
         try:
             await self._woken
@@ -317,9 +325,8 @@ class HttpExchange:
         try:
             self._sink(data)
         except Exception as error:  # noqa: BLE001 - it is told to whoever awaits the flow
-            if self._connection is not None:
-                self._connection.abort()
-            self._fail(error)
+            self.close()
+            self._sink_error = error
 
     def end(self) -> None:
         self.ended = True
@@ -329,11 +336,8 @@ class HttpExchange:
     def failed(self, why: str, *, reused: bool = False) -> None:
         """`reused` says that the connection had been kept, and broke without a word on this request."""
         name = self._connection.name if self._connection is not None else ""
-        self._fail(UpstreamBroken(f"{name}: {why}", reused=reused))
-
-    def _fail(self, error: BaseException) -> None:
+        self._broken = f"{name}: {why}", reused
         self._connection = None
-        self._error = error
         self._wake()
 
 

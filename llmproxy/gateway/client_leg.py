@@ -189,8 +189,6 @@ class ClientLeg:
         await self.drained()
         if self._connection is not None:
             self._connection.leg = None
-        # It holds this leg in turn, and a circle would be left to the garbage collector.
-        self.source = None
 
     async def abort(self) -> None:
         """The answer cannot be completed: let the client see that by closing its connection."""

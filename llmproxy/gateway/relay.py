@@ -175,6 +175,8 @@ class Relay:
                     await self._relay_plain(attempt, timer, lease, exchange, client)
         finally:
             lease.on_cut = None
+            # It holds the client in turn, and a circle would be left to the garbage collector.
+            client.source = None
             if exchange is not None:
                 exchange.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.house import CHAT, FAST, HELLO, house
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, house
 
 ASKS: dict[str, dict[str, Any]] = {
     CHAT: HELLO,
@@ -22,6 +22,9 @@ ASKS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "base", "input": "Hello there", "max_output_tokens": 4},
     "/v1/messages": HELLO,
 }
+
+
+OURS = ("llmproxy.gateway", "llmproxy.backends", "llmproxy.dispatcher", "llmproxy.core")
 
 
 @contextmanager
@@ -36,7 +39,7 @@ def garbage() -> Iterator[Counter[str]]:
         yield found
         gc.collect()
         classes = (type(thing) for thing in gc.garbage)
-        found.update(each.__qualname__ for each in classes if each.__module__.startswith("llmproxy.gateway"))
+        found.update(each.__qualname__ for each in classes if each.__module__.startswith(OURS))
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -51,4 +54,16 @@ async def test_what_was_served_leaves_nothing_to_the_collector(path: str, stream
             for _ in range(3):
                 assert (await home.post(path, ASKS[path] | {"stream": stream})).status == 200
             await home.settled()
+        assert not found
+
+
+async def test_a_stream_that_broke_leaves_nothing_to_the_collector() -> None:
+    async with house(FAST) as home:
+        with garbage() as found:
+            for _ in range(3):
+                home.replicas[0].faults.set("reset", after_bytes=300, times=1)
+                async with home.stream(ENDLESS) as response:
+                    await response.read()
+            await home.settled()
+            assert home.outcomes() == {"broken_stream": 3}
         assert not found

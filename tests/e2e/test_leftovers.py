@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Awaitable, Callable
 
 import aiohttp
 import pytest
 
-from tests.e2e.house import FAST, HELLO, STREAM, house, until
+from tests.e2e.house import FAST, house
 from tests.e2e.leftovers import nothing_left
 
 kept: list[object] = []
@@ -61,25 +60,3 @@ async def test_an_exception_that_nobody_retrieved_is_found() -> None:
 
     with pytest.raises(AssertionError, match="never retrieved"):
         await loses()
-
-
-async def test_nothing_of_a_request_is_left_to_the_garbage_collector() -> None:
-    """A circle of references would keep a request until the collector comes, which then holds up everybody."""
-    async with house(FAST) as home:
-        # What is made once, on the way of the first, is not that of a request.
-        for body in (HELLO, STREAM):
-            assert (await home.chat(body)).status == 200
-        gc.collect()
-        gc.disable()
-        try:
-            for body in (HELLO, STREAM):
-                assert (await home.chat(body)).status == 200
-            await until(lambda: home.proxy.walker.walking == 0)
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            gc.collect()
-            modules = {type(thing).__module__ for thing in gc.garbage}
-            assert not {name for name in modules if name.startswith(("llmproxy.gateway", "llmproxy.core"))}
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
