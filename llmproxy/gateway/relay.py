@@ -7,28 +7,20 @@ request, so until then nothing was promised to the client and the attempt may be
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.dispatcher import Lease
+from llmproxy.gateway.attempt import Answer, Attempt, Call, Client
 from llmproxy.gateway.attempt_timer import AttemptTimer
-from llmproxy.gateway.client_leg import Source
 from llmproxy.gateway.errors import error_event
-from llmproxy.gateway.headers import Headers, to_client
-from llmproxy.gateway.routes import Dialect
+from llmproxy.gateway.headers import to_client
+from llmproxy.gateway.passing import Passing, PassingEvents
 from llmproxy.gateway.sse import StreamTap, usage_of_tail
-from llmproxy.upstream import Body, ConnectFailed, Exchange, Upstream, UpstreamBroken
+from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
 
 HELD_BYTES_MAX = 1 << 20
 """Of an error answer, or of a stream's first event: what is looked at before it is passed on."""
-TAIL_BYTES = 64 << 10
-"""The end of an answer without a stream, where its `usage` stands."""
-PROGRESS_EVENTS = 32
-"""How many stream events pass between two reports to the scheduler."""
-PROGRESS_S = 0.5
-"""How much time passes between them at most, as long as there are events: an engine that has become slow shows so."""
 
 IDLE_DROP_S = 0.1
 """How soon a kept connection must break to be one that the backend had already dropped: about a round trip."""
@@ -38,82 +30,6 @@ GOODBYE_S = 5.0
 
 DRAINING_MARK = b"cannot schedule new futures"
 """What a vLLM that is shutting down says in a 500, while its /health is still 200."""
-
-
-class Client(Protocol):
-    """The client's side of one request."""
-
-    source: Source | None
-
-    def commit(self, status: int, reason: str, headers: Headers) -> None:
-        """Begin the answer with this head. From here on the request cannot be repeated."""
-
-    def write(self, data: bytes) -> None:
-        """Hand bytes on. Raises ConnectionError when the client is gone."""
-
-    async def drained(self) -> None:
-        """Wait while the client is slower."""
-
-    async def end(self) -> None:
-        """The answer is complete."""
-
-    async def abort(self) -> None:
-        """The answer cannot be completed: let the client see that by closing its connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What is sent to a backend, whichever one it is."""
-
-    path_qs: str
-    headers: Headers
-    body: Body
-    stream: bool
-    hide_usage: bool
-    dialect: Dialect
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A complete answer of a backend that was held back, to be passed on where no other attempt is made."""
-
-    status: int
-    reason: str
-    headers: Headers
-    body: bytes
-
-
-@dataclass(slots=True)
-class Attempt:
-    """What became of one attempt.
-
-    Until `committed`, the client has seen nothing. `retryable` says that another backend might do better. `answer` is
-    the backend's own error where it gave one. `message` is for the client, `detail` for the log alone: addresses are
-    nobody else's business. While `writing`, it is the client who is waited for.
-    """
-
-    outcome: Outcome = Outcome.INTERNAL
-    verdict: Verdict = Verdict.CLIENT_GONE
-    message: str = ""
-    detail: str = ""
-    status: int = 0
-    committed: bool = False
-    retryable: bool = False
-    answer: Answer | None = None
-    first_token_s: float | None = None
-    last_byte_s: float = 0.0
-    max_gap_s: float = 0.0
-    chunks: int = 0
-    body_bytes: int = 0
-    writing: bool = False
-    head: bytes = b""
-    tail: bytes = b""
-    usage: Usage | None = None
-    tap: StreamTap | None = field(default=None, repr=False)
-
-    def fail(self, outcome: Outcome, verdict: Verdict, message: str, *, retryable: bool) -> None:
-        self.outcome, self.verdict, self.message = outcome, verdict, message
-        self.retryable = retryable and not self.committed
 
 
 class Relay:
@@ -235,7 +151,7 @@ class Relay:
         lease.started()
         attempt.committed = True
         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
-        passing = _Passing(attempt, timer, exchange, client)
+        passing = Passing(attempt, timer, exchange, client)
         passing.take(first)
         if not exchange.ended:
             timer.streaming(timer.now())
@@ -271,7 +187,7 @@ class Relay:
         # Events are taken out and added, so a length that the backend told would not be that of what the client gets.
         fields = [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
         client.commit(exchange.status, exchange.reason, fields)
-        passing = _PassingEvents(attempt, timer, exchange, client, tap, lease)
+        passing = PassingEvents(attempt, timer, exchange, client, tap, lease)
         passing.pass_on(first, timer.now())
         await exchange.flow(passing.take)
         passing.flush()
@@ -340,93 +256,6 @@ class Relay:
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):
             # Cut short: what was computed so far was work, and the flow that asked for it pays.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
-
-
-class _Passing:
-    """An answer on its way from a backend to a client, byte by byte, in the callback in which the bytes arrive."""
-
-    __slots__ = ("_attempt", "_client", "_exchange", "_timer")
-
-    def __init__(self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: Client) -> None:
-        self._attempt = attempt
-        self._timer = timer
-        self._exchange = exchange
-        self._client = client
-        client.source = self
-
-    def take(self, data: bytes) -> None:
-        attempt = self._attempt
-        attempt.chunks += 1
-        attempt.body_bytes += len(data)
-        attempt.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (attempt.tail + data)[-TAIL_BYTES:]
-        self._client.write(data)
-        self._timer.alive(self._timer.now())
-
-    async def end(self) -> None:
-        """All of it was handed on: the rest is for the client to take."""
-        self._attempt.writing = True
-        await self._client.end()
-
-    def pause(self) -> None:
-        self._attempt.writing = True
-        self._exchange.pause()
-
-    def resume(self) -> None:
-        self._attempt.writing = False
-        # While nothing was read, the backend could not be heard.
-        self._timer.alive(self._timer.now())
-        self._exchange.resume()
-
-
-class _PassingEvents(_Passing):
-    """The events of a stream on their way. What they tell is noted as they pass."""
-
-    __slots__ = ("_lease", "_reported", "_reported_s", "_tap")
-
-    def __init__(
-        self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: Client, tap: StreamTap, lease: Lease
-    ) -> None:
-        super().__init__(attempt, timer, exchange, client)
-        self._tap = tap
-        self._lease = lease
-        self._reported = 0
-        self._reported_s = attempt.last_byte_s = timer.now()
-
-    def take(self, data: bytes) -> None:
-        attempt, timer = self._attempt, self._timer
-        now = timer.now()
-        gap_s = now - attempt.last_byte_s
-        if gap_s > attempt.max_gap_s:
-            attempt.max_gap_s = gap_s
-        attempt.last_byte_s = now
-        timer.alive(now)
-        self.pass_on(self._tap.feed(data), now)
-
-    def pass_on(self, data: bytes, now: float) -> None:
-        """Hand on what the tap lets through, which may be nothing."""
-        attempt, tap = self._attempt, self._tap
-        if attempt.first_token_s is None and tap.first_token_seen:
-            attempt.first_token_s = now
-            attempt.max_gap_s = 0.0
-            self._lease.started()
-            self._timer.streaming(now)
-        if data:
-            attempt.chunks += 1
-            attempt.body_bytes += len(data)
-            self._client.write(data)
-        if tap.done_seen and not tap.error_seen:
-            # Many clients leave as soon as they have read the end mark; nothing is missing from what they got.
-            attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
-        events = tap.data_events
-        if events - self._reported >= PROGRESS_EVENTS or now - self._reported_s >= PROGRESS_S:
-            self._reported, self._reported_s = events, now
-            self._lease.progress(events)
-
-    def flush(self) -> None:
-        """The stream has ended, perhaps in the middle of an event."""
-        held = self._tap.flush()
-        if held:
-            self._client.write(held)
 
 
 def _check_kept(lease: Lease) -> None:

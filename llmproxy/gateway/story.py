@@ -11,10 +11,10 @@ from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import Outcome, Request, Usage
 from llmproxy.dispatcher import Lease
 from llmproxy.gateway.answers import KeptAnswer
+from llmproxy.gateway.attempt import Attempt
 from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import ClientLeg
 from llmproxy.gateway.desk import Sheet
-from llmproxy.gateway.relay import Attempt
 from llmproxy.gateway.routes import Route
 from llmproxy.gateway.rules import Rules
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit

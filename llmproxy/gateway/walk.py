@@ -17,6 +17,7 @@ from llmproxy.core.estimate import Estimator
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Lease, Leasing
 from llmproxy.gateway.answers import Answers
+from llmproxy.gateway.attempt import Attempt, Call
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import ClientLeg, read_body
 from llmproxy.gateway.desk import PREVIOUS, Sheet
@@ -24,7 +25,6 @@ from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
 from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES, SALT
-from llmproxy.gateway.relay import Attempt, Call
 from llmproxy.gateway.routes import SALTED, Dialect, Route
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.scan import BadBody
