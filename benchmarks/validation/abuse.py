@@ -93,15 +93,17 @@ async def disconnects(backends: Sequence[str], count: int, at_a_time: int) -> No
 
 async def consume(http: aiohttp.ClientSession, url: str, number: int, tokens: int) -> str:
     """One stream to its end, and how that was."""
+    text = b""
     try:
         async with http.post(f"{url}/v1/chat/completions", json=body(tokens, number)) as response:
             if response.status != 200:
                 return f"lost before its first byte ({response.status})"
-            text = await response.read()
+            async for piece in response.content.iter_any():
+                text += piece
     except aiohttp.ClientError as error:
-        return f"broken without a word ({type(error).__name__})"
-    errors = text.count(b'data: {"error"')
-    if errors:
+        errors = text.count(b'data: {"error"')
+        if not errors:
+            return f"broken without a word ({type(error).__name__})"
         return "broken, one error event" if errors == 1 else f"broken, {errors} error events"
     return "complete" if text.rstrip().endswith(b"data: [DONE]") else "cut short"
 

@@ -237,7 +237,8 @@ class Backend:
         booking = self.bookings.pop(lease)
         self.sequences -= booking.request.sequences
         self._debit_tokens -= self._debits.pop(lease, 0)
-        self.health.finished(lease, verdict, now)
+        idle = not self.bookings and (self.reading is None or not self.reading.running)
+        self.health.finished(lease, verdict, now, idle=idle)
         self._view = None
 
     def hangs(self, silent: Silent, now: float) -> bool:

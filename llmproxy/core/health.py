@@ -64,8 +64,9 @@ class Health:
     """Two separate bits: *down* is what polls say, *ejected* is what requests say.
 
     An ejection ends by itself, half open: one request is let through, and its first byte (or a fresh start seen by the
-    poller) closes the case. A 4xx never reaches this class, and a busy 503 is a pause, not a failure. Whoever comes
-    back, or comes up for the first time, starts slowly: see `warmth`.
+    poller) closes the case. A 4xx never reaches this class, and a busy 503 is a pause, unless it comes from an engine
+    that has nothing to do: that is a failure as any other. Whoever comes back, or comes up for the first time, starts
+    slowly: see `warmth`.
     """
 
     def __init__(self, settings: HealthSettings) -> None:
@@ -185,7 +186,8 @@ class Health:
         elif self._half_open:
             self._blocked_until_s = min(self._blocked_until_s, now)
 
-    def finished(self, lease: int, verdict: Verdict, now: float) -> None:
+    def finished(self, lease: int, verdict: Verdict, now: float, *, idle: bool = False) -> None:
+        """The lease ended; the backend is `idle` if nothing else is known to be running there."""
         was_probe = lease == self._probe
         if was_probe:
             self._probe = None
@@ -199,15 +201,20 @@ class Health:
                 why = "no connection" if verdict is Verdict.CONNECT_FAILED else "it is shutting down"
                 self._eject(why, now)
             case Verdict.FAILED:
-                self._failures += 1
-                if was_probe:
-                    self.suspect("its probe failed", now)
-                elif self._failures >= self._settings.failures:
-                    self.suspect(f"{self._failures} failures in a row", now)
+                self._failed(was_probe, now)
             case Verdict.BUSY:
+                if idle:
+                    self._failed(was_probe, now)
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
             case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.WITHDRAWN:
                 pass
+
+    def _failed(self, was_probe: bool, now: float) -> None:
+        self._failures += 1
+        if was_probe:
+            self.suspect("its probe failed", now)
+        elif self._failures >= self._settings.failures:
+            self.suspect(f"{self._failures} failures in a row", now)
 
     def hangs(self, why: str, now: float) -> bool:
         """It brings nothing: eject it, if its pool can spare one more; whether that is so."""

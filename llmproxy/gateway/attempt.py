@@ -27,8 +27,8 @@ class Client(Protocol):
     async def drained(self) -> None:
         """Wait while the client is slower."""
 
-    async def end(self) -> None:
-        """The answer is complete."""
+    async def end(self, *, whole: bool = True) -> None:
+        """The answer ends. One that is not whole has no mark of its end, and its connection is closed behind it."""
 
     async def abort(self) -> None:
         """The answer cannot be completed: let the client see that by closing its connection."""

@@ -183,9 +183,11 @@ class ClientLeg:
         if self._drained is not None:
             await self._drained
 
-    async def end(self) -> None:
-        """The answer is complete."""
-        self._send(b"0\r\n\r\n" if self._chunked else b"")
+    async def end(self, *, whole: bool = True) -> None:
+        """The answer ends. One that is not whole has no mark of its end, and its connection is closed behind it."""
+        if not whole and self.response is not None:
+            self.response.force_close()
+        self._send(b"0\r\n\r\n" if self._chunked and whole else b"")
         await self.drained()
         if self._connection is not None:
             self._connection.leg = None

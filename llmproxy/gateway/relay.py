@@ -16,6 +16,7 @@ from llmproxy.gateway.attempt_timer import AttemptTimer
 from llmproxy.gateway.errors import error_event
 from llmproxy.gateway.headers import to_client
 from llmproxy.gateway.passing import Passing, PassingEvents
+from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.sse import StreamTap, usage_of_tail
 from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
 
@@ -27,6 +28,9 @@ IDLE_DROP_S = 0.1
 
 GOODBYE_S = 5.0
 """How long a client may take to accept the error event that ends its broken stream."""
+
+LAST_WORDS_S = 0.05
+"""How long after that event the connection is closed."""
 
 DRAINING_MARK = b"cannot schedule new futures"
 """What a vLLM that is shutting down says in a 500, while its /health is still 200."""
@@ -63,8 +67,6 @@ class Relay:
                 self._timed_out(attempt, timer, lease)
         finally:
             self._account(attempt, lease)
-        if attempt.committed and attempt.outcome is Outcome.BROKEN_STREAM:
-            await _end_broken(attempt, call, client)
 
     async def _supervised(
         self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: Client
@@ -267,8 +269,12 @@ def _check_kept(lease: Lease) -> None:
         raise TimeoutError
 
 
-async def _end_broken(attempt: Attempt, call: Call, client: Client) -> None:
-    """Tell the client of a stream that it broke, in one event of its own dialect; of anything else, by cutting it."""
+async def end_broken(attempt: Attempt, dialect: Dialect, client: Client) -> None:
+    """Tell the client of a stream that it broke, in one event of its own dialect; of anything else, by cutting it.
+
+    The last chunk is withheld, so that a client that knows no such events does not take what it has for the whole.
+    Some libraries forget what they have read when they meet that end: the event is given time to reach its reader.
+    """
     if attempt.tap is None or attempt.writing:
         await client.abort()
         return
@@ -276,8 +282,9 @@ async def _end_broken(attempt: Attempt, call: Call, client: Client) -> None:
     boundary = b"" if attempt.tap.at_boundary else b"\n\n"
     try:
         async with asyncio.timeout(GOODBYE_S):
-            client.write(boundary + error_event(call.dialect, f"The stream broke: {attempt.message}"))
-            await client.end()
+            client.write(boundary + error_event(dialect, f"The stream broke: {attempt.message}"))
+            await client.end(whole=False)
+            await asyncio.sleep(LAST_WORDS_S)
     except TimeoutError:
         await client.abort()
 

@@ -25,6 +25,7 @@ from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
 from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES, SALT
+from llmproxy.gateway.relay import end_broken
 from llmproxy.gateway.routes import SALTED, Dialect, Route
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.scan import BadBody
@@ -250,8 +251,9 @@ class Walker:
                 return
             self._metrics.attempted(lease.backend, attempt.verdict)
             if attempt.committed:
-                walk.outcome, walk.status, walk.error = attempt.outcome, walk.client.status, attempt.message
-                self._learn(walk, request, attempt)
+                self._settle(walk, request, attempt)
+                if attempt.outcome is Outcome.BROKEN_STREAM:
+                    await end_broken(attempt, walk.route.dialect, walk.client)
                 return
             if attempt.verdict is Verdict.WITHDRAWN:
                 walk.withdrawals += 1
@@ -313,7 +315,12 @@ class Walker:
             headers = [*headers, ("Retry-After", "1")]
         walk.client.commit(answer.status, answer.reason, headers)
         walk.client.write(answer.body)
-        await walk.client.end()
+        try:
+            async with asyncio.timeout(walk.rules.config.timeouts.stall_s):
+                await walk.client.end()
+        except TimeoutError:
+            await walk.client.abort()
+            raise ConnectionAbortedError("it stopped reading") from None
         walk.outcome, walk.status, walk.error = attempt.outcome, answer.status, attempt.message
 
     def _path_qs(self, walk: Walk) -> str:
@@ -323,8 +330,10 @@ class Walker:
     def _left(self, walk: Walk, left: BaseException) -> None:
         attempt = walk.attempt
         if attempt is not None and attempt.outcome is Outcome.COMPLETED and walk.request is not None:
-            walk.outcome, walk.status = Outcome.COMPLETED, walk.client.status
-            self._learn(walk, walk.request, attempt)
+            self._settle(walk, walk.request, attempt)
+            return
+        if walk.outcome is Outcome.BROKEN_STREAM:
+            # It left at the sight of its error event.
             return
         if self._cutting:
             walk.outcome, walk.status = Outcome.DRAINING, walk.client.status or 503
@@ -335,7 +344,9 @@ class Walker:
 
     # --- the way out -------------------------------------------------------------------------------------------------
 
-    def _learn(self, walk: Walk, request: Request, attempt: Attempt) -> None:
+    def _settle(self, walk: Walk, request: Request, attempt: Attempt) -> None:
+        """An answer went to the client: what became of it is what becomes of the request."""
+        walk.outcome, walk.status, walk.error = attempt.outcome, walk.client.status, attempt.message
         assert walk.sheet is not None
         ask = walk.sheet.ask
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:

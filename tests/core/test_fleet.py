@@ -287,3 +287,20 @@ def test_the_view_is_reused_until_something_changes() -> None:
     assert one.view(1.0) is first
     one.book(1, request(), 1.0)
     assert one.view(1.0) is not first
+
+
+@pytest.mark.parametrize(
+    ("others", "running", "ejected"), [(0, None, True), (0, 0, True), (1, 0, False), (0, 1, False)]
+)
+def test_a_backend_that_turns_all_away_is_ejected_unless_it_has_work(
+    others: int, running: int | None, ejected: bool
+) -> None:
+    one = backend()
+    if running is not None:
+        one.observe(reading(0.0, running=running))
+    for lease in range(others):
+        one.book(lease, request(), 0.0)
+    for lease in range(10, 20):
+        one.book(lease, request(), 0.0)
+        one.release(lease, Verdict.BUSY, 0.0)
+    assert one.health.ejected is ejected

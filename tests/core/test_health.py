@@ -64,6 +64,18 @@ def test_what_the_backend_is_not_to_blame_for_never_ejects(verdict: Verdict) -> 
     assert health.available(0.0)
 
 
+def test_an_engine_that_is_busy_rests_and_one_that_says_so_with_nothing_to_do_fails() -> None:
+    health = healthy()
+    fail(health, 50, verdict=Verdict.BUSY)
+    assert (health.ejected_times, ejected_for_s(health, 0.0)) == (0, BUSY_PAUSE_S)
+    for _ in range(3):
+        health.finished(1, Verdict.BUSY, 1.0, idle=True)
+    assert (health.ejected_times, ejected_for_s(health, 1.0)) == (1, 1.0)
+    health.booked(7)
+    health.finished(7, Verdict.BUSY, 2.0, idle=True)
+    assert ejected_for_s(health, 2.0) == 2.0, "its probe failed"
+
+
 def test_many_failures_of_one_cause_are_one_ejection() -> None:
     health = healthy()
     fail(health, 30, verdict=Verdict.CONNECT_FAILED)

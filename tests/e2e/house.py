@@ -11,7 +11,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -181,6 +181,15 @@ class House:
             assert not replica.engine.busy
             replica.engine.check()
         assert self.outcomes()["internal"] == self.bugs_expected, "the proxy met a bug of its own"
+
+
+async def all_of(stream: aiohttp.ClientResponse) -> bytes:
+    """What comes of a stream that may break."""
+    pieces = bytearray()
+    with suppress(aiohttp.ClientPayloadError):
+        while piece := await stream.content.readany():
+            pieces += piece
+    return bytes(pieces)
 
 
 def raw_post(body: object, path: str = CHAT, version: str = "1.1", extra: str = "") -> bytes:

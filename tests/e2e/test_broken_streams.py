@@ -1,4 +1,4 @@
-"""Streams that break after their first byte: one error event in the client's own dialect, then a proper end."""
+"""Streams that break after their first byte: one error event in the client's own dialect, and a closed connection."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ def error_of(event: bytes, dialect: str) -> str:
     return str(told["error"]["message"] if dialect == "messages" else told["message"])
 
 
-async def read_stream(home: House, path: str, body: object) -> tuple[bytes, list[bytes]]:
-    """Head and events of a stream on a raw connection, read to its last chunk."""
+async def read_stream(home: House, path: str, body: object, *, kept: bool = False) -> tuple[bytes, list[bytes]]:
+    """Head and events of a stream on a raw connection, which is closed without a last chunk unless it is `kept`."""
     async with home.wire(raw_post(body, path)) as (reader, writer):
         answered = await reader.readuntil(b"\r\n\r\n")
         stream = b""
-        while length := int(await reader.readuntil(b"\r\n"), 16):
-            stream += (await reader.readexactly(length + 2))[:-2]
-        # A client may use the connection again, which a proxy that closed it now would answer with a reset.
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"\r\nHTTP/1.1 200 ")
+        while (size := await reader.readline()) not in (b"", b"0\r\n"):
+            stream += (await reader.readexactly(int(size, 16) + 2))[:-2]
+        assert size == (b"0\r\n" if kept else b"")
+        if kept:
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"\r\nHTTP/1.1 200 ")
     return answered, [event for event in stream.split(b"\n\n") if event]
 
 
@@ -159,14 +160,19 @@ async def test_a_stream_without_its_end_mark_is_passed_on_as_it_is() -> None:
         assert (await home.chat(ENDLESS)).body == EVENT + b"data: begun"
 
 
-async def test_the_sdk_raises_what_the_error_event_says() -> None:
+async def test_the_sdk_hands_out_the_error_event_before_it_raises() -> None:
     async with house(FAST) as home, openai.AsyncOpenAI(base_url=f"{home.url}/v1", api_key="k", max_retries=0) as sdk:
         stream = await sdk.responses.create(model="base", input=TEXT, max_output_tokens=30_000, stream=True)
         kinds = []
-        async for event in stream:
-            kinds.append(event.type)
-            if len(kinds) == 5:
-                home.replicas[0].faults.set("refuse")
+
+        async def follow() -> None:
+            async for event in stream:
+                kinds.append(event.type)
+                if len(kinds) == 5:
+                    home.replicas[0].faults.set("refuse")
+
+        with pytest.raises(openai.APIConnectionError):
+            await follow()
         assert kinds[-1] == "error"
 
 
@@ -178,7 +184,7 @@ async def test_a_stream_with_a_length_is_told_without_it() -> None:
         await peer.send(whole(stream, content_type="text/event-stream"))
 
     async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        _, events = await read_stream(home, CHAT, ENDLESS)
+        _, events = await read_stream(home, CHAT, ENDLESS, kept=True)
         assert events == [EVENT.strip(), b"data: [DONE]"], "the usage that the proxy asked for itself is taken out"
 
 
@@ -236,7 +242,7 @@ async def test_a_backend_that_goes_while_its_client_does_not_read() -> None:
 
 
 async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def for_ever(_: ClientLeg) -> None:
+    async def for_ever(_: ClientLeg, **_how: bool) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr("llmproxy.gateway.relay.GOODBYE_S", 0.05)
@@ -245,4 +251,31 @@ async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         await response.content.readany()
         home.replicas[0].faults.set("refuse")
         await until(lambda: home.proxy.walker.walking == 0)
+        assert home.outcomes() == {"broken_stream": 1}
+
+
+async def test_an_error_that_its_client_does_not_read_has_an_end() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(whole(b"x" * 1_000_000, status="400 Bad Request"))
+
+    # The buffers of both sockets take more than one of them: only what exceeds these waits for its client.
+    asked = raw_post(HELLO) * 20
+    async with (
+        scripted(script) as backend,
+        house(extra=[backend.url], timeouts={"stall_s": 0.2}) as home,
+        home.wire(asked),
+    ):
+        await until(lambda: home.outcomes()["cancelled"] == 1)
+        assert home.proxy.walker.walking == 0
+
+
+async def test_a_client_that_leaves_at_the_sight_of_the_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmproxy.gateway.relay.GOODBYE_S", 60.0)
+    monkeypatch.setattr("llmproxy.gateway.relay.LAST_WORDS_S", 60.0)
+    async with house(FAST) as home:
+        async with home.stream() as response:
+            home.replicas[0].faults.set("refuse")
+            while b"The stream broke" not in await response.content.readany():
+                pass
+        await home.settled()
         assert home.outcomes() == {"broken_stream": 1}

@@ -9,7 +9,7 @@ from random import Random
 
 import aiohttp
 
-from tests.e2e.house import CHAT, FAST, House, all_up, house, until
+from tests.e2e.house import CHAT, FAST, House, all_of, all_up, house, until
 
 REQUESTS = 2000
 AT_ONCE = 60
@@ -70,7 +70,7 @@ class Crowd:
             if leaves:
                 response.close()
                 return "left"
-            body += await response.content.read()
+            body += await all_of(response)
         if b"The stream broke" in body:
             return "broken"
         assert not stream or body.endswith(b"data: [DONE]\n\n")

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.simulator.faults import FaultKind
 from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, all_up, house, until
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
 from tests.e2e.scripted import answering, scripted, whole
 
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
@@ -278,6 +278,6 @@ async def test_a_request_that_waits_in_a_lost_engine_is_served_by_another() -> N
             assert all(map(served_by_b1_after_b0, answers)), (
                 "noticed by the poller alone: a hanging stream says nothing"
             )
-            assert b"The stream broke" in await running.content.read()
+            assert b"The stream broke" in await all_of(running)
         await home.settled()
         assert home.outcomes() == {"completed": 2, "broken_stream": 1}

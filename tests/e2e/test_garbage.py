@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, house
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, all_of, house
 
 ASKS: dict[str, dict[str, Any]] = {
     CHAT: HELLO,
@@ -63,7 +63,7 @@ async def test_a_stream_that_broke_leaves_nothing_to_the_collector() -> None:
             for _ in range(3):
                 home.replicas[0].faults.set("reset", after_bytes=300, times=1)
                 async with home.stream(ENDLESS) as response:
-                    await response.read()
+                    await all_of(response)
             await home.settled()
             assert home.outcomes() == {"broken_stream": 3}
         assert not found

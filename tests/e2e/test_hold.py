@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import FAST, HELLO, STREAM, House, house, until
+from tests.e2e.house import FAST, HELLO, STREAM, House, all_of, house, until
 
 HOLD = {"hold_s": 10.0}
 TTL = "x-llm-d-inference-ttl"
@@ -86,14 +86,16 @@ async def test_who_has_no_name_yet_may_want_to_be_told_sooner_too(port: int) -> 
             assert (await home.chat(headers={TTL: "30ms"})).status == 503
 
 
-async def test_a_rolling_restart_costs_no_client_an_error() -> None:
+async def test_a_rolling_restart_refuses_no_client() -> None:
     async with house(FAST, FAST, queue=HOLD) as home:
         done = asyncio.Event()
 
         async def client() -> list[int]:
             statuses = []
             while not done.is_set():
-                statuses.append((await home.chat(STREAM)).status)
+                async with home.stream(STREAM) as response:
+                    statuses.append(response.status)
+                    await all_of(response)
             return statuses
 
         clients = [asyncio.create_task(client()) for _ in range(4)]

@@ -82,15 +82,13 @@ class Seen:
 
     @property
     def client(self) -> str:
-        """`other` (the other replica served it), `own` (the backend's answer, as it came), `event` (one error event
-        at the end of a stream), `cut` (visibly incomplete), or the status of an error."""
+        """`other` (the other replica served it), `own` (the backend's answer, as it came), `event` (one error event,
+        and the connection closed without the mark of an end), `cut` (visibly incomplete), or the status of an error."""
         received = self.received
         if not received.whole:
-            return "cut"
+            return "event" if b"The stream broke" in received.body else "cut"
         if received.status != 200:
             return str(received.status)
-        if b"The stream broke" in received.body:
-            return "event"
         return "other" if received.headers.get("x-llmproxy-backend") == "b1" else "own"
 
     @property

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, Answer, House, all_up, house, until
+from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
 
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
 """Every other request would go to the replica that is in trouble."""
@@ -101,7 +101,7 @@ def posts(replica: Replica) -> int:
 
 async def end_of(running: Any) -> str:
     """How a stream ends whose first bytes were read."""
-    events = [event for event in (await running.content.read()).split(b"\n\n") if event]
+    events = [event for event in (await all_of(running)).split(b"\n\n") if event]
     broken = [b"The stream broke" in event for event in events]
     if any(broken):
         assert broken.count(True) == 1
@@ -174,7 +174,7 @@ async def whole_fleet(stage: Stage) -> Story:
             await stream.content.readany()
         for replica in home.replicas:
             replica.faults.set("refuse")
-        (ended,) = {await end_of(stream) for stream in running}
+        (ended,) = set(await asyncio.gather(*map(end_of, running)))
         await until(lambda: is_down(home, 0) and is_down(home, 1))
         held = [home.waiting(body) for body in (STREAM, HELLO) * 4]
         await until(lambda: home.queued == len(held))
@@ -268,6 +268,24 @@ async def drain(stage: Stage) -> Story:
         clients=f"the stream that ran: {ended}; others: {statuses(answers + more)}",
         replicas="the one that drains: one request at a time, to see whether it still does",
     )
+
+
+async def turns_all_away(stage: Stage) -> Story:
+    async with house(FAST, FAST, **IN_TURN, health={"failures": 3, "backoff_s": 30.0}) as home:
+        stage.opened()
+        home.replicas[0].faults.set("busy_503")
+        health = home.proxy.pools.backends["b0"].health
+        now = asyncio.get_running_loop().time
+        answers = []
+        for body in (STREAM, HELLO) * 6:
+            answers.append(await home.chat(body))
+            await until(lambda: health.ejected or health.available(now()))
+        assert (health.ejected, health.down) == (True, False), "its polls say that it is well"
+        assert {answer.backend for answer in answers} == {"b1"}
+        tried = posts(home.replicas[0])
+        home.replicas[0].faults.clear()
+        await stage.closing(home)
+    return Story(clients=statuses(answers), replicas=f"the one that turns all away {tried} requests, then nothing")
 
 
 async def dns_change(stage: Stage) -> Story:
@@ -370,6 +388,12 @@ SCENES = [
         ),
         outcomes={"completed": 12},
         events={"backend_down": 1, "backend_up": 1},
+    ),
+    Scene(
+        name="a replica with nothing to do answers 503 to everything under a healthy `/health`",
+        act=turns_all_away,
+        story=Story(clients="12 times 200", replicas="the one that turns all away 3 requests, then nothing"),
+        outcomes={"completed": 12},
     ),
     Scene(
         name="a name in DNS changes its address",
