@@ -63,6 +63,9 @@ class Exchange(Protocol):
         Raises UpstreamBroken when the body is cut short, and whatever `sink` raises, which cuts the connection.
         """
 
+    def halt(self) -> None:
+        """To be called by the sink: it takes no more, `flow` ends, and the rest can be pulled."""
+
     @property
     def ended(self) -> bool:
         """Whether all of the body has arrived."""

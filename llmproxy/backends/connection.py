@@ -259,14 +259,19 @@ class HttpExchange:
         return held[0] if len(held) == 1 else b"".join(held)
 
     async def flow(self, sink: Callable[[bytes], None]) -> None:
-        if self._held:
-            sink(await self.chunk())
+        held = await self.chunk() if self._held else b""
         self._sink = sink
         try:
-            while not self.ended:
+            if held:
+                sink(held)
+            while self._sink is not None and not self.ended:
                 await self._more()
         finally:
             self._sink = None
+
+    def halt(self) -> None:
+        self._sink = None
+        self._wake()
 
     def pause(self) -> None:
         if self._connection is not None:

@@ -6,9 +6,12 @@ from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.dispatcher import Lease
 from llmproxy.gateway.attempt import Attempt, Client
 from llmproxy.gateway.attempt_timer import AttemptTimer
+from llmproxy.gateway.headers import to_client
 from llmproxy.gateway.sse import StreamTap
 from llmproxy.upstream import Exchange
 
+HELD_BYTES_MAX = 1 << 20
+"""Of an error answer, or of a stream's first event: what is looked at before it is passed on."""
 TAIL_BYTES = 64 << 10
 """The end of an answer without a stream, where its `usage` stands."""
 PROGRESS_EVENTS = 32
@@ -54,9 +57,13 @@ class Passing:
 
 
 class PassingEvents(Passing):
-    """The events of a stream on their way. What they tell is noted as they pass."""
+    """The events of a stream on their way. What they tell is noted as they pass.
 
-    __slots__ = ("_lease", "_reported", "_reported_s", "_tap")
+    The answer begins, and is committed to, with the first whole event or comment: that may be an error, and another
+    backend is asked then. In that case the flow halts, and `first` is what came.
+    """
+
+    __slots__ = ("_lease", "_reported", "_reported_s", "_tap", "first")
 
     def __init__(
         self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: Client, tap: StreamTap, lease: Lease
@@ -65,19 +72,44 @@ class PassingEvents(Passing):
         self._tap = tap
         self._lease = lease
         self._reported = 0
-        self._reported_s = attempt.last_byte_s = timer.now()
+        self._reported_s = 0.0
+        self.first = b""
 
     def take(self, data: bytes) -> None:
         attempt, timer = self._attempt, self._timer
+        if not attempt.committed:
+            self._hold(data)
+            return
         now = timer.now()
         gap_s = now - attempt.last_byte_s
         if gap_s > attempt.max_gap_s:
             attempt.max_gap_s = gap_s
         attempt.last_byte_s = now
         timer.alive(now)
-        self.pass_on(self._tap.feed(data), now)
+        self._pass_on(self._tap.feed(data), now)
 
-    def pass_on(self, data: bytes, now: float) -> None:
+    def _hold(self, data: bytes) -> None:
+        attempt, tap = self._attempt, self._tap
+        attempt.head = (attempt.head + data)[:4096]
+        self.first += tap.feed(data)
+        if tap.error_first:
+            self._exchange.halt()
+        elif tap.first_event_complete or len(self.first) > HELD_BYTES_MAX:
+            self._begin()
+
+    def _begin(self) -> None:
+        check_kept(self._lease)
+        attempt, exchange, now = self._attempt, self._exchange, self._timer.now()
+        self._lease.committed()
+        attempt.committed = True
+        # Events are taken out and added, so a length that the backend told would not be that of what the client gets.
+        fields = [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
+        self._client.commit(exchange.status, exchange.reason, fields)
+        self._reported_s = attempt.last_byte_s = now
+        first, self.first = self.first, b""
+        self._pass_on(first, now)
+
+    def _pass_on(self, data: bytes, now: float) -> None:
         """Hand on what the tap lets through, which may be nothing."""
         attempt, tap = self._attempt, self._tap
         if attempt.first_token_s is None and tap.first_token_seen:
@@ -100,5 +132,17 @@ class PassingEvents(Passing):
     def flush(self) -> None:
         """The stream has ended, perhaps in the middle of an event."""
         held = self._tap.flush()
-        if held:
+        if not self._attempt.committed:
+            self.first += held
+            self._begin()
+        elif held:
             self._client.write(held)
+
+
+def check_kept(lease: Lease) -> None:
+    """Raise TimeoutError for a lease that was taken back in the very turn in which its first byte came.
+
+    The timer that ends the attempt is running already, and must not go off between two bytes of an answer.
+    """
+    if lease.withdrawn or lease.revoked:
+        raise TimeoutError

@@ -15,13 +15,10 @@ from llmproxy.gateway.attempt import Answer, Attempt, Call, Client
 from llmproxy.gateway.attempt_timer import AttemptTimer
 from llmproxy.gateway.errors import error_event
 from llmproxy.gateway.headers import to_client
-from llmproxy.gateway.passing import Passing, PassingEvents
+from llmproxy.gateway.passing import HELD_BYTES_MAX, Passing, PassingEvents, check_kept
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.sse import StreamTap, usage_of_tail
 from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
-
-HELD_BYTES_MAX = 1 << 20
-"""Of an error answer, or of a stream's first event: what is looked at before it is passed on."""
 
 IDLE_DROP_S = 0.1
 """How soon a kept connection must break to be one that the backend had already dropped: about a round trip."""
@@ -149,7 +146,7 @@ class Relay:
     ) -> None:
         first = await exchange.chunk()
         attempt.head = first[:4096]
-        _check_kept(lease)
+        check_kept(lease)
         lease.started()
         attempt.committed = True
         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
@@ -173,25 +170,17 @@ class Relay:
         client: Client,
     ) -> None:
         tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
-        first = await self._first_event(attempt, tap, exchange)
-        if tap.error_first:
-            rest = await _read_held(exchange)
-            attempt.answer = Answer(exchange.status, exchange.reason, to_client(exchange.headers), first + rest)
+        passing = PassingEvents(attempt, timer, exchange, client, tap, lease)
+        await exchange.flow(passing.take)
+        if tap.error_first and not attempt.committed:
+            body = passing.first + await _read_held(exchange)
+            attempt.answer = Answer(exchange.status, exchange.reason, to_client(exchange.headers), body)
             message = "The backend answered with an error event and no token."
             if tap.error_blames_client:
                 attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.SERVED, message, retryable=False)
             else:
                 attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
             return
-        _check_kept(lease)
-        lease.committed()
-        attempt.committed = True
-        # Events are taken out and added, so a length that the backend told would not be that of what the client gets.
-        fields = [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
-        client.commit(exchange.status, exchange.reason, fields)
-        passing = PassingEvents(attempt, timer, exchange, client, tap, lease)
-        passing.pass_on(first, timer.now())
-        await exchange.flow(passing.take)
         passing.flush()
         if tap.error_seen:
             message = "The backend ended the stream with an error event."
@@ -200,18 +189,6 @@ class Relay:
         else:
             attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
         await passing.end()
-
-    async def _first_event(self, attempt: Attempt, tap: StreamTap, exchange: Exchange) -> bytes:
-        """The bytes up to the end of the first whole event or comment, which shows whether it is an error."""
-        first = b""
-        while True:
-            raw = await exchange.chunk()
-            if not raw:
-                return first + tap.flush()
-            attempt.head = (attempt.head + raw)[:4096]
-            first += tap.feed(raw)
-            if tap.first_event_complete or len(first) > HELD_BYTES_MAX:
-                return first
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
@@ -258,15 +235,6 @@ class Relay:
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):
             # Cut short: what was computed so far was work, and the flow that asked for it pays.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
-
-
-def _check_kept(lease: Lease) -> None:
-    """Raise TimeoutError for a lease that was taken back in the very turn in which its first byte came.
-
-    The timer that ends the attempt is running already, and must not go off between two bytes of an answer.
-    """
-    if lease.withdrawn or lease.revoked:
-        raise TimeoutError
 
 
 async def end_broken(attempt: Attempt, dialect: Dialect, client: Client) -> None:

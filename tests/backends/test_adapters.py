@@ -41,6 +41,9 @@ class FakeExchange:
     async def flow(self, sink: Callable[[bytes], None]) -> None:
         raise AssertionError(f"what answers here is pulled, and goes to no {sink}")
 
+    def halt(self) -> None:
+        raise AssertionError("what answers here is pulled")
+
     def pause(self) -> None:
         raise AssertionError("what answers here is pulled")
 

@@ -402,6 +402,33 @@ async def test_a_flow_hands_on_what_was_held_and_then_each_piece_as_it_arrives(
     assert (got[0], b"".join(got), exchange.ended) == (b"one", b"onetwothree", True)
 
 
+async def test_a_sink_that_halts_leaves_the_rest_to_be_pulled(upstream: HttpUpstream, server: RawServer) -> None:
+    go_on = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED + b"3\r\none\r\n")
+        await go_on.wait()
+        await peer.send(b"3\r\ntwo\r\n0\r\n\r\n")
+        await peer.until_eof()
+
+    server.script = script
+    exchange = await post(upstream, server.url)
+    got: list[bytes] = []
+
+    def sink(data: bytes) -> None:
+        got.append(data)
+        exchange.halt()
+
+    async with asyncio.timeout(PATIENCE_S):
+        await exchange.flow(sink)
+        assert (got, exchange.ended) == ([b"one"], False)
+        go_on.set()
+        assert await exchange.chunk() == b"two"
+        assert await exchange.chunk() == b""
+    assert got == [b"one"]
+
+
 async def test_a_sink_that_fails_cuts_the_connection_and_is_told_of(upstream: HttpUpstream, server: RawServer) -> None:
     server.script = streaming
     exchange = await post(upstream, server.url)
