@@ -49,7 +49,7 @@ RESET_AFTER_BYTES = 4_000
 """About a third of an answer."""
 AFTER_S = 6.0
 """How long the load goes on when all is well again."""
-UP_S = 15.0
+UP_S = 60.0
 """How long a process may take to be up again."""
 
 
