@@ -75,9 +75,10 @@ class Admission:
 
     def _servable(self, request: Request, excluded: frozenset[str], now: float) -> tuple[frozenset[str], bool]:
         """`excluded`, and whether the request has to be held; then less those that may come back as new processes."""
+        for backend in self._backends.values():
+            if backend.up and backend.serves(request.model) and backend.name not in excluded:
+                return excluded, False
         able = [backend for backend in self._backends.values() if backend.serves(request.model)]
-        if any(backend.up and backend.name not in excluded for backend in able):
-            return excluded, False
         resting = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
         if resting and self._settings.queue.hold_s:
             return excluded - resting, True
@@ -104,6 +105,8 @@ class Admission:
     def _in_the_way(self, request: Request, now: float) -> list[Queued]:
         """Whom to shed for `request` to fit into the waiting room. Raises Refused where shedding cannot help."""
         victims: list[Queued] = []
+        if self._room.full(request) is None:
+            return victims
         with closing(self._room.newest_below(request.band)) as below:
             while (full := self._room.full(request, victims)) is not None:
                 victim = next(below, None) if full.total and len(victims) < SHED_MAX else None

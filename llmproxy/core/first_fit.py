@@ -110,10 +110,10 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
 
     Where all came back together, all are as warm. Who finds no room elsewhere is not held up: `views` has it.
     """
-    warmths = [view.warmth for view in views if view.available]
-    top = max(warmths, default=1.0)
-    if min(warmths, default=1.0) == top:
+    warmths = {view.warmth for view in views if view.available}
+    if len(warmths) < 2:
         return views
+    top = max(warmths)
     return [
         replace(view, available=False) if view.load >= max(1, round(view.limit * view.warmth / top)) else view
         for view in views

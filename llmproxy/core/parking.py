@@ -22,6 +22,7 @@ class Parking:
     def __init__(self) -> None:
         self._lines: dict[str, LazyHeap[Key]] = {}
         self._sizes: dict[str, int] = {}
+        self.size = 0
         self._by_band: Counter[tuple[int, str]] = Counter()
         self._back: Counter[str] = Counter()
 
@@ -29,6 +30,7 @@ class Parking:
         queued.parked = name
         self._by_band[queued.request.band, name] += 1
         size = self._sizes[name] = self._sizes.get(name, 0) + 1
+        self.size += 1
         line = self._lines.get(name)
         if line is None:
             line = self._lines[name] = LazyHeap(lambda _, queued: not queued.gone)
@@ -38,6 +40,7 @@ class Parking:
         """A parked request leaves, to its flow or for good."""
         assert queued.parked is not None
         queued.gone = True
+        self.size -= 1
         self._by_band[queued.request.band, queued.parked] -= 1
         self._sizes[queued.parked] -= 1
         if not self._sizes[queued.parked]:
@@ -81,9 +84,6 @@ class Parking:
         assert queued.parked is not None
         return self._lines[queued.parked].before(queued)
 
-    def __bool__(self) -> bool:
-        return bool(self._sizes)
-
-    @property
-    def size(self) -> int:
-        return sum(self._sizes.values())
+    def check(self) -> None:
+        """Raise AssertionError when the sum differs from its recomputation."""
+        assert self.size == sum(self._sizes.values()) == sum(self._by_band.values())

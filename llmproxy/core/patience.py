@@ -57,9 +57,13 @@ class Patience:
 
     def pool_is(self, up: bool, now: float) -> None:
         """Let the clock run that fits: the pool has a backend that is `up`, or it has none."""
-        self._running = 0 if up or not self._hold_s else 1
-        self._clocks[1 - self._running].stop(now)
-        self._clocks[self._running].start(now)
+        running = 0 if up or not self._hold_s else 1
+        clock = self._clocks[running]
+        # Asked with every event, while a pool goes up or down once a day.
+        if clock.since_s is None:
+            self._running = running
+            self._clocks[1 - running].stop(now)
+            clock.start(now)
 
     def enter(self, queued: Queued, now: float, waiting: int, left_s: float) -> None:
         """Note that `queued` is due in `left_s`; `waiting` is how many wait."""

@@ -129,7 +129,9 @@ class WaitingRoom:
 
     def unpark(self, now: float, lowest: int | None = None) -> int:
         """Let those back into their flows that `Parking.next` answers; how many those are."""
-        back = self._parking.next(self._limits, lowest) if self._parking else ()
+        if not self._parking.size:
+            return 0
+        back = self._parking.next(self._limits, lowest)
         for parked in back:
             anew = self._anew(parked)
             anew.back_from = parked.parked
@@ -197,6 +199,7 @@ class WaitingRoom:
         for band in self._bands.values():
             band.check(now)
         parked = [queued.request.id for queued in self.parked()]
+        self._parking.check()
         assert len(parked) == self._parking.size
         queued = [request.id for request in self.requests()]
         assert sorted(queued + parked) == sorted(self.waiting), "the bands and the index of waiting requests differ"

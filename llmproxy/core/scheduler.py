@@ -60,15 +60,16 @@ class _Lease:
 class _Pass:
     """One `decide`: what it has seen and done so far.
 
-    `steps` bounds how long it takes. `blocked`: nobody has room for anything. `guaranteed_none` are the bands of which
+    `steps` bounds how long it takes. `outdated` is the backend that was booked last, whose view is made anew only where
+    somebody else is to be placed. `blocked`: nobody has room for anything. `guaranteed_none` are the bands of which
     nothing fits anywhere even under their minimum share.
     """
 
     now: float
     views: list[View]
-    index: Mapping[str, int]
     decisions: list[Decision]
     steps: int = 0
+    outdated: Backend | None = None
     blocked: bool = False
     guaranteed_none: set[int] = field(default_factory=set)
 
@@ -173,7 +174,10 @@ class Scheduler:
 
     def alive(self) -> bool:
         """Some backend of this pool is up, be it full or resting."""
-        return any(backend.up for backend in self._backends.values())
+        for backend in self._backends.values():  # noqa: SIM110 - the first is up as a rule: a generator costs more
+            if backend.up:
+                return True
+        return False
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -271,19 +275,26 @@ class Scheduler:
     def _pass(self, now: float) -> None:
         decisions = self._decided
         self._look_after(now)
-        decisions += [*self._revoked(), *self._shed]
-        self._shed.clear()
+        if self._lost:
+            decisions += self._revoked()
+        if self._shed:
+            decisions += self._shed
+            self._shed = []
         alive = self.alive()
         self._room.pool_is(alive, now)
+        self._more = False
+        if not self._room:
+            # Most passes are asked for by a reading or an end while nobody waits: a large fleet need not be looked over
+            # for them.
+            return
         expired = self._expired(alive, now)
         decisions += expired
         # Nothing is granted while somebody who is past the deadline may still wait.
         self._more = len(expired) == PASS_MAX
-        if self._more or not self._room:
-            # Most passes are asked for by a reading while nobody waits: a large fleet need not be looked over for them.
+        if self._more:
             return
         self._room.settle(now)
-        this = _Pass(now, self.views(now), self._index, decisions)
+        this = _Pass(now, self.views(now), decisions)
         self._grant_all(this)
         while this.steps < PASS_MAX and not this.blocked and self._room.unpark(now):
             self._grant_all(this)
@@ -292,7 +303,7 @@ class Scheduler:
     def _grant_all(self, this: _Pass) -> None:
         """Grant band by band, the highest first, until nobody has room for more or the pass is long enough."""
         for level in self._room.order:
-            unmatched, band = Unmatched(), self._room.band(level)
+            band, unmatched = self._room.band(level), Unmatched()
             # Who comes back may make a band below one that is owed a share.
             while (band.size or self._unpark(level, this)) and self._grant_guaranteed(this):
                 granted = self._grant_one(level, self._reserve.ceiling(level, this.now), this, unmatched)
@@ -346,6 +357,9 @@ class Scheduler:
     ) -> Grant | NoCapacity | None:
         """Book the band's next request; None when there is room, but for none of those looked at."""
         band = self._room.band(level)
+        if this.outdated is not None:
+            this.views[self._index[this.outdated.name]] = this.outdated.view(this.now)
+            this.outdated = None
         while True:
             patient = self._room.levels()[-1] == level
             found = first_fit(
@@ -378,7 +392,7 @@ class Scheduler:
         if not guaranteed:
             # What a band is granted by its minimum share is not to be taken back by those who waited above it.
             self._withdrawal.booked(lease, request, backend)
-        this.views[this.index[placed.backend]] = backend.view(now)
+        this.outdated = backend
         held = self._leases[lease] = _Lease(request, backend, now)
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
         this.decisions.append(grant)

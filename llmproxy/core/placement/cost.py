@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -25,7 +24,14 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.fleet import View
-from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, presets, with_context
+from llmproxy.core.placement.policy import (
+    NO_CAPACITY,
+    NO_MATCH,
+    NO_MATCH_FOR_MODEL,
+    any_room,
+    presets,
+    with_context,
+)
 from llmproxy.core.placement.rates import Rates
 from llmproxy.core.placement.station import Flight, Station
 from llmproxy.core.prefix import PrefixIndex
@@ -56,7 +62,8 @@ CONGESTED = 0.95
 
 def _scarce(used: float) -> float:
     """How often others wait for what is taken of a resource that is `used` (0..1): the mean queue of M/M/1."""
-    used = min(CONGESTED, used)
+    if used > CONGESTED:
+        used = CONGESTED
     return used / (1.0 - used)
 
 
@@ -76,7 +83,7 @@ class _Row(NamedTuple):
     fits: bool
 
     def terms(self) -> tuple[tuple[str, float], ...]:
-        return tuple((name, s) for name, s in zip(NAMES, self.seconds, strict=False) if s is not None)
+        return tuple([(name, s) for name, s in zip(NAMES, self.seconds, strict=False) if s is not None])
 
     def price(self) -> Price:
         backend, total_s, _, ttft_s, tpot_s, cached_tokens, cold_adapter, fits = self
@@ -112,7 +119,7 @@ class CostPlacement:
         self._stations: dict[str, Station] = {}
         self._flights: dict[int, Flight] = {}
         self._hit_ratio = 0.0
-        self._explained: deque[tuple[Explained, list[_Row]]] = deque(maxlen=EXPLAINED_MAX)
+        self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[_Row]]] = deque(maxlen=EXPLAINED_MAX)
         self._claims: dict[str, dict[str, int]] = {}
         self._claims_at_s = -1.0
 
@@ -121,33 +128,32 @@ class CostPlacement:
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        if not any(view.has_room(ceiling) for view in views):
+        if not any_room(views, ceiling):
             return NO_CAPACITY
-        able = [v for v in views if v.available and request.model in v.served and v.backend not in excluded]
-        if not any(view.has_room(ceiling) for view in able):
-            return NO_MATCH_FOR_MODEL
-        able = with_context(request, able, [view for view in views if view.backend not in excluded])
-        if not any(view.has_room(ceiling) for view in able):
-            return NO_MATCH
+        model = request.model
+        serving = [v for v in views if v.available and model in v.served and v.backend not in excluded]
+        able = with_context(request, serving, views, excluded)
+        fits = [view.has_room(ceiling) for view in able]
+        if True not in fits:
+            return NO_MATCH if any_room(serving, ceiling) else NO_MATCH_FOR_MODEL
         if now != self._claims_at_s:
             self._claims_at_s = now
             self._claims.clear()
-        stations = [self._station(view.backend) for view in able]
-        prices = self._prices(request, able, stations, ceiling, now)
+        prices = self._prices(request, able, fits, ceiling, now)
         if request.slo is not None and "objectives" not in self._without:
             prices = self._under(request.slo, prices, request.output_tokens, now - request.arrived_s)
-        least_s = min(price.total_s for price in prices)
+        least_s = min([price.total_s for price in prices])
         near = [index for index, price in enumerate(prices) if price.total_s <= least_s + TIE_S]
-        fitting = [index for index in near if prices[index].fits]
+        fitting = [index for index in near if fits[index]]
         if not fitting:
             for index in near:
                 # A pass may ask for one request again and again; it keeps its place among those that wait.
                 claims = self._claims.setdefault(prices[index].backend, {})
                 claims.setdefault(request.id, len(claims))
             return LATER
-        lightest = min(able[index].load for index in fitting)
+        lightest = min([able[index].load for index in fitting])
         chosen = prices[self._rng.choice([index for index in fitting if able[index].load == lightest])]
-        told = Explained(request.id, request.label, request.model, now, request.prompt_tokens, chosen.backend, ())
+        told = request.id, request.label, model, now, request.prompt_tokens, chosen.backend
         self._explained.append((told, prices))
         rates = self._rates
         held_blocks = self._station(chosen.backend).in_use.matched(request.prefix)
@@ -205,20 +211,24 @@ class CostPlacement:
         return self._index.match(request.prefix)
 
     def _prices(
-        self, request: Request, able: Sequence[View], stations: Sequence[Station], ceiling: float, now: float
+        self, request: Request, able: Sequence[View], fits: Sequence[bool], ceiling: float, now: float
     ) -> list[_Row]:
+        stations = [self._station(view.backend) for view in able]
         matched = self._matched(request, able, stations)
         rates, without = self._rates, self._without
         token_s, step_base_s, step_slope_s = rates.prefill.slope, rates.step.base, rates.step.slope
         displaces = _scarce(self._hit_ratio)
         prompt_tokens, output_tokens, block_tokens = request.prompt_tokens, request.output_tokens, request.prefix_tokens
+        adapter, prefix = request.adapter, request.prefix
         prices = []
         # Everything is asked of every backend for every request: what follows is most of what a decision takes.
-        for view, station in zip(able, stations, strict=True):
+        for view, station, has_room in zip(able, stations, fits, strict=True):
             station.renew(rates)
             station.limit = view.limit
             load, step_factor = view.load, station.step.factor
-            cached_tokens = min(matched.get(view.backend, 0) * block_tokens, prompt_tokens - 1.0)
+            cached_tokens = matched.get(view.backend, 0) * block_tokens
+            if cached_tokens > prompt_tokens - 1.0:
+                cached_tokens = prompt_tokens - 1.0
             queue_s = station.queue_s(rates, now)
             prefill_s = (prompt_tokens - cached_tokens) * token_s * station.prefill.factor
             tpot_s = (step_base_s + step_slope_s * load) * step_factor
@@ -230,19 +240,18 @@ class CostPlacement:
             eviction_s = prefill_s * displaces
             total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
             adapter_s = range_s = memory_s = slot_s = None
-            if request.adapter is not None and request.adapter not in station.adapters:
-                adapter_s = self._adapter_s(request.adapter, view, station, answer_s)
+            if adapter is not None and adapter not in station.adapters:
+                adapter_s = self._adapter_s(adapter, view, station, answer_s)
                 ttft_s += adapter_s
                 total_s += adapter_s
             if view.prompt_range is not None and not view.prompt_range[0] <= prompt_tokens <= view.prompt_range[1]:
                 range_s = ASIDE_S
                 total_s += range_s
             if view.kv_tokens:
-                taken_tokens = prompt_tokens - station.in_use.matched(request.prefix) * block_tokens
+                taken_tokens = prompt_tokens - station.in_use.matched(prefix) * block_tokens
                 memory_s = answer_s * taken_tokens / view.kv_tokens * _scarce(view.kv_used)
                 total_s += memory_s
-            fits = view.has_room(ceiling)
-            if not fits:
+            if not has_room:
                 slot_s = self._slot_s(request, view, ceiling, answer_s)
                 ttft_s += slot_s
                 total_s += slot_s
@@ -261,7 +270,7 @@ class CostPlacement:
                 seconds = tuple([None if n in without else s for n, s in zip(NAMES, seconds, strict=False)])
                 total_s = sum(s for s in seconds if s is not None)
             cold = bool(adapter_s)
-            prices.append(_Row(view.backend, total_s, seconds, ttft_s, tpot_s, cached_tokens, cold, fits))
+            prices.append(_Row(view.backend, total_s, seconds, ttft_s, tpot_s, cached_tokens, cold, has_room))
         return prices
 
     def _adapter_s(self, adapter: str, view: View, station: Station, answer_s: float) -> float:
@@ -336,7 +345,7 @@ class CostPlacement:
         self._stations.pop(backend, None)
 
     def explained(self) -> Sequence[Explained]:
-        return tuple(replace(told, prices=tuple(row.price() for row in rows)) for told, rows in self._explained)
+        return tuple(Explained(*told, tuple(row.price() for row in rows)) for told, rows in self._explained)
 
     def learned(self, backends: Iterable[str], now: float) -> Learned:
         rates = self._rates

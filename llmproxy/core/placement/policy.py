@@ -149,7 +149,15 @@ def fitting(
     able = [view for view in roomy if request.model in view.served and view.backend not in excluded]
     if not able:
         return NO_MATCH_FOR_MODEL
-    return with_context(request, able, [view for view in views if view.backend not in excluded]) or NO_MATCH
+    return with_context(request, able, views, excluded) or NO_MATCH
+
+
+def any_room(views: Sequence[View], ceiling: float) -> bool:
+    """Whether one of `views` has room under `ceiling`."""
+    for view in views:  # noqa: SIM110 - the first has room as a rule: a generator costs more than it
+        if view.has_room(ceiling):
+            return True
+    return False
 
 
 def highest(scores: Sequence[float], rng: Random) -> int:
@@ -191,13 +199,14 @@ def context_tokens(request: Request) -> int:
     return request.prompt_tokens + (request.max_tokens or 1)
 
 
-def with_context(request: Request, fitting: list[View], views: Sequence[View]) -> list[View]:
-    """Drop backends whose context is too short while a longer one exists among `views`.
+def with_context(request: Request, fitting: list[View], views: Sequence[View], excluded: frozenset[str]) -> list[View]:
+    """Drop backends whose context is too short while a longer one exists among `views` less the `excluded`.
 
     The prompt's length is an estimate: where even the longest context seems too short, the engine itself must say so.
     """
     needed = context_tokens(request)
-    if all(view.max_model_len is None or view.max_model_len >= needed for view in fitting):
+    if not [view for view in fitting if view.max_model_len is not None and view.max_model_len < needed]:
         return fitting
-    longest = max((v.max_model_len or needed for v in views if request.model in v.served), default=needed)
+    serving = (view for view in views if request.model in view.served and view.backend not in excluded)
+    longest = max((view.max_model_len or needed for view in serving), default=needed)
     return [view for view in fitting if view.max_model_len is None or view.max_model_len >= min(needed, longest)]
