@@ -342,41 +342,42 @@ class Backend:
         return None if self._changes_s == inf else self._changes_s
 
     def _make_view(self, now: float) -> View:
-        until_s = self.health.changes_at(now) or inf
-        reading = self.reading
+        health, capacity, reading = self.health, self._capacity, self.reading
+        until_s = health.changes_at(now) or inf
+        load, waiting, kv_used = self.sequences, 0, 0.0
+        kv_tokens = max_adapters = None
+        if reading is not None and now >= reading.taken_at_s + capacity.stale_after_s:
+            reading = None
         if reading is not None:
-            stale_s = reading.taken_at_s + self._capacity.stale_after_s
-            if now >= stale_s:
-                reading = None
-            else:
-                until_s = min(until_s, stale_s)
+            until_s = min(until_s, reading.taken_at_s + capacity.stale_after_s)
+            load += self._others
+            waiting, max_adapters = reading.waiting, reading.max_adapters
+            kv_used, kv_tokens = reading.kv_used or 0.0, reading.kv_tokens
+            if kv_tokens:
+                kv_used += self._debit_tokens / kv_tokens
         self._changes_s = until_s
         # Nobody waits for a backend to grow warmer: whoever finds no room elsewhere goes there at once.
-        self._view_until_s = min(until_s, self.health.warmer_at(now) or inf)
-        kv_tokens = reading.kv_tokens if reading is not None else None
-        kv_used = (reading.kv_used or 0.0) if reading is not None else 0.0
-        if kv_tokens:
-            kv_used += self._debit_tokens / kv_tokens
-        available = self.health.available(now) and not self._drained
+        self._view_until_s = min(until_s, health.warmer_at(now) or inf)
+        available = health.available(now) and not self._drained
         return View(
             backend=self.name,
             available=available,
             served=self._served,
             resident=frozenset(self._residents),
-            max_adapters=reading.max_adapters if reading is not None else None,
+            max_adapters=max_adapters,
             max_model_len=self._max_model_len,
             prompt_range=self._prompt_range,
             limit=self.limit.value,
-            load=self.sequences + (self._others if reading is not None else 0),
-            waiting=reading.waiting if reading is not None else 0,
+            load=load,
+            waiting=waiting,
             kv_used=kv_used,
             kv_tokens=kv_tokens,
-            look_ahead=self._capacity.look_ahead,
-            kv_full=self._capacity.kv_full,
+            look_ahead=capacity.look_ahead,
+            kv_full=capacity.kv_full,
             reading=reading,
-            warmth=self.health.warmth(now),
-            probed=available and self.health.ejected,
-            stream_probe=self.health.stream_probe,
+            warmth=health.warmth(now),
+            probed=available and health.ejected,
+            stream_probe=health.stream_probe,
         )
 
     def check(self) -> None:

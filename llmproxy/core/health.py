@@ -126,6 +126,8 @@ class Health:
 
     def warmer_at(self, now: float) -> float | None:
         """When `warmth` is next another; None where it stays."""
+        if self._back_s is None:
+            return None
         warmth = self.warmth(now)
         # A hair behind the edge, where rounding cannot make it the same step again.
         step_s = self._settings.slow_start_s * (warmth + WARM_STEP) * (1.0 + 1e-9)

@@ -79,21 +79,23 @@ class Occupancy:
 
     def enter(self, request: Request) -> None:
         where = (request.band, request.flow)
-        if request.band not in self._bands:
-            self._bands[request.band] = _Usage()
-        if where not in self._flows:
-            self._flows[where] = _Usage()
+        band, flow = self._bands.get(request.band), self._flows.get(where)
+        if band is None:
+            band = self._bands[request.band] = _Usage()
+        if flow is None:
+            flow = self._flows[where] = _Usage()
         tokens = request.prompt_tokens + request.output_tokens
-        for usage in (self._total, self._bands[request.band], self._flows[where]):
+        for usage in (self._total, band, flow):
             usage.add(1, request.body_bytes, tokens)
 
     def leave(self, request: Request) -> None:
         where = (request.band, request.flow)
         tokens = request.prompt_tokens + request.output_tokens
-        for usage in (self._total, self._bands[request.band], self._flows[where]):
+        flow = self._flows[where]
+        for usage in (self._total, self._bands[request.band], flow):
             usage.add(-1, -request.body_bytes, -tokens)
         # Flows come and go without an end to their names.
-        if not self._flows[where].requests:
+        if not flow.requests:
             del self._flows[where]
 
     def queued(self) -> dict[int, tuple[int, int]]:

@@ -229,7 +229,7 @@ class Pools:
 
     def next_wakeup(self, now: float) -> float | None:
         times = [scheduler.next_wakeup(now) for scheduler in self._schedulers.values()]
-        return min((time for time in times if time is not None), default=None)
+        return min([time for time in times if time is not None], default=None)
 
     def news(self) -> list[tuple[str, News]]:
         """Which backends were ejected, or should have been, and which are back: in order, since this was last asked."""

@@ -56,6 +56,8 @@ class LazyHeap(Generic[K]):
     Putting one in is O(log n), leaving is free; `counts` says whether an entry still does.
     """
 
+    __slots__ = ("_counts", "_entries", "_serial")
+
     def __init__(self, counts: Callable[[K, Queued], bool]) -> None:
         self._entries: list[Entry[K]] = []
         self._counts = counts
@@ -99,11 +101,17 @@ class LazyHeap(Generic[K]):
                 heappush(self._entries, entry)
 
 
+def _in_place(key: Key, queued: Queued) -> bool:
+    return not queued.gone and queued.key == key
+
+
 class _Line:
     """The waiting requests of one flow, in the order of their ranks."""
 
+    __slots__ = ("_heap", "size")
+
     def __init__(self) -> None:
-        self._heap: LazyHeap[Key] = LazyHeap(lambda key, queued: not queued.gone and queued.key == key)
+        self._heap: LazyHeap[Key] = LazyHeap(_in_place)
         self.size = 0
 
     def put(self, queued: Queued, key: Key) -> None:
@@ -136,7 +144,9 @@ class Band:
 
     def push(self, queued: Queued, now: float) -> None:
         request, rank = queued.request, queued.rank
-        line = self._lines.setdefault(request.flow, _Line())
+        line = self._lines.get(request.flow)
+        if line is None:
+            line = self._lines[request.flow] = _Line()
         if rank.turns_s <= now:
             line.put(queued, rank.then)
         else:

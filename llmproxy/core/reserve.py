@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from math import inf
 
 from llmproxy.core.settings import Settings
@@ -16,25 +17,27 @@ class Reserve:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._levels = sorted(settings.ceilings)
         self._used_s: dict[int, float] = {}
+        self.reconfigure(settings)
 
     def reconfigure(self, settings: Settings) -> None:
         """Keep room by other ceilings from now on."""
         self._settings = settings
         self._levels = sorted(settings.ceilings)
+        self._own: dict[int, float] = {}
         self._used_s = {level: used_s for level, used_s in self._used_s.items() if level in settings.ceilings}
 
     def used(self, band: int, now: float) -> None:
         """A request of `band` came."""
-        level = max((level for level in self._levels if level <= band), default=None)
-        if level is not None:
-            self._used_s[level] = now
+        at = bisect_right(self._levels, band)
+        if at:
+            self._used_s[self._levels[at - 1]] = now
 
     def ceiling(self, band: int, now: float) -> float:
         """The saturation (0..1] at which `band` waits now."""
-        ceiling = self._settings.ceiling(band)
+        ceiling = self._own.get(band)
+        if ceiling is None:
+            ceiling = self._own[band] = self._settings.ceiling(band)
         for level in self._levels:
             if level > band:
                 if self._in_use(level, now):

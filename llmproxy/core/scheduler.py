@@ -350,7 +350,7 @@ class Scheduler:
             return self._watch.due_s
         times = [self._watch.due_s, *(backend.changes_at(now) for backend in self._backends.values())]
         times += [self._room.next_deadline(now), self._reserve.changes_at(now)]
-        return min((time for time in times if time is not None), default=None)
+        return min([time for time in times if time is not None], default=None)
 
     def _grant_one(
         self, level: int, ceiling: float, this: _Pass, unmatched: Unmatched, *, guaranteed: bool = False

@@ -213,7 +213,8 @@ class CostPlacement:
     def _prices(
         self, request: Request, able: Sequence[View], fits: Sequence[bool], ceiling: float, now: float
     ) -> list[_Row]:
-        stations = [self._station(view.backend) for view in able]
+        known = self._stations
+        stations = [known.get(view.backend) or self._station(view.backend) for view in able]
         matched = self._matched(request, able, stations)
         rates, without = self._rates, self._without
         token_s, step_base_s, step_slope_s = rates.prefill.slope, rates.step.base, rates.step.slope

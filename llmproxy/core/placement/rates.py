@@ -114,22 +114,18 @@ class Pace:
 
     def __init__(self) -> None:
         self._long, self._short = _Ratio(KEEP), _Ratio(PACE_KEEP)
-        self._stale_at = 0
+        self.stale_at = 0
         self.factor = 1.0
 
     def learn(self, line: Line, x: float, took: float) -> None:
         """It took `took` at `x`, where a backend of the pool should take what `line` says."""
         self._long.learn(line, x, took)
         self._short.learn(line, x, took)
-        self._reckon(line)
+        self.renew(line)
 
     def renew(self, line: Line) -> None:
-        """Bring `factor` up to what the pool has learned since, if that is enough to matter."""
-        if line.seen >= self._stale_at:
-            self._reckon(line)
-
-    def _reckon(self, line: Line) -> None:
-        self._stale_at = line.seen + STALE
+        """Bring `factor` up to what the pool has learned since; worth it once `line` has seen `stale_at`."""
+        self.stale_at = line.seen + STALE
         self.factor = max(0.05, self._short.drawn_to(self._long.drawn_to(1.0, line), line))
 
 

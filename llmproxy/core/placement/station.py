@@ -67,8 +67,10 @@ class Station:
 
     def renew(self, rates: Rates) -> None:
         """Bring both paces up to what the pool knows now."""
-        self.prefill.renew(rates.prefill)
-        self.step.renew(rates.step)
+        if rates.prefill.seen >= self.prefill.stale_at:
+            self.prefill.renew(rates.prefill)
+        if rates.step.seen >= self.step.stale_at:
+            self.step.renew(rates.step)
 
     def queue_s(self, rates: Rates, now: float) -> float:
         """Until the backend has computed the prompts that it has, and once more what every prompt takes at least."""
