@@ -16,11 +16,11 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from random import Random
 from time import thread_time
 
 import orjson
+from msgspec.structs import replace
 
 from benchmarks.core import CYCLES, ROUNDS, Times
 from llmproxy.core.domain import DEFAULT, Placed, Request, Usage, Verdict

@@ -2,15 +2,19 @@
 
 Every other room speaks in these words. Times are seconds on one monotonic clock chosen by the caller; nothing here
 reads a clock. Sizes carry their unit in their name.
+
+Every request makes a dozen of them. A `Struct` is frozen and has slots like the dataclass that it might be, and is made
+in a tenth of the time (of twenty fields in 0.1 µs, not 2); `msgspec.structs.replace` makes a changed copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 from typing import Any
+
+from msgspec import Struct, field
 
 CRITICAL = 100
 DEFAULT = 0
@@ -50,8 +54,7 @@ class Outcome(StrEnum):
 # --- what clients ask -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """What one request body said, as far as scheduling needs it.
 
     `model` is None when the body names none (absent, null or empty). `prompt_bytes` counts the UTF-8 bytes of the text
@@ -68,8 +71,7 @@ class Ask:
     sequences: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
+class Slo(Struct, frozen=True):
     """A latency objective: seconds from arrival to the first token, mean seconds per output token after it.
 
     None where that part is not asked for; at least one part is.
@@ -85,8 +87,7 @@ class Slo:
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """An ask with identity, flow, band, cost, arrival and deadline. It never changes once made.
 
     `weight` is the share of its flow. `limits` names the usage limits that it counts against (of its tenant, its
@@ -130,8 +131,7 @@ class Entry(StrEnum):
 # --- what backends say ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCard:
+class ModelCard(Struct, frozen=True):
     """One entry of a backend's `/v1/models`. `parent` is the base model of an adapter, None for a base model."""
 
     name: str
@@ -140,16 +140,14 @@ class ModelCard:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Struct, frozen=True):
     """One answer of a backend's `/v1/models`, in its own order."""
 
     taken_at_s: float
     cards: tuple[ModelCard, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(Struct, frozen=True):
     """The numbers of one scrape of one backend; a value the backend does not publish is None.
 
     `taken_at_s` is when the scrape was *sent*: work booked after it cannot be in these numbers. `kv_used` is 0..1.
@@ -190,8 +188,7 @@ class Verdict(StrEnum):
     WITHDRAWN = "withdrawn"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """Tokens as the engine counted them; `cached_tokens` is None where the engine does not say."""
 
     prompt_tokens: int
@@ -199,8 +196,7 @@ class Usage:
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(Struct, frozen=True):
     """What a request costs on one backend, in seconds; `terms` add up to `total_s`.
 
     Its client would see the first token `ttft_s` after dispatch and then one each `tpot_s`; `cached_tokens` of the
@@ -218,8 +214,7 @@ class Price:
     fits: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
+class Predicted(Struct, frozen=True):
     """A time as it was predicted at dispatch: expected, and one that is exceeded in one case of ten."""
 
     expected_s: float
@@ -234,8 +229,7 @@ class Predicted:
         return observed_s <= self.p90_s
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """Where, and why: `terms` are the named parts of the chosen backend's score.
 
     `cached_tokens` of the prompt are expected in its prefix cache, and `held_tokens` in the KV-cache in any case,
@@ -254,8 +248,7 @@ class Placed:
     tpot: Predicted | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
+class Explained(Struct, frozen=True):
     """One choice as it was made at `at_s`: the prices of all candidates, and whose was taken.
 
     `id`, `label` and `model` are those of the request.
@@ -270,8 +263,7 @@ class Explained:
     prices: tuple[Price, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BackendPace:
+class BackendPace(Struct, frozen=True):
     """One backend beside its pool: it takes `prefill_factor` and `step_factor` times as long for prompts and steps.
 
     `busy_share` of its time lately went into prompts, and `in_flight` sequences are there. `indexed_blocks` of prompts
@@ -287,8 +279,7 @@ class BackendPace:
     indexed_blocks_max: int
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
+class Learned(Struct, frozen=True):
     """What was learned of a pool's speed so far.
 
     A prompt takes `prefill_base_s` and `prefill_token_s` for each token that is not cached; a token of an answer takes
@@ -307,13 +298,11 @@ class Learned:
     backends: tuple[BackendPace, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NoCapacity:
+class NoCapacity(Struct, frozen=True):
     """Nobody has room under this band's ceiling: the pool stops here, which is what makes priority strict."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoMatch:
+class NoMatch(Struct, frozen=True):
     """Somebody has room, but nobody for this request: the policy may offer its next flow.
 
     `whole_model` when nobody with room serves the model at all, so that its other requests need not be tried. `later`
@@ -324,8 +313,7 @@ class NoMatch:
     later: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Why:
+class Why(Struct, frozen=True):
     """Why this request went and no other, noted when it was decided.
 
     `waiting` counts requests by band, highest first, this one among them; `flows` the flows of its band that had some.
@@ -340,8 +328,7 @@ class Why:
     guaranteed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(Struct, frozen=True):
     """A booking already made: `request` may use `backend` until the lease is finished.
 
     `left_s` is what is left of its own time to wait, for when it has to come back.
@@ -356,8 +343,7 @@ class Grant:
     left_s: float = inf
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Struct, frozen=True):
     """A queued request leaves the waiting room without a backend."""
 
     request: Request
@@ -365,8 +351,7 @@ class Drop:
     retry_after_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Revoke:
+class Revoke(Struct, frozen=True):
     """A lease whose backend is known to be gone; its stream will never speak again."""
 
     lease: int
@@ -374,8 +359,7 @@ class Revoke:
     backend: str
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(Struct, frozen=True):
     """A lease to be given back before its first byte, in favour of a waiting request of a higher band.
 
     Its request loses nothing: it comes back to the head of its flow, with its waiting time kept.

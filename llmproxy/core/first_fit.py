@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed
 from llmproxy.core.fleet import View
@@ -13,8 +15,7 @@ from llmproxy.core.placement import NO_CAPACITY, Placement, context_tokens
 from llmproxy.core.queue import FLOW_LOOK_MAX, Band, Queued
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Struct, frozen=True):
     """A request, its backend, and how many before it fitted nowhere."""
 
     queued: Queued
@@ -22,8 +23,7 @@ class Found:
     passed_over: int
 
 
-@dataclass(frozen=True, slots=True)
-class Limited:
+class Limited(Struct, frozen=True):
     """A request whose turn it is, and the usage limit that keeps it waiting all the same."""
 
     queued: Queued

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llmproxy.core.capacity import BatchLimit, slots_under
 from llmproxy.core.domain import Listing, Reading, Request, Trouble, Verdict
@@ -20,8 +23,7 @@ RESIDENT_ADAPTERS_MAX = 1_024
 """Bound of the residency list of an engine that does not publish how many adapters it holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """One backend as policies see it, at one instant.
 
     `load` counts sequences in flight, ours and other clients'; `limit` is how many it may get at once. `waiting` are

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 from typing import Protocol
+
+from msgspec import Struct
 
 from llmproxy.core.domain import Request
 from llmproxy.core.registry import Registry
@@ -14,8 +15,7 @@ from llmproxy.core.settings import Settings
 Key = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
+class Rank(Struct, frozen=True):
     """Where a request stands in its flow, least key first; from `turns_s` on, `then` is its key."""
 
     key: Key

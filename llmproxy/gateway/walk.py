@@ -9,6 +9,7 @@ from itertools import count
 from os import urandom
 
 from aiohttp import web
+from msgspec import structs
 
 from llmproxy.config import BackendConfig
 from llmproxy.core.catalogue import Target
@@ -235,7 +236,7 @@ class Walker:
                 if entry is not Entry.NEW:
                     # The time to wait counts while waiting: not while a backend works, nor while the request is held
                     # because there is none.
-                    request = replace(request, deadline_s=now + max(left_s, RETRY_WAIT_MIN_S))
+                    request = structs.replace(request, deadline_s=now + max(left_s, RETRY_WAIT_MIN_S))
                 walk.request = request
                 walk.waits_since_s = now
                 async with self._dispatcher.admit(request, frozenset(walk.excluded), entry) as lease:

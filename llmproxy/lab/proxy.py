@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
+
+from msgspec.structs import replace
 
 from llmproxy.config import Config
 from llmproxy.core.domain import (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from llmproxy.core.domain import Grant, Predicted, Request, Usage, Verdict
 from llmproxy.core.placement import make

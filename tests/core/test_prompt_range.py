@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
+
+from msgspec.structs import replace
 
 from llmproxy.core.domain import Placed, Request
 from llmproxy.core.fleet import View

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
+from msgspec import structs
 
 from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Trouble, Verdict
 from llmproxy.core.health import Ejected, Health, Peers
@@ -73,7 +74,7 @@ class Stand:
 
     def send(self, prompt_tokens: int = 200, stream: bool = True) -> None:
         asked = request(id=f"q{next(self._serial)}", prompt_tokens=prompt_tokens, stream=stream)
-        asked = replace(asked, arrived_s=self.now, deadline_s=self.now + 60.0)
+        asked = structs.replace(asked, arrived_s=self.now, deadline_s=self.now + 60.0)
         self.of.submit(asked, self.now)
 
     def decide(self) -> None:
@@ -302,7 +303,7 @@ def test_long_prompts_that_were_believed_to_be_cached_make_nobody_slow(monkeypat
     booked = Watch.booked
 
     def believing(watch: Watch, lease: int, asked: Request, placed: Placed, now: float) -> None:
-        booked(watch, lease, asked, replace(placed, cached_tokens=max(0, asked.prompt_tokens - 200)), now)
+        booked(watch, lease, asked, structs.replace(placed, cached_tokens=max(0, asked.prompt_tokens - 200)), now)
 
     stand = warm()
     monkeypatch.setattr(Watch, "booked", believing)

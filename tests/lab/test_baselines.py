@@ -4,10 +4,10 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from llmproxy.core.domain import Grant, NoCapacity, NoMatch, Placed, Verdict
 from llmproxy.core.fleet import View

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -12,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import Entry, Outcome, Placed, Predicted, Slo, Usage, Verdict, Why
