@@ -23,13 +23,15 @@ class MinShares:
         self._shares = {band: share for band, share in shares.items() if share > 0.0}
         self._credits = {band: self._credits.get(band, 0.0) for band in self._shares}
 
+    def __bool__(self) -> bool:
+        """Whether any band has a share."""
+        return bool(self._shares)
+
     def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
         """`cost` was granted to `band`; `waiting` are the bands that have something to wait for.
 
         Answers by how much that changed the credit of each band.
         """
-        if not self._shares:
-            return {}
         before = dict(self._credits)
         if band in self._credits:
             self._credits[band] = max(-CREDIT_GRANTS * cost, self._credits[band] - cost)

@@ -108,7 +108,7 @@ class Pools:
         """Another process goes by the name of a backend from now on; see `Backend.replaced`."""
         self.backends[name].replaced()
         for scheduler in self._schedulers.values():
-            scheduler.replaced(self.backends[name])
+            scheduler.leases.replaced(self.backends[name])
 
     def reconfigure(self, settings: Settings, aliases: Mapping[str, str], now: float) -> None:
         """Go by other settings and other aliases from the next decision on.
@@ -141,7 +141,7 @@ class Pools:
     def troubled(self, backend: str, trouble: Trouble) -> None:
         if self.backends[backend].troubled(trouble):
             for scheduler in self._schedulers.values():
-                scheduler.lost(self.backends[backend])
+                scheduler.leases.lost(self.backends[backend])
 
     def _assign(self, backend: str) -> None:
         pool, old = self.catalogue.pool_of(backend), self._pool_of.get(backend)
@@ -183,16 +183,16 @@ class Pools:
         self._schedulers[request.pool].cancel(request.id)
 
     def started(self, grant: Grant, now: float) -> None:
-        self._schedulers[grant.request.pool].started(grant.lease, now)
+        self._schedulers[grant.request.pool].leases.started(grant.lease, now)
 
     def committed(self, grant: Grant, now: float) -> None:
-        self._schedulers[grant.request.pool].committed(grant.lease, now)
+        self._schedulers[grant.request.pool].leases.committed(grant.lease, now)
 
     def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
-        self._schedulers[grant.request.pool].progress(grant.lease, output_tokens, now)
+        self._schedulers[grant.request.pool].leases.progress(grant.lease, output_tokens, now)
 
     def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        self._schedulers[grant.request.pool].finish(grant.lease, verdict, now, usage)
+        self._schedulers[grant.request.pool].leases.finish(grant.lease, verdict, now, usage)
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
         """The answer to a grant is over and was read: with its prompt it makes these blocks; see `Placement.cached`."""
@@ -202,7 +202,7 @@ class Pools:
         """The same for those who have kept of a grant only what counts here."""
         scheduler = self._schedulers.get(pool)
         if scheduler is not None:
-            scheduler.cached(lease, backend, hashes)
+            scheduler.leases.cached(lease, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """A request has left the house, whether it was served, refused or left by its client; told once of each.

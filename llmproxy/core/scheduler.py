@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llmproxy.core.admission import Admission
-from llmproxy.core.charge import charges
-from llmproxy.core.domain import (
-    Decision,
-    Drop,
-    Entry,
-    Grant,
-    NoCapacity,
-    Outcome,
-    Request,
-    Revoke,
-    Usage,
-    Verdict,
-    Why,
-)
+from llmproxy.core.domain import Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
 from llmproxy.core.first_fit import Found, Limited, Unmatched, first_fit, head
 from llmproxy.core.first_token import FirstToken
 from llmproxy.core.fleet import Backend, View
 from llmproxy.core.health import Peers
+from llmproxy.core.leases import Leases
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.min_share import MinShares
 from llmproxy.core.occupancy import DrainRate, Occupancy
@@ -39,21 +27,6 @@ from llmproxy.core.withdrawal import Withdrawal
 PASS_MAX = 64
 """Drops or grants of one pass; the rest follow in a pass asked for at once, so that a mass release never holds the
 loop."""
-
-
-@dataclass(slots=True)
-class _Lease:
-    """A booking, what its flow is charged so far, and how its grant changed what bands are owed.
-
-    `elsewhere`: it runs on a process that another one has taken the place of, and whose end is not that one's.
-    """
-
-    request: Request
-    backend: Backend
-    at_s: float
-    charged: float = 0.0
-    credits: Mapping[int, float] = field(default_factory=dict)
-    elsewhere: bool = False
 
 
 @dataclass(slots=True)
@@ -77,9 +50,10 @@ class _Pass:
 class Scheduler:
     """The waiting room and the backends of one pool.
 
-    Every event is a method that takes `now`; none decides anything. `decide(now)` then answers what is to be done, and
-    `next_wakeup(now)` when to ask again although nothing happened. A granted request stays booked on its backend until
-    `finish`. Not thread-safe, and need not be.
+    Every event is a method that takes `now`, of this object or, where a lease is concerned, of `leases`; none decides
+    anything. `decide(now)` then answers what is to be done, and `next_wakeup(now)` when to ask again although nothing
+    happened. A granted request stays booked on its backend until its lease is finished. Not thread-safe, and need not
+    be.
     """
 
     def __init__(
@@ -95,9 +69,7 @@ class Scheduler:
         self._settings = settings
         # Shared by all pools: a tenant may use several models, and a backend that moves still holds leases of the old.
         self._limits = limits
-        self._lease_serial = lease_serial
         self._placement = placement
-        self._charge = charges.get(settings.charged)(settings)
         self._backends: dict[str, Backend] = {}
         self._peers = Peers(settings.health.ejected_max)
         self._watch = Watch(settings.health, self._peers)
@@ -111,10 +83,17 @@ class Scheduler:
         )
         self._min_shares = MinShares(settings.min_shares)
         self._withdrawal = Withdrawal(settings, self._reserve)
-        self._leases: dict[int, _Lease] = {}
-        self._lost: list[int] = []
-        self._newest = 0
-        self._void: dict[str, int] = {}
+        self.leases = Leases(
+            settings,
+            lease_serial,
+            self._room,
+            placement,
+            self._watch,
+            limits,
+            self._withdrawal,
+            self._min_shares,
+            self._first_token,
+        )
         self._shed: list[Drop] = []
         self._more = False
         self._decided: list[Decision] = []
@@ -133,36 +112,17 @@ class Scheduler:
 
     def attach(self, backend: Backend) -> None:
         self._backends[backend.name] = backend
-        self._void[backend.name] = self._newest
+        self.leases.attach(backend.name)
         backend.health.peers = self._peers
         self._peers.members[backend.name] = backend.health
         self._index = {name: index for index, name in enumerate(self._backends)}
 
     def detach(self, backend: str) -> None:
         """Stop granting to a backend; its leases run on."""
-        del self._backends[backend], self._void[backend]
+        del self._backends[backend]
         self._peers.members.pop(backend).peers = None
-        self._watch.forget(backend)
-        self._placement.lost(backend)
+        self.leases.detach(backend)
         self._index = {name: index for index, name in enumerate(self._backends)}
-
-    def lost(self, backend: Backend) -> None:
-        """The process behind a backend is gone: the next `decide` revokes its leases."""
-        self._forget_process(backend)
-        self._lost += [x for x, held in self._leases.items() if held.backend is backend and not held.elsewhere]
-
-    def replaced(self, backend: Backend) -> None:
-        """Another process goes by the name of a backend; what the old one has runs on, whatever the new one does."""
-        self._forget_process(backend)
-        for held in self._leases.values():
-            held.elsewhere = held.elsewhere or held.backend is backend
-
-    def _forget_process(self, backend: Backend) -> None:
-        self._watch.forget(backend.name)
-        self._placement.lost(backend.name)
-        # Lease numbers rise: those up to this one had the process that is gone.
-        if backend.name in self._backends:
-            self._void[backend.name] = self._newest
 
     @property
     def waiting(self) -> int:
@@ -170,7 +130,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self._backends or self._room or self._leases or self._shed)
+        return not (self._backends or self._room or self.leases or self._shed)
 
     def alive(self) -> bool:
         """Some backend of this pool is up, be it full or resting."""
@@ -205,62 +165,6 @@ class Scheduler:
         """The request has left the house for good. `met`: it kept its objective; None where it had none to keep."""
         self._room.band(request.band).fairness.ended(request, met, now)
 
-    # --- leases --------------------------------------------------------------------------------------------------
-
-    def started(self, lease: int, now: float) -> None:
-        """The first byte of the answer arrived."""
-        held = self._leases[lease]
-        held.backend.started(lease, now)
-        self._watch.started(lease, now)
-        self._withdrawal.closed(lease)
-        self._placement.started(lease, now)
-        if held.request.stream:
-            self._room.band(held.request.band).fairness.started(held.request, now)
-            self._first_token.learn(held.request.prompt_tokens, now - held.at_s)
-
-    def committed(self, lease: int, now: float) -> None:
-        """A byte went to the client, be it a token or not: from here on its request stays where it is."""
-        self._withdrawal.closed(lease)
-        self._watch.committed(lease, now)
-
-    def progress(self, lease: int, output_tokens: int, now: float) -> None:
-        """The answer has about so many tokens by now: charge what exceeds the estimate."""
-        held = self._leases[lease]
-        reading = held.backend.reading
-        kv_used = reading.kv_used if reading is not None else None
-        fast = self._watch.progress(lease, output_tokens, held.backend.sequences, kv_used, now)
-        if fast is not None and held.backend.health.slow:
-            held.backend.paced(lease, fast, now)
-        so_far = self._charge.so_far(held.request, output_tokens, now - held.at_s)
-        if so_far > held.charged:
-            self._charge_to(held, so_far)
-
-    def finish(self, lease: int, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        """Return a lease. `usage` is what the engine counted, or the tokens seen so far where it was cut short."""
-        held = self._leases.pop(lease)
-        held.backend.release(lease, verdict, now)
-        self._watch.finished(lease, now)
-        self._withdrawal.closed(lease)
-        self._placement.finished(lease, verdict, usage, now)
-        self._limits.released(held.request, _used_tokens(held.request, verdict, usage), now)
-        if verdict is not Verdict.SERVED and (usage is None or not (usage.prompt_tokens or usage.output_tokens)):
-            # The attempt gave nothing: a retry is charged anew, and a failure is not the client's debt.
-            self._min_shares.undone(held.credits, held.charged)
-            self._charge_to(held, 0.0)
-        elif usage is not None:
-            self._charge_to(held, self._charge.final(held.request, usage, now - held.at_s))
-
-    def cached(self, lease: int, backend: str, hashes: Sequence[int]) -> None:
-        """The prompt and the answer of a lease that was returned are these blocks, which its backend holds."""
-        # What is not of this pool any more is remembered by nobody, and must not be learned anew.
-        if backend in self._void and lease > self._void[backend]:
-            self._placement.cached(backend, hashes)
-
-    def _charge_to(self, held: _Lease, cost: float) -> None:
-        request = held.request
-        self._room.band(request.band).fairness.charge(request.flow, (cost - held.charged) / request.weight)
-        held.charged = cost
-
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
@@ -275,8 +179,7 @@ class Scheduler:
     def _pass(self, now: float) -> None:
         decisions = self._decided
         self._look_after(now)
-        if self._lost:
-            decisions += self._revoked()
+        decisions += self.leases.take_revoked()
         if self._shed:
             decisions += self._shed
             self._shed = []
@@ -318,7 +221,7 @@ class Scheduler:
 
     def _grant_guaranteed(self, this: _Pass) -> bool:
         """Grant what bands have earned by their minimum shares; True when others may go on."""
-        while self._settings.min_shares and this.steps < PASS_MAX:
+        while self._min_shares and this.steps < PASS_MAX:
             due = [x for x in self._min_shares.due(self._room.levels()[1:]) if x not in this.guaranteed_none]
             if not due:
                 return True
@@ -384,25 +287,11 @@ class Scheduler:
         ahead, left_s = len(self._room) - 1, self._room.own_left_s(queued, now)
         self._room.leave(queued)
         backend = self._backends[placed.backend]
-        lease = self._newest = next(self._lease_serial)
-        backend.book(lease, request, now, placed.held_tokens)
-        self._limits.booked(request)
-        self._watch.booked(lease, request, placed, now)
-        self._placement.booked(lease, request, placed, now)
-        if not guaranteed:
-            # What a band is granted by its minimum share is not to be taken back by those who waited above it.
-            self._withdrawal.booked(lease, request, backend)
+        lease = self.leases.book(request, placed, backend, now, guaranteed=guaranteed)
         this.outdated = backend
-        held = self._leases[lease] = _Lease(request, backend, now)
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
         this.decisions.append(grant)
-        band.fairness.dispatched(request.flow)
-        if not request.stream:
-            # Nobody can see its first token; that it was granted in time is what can be known.
-            band.fairness.started(request, now)
-        self._charge_to(held, self._charge.estimate(request))
-        if self._settings.min_shares:
-            held.credits = self._min_shares.granted(request.band, held.charged, self._room.levels())
+        self.leases.granted(lease, now)
         self._drain.granted(request.id, now)
         this.steps += 1
         return grant
@@ -420,16 +309,9 @@ class Scheduler:
         hung, slow = self._watch.look(now)
         for name, silent in hung.items():
             if self._backends[name].hangs(silent, now):
-                self._lost += self._watch.give_up(name)
+                self.leases.hung(name)
         for name, why in slow.items():
             self._backends[name].slowed(why, now)
-
-    def _revoked(self) -> Iterator[Revoke]:
-        lost, self._lost = self._lost, []
-        for lease in lost:
-            held = self._leases.get(lease)
-            if held is not None:
-                yield Revoke(lease, held.request, held.backend.name)
 
     def _expired(self, alive: bool, now: float) -> list[Drop]:
         drops = []
@@ -448,7 +330,7 @@ class Scheduler:
         return self._look(now).shown(
             self.views(now),
             alive=self.alive(),
-            leases=len(self._leases),
+            leases=len(self.leases),
             withdrawing=self._withdrawal.pending,
             flows_max=flows_max,
         )
@@ -474,15 +356,6 @@ class Scheduler:
         """Raise AssertionError when two accounts of the same thing differ."""
         self._room.check(now)
         self._watch.check()
-        booked = {lease: held.backend for lease, held in self._leases.items()}
-        for backend in {id(b): b for b in (*self._backends.values(), *booked.values())}.values():
+        self.leases.check()
+        for backend in self._backends.values():
             backend.check()
-            mine = {lease for lease, owner in booked.items() if owner is backend}
-            assert mine <= backend.bookings.keys(), "a lease is not booked on its backend"
-
-
-def _used_tokens(request: Request, verdict: Verdict, usage: Usage | None) -> int | None:
-    """What an attempt used of a limit of tokens: as counted, else as expected of a whole answer, else unknown."""
-    if usage is not None:
-        return usage.prompt_tokens + usage.output_tokens
-    return request.prompt_tokens + request.output_tokens if verdict is Verdict.SERVED else None

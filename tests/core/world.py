@@ -450,8 +450,8 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         assert not room.waiting
         assert not room._labels
         assert not room._parking.size
-        assert not one._leases
-        assert not one._lost
+        assert not one.leases
+        assert not one.leases._revoked
         assert one._withdrawal.open == one._withdrawal.pending == 0
         if isinstance(one._placement, CostPlacement):
             assert not one._placement._flights

@@ -1,0 +1,150 @@
+"""The ledger of one pool, alone: what a flow is charged, what is revoked, what is learned of prompts that ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+
+from llmproxy.core.domain import NoCapacity, Placed, Request, Usage, Verdict
+from llmproxy.core.fairness.fair_share import FairShare
+from llmproxy.core.first_token import FirstToken
+from llmproxy.core.fleet import Backend, View
+from llmproxy.core.health import Peers
+from llmproxy.core.leases import Leases
+from llmproxy.core.limits import UsageLimits
+from llmproxy.core.min_share import MinShares
+from llmproxy.core.occupancy import Occupancy
+from llmproxy.core.placement import NO_CAPACITY, Unobserved
+from llmproxy.core.reserve import Reserve
+from llmproxy.core.room import WaitingRoom
+from llmproxy.core.settings import Settings
+from llmproxy.core.watch import Watch
+from llmproxy.core.withdrawal import Withdrawal
+from tests.core.make import request
+
+SETTINGS = Settings(input_weight=1.0, output_weight=2.0)
+
+
+class Listener(Unobserved):
+    """Chooses nothing, and keeps what it is told to be cached where."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Sequence[int]]] = []
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> NoCapacity:
+        del request, views, ceiling, excluded, now
+        return NO_CAPACITY
+
+    def cached(self, backend: str, hashes: Sequence[int]) -> None:
+        self.told.append((backend, hashes))
+
+
+class Ledger:
+    """`Leases` over two backends, beside the room whose flows are charged."""
+
+    def __init__(self) -> None:
+        limits = UsageLimits({})
+        self.room = WaitingRoom(SETTINGS, Occupancy(SETTINGS.queue), limits)
+        self.placement = Listener()
+        self.leases = Leases(
+            SETTINGS,
+            count(1),
+            self.room,
+            self.placement,
+            Watch(SETTINGS.health, Peers(0.5)),
+            limits,
+            Withdrawal(SETTINGS, Reserve(SETTINGS)),
+            MinShares({}),
+            FirstToken(),
+        )
+        self.backends = {name: Backend(name, SETTINGS.capacity, SETTINGS.health) for name in "ab"}
+        for name in self.backends:
+            self.leases.attach(name)
+
+    def grant(self, backend: str = "a") -> int:
+        """A lease for a prompt of 10 tokens, of which 10 more are expected."""
+        placed = Placed(backend, 0.0, (), 1)
+        lease = self.leases.book(request(), placed, self.backends[backend], 0.0, guaranteed=False)
+        self.leases.granted(lease, 0.0)
+        return lease
+
+    def charged(self) -> float:
+        fairness = self.room.band(0).fairness
+        assert isinstance(fairness, FairShare)
+        return fairness.counter("flow")
+
+    def revoked(self) -> list[int]:
+        self.leases.check()
+        return [revoke.lease for revoke in self.leases.take_revoked()]
+
+
+def test_a_flow_is_charged_what_is_expected_then_what_is_known_and_in_the_end_what_it_took() -> None:
+    of = Ledger()
+    lease = of.grant()
+    assert of.charged() == 10 + 2 * 10
+    of.leases.progress(lease, 5, 1.0)
+    assert of.charged() == 10 + 2 * 10, "fewer tokens than expected, so far, say nothing"
+    of.leases.progress(lease, 50, 2.0)
+    assert of.charged() == 10 + 2 * 50
+    of.leases.finish(lease, Verdict.SERVED, 3.0, Usage(10, 60, cached_tokens=4))
+    assert of.charged() == 6 + 2 * 60
+    assert not of.leases
+
+
+@pytest.mark.parametrize(
+    ("verdict", "usage", "charged"),
+    [
+        (Verdict.FAILED, None, 0.0),
+        (Verdict.FAILED, Usage(0, 0), 0.0),
+        (Verdict.CLIENT_GONE, Usage(10, 3), 10 + 2 * 3),
+        (Verdict.SERVED, None, 10 + 2 * 10),
+    ],
+)
+def test_an_attempt_that_gave_nothing_is_nobodys_debt(verdict: Verdict, usage: Usage | None, charged: float) -> None:
+    of = Ledger()
+    of.leases.finish(of.grant(), verdict, 1.0, usage)
+    assert of.charged() == charged
+
+
+def test_a_lost_process_takes_its_leases_along_and_no_others() -> None:
+    of = Ledger()
+    ended, running, other = of.grant("a"), of.grant("a"), of.grant("b")
+    of.leases.lost(of.backends["a"])
+    of.leases.finish(ended, Verdict.FAILED, 1.0)
+    assert of.revoked() == [running]
+    assert of.revoked() == []
+    of.leases.lost(of.backends["b"])
+    assert of.revoked() == [other]
+
+
+def test_what_runs_on_a_process_that_was_replaced_outlives_its_successor() -> None:
+    of = Ledger()
+    of.grant("a")
+    of.leases.replaced(of.backends["a"])
+    newer = of.grant("a")
+    of.leases.lost(of.backends["a"])
+    assert of.revoked() == [newer]
+
+
+def test_what_an_earlier_process_has_cached_is_not_learned_of_a_later_one() -> None:
+    of = Ledger()
+    before = of.grant("a")
+    of.leases.lost(of.backends["a"])
+    after = of.grant("a")
+    for lease in (before, after):
+        of.leases.cached(lease, "a", (1, 2))
+    of.leases.detach("b")
+    of.leases.cached(after + 1, "b", (3, 4))
+    assert of.placement.told == [("a", (1, 2))]
+
+
+def test_leases_are_checked_against_the_bookings_of_their_backends() -> None:
+    of = Ledger()
+    lease = of.grant("a")
+    of.backends["a"].release(lease, Verdict.SERVED, 1.0)
+    with pytest.raises(AssertionError, match="not booked"):
+        of.leases.check()
