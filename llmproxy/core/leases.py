@@ -99,6 +99,8 @@ class Leases:
 
     def take_revoked(self) -> list[Revoke]:
         """The leases to be revoked since this was last asked, less those that have ended meanwhile."""
+        if not self._revoked:
+            return []
         leases, self._revoked = self._revoked, []
         known = [(lease, self._held[lease]) for lease in leases if lease in self._held]
         return [Revoke(lease, held.request, held.backend.name) for lease, held in known]
@@ -138,7 +140,7 @@ class Leases:
             # Nobody can see its first token; that it was granted in time is what can be known.
             fairness.started(request, now)
         self._charge_to(held, self._charge.estimate(request))
-        if self._min_shares:
+        if self._min_shares.shares:
             held.credits = self._min_shares.granted(request.band, held.charged, self._room.levels())
 
     def started(self, lease: int, now: float) -> None:

@@ -15,17 +15,13 @@ class MinShares:
     """
 
     def __init__(self, shares: Mapping[int, float]) -> None:
-        self._shares = {band: share for band, share in shares.items() if share > 0.0}
-        self._credits = dict.fromkeys(self._shares, 0.0)
+        self.shares = {band: share for band, share in shares.items() if share > 0.0}
+        self._credits = dict.fromkeys(self.shares, 0.0)
 
     def reconfigure(self, shares: Mapping[int, float]) -> None:
         """Owe other shares from now on; the credit of a band that still has one stays."""
-        self._shares = {band: share for band, share in shares.items() if share > 0.0}
-        self._credits = {band: self._credits.get(band, 0.0) for band in self._shares}
-
-    def __bool__(self) -> bool:
-        """Whether any band has a share."""
-        return bool(self._shares)
+        self.shares = {band: share for band, share in shares.items() if share > 0.0}
+        self._credits = {band: self._credits.get(band, 0.0) for band in self.shares}
 
     def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
         """`cost` was granted to `band`; `waiting` are the bands that have something to wait for.
@@ -36,8 +32,8 @@ class MinShares:
         if band in self._credits:
             self._credits[band] = max(-CREDIT_GRANTS * cost, self._credits[band] - cost)
         for other in waiting:
-            if other in self._shares:
-                earned = self._credits[other] + self._shares[other] * cost
+            if other in self.shares:
+                earned = self._credits[other] + self.shares[other] * cost
                 self._credits[other] = min(earned, CREDIT_GRANTS * cost)
         return {changed: self._credits[changed] - was for changed, was in before.items()}
 

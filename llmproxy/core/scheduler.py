@@ -221,7 +221,7 @@ class Scheduler:
 
     def _grant_guaranteed(self, this: _Pass) -> bool:
         """Grant what bands have earned by their minimum shares; True when others may go on."""
-        while self._min_shares and this.steps < PASS_MAX:
+        while self._min_shares.shares and this.steps < PASS_MAX:
             due = [x for x in self._min_shares.due(self._room.levels()[1:]) if x not in this.guaranteed_none]
             if not due:
                 return True
