@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from llmproxy.core.charge import charges
 from llmproxy.core.domain import Placed, Request, Revoke, Usage, Verdict
+from llmproxy.core.fairness import FairnessPolicy
 from llmproxy.core.first_token import FirstToken
 from llmproxy.core.fleet import Backend
 from llmproxy.core.limits import UsageLimits
@@ -20,13 +21,15 @@ from llmproxy.core.withdrawal import Withdrawal
 
 @dataclass(slots=True)
 class _Lease:
-    """A booking, what its flow is charged so far, and how its grant changed what bands are owed.
+    """A booking, what its flow is charged so far (by the `fairness` of its band), and how its grant changed what bands
+    are owed.
 
     `elsewhere`: it runs on a process that another one has taken the place of, and whose end is not that one's.
     """
 
     request: Request
     backend: Backend
+    fairness: FairnessPolicy
     at_s: float
     charged: float = 0.0
     credits: Mapping[int, float] = field(default_factory=dict)
@@ -127,18 +130,17 @@ class Leases:
         if not guaranteed:
             # What a band is granted by its minimum share is not to be taken back by those who waited above it.
             self._withdrawal.booked(lease, request, backend)
-        self._held[lease] = _Lease(request, backend, now)
+        self._held[lease] = _Lease(request, backend, self._room.band(request.band).fairness, now)
         return lease
 
     def granted(self, lease: int, now: float) -> None:
         """The decision is made: tell the policy that chose whose turn it was, and charge the flow what is expected."""
         held = self._held[lease]
         request = held.request
-        fairness = self._room.band(request.band).fairness
-        fairness.dispatched(request.flow)
+        held.fairness.dispatched(request.flow)
         if not request.stream:
             # Nobody can see its first token; that it was granted in time is what can be known.
-            fairness.started(request, now)
+            held.fairness.started(request, now)
         self._charge_to(held, self._charge.estimate(request))
         if self._min_shares.shares:
             held.credits = self._min_shares.granted(request.band, held.charged, self._room.levels())
@@ -151,7 +153,7 @@ class Leases:
         self._withdrawal.closed(lease)
         self._placement.started(lease, now)
         if held.request.stream:
-            self._room.band(held.request.band).fairness.started(held.request, now)
+            held.fairness.started(held.request, now)
             self._first_token.learn(held.request.prompt_tokens, now - held.at_s)
 
     def committed(self, lease: int, now: float) -> None:
@@ -193,8 +195,7 @@ class Leases:
             self._placement.cached(backend, hashes)
 
     def _charge_to(self, held: _Lease, cost: float) -> None:
-        request = held.request
-        self._room.band(request.band).fairness.charge(request.flow, (cost - held.charged) / request.weight)
+        held.fairness.charge(held.request.flow, (cost - held.charged) / held.request.weight)
         held.charged = cost
 
     # --- looking in ----------------------------------------------------------------------------------------------

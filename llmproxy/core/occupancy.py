@@ -22,6 +22,9 @@ class _Usage:
         self.tokens += tokens
 
 
+_NOTHING = _Usage()
+
+
 @dataclass(frozen=True, slots=True)
 class Full:
     """A limit of the waiting room that is reached, by its name in the configuration; `total` over all bands."""
@@ -52,29 +55,27 @@ class Occupancy:
 
         `without` are requests of lower bands that are counted as if they had left.
         """
-        limits, none = self._limits, _Usage()
-        flow = self._flows.get((request.band, request.flow), none)
-        band = self._bands.get(request.band, none)
+        limits = self._limits
+        flow = self._flows.get((request.band, request.flow), _NOTHING)
+        band = self._bands.get(request.band, _NOTHING)
         total = self._total
         if without:
             total = _Usage(total.requests, total.body_bytes, total.tokens)
             for one in without:
                 total.add(-1, -one.body_bytes, -one.prompt_tokens - one.output_tokens)
-        more_tokens = request.prompt_tokens + request.output_tokens
-        for name, used, more, limit in (
-            ("flow_requests_max", flow.requests, 1, limits.flow_requests_max),
-            ("flow_bytes_max", flow.body_bytes, request.body_bytes, limits.flow_bytes_max),
-            ("flow_tokens_max", flow.tokens, more_tokens, limits.flow_tokens_max),
-            ("band_requests_max", band.requests, 1, limits.band_requests_max),
-            ("band_bytes_max", band.body_bytes, request.body_bytes, limits.band_bytes_max),
-            ("band_tokens_max", band.tokens, more_tokens, limits.band_tokens_max),
-            ("requests_max", total.requests, 1, limits.requests_max),
-            ("bytes_max", total.body_bytes, request.body_bytes, limits.bytes_max),
-            ("tokens_max", total.tokens, more_tokens, limits.tokens_max),
+        body_bytes, tokens = request.body_bytes, request.prompt_tokens + request.output_tokens
+        for whose, used, requests_max, bytes_max, tokens_max in (
+            ("flow_", flow, limits.flow_requests_max, limits.flow_bytes_max, limits.flow_tokens_max),
+            ("band_", band, limits.band_requests_max, limits.band_bytes_max, limits.band_tokens_max),
+            ("", total, limits.requests_max, limits.bytes_max, limits.tokens_max),
         ):
+            if requests_max is not None and used.requests + 1 > requests_max:
+                return Full(f"queue.{whose}requests_max", requests_max, not whose)
+            if bytes_max is not None and used.body_bytes + body_bytes > bytes_max:
+                return Full(f"queue.{whose}bytes_max", bytes_max, not whose)
             # What alone is more than a limit of tokens may wait where nothing else does: it is only an estimate.
-            if limit is not None and used + more > limit and (used or not name.endswith("tokens_max")):
-                return Full(f"queue.{name}", limit, name in ("requests_max", "bytes_max", "tokens_max"))
+            if tokens_max is not None and used.tokens and used.tokens + tokens > tokens_max:
+                return Full(f"queue.{whose}tokens_max", tokens_max, not whose)
         return None
 
     def enter(self, request: Request) -> None:

@@ -165,10 +165,11 @@ class _Recent:
                 continue
             begin = max(0, end - room)
             here = _run_end(youngest, hashes, begin, end) if hashes[begin] in youngest else begin
-            self._take(self._generations[-2::-1], hashes, here, end)
-            before = len(youngest)
-            youngest.update(dict.fromkeys(hashes[here:end]))
-            self.held += len(youngest) - before
+            if here < end:
+                self._take(self._generations[-2::-1], hashes, here, end)
+                before = len(youngest)
+                youngest.update(dict.fromkeys(hashes[here:end]))
+                self.held += len(youngest) - before
             end = begin
         self._make_room()
 

@@ -79,8 +79,7 @@ class WaitingRoom:
         if held:
             left_s = min(left_s, self._settings.queue.hold_s)
         self._patience.enter(queued, now, len(self.waiting), left_s)
-        self._place(queued)
-        self.band(request.band).push(queued, now)
+        self._place(queued).push(queued, now)
 
     def leave(self, queued: Queued) -> None:
         request = queued.request
@@ -135,7 +134,7 @@ class WaitingRoom:
         for parked in back:
             anew = self._anew(parked)
             anew.back_from = parked.parked
-            self.band(parked.request.band).push(anew, now)
+            self._bands[parked.request.band].push(anew, now)
         return len(back)
 
     def first_parked(self) -> Key:
@@ -157,9 +156,11 @@ class WaitingRoom:
         self._place(anew)
         return anew
 
-    def _place(self, queued: Queued) -> None:
-        self.band(queued.request.band)
-        self._newest[queued.request.band].push(-queued.request.arrived_s, queued, len(self.waiting))
+    def _place(self, queued: Queued) -> Band:
+        request = queued.request
+        band = self.band(request.band)
+        self._newest[request.band].push(-request.arrived_s, queued, len(self.waiting))
+        return band
 
     # --- looking in --------------------------------------------------------------------------------------------------
 

@@ -186,7 +186,7 @@ class Scheduler:
         alive = self.alive()
         self._room.pool_is(alive, now)
         self._more = False
-        if not self._room:
+        if not self._room.waiting:
             # Most passes are asked for by a reading or an end while nobody waits: a large fleet need not be looked over
             # for them.
             return
@@ -249,7 +249,7 @@ class Scheduler:
         """When `decide` may have something to do although no event happens; None when only an event can."""
         if self._more or self._shed:
             return now
-        if not self._room:
+        if not self._room.waiting:
             return self._watch.due_s
         times = [self._watch.due_s, *(backend.changes_at(now) for backend in self._backends.values())]
         times += [self._room.next_deadline(now), self._reserve.changes_at(now)]

@@ -27,8 +27,8 @@ class SortedFlows:
 
     def set(self, flow: str, *key: float) -> None:
         self._serial += 1
-        self._entries[flow] = (key, self._serial)
-        heappush(self._heap, (self._entries[flow], flow))
+        entry = self._entries[flow] = (key, self._serial)
+        heappush(self._heap, (entry, flow))
         if len(self._heap) > 64 + 4 * len(self._entries):
             self._heap = [(entry, name) for name, entry in self._entries.items()]
             heapify(self._heap)

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from math import inf
 from random import Random
-from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from llmproxy.core.capacity import slots_under
 from llmproxy.core.domain import (
@@ -67,7 +69,7 @@ def _scarce(used: float) -> float:
     return used / (1.0 - used)
 
 
-class _Row(NamedTuple):
+class _Row(Struct, frozen=True):
     """A `Price` as long as nobody asks for it: `seconds` are those of `NAMES`, None where a term does not apply.
 
     A row is two objects, its price nine, and what a choice leaves behind is looked through by the garbage collector.
@@ -86,8 +88,16 @@ class _Row(NamedTuple):
         return tuple([(name, s) for name, s in zip(NAMES, self.seconds, strict=False) if s is not None])
 
     def price(self) -> Price:
-        backend, total_s, _, ttft_s, tpot_s, cached_tokens, cold_adapter, fits = self
-        return Price(backend, total_s, self.terms(), ttft_s, tpot_s, cached_tokens, cold_adapter, fits)
+        return Price(
+            self.backend,
+            self.total_s,
+            self.terms(),
+            self.ttft_s,
+            self.tpot_s,
+            self.cached_tokens,
+            self.cold_adapter,
+            self.fits,
+        )
 
 
 @presets.register("cost", prefixes=True, answers=True)
@@ -197,7 +207,7 @@ class CostPlacement:
             else:
                 seconds = [*price.seconds, None, LATE_S - headroom_s]
             total_s = sum(s for s in seconds if s is not None)
-            found.append(price._replace(seconds=tuple(seconds), total_s=total_s))
+            found.append(replace(price, seconds=tuple(seconds), total_s=total_s))
         return found
 
     def _matched(self, request: Request, able: Sequence[View], stations: Sequence[Station]) -> dict[str, int]:
