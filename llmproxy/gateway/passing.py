@@ -6,7 +6,7 @@ from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.dispatcher import Lease
 from llmproxy.gateway.attempt import Attempt, Client
 from llmproxy.gateway.attempt_timer import AttemptTimer
-from llmproxy.gateway.headers import to_client
+from llmproxy.gateway.headers import Headers, to_client
 from llmproxy.gateway.sse import StreamTap
 from llmproxy.upstream import Exchange
 
@@ -102,9 +102,7 @@ class PassingEvents(Passing):
         attempt, exchange, now = self._attempt, self._exchange, self._timer.now()
         self._lease.committed()
         attempt.committed = True
-        # Events are taken out and added, so a length that the backend told would not be that of what the client gets.
-        fields = [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
-        self._client.commit(exchange.status, exchange.reason, fields)
+        self._client.commit(exchange.status, exchange.reason, event_fields(exchange))
         self._reported_s = attempt.last_byte_s = now
         first, self.first = self.first, b""
         self._pass_on(first, now)
@@ -137,6 +135,14 @@ class PassingEvents(Passing):
             self._begin()
         elif held:
             self._client.write(held)
+
+
+def event_fields(exchange: Exchange) -> Headers:
+    """The header fields of a stream as its client gets them.
+
+    Events are taken out and added, so a length that the backend told would not be that of what the client gets.
+    """
+    return [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
 
 
 def check_kept(lease: Lease) -> None:

@@ -15,7 +15,7 @@ from llmproxy.gateway.attempt import Answer, Attempt, Call, Client
 from llmproxy.gateway.attempt_timer import AttemptTimer
 from llmproxy.gateway.errors import error_event
 from llmproxy.gateway.headers import to_client
-from llmproxy.gateway.passing import HELD_BYTES_MAX, Passing, PassingEvents, check_kept
+from llmproxy.gateway.passing import HELD_BYTES_MAX, Passing, PassingEvents, check_kept, event_fields
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.sse import StreamTap, usage_of_tail
 from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
@@ -173,9 +173,14 @@ class Relay:
         passing = PassingEvents(attempt, timer, exchange, client, tap, lease)
         await exchange.flow(passing.take)
         if tap.error_first and not attempt.committed:
-            body = passing.first + await _read_held(exchange)
-            attempt.answer = Answer(exchange.status, exchange.reason, to_client(exchange.headers), body)
+            # Through the tap as all of a stream: it may be holding the beginning of the next event.
+            events = passing.first + tap.feed(await _read_held(exchange)) + tap.flush()
             message = "The backend answered with an error event and no token."
+            if len(events) <= HELD_BYTES_MAX:
+                attempt.answer = Answer(exchange.status, exchange.reason, event_fields(exchange), events)
+            else:
+                message += f" What it said is not passed on: it is longer than {HELD_BYTES_MAX} bytes."
+                attempt.status = 502
             if tap.error_blames_client:
                 attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.SERVED, message, retryable=False)
             else:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from llmproxy.gateway import relay
+from llmproxy.gateway.relay import HELD_BYTES_MAX
 from llmproxy.simulator.faults import FaultKind
+from llmproxy.upstream import Exchange
 from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
-from tests.e2e.scripted import answering, scripted, whole
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
 """The first request goes to b0, the second to b1."""
@@ -138,6 +141,48 @@ async def test_when_all_streams_begin_with_an_error_it_is_passed_on() -> None:
         assert b"EngineCore" in answer.events[0]
         assert answer.events[1] == b"data: [DONE]"
         assert home.outcomes() == {"upstream_status": 1}
+
+
+ERROR_FIRST = b'data: {"error":{"message":"no","code":400}}\n\n'
+HIDDEN = b'data: {"id":"1","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":0}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+async def test_an_error_as_the_first_event_is_passed_on_to_its_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, read_held = asyncio.Event(), relay._read_held
+
+    async def noticed(exchange: Exchange) -> bytes:
+        seen.set()
+        return await read_held(exchange)
+
+    async def script(peer: Peer, _: bytes) -> None:
+        # This may become the usage that the proxy asked for: its beginning is held back until that is known.
+        await peer.send(STREAM_HEAD + chunk(ERROR_FIRST + b"data"))
+        await seen.wait()
+        await peer.send(chunk(b": [DONE]\n\n") + STREAM_END)
+
+    monkeypatch.setattr("llmproxy.gateway.relay._read_held", noticed)
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        assert (await home.chat(STREAM)).body == ERROR_FIRST + DONE
+
+
+async def test_an_error_as_the_first_event_does_not_keep_a_length_that_is_not_its_own() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(whole(ERROR_FIRST + HIDDEN + DONE, content_type="text/event-stream"))
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        for _ in range(2):
+            # A client that waits for more would take it from the next answer.
+            assert (await home.chat(STREAM)).body == ERROR_FIRST + DONE
+
+
+async def test_an_error_as_the_first_event_is_passed_on_whole_or_not_at_all() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk(ERROR_FIRST) + chunk(b":" + b"x" * HELD_BYTES_MAX) + STREAM_END)
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        answer = await home.chat(STREAM)
+        assert (answer.status, b"is not passed on" in answer.body) == (502, True)
 
 
 async def test_there_are_two_extra_attempts_at_most() -> None:
