@@ -62,7 +62,8 @@ class Attempt:
 
     Until `committed`, the client has seen nothing. `retryable` says that another backend might do better. `answer` is
     the backend's own error where it gave one. `message` is for the client, `detail` for the log alone: addresses are
-    nobody else's business. While `writing`, it is the client who is waited for.
+    nobody else's business. While `writing`, it is the client who is waited for, and once `ended` for nothing but to
+    take what it was handed.
     """
 
     outcome: Outcome = Outcome.INTERNAL
@@ -79,6 +80,7 @@ class Attempt:
     chunks: int = 0
     body_bytes: int = 0
     writing: bool = False
+    ended: bool = False
     head: bytes = b""
     tail: bytes = b""
     usage: Usage | None = None

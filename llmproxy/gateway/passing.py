@@ -42,7 +42,9 @@ class Passing:
 
     async def end(self) -> None:
         """All of it was handed on: the rest is for the client to take."""
-        self._attempt.writing = True
+        self._attempt.writing = self._attempt.ended = True
+        # An answer that came in one piece was under no limit yet but that of the whole.
+        self._timer.streaming(self._timer.now())
         await self._client.end()
 
     def pause(self) -> None:

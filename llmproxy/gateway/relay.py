@@ -57,7 +57,7 @@ class Relay:
             if not await self._was_complete(attempt, client):
                 self._broke(attempt)
         except TimeoutError:
-            if attempt.writing and not lease.revoked:
+            if attempt.writing and (attempt.ended or not lease.revoked):
                 await client.abort()
                 raise ConnectionAbortedError("it stopped reading") from None
             if not await self._was_complete(attempt, client):
@@ -69,11 +69,18 @@ class Relay:
         self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: Client
     ) -> None:
         exchange: Exchange | None = None
+
+        def cut() -> None:
+            # What has begun to answer is not withdrawn any more. A dead backend is left, unless all of it came: what is
+            # left then is for the client to take.
+            came = exchange is not None and exchange.ended
+            if not attempt.committed or (lease.revoked and not came):
+                timer.cut()
+
         try:
             async with asyncio.timeout_at(timer.deadline_s) as scope:
                 timer.scope = scope
-                # What has begun to answer is not withdrawn any more; a dead backend is left in any case.
-                lease.on_cut = lambda: timer.cut() if lease.revoked or not attempt.committed else None
+                lease.on_cut = cut
                 if lease.revoked or lease.withdrawn:
                     timer.cut()
                 exchange = await self._open(base_url, call)
@@ -201,7 +208,7 @@ class Relay:
         """True when a stream had already told its end, so that nothing is missing from what its client has."""
         if attempt.outcome is not Outcome.COMPLETED:
             return False
-        await client.end()
+        await end_within(client, self._timeouts.stall_s)
         return True
 
     def _broke(self, attempt: Attempt) -> None:
@@ -260,6 +267,16 @@ async def end_broken(attempt: Attempt, dialect: Dialect, client: Client) -> None
             await asyncio.sleep(LAST_WORDS_S)
     except TimeoutError:
         await client.abort()
+
+
+async def end_within(client: Client, limit_s: float) -> None:
+    """End an answer of which nothing is missing. Raises ConnectionAbortedError for a client that does not take it."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await client.end()
+    except TimeoutError:
+        await client.abort()
+        raise ConnectionAbortedError("it stopped reading") from None
 
 
 async def _read_held(exchange: Exchange) -> bytes:

@@ -26,7 +26,7 @@ from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
 from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES, SALT
-from llmproxy.gateway.relay import end_broken
+from llmproxy.gateway.relay import end_broken, end_within
 from llmproxy.gateway.routes import SALTED, Dialect, Route
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.scan import BadBody
@@ -316,12 +316,7 @@ class Walker:
             headers = [*headers, ("Retry-After", "1")]
         walk.client.commit(answer.status, answer.reason, headers)
         walk.client.write(answer.body)
-        try:
-            async with asyncio.timeout(walk.rules.config.timeouts.stall_s):
-                await walk.client.end()
-        except TimeoutError:
-            await walk.client.abort()
-            raise ConnectionAbortedError("it stopped reading") from None
+        await end_within(walk.client, walk.rules.config.timeouts.stall_s)
         walk.outcome, walk.status, walk.error = attempt.outcome, answer.status, attempt.message
 
     def _path_qs(self, walk: Walk) -> str:

@@ -13,8 +13,9 @@ import pytest
 
 from llmproxy.gateway.client_leg import ClientLeg
 from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, House, house, raw_post, until
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk, scripted, whole
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, raw_post, until
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
+from tests.faults.rig import read_answer
 
 TEXT = "Hello there"
 DIALECTS = {
@@ -267,6 +268,62 @@ async def test_an_error_that_its_client_does_not_read_has_an_end() -> None:
     ):
         await until(lambda: home.outcomes()["cancelled"] == 1)
         assert home.proxy.walker.walking == 0
+
+
+async def test_an_answer_in_one_piece_that_its_client_does_not_read_has_an_end() -> None:
+    async with (
+        scripted(answering(whole(b"x" * 100_000))) as backend,
+        house(extra=[backend.url], timeouts={"stall_s": 0.2}) as home,
+        home.wire(raw_post(HELLO) * 200),
+    ):
+        await until(lambda: home.outcomes()["cancelled"] == 1)
+        assert home.proxy.dispatcher.leases == 0
+
+
+async def test_a_complete_stream_that_broke_and_is_not_read_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def for_ever(_: ClientLeg) -> None:
+        await asyncio.Event().wait()
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk(EVENT + b"data: [DONE]\n\n"))
+        peer.reset()
+
+    monkeypatch.setattr(ClientLeg, "drained", for_ever)
+    async with (
+        scripted(script) as backend,
+        house(extra=[backend.url], timeouts={"stall_s": 0.2}) as home,
+        home.wire(raw_post(STREAM)),
+    ):
+        await until(lambda: home.outcomes()["completed"] == 1)
+        assert home.proxy.dispatcher.leases == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_backend_that_goes_when_all_of_its_answer_came(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    answer = STREAM_HEAD + chunk(EVENT + b"data: [DONE]\n\n") + STREAM_END if stream else whole(b"{}")
+    slow, caught_up = asyncio.Event(), asyncio.Event()
+
+    async def slowly(_: ClientLeg) -> None:
+        slow.set()
+        await caught_up.wait()
+
+    monkeypatch.setattr(ClientLeg, "drained", slowly)
+    async with scripted(answering(answer)) as backend, house(extra=[backend.url]) as home:
+        async with home.wire(raw_post(STREAM if stream else HELLO)) as (reader, writer):
+            await slow.wait()
+            (lease,) = home.proxy.dispatcher._leases.values()
+            backend.hang()
+            await until(lambda: lease.revoked)
+            for _ in range(5):
+                # As many turns of the loop as it takes to end an attempt.
+                await asyncio.sleep(0)
+            caught_up.set()
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await read_answer(reader)).whole
+            # Not one byte lies between them.
+            assert (await read_answer(reader)).status == 200
+        await home.settled()
+        assert home.outcomes()["completed"] == 1
 
 
 async def test_a_client_that_leaves_at_the_sight_of_the_error_event(monkeypatch: pytest.MonkeyPatch) -> None:

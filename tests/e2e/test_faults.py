@@ -170,7 +170,7 @@ async def test_an_error_as_the_first_event_does_not_keep_a_length_that_is_not_it
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(whole(ERROR_FIRST + HIDDEN + DONE, content_type="text/event-stream"))
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+    async with scripted(script) as backend, house(extra=[backend.url]) as home, asyncio.timeout(5):
         for _ in range(2):
             # A client that waits for more would take it from the next answer.
             assert (await home.chat(STREAM)).body == ERROR_FIRST + DONE
