@@ -61,7 +61,7 @@ class ClientsConfig(Section):
     address_requests_per_s: Annotated[Number, Field(gt=0)] | None = None
     """Most requests a second from one address; more of them are refused with 429. null is no limit."""
     idle_timeout_s: Seconds = 75.0
-    """How long a connection is kept on which nothing is asked."""
+    """How long a connection is kept on which nothing is asked, or whose client does not read what is left for it."""
     head_timeout_s: Seconds = 30.0
     """Longest time from the first byte of a request to the end of its header fields, and for a TLS handshake."""
     head_bytes_max: Count = 128 << 10

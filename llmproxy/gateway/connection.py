@@ -57,7 +57,7 @@ class Leg(Protocol):
 class ClientConnection(web.RequestHandler):
     """aiohttp's connection with limits, and with answers of our own to what it cannot parse."""
 
-    __slots__ = ("_address", "_door", "_head_bytes", "_head_timer", "_limits", "leg")
+    __slots__ = ("_address", "_door", "_head_bytes", "_head_timer", "_limits", "_unread_timer", "_wire", "leg")
 
     def __init__(self, server: ClientServer, door: Door, limits: ClientsConfig, **options: object) -> None:
         super().__init__(server, **options)  # type: ignore[arg-type] # as the server of aiohttp itself hands them on
@@ -66,9 +66,12 @@ class ClientConnection(web.RequestHandler):
         self._address: str | None = None
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._wire: asyncio.Transport | None = None
         self.leg: Leg | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._wire = cast(asyncio.Transport, transport)
         if transport.get_extra_info("sslcontext") is not None:
             # It was counted when its handshake began.
             super().connection_made(transport)
@@ -81,26 +84,48 @@ class ClientConnection(web.RequestHandler):
             return
         # Nothing that still arrives is looked at.
         self._force_close = True
-        writable = cast(asyncio.Transport, transport)
-        writable.write(self._door.turn_away(refused))
-        writable.close()
+        self._wire.write(self._door.turn_away(refused))
+        self._wire.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
-        self.leg = None
+        self.leg = self._wire = None
         self._head_over()
+        self._read_on()
         if self._address is not None:
             self._door.clients.closed(self._address)
 
     def pause_writing(self) -> None:
         super().pause_writing()
         if self.leg is not None:
+            # Whoever writes past the server library has limits of its own.
             self.leg.pause_writing()
+        else:
+            self._unread()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        if self._wire is not None and not self._wire.is_closing():
+            self._read_on()
         if self.leg is not None:
             self.leg.resume_writing()
+
+    async def start(self) -> None:
+        """Serve what comes. In the end the connection is closed, as soon as its client has taken what was written."""
+        try:
+            await super().start()
+        finally:
+            self._unread()
+
+    def _unread(self) -> None:
+        """From here on it is for the client to read, and nobody else waits for it."""
+        if self._wire is not None and self._unread_timer is None:
+            self._unread_timer = self._loop.call_later(self._limits.idle_timeout_s, self._wire.abort)
+
+    def _read_on(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

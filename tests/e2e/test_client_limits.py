@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 from typing import Any
 
 import pytest
 
+from llmproxy.config import ClientsConfig
+from llmproxy.front import Here
 from llmproxy.gateway.connection import ClientConnection, ClientServer
 from tests.e2e.house import CHAT, FAST, HELLO, House, house, raw_post, until
+from tests.e2e.scripted import answering, scripted, whole
 from tests.hygiene.wire import connected
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
@@ -86,6 +91,43 @@ async def test_an_idle_connection_is_closed_in_silence() -> None:
             async with home.wire(nothing) as (reader, _):
                 assert await reader.read() == b""
         assert not home.outcomes()
+
+
+async def test_answers_that_are_not_read_keep_no_connection() -> None:
+    refused = raw_post(HELLO | {"model": "nobody"})
+    async with house(FAST, clients={"idle_timeout_s": 0.2}) as home, home.wire(b"") as (_, writer):
+        connection = await the_connection(home)
+        with socket.socket(fileno=os.dup(connection.transport.get_extra_info("socket").fileno())) as twin:
+            # The kernel keeps as little of what is not read as it can.
+            twin.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        writer.write(refused * 2000)
+        await until(lambda: home.outcomes()["unknown_model"])
+        await until(lambda: not connections(home))
+
+
+async def test_the_end_of_an_answer_that_is_not_read_does_not_keep_its_connection() -> None:
+    async with (
+        scripted(answering(whole(b"x" * 60_000))) as backend,
+        house(extra=[backend.url]) as home,
+        home.wire(b"") as (_, writer),
+    ):
+        connection = await the_connection(home)
+        asked = 0
+        while not connection.transport.get_write_buffer_size():
+            writer.write(raw_post(HELLO))
+            asked += 1
+            await until(lambda: len(backend.requests) == asked and not home.proxy.walker.walking)  # noqa: B023
+        connection._limits = ClientsConfig(idle_timeout_s=0.05)
+        connection.force_close()
+        await until(lambda: not connections(home))
+
+
+async def the_connection(home: House) -> Any:
+    """The proxy's side of the one that there is."""
+    await until(lambda: connections(home))
+    assert isinstance(home.proxy.front, Here)
+    (connection,) = home.proxy.front.listener.server.connections
+    return connection
 
 
 @pytest.mark.parametrize("pieces", [[HEAD + b"x-a: " + b"b" * 3000], [HEAD, b"x-a: ", b"b" * 1500, b"b" * 1500]])

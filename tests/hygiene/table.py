@@ -41,6 +41,7 @@ hold the proxy to them.
 | does not end its TLS handshake | `head_timeout_s`, 30 | closed in silence |
 | takes its time over a body: stops / drips | `body_silence_s`, 30 / `body_timeout_s`, 600 | 408, closed |
 | asks nothing on an open connection | `idle_timeout_s`, 75 | closed in silence |
+| does not read a short answer, or the end of one on a connection that closes | `idle_timeout_s`, 75 | cut |
 | sends a large head / many fields | `head_bytes_max`, 131072 / `head_fields_max`, 128 | 431, closed |
 | sends a large body | `body_bytes_max` (beside `clients`), 67108864 | 413 |
 | opens many connections, over all | `connections_max`, 65536 | 503, closed |
