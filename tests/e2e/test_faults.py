@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.gateway import relay
-from llmproxy.gateway.relay import HELD_BYTES_MAX
+from llmproxy.gateway.passing import HELD_BYTES_MAX
 from llmproxy.simulator.faults import FaultKind
 from llmproxy.upstream import Exchange
 from tests.backends.raw_server import Peer
