@@ -21,7 +21,7 @@ import orjson
 import structlog
 
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.telemetry.logs import why_fields
+from llmproxy.telemetry.exit_line import why_fields
 
 VERSION = 1
 LINES_MAX = 8_192

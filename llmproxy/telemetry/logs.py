@@ -11,10 +11,11 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
+from io import TextIOWrapper
 from textwrap import indent
-from typing import Any, TextIO, cast
+from typing import Any, Protocol, TextIO, cast
 
 import orjson
 import structlog
@@ -22,9 +23,11 @@ from structlog.typing import EventDict, WrappedLogger
 
 from llmproxy.core.domain import Outcome, Why
 from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.exit_line import exit_fields, exit_text, shown, why_fields
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 FORMATS = ("text", "json")
+EXIT_EVENT = "request"
 
 _COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
 _RESET = "\x1b[0m"
@@ -32,8 +35,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # What the proxy itself got wrong, or what broke under a client that had already been served its first byte.
 _ALARMING = {Outcome.INTERNAL: "error", Outcome.BROKEN_STREAM: "warning"}
 
-_is_word = re.compile(r"[!#-<>-~]+").fullmatch
-_Render = Callable[[WrappedLogger, str, EventDict], str]
+# One for all lines: it keeps no state.
+_surviving = suppress(OSError, ValueError)
 
 _log = structlog.get_logger()
 
@@ -44,21 +47,23 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
     `log_format` is one of FORMATS, `log_level` one of LEVELS. Text is coloured only on a terminal. Raises KeyError for
     an unknown level and ValueError for an unknown format.
     """
+    global _exits
     target = stream if stream is not None else sys.stderr
-    level = LEVELS[log_level]
+    level, out = LEVELS[log_level], _Stream(target)
     render: _Render
     if log_format == "json":
-        render = _json_renderer()
+        render = _JsonRender()
     elif log_format == "text":
-        render = _text_renderer(colours=target.isatty())
+        render = _TextRender(colours=target.isatty())
     else:
         raise ValueError(f"unknown log format {log_format!r}; known: {', '.join(FORMATS)}")
     structlog.configure(
         processors=[structlog.processors.add_log_level, structlog.processors.format_exc_info, render],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Stream(target))),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, out)),
         cache_logger_on_first_use=False,
     )
+    _exits = _Exits(level, render, out)
     _adopt_library_logs()
 
 
@@ -67,73 +72,20 @@ def log_exit(ended: RequestExit) -> None:
 
     Where the level is `debug`, it says as well why it was the turn of this request.
     """
-    log, level = _log.bind(), _ALARMING.get(ended.outcome, "info")
-    if not log.is_enabled_for(LEVELS[level]):
+    # Most are completed, and the hash of an outcome is a function of its own.
+    level = "info" if ended.outcome is Outcome.COMPLETED else _ALARMING.get(ended.outcome, "info")
+    # Past the library, which takes as long as the line itself; whoever changed its last processor gets it all the same.
+    if _exits is not None and structlog.get_config()["processors"][-1] is _exits.render:
+        _exits.write(level, ended)
         return
-    fields = _fields(ended)
-    if ended.why is not None and log.is_enabled_for(LEVELS["debug"]):
-        fields["why"] = why_fields(ended.why)
-    getattr(log, level)("request", **fields)
+    log = _log.bind()
+    why = ended.why if log.is_enabled_for(LEVELS["debug"]) else None
+    getattr(log, level)(EXIT_EVENT, **exit_fields(ended), **({} if why is None else {"why": why_fields(why)}))
 
 
 def log_internal(request_id: str, error: BaseException) -> None:
     """Write the whole story of a bug of ours that one request met."""
     _log.error("internal", request_id=request_id, exc_info=error)
-
-
-def _fields(ended: RequestExit) -> dict[str, Any]:
-    """The record in reading order, without what was never known; seconds are rounded to 0.1 ms."""
-    fields: dict[str, Any] = {
-        "outcome": ended.outcome.value,
-        "status": ended.status,
-        "model": ended.model,
-        "target": ended.target if ended.target != ended.model else None,
-        "tenant": ended.tenant or None,
-        "band": ended.band,
-        "flow": ended.flow,
-        "backend": ended.backend,
-        "attempts": ended.attempts,
-        "withdrawals": ended.withdrawals or None,
-        "arrived_s": _rounded(ended.arrived_s),
-        "granted_s": _rounded(ended.granted_s),
-        "queued_ahead": ended.queued_ahead,
-        "queue_wait_s": _rounded(ended.queue_wait_s),
-        "ttft_s": _rounded(ended.ttft_s),
-        "duration_s": _rounded(ended.duration_s),
-        "met": ended.met,
-        "unknown_objective": ended.unknown_objective,
-        "prompt_tokens": ended.prompt_tokens,
-        "cached_tokens": ended.cached_tokens,
-        "expected_cached_tokens": ended.expected_cached_tokens,
-        "output_tokens": ended.output_tokens,
-        "stream": ended.stream,
-        "chunks": ended.chunks or None,
-        "max_gap_s": _rounded(ended.max_gap_s),
-        "body_bytes": ended.body_bytes,
-        "response_bytes": ended.response_bytes,
-        "candidates": ended.candidates,
-        "terms": {name: _rounded(value) for name, value in ended.terms} or None,
-        "method": ended.method,
-        "path": ended.path,
-        "request_id": ended.request_id,
-        "error": ended.error,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def why_fields(why: Why) -> dict[str, Any]:
-    """Why it was a request's turn, by the names that logs have for it; bands are integers here."""
-    return {
-        "waiting": {str(level): waiting for level, waiting in why.waiting},
-        "flows": why.flows,
-        "standing": {name: _rounded(value) for name, value in why.standing},
-        "passed_over": why.passed_over,
-        "guaranteed": why.guaranteed,
-    }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
 
 
 class _WallClock:
@@ -157,51 +109,62 @@ class _WallClock:
         return self._prefix, now - at
 
 
-def _json_renderer() -> _Render:
-    clock = _WallClock("%Y-%m-%dT%H:%M:%S", local=False)
+class _Render(Protocol):
+    """The last processor of the library, which makes the line of an event, and a shorter way for an exit."""
 
-    def render(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-        second, fraction = clock.now()
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
+
+    def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
+        """The line that the event of this exit would get."""
+
+
+class _JsonRender:
+    def __init__(self) -> None:
+        self._clock = _WallClock("%Y-%m-%dT%H:%M:%S", local=False)
+
+    def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> str:
+        return self._line(event.pop("level"), event.pop("event"), event)
+
+    def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
+        fields = exit_fields(ended)
+        if why is not None:
+            fields["why"] = why_fields(why)
+        return self._line(level, EXIT_EVENT, fields)
+
+    def _line(self, level: str, name: object, fields: Mapping[str, Any]) -> str:
+        second, fraction = self._clock.now()
         at = f"{second}.{int(fraction * 1e6):06d}Z"
-        told = {"timestamp": at, "level": event.pop("level"), "event": event.pop("event"), **event}
+        told = {"timestamp": at, "level": level, "event": name, **fields}
         try:
             return orjson.dumps(told, default=str).decode()
         except TypeError:
             # Bytes of a path that are no UTF-8, or a number beyond 64 bits: rare, and still to be told.
             return json.dumps(told, default=str)
 
-    return render
 
+class _TextRender:
+    def __init__(self, colours: bool) -> None:
+        self._clock = _WallClock("%H:%M:%S", local=True)
+        self._levels = {
+            level: f"{colour}{level:<7}{_RESET}" if colours else f"{level:<7}" for level, colour in _COLOURS.items()
+        }
 
-def _text_renderer(colours: bool) -> _Render:
-    clock = _WallClock("%H:%M:%S", local=True)
-
-    def render(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-        second, fraction = clock.now()
+    def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> str:
         level, name, story = event.pop("level"), str(event.pop("event")), event.pop("exception", None)
-        shown = f"{_COLOURS.get(level, '')}{level:<7}{_RESET}" if colours else f"{level:<7}"
         # Names come from clients: nothing in them may begin a line of its own or speak to the terminal.
-        parts = [f"{second}.{int(fraction * 1e3):03d}", shown, name if name.isprintable() else json.dumps(name)]
-        parts += [f"{key}={_shown(value)}" for key, value in event.items()]
+        parts = [self._begin(level), name if name.isprintable() else json.dumps(name)]
+        parts += [f"{key}={shown(value)}" for key, value in event.items()]
         line = " ".join(parts)
         # Indented, so that no line of a story can pass for an event.
         return f"{line}\n{indent(_CONTROL.sub('?', story), '    ')}" if story else line
 
-    return render
+    def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
+        line = f"{self._begin(level)} {EXIT_EVENT} {exit_text(ended)}"
+        return line if why is None else f"{line} why={shown(why_fields(why))}"
 
-
-def _shown(value: object) -> str:
-    """A value as one printable word."""
-    if isinstance(value, str):
-        if _is_word(value):
-            return value
-    elif isinstance(value, int | float):
-        return str(value)
-    elif isinstance(value, dict):
-        return "{" + ",".join([f"{_shown(key)}:{_shown(inner)}" for key, inner in value.items()]) + "}"
-    text = str(value)
-    plain = text.isprintable() and " " not in text and '"' not in text and "=" not in text
-    return text if plain and text else json.dumps(text)
+    def _begin(self, level: str) -> str:
+        second, fraction = self._clock.now()
+        return f"{second}.{int(fraction * 1e3):03d} {self._levels[level]}"
 
 
 class _Stream:
@@ -209,14 +172,37 @@ class _Stream:
 
     def __init__(self, target: TextIO) -> None:
         self._target = target
+        # Standard error is, and has then nothing left to flush behind a line.
+        self._flushes_lines = target.line_buffering if isinstance(target, TextIOWrapper) else False
 
     def write(self, text: str) -> None:
-        with suppress(OSError, ValueError):
+        with _surviving:
             self._target.write(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
-            self._target.flush()
+        if not self._flushes_lines:
+            with _surviving:
+                self._target.flush()
+
+
+class _Exits:
+    """Writes the lines of requests that have ended, and nothing else."""
+
+    __slots__ = ("_debug", "_level", "_out", "render")
+
+    def __init__(self, level: int, render: _Render, out: _Stream) -> None:
+        self.render = render
+        self._level = level
+        self._debug = level <= LEVELS["debug"]
+        self._out = out
+
+    def write(self, level: str, ended: RequestExit) -> None:
+        if LEVELS[level] >= self._level:
+            self._out.write(self.render.exit(level, ended, ended.why if self._debug else None) + "\n")
+            self._out.flush()
+
+
+_exits: _Exits | None = None
 
 
 class _LibraryHandler(logging.Handler):

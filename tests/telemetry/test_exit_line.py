@@ -1,0 +1,118 @@
+"""The line of a request's exit is written past the logging library: it must be the one that the library would write."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import pytest
+import structlog
+from hypothesis import example, given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from llmproxy.core.domain import Outcome, Predicted, Slo, Why
+from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.exit_line import _seconds, _Words, exit_fields, shown, why_fields
+from llmproxy.telemetry.logs import FORMATS, configure, log_exit
+
+TEXTS = st.one_of(
+    st.sampled_from(["m", "default", "", "two words", 'a="b"', "\n", "\x1b[2J", "é", "\udcff"]), st.text()
+)
+NUMBERS = st.one_of(st.floats(min_value=-1e6, max_value=1e9), st.sampled_from([0.0, 1.0, 0.00005, 0.12345]))
+TIME = re.compile(r'^(\{"timestamp": ?"[0-9T:.-]+Z"|[0-9:.]+(?= ))')
+WHYS = st.builds(Why, st.just(((100, 1), (0, 2))), st.integers(), st.just((("counter", 3.00001),)), st.integers())
+STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
+    str: TEXTS,
+    float: NUMBERS,
+    int: st.integers(-(10**6), 10**12),
+    bool: st.booleans(),
+    Outcome: st.sampled_from(Outcome),
+    tuple[tuple[str, float], ...]: st.lists(st.tuples(TEXTS, NUMBERS), max_size=3, unique_by=lambda term: term[0]).map(
+        tuple
+    ),
+    Slo: st.none(),
+    Why: WHYS,
+    Predicted: st.none(),
+}
+
+
+def _values(hint: Any) -> st.SearchStrategy[Any]:
+    """Whatever a field of this type may hold, None included where it may."""
+    return STRATEGIES[hint] if hint in STRATEGIES else st.none() | STRATEGIES[hint.__args__[0]]
+
+
+HINTS = get_type_hints(RequestExit)
+EXITS = st.fixed_dictionaries({field.name: _values(HINTS[field.name]) for field in fields(RequestExit)}).map(
+    lambda values: RequestExit(**values)
+)
+REFUSED = RequestExit(
+    request_id="r", method="GET", path="/", outcome=Outcome.UNKNOWN_MODEL, status=404, duration_s=0.00001
+)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    handlers = logging.getLogger().handlers[:]
+    yield
+    logging.getLogger().handlers[:] = handlers
+    structlog.reset_defaults()
+
+
+def _written(ended: RequestExit, log_format: str, level: str, *, past_the_library: bool) -> str:
+    """The line without its time of day."""
+    out = io.StringIO()
+    configure(log_format, level, out)
+    if not past_the_library:
+        chain = structlog.get_config()["processors"]
+        last = chain[-1]
+        chain[-1] = lambda *event: last(*event)
+    log_exit(ended)
+    return TIME.sub("", out.getvalue())
+
+
+@pytest.mark.parametrize("log_format", FORMATS)
+@pytest.mark.parametrize("level", ["debug", "info", "warning"])
+@given(ended=EXITS)
+@example(ended=REFUSED)
+def test_it_is_the_line_that_the_library_would_write(log_format: str, level: str, ended: RequestExit) -> None:
+    direct = _written(ended, log_format, level, past_the_library=True)
+    assert direct == _written(ended, log_format, level, past_the_library=False)
+    assert bool(direct) == (level != "warning" or ended.outcome in (Outcome.INTERNAL, Outcome.BROKEN_STREAM))
+
+
+def test_whoever_captures_the_events_of_the_library_gets_it_too() -> None:
+    out = io.StringIO()
+    configure("text", "info", out)
+    with capture_logs() as events:
+        log_exit(REFUSED)
+    assert out.getvalue() == ""
+    assert events == [{"event": "request", "log_level": "info", **exit_fields(REFUSED)}]
+
+
+@given(st.floats() | st.integers(-(10**20), 10**20))
+@example(0.00005)
+@example(-0.0)
+@example(1e22)
+@example(123456789012345.67)
+def test_seconds_read_as_if_rounded(value: float) -> None:
+    assert _seconds(value) == str(round(value, 4))
+
+
+def test_names_are_remembered_up_to_a_bound() -> None:
+    words = _Words()
+    names = ["a b", "x" * (_Words.NAME_CHARS_MAX + 1), *map(str, range(2 * _Words.NAMES_MAX))]
+    assert [words[name] for name in names * 2] == [shown(name) for name in names * 2]
+    assert len(words) == _Words.NAMES_MAX
+    assert max(map(len, words)) <= _Words.NAME_CHARS_MAX
+
+
+def test_why_is_told_with_bands_as_integers() -> None:
+    why = Why(waiting=((100, 1),), flows=2, standing=(("counter", 3.00001),), passed_over=4, guaranteed=True)
+    assert why_fields(why) == {
+        "waiting": {"100": 1}, "flows": 2, "standing": {"counter": 3.0}, "passed_over": 4, "guaranteed": True,
+    }  # fmt: skip
