@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, Summary, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from llmproxy import __version__
 from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
+from llmproxy.telemetry.series import Counts, Distributions, SeriesCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -143,26 +143,6 @@ class _Capped:
         return value
 
 
-Meter = TypeVar("Meter", Counter, Gauge, Histogram, Summary)
-
-
-class _Children(dict[tuple[str, ...], Meter]):
-    """The children of one metric by their label values: bound once each, since binding takes a lock and a search."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self._meter: Meter = meter
-
-    def __missing__(self, labels: tuple[str, ...]) -> Meter:
-        child: Meter = self._meter.labels(*labels)
-        self[labels] = child
-        return child
-
-    def forget(self, labels: tuple[str, ...]) -> None:
-        del self[labels]
-        self._meter.remove(*labels)
-
-
 class Metrics:
     """One process's metrics, in a registry of their own. `state` is called by every scrape, on the scraper's thread."""
 
@@ -172,21 +152,23 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         self._model_label, self._tenant_label = _Capped(UNKNOWN_MODEL), _Capped()
 
-        def counter(name: str, text: str, *labels: str) -> _Children[Counter]:
-            return _Children(Counter(f"llmproxy_{name}", text, labels, registry=registry))
+        series = SeriesCollector()
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> _Children[Histogram]:
-            return _Children(Histogram(f"llmproxy_{name}", text, labels, registry=registry, buckets=buckets))
+        def counter(name: str, text: str, *labels: str) -> Counts:
+            return series.counter(f"llmproxy_{name}", text, *labels)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Distributions:
+            return series.distribution(f"llmproxy_{name}", text, buckets, *labels)
 
         self._requests = counter("requests_total", "Requests ended, by their one outcome.", "outcome", "band", "model")
         self._attempts = counter(
             "attempts_total", "Attempts ended, by what they proved of their backend.", "backend", "verdict"
         )
-        self._retries = Counter("llmproxy_retries_total", "Attempts after one that failed.", registry=registry)
+        self._retries = counter("retries_total", "Attempts after one that failed.")
         self._withdrawals = counter("withdrawals_total", "Leases given back for a request of a higher band.", "band")
         self._objectives = counter("objectives_total", "Requests that kept or missed their objective.", "band", "met")
-        self._unknown_objectives = Counter(
-            "llmproxy_unknown_objectives_total", "Requests whose header named an unknown objective.", registry=registry
+        self._unknown_objectives = counter(
+            "unknown_objectives_total", "Requests whose header named an unknown objective."
         )
         self._tenant_requests = counter(
             "tenant_requests_total", "Requests of tenants ended, by their one outcome.", "tenant", "outcome"
@@ -194,6 +176,7 @@ class Metrics:
         self._tenant_tokens = counter(
             "tenant_tokens_total", "Tokens of tenants as the engines counted them.", "tenant", "direction"
         )
+        # The library's own: the decision log tells of lost lines on its thread too.
         self._decisions_lost = Counter(
             "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
         )
@@ -214,9 +197,7 @@ class Metrics:
             "llmproxy_config_last_reload_successful", "0 while the file last read is not gone by.", registry=registry
         )
         self._reload_ok.set(1)
-        self._workers_lost = Counter(
-            "llmproxy_workers_lost_total", "Relay workers that died and were started again.", registry=registry
-        )
+        self._workers_lost = counter("workers_lost_total", "Relay workers that died and were started again.")
         self._look_ups = counter("discovery_looks_total", "Looks at sources of backends.", "source", "ok")
         self._queue_wait = histogram(
             "queue_wait_seconds", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S, "band"
@@ -240,24 +221,22 @@ class Metrics:
         self._predictions = counter(
             "prediction_seconds_total", "Sums of predicted and observed times.", "backend", "time", "kind"
         )
-        self._prediction_errors = _Children(
-            Summary(
-                "llmproxy_prediction_error_ratio",
-                "Difference of predicted and observed times, as a part of the observed.",
-                ("backend", "time"),
-                registry=registry,
-            )
+        self._prediction_errors = histogram(
+            "prediction_error_ratio",
+            "Difference of predicted and observed times, as a part of the observed.",
+            (),
+            "backend",
+            "time",
         )
         self._predictions_covered = counter(
             "predictions_covered_total", "Times that did not exceed their predicted p90.", "backend", "time"
         )
-        self._decision = Histogram(
-            "llmproxy_decision_seconds", "One decision pass.", registry=registry, buckets=DECISION_BUCKETS_S
-        )
-        self._by_backend: tuple[_Children[Counter] | _Children[Summary], ...] = (
+        self._decision = histogram("decision_seconds", "One decision pass.", DECISION_BUCKETS_S)[()]
+        self._by_backend: tuple[Counts | Distributions, ...] = (
             self._attempts, self._prefix_tokens, self._poll_failures, self._adapter_changes,
             self._predictions, self._prediction_errors, self._predictions_covered,
         )  # fmt: skip
+        registry.register(series)
         info = Gauge("llmproxy_build_info", "Always 1; the version is in the label.", ["version"], registry=registry)
         info.labels(__version__).set(1)
         registry.register(_LiveCollector(state))
@@ -266,10 +245,10 @@ class Metrics:
     def record(self, ended: RequestExit) -> None:
         """Count one request that has ended. Called exactly once for each."""
         band, model = ended.band or NO_BAND, self._model_label(ended.model)
-        self._requests[ended.outcome.value, band, model].inc()
+        self._requests[ended.outcome.value, band, model] += 1
         # A withdrawal is nobody's failure, and what follows it no retry.
         if (retries := ended.attempts - ended.withdrawals - 1) > 0:
-            self._retries.inc(retries)
+            self._retries[()] += retries
         if ended.queue_wait_s is not None:
             self._queue_wait[band,].observe(ended.queue_wait_s)
         if ended.stream and ended.ttft_s is not None:
@@ -286,74 +265,75 @@ class Metrics:
         if ended.outcome is Outcome.COMPLETED:
             self._seconds[band, model].observe(ended.duration_s)
         if ended.withdrawals:
-            self._withdrawals[band,].inc(ended.withdrawals)
+            self._withdrawals[band,] += ended.withdrawals
         if ended.met is not None:
-            self._objectives[band, "true" if ended.met else "false"].inc()
+            self._objectives[band, "true" if ended.met else "false"] += 1
         if ended.unknown_objective is not None:
-            self._unknown_objectives.inc()
+            self._unknown_objectives[()] += 1
         tenant = self._tenant_label(ended.tenant) if ended.tenant else None
         if tenant is not None:
-            self._tenant_requests[tenant, ended.outcome.value].inc()
+            self._tenant_requests[tenant, ended.outcome.value] += 1
         for direction, tokens in (
             ("input", ended.prompt_tokens),
             ("cached", ended.cached_tokens),
             ("output", ended.output_tokens),
         ):
-            if tokens:
-                self._tokens[direction, model].inc(tokens)
+            # An engine may tell of less than none, and a counter never goes down.
+            if tokens is not None and tokens > 0:
+                self._tokens[direction, model] += tokens
                 if tenant is not None:
-                    self._tenant_tokens[tenant, direction].inc(tokens)
+                    self._tenant_tokens[tenant, direction] += tokens
 
         self._record_prefix(ended)
 
     def _record_prefix(self, ended: RequestExit) -> None:
         expected, found = ended.expected_cached_tokens, ended.cached_tokens
-        if ended.backend is None or expected is None or found is None:
+        if ended.backend is None or expected is None or found is None or found < 0:
             return
         for kind, tokens in (("expected", expected), ("cached", found), ("both", min(expected, found))):
-            self._prefix_tokens[ended.backend, kind].inc(tokens)
+            self._prefix_tokens[ended.backend, kind] += tokens
 
     def _predicted(self, backend: str, time: str, predicted: Predicted | None, observed_s: float | None) -> None:
         if predicted is None or observed_s is None or observed_s <= 0.0:
             return
-        self._predictions[backend, time, "predicted"].inc(predicted.expected_s)
-        self._predictions[backend, time, "observed"].inc(observed_s)
+        self._predictions[backend, time, "predicted"] += predicted.expected_s
+        self._predictions[backend, time, "observed"] += observed_s
         self._prediction_errors[backend, time].observe(predicted.error_ratio(observed_s))
         # Made in any case: a quotient of a series that is missing is missing too, not 0.
-        self._predictions_covered[backend, time].inc(predicted.covers(observed_s))
+        self._predictions_covered[backend, time] += predicted.covers(observed_s)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         """Count one attempt that has ended."""
-        self._attempts[backend, verdict.value].inc()
+        self._attempts[backend, verdict.value] += 1
 
     def poll_failed(self, backend: str, trouble: Trouble) -> None:
         """Count one poll that ended early."""
-        self._poll_failures[backend, trouble.value].inc()
+        self._poll_failures[backend, trouble.value] += 1
 
     def adapter_told(self, backend: str, change: str, repeated: bool, taken: bool) -> None:
         """Count one time that a backend was told to `load` or `unload` an adapter, for the first time or repeated."""
-        self._adapter_changes[backend, change, str(repeated).lower(), str(taken).lower()].inc()
+        self._adapter_changes[backend, change, str(repeated).lower(), str(taken).lower()] += 1
 
     def reloaded(self, ok: bool) -> None:
         """Count one time that the configuration was read again, and say whether it is gone by."""
-        self._reloads[str(ok).lower(),].inc()
+        self._reloads[str(ok).lower(),] += 1
         self._reload_ok.set(ok)
         if ok:
             self._reloaded_at.set_to_current_time()
 
     def looked(self, source: str, ok: bool) -> None:
         """Count one look at a source of backends."""
-        self._look_ups[source, str(ok).lower()].inc()
+        self._look_ups[source, str(ok).lower()] += 1
 
     def forget_backend(self, backend: str) -> None:
         """End the series of a backend that is no more: where addresses come and go, they would never end to grow."""
-        for children in self._by_backend:
-            for labels in [labels for labels in children if labels[0] == backend]:
-                children.forget(labels)
+        for series in self._by_backend:
+            for labels in [labels for labels in series if labels[0] == backend]:
+                del series[labels]
 
     def worker_lost(self) -> None:
         """Count one relay worker that died."""
-        self._workers_lost.inc()
+        self._workers_lost[()] += 1
 
     def decisions_lost(self, lines: int) -> None:
         """Count lines that the decision log could not take; may be called from any thread."""

@@ -88,6 +88,16 @@ def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
         assert value(metrics, "tokens_total", direction=direction, **model) == tokens
 
 
+def test_an_engine_that_tells_of_less_than_no_tokens_turns_no_counter_back(metrics: Metrics) -> None:
+    told: dict[str, Any] = {"prompt_tokens": -1, "cached_tokens": -1, "output_tokens": -1}
+    for change in ({}, told):
+        metrics.record(replace(SERVED, backend="a", tenant="acme", expected_cached_tokens=5, **change))
+    for direction, tokens in (("input", 10), ("cached", 4), ("output", 11)):
+        assert value(metrics, "tokens_total", direction=direction, model="m") == tokens
+        assert value(metrics, "tenant_tokens_total", tenant="acme", direction=direction) == tokens
+    assert value(metrics, "prefix_tokens_total", backend="a", kind="cached") == 4
+
+
 @pytest.mark.parametrize(("attempts", "withdrawals", "retries"), [(3, 1, 1), (2, 2, 0), (1, 1, 0)])
 def test_what_follows_a_withdrawal_is_no_retry(metrics: Metrics, attempts: int, withdrawals: int, retries: int) -> None:
     metrics.record(replace(SERVED, attempts=attempts, withdrawals=withdrawals))
