@@ -237,7 +237,10 @@ class Roster:
     def _poller(self, backend: BackendConfig) -> Poller:
         key = backend.api_key or self._api_key
         tls = self._tls.get(backend.url)
-        poller = Poller(backend.name, backend.url, key, self._session, self._sink, self._poll, tls)
+        bookings = self._pools.backends[backend.name].bookings
+        poller = Poller(
+            backend.name, backend.url, key, self._session, self._sink, self._poll, tls, works=lambda: bool(bookings)
+        )
         self._pollers[backend.name] = poller
         return poller
 

@@ -347,7 +347,7 @@ class HealthConfig(Section):
 
 class PollConfig(Section):
     interval_s: Seconds = 0.2
-    """Time between two readings of a backend that answers the short metrics page."""
+    """Time between two readings of a backend that answers the short metrics page; without work, one a second."""
     page_interval_s: Seconds = 1.0
     """Time between two readings of a backend that has only the full metrics page."""
     models_interval_s: Seconds = 2.0

@@ -19,12 +19,12 @@ from llmproxy.backends.discovery import (
     addresses,
     check,
 )
-from llmproxy.backends.poller import polling_session
+from llmproxy.backends.poller import Poller, polling_session
 from llmproxy.backends.roster import Roster, State
 from llmproxy.config import BackendConfig, Config, ConfigError, PollConfig
-from llmproxy.core.domain import Listing, Reading, Trouble
+from llmproxy.core.domain import Listing, Reading, Trouble, Verdict
 from llmproxy.dispatcher import Dispatcher
-from tests.core.make import pools
+from tests.core.make import pools, request
 
 Answer = list[Address] | Exception
 
@@ -183,6 +183,23 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
             await asyncio.sleep(0)
+
+
+async def test_a_poller_is_told_whether_its_backend_has_work(roster: Roster, monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[Callable[[], bool]] = []
+
+    class Watched(Poller):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            works.append(named["works"])
+            super().__init__(*given, **named)
+
+    monkeypatch.setattr("llmproxy.backends.roster.Poller", Watched)
+    roster.tell("config", [BackendConfig(name=name, url=f"http://127.0.0.1:{name}") for name in "12"])
+    backend = roster._pools.backends["1"]
+    backend.book(7, request(), 0.0)
+    assert [one() for one in works] == [True, False]
+    backend.release(7, Verdict.SERVED, 1.0)
+    assert [one() for one in works] == [False, False]
 
 
 async def test_what_two_sources_name_belongs_to_the_first_and_stays_while_either_wants_it(roster: Roster) -> None:

@@ -21,10 +21,16 @@ from llmproxy.backends.poller import Poller, polling_session
 from llmproxy.core.domain import Listing, Reading, Trouble
 
 MODELS = '{"object":"list","data":[{"id":"tiny","parent":null,"max_model_len":4096},{"id":"lora-0","parent":"tiny"}]}'
-NEEDED = (
-    'vllm:num_requests_running{engine="0",model_name="tiny"} 3.0\n'
-    'vllm:num_requests_waiting{engine="0",model_name="tiny"} 1.0\n'
-)
+
+
+def load(running: int, waiting: int) -> str:
+    return (
+        f'vllm:num_requests_running{{engine="0",model_name="tiny"}} {running}.0\n'
+        f'vllm:num_requests_waiting{{engine="0",model_name="tiny"}} {waiting}.0\n'
+    )
+
+
+NEEDED = load(3, 1)
 PAGE = "# HELP python_info Python platform information\npython_info 1.0\n" + NEEDED + "x_total 1.0\n" * 5000
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -133,11 +139,20 @@ class Bench:
     vllm: FakeVllm = field(default_factory=FakeVllm)
     sink: Sink = field(default_factory=Sink)
     pace: Pace = field(default_factory=Pace)
+    works: bool = True
 
     def poller(self, url: str | None = None, api_key: str | None = None) -> Poller:
         rng = random.Random(1)
         return Poller(
-            "b", url or self.url, api_key, self.session, self.sink, self.pace, clock=lambda: self.now, rng=rng
+            "b",
+            url or self.url,
+            api_key,
+            self.session,
+            self.sink,
+            self.pace,
+            works=lambda: self.works,
+            clock=lambda: self.now,
+            rng=rng,
         )
 
     async def laps(self, poller: Poller, seconds: float) -> int:
@@ -236,6 +251,76 @@ async def test_keeps_the_pace_of_each_question(bench: Bench) -> None:
     assert 10 <= asked["/health"] <= 13
     assert 5 <= asked["/v1/models"] <= 7
     assert "/metrics" not in asked
+
+
+@pytest.mark.parametrize(("works", "running", "waiting"), [(True, 0, 0), (False, 1, 0), (False, 0, 1)])
+async def test_a_backend_with_work_of_ours_or_of_others_is_read_often(
+    bench: Bench, works: bool, running: int, waiting: int
+) -> None:
+    bench.works = works
+    bench.vllm.answers["/metrics/"] = saying(load(running, waiting))
+    await bench.laps(bench.poller(), 10.0)
+    assert bench.vllm.asked.count("/metrics/") >= 50
+
+
+async def test_one_without_work_is_read_with_its_health(bench: Bench) -> None:
+    bench.works = False
+    bench.vllm.answers["/metrics/"] = saying(load(0, 0))
+    await bench.laps(bench.poller(), 10.0)
+    assert 10 <= bench.vllm.asked.count("/metrics/") <= bench.vllm.asked.count("/health") <= 13
+    assert 5 <= bench.vllm.asked.count("/v1/models") <= 7
+
+
+async def test_one_without_work_is_read_at_once_when_it_is_given_some(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmproxy.backends.poller.HEALTH_INTERVAL_S", 3600.0)
+    bench.pace = Pace(interval_s=0.001, page_interval_s=3600.0, models_interval_s=3600.0)
+    bench.works = False
+    read: asyncio.Queue[web.Request] = asyncio.Queue()
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        read.put_nowait(request)
+        return web.Response(text=load(0, 0))
+
+    bench.vllm.answers["/metrics/"] = page
+    task = asyncio.create_task(bench.poller().run())
+    async with asyncio.timeout(10):
+        await read.get()
+        # Not before its answer was taken in.
+        while "answered" not in bench.sink.seen:  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0)
+        bench.works = True
+        await read.get()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.vllm.asked[:4] == ["/health", "/v1/models", "/metrics/", "/metrics/"]
+
+
+@pytest.mark.parametrize(("path", "looks_s"), [("/metrics/", 0.2), ("/metrics", 1.0)])
+async def test_whether_it_was_given_work_is_looked_at_as_often_as_it_may_be_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, path: str, looks_s: float
+) -> None:
+    bench.works = False
+    bench.vllm.answers = {path: saying(load(0, 0)), "/v1/models": saying(MODELS)}
+    pauses_s: list[float] = []
+    turn = asyncio.sleep
+
+    async def passing(pause_s: float) -> None:
+        pauses_s.append(pause_s)
+        bench.now += pause_s
+        if len(pauses_s) == 20:
+            raise asyncio.CancelledError
+        await turn(0)
+
+    poller = bench.poller()
+    await poller.lap()
+    monkeypatch.setattr(asyncio, "sleep", passing)
+    with pytest.raises(asyncio.CancelledError):
+        await poller.run()
+    monkeypatch.undo()
+    assert 0.8 * looks_s <= max(pauses_s) <= looks_s
 
 
 # --- where readings come from -----------------------------------------------------------------------------------------
