@@ -133,7 +133,8 @@ async def running(
     """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again,
     `sockets` may have some that were inherited, and `drained` are backends that a predecessor was told to drain.
 
-    Raises OSError when it cannot listen, ConfigError when it cannot look for backends or use a file that it names.
+    Raises ListenError; another OSError when it cannot start workers; ConfigError when it cannot look for backends or
+    use a file that it names.
     """
     discovery.check(config)
     peers_tls(config.backends)

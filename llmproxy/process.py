@@ -16,7 +16,7 @@ from llmproxy.app import Proxy, running
 from llmproxy.config import Config, ConfigError
 from llmproxy.handover import Orders, drained_before, notify, unless
 from llmproxy.reload import Reread
-from llmproxy.sockets import Sockets
+from llmproxy.sockets import ListenError, Sockets
 from llmproxy.telemetry import logs
 
 GC_THRESHOLDS = (20_000, 20, 50)
@@ -62,9 +62,11 @@ async def _serve(config: Config, reread: Reread | None) -> int:
         for problem in error.problems:
             _log.error("cannot_start", problem=problem)
         return 2
+    except ListenError as error:
+        _log.error("cannot_listen", host=error.host, port=error.port, hint=error.hint, error=str(error))
+        return 1
     except OSError as error:
-        hint = "is another program listening there? choose another port with --port"
-        _log.error("cannot_listen", host=config.host, port=config.port, hint=hint, error=str(error))
+        _log.error("cannot_start", problem=str(error))
         return 1
     return 0 if finished else orders.cut_code
 

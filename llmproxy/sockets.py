@@ -9,6 +9,7 @@ those who come in between:
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -24,6 +25,29 @@ PREDECESSOR = "LLMPROXY_PREDECESSOR"
 LISTEN_FDS_START = 3
 SYSTEMD = "systemd"
 """Stands for the address of sockets that the service manager opened: it, not the configuration, says which it is."""
+
+
+class ListenError(OSError):
+    """An address on which nothing could be opened, with the cause in the system's words."""
+
+    def __init__(self, host: str, port: int, cause: OSError) -> None:
+        super().__init__(cause.errno, str(cause))
+        self.host = host
+        self.port = port
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+    @property
+    def hint(self) -> str:
+        """What may help, in one line for people."""
+        match self.errno:
+            case errno.EADDRINUSE:
+                return "another program listens there: end it, or choose another port"
+            case errno.EACCES | errno.EPERM:
+                return "ports below 1024 may be for privileged programs only: choose another port"
+            case _:
+                return "this machine has no such address: choose another host, 0.0.0.0 for all that it has"
 
 
 @dataclass(slots=True)
@@ -57,14 +81,17 @@ class Sockets:
         return cls()
 
     def listening(self, host: str, port: int, acceptors: int = 1) -> tuple[list[socket.socket], bool]:
-        """The sockets for an address, and whether the service manager keeps them open too. Raises OSError.
+        """The sockets for an address, and whether the service manager keeps them open too. Raises ListenError.
 
         Those that are opened here are as many as `acceptors`, which share the port: the kernel gives each its part of
         the connections. Of those that are inherited, there may be any number.
         """
         address = f"{host}:{port}"
         key = SYSTEMD if SYSTEMD in self._inherited else address
-        sockets = self._inherited.pop(key, None) or _opened(host, port, acceptors)
+        try:
+            sockets = self._inherited.pop(key, None) or _opened(host, port, acceptors)
+        except OSError as error:
+            raise ListenError(host, port, error) from error
         self._open[key] = sockets
         return sockets, key == SYSTEMD
 

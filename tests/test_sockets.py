@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from llmproxy.config import ConfigError
-from llmproxy.sockets import PREDECESSOR, Sockets
+from llmproxy.sockets import PREDECESSOR, ListenError, Sockets
 
 PID = 4711
 
@@ -94,3 +95,18 @@ def test_what_does_not_listen_is_refused() -> None:
         one.close()
     for fd in (reads, writes):
         os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.EADDRINUSE, "another port"),
+        (errno.EACCES, "below 1024"),
+        (errno.EADDRNOTAVAIL, "another host"),
+        (socket.EAI_NONAME, "another host"),
+    ],
+)
+def test_the_hint_is_for_what_is_wrong_with_the_address(number: int, told: str) -> None:
+    refused = ListenError("gpu-0", 80, OSError(number, "no"))
+    assert told in refused.hint
+    assert (refused.host, refused.port, str(refused)) == ("gpu-0", 80, f"[Errno {number}] no")
