@@ -138,11 +138,12 @@ def _items(separator: str, text: str) -> list[str]:
 
 def _from_environment(environment: Mapping[str, str]) -> list[Override]:
     given = [(flag, flag.variable, environment.get(flag.variable)) for flag in FLAGS]
-    # A Kubernetes Service that is called llmproxy sets LLMPROXY_PORT=tcp://... in every pod: nobody's wish for a port.
+    # Kubernetes Services that are called llmproxy and llmproxy-admin set LLMPROXY_PORT=tcp://... and
+    # LLMPROXY_ADMIN_PORT=tcp://... in every pod: nobody's wish for a port.
     return _overrides(
         (flag, name, [text])
         for flag, name, text in given
-        if text and not (flag.keys == ("port",) and text.startswith("tcp://"))
+        if text and not (flag.keys in (("port",), ("admin.port",)) and text.startswith("tcp://"))
     )
 
 

@@ -152,6 +152,7 @@ def test_empty_variables_and_those_of_a_kubernetes_service_say_nothing(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMPROXY_PORT", "tcp://10.0.0.1:8080")
+    monkeypatch.setenv("LLMPROXY_ADMIN_PORT", "tcp://10.0.0.2:9090")
     monkeypatch.setenv("LLMPROXY_API_KEY", "")
     assert serve("http://a").model_copy(update={"backends": ()}) == Config()
 
