@@ -11,7 +11,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from llmproxy.core.domain import Outcome, Refused
-from llmproxy.gateway.routes import Dialect
+from llmproxy.gateway.routes import MODELS, SCHEDULED, Dialect
 
 STATUS: dict[Outcome, int] = {
     Outcome.BAD_REQUEST: 400,
@@ -118,8 +118,15 @@ class Failure(Exception):  # noqa: N818 - it is what the client is told, which n
 
 
 def nothing_at(path: str) -> Failure:
-    """What is told of a path that does not exist, or not for whoever asks."""
-    return Failure(Outcome.BAD_REQUEST, f"There is nothing at {path[:200]}.", status=404)
+    """What is told of a path that does not exist, or not for whoever asks.
+
+    Some SDKs add the /v1 of a path to their base URL and others expect it there: one too few or too many is named.
+    """
+    message = f"There is nothing at {path[:200]}."
+    for meant in (f"/v1{path}", path.removeprefix("/v1")):
+        if meant != path and (meant in SCHEDULED or meant == MODELS):
+            message = f"There is nothing at {path}; {meant} is what you may mean."
+    return Failure(Outcome.BAD_REQUEST, message, status=404)
 
 
 def error_body(dialect: Dialect, status: int, message: str, param: str | None = None) -> bytes:

@@ -16,12 +16,11 @@ from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.errors import Failure, nothing_at
-from llmproxy.gateway.routes import LOAD_ADAPTER, METRICS, UNLOAD_ADAPTER
+from llmproxy.gateway.routes import LOAD_ADAPTER, METRICS, MODELS, UNLOAD_ADAPTER
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.walk import Walker
 from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
 
-MODELS = "/v1/models"
 READY_RETRY_S = 1.0
 PROBES = frozenset({"/health", "/ready", "/version"})
 """What is answered on either port."""

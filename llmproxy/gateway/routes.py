@@ -92,6 +92,7 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
 METRICS = "/metrics"
+MODELS = "/v1/models"
 
 
 def is_administrative(path: str) -> bool:

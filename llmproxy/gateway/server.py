@@ -14,8 +14,8 @@ from llmproxy.gateway.clients import Clients
 from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure, nothing_at
 from llmproxy.gateway.hygiene import check as check_hygiene
 from llmproxy.gateway.identity import id_for_error, request_id
-from llmproxy.gateway.pages import MODELS, OWN, PROBES, Pages, only
-from llmproxy.gateway.routes import SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
+from llmproxy.gateway.pages import OWN, PROBES, Pages, only
+from llmproxy.gateway.routes import MODELS, SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker

@@ -12,7 +12,7 @@ from llmproxy.backends.adapters import PATHS
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.auth import Tenant
-from llmproxy.gateway.errors import STATUS, Failure, error_body, error_event
+from llmproxy.gateway.errors import STATUS, Failure, error_body, error_event, nothing_at
 from llmproxy.gateway.headers import PRIVILEGED, to_backend, to_client
 from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dialect, dialect_of
 from llmproxy.gateway.rules import Rulebook, Rules
@@ -51,6 +51,24 @@ def test_the_page_on_routes_lists_exactly_those_of_the_table() -> None:
     listed = dict(re.findall(r"^\| `(/\S+)` \| (OpenAI|Anthropic) \|$", page, re.MULTILINE))
     table = {p: "Anthropic" if r.dialect is Dialect.ANTHROPIC else "OpenAI" for p, r in SCHEDULED.items()}
     assert listed == table
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/models", "/v1/models"),
+        ("/v1/classify", "/classify"),
+    ],
+)
+def test_a_path_with_one_v1_too_few_or_too_many_is_told_which_is_meant(asked: str, meant: str) -> None:
+    assert nothing_at(asked).message == f"There is nothing at {asked}; {meant} is what you may mean."
+
+
+@pytest.mark.parametrize("asked", ["/", "/v1", "/v1/metrics", "/v1/debug/queue", "/v1/chat", "/sleep"])
+def test_other_paths_are_told_of_no_path(asked: str) -> None:
+    assert nothing_at(asked).message == f"There is nothing at {asked}."
 
 
 def test_every_outcome_but_success_has_a_status() -> None:
