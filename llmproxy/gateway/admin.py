@@ -40,6 +40,12 @@ UNSTORED = {"Cache-Control": "no-store"}
 FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
 """Fields that tell of a proxy before this one: then the peer's address is not the client's."""
 
+WRONG_ADMIN_KEY = "This needs the admin key of the proxy (admin_key), as `Authorization: Bearer KEY`."
+NO_ADMIN_KEY = (
+    "This needs an admin key, and the proxy has none: `llmproxy hash-key --new` makes one,"
+    " and its hash is the proxy's admin_key."
+)
+
 
 class AdminPages:
     """Who may look, how often, and what they are shown. `clock` is that of the scheduler, in seconds."""
@@ -103,7 +109,7 @@ class AdminPages:
             return
         # A page in somebody's browser can post to this machine as well: being local is not enough to change things.
         if not self.has_key(request):
-            raise Failure(Outcome.UNAUTHORIZED, "This needs the admin key of the proxy (admin_key).")
+            raise Failure(Outcome.UNAUTHORIZED, NO_ADMIN_KEY if self._digest is None else WRONG_ADMIN_KEY)
 
     def has_key(self, request: web.BaseRequest) -> bool:
         """True for a client that presents the admin key."""
@@ -268,10 +274,10 @@ def shown(page: dict[str, Any], *, status: int = 200) -> web.Response:
 
 def _dumped(page: dict[str, Any]) -> bytes:
     try:
-        return orjson.dumps(page, option=orjson.OPT_INDENT_2)
+        return orjson.dumps(page, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     except TypeError:
         # A header that was no UTF-8 named a flow.
-        return json.dumps(page, indent=2).encode()
+        return json.dumps(page, indent=2).encode() + b"\n"
 
 
 def _too_often() -> web.Response:

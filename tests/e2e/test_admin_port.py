@@ -84,3 +84,15 @@ async def test_a_change_needs_the_key_even_on_this_machine(path: str) -> None:
             assert (await home.request(method, path, {}, headers=ACME)).status == 401
             assert (await home.request(method, path, {})).status == 401
             assert (await home.request(method, path, {}, headers=KEY)).status != 401
+
+
+async def test_where_no_key_is_configured_a_change_is_told_how_to_make_one() -> None:
+    async with house(FAST) as home:
+        answer = await home.post("/admin/reload", None)
+        assert answer.status == 401
+        assert b"llmproxy hash-key --new" in answer.body
+        assert b"hash-key" not in (await home.post("/admin/reload", None, headers=AFAR)).body
+    async with house(FAST, admin_key=hash_of("for-admins")) as home:
+        answer = await home.post("/admin/reload", None)
+        assert answer.status == 401
+        assert b"Authorization: Bearer" in answer.body
