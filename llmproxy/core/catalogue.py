@@ -109,7 +109,10 @@ class Catalogue:
                 f"answered so far. Known models: {self._known()}. Try again shortly.",
                 RETRY_UNREAD_S,
             )
-        raise Refused(Outcome.UNKNOWN_MODEL, f"The model `{name}` does not exist. Known models: {self._known()}.")
+        what = f"The model `{name}` does not exist"
+        if name in self._aliases:
+            what = f"The model `{name}` stands for `{self._aliases[name]}`, which no backend serves"
+        raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known()}.")
 
     def target(self, name: str) -> Target | None:
         """What `name` means, None where nobody lists it."""

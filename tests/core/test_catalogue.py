@@ -46,7 +46,9 @@ def test_an_alias_means_its_target_and_keeps_the_name_that_was_asked_for() -> No
     names = catalogue("a", aliases={"fast": "lora-0", "nowhere": "gone"})
     names.listed("a", listing("lora-0"))
     assert names.resolve("fast") == Target("fast", "lora-0", "base", "lora-0")
-    assert refusal(names, "nowhere").outcome is Outcome.UNKNOWN_MODEL
+    nowhere = refusal(names, "nowhere")
+    assert nowhere.outcome is Outcome.UNKNOWN_MODEL
+    assert "`nowhere` stands for `gone`, which no backend serves" in nowhere.message
 
 
 def test_an_unknown_name_waits_for_backends_that_were_never_read() -> None:
