@@ -90,8 +90,8 @@ class ClientTls:
         return tuple(found)
 
     def _unfit(self, error: OSError) -> str:
-        where = str(self._cert) if self._key is None else f"{self._cert} with the key {self._key}"
-        return f"{where} is of no use: {_why(error)}"
+        key = "its key in the same file, as tls.key names none," if self._key is None else f"the key {self._key}"
+        return f"{self._cert} with {key} is of no use: {_why(error)}"
 
 
 def _why(error: OSError) -> str:

@@ -202,7 +202,10 @@ async def test_connections_count_before_their_handshake_is_over(files: Files, tr
 @pytest.mark.parametrize(
     ("tls", "told"),
     [
-        ({"cert": "absent.pem"}, "tls.cert: absent.pem is of no use: No such file"),
+        (
+            {"cert": "absent.pem"},
+            "tls.cert: absent.pem with its key in the same file, as tls.key names none, is of no use: No such file",
+        ),
         ({"cert": __file__}, "is of no use: "),
         ({"key": "key.pem"}, "tls.cert: is missing"),
         ({"client_ca": "ca.pem"}, "tls.cert: is missing"),
