@@ -222,7 +222,7 @@ def serve(
     raise typer.Exit(run(settled, Reread(watched, read) if watched is not None else None))
 
 
-@app.command()
+@app.command(short_help="Say what is wrong with a configuration file.")
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file.")]) -> None:
     """Say everything that is wrong with a configuration file, and start nothing. Exits with 2 if anything is.
 
@@ -265,7 +265,7 @@ def _summary(file: Path, config: Config) -> str:
     )
 
 
-@app.command()
+@app.command(short_help="Print the hash of a client's key, or make a key.")
 def hash_key(
     new: Annotated[
         bool, typer.Option("--new", help="Make a random key instead, and print it before its hash.")
@@ -336,7 +336,7 @@ def replica(
         raise typer.Exit(1) from None
 
 
-@app.command()
+@app.command(short_help="Look at it: simulated vLLM servers, the proxy, some traffic.")
 def demo(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the proxy; 0 takes a free one.")] = 8080,
     replicas: Annotated[int, typer.Option(min=1, max=16, help="How many simulated vLLM servers to start.")] = 3,
@@ -347,7 +347,7 @@ def demo(
     raise typer.Exit(run_demo(port, replicas))
 
 
-@app.command()
+@app.command(short_help="Replay a trace under other policies, without a GPU.")
 def simulate(
     trace: Annotated[
         str, typer.Option(metavar="FILE", help="A trace (.gz too), or a generator: gen:NAME,key=value,...")

@@ -50,6 +50,7 @@ print("".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.
 To look at: {base}/v1/models
             {base}/metrics
             {base}/ready
+            {base}/debug/explain
   replicas: {replicas}
 
 Now it sends itself about {rate:g} requests per second. Ctrl-C ends everything.
