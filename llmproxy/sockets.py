@@ -43,11 +43,11 @@ class ListenError(OSError):
         """What may help, in one line for people."""
         match self.errno:
             case errno.EADDRINUSE:
-                return "another program listens there: end it, or choose another port"
+                return "another program listens there: end it, or choose another port (--port, --admin-port)"
             case errno.EACCES | errno.EPERM:
-                return "ports below 1024 may be for privileged programs only: choose another port"
+                return "ports below 1024 may be for privileged programs only: choose another port (--port, --admin-port)"
             case _:
-                return "this machine has no such address: choose another host, 0.0.0.0 for all that it has"
+                return "this machine has no such address: choose another host (--host, --admin-host), 0.0.0.0 for all that it has"
 
 
 @dataclass(slots=True)
