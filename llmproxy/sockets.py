@@ -45,9 +45,9 @@ class ListenError(OSError):
             case errno.EADDRINUSE:
                 return "another program listens there: end it, or choose another port (--port, --admin-port)"
             case errno.EACCES | errno.EPERM:
-                return "ports below 1024 may be for privileged programs only: choose another port (--port, --admin-port)"
+                return "ports below 1024 may be for privileged programs: choose another port (--port, --admin-port)"
             case _:
-                return "this machine has no such address: choose another host (--host, --admin-host), 0.0.0.0 for all that it has"
+                return "this machine has no such address: choose another host (--host, --admin-host; 0.0.0.0 is all)"
 
 
 @dataclass(slots=True)
