@@ -314,6 +314,8 @@ async def test_a_request_that_waits_in_a_lost_engine_is_served_by_another() -> N
         await until(lambda: home.proxy.pools.backends["b1"].health.down)
         async with home.stream() as running:
             await running.content.readany()
+            # Read as it comes: aiohttp forgets what nobody has read when it meets an end that is none.
+            ran = asyncio.create_task(all_of(running))
             waiting = [asyncio.create_task(home.post(CHAT, body)) for body in (STREAM, HELLO)]
             await until(lambda: home.replicas[0].in_flight == 3)
             await home.replicas[1].restart()
@@ -323,6 +325,6 @@ async def test_a_request_that_waits_in_a_lost_engine_is_served_by_another() -> N
             assert all(map(served_by_b1_after_b0, answers)), (
                 "noticed by the poller alone: a hanging stream says nothing"
             )
-            assert b"The stream broke" in await all_of(running)
+            assert b"The stream broke" in await ran
         await home.settled()
         assert home.outcomes() == {"completed": 2, "broken_stream": 1}
