@@ -148,6 +148,8 @@ async def frozen(stage: Stage) -> Story:
             pages = home.proxy.pools.backends[name]
             await until(lambda: pages.reading is not None and pages.reading.running)
             stuck.faults.set("frozen")
+            # Read as it comes: aiohttp forgets what nobody has read when it meets an end that is none.
+            ran = asyncio.create_task(end_of(running))
             asked = [asyncio.create_task(home.chat(STREAM)) for _ in range(6)]
             answers = list(await asyncio.gather(*asked))
             assert {answer.backend for answer in answers}.isdisjoint({name})
@@ -155,7 +157,7 @@ async def frozen(stage: Stage) -> Story:
             began = posts(stuck)
             answers += [await home.chat() for _ in range(4)]
             assert posts(stuck) == began, "it is left alone"
-            ended = await end_of(running)
+            ended = await ran
             assert await other.content.readany()
         await until(lambda: not stuck.in_flight)
         stuck.faults.clear()
