@@ -118,13 +118,13 @@ class FrontDoor:
     ) -> web.StreamResponse:
         own_id = request_id(request.headers) or uuid4().hex
         try:
-            response = await self._stored.serve(path, request, response_id, own_id, tenant)
+            response, outcome, error = await self._stored.serve(
+                path, request, response_id, own_id, tenant, lambda: self._walker.leaving
+            )
         except (asyncio.CancelledError, ConnectionError):
             self._ended(request, path, own_id, Outcome.CANCELLED, 499, "the client left")
             raise
-        served = response.status < 400
-        outcome = Outcome.COMPLETED if served else Outcome.UPSTREAM_STATUS
-        self._ended(request, path, own_id, outcome, response.status, None if served else "the backend's own answer")
+        self._ended(request, path, own_id, outcome, response.status, error)
         return response
 
     def _ended(

@@ -66,11 +66,18 @@ class StoredResponses:
             raise Failure(Outcome.BAD_REQUEST, message, status=404, param="previous_response_id")
 
     async def serve(
-        self, path: str, request: web.BaseRequest, response_id: str, own_id: str, tenant: Tenant
-    ) -> web.StreamResponse:
+        self,
+        path: str,
+        request: web.BaseRequest,
+        response_id: str,
+        own_id: str,
+        tenant: Tenant,
+        leaving: Callable[[], bool],
+    ) -> tuple[web.StreamResponse, Outcome, str | None]:
         """Pass a request of `tenant` about one response to the backend that made it: only that one has it.
 
-        `own_id` is the id of this request. Raises Failure.
+        `own_id` is the id of this request. Returns what the client was given, what became of it, and the story of that
+        where it failed. Raises Failure.
         """
         name, rules = self.backend_of(response_id, tenant), self._rulebook.current
         if name is None or name not in self._backends:
@@ -80,7 +87,7 @@ class StoredResponses:
         extra = {"x-request-id": own_id}
         if rules.identity.shows_backend(request.remote, tenant):
             extra["x-llmproxy-backend"] = name
-        client = ClientLeg(request, extra)
+        client = ClientLeg(request, extra, leaving)
         headers = rules.identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
         try:
@@ -94,6 +101,9 @@ class StoredResponses:
                     rules.config.timeouts.connect_s,
                 )
                 try:
+                    if not (200 <= exchange.status < 300 or exchange.status >= 400):
+                        message = f"The backend answered {exchange.status}, which is not passed on."
+                        raise Failure(Outcome.UPSTREAM_STATUS, message, status=502)
                     client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
                     while data := await exchange.chunk():
                         client.write(data)
@@ -106,5 +116,8 @@ class StoredResponses:
                 message = "The backend that made this response failed."
                 raise Failure(Outcome.CONNECT_FAILED, message, detail=str(error)) from error
             await client.abort()
+            return client.response, Outcome.BROKEN_STREAM, f"The backend that made this response failed. {error}"
         assert client.response is not None
-        return client.response
+        if client.status >= 400:
+            return client.response, Outcome.UPSTREAM_STATUS, "the backend's own answer"
+        return client.response, Outcome.COMPLETED, None

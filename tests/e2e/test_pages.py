@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import aiohttp
@@ -11,7 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy import __version__
 from llmproxy.gateway.routes import SCHEDULED
+from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, until
+from tests.e2e.scripted import answering, scripted, whole
 
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 3}
 
@@ -141,6 +145,45 @@ async def test_a_response_is_known_as_soon_as_its_client_can_name_it(home: House
         path = f"/v1/responses/{json.loads(created)['response']['id']}/cancel"
         cancelled = await home.post(path, {})
         assert cancelled.backend == response.headers["x-llmproxy-backend"], "it is the maker that answers"
+
+
+STORED = b'{"id":"resp_1","object":"response","output":[]}'
+
+
+@asynccontextmanager
+async def a_stored_response(answer: bytes) -> AsyncIterator[House]:
+    """A house whose backend made `resp_1`, and gives `answer` where it is asked for it."""
+
+    async def ask(peer: Peer, _: bytes) -> None:
+        await peer.send(answer)
+        if not answer.endswith(STORED):
+            peer.reset()
+
+    async with scripted(answering(whole(STORED))) as backend, house(extra=[backend.url]) as home:
+        backend.polls[b"/v1/responses/resp_1"] = ask
+        await home.post("/v1/responses", RESPONSES)
+        yield home
+
+
+async def test_a_stored_response_that_breaks_is_not_told_as_complete() -> None:
+    async with a_stored_response(whole(STORED)[:-1]) as home:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await home.get("/v1/responses/resp_1")
+        assert home.outcomes() == {"completed": 1, "broken_stream": 1}
+
+
+@pytest.mark.parametrize("line", ["302 Found", "101 Switching Protocols"])
+async def test_a_stored_response_is_not_elsewhere(line: str) -> None:
+    async with a_stored_response(f"HTTP/1.1 {line}\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n".encode()) as home:
+        assert (await home.get("/v1/responses/resp_1")).status == 502
+        assert home.outcomes() == {"completed": 1, "upstream_status": 1}
+
+
+async def test_a_stored_response_ends_its_connection_with_its_proxy() -> None:
+    async with a_stored_response(whole(STORED)) as home:
+        assert "connection" not in (await home.get("/v1/responses/resp_1")).headers
+        home.proxy.walker.leave()
+        assert (await home.get("/v1/responses/resp_1")).headers["connection"] == "close"
 
 
 async def test_a_response_that_nobody_here_made_is_not_found(home: House) -> None:
