@@ -262,7 +262,9 @@ async def end_broken(attempt: Attempt, dialect: Dialect, client: Client) -> None
     boundary = b"" if attempt.tap.at_boundary else b"\n\n"
     try:
         async with asyncio.timeout(GOODBYE_S):
-            client.write(boundary + error_event(dialect, f"The stream broke: {attempt.message}"))
+            # An engine that dies says so itself, if it can.
+            if not attempt.tap.error_seen:
+                client.write(boundary + error_event(dialect, f"The stream broke: {attempt.message}"))
             await client.end(whole=False)
             await asyncio.sleep(LAST_WORDS_S)
     except TimeoutError:

@@ -124,6 +124,18 @@ async def test_an_engine_that_dies_says_so_itself() -> None:
         home.replicas[0].faults.clear()
 
 
+async def test_an_engine_that_said_why_it_dies_is_not_spoken_for() -> None:
+    own = b'data: {"error":{"message":"own","code":500}}\n\n'
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk(EVENT) + chunk(own))
+        peer.reset()
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        _, events = await read_stream(home, CHAT, ENDLESS)
+        assert events == [EVENT.strip(), own.strip()]
+
+
 async def test_an_answer_in_one_piece_that_breaks_is_cut() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(whole(b"x" * 1000)[:-1])
