@@ -250,7 +250,6 @@ class Walker:
                     raise
                 await self._deliver_failure(walk, walk.attempt)
                 return
-            self._metrics.attempted(lease.backend, attempt.verdict)
             if attempt.committed:
                 self._settle(walk, request, attempt)
                 if attempt.outcome is Outcome.BROKEN_STREAM:
@@ -292,7 +291,11 @@ class Walker:
             # must not be named here: it has this client, and both would stay, body and all, for the collector to find.
             tenant = walk.tenant
             walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name, tenant)
-        await walk.rules.relay.attempt(attempt, lease, backend.url, call, walk.client)
+        try:
+            await walk.rules.relay.attempt(attempt, lease, backend.url, call, walk.client)
+        finally:
+            # Its client may have left, as many do at the sight of the end mark.
+            self._metrics.attempted(lease.backend, attempt.verdict)
         if attempt.status == 401 and not walk.rules.config.forward_credentials:
             attempt.detail = walk.rules.identity.key_hint(backend)
         return attempt

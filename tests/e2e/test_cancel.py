@@ -71,6 +71,7 @@ async def test_leaving_in_mid_stream_stops_the_engine() -> None:
         while await running_gauge(home, replica):  # noqa: ASYNC110 - it comes with the engine's next step
             await asyncio.sleep(0.001)
         assert home.outcomes() == {"cancelled": 1}
+        assert home.metric("llmproxy_attempts_total", backend="b0", verdict="client_gone") == 1
         assert replica.engine.counters.generation == generated
 
 
