@@ -305,7 +305,9 @@ class Poller:
         except TimeoutError:
             raise _LapFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
         except aiohttp.ClientConnectionError as error:
-            raise _LapFailed(_blame(error), f"{what}: {error}") from None
+            # The library's own words speak of ssl where there is none.
+            why = error.os_error if type(error) is aiohttp.ClientConnectorError else error
+            raise _LapFailed(_blame(error), f"{what}: {why}") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise _LapFailed(Trouble.GARBAGE, f"{what}: {error or type(error).__name__}") from None
 
