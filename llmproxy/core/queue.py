@@ -105,28 +105,22 @@ def _in_place(key: Key, queued: Queued) -> bool:
     return not queued.gone and queued.key == key
 
 
-class _Line:
+class _Line(LazyHeap[Key]):
     """The waiting requests of one flow, in the order of their ranks."""
 
-    __slots__ = ("_heap", "size")
+    __slots__ = ("size",)
 
     def __init__(self) -> None:
-        self._heap: LazyHeap[Key] = LazyHeap(_in_place)
+        super().__init__(_in_place)
         self.size = 0
 
     def put(self, queued: Queued, key: Key) -> None:
         queued.key = key
-        self._heap.push(key, queued, self.size + 1)
+        self.push(key, queued, self.size + 1)
 
     def head(self) -> Queued | None:
-        entry = self._heap.least()
+        entry = self.least()
         return None if entry is None else entry[2]
-
-    def before(self, queued: Queued) -> int | None:
-        return self._heap.before(queued)
-
-    def __iter__(self) -> Generator[Queued, None, None]:
-        return self._heap.__iter__()
 
 
 class Band:
@@ -155,20 +149,22 @@ class Band:
                 self._turns.push(rank.turns_s, queued, self.size + 1)
         line.size += 1
         self.size += 1
-        if line.head() is queued:
+        if line.size == 1 or line.head() is queued:
             self.fairness.backlogged(request.flow, request)
 
     def remove(self, queued: Queued) -> None:
         request = queued.request
         line = self._lines[request.flow]
-        was_head = line.head() is queued
-        queued.gone = True
         line.size -= 1
         self.size -= 1
         if not line.size:
+            queued.gone = True
             del self._lines[request.flow]
             self.fairness.emptied(request.flow)
-        elif was_head:
+            return
+        was_head = line.head() is queued
+        queued.gone = True
+        if was_head:
             self._tell_head(request.flow, line)
 
     def settle(self, now: float) -> None:

@@ -42,11 +42,10 @@ class Accounts(Generic[Account]):
             account = self._waiting[flow] = self._idle.pop(flow, None) or self._make()
         return account
 
-    def rest(self, flow: str) -> None:
-        """`flow` waits no more; no harm if it did not."""
+    def rest(self, flow: str) -> Account | None:
+        """`flow` waits no more; its account, None where it did not wait."""
         account = self._waiting.pop(flow, None)
-        if account is not None:
-            self._rest(flow, account)
+        return None if account is None else self._rest(flow, account)
 
     def drop(self, flow: str) -> None:
         """Close the account of `flow`."""

@@ -62,9 +62,9 @@ class FairShare(Fairness):
 
     def emptied(self, flow: str) -> None:
         self._flows.discard(flow)
-        self._accounts.rest(flow)
+        account = self._accounts.rest(flow)
         # With nobody left, the next flow starts level with the last one served, and not from the beginning of time.
-        self._floor = self.counter(flow)
+        self._floor = self.counter(flow) if account is None else account.counter
 
     def candidates(self, now: float) -> Iterator[str]:
         del now
