@@ -10,6 +10,9 @@ are one `submit` and one `cancel` at the same numbers of waiting requests. *Byte
 waiting request (tracemalloc), less its body, which is not there. A *mass release* returns 1,000 leases at once, and the
 passes that follow are timed one by one. In a cycle one lease ends, one request comes and one is granted.
 
+*Alone* is all that the core does for one request that finds an empty house, with the defaults (`cost`, `fair_share`):
+submit, the decision that grants it, first byte, end, the pass that follows its end, and what is learned of it.
+
 The collector is set as in `llmproxy serve`: frozen once the house stands, its own thresholds after. Times are those of
 the thread on its core, so that other work on the machine is not counted. Each figure is the least of the medians (p50),
 and of the 99th percentiles, of several rounds, because a busy machine only ever adds; the longest single call of all
@@ -236,7 +239,55 @@ def mass_release() -> list[float]:
     return passes
 
 
+def alone(backends: int) -> float:
+    """Microseconds of the core for one request that is in the house alone, the least mean of several rounds."""
+    names = [f"backend-{number:03d}" for number in range(backends)]
+    pools = Pools(Settings(), dict.fromkeys(names, BATCH), {}, partial(make, "cost", Random(1)))
+    for name in names:
+        pools.answered(name, 0.0)
+        pools.listed(name, Listing(0.0, (ModelCard(MODEL, None, 32_768),)))
+        pools.observe(name, Reading(0.0, 0, 0, 0.3, 10**6))
+    now, means = 0.0, []
+    for number in range(ROUNDS + 1):
+        asked = [
+            Request(
+                id=str(one),
+                pool=MODEL,
+                model=MODEL,
+                adapter=None,
+                band=DEFAULT,
+                flow=f"flow-{one % 8}",
+                arrived_s=now,
+                deadline_s=1e6,
+                body_bytes=800,
+                prompt_tokens=200,
+                output_tokens=60,
+                prefix=(1, 2, 3 + one),
+                prefix_tokens=64.0,
+            )
+            for one in range(number * CYCLES, (number + 1) * CYCLES)
+        ]
+        began_s = thread_time()
+        for request in asked:
+            now += 1e-3
+            pools.submit(request, now)
+            (grant,) = pools.decide(now)
+            assert isinstance(grant, Grant)
+            pools.next_wakeup(now)
+            pools.committed(grant, now)
+            pools.started(grant, now)
+            pools.finish(grant, Verdict.SERVED, now, Usage(200, 60, 128))
+            pools.decide(now)
+            pools.next_wakeup(now)
+            pools.ended(request, None, now)
+            pools.cached(grant, request.prefix)
+        means.append((thread_time() - began_s) / CYCLES)
+    return min(means[1:]) * 1e6
+
+
 def main() -> None:
+    alone_us = ", ".join(f"{alone(backends):.0f} µs over {backends}" for backends in (4, *FLEETS))
+    print(f"one request alone in the house, all calls of the core: {alone_us} backends\n")
     columns = "p50 µs | p99 µs | longest µs"
     print(f"| backends | waiting | decide {columns} | enqueue {columns} | cancel {columns} |")
     print("| ---: " * 11 + "|")
