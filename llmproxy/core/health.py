@@ -59,14 +59,18 @@ class Peers:
         up = [health for health in self.members.values() if not health.down]
         return sum(health.ejected for health in up) < max(1, int(self.ejected_max * len(up)))
 
+    def others_than(self, health: Health) -> bool:
+        """Whether anybody else is up who could take the work of this one."""
+        return any(not (other is health or other.down or other.ejected) for other in self.members.values())
+
 
 class Health:
     """Two separate bits: *down* is what polls say, *ejected* is what requests say.
 
     An ejection ends by itself, half open: one request is let through, and its first byte (or a fresh start seen by the
     poller) closes the case. A 4xx never reaches this class, and a busy 503 is a pause, unless it comes from an engine
-    that has nothing to do: that is a failure as any other. Whoever comes back, or comes up for the first time, starts
-    slowly: see `warmth`.
+    that has nothing to do while others are up: that is a failure as any other. Whoever comes back, or comes up for the
+    first time, starts slowly: see `warmth`.
     """
 
     def __init__(self, settings: HealthSettings) -> None:
@@ -205,7 +209,8 @@ class Health:
             case Verdict.FAILED:
                 self._failed(was_probe, now)
             case Verdict.BUSY:
-                if idle:
+                # Where nobody else would take its work, an ejection helps nobody, and outlasts what was the matter.
+                if idle and (self.peers is None or self.peers.others_than(self)):
                     self._failed(was_probe, now)
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
             case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.WITHDRAWN:

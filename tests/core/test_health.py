@@ -76,6 +76,18 @@ def test_an_engine_that_is_busy_rests_and_one_that_says_so_with_nothing_to_do_fa
     assert ejected_for_s(health, 2.0) == 2.0, "its probe failed"
 
 
+def test_the_last_one_of_a_pool_that_says_busy_with_nothing_to_do_only_rests() -> None:
+    one, other = pool(2, ejected_max=0.5)
+    other.troubled(Trouble.UNHEALTHY)
+    for _ in range(50):
+        one.finished(1, Verdict.BUSY, 1.0, idle=True)
+    assert (one.ejected_times, ejected_for_s(one, 1.0)) == (0, BUSY_PAUSE_S)
+    other.answered(2.0)
+    for _ in range(3):
+        one.finished(1, Verdict.BUSY, 3.0, idle=True)
+    assert one.ejected_times == 1
+
+
 def test_many_failures_of_one_cause_are_one_ejection() -> None:
     health = healthy()
     fail(health, 30, verdict=Verdict.CONNECT_FAILED)
