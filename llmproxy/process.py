@@ -13,7 +13,7 @@ import uvloop
 
 from llmproxy import early
 from llmproxy.app import Proxy, running
-from llmproxy.config import Config, ConfigError
+from llmproxy.config import Config, ConfigError, idle_settings
 from llmproxy.handover import Orders, drained_before, notify, unless
 from llmproxy.reload import Reread
 from llmproxy.sockets import ListenError, Sockets
@@ -46,7 +46,16 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             orders.take_restarts(proxy.roster.drained)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             admin = proxy.admin_url or proxy.url
-            _log.info("listening", url=proxy.url, admin=admin, backends=len(config.backends), clients=clients)
+            for setting in idle_settings(config):
+                _log.warning("setting_without_effect", setting=setting)
+            _log.info(
+                "listening",
+                url=proxy.url,
+                admin=admin,
+                backends=len(config.backends),
+                workers=config.workers,
+                clients=clients,
+            )
             # What lives by now lives for good: the collector need not look at it again with every young generation.
             gc.freeze()
             # What waits is reached from one heap and is no garbage; looking it all over, again and again, held up

@@ -3,7 +3,7 @@
 from llmproxy.config.changes import Change, differences, is_read_once, that_can_change
 from llmproxy.config.config import Config
 from llmproxy.config.kinds import AUTO_SALT, DNS, SRV, Network, hash_of, is_api_key
-from llmproxy.config.load import ConfigError, Override, keys, load, load_backends, warnings_of
+from llmproxy.config.load import ConfigError, Override, idle_settings, keys, load, load_backends, warnings_of
 from llmproxy.config.schema import (
     AdminConfig,
     BackendConfig,
@@ -58,6 +58,7 @@ __all__ = [
     "WatchedFile",
     "differences",
     "hash_of",
+    "idle_settings",
     "is_api_key",
     "is_read_once",
     "keys",

@@ -99,6 +99,11 @@ def warnings_of(path: Path, config: Config) -> list[str]:
     return [f"{document.at(line)}: warning: {told}" for line, told in found]
 
 
+def idle_settings(config: Config) -> list[str]:
+    """As `warnings_of`, of a configuration that need not be from a file."""
+    return [f"{dotted(place)}{reason}" for place, reason in without_effect(config)]
+
+
 def keys() -> dict[str, FieldInfo]:
     """Every key that a flag or a variable can hold, dotted, in the order of the schema."""
     return {key: field for key, field in _fields(Config) if key not in FILE_ONLY}

@@ -114,6 +114,13 @@ async def asked(session: aiohttp.ClientSession, url: str, **fields: Any) -> tupl
         return answer.status, answer.headers.get("connection", "")
 
 
+async def test_it_tells_of_settings_that_do_nothing(backend: Replica, tmp_path: Path) -> None:
+    async with served(tmp_path / "log", "--port", "0", "--fairness", "slo", backend.url) as process:
+        assert (await process.event("listening"))["workers"] == 1
+        [told] = process.events("setting_without_effect")
+        assert str(told["setting"]).startswith("scheduling.fairness: slo has nothing to go by")
+
+
 # --- signals before it serves -----------------------------------------------------------------------------------------
 
 
