@@ -78,7 +78,9 @@ def rss_peak_bytes(pids: Iterable[int]) -> int:
     for pid in pids:
         with _alive(pid):
             status = Path(f"/proc/{pid}/status").read_text()
-        kilobytes += int(status.partition("VmHWM:")[2].split()[0])
+        # A child that has ended, and for which its parent has not asked yet, has no memory any more.
+        if peak := status.partition("VmHWM:")[2]:
+            kilobytes += int(peak.split()[0])
     return kilobytes * 1024
 
 
