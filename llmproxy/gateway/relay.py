@@ -91,7 +91,7 @@ class Relay:
                     attempt.status = 502
                 elif exchange.status >= 300:
                     await self._hold_error(attempt, exchange)
-                elif _is_event_stream(exchange):
+                elif is_event_stream(exchange):
                     await self._relay_stream(attempt, timer, lease, exchange, call, client)
                 else:
                     await self._relay_plain(attempt, timer, lease, exchange, client)
@@ -250,21 +250,26 @@ class Relay:
 
 
 async def end_broken(attempt: Attempt, dialect: Dialect, client: Client) -> None:
-    """Tell the client of a stream that it broke, in one event of its own dialect; of anything else, by cutting it.
-
-    The last chunk is withheld, so that a client that knows no such events does not take what it has for the whole.
-    Some libraries forget what they have read when they meet that end: the event is given time to reach its reader.
-    """
+    """Tell the client of a stream that it broke, in one event of its own dialect; of anything else, by cutting it."""
     if attempt.tap is None or attempt.writing:
         await client.abort()
         return
     # An event that was only begun is closed by a blank line, or the client would read the next one as part of it.
     boundary = b"" if attempt.tap.at_boundary else b"\n\n"
+    said = boundary + error_event(dialect, f"The stream broke: {attempt.message}")
+    # An engine that dies says so itself, if it can.
+    await end_saying(b"" if attempt.tap.error_seen else said, client)
+
+
+async def end_saying(last_words: bytes, client: Client) -> None:
+    """End a stream that broke with these bytes, and its connection.
+
+    The last chunk is withheld, so that a client that knows no error events does not take what it has for the whole.
+    Some libraries forget what they have read when they meet that end: the event is given time to reach its reader.
+    """
     try:
         async with asyncio.timeout(GOODBYE_S):
-            # An engine that dies says so itself, if it can.
-            if not attempt.tap.error_seen:
-                client.write(boundary + error_event(dialect, f"The stream broke: {attempt.message}"))
+            client.write(last_words)
             await client.end(whole=False)
             await asyncio.sleep(LAST_WORDS_S)
     except TimeoutError:
@@ -291,7 +296,8 @@ async def _read_held(exchange: Exchange) -> bytes:
     return body
 
 
-def _is_event_stream(exchange: Exchange) -> bool:
+def is_event_stream(exchange: Exchange) -> bool:
+    """Whether the body of an answer is server-sent events."""
     return any(
         name.lower() == "content-type" and value.lower().startswith("text/event-stream")
         for name, value in exchange.headers

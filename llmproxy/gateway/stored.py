@@ -13,8 +13,10 @@ from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import ClientLeg
-from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.errors import Failure, error_event
 from llmproxy.gateway.headers import to_client
+from llmproxy.gateway.relay import end_saying, is_event_stream
+from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.upstream import ConnectFailed, Upstream, UpstreamBroken
 
@@ -90,6 +92,7 @@ class StoredResponses:
         client = ClientLeg(request, extra, leaving)
         headers = rules.identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
+        exchange = None
         try:
             async with asyncio.timeout(rules.config.timeouts.total_s):
                 exchange = await self._upstream.open(
@@ -112,11 +115,15 @@ class StoredResponses:
                 finally:
                     exchange.close()
         except (ConnectFailed, UpstreamBroken, TimeoutError) as error:
+            message = "The backend that made this response failed."
             if client.response is None:
-                message = "The backend that made this response failed."
                 raise Failure(Outcome.CONNECT_FAILED, message, detail=str(error)) from error
-            await client.abort()
-            return client.response, Outcome.BROKEN_STREAM, f"The backend that made this response failed. {error}"
+            if exchange is not None and is_event_stream(exchange):
+                # Nobody followed where its events end; an empty one is none.
+                await end_saying(b"\n\n" + error_event(Dialect.RESPONSES, f"The stream broke: {message}"), client)
+            else:
+                await client.abort()
+            return client.response, Outcome.BROKEN_STREAM, f"{message} {error}"
         assert client.response is not None
         if client.status >= 400:
             return client.response, Outcome.UPSTREAM_STATUS, "the backend's own answer"

@@ -15,7 +15,7 @@ from llmproxy import __version__
 from llmproxy.gateway.routes import SCHEDULED
 from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, until
-from tests.e2e.scripted import answering, scripted, whole
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 3}
 
@@ -169,6 +169,21 @@ async def test_a_stored_response_that_breaks_is_not_told_as_complete() -> None:
     async with a_stored_response(whole(STORED)[:-1]) as home:
         with pytest.raises(aiohttp.ClientPayloadError):
             await home.get("/v1/responses/resp_1")
+        assert home.outcomes() == {"completed": 1, "broken_stream": 1}
+
+
+async def test_the_stream_of_a_stored_response_that_breaks_ends_in_an_error_event() -> None:
+    begun = chunk(b'event: response.created\ndata: {"type":"response.created"}\n\n')
+    async with (
+        a_stored_response(STREAM_HEAD + begun) as home,
+        home.wire(b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, _),
+    ):
+        answer = await reader.read(-1)
+        events = [event for event in answer.split(b"\n\n") if b"event: " in event]
+        assert [b"event: response.created" in events[0], b"event: error" in events[1]] == [True, True]
+        assert b"The stream broke" in events[1]
+        assert not answer.endswith(STREAM_END), "it is not said to be whole"
+        await home.settled()
         assert home.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
