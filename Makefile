@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit fuzz chaos bench lab lab-full lock audit sbom clean
+.PHONY: demo test lint types contracts unit newest fuzz chaos bench lab lab-full lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -28,6 +28,16 @@ contracts: .venv
 
 unit: .venv
 	$(BIN)/pytest -n auto
+
+# What leans on the libraries from inside, with their newest releases in the place of those that `make test` has.
+newest: .venv
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	$(BIN)/python -m pip freeze --exclude-editable > .venv-newest/known.txt
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-newest/known.txt
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager .
+	.venv-newest/bin/python -m pip list --disable-pip-version-check | grep -E '^(aiohttp|httptools|uvloop) '
+	.venv-newest/bin/python -m pytest -n auto tests/hygiene tests/gateway tests/backends tests/e2e
 
 # Random inputs for everything that reads what others wrote, for this long; the seeds are printed.
 FUZZ_MINUTES ?= 10
@@ -77,4 +87,4 @@ sbom: .venv-tools
 	    --output-reproducible --output-format JSON --output-file dist/llmproxy.cdx.json
 
 clean:
-	rm -rf .venv .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
