@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
@@ -14,12 +14,16 @@ RETRY_UNREAD_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a requested name means: `model` is the name that the backends know; `adapter` is None for a base model."""
+    """What a requested name means: `model` is the name that the backends know; `adapter` is None for a base model.
+
+    `context_tokens` is the longest sequence that a backend of the pool takes, None where none says.
+    """
 
     requested: str
     model: str
     pool: str
     adapter: str | None
+    context_tokens: int | None = None
 
 
 class Catalogue:
@@ -37,6 +41,7 @@ class Catalogue:
         self._targets: dict[str, Target] = {}
         self._cards: dict[str, ModelCard] = {}
         self._pools: tuple[str, ...] = ()
+        self._contexts: Mapping[str, int | None] = {}
         self.promised: frozenset[str] = frozenset()
         self.expecting = False
         self.revision = 0
@@ -138,7 +143,7 @@ class Catalogue:
         # A backend that never answers must not fail every request without a name; one pool known is one to choose.
         if len(self._pools) == 1:
             pool = self._pools[0]
-            return Target(pool, pool, pool, None)
+            return Target(pool, pool, pool, None, self._contexts[pool])
         if not self.complete and not self._pools:
             message = "The request names no model, and no backend has answered so far. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
@@ -148,24 +153,26 @@ class Catalogue:
     def _rebuild(self) -> None:
         targets: dict[str, Target] = {}
         cards: dict[str, ModelCard] = {}
-        pools: dict[str, None] = {}
-        for backend in sorted(self._listings):
-            listing = self._listings[backend]
+        contexts: dict[str, int | None] = {}
+        members: list[tuple[str, Listing]] = []
+        for _, listing in sorted(self._listings.items()):
             pool = _pool_name(listing) if listing is not None else None
             if listing is None or pool is None:
                 continue
-            pools[pool] = None
+            members.append((pool, listing))
+            lengths = [card.max_model_len for card in listing.cards if card.max_model_len is not None]
+            contexts[pool] = max([*lengths, contexts.get(pool) or 0]) or None
+        for pool, listing in members:
             for card in listing.cards:
                 adapter = card.name if card.parent is not None else None
                 # The name that heads a pool belongs to that pool, whoever else lists it as a further name.
                 if card.name not in targets or card.name == pool:
-                    targets[card.name] = Target(card.name, card.name, pool, adapter)
+                    targets[card.name] = Target(card.name, card.name, pool, adapter, contexts[pool])
                     cards[card.name] = card
         for alias, name in self._aliases.items():
             if name in targets:
-                target = targets[name]
-                targets[alias] = Target(alias, target.model, target.pool, target.adapter)
-        self._targets, self._cards, self._pools = targets, cards, tuple(sorted(pools))
+                targets[alias] = replace(targets[name], requested=alias)
+        self._targets, self._cards, self._pools, self._contexts = targets, cards, tuple(sorted(contexts)), contexts
         self.revision += 1
 
 

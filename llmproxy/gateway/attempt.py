@@ -36,7 +36,8 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is sent to a backend, whichever one it is."""
+    """What is sent to a backend, whichever one it is. `usage_max` is the most that the answer may cost, None where it
+    costs nothing."""
 
     path_qs: str
     headers: Headers
@@ -44,6 +45,7 @@ class Call:
     stream: bool
     hide_usage: bool
     dialect: Dialect
+    usage_max: Usage | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import asyncio
 
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Usage, Verdict
+from llmproxy.core.estimate import believable
 from llmproxy.dispatcher import Lease
 from llmproxy.gateway.attempt import Answer, Attempt, Call, Client
 from llmproxy.gateway.attempt_timer import AttemptTimer
@@ -63,7 +64,7 @@ class Relay:
             if not await self._was_complete(attempt, client):
                 self._timed_out(attempt, timer, lease)
         finally:
-            self._account(attempt, lease)
+            self._account(attempt, lease, call.usage_max)
 
     async def _supervised(
         self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: Client
@@ -229,16 +230,25 @@ class Relay:
         else:
             attempt.fail(outcome, Verdict.FAILED, timer.story(), retryable=timer.streams)
 
-    def _account(self, attempt: Attempt, lease: Lease) -> None:
-        """Tell the lease what the attempt proved and what it cost, however it ended."""
+    def _account(self, attempt: Attempt, lease: Lease, most: Usage | None) -> None:
+        """Tell the lease what the attempt proved and what it cost, however it ended: at `most` so much."""
         lease.verdict = attempt.verdict
+        if most is None:
+            lease.usage = Usage(0, 0)
+            return
         if attempt.tap is not None:
-            attempt.usage = attempt.tap.usage
+            told = attempt.tap.usage
             seen = attempt.tap.data_events
         else:
-            attempt.usage = usage_of_tail(attempt.tail) if attempt.tail else None
+            told = usage_of_tail(attempt.tail) if attempt.tail else None
             # Without a stream nobody saw how far it got; the estimate stands, or leaving early would be free.
             seen = lease.grant.request.output_tokens
+        attempt.usage = believable(told, most) if told is not None else None
+        if told is not None and attempt.usage is None:
+            attempt.detail += (
+                f"the backend's usage is not believed: {told.prompt_tokens} prompt, {told.output_tokens} output tokens"
+                f" where {most.prompt_tokens} and {most.output_tokens} are the most"
+            )
         if attempt.usage is not None:
             lease.usage = attempt.usage
         elif attempt.answer is not None:

@@ -16,17 +16,32 @@ class Dialect(StrEnum):
     ANTHROPIC = "anthropic"
 
 
+class Work(StrEnum):
+    """What an engine does for a request of a route, and so what the request is charged.
+
+    `GENERATES`: it runs the prompt and answers with tokens. `READS`: it runs the prompt only. Both are charged what the
+    answer's own `usage` says, as far as that can be, else what was expected. `NOTHING`: it runs no model. That costs
+    nothing, whatever the answer says: it may be the client's own numbers.
+    """
+
+    GENERATES = "prompt and answer"
+    READS = "prompt"
+    NOTHING = "nothing"
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One scheduled POST route, and how its bodies are read.
-
-    `computes` says that the engine runs its prompt, which is then found in the prefix cache.
-    """
+    """One scheduled POST route, how its bodies are read, and what its requests are charged."""
 
     path: str
     kind: BodyKind = BodyKind.OTHER
     dialect: Dialect = Dialect.OPENAI
-    computes: bool = True
+    work: Work = Work.GENERATES
+
+    @property
+    def computes(self) -> bool:
+        """Whether the engine runs the prompt, which is then found in the prefix cache."""
+        return self.work is not Work.NOTHING
 
 
 SCHEDULED: dict[str, Route] = {
@@ -36,27 +51,27 @@ SCHEDULED: dict[str, Route] = {
         Route("/v1/completions", BodyKind.COMPLETION),
         Route("/v1/responses", BodyKind.RESPONSES, Dialect.RESPONSES),
         Route("/v1/messages", BodyKind.MESSAGES, Dialect.ANTHROPIC),
-        Route("/v1/messages/count_tokens", BodyKind.MESSAGES, Dialect.ANTHROPIC, computes=False),
-        Route("/v1/embeddings"),
-        Route("/v2/embed"),
-        Route("/pooling"),
-        Route("/classify"),
-        Route("/score"),
-        Route("/v1/score"),
-        Route("/rerank"),
-        Route("/v1/rerank"),
-        Route("/v2/rerank"),
-        Route("/tokenize"),
-        Route("/detokenize"),
-        Route("/generative_scoring"),
+        Route("/v1/messages/count_tokens", BodyKind.MESSAGES, Dialect.ANTHROPIC, Work.NOTHING),
+        Route("/v1/embeddings", work=Work.READS),
+        Route("/v2/embed", work=Work.READS),
+        Route("/pooling", work=Work.READS),
+        Route("/classify", work=Work.READS),
+        Route("/score", work=Work.READS),
+        Route("/v1/score", work=Work.READS),
+        Route("/rerank", work=Work.READS),
+        Route("/v1/rerank", work=Work.READS),
+        Route("/v2/rerank", work=Work.READS),
+        Route("/tokenize", work=Work.NOTHING),
+        Route("/detokenize", work=Work.NOTHING),
+        Route("/generative_scoring", work=Work.READS),
         Route("/v1/systemone"),
         Route("/v1/chat/completions/batch"),
-        Route("/v1/chat/completions/render"),
-        Route("/v1/completions/render"),
-        Route("/v1/messages/render", BodyKind.MESSAGES, Dialect.ANTHROPIC, computes=False),
-        Route("/v1/responses/render"),
-        Route("/v1/chat/completions/derender"),
-        Route("/v1/completions/derender"),
+        Route("/v1/chat/completions/render", work=Work.NOTHING),
+        Route("/v1/completions/render", work=Work.NOTHING),
+        Route("/v1/messages/render", BodyKind.MESSAGES, Dialect.ANTHROPIC, Work.NOTHING),
+        Route("/v1/responses/render", work=Work.NOTHING),
+        Route("/v1/chat/completions/derender", work=Work.NOTHING),
+        Route("/v1/completions/derender", work=Work.NOTHING),
         Route("/inference/v1/generate"),
         Route("/v1/audio/transcriptions", BodyKind.FORM),
         Route("/v1/audio/translations", BodyKind.FORM),

@@ -6,9 +6,10 @@ parsing. Bytes pass unchanged; only the usage event that the proxy itself asked 
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
+
+import orjson
 
 from llmproxy.core.domain import Usage
 
@@ -16,7 +17,7 @@ HELD_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
 
 _USAGE_BYTES_MAX = 16 * 1024
-_USAGE_NAMES_MAX = 8  # Echoed client text may hold the name any number of times; the real one comes last or nearly so.
+_MARKS_MAX = 2048  # Engines put little behind their usage, or lists of numbers, which have few marks.
 _HEAD_BYTES = 256
 _ORDINARY = b'data: {"id"'
 _EVENT_END = re.compile(rb"\n\r?\n")
@@ -24,12 +25,17 @@ _ERROR = re.compile(rb'\{\s*"(?:error"\s*:|type"\s*:\s*"error")')
 _CLIENT_ERROR = re.compile(rb'"code"\s*:\s*4\d\d\b')
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _SOME_CHOICE = re.compile(rb'"choices"\s*:\s*\[\s*[^\s\]]')
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_MARK = re.compile(rb'["{}\[\]]')
+# A string read backwards: a quote inside it is followed there by an odd number of backslashes.
+_STRING = re.compile(rb'"[^"]*+(?:"(?=\\(?:\\\\)*+(?!\\))[^"]*+)*+"')
+_OBJECT = re.compile(rb"\s*:\s*\{")
+_USAGE = b'"usage"'
+_HOLDERS = frozenset({b'"response"', b'"message"'})
+"""Members of events that hold an answer: of the responses API, and of Anthropic's messages."""
 _ERROR_EVENTS = frozenset({b"error", b"response.failed"})
 _LAST_EVENTS = frozenset({b"response.completed", b"response.incomplete", b"response.failed", b"message_stop"})
 # Events that only say that the engine has the request; no token has been made when they come.
 _ACCEPTED_EVENTS = frozenset({b"response.created", b"response.queued", b"response.in_progress", b"ping"})
-_DECODER = json.JSONDecoder()
 
 
 class StreamTap:
@@ -152,7 +158,7 @@ class StreamTap:
             self.error_first = self.error_first or self.data_events == 0
         self.data_events += 1
         self.done_seen = self.done_seen or name in _LAST_EVENTS
-        usage = _last_usage(payload) if b'"usage"' in payload else None
+        usage = _own_usage(payload) if _USAGE in payload else None
         if usage:
             self._last_usage = usage
             self._first_usage = self._first_usage or usage
@@ -165,7 +171,7 @@ class StreamTap:
 
 def usage_of_tail(tail: bytes) -> Usage | None:
     """The usage in the last bytes (USAGE_TAIL_BYTES are enough) of a JSON answer, None where it has none."""
-    return _usage(_last_usage(tail))
+    return _usage(_own_usage(tail))
 
 
 def _is_usage_event(payload: bytes) -> bool:
@@ -173,39 +179,63 @@ def _is_usage_event(payload: bytes) -> bool:
     if not _NO_CHOICES.search(payload):
         return False
     try:
-        fields = json.loads(payload)
-    except ValueError:
+        fields = orjson.loads(payload)
+    except orjson.JSONDecodeError:
         return False
     return isinstance(fields, dict) and fields.get("choices") == [] and "error" not in fields
 
 
-def _last_usage(text: bytes) -> dict[str, Any]:
-    """The token counts of the last usage object in `text`; empty where there is none.
+def _own_usage(text: bytes) -> dict[str, Any]:
+    """The token counts that the answer in `text` has in its own member `usage`; empty where there is none.
 
-    A quote inside a JSON string is escaped, so generated text cannot pass for the name. An object that a client named
-    `usage` itself and that an engine echoes has no token counts.
+    A member of that name which lies deeper may be what a client said, echoed. `text` is a JSON object or its end, so
+    it is read backwards: there, all that is behind it is known, and no beginning is needed. Levels count the brackets
+    that are open: 1 is the answer itself, or an event; 2 is what an event holds of an answer.
     """
-    at = len(text)
-    for _ in range(_USAGE_NAMES_MAX):
-        at = text.rfind(b'"usage"', 0, at)
-        if at < 0:
+    back, at, level = text[::-1], 0, 0
+    ends = [0, 0, 0]  # By level, the end of the value that was entered last from there.
+    held = b""
+    for _ in range(_MARKS_MAX):
+        mark = _MARK.search(back, at)
+        if mark is None:
             break
-        found = _USAGE.match(text, at)
-        if found is not None:
-            start = found.end() - 1
-            if fields := _usage_fields(text[start : start + _USAGE_BYTES_MAX]):
-                return fields
+        at = mark.end()
+        match mark[0]:
+            case b"}" | b"]":
+                if level < len(ends):
+                    ends[level] = len(text) - mark.start()
+                level += 1
+            case b"{" | b"[":
+                level -= 1
+            case _:
+                string = _STRING.match(back, mark.start())
+                if string is None:
+                    break
+                at = string.end()
+                if level not in (1, 2):
+                    continue
+                name = string[0][::-1]
+                found = _OBJECT.match(text, len(text) - string.start())
+                if level == 1 and held and found is not None and name in _HOLDERS:
+                    return _usage_fields(held)
+                if level == 1:
+                    held = b""
+                if name != _USAGE or found is None:
+                    continue
+                held = text[found.end() - 1 : ends[level]]
+                if level == 1:
+                    return _usage_fields(held)
     return {}
 
 
-def _usage_fields(text: bytes) -> dict[str, Any]:
-    """The token counts of the object that `text` begins with, those that are null left out; empty if it has none."""
+def _usage_fields(usage: bytes) -> dict[str, Any]:
+    """The token counts of a usage object, those that are null left out; empty if it has none."""
     try:
-        fields, _ = _DECODER.raw_decode(text.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
+        fields = orjson.loads(usage) if len(usage) <= _USAGE_BYTES_MAX else {}
+    except orjson.JSONDecodeError:
         return {}
     known = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
-    if not isinstance(fields, dict) or not any(type(fields.get(name)) is int for name in known):
+    if not any(type(fields.get(name)) is int for name in known):
         return {}
     return {name: value for name, value in fields.items() if value is not None}
 

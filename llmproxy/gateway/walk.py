@@ -13,8 +13,8 @@ from msgspec import structs
 
 from llmproxy.config import BackendConfig
 from llmproxy.core.catalogue import Target
-from llmproxy.core.domain import Entry, Outcome, Refused, Request, Verdict
-from llmproxy.core.estimate import Estimator
+from llmproxy.core.domain import Entry, Outcome, Refused, Request, Usage, Verdict
+from llmproxy.core.estimate import TURNS_MAX, Estimator, usage_max
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Lease, Leasing
 from llmproxy.gateway.answers import Answers
@@ -27,7 +27,7 @@ from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
 from llmproxy.gateway.prompt import BLOCK_BYTES, ID_BYTES, SALT
 from llmproxy.gateway.relay import end_broken, end_within
-from llmproxy.gateway.routes import SALTED, Dialect, Route
+from llmproxy.gateway.routes import SALTED, Dialect, Route, Work
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.scan import BadBody
 from llmproxy.gateway.stored import StoredResponses
@@ -191,6 +191,8 @@ class Walker:
         standing = walk.rules.identity.standing(http.headers, trusted, target.requested, target.model, walk.tenant)
         walk.ttl_s, walk.unknown_objective = standing.ttl_s, standing.unknown_objective
         prompt_tokens, output_tokens = self._estimator.tokens(target.model, ask)
+        if walk.route.work is not Work.GENERATES:
+            prompt_tokens, output_tokens = prompt_tokens if walk.route.computes else 1, 0
         prefix, prefix_tokens = self._prefix(walk, sheet, target)
         return Request(
             id=f"{self._ids}{next(self._serial)}",
@@ -282,7 +284,13 @@ class Walker:
         spliced = sheet.spliced(model=request.model, want_usage=True, priority=priority, salt=walk.salt)
         headers = walk.rules.identity.to_backend(walk.http, walk.id, backend, walk.tenant)
         call = Call(
-            self._path_qs(walk), headers, spliced.parts, request.stream, spliced.hides_usage, walk.route.dialect
+            self._path_qs(walk),
+            headers,
+            spliced.parts,
+            request.stream,
+            spliced.hides_usage,
+            walk.route.dialect,
+            _usage_max(walk),
         )
         # Assigned before it runs, so that the story of a request cut off in mid-stream has its numbers.
         attempt = walk.attempt = Attempt()
@@ -350,7 +358,8 @@ class Walker:
         ask = walk.sheet.ask
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
             prompt_bytes = ask.prompt_bytes if ask.prompt_tokens is None else None
-            self._estimator.learn(request.model, prompt_bytes, ask.sequences, attempt.usage)
+            sequences = ask.sequences if walk.route.work is Work.GENERATES else None
+            self._estimator.learn(request.model, prompt_bytes, sequences, attempt.usage)
 
     def _fail(self, walk: Walk, failure: Failure) -> web.Response:
         walk.outcome, walk.status, walk.error = failure.outcome, failure.status, failure.message
@@ -368,6 +377,14 @@ class Walker:
         log_exit(ended)
         if self._decisions is not None:
             self._decisions.record(ended)
+
+
+def _usage_max(walk: Walk) -> Usage | None:
+    if not walk.route.computes or walk.sheet is None or walk.target is None:
+        return None
+    turns = TURNS_MAX if walk.route.dialect is Dialect.RESPONSES else 1
+    most = usage_max(walk.sheet.ask, walk.target.context_tokens, turns)
+    return most if walk.route.work is Work.GENERATES else Usage(most.prompt_tokens, walk.sheet.ask.sequences)
 
 
 def _check_content_type(route: Route, content_type: str) -> None:

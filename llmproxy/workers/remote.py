@@ -201,7 +201,7 @@ class RemoteEstimator(Estimator):
         super().__init__()
         self._channel = channel
 
-    def learn(self, model: str, prompt_bytes: int | None, sequences: int, usage: Usage) -> None:
+    def learn(self, model: str, prompt_bytes: int | None, sequences: int | None, usage: Usage) -> None:
         self._channel.send(Learn(model, prompt_bytes, sequences, usage))
 
 

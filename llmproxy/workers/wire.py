@@ -127,7 +127,7 @@ class Learn(Message, frozen=True, tag=14):
 
     model: str
     prompt_bytes: int | None
-    sequences: int
+    sequences: int | None
     usage: Usage
 
 

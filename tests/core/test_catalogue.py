@@ -23,15 +23,15 @@ def test_a_pool_is_named_after_the_first_base_model_and_adapters_live_inside_it(
     assert names.listed("b", listing("lora-1"))
     assert names.pools == ("base",)
     assert names.pool_of("a") == names.pool_of("b") == "base"
-    assert names.resolve("base") == Target("base", "base", "base", None)
-    assert names.resolve("lora-1") == Target("lora-1", "lora-1", "base", "lora-1")
+    assert names.resolve("base") == Target("base", "base", "base", None, 4096)
+    assert names.resolve("lora-1") == Target("lora-1", "lora-1", "base", "lora-1", 4096)
 
 
 def test_two_served_names_of_one_backend_are_one_pool() -> None:
     names = catalogue("a")
     names.listed("a", Listing(0.0, (ModelCard("long-name", None, 10), ModelCard("short", None, 10))))
     assert names.pools == ("long-name",)
-    assert names.resolve("short") == Target("short", "short", "long-name", None)
+    assert names.resolve("short") == Target("short", "short", "long-name", None, 10)
 
 
 def test_the_name_that_heads_a_pool_belongs_to_it_whoever_else_lists_it() -> None:
@@ -45,7 +45,7 @@ def test_the_name_that_heads_a_pool_belongs_to_it_whoever_else_lists_it() -> Non
 def test_an_alias_means_its_target_and_keeps_the_name_that_was_asked_for() -> None:
     names = catalogue("a", aliases={"fast": "lora-0", "nowhere": "gone"})
     names.listed("a", listing("lora-0"))
-    assert names.resolve("fast") == Target("fast", "lora-0", "base", "lora-0")
+    assert names.resolve("fast") == Target("fast", "lora-0", "base", "lora-0", 4096)
     nowhere = refusal(names, "nowhere")
     assert nowhere.outcome is Outcome.UNKNOWN_MODEL
     assert "`nowhere` stands for `gone`, which no backend serves" in nowhere.message
@@ -82,7 +82,7 @@ def test_no_name_means_the_only_pool() -> None:
     names.listed("a", listing())
     assert names.resolve(None).model == "base", "a backend that never answers must not fail those without a name"
     names.listed("b", listing())
-    assert names.resolve(None) == Target("base", "base", "base", None)
+    assert names.resolve(None) == Target("base", "base", "base", None, 4096)
     names.listed("b", listing(base="other"))
     several = refusal(names, None)
     assert several.outcome is Outcome.BAD_REQUEST

@@ -6,7 +6,7 @@ import pytest
 
 from llmproxy.core import estimate
 from llmproxy.core.domain import Ask, Usage
-from llmproxy.core.estimate import Estimator
+from llmproxy.core.estimate import Estimator, believable, usage_max
 
 
 def test_before_any_answer_the_defaults_hold() -> None:
@@ -76,3 +76,37 @@ def test_what_was_learned_elsewhere_is_gone_by_and_learned_on() -> None:
     assert other.tokens("m", Ask("m", prompt_bytes=600)) == (200, 50)
     other.learn("m", 500, 1, Usage(100, 150))
     assert (other.models["m"].seen, one.models["m"].seen) == (2, 1)
+
+
+def test_answers_of_routes_that_generate_nothing_say_nothing_of_their_length() -> None:
+    estimator = Estimator()
+    estimator.learn("m", 300, None, Usage(100, 0))
+    assert estimator.tokens("m", Ask("m", prompt_bytes=600)) == (200, 256)
+
+
+@pytest.mark.parametrize(
+    ("ask", "context_tokens", "turns", "most"),
+    [
+        (Ask("m", prompt_bytes=1), 4096, 1, Usage(4096, 4096)),
+        (Ask("m", prompt_bytes=1, max_tokens=16), 4096, 1, Usage(4096, 16)),
+        (Ask("m", prompt_bytes=1, max_tokens=10**18), 4096, 1, Usage(4096, 4096)),
+        (Ask("m", prompt_bytes=1, max_tokens=16, sequences=3), 4096, 2, Usage(6 * 4096, 6 * 16)),
+        (Ask("m", prompt_bytes=100), None, 1, Usage(400 + 65536, 1 << 20)),
+        (Ask("m", prompt_tokens=100, max_tokens=10**18), None, 1, Usage(100 + 65536, 1 << 20)),
+    ],
+)
+def test_no_more_is_believed_than_could_have_been(
+    ask: Ask, context_tokens: int | None, turns: int, most: Usage
+) -> None:
+    assert usage_max(ask, context_tokens, turns) == most
+    assert believable(most, most) == most
+    assert believable(Usage(most.prompt_tokens + 1, 0), most) is None
+    assert believable(Usage(0, most.output_tokens + 1), most) is None
+    assert believable(Usage(-1, 0), most) is None
+    assert believable(Usage(0, -1), most) is None
+
+
+@pytest.mark.parametrize("cached", [-1, 11, 10**400])
+def test_a_count_of_cached_tokens_that_cannot_be_is_left_out(cached: int) -> None:
+    assert believable(Usage(10, 5, cached), Usage(10, 5)) == Usage(10, 5)
+    assert believable(Usage(10, 5, 10), Usage(10, 5)) == Usage(10, 5, 10)

@@ -106,9 +106,39 @@ def test_the_usage_of_an_answer_is_what_a_parser_finds_at_its_end(
 ) -> None:
     usage_of_tail(before + json.dumps(fields).encode() + after)
     found = usage_of_tail(json.dumps(fields).encode())
-    usage = fields.get("usage")
-    if not isinstance(usage, dict):
-        assert found is None
-    elif found is not None:
-        said = {value for value in usage.values() if type(value) is int}
-        assert {found.prompt_tokens, found.output_tokens} <= said | {0}
+    usage = own_usage(fields)
+    assert found == (None if usage is None else usage_of_tail(json.dumps({"usage": usage}).encode()))
+
+
+LEAVES = st.none() | st.integers(-1, 9) | TEXTS
+OBJECTS = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["usage", "response", "message", "prompt_tokens", 'a"\\', "x"]), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@FUZZED
+@given(
+    st.dictionaries(st.sampled_from(["usage", "response", "message", "x"]), OBJECTS), st.booleans(), st.integers(0, 40)
+)
+def test_a_usage_is_found_in_its_own_place_and_nowhere_else(fields: dict[str, Any], escaped: bool, cut: int) -> None:
+    whole = json.dumps(fields, ensure_ascii=escaped).encode()
+    usage = own_usage(fields)
+    expected = None if usage is None else usage_of_tail(json.dumps({"usage": usage}).encode())
+    assert usage_of_tail(whole) == expected
+    assert usage_of_tail(whole[min(cut, len(whole)) :]) in (expected, None)
+
+
+def own_usage(fields: dict[str, Any]) -> dict[str, Any] | None:
+    """The definition, by a parser: the answer's own member, else that of the last member that holds an answer."""
+    if isinstance(usage := fields.get("usage"), dict):
+        return usage
+    for name, held in reversed(fields.items()):
+        if name in ("response", "message") and isinstance(held, dict) and isinstance(held.get("usage"), dict):
+            inner: dict[str, Any] = held["usage"]
+            return inner
+    return None

@@ -48,8 +48,9 @@ def test_adapters_are_changed_at_vllms_own_paths() -> None:
 
 def test_the_page_on_routes_lists_exactly_those_of_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
-    listed = dict(re.findall(r"^\| `(/\S+)` \| (OpenAI|Anthropic) \|$", page, re.MULTILINE))
-    table = {p: "Anthropic" if r.dialect is Dialect.ANTHROPIC else "OpenAI" for p, r in SCHEDULED.items()}
+    rows = re.findall(r"^\| `(/\S+)` \| (OpenAI|Anthropic) \| ([a-z ]+) \|$", page, re.MULTILINE)
+    listed = {path: (dialect, work) for path, dialect, work in rows}
+    table = {p: ("Anthropic" if r.dialect is Dialect.ANTHROPIC else "OpenAI", r.work) for p, r in SCHEDULED.items()}
     assert listed == table
 
 

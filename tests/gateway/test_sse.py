@@ -216,6 +216,12 @@ def test_an_event_is_held_only_while_it_may_be_the_usage_event() -> None:
     assert tap.feed(COMMENT[:4]) == COMMENT[:4]
 
 
+def test_an_event_too_deep_for_a_parser_is_passed_on() -> None:
+    deep = b'data: {"choices":[],"x":' + b"[" * 100_000 + b"]" * 100_000 + b',"usage":{"prompt_tokens":5}}\n\n'
+    out, tap = through([deep], hide_usage=True)
+    assert (out, tap.usage) == (deep, Usage(5, 0))
+
+
 def test_an_endless_event_is_let_go_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "HELD_BYTES_MAX", 1000)
     monkeypatch.setattr(sse, "USAGE_TAIL_BYTES", 500)
@@ -246,6 +252,13 @@ def test_an_endless_event_is_let_go_and_not_kept(monkeypatch: pytest.MonkeyPatch
         (b'{"usage":{"prompt_tokens":6,"total_tokens":6}}', Usage(6, 0)),
         (b'{"content":[],"usage":{"input_tokens":17,"output_tokens":8,"cache_read_input_tokens":3}}', Usage(17, 8, 3)),
         (b'{"usage":{"prompt_tokens":5,"completion_tokens":2},"echo":{"usage":{"a":1}}}', Usage(5, 2)),
+        (b'{"usage":{"prompt_tokens":5,"completion_tokens":2},"echo":{"usage":{"prompt_tokens":1}}}', Usage(5, 2)),
+        (b'{"echo":[{"usage":{"prompt_tokens":1}}],"usage":null}', None),
+        (b'{"usage":{"prompt_tokens":5,"completion_tokens":2},"ids":[' + b"[1,2]," * 500 + b"[]]}", Usage(5, 2)),
+        (b'{"response":{"x":{"usage":{"input_tokens":1}}},"type":"response.completed"}', None),
+        (b'{"tools":{"usage":{"input_tokens":1}},"type":"response.completed"}', None),
+        (b'{"usage":{"prompt_tokens":1,"completion_tokens":' + b"9" * 400 + b"}}", None),
+        (b'{"usage":{"prompt_tokens":1},"a":"\\\\","b":"\\"}{"}', Usage(1, 0)),
         (b'{"usage":null}', None),
         (b'{"usage":{"prompt_tokens":5', None),
         (b'{"usage":{"prompt_tokens":"5"}}', None),

@@ -1,0 +1,124 @@
+"""What a request is charged: what its engine counted, as far as that can be, and never what a client or a liar says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from llmproxy.core.fairness.fair_share import FairShare
+from llmproxy.gateway.routes import SCHEDULED, Work
+from llmproxy.telemetry.exit import RequestExit
+from tests.backends.raw_server import Peer
+from tests.e2e.house import House, house
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, scripted, whole
+
+HUGE = "1" + "0" * 400
+LIES = {
+    "negative": '{"prompt_tokens": -5000000, "completion_tokens": -7000000}',
+    "a negative part": '{"prompt_tokens": 3, "completion_tokens": -7000000}',
+    "10^15": '{"prompt_tokens": 1000000000000000, "completion_tokens": 2}',
+    "2^63": '{"prompt_tokens": 9223372036854775808, "completion_tokens": 9223372036854775808}',
+    "10^400": f'{{"prompt_tokens": {HUGE}, "completion_tokens": {HUGE}}}',
+    "10^400 cached": f'{{"prompt_tokens": 3, "prompt_tokens_details": {{"cached_tokens": {HUGE}}}}}',
+    "cached more than there were": '{"prompt_tokens": 3, "completion_tokens": 2, "cache_read_input_tokens": 999999999}',
+    "no numbers": '{"prompt_tokens": 1e300, "completion_tokens": NaN}',
+    "too deep": '{"prompt_tokens": 3, "completion_tokens": 2, "a": ' + "[" * 5000 + "]" * 5000 + "}",
+    "more than was asked for": '{"prompt_tokens": 3, "completion_tokens": 17}',
+}  # fmt: skip
+BODY = {"model": "base", "messages": [{"role": "user", "content": "x"}], "max_tokens": 16}
+LIMITED: dict[str, Any] = {"models": [{"name": "base", "limits": {"in_flight": 2, "tokens_per_min": 1_000_000}}]}
+
+
+def accounts(home: House) -> tuple[int, float, float, float]:
+    """In flight under the limit; tokens left of it; what the flow was charged; how long an answer is believed to be."""
+    pools = home.proxy.pools
+    (limit,) = pools.snapshot(asyncio.get_running_loop().time()).limits
+    fairness = pools._schedulers["base"]._room.band(0).fairness
+    assert isinstance(fairness, FairShare)
+    assert limit.tokens_left is not None
+    learned = pools.estimator.models.get("base")
+    return limit.in_flight, limit.tokens_left, fairness.counter("base"), learned.output_tokens if learned else 0.0
+
+
+def telling(usage: str) -> Script:
+    """A script of a backend whose answers have this usage."""
+
+    async def script(peer: Peer, request: bytes) -> None:
+        if b'"stream":true' not in request.replace(b" ", b""):
+            answer = f'{{"id":"c","choices":[{{"message":{{"content":"x"}}}}],"usage":{usage}}}'
+            await peer.send(whole(answer.encode()))
+            return
+        event = 'data: {"id":"c","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+        event += f'data: {{"id":"c","choices":[],"usage":{usage}}}\n\ndata: [DONE]\n\n'
+        await peer.send(STREAM_HEAD + chunk(event.encode()) + STREAM_END)
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("lie", LIES)
+async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, stream: bool) -> None:
+    async with scripted(telling(LIES[lie])) as backend, house(extra=[backend.url], **LIMITED) as home:
+        for _ in range(3):
+            answer = await home.chat(BODY | {"stream": stream})
+            assert answer.status == 200
+        await home.settled()
+        in_flight, left, charged, output_tokens = accounts(home)
+        assert in_flight == 0
+        # Each was expected to be one token of prompt, and as many of output as were asked for.
+        assert 1_000_000 - 3 * 20 <= left <= 1_000_000
+        assert 0 < charged <= 3 * (1 + 2 * 16)
+        assert output_tokens <= 16
+
+
+async def test_usage_that_is_not_believed_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scripted(telling(LIES["10^15"])) as backend, house(extra=[backend.url], **LIMITED) as home:
+        ended: list[RequestExit] = []
+        monkeypatch.setattr("llmproxy.gateway.walk.log_exit", ended.append)
+        await home.chat(BODY)
+        await home.settled()
+        (told,) = ended
+        assert told.prompt_tokens is None
+        assert told.error is not None
+        assert "the backend's usage is not believed: 1000000000000000 prompt" in told.error
+
+
+ECHOES: Mapping[str, str] = {
+    "behind the answer": '"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2},"echo":{"usage":%s}',
+    "before it": '"echo":{"usage":%s},"usage":{"prompt_tokens":3,"completion_tokens":2},"choices":[]',
+    "in a list": '"usage":{"prompt_tokens":3,"completion_tokens":2},"tools":[{"usage":%s}]',
+    "without usage": '"choices":[],"usage":null,"kv_transfer_params":{"usage":%s}',
+}
+
+
+@pytest.mark.parametrize("place", ECHOES)
+async def test_a_usage_that_a_client_brought_is_not_read(place: str) -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(whole(("{" + ECHOES[place] % '{"prompt_tokens":0,"completion_tokens":0}' + "}").encode()))
+
+    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
+        await home.chat(BODY)
+        await home.settled()
+        assert accounts(home)[2] >= 3 + 2 * 2
+
+
+@pytest.mark.parametrize("path", sorted(path for path, route in SCHEDULED.items() if route.work is Work.NOTHING))
+async def test_what_computes_nothing_costs_nothing_whatever_it_answers(path: str) -> None:
+    script = telling('{"prompt_tokens": 900, "completion_tokens": 900}')
+    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
+        answer = await home.post(path, BODY | {"input": "x" * 4000})
+        assert answer.status == 200
+        await home.settled()
+        assert accounts(home) == (0, 1_000_000, 0.0, 0.0)
+
+
+async def test_an_engine_that_only_reads_teaches_nothing_about_answers() -> None:
+    script = telling('{"prompt_tokens": 9, "total_tokens": 9}')
+    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
+        await home.post("/v1/score", {"model": "base", "text_1": "a", "text_2": ["b", "c"]})
+        await home.settled()
+        _, _, charged, output_tokens = accounts(home)
+        assert (charged, output_tokens) == (9, 256)
