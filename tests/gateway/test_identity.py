@@ -48,7 +48,9 @@ def test_durations_in_gos_notation(text: str, seconds: float) -> None:
     assert parse_duration_s(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "5", "-1s", "1 s", "s", "1s2", "1x", "1s junk", "--1s", "1..5s"])
+@pytest.mark.parametrize(
+    "text", ["", "5", "-1s", "1 s", "s", "1s2", "1x", "1s junk", "--1s", "1..5s", "٣s", "9" * 2000, "9" * 2000 + "s"]
+)
 def test_what_is_no_duration(text: str) -> None:
     assert parse_duration_s(text) is None
 
