@@ -17,15 +17,20 @@ FIELD_BYTES_MAX = 4096
 SLICE_BYTES = 1024 * 1024
 
 _BOUNDARY_BYTES_MAX = 256
-_PARAM = re.compile(r';\s*([^\s=;"\\]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;\s"\\]*)\s*')
+# What surrounds a parameter is space and tab alone: other readers differ in what else they take for white space.
+_PARAM = re.compile(
+    r"""[ \t]*+;[ \t]*+([\w!#$%&'*+.^`|~-]++)[ \t]*+=[ \t]*+("(?:[^"\\]|\\.)*+"|[!#-:<-\[\]-~]*+)[ \t]*+""", re.ASCII
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 # The one extended parameter (RFC 8187) that clients send; others would be taken for the plain ones of their name.
 _EXTENDED = "filename*"
 
 
 def scan_form(body: bytes, content_type: str, wanted: Collection[str]) -> Slices[dict[str, Member]]:
-    """Find the values of the `wanted` fields of a form; the last of equal names wins, parts with a file name are none.
+    """Find the values of the `wanted` fields of a form.
 
-    Yields after each megabyte searched. Raises BadBody where the boundary is missing or the parts are not well-formed.
+    Yields after each megabyte searched. Raises BadBody where the boundary is missing, the parts are not well-formed, or
+    a wanted field is given twice or as a file.
     """
     delimiter = b"--" + _boundary(content_type)
     found: dict[str, Member] = {}
@@ -44,8 +49,10 @@ def scan_form(body: bytes, content_type: str, wanted: Collection[str]) -> Slices
         end = yield from _find(body, b"\r\n" + delimiter, start)
         if end < 0:
             raise BadBody(f"The form ends inside the part at byte {at}; its closing boundary is missing.", f"body.{at}")
-        name = _field_name(body[at:head_end])
-        if name is not None and name in wanted:
+        name, is_file = _field(body[at:head_end])
+        if name in wanted:
+            if is_file or name in found:
+                raise BadBody(f"The form field {name} is given {'as a file' if is_file else 'twice'}.", f"body.{name}")
             if end - start > FIELD_BYTES_MAX:
                 raise BadBody(f"The form field {name} is longer than {FIELD_BYTES_MAX} bytes.", f"body.{name}")
             found[name] = Member(Kind.STRING, start, end)
@@ -58,7 +65,12 @@ def _boundary(content_type: str) -> bytes:
     kind, _, _ = content_type.partition(";")
     if kind.strip().lower() != "multipart/form-data":
         raise BadBody("This endpoint takes multipart/form-data.", "content-type")
-    boundary = _params(content_type).get("boundary", "")
+    params = _params(content_type)
+    boundary = params.pop("boundary", "")
+    if params:
+        # With a `charset` the engine's framework would read the names of the fields in another way.
+        message = f"The content-type of a form takes no parameter but boundary: leave out {', '.join(params)[:200]}."
+        raise BadBody(message, "content-type")
     if not boundary or len(boundary) > _BOUNDARY_BYTES_MAX or not boundary.isascii() or "\\" in boundary:
         raise BadBody("The content-type names no usable boundary for the form.", "content-type")
     return boundary.encode()
@@ -71,8 +83,8 @@ def _params(header: str) -> dict[str, str]:
     """
     params: dict[str, str] = {}
     header = header.rstrip("; \t")
-    at = header.find(";")
-    while 0 <= at < len(header):
+    at = len(header.partition(";")[0])
+    while at < len(header):
         match = _PARAM.match(header, at)
         name = match.group(1).lower() if match is not None else ""
         if match is None or name in params or ("*" in name and name != _EXTENDED):
@@ -83,19 +95,23 @@ def _params(header: str) -> dict[str, str]:
     return params
 
 
-def _field_name(head: bytes) -> str | None:
-    """The name of a plain field from the header block of its part; None for files and for what has no name."""
-    dispositions = [
-        value
-        for name, _, value in (line.partition(":") for line in head.decode("utf-8", "replace").split("\r\n"))
-        if name.strip().lower() == "content-disposition"
-    ]
+def _field(head: bytes) -> tuple[str, bool]:
+    """The name of a field from the header block of its part, "" for none, and whether it is a file."""
+    lines = head.decode("utf-8", "replace").split("\r\n")
+    if any(map(_CONTROL.search, lines)):
+        raise BadBody("The header of a part of the form has a control character.")
+    fields = [(name.strip().lower(), value) for name, _, value in (line.partition(":") for line in lines)]
+    dispositions = [value for name, value in fields if name == "content-disposition"]
     if len(dispositions) > 1:
         raise BadBody("A part of the form has more than one Content-Disposition.")
+    # A stray quote in front of the parameters would make names of what is quoted here, and the other way round.
+    if dispositions and dispositions[0].partition(";")[0].strip(" \t").lower() != "form-data":
+        raise BadBody("The Content-Disposition of a part of the form is not form-data.")
     params = _params(dispositions[0]) if dispositions else {}
-    if "\\" in params.get("name", ""):
+    name = params.get("name", "")
+    if "\\" in name:
         raise BadBody("The name of a form field must not hold a backslash.")
-    return None if "filename" in params or _EXTENDED in params else params.get("name")
+    return name, "filename" in params or _EXTENDED in params
 
 
 def _find(body: bytes, what: bytes, at: int) -> Slices[int]:

@@ -87,10 +87,12 @@ def both(body: bytes, kind: BodyKind) -> list[Sheet | None]:
 
 
 def engines_view(body: bytes) -> dict[str, Any] | None:
-    """The object that the engine's framework finds in a body: Python's own parser reads it there."""
+    """The object that the engine's framework finds in a body: Python's own parser reads it there, from the bytes.
+
+    It takes UTF-16 and UTF-32 too, whatever the content type says, halves of surrogate pairs and NaN.
+    """
     try:
-        found = json.loads(body.decode())
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # Halves of surrogate pairs are no text.
+        found = json.loads(body)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -100,6 +102,8 @@ def engines_view(body: bytes) -> dict[str, Any] | None:
 @given(MEMBERS, SPACES, st.booleans(), CUTS, st.sampled_from(JSON_KINDS))
 @example([("model", "a"), ("model", "b")], "", True, [], BodyKind.CHAT)
 @example([("model", "a")], "", True, [(3, 1, rb"\u006f")], BodyKind.CHAT)
+@example([("n", 1), ("model", "a")], "", True, [(5, 1, b"NaN")], BodyKind.OTHER)
+@example([("x", "1"), ("model", "a")], "", True, [(6, 1, b"\xed\xa0\x80")], BodyKind.CHAT)
 def test_both_readings_find_what_the_engine_finds(
     members: list[tuple[str, Any]], space: str, ascii_only: bool, cuts: list[tuple[int, int, bytes]], kind: BodyKind
 ) -> None:
@@ -161,6 +165,23 @@ def test_a_spliced_body_is_the_clients_with_the_edits_and_nothing_else(
             expected["stream_options"] = options | {"include_usage": True}
         assert json.loads(b"".join(spliced.parts)) == expected
         assert orjson.loads(b"".join(spliced.parts)) == expected
+
+
+ENCODINGS = st.sampled_from(["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+
+
+@FUZZED
+@given(MEMBERS, ENCODINGS, st.binary(max_size=3), st.booleans())
+def test_a_body_in_another_encoding_is_refused(
+    members: list[tuple[str, Any]], encoding: str, before: bytes, doubled: bool
+) -> None:
+    text = written(members, "", True)
+    body = before + (text if doubled else b"") + text.decode().encode(encoding)
+    for sheet in both(body, BodyKind.CHAT):
+        engine = engines_view(body)
+        if sheet is not None and engine is not None:
+            assert (sheet.ask.model or "") == (engine.get("model") or "")
+    assert both(text.decode().encode(encoding), BodyKind.CHAT) == [None, None]
 
 
 @FUZZED
