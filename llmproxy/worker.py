@@ -142,7 +142,7 @@ class _Worker:
                 for model, estimate in models.items():
                     self._estimator.take(model, estimate)
             case Made(response_id, backend, tenant):
-                self._stored.note(response_id, backend, tenant)
+                self._stored.note(response_id, backend, tenant, settled=True)
             case Fleet():
                 self._dispatcher.names(message)
                 try:

@@ -49,7 +49,9 @@ _TEXT = (
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _OPTIONS = ("model", "stream", "stream_options", "n", "best_of", *_MAX_TOKENS)
 _PRIORITY = "priority"
-PREVIOUS = "previous_response_id"
+# What `/v1/responses` says of responses that engines keep: which one it goes on from, the id of its own, whether to.
+PREVIOUS, REQUEST_ID, STORE = "previous_response_id", "request_id", "store"
+_KEPT = (PREVIOUS, REQUEST_ID, STORE)
 # Inside messages: members that the chat template does not turn into text, and those that hold an image or a sound.
 _NOT_TEXT = frozenset(
     {"role", "type", "id", "tool_call_id", "call_id", "cache_control", "detail", "format", "media_type", "status"}
@@ -78,7 +80,8 @@ class Spliced:
 class Sheet:
     """What the desk noted of one body: the ask, what splices need to know, and the chain of its prompt if asked for.
 
-    `session` is the text of the member that names one, None where it is no text or there is no such member.
+    `session` is the text of the member that names one, None where it is no text or there is no such member. `kept` are
+    the members of a body for `/v1/responses` that speak of stored responses.
     """
 
     ask: Ask
@@ -88,6 +91,12 @@ class Sheet:
     members: Mapping[str, Member] | None = field(default=None, repr=False)
     chain: Chain | None = field(default=None, repr=False)
     session: str | None = field(default=None, repr=False)
+    kept: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def stores(self) -> bool:
+        """Whether the engine may store its response: where nothing is said, it may."""
+        return _truth(self.kept.get(STORE, True)) is True
 
     def text(self, name: str) -> str | None:
         """The text of the top-level member `name`, one of those that the desk looks for; None where it is none."""
@@ -243,19 +252,22 @@ def _noted(
     sizes = [_measure(name, fields[name]) for name in _TEXT if name in fields]
     session = _session(fields.get(session_member)) if session_member is not None else None
     options = fields.get("stream_options", _ABSENT)
-    return Sheet(_ask(fields, sizes, kind), kind, body, options, chain=chain, session=session)
+    kept = {name: fields[name] for name in _KEPT if name in fields} if kind is BodyKind.RESPONSES else {}
+    return Sheet(_ask(fields, sizes, kind), kind, body, options, chain=chain, session=session, kept=kept)
 
 
 def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_member: str | None = None) -> Slices[Sheet]:
     """Scan a JSON body of any size in slices. Raises BadBody; broken values that nobody here asked for pass."""
-    wanted = (*_TEXT, *_OPTIONS, _PRIORITY, SALT, PREVIOUS)
+    asked = (*_OPTIONS, *_KEPT) if kind is BodyKind.RESPONSES else _OPTIONS
+    wanted = (*_TEXT, *asked, _PRIORITY, SALT)
     members = yield from scan_members(body, wanted if session_member is None else (*wanted, session_member))
-    fields = {name: _option(body, name, members[name]) for name in _OPTIONS if name in members}
+    fields = {name: _option(body, name, members[name]) for name in asked if name in members}
     sizes = [_measure_member(members[name]) for name in _TEXT if name in members]
     ask = _ask(fields, sizes, kind)
     chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
     session = _scanned_session(body, members.get(session_member)) if session_member is not None else None
-    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain, session)
+    kept = {name: fields[name] for name in _KEPT if name in fields}
+    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain, session, kept)
 
 
 def read_form(body: bytes, content_type: str, session_member: str | None = None) -> Slices[Sheet]:

@@ -21,20 +21,32 @@ from llmproxy.gateway.rules import Rulebook
 from llmproxy.upstream import ConnectFailed, Upstream, UpstreamBroken
 
 IDS_MAX = 10_000
-_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,256})"')
+
+
+def _up_to(name: bytes) -> bytes:
+    """A pattern: a JSON object up to the value of its member `name`, which only plain values may stand before."""
+    plain = rb'(?!"%b")"[^"\\]*+"\s*+:\s*+(?:"[^"\\]*+"|[-+.\w]++)\s*+,\s*+'
+    return (rb"\s*+\{\s*+(?:" + plain + rb')*+"%b"\s*+:') % (name, name)
+
+
+# By its place, and not wherever it stands: instructions and metadata, which an answer repeats, are the client's words.
+_EVENT = rb"(?:(?:event|id|retry)?+:[^\r\n]*+[\r\n]++)*+data:" + _up_to(b"response")
+_ID = re.compile(b"(?:" + _EVENT + b")?+" + _up_to(b"id") + rb'\s*+"(resp_[A-Za-z0-9_-]{1,256})"')
 
 
 class StoredResponses:
-    """Response id -> its backend and its tenant, by name; the ids least recently made are forgotten first.
+    """Response id -> its backend and its tenant, by name.
 
-    A response exists for those alone whose request made it. `on_made` hears of each that was made through here.
+    A response exists for those alone whose request made it first. Beyond IDS_MAX ids, the tenant that has most of them
+    loses the one that was made first. `on_made` hears of each that was made through here.
     """
 
     def __init__(self, rulebook: Rulebook, backends: Mapping[str, BackendConfig], upstream: Upstream) -> None:
         self._rulebook = rulebook
         self._backends = backends
         self._upstream = upstream
-        self._made_by: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._made_by: dict[str, tuple[str, str]] = {}
+        self._ids_of: dict[str, OrderedDict[str, None]] = {}
         self.on_made: Callable[[str, str, str], None] = lambda *_: None
 
     @property
@@ -43,27 +55,41 @@ class StoredResponses:
         return self._made_by
 
     def remember(self, head: bytes, backend: str, tenant: Tenant = NO_TENANT) -> None:
-        """Note the id that stands in the first bytes of a `/v1/responses` answer."""
-        found = _ID.search(head)
+        """Note the id of the response whose first bytes, as JSON or as the first event of a stream, are `head`."""
+        found = _ID.match(head)
         if found is None:
             return
         response_id = found[1].decode()
-        self.note(response_id, backend, tenant.name)
-        self.on_made(response_id, backend, tenant.name)
+        if self.note(response_id, backend, tenant.name):
+            self.on_made(response_id, backend, tenant.name)
 
-    def note(self, response_id: str, backend: str, tenant: str) -> None:
-        """Know of one response, and the name of its tenant."""
+    def note(self, response_id: str, backend: str, tenant: str, *, settled: bool = False) -> bool:
+        """Know of one response, and the name of its tenant. False where it is known to be another tenant's, and stays.
+
+        `settled` says that whose it is was decided elsewhere, and counts whatever was noted here.
+        """
+        _, owner = self._made_by.get(response_id, ("", tenant))
+        if owner != tenant:
+            if not settled:
+                return False
+            del self._ids_of[owner][response_id]
         self._made_by[response_id] = backend, tenant
+        self._ids_of.setdefault(tenant, OrderedDict())[response_id] = None
         if len(self._made_by) > IDS_MAX:
-            self._made_by.popitem(last=False)
+            first, _ = max(self._ids_of.values(), key=len).popitem(last=False)
+            del self._made_by[first]
+        return True
 
     def backend_of(self, response_id: str, tenant: Tenant = NO_TENANT) -> str | None:
         backend, owner = self._made_by.get(response_id, (None, tenant.name))
         return backend if owner == tenant.name else None
 
-    def check_owned(self, response_id: str | None, tenant: Tenant) -> None:
-        """Raise Failure (404) where a request of `tenant` goes on from a response that is not known to be its own."""
-        if response_id is not None and self.backend_of(response_id, tenant) is None:
+    def check_owned(self, response_id: object, tenant: Tenant) -> None:
+        """Raise Failure (404) where a request of `tenant` goes on from a response that is not known to be its own.
+
+        What is no text is no id, as the engine says itself.
+        """
+        if isinstance(response_id, str) and self.backend_of(response_id, tenant) is None:
             message = f"Response with id '{response_id[:200]}' not found."
             raise Failure(Outcome.BAD_REQUEST, message, status=404, param="previous_response_id")
 

@@ -21,7 +21,7 @@ from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.attempt import Attempt, Call
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.client_leg import ClientLeg, read_body
-from llmproxy.gateway.desk import PREVIOUS, Sheet
+from llmproxy.gateway.desk import PREVIOUS, REQUEST_ID, Sheet
 from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
@@ -154,7 +154,11 @@ class Walker:
     def _kept_apart(self, walk: Walk, sheet: Sheet) -> Sheet:
         """Keep a tenant from what others left in the engines: their prefixes, and their responses. Raises Failure."""
         if walk.route.dialect is Dialect.RESPONSES and walk.rules.config.tenants:
-            self._stored.check_owned(sheet.text(PREVIOUS), walk.tenant)
+            if REQUEST_ID in sheet.kept:
+                # An engine stores the response under it, in the place of whichever it has under the same id.
+                message = "The field request_id is not taken here: leave it out, and the engine makes an id."
+                raise BadBody(message, f"body.{REQUEST_ID}")
+            self._stored.check_owned(sheet.kept.get(PREVIOUS), walk.tenant)
         if walk.tenant.salt is None or walk.route.path not in SALTED:
             return sheet
         walk.salt = walk.tenant.cache_salt(sheet.text(SALT))
@@ -294,7 +298,7 @@ class Walker:
         )
         # Assigned before it runs, so that the story of a request cut off in mid-stream has its numbers.
         attempt = walk.attempt = Attempt()
-        if walk.route.dialect is Dialect.RESPONSES:
+        if walk.route.dialect is Dialect.RESPONSES and sheet.stores:
             # A client may name a response as soon as it has read its first bytes, long before its end. The walk itself
             # must not be named here: it has this client, and both would stay, body and all, for the collector to find.
             tenant = walk.tenant

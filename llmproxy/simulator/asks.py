@@ -112,6 +112,9 @@ def responses_ask(body: Body, limits: Limits) -> Ask:
         raise invalid("missing", "body.input", "Field required", _shown(body))
     if not isinstance(given, str | list):
         raise invalid("string_type", "body.input", "Input should be a valid string", _shown(given))
+    if not isinstance(body.get("request_id", ""), str):
+        value = _shown(body["request_id"])
+        raise invalid("string_type", "body.request_id", "Input should be a valid string", value)
     messages: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
     if isinstance(body.get("instructions"), str):
         messages.insert(0, {"role": "system", "content": body["instructions"]})

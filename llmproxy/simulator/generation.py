@@ -173,7 +173,7 @@ class _Exchange:
         return Usage(self._ask.prompt_tokens, output_tokens, cached_tokens, created_tokens)
 
     def _keep(self, body: Body) -> None:
-        if isinstance(self._answer, ResponsesAnswer) and self._ask.body.get("store") is not False:
+        if isinstance(self._answer, ResponsesAnswer) and self._ask.body.get("store", True):
             self._service.keep_response(self._answer.id, body)
 
     # --- bytes --------------------------------------------------------------------------------------------------------

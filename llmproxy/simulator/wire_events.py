@@ -18,8 +18,8 @@ class ResponsesAnswer:
         self._created = head.created
         self._sequence = 0
         self._item = f"msg_{secrets.token_hex(8)}"
-        # The client's request id does not become the id here, alone among the endpoints.
-        self.id = f"resp_{secrets.token_hex(8)}"
+        # The id of the request is the body's member alone here: the header does not count, as it does elsewhere.
+        self.id: str = ask.body.get("request_id", f"resp_{secrets.token_hex(8)}")
 
     @staticmethod
     def ask(body: Body, limits: Limits) -> Ask:

@@ -210,7 +210,9 @@ class Crew:
         self._unlearned.clear()
 
     def _made(self, made: Made, by: Desk) -> None:
-        self._stored.note(made.response_id, made.backend, made.tenant)
+        if not self._stored.note(made.response_id, made.backend, made.tenant):
+            by.tell(Made(made.response_id, *self._stored.made_by[made.response_id]))
+            return
         for desk in self._desks.values():
             if desk is not by:
                 desk.tell(made)

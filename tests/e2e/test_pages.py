@@ -138,6 +138,18 @@ async def test_a_streamed_response_is_known_too(home: House) -> None:
     assert (got.status, got.backend) == (200, answer.backend)
 
 
+@pytest.mark.parametrize("padding", [0, 200_000])
+async def test_a_response_that_is_not_stored_takes_the_place_of_none(padding: int) -> None:
+    async with house(FAST, FAST, scheduling={"placement": "round_robin"}) as home:
+        mine = RESPONSES | {"request_id": "resp_mine", "metadata": {"long": "x" * padding}}
+        stored = await home.post("/v1/responses", mine)
+        passing = await home.post("/v1/responses", mine | {"store": False})
+        assert stored.backend != passing.backend
+        assert (await home.get("/v1/responses/resp_mine")).json == stored.json
+        unkept = await home.post("/v1/responses", RESPONSES | {"store": False})
+        assert (await home.get(f"/v1/responses/{unkept.json['id']}")).status == 404
+
+
 async def test_a_response_is_known_as_soon_as_its_client_can_name_it(home: House) -> None:
     endless = RESPONSES | {"stream": True, "max_output_tokens": 30_000}
     async with home.stream(endless, "/v1/responses") as response:

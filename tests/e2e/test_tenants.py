@@ -14,7 +14,7 @@ from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.routes import SALTED, SCHEDULED
 from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house
-from tests.e2e.scripted import scripted, whole
+from tests.e2e.scripted import answering, scripted, whole
 
 TENANTS: list[dict[str, Any]] = [
     {"name": name, "keys": [hash_of(name)], "cache_salt": salt, "trusted": name == "boss"}
@@ -114,6 +114,35 @@ async def test_nobody_goes_on_from_a_response_of_somebody_else(padding: int) -> 
         assert json.loads(home.sent().body or b"")["previous_response_id"] == made
         invented = body | {"previous_response_id": "resp_invented"}
         assert (await home.post("/v1/responses", invented, headers=key("acme"))).status == 404
+
+
+@pytest.mark.parametrize("padding", [0, 200_000])
+@pytest.mark.parametrize("named", ['"request_id"', '"request\\u005fid"', '"store": false, "request_id"'])
+async def test_nobody_names_the_id_of_a_response(named: str, padding: int) -> None:
+    async with house(FAST, tenants=TENANTS, api_keys=["plain"]) as home:
+        body = {"model": "base", "input": "the secret of acme", "max_output_tokens": 2}
+        made = (await home.post("/v1/responses", body, headers=key("acme"))).json
+        path, sent = f"/v1/responses/{made['id']}", home.sent()
+        taking = f'{{"model": "base", "input": "a{" b" * (padding // 2)}", {named}: "{made["id"]}"}}'.encode()
+        for other in ("zeta", "plain", "acme"):
+            answer = await home.post("/v1/responses", taking, headers=key(other))
+            assert (answer.status, answer.json["error"]["param"]) == (400, "body.request_id")
+        assert home.sent() is sent, "no engine heard of it"
+        assert [(await home.get(path, headers=key(name))).status for name in ("zeta", "plain")] == [404, 404]
+        assert (await home.get(path, headers=key("acme"))).json == made
+
+
+async def test_a_response_stays_with_the_tenant_that_made_it_first() -> None:
+    async with (
+        scripted(answering(whole(b'{"id":"resp_1","object":"response"}'))) as backend,
+        house(extra=[backend.url], tenants=TENANTS) as home,
+    ):
+        backend.polls[b"/v1/responses/resp_1"] = answering(whole(b"{}"))
+        for tenant in ("acme", "zeta"):
+            made = await home.post("/v1/responses", {"model": "base", "input": "a"}, headers=key(tenant))
+            assert made.json["id"] == "resp_1"
+        got = [(await home.get("/v1/responses/resp_1", headers=key(tenant))).status for tenant in ("acme", "zeta")]
+        assert got == [200, 404]
 
 
 async def test_without_tenants_responses_are_everybodys_and_unknown_ones_the_engines_business() -> None:

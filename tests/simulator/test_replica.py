@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -210,6 +211,24 @@ async def test_responses_have_events_from_acceptance_on_and_can_be_fetched(
         assert await kept.json() == final
     status, answer_body = await post(client, f"{replica.url}/v1/responses/{final['id']}/cancel", {})
     assert (status, answer_body["error"]["message"]) == (400, "Cannot cancel a synchronous response.")
+
+
+async def test_the_id_of_a_response_is_that_of_its_request_and_what_is_not_to_be_stored_is_not(
+    replica: Replica, client: aiohttp.ClientSession
+) -> None:
+    url, body = f"{replica.url}/v1/responses", {"input": "Hello", "max_output_tokens": 2}
+    async with client.post(url, json=body, headers={"x-request-id": "mine"}) as answer:
+        assert re.fullmatch("resp_[0-9a-f]{16}", (await answer.json())["id"])
+    named = body | {"request_id": "resp_mine"}
+    for store in (False, None):
+        assert (await post(client, url, named | {"store": store}))[1]["id"] == "resp_mine"
+        async with client.get(f"{url}/resp_mine") as kept:
+            assert kept.status == 404
+    for output in (1, 2):
+        _, made = await post(client, url, named | {"max_output_tokens": output})
+        async with client.get(f"{url}/resp_mine") as kept:
+            assert (made["id"], await kept.json()) == ("resp_mine", made), "the last of an id is the one that is kept"
+    assert (await post(client, url, body | {"request_id": 7}))[0] == 400
 
 
 async def test_messages_speak_anthropic(replica: Replica, client: aiohttp.ClientSession) -> None:

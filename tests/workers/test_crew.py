@@ -157,6 +157,10 @@ async def test_what_is_learned_and_made_by_one_worker_is_told_to_the_others() ->
     crew._house.made(Made("resp_1", "a", "t"), maker)
     assert (maker.told, other.told) == ([], [Made("resp_1", "a", "t")])
     assert dict(crew._stored.made_by) == {"resp_1": ("a", "t")}
+    # Two workers saw the same id made in the same instant: whose word came first, it is, for both.
+    crew._house.made(Made("resp_1", "b", "u"), other)
+    assert (maker.told, other.told) == ([], [Made("resp_1", "a", "t")] * 2)
+    assert dict(crew._stored.made_by) == {"resp_1": ("a", "t")}
     for _ in range(5):
         crew._pools.estimator.learn("base", 300, 1, Usage(100, 50))
         crew._house.learned("base")
