@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from llmproxy.core.domain import Ask
-from llmproxy.gateway.body import BodyKind, parses_at_once
+from llmproxy.gateway.body import GUARDED, TRANSFER, BodyKind, parses_at_once, withheld_in
 from llmproxy.gateway.multipart import scan_form
 from llmproxy.gateway.prompt import SALT, Chain, chain_of
 from llmproxy.gateway.prompt_scan import chain_of_large
@@ -30,6 +30,7 @@ from llmproxy.gateway.scan import (
     T,
     drain,
     is_media,
+    scan_every,
     scan_members,
 )
 
@@ -81,7 +82,8 @@ class Sheet:
     """What the desk noted of one body: the ask, what splices need to know, and the chain of its prompt if asked for.
 
     `session` is the text of the member that names one, None where it is no text or there is no such member. `kept` are
-    the members of a body for `/v1/responses` that speak of stored responses.
+    the members of a body for `/v1/responses` that speak of stored responses. `withheld` are the values that go to no
+    engine, all occurrences of equal names among them.
     """
 
     ask: Ask
@@ -92,6 +94,7 @@ class Sheet:
     chain: Chain | None = field(default=None, repr=False)
     session: str | None = field(default=None, repr=False)
     kept: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    withheld: tuple[Member, ...] = field(default=(), repr=False)
 
     @property
     def stores(self) -> bool:
@@ -117,13 +120,14 @@ class Sheet:
         priority: int | None = None,
         salt: str | None = None,
     ) -> Spliced:
-        """The body with `model` in the place of the name it gave, and with the usage option of a stream.
+        """The body with `model` in the place of the name it gave, with the usage option of a stream, and with null in
+        the place of what is withheld.
 
         A body that names no model is left so. `want_usage` changes chat and completion streams alone, and only those
         whose client said nothing about usage. `priority` is the engine's own, lower first; it takes the place of what
         the client said of it, where the endpoint knows such a field. `salt` takes the place of its `cache_salt`.
         """
-        edits: list[_Edit] = []
+        edits: list[_Edit] = [(member.start, member.end, b"null") for member in self.withheld]
         added: list[bytes] = []
         if model is not None and model != self.ask.model and self.ask.model is not None:
             name = model.encode() if self.kind is BodyKind.FORM else orjson.dumps(model)
@@ -253,27 +257,36 @@ def _noted(
     session = _session(fields.get(session_member)) if session_member is not None else None
     options = fields.get("stream_options", _ABSENT)
     kept = {name: fields[name] for name in _KEPT if name in fields} if kind is BodyKind.RESPONSES else {}
-    return Sheet(_ask(fields, sizes, kind), kind, body, options, chain=chain, session=session, kept=kept)
+    withheld: tuple[Member, ...] = ()
+    if not GUARDED.isdisjoint(fields):
+        withheld = drain(withheld_in(body, drain(scan_every(body, GUARDED))))
+    ask = _ask(fields, sizes, kind)
+    return Sheet(ask, kind, body, options, chain=chain, session=session, kept=kept, withheld=withheld)
 
 
 def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_member: str | None = None) -> Slices[Sheet]:
     """Scan a JSON body of any size in slices. Raises BadBody; broken values that nobody here asked for pass."""
     asked = (*_OPTIONS, *_KEPT) if kind is BodyKind.RESPONSES else _OPTIONS
-    wanted = (*_TEXT, *asked, _PRIORITY, SALT)
-    members = yield from scan_members(body, wanted if session_member is None else (*wanted, session_member))
+    wanted = (*_TEXT, *asked, _PRIORITY, SALT, *GUARDED)
+    found = yield from scan_every(body, wanted if session_member is None else (*wanted, session_member))
+    members = dict(found)
     fields = {name: _option(body, name, members[name]) for name in asked if name in members}
     sizes = [_measure_member(members[name]) for name in _TEXT if name in members]
     ask = _ask(fields, sizes, kind)
     chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
     session = _scanned_session(body, members.get(session_member)) if session_member is not None else None
     kept = {name: fields[name] for name in _KEPT if name in fields}
-    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain, session, kept)
+    withheld = yield from withheld_in(body, found)
+    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain, session, kept, withheld)
 
 
 def read_form(body: bytes, content_type: str, session_member: str | None = None) -> Slices[Sheet]:
     """Find `model` and `stream` in a multipart form. Raises BadBody. A form counts like one sound."""
-    wanted = ("model", "stream")
+    wanted = ("model", "stream", *TRANSFER)
     found = yield from scan_form(body, content_type, wanted if session_member is None else (*wanted, session_member))
+    for name in TRANSFER:
+        if name in found:
+            raise BadBody(f"The form field {name} is not taken from clients.", f"body.{name}")
     values = {name: body[member.start : member.end] for name, member in found.items()}
     try:
         model = values.get("model", b"").decode() or None

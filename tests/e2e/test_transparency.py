@@ -7,9 +7,12 @@ import json
 import re
 from typing import Any
 
+import aiohttp
 import pytest
 from yarl import URL
 
+from llmproxy.gateway.body import BodyKind
+from llmproxy.gateway.routes import SCHEDULED
 from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house, raw_post
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
@@ -219,3 +222,25 @@ async def test_a_server_that_is_named_once_and_without_versions() -> None:
             async with home.wire(sent) as (reader, _):
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 assert b"server: llmproxy\r\n" in head or b"server:" not in head
+
+
+@pytest.mark.parametrize("padding_bytes", [0, 200_000])
+async def test_transfer_parameters_of_clients_reach_no_engine_by_any_route(padding_bytes: int) -> None:
+    pull = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
+    body = {"model": "base", "kv_transfer_params": pull, "ec_transfer_params": pull, "padding": "x" * padding_bytes}
+    async with scripted(answering(whole(b"{}"))) as backend, house(extra=[backend.url]) as home:
+        for route in SCHEDULED.values():
+            if route.kind is BodyKind.FORM:
+                with aiohttp.MultipartWriter("form-data") as form:
+                    form.append("{}").set_content_disposition("form-data", name="kv_transfer_params")
+                async with home.http.post(home.url + route.path, data=form) as refused:
+                    assert refused.status == 400
+                continue
+            assert (await home.post(route.path, body)).status == 200, route.path
+            reached = json.loads(backend.requests[-1].partition(b"\r\n\r\n")[2])
+            assert reached.items() >= {"model": "base", "kv_transfer_params": None, "ec_transfer_params": None}.items()
+        assert len(backend.requests) == sum(route.kind is not BodyKind.FORM for route in SCHEDULED.values())
+        hidden = {"model": "base", "vllm_xargs": {"kv_transfer_params": "x"}, "padding": "x" * padding_bytes}
+        answer = await home.post("/inference/v1/generate", hidden)
+        assert (answer.status, answer.json["error"]["param"]) == (400, "body.vllm_xargs.kv_transfer_params")
+        assert "is not taken from clients" in answer.json["error"]["message"]

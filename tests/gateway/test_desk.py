@@ -18,6 +18,7 @@ from llmproxy.gateway.desk import (
     SESSION_CHARS_MAX,
     Desk,
     Sheet,
+    read_form,
     read_large,
     read_small,
 )
@@ -494,3 +495,79 @@ def test_stream_is_read_as_generously_as_the_engine_reads_it(text: bytes, stream
 
 def test_a_made_up_number_of_sequences_is_no_fleet_full_of_work() -> None:
     assert read_small(b'{"n":1000000000,"prompt":"x"}', BodyKind.COMPLETION).ask.sequences == SEQUENCES_MAX
+
+
+# --- what is for those who run engines --------------------------------------------------------------------------------
+
+PULL = b'{"do_remote_prefill":true,"remote_host":"10.0.0.9"}'
+TRANSFER = ("kv_transfer_params", "ec_transfer_params")
+SPELT = (
+    '{"model":"m","NAME":PULL}',
+    '{"NAME" : PULL , "model":"m"}',
+    '{"NAME":PULL,"model":"m","NAME":PULL,"x":1,"NAME":null}',
+    '{"NAME":"a string","model":"m","x":{"NAME":1}}',
+)
+
+
+def sent(sheet: Sheet, **options: Any) -> list[tuple[str, Any]]:
+    """The top-level members as the engine gets them, all of equal names."""
+    members: list[tuple[str, Any]] = json.loads(
+        b"".join(sheet.spliced(**options).parts), object_pairs_hook=lambda pairs: pairs
+    )
+    return members
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BodyKind if kind is not BodyKind.FORM])
+@pytest.mark.parametrize("name", TRANSFER)
+@pytest.mark.parametrize("escape", [False, True])
+@pytest.mark.parametrize("spelt", SPELT)
+def test_transfer_parameters_go_to_no_engine(spelt: str, escape: bool, name: str, kind: BodyKind) -> None:
+    told = "".join(f"\\u{ord(letter):04x}" for letter in name) if escape else name
+    body = spelt.replace("PULL", PULL.decode()).replace("NAME", told).encode()
+    as_sent: list[tuple[str, Any]] = json.loads(body, object_pairs_hook=lambda pairs: pairs)
+    expected = [(key, None if key == name else value) for key, value in as_sent]
+    for sheet in both(body, kind):
+        assert sent(sheet) == expected
+
+
+@pytest.mark.parametrize("name", TRANSFER)
+@pytest.mark.parametrize("value", ['"x"', "{}", "null"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"vllm_xargs":{"NAME":VALUE}}',
+        '{"vllm_xargs": {"a":[1,2],"NAME" : VALUE},"vllm_xargs":{}}',
+        '{"sampling_params":{"n":1,"extra_args":{"NAME":VALUE}}}',
+        '{"sampling_params":{"extra_args":{"NAME":VALUE},"extra_args":null}}',
+    ],
+)
+def test_transfer_parameters_among_the_engines_arguments_are_refused(body: str, value: str, name: str) -> None:
+    told = body.replace("VALUE", value)
+    for spelt in (name, name.replace("a", "\\u0061")):
+        for read in (read_small, lambda *args: drain(read_large(*args))):
+            with pytest.raises(BadBody, match=rf"{name} is not taken from clients") as bad:
+                read(told.replace("NAME", spelt).encode(), OTHER)
+            assert bad.value.param.endswith(f".{name}")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"vllm_xargs":{"x":1,"y":["kv_transfer_params"]},"sampling_params":{"n":1}}',
+        b'{"vllm_xargs":null,"sampling_params":{"extra_args":null}}',
+        b'{"vllm_xargs":["kv_transfer_params"],"sampling_params":{"extra_args":{"x":{"kv_transfer_params":1}}}}',
+        b'{"messages":[{"content":"{\\"kv_transfer_params\\":1}","kv_transfer_params":1}],"generate_response":'
+        b'{"kv_transfer_params":{"a":1}}}',
+        b'{"kv_transfer_params ":1,"KV_transfer_params":1}',
+    ],
+)
+def test_what_no_engine_takes_for_transfer_parameters_passes(body: bytes) -> None:
+    for sheet in both(body, OTHER):
+        assert b"".join(sheet.spliced().parts) == body
+
+
+def test_a_form_with_transfer_parameters_is_refused() -> None:
+    for name in TRANSFER:
+        form = f'--b\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{{}}\r\n--b--\r\n'.encode()
+        with pytest.raises(BadBody, match=f"{name} is not taken from clients"):
+            drain(read_form(form, "multipart/form-data; boundary=b"))
