@@ -17,8 +17,9 @@ TRANSFER = ("kv_transfer_params", "ec_transfer_params")
 those who run engines, never for clients."""
 # Members that hold the engine's own arguments, where transfer parameters count as well, and the way to them inside.
 _ARGUMENTS = {"vllm_xargs": (), "sampling_params": ("extra_args",)}
-GUARDED = frozenset({*TRANSFER, *_ARGUMENTS})
-"""The members in which transfer parameters could reach an engine."""
+PRIORITY = "priority"
+GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
+"""The members by which a client could tell an engine what is not for it to say."""
 
 
 def parses_at_once(body: bytes) -> bool:
@@ -44,12 +45,12 @@ class BodyKind(StrEnum):
     FORM = "form"
 
 
-def withheld_in(body: bytes, found: list[tuple[str, Member]]) -> Slices[tuple[Member, ...]]:
-    """The values among `found` that go to no engine. Raises BadBody where one hides among the engine's arguments."""
+def guarded_in(body: bytes, found: list[tuple[str, Member]]) -> Slices[tuple[tuple[str, Member], ...]]:
+    """The transfer parameters and priorities among `found`. Raises BadBody for the former among engine arguments."""
     for name, member in found:
         if name in _ARGUMENTS:
             yield from _check_arguments(body[member.start : member.end], name, *_ARGUMENTS[name])
-    return tuple(member for name, member in found if name in TRANSFER)
+    return tuple((name, member) for name, member in found if name in TRANSFER or name == PRIORITY)
 
 
 def _check_arguments(value: bytes, name: str, *path: str) -> Slices[None]:

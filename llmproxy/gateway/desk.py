@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from llmproxy.core.domain import Ask
-from llmproxy.gateway.body import GUARDED, TRANSFER, BodyKind, parses_at_once, withheld_in
+from llmproxy.gateway.body import GUARDED, PRIORITY, TRANSFER, BodyKind, guarded_in, parses_at_once
 from llmproxy.gateway.multipart import scan_form
 from llmproxy.gateway.prompt import SALT, Chain, chain_of
 from llmproxy.gateway.prompt_scan import chain_of_large
@@ -49,7 +49,6 @@ _TEXT = (
 # The first one given counts, as in the engine.
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _OPTIONS = ("model", "stream", "stream_options", "n", "best_of", *_MAX_TOKENS)
-_PRIORITY = "priority"
 # What `/v1/responses` says of responses that engines keep: which one it goes on from, the id of its own, whether to.
 PREVIOUS, REQUEST_ID, STORE = "previous_response_id", "request_id", "store"
 _KEPT = (PREVIOUS, REQUEST_ID, STORE)
@@ -82,8 +81,8 @@ class Sheet:
     """What the desk noted of one body: the ask, what splices need to know, and the chain of its prompt if asked for.
 
     `session` is the text of the member that names one, None where it is no text or there is no such member. `kept` are
-    the members of a body for `/v1/responses` that speak of stored responses. `withheld` are the values that go to no
-    engine, all occurrences of equal names among them.
+    the members of a body for `/v1/responses` that speak of stored responses. `guarded` are the transfer
+    parameters and priorities, all of equal names.
     """
 
     ask: Ask
@@ -94,7 +93,7 @@ class Sheet:
     chain: Chain | None = field(default=None, repr=False)
     session: str | None = field(default=None, repr=False)
     kept: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    withheld: tuple[Member, ...] = field(default=(), repr=False)
+    guarded: tuple[tuple[str, Member], ...] = field(default=(), repr=False)
 
     @property
     def stores(self) -> bool:
@@ -119,15 +118,17 @@ class Sheet:
         want_usage: bool = False,
         priority: int | None = None,
         salt: str | None = None,
+        trusted: bool = True,
     ) -> Spliced:
         """The body with `model` in the place of the name it gave, with the usage option of a stream, and with null in
-        the place of what is withheld.
+        the place of transfer parameters.
 
         A body that names no model is left so. `want_usage` changes chat and completion streams alone, and only those
         whose client said nothing about usage. `priority` is the engine's own, lower first; it takes the place of what
-        the client said of it, where the endpoint knows such a field. `salt` takes the place of its `cache_salt`.
+        the client said of it, where the endpoint knows such a field. Elsewhere a client that is not `trusted` has the
+        usual one, 0. `salt` takes the place of its `cache_salt`.
         """
-        edits: list[_Edit] = [(member.start, member.end, b"null") for member in self.withheld]
+        edits: list[_Edit] = [(member.start, member.end, b"null") for name, member in self.guarded if name in TRANSFER]
         added: list[bytes] = []
         if model is not None and model != self.ask.model and self.ask.model is not None:
             name = model.encode() if self.kind is BodyKind.FORM else orjson.dumps(model)
@@ -135,8 +136,12 @@ class Sheet:
         usage = self._usage_edit() if want_usage else None
         if usage is not None:
             edits.append(usage)
-        if priority is not None and self.kind in _PRIORITISED:
-            self._set(_PRIORITY, str(priority).encode(), edits, added)
+        own = str(priority).encode() if priority is not None and self.kind in _PRIORITISED else None
+        given = [member for name, member in self.guarded if name == PRIORITY]
+        if own is not None or not trusted:
+            edits += [(member.start, member.end, own or b"0") for member in given]
+        if own is not None and not given:
+            added.append(b'"priority":' + own)
         if salt is not None:
             self._set(SALT, orjson.dumps(salt), edits, added)
         if added:
@@ -257,17 +262,17 @@ def _noted(
     session = _session(fields.get(session_member)) if session_member is not None else None
     options = fields.get("stream_options", _ABSENT)
     kept = {name: fields[name] for name in _KEPT if name in fields} if kind is BodyKind.RESPONSES else {}
-    withheld: tuple[Member, ...] = ()
+    guarded: tuple[tuple[str, Member], ...] = ()
     if not GUARDED.isdisjoint(fields):
-        withheld = drain(withheld_in(body, drain(scan_every(body, GUARDED))))
+        guarded = drain(guarded_in(body, drain(scan_every(body, GUARDED))))
     ask = _ask(fields, sizes, kind)
-    return Sheet(ask, kind, body, options, chain=chain, session=session, kept=kept, withheld=withheld)
+    return Sheet(ask, kind, body, options, chain=chain, session=session, kept=kept, guarded=guarded)
 
 
 def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_member: str | None = None) -> Slices[Sheet]:
     """Scan a JSON body of any size in slices. Raises BadBody; broken values that nobody here asked for pass."""
     asked = (*_OPTIONS, *_KEPT) if kind is BodyKind.RESPONSES else _OPTIONS
-    wanted = (*_TEXT, *asked, _PRIORITY, SALT, *GUARDED)
+    wanted = (*_TEXT, *asked, SALT, *GUARDED)
     found = yield from scan_every(body, wanted if session_member is None else (*wanted, session_member))
     members = dict(found)
     fields = {name: _option(body, name, members[name]) for name in asked if name in members}
@@ -276,8 +281,8 @@ def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_memb
     chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
     session = _scanned_session(body, members.get(session_member)) if session_member is not None else None
     kept = {name: fields[name] for name in _KEPT if name in fields}
-    withheld = yield from withheld_in(body, found)
-    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain, session, kept, withheld)
+    guarded = yield from guarded_in(body, found)
+    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain, session, kept, guarded)
 
 
 def read_form(body: bytes, content_type: str, session_member: str | None = None) -> Slices[Sheet]:

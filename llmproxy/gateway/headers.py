@@ -41,17 +41,21 @@ OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objecti
 FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+# Where llm-d's sidecar, which may stand before an engine, is to fetch the prefill or the encoded media from.
+_DISAGGREGATION_HEADERS = ("x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port")
 PRIVILEGED = frozenset(
     {
         "x-vllm-priority",
         "x-data-parallel-rank",
+        *_DISAGGREGATION_HEADERS,
         *OBJECTIVE_HEADERS,
         *FAIRNESS_HEADERS,
         *TTFT_HEADERS,
         *TPOT_HEADERS,
     }
 )
-"""Fields by which a client could choose its own place in a queue; passed on for those who are trusted only."""
+"""Fields by which a client could choose its own place in a queue or in a fleet; passed on for those who are trusted
+only."""
 
 
 def to_backend(

@@ -285,7 +285,10 @@ class Walker:
         request = lease.grant.request
         # The engine's own priority is lower first.
         priority = -request.band if backend.forward_priority else None
-        spliced = sheet.spliced(model=request.model, want_usage=True, priority=priority, salt=walk.salt)
+        trusted = walk.rules.identity.trusts(walk.http.remote, walk.tenant)
+        spliced = sheet.spliced(
+            model=request.model, want_usage=True, priority=priority, salt=walk.salt, trusted=trusted
+        )
         headers = walk.rules.identity.to_backend(walk.http, walk.id, backend, walk.tenant)
         call = Call(
             self._path_qs(walk),

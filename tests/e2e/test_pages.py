@@ -12,10 +12,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy import __version__
-from llmproxy.gateway.routes import SCHEDULED
+from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
 from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, until
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, is_poll, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
+from tests.e2e.vllm_requests import PATHS
+from tests.gateway.test_small_rooms import MANAGEMENT
 
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 3}
 
@@ -107,6 +109,42 @@ async def test_management_cannot_be_reached(home: House, path: str) -> None:
         assert answer.json["error"]["code"] == 404
     seen = {request.path.partition("?")[0] for replica in home.replicas for request in replica.requests_seen}
     assert seen <= {"/health", "/v1/models", "/metrics/", "/metrics"}, "no backend heard of it"
+
+
+OWN = {
+    "/health", "/version", "/metrics", "/v1/models", LOAD_ADAPTER, UNLOAD_ADAPTER, "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/cancel",
+}  # fmt: skip
+"""Those of vLLM's paths for which the proxy answers itself, or which it serves without placing them."""
+
+
+def spellings(path: str) -> list[str]:
+    """Ways to write a path that somebody between a client and an engine might take for the path itself."""
+    first, rest = path[1], path[2:]
+    return [
+        path, path + "/", path + "//", "/" + path, "/." + path, "/v1/.." + path, "/v1/completions/../.." + path,
+        f"/%{ord(first):02x}{rest}", f"/v1/%2e%2e{path}", f"/v1/..%2f{path[1:]}", f"/%2f{path[1:]}", f"/{path[1:]}%2f",
+        f"/v1/responses/..%2f..{path}", f"/v1/responses/..%2f..{path}/cancel", f"/v1/models/../..{path}",
+        f"{path}?x=1", f"{path};x", f"{path}%3fx", f"{path}%00", path.upper(), f"http://other{path}", f"/\\{path[1:]}",
+    ]  # fmt: skip
+
+
+def test_each_path_of_an_engine_is_reached_or_not_by_decision() -> None:
+    decided = SCHEDULED.keys() | OWN | set(MANAGEMENT)
+    assert not [path for path in PATHS if path not in decided]
+    assert not (SCHEDULED.keys() | OWN) & set(MANAGEMENT) - {LOAD_ADAPTER, UNLOAD_ADAPTER}
+
+
+@pytest.mark.parametrize("path", sorted(set(MANAGEMENT) | {LOAD_ADAPTER, UNLOAD_ADAPTER}))
+async def test_no_spelling_of_a_management_path_reaches_an_engine(home: House, path: str) -> None:
+    for method in ("POST", "GET", "DELETE"):
+        for spelt in spellings(path):
+            body = b'{"lora_name":"x"}'
+            head = f"{method} {spelt} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            async with home.wire(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) as (reader, _):
+                status = int((await reader.read()).split(b" ", 2)[1])
+            assert status in ({404, 401, 405, 400} if "lora_adapter" in path else {404, 405, 400}), (method, spelt)
+    assert not [seen for replica in home.replicas for seen in replica.requests_seen if not is_poll(seen)]
 
 
 async def test_a_trailing_slash_never_becomes_a_redirect(home: House) -> None:

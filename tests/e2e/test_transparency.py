@@ -244,3 +244,27 @@ async def test_transfer_parameters_of_clients_reach_no_engine_by_any_route(paddi
         answer = await home.post("/inference/v1/generate", hidden)
         assert (answer.status, answer.json["error"]["param"]) == (400, "body.vllm_xargs.kv_transfer_params")
         assert "is not taken from clients" in answer.json["error"]["message"]
+
+
+CHOOSING_FIELDS = {
+    "x-vllm-priority": "-9", "x-data-parallel-rank": "1", "x-prefiller-host-port": "10.0.0.9:8000",
+    "x-encoder-hosts-ports": "10.0.0.9:8000", "x-data-parallel-host-port": "10.0.0.9:8000",
+}  # fmt: skip
+SESSION = {"session_id": "s", "vllm_xargs": {"session_id": "s", "other": 1}}
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_what_clients_may_tell_an_engine_depends_on_trust_alone(trusted: bool) -> None:
+    headers = CHOOSING_FIELDS | {"x-session-id": "s"}
+    trust = "127.0.0.0/8" if trusted else "none"
+    async with scripted(answering(whole(b"{}"))) as backend, house(extra=[backend.url], trust_headers=trust) as home:
+        for route in (route for route in SCHEDULED.values() if route.kind is not BodyKind.FORM):
+            body = {"model": "base", "priority": -9, **SESSION}
+            assert (await home.post(route.path, body, headers=headers)).status == 200
+            head, _, reached = backend.requests[-1].partition(b"\r\n\r\n")
+            assert json.loads(reached) == body | {"priority": -9 if trusted else 0}
+            fields = {
+                name.lower(): value for name, _, value in (line.partition(": ") for line in head.decode().split("\r\n"))
+            }
+            assert headers.keys() & fields.keys() == (headers if trusted else {"x-session-id": "s"}).keys()
+            assert fields["x-session-id"] == "s"

@@ -13,6 +13,22 @@ from typing import Any
 Body = dict[str, Any]
 
 CHAT_PATH = "/v1/chat/completions"
+PATHS = (
+    "/abort_requests", "/adapters", "/adapters/{adapter_name}", "/collective_rpc", "/detokenize",
+    "/finish_weight_update", "/generative_scoring", "/get_world_size", "/health", "/inference/v1/abort_requests",
+    "/inference/v1/generate", "/init_weight_transfer_engine", "/invocations", "/is_paused", "/is_scaling_elastic_ep",
+    "/is_sleeping", "/kv_event_sources", "/load", "/metrics", "/pause", "/ping", "/pooling",
+    "/release_kv_cache_memory", "/rerank", "/reset_encoder_cache", "/reset_mm_cache", "/reset_prefix_cache",
+    "/resume", "/scale_elastic_ep", "/score", "/server_info", "/shutdown_weight_transfer_engine", "/sleep",
+    "/start_draft_weight_update", "/start_weight_update", "/tokenize", "/tokenizer_info", "/update_weight_version",
+    "/update_weights", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/derender",
+    "/v1/chat/completions/render", "/v1/completions", "/v1/completions/derender", "/v1/completions/render",
+    "/v1/embeddings", "/v1/load_lora_adapter", "/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render",
+    "/v1/models", "/v1/rerank", "/v1/responses", "/v1/responses/render", "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/cancel", "/v1/score", "/v1/systemone", "/v1/unload_lora_adapter", "/v2/embed",
+    "/v2/rerank", "/version", "/wake_up", "/weight_checker", "/weight_info",
+)  # fmt: skip
+"""Every path of vLLM 0.32 with its options for management on, one that generates and one that embeds."""
 FRESH = b"{fresh}"
 """Replaced by something new in every request, so that no prefix cache knows the prompt."""
 

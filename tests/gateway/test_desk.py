@@ -571,3 +571,24 @@ def test_a_form_with_transfer_parameters_is_refused() -> None:
         form = f'--b\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{{}}\r\n--b--\r\n'.encode()
         with pytest.raises(BadBody, match=f"{name} is not taken from clients"):
             drain(read_form(form, "multipart/form-data; boundary=b"))
+
+
+@pytest.mark.parametrize("kind", [CHAT, BodyKind.MESSAGES, OTHER])
+@pytest.mark.parametrize("escape", [False, True])
+@pytest.mark.parametrize("value", ["-9", '"first"', "null", "0"])
+def test_a_client_that_is_not_trusted_has_the_usual_priority(value: str, escape: bool, kind: BodyKind) -> None:
+    name = "prior\\u0069ty" if escape else "priority"
+    body = f'{{"{name}":{value},"model":"m","x":{{"priority":-9}},"{name}" : {value}}}'.encode()
+    usual = [("priority", 0), ("model", "m"), ("x", [("priority", -9)]), ("priority", 0)]
+    for sheet in both(body, kind):
+        assert sent(sheet, trusted=False) == usual
+        assert b"".join(sheet.spliced(trusted=True).parts) == body
+        own = [(key, 100 if key == "priority" else said) for key, said in usual]
+        for trusted in (False, True):
+            if kind is CHAT:
+                assert sent(sheet, trusted=trusted, priority=100) == own
+
+
+def test_who_says_nothing_of_priority_is_not_given_one() -> None:
+    for sheet in both(b'{"model":"m","messages":[{"priority":-9}]}'):
+        assert sheet.spliced(trusted=False).parts == (sheet.body,)

@@ -23,8 +23,11 @@ MANAGEMENT = (
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/sleep", "/wake_up", "/pause", "/resume",
     "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/server_info",
     "/update_weights", "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine",
-    "/scale_elastic_ep", "/abort_requests", "/inference/v1/abort_requests", "/release_kv_cache_memory",
-    "/start_profile", "/stop_profile", "/invocations", "/load", "/tokenizer_info",
+    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/abort_requests", "/inference/v1/abort_requests",
+    "/release_kv_cache_memory", "/start_profile", "/stop_profile", "/invocations", "/load", "/tokenizer_info",
+    "/shutdown_weight_transfer_engine", "/start_draft_weight_update", "/update_weight_version", "/weight_info",
+    "/weight_checker", "/get_world_size", "/is_sleeping", "/is_paused", "/kv_event_sources", "/adapters/{adapter_name}",
+    "/init_weights_update_group", "/fault_tolerance", "/ping",
 )  # fmt: skip
 
 
@@ -113,6 +116,10 @@ SENT = [
     ("Authorization", "Bearer client"),
     ("X-Request-Id", "theirs"),
     ("X-Vllm-Priority", "-5"),
+    ("X-Data-Parallel-Rank", "1"),
+    ("X-Prefiller-Host-Port", "10.0.0.9:1"),
+    ("X-Encoder-Hosts-Ports", "10.0.0.9:1"),
+    ("X-Data-Parallel-Host-Port", "10.0.0.9:1"),
     ("x-llm-d-inference-objective", "critical"),
     ("X-Gateway-Inference-Fairness-ID", "me"),
     ("X-LLM-D-SLO-TTFT-MS", "1"),
