@@ -27,8 +27,6 @@ from llmproxy.core.health import News
 from llmproxy.core.pools import Pools
 
 DRAIN_RETRY_S = 1.0
-FAULT_RETRY_S = 1.0
-"""Until the next try after a policy raised an exception; sooner where something happens."""
 
 
 class Progresses(Protocol):
@@ -278,14 +276,10 @@ class Dispatcher:
             self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        try:
-            decisions = self.pools.decide(now)
-        except Exception as error:  # noqa: BLE001 - a policy may be anybody's; its fault must not leave others hanging
-            loop.call_exception_handler({"message": "a scheduling policy failed; trying again", "exception": error})
-            self._timer = loop.call_at(now + FAULT_RETRY_S, self._decide)
-            return
-        for decision in decisions:
+        for decision in self.pools.decide(now):
             self._carry_out(decision)
+        for fault in self.pools.faults():
+            loop.call_exception_handler({"message": "a scheduling policy failed", "exception": fault})
         after = loop.time()
         self.on_decision(after - now)
         for backend, news in self.pools.news():

@@ -8,9 +8,10 @@ from random import Random
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.virtual_time import run
-from tests.core.make import request
+from tests.core.make import listing, request
 from tests.dispatching import Client, dispatcher, empty, now, turns, virtual
 
 # --- every way out returns the lease ----------------------------------------------------------------------------------
@@ -69,6 +70,34 @@ async def test_a_client_that_leaves_while_waiting_is_never_granted() -> None:
     assert next_one.lease is not None
     await next_one.done()
     await turns()
+    empty(one)
+
+
+@virtual
+async def test_a_client_leaves_one_pool_while_the_placement_of_another_raises() -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    one = dispatcher(a=1)
+    one.pools.add_backend("b", 1)
+    one.answered("b")
+    one.listed("b", listing(base="other"))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def faulty(*_: object) -> None:
+            raise ValueError("a plugin's bug")
+
+        patch.setattr(one.pools._schedulers["other"]._placement, "place", faulty)
+        clients = [Client(one), Client(one, pool="other", model="other"), Client(one)]
+        await turns()
+        assert [client.holds() for client in clients] == ["a", None, None]
+        clients[0].task.cancel()
+        await turns()
+        assert clients[2].holds() == "a"
+        clients[1].task.cancel()
+        clients[2].task.cancel()
+        await turns()
+    await asyncio.sleep(FAULT_RETRY_S)
+    assert {str(fault) for fault in told} == {"a plugin's bug"}
     empty(one)
 
 

@@ -59,17 +59,18 @@ class Admission:
         """
         excluded, held = self._servable(request, excluded, now)
         service_s = self._first_token.expected_s(request.prompt_tokens)
+        # An ordering may raise: nobody was refused or shed for this request yet.
+        rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
         shed: list[Drop] = []
         if entry is Entry.NEW:
             self._refuse_late(request, service_s, now)
             victims = self._in_the_way(request, now)
             self._limits.admit(request, now)
             shed = [self._shed(victim, now) for victim in victims]
-            self._room.band(request.band).fairness.entered(request, now)
+            self._room.band(request.band).entered(request, now)
             self._reserve.used(request.band, now)
         else:
             self._drain.came_back(request.id)
-        rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
         self._room.enter(request, rank, excluded, now, held=held)
         return shed
 

@@ -13,6 +13,7 @@ from llmproxy.core.fleet import Backend
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.min_share import MinShares
 from llmproxy.core.placement import Placement
+from llmproxy.core.registry import Faults
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
 from llmproxy.core.watch import Watch
@@ -42,7 +43,8 @@ class Leases:
     What happens to a lease is told here once, and from here to all that follow it: its backend, the watch over those
     that hang, the placement, usage limits, withdrawal, and its flow, which is charged an estimate with the grant, more
     where the answer grows beyond it, and what it really took in the end. `serial` numbers the leases of all pools, in
-    the order in which they are granted.
+    the order in which they are granted. Policies are told last, and what they raise goes to `faults`: an account of the
+    core is settled whatever a policy does.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Leases:
         withdrawal: Withdrawal,
         min_shares: MinShares,
         first_token: FirstToken,
+        faults: Faults,
     ) -> None:
         self._serial = serial
         self._room = room
@@ -65,6 +68,7 @@ class Leases:
         self._withdrawal = withdrawal
         self._min_shares = min_shares
         self._first_token = first_token
+        self._tell = faults.tell
         self._charge = charges.get(settings.charged)(settings)
         self._held: dict[int, _Lease] = {}
         self._revoked: list[int] = []
@@ -116,7 +120,7 @@ class Leases:
 
     def _forget(self, backend: str) -> None:
         self._watch.forget(backend)
-        self._placement.lost(backend)
+        self._tell(self._placement.lost, backend)
 
     # --- the life of a lease -------------------------------------------------------------------------------------
 
@@ -126,22 +130,22 @@ class Leases:
         backend.book(lease, request, now, placed.held_tokens)
         self._limits.booked(request)
         self._watch.booked(lease, request, placed, now)
-        self._placement.booked(lease, request, placed, now)
         if not guaranteed:
             # What a band is granted by its minimum share is not to be taken back by those who waited above it.
             self._withdrawal.booked(lease, request, backend)
         self._held[lease] = _Lease(request, backend, self._room.band(request.band).fairness, now)
+        self._tell(self._placement.booked, lease, request, placed, now)
         return lease
 
     def granted(self, lease: int, now: float) -> None:
         """The decision is made: tell the policy that chose whose turn it was, and charge the flow what is expected."""
         held = self._held[lease]
         request = held.request
-        held.fairness.dispatched(request.flow)
+        self._tell(held.fairness.dispatched, request.flow)
         if not request.stream:
             # Nobody can see its first token; that it was granted in time is what can be known.
-            held.fairness.started(request, now)
-        self._charge_to(held, self._charge.estimate(request))
+            self._tell(held.fairness.started, request, now)
+        self._tell(self._charge_expected, held)
         if self._min_shares.shares:
             held.credits = self._min_shares.granted(request.band, held.charged, self._room.levels())
 
@@ -151,9 +155,9 @@ class Leases:
         held.backend.started(lease, now)
         self._watch.started(lease, now)
         self._withdrawal.closed(lease)
-        self._placement.started(lease, now)
+        self._tell(self._placement.started, lease, now)
         if held.request.stream:
-            held.fairness.started(held.request, now)
+            self._tell(held.fairness.started, held.request, now)
             self._first_token.learn(held.request.prompt_tokens, now - held.at_s)
 
     def committed(self, lease: int, now: float) -> None:
@@ -169,9 +173,7 @@ class Leases:
         fast = self._watch.progress(lease, output_tokens, held.backend.sequences, kv_used, now)
         if fast is not None and held.backend.health.slow:
             held.backend.paced(lease, fast, now)
-        so_far = self._charge.so_far(held.request, output_tokens, now - held.at_s)
-        if so_far > held.charged:
-            self._charge_to(held, so_far)
+        self._tell(self._charge_so_far, held, output_tokens, now)
 
     def finish(self, lease: int, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         """Return a lease. `usage` is what the engine counted, or the tokens seen so far where it was cut short."""
@@ -179,20 +181,31 @@ class Leases:
         held.backend.release(lease, verdict, now)
         self._watch.finished(lease, now)
         self._withdrawal.closed(lease)
-        self._placement.finished(lease, verdict, usage, now)
         self._limits.released(held.request, _used_tokens(held.request, verdict, usage), now)
+        self._tell(self._placement.finished, lease, verdict, usage, now)
         if verdict is not Verdict.SERVED and (usage is None or not (usage.prompt_tokens or usage.output_tokens)):
             # The attempt gave nothing: a retry is charged anew, and a failure is not the client's debt.
             self._min_shares.undone(held.credits, held.charged)
-            self._charge_to(held, 0.0)
+            self._tell(self._charge_to, held, 0.0)
         elif usage is not None:
-            self._charge_to(held, self._charge.final(held.request, usage, now - held.at_s))
+            self._tell(self._charge_final, held, usage, now)
 
     def cached(self, lease: int, backend: str, hashes: Sequence[int]) -> None:
         """The prompt and the answer of a lease that was returned are these blocks, which its backend holds."""
         # What is not of this pool any more is remembered by nobody, and must not be learned anew.
         if backend in self._void and lease > self._void[backend]:
-            self._placement.cached(backend, hashes)
+            self._tell(self._placement.cached, backend, hashes)
+
+    def _charge_expected(self, held: _Lease) -> None:
+        self._charge_to(held, self._charge.estimate(held.request))
+
+    def _charge_so_far(self, held: _Lease, output_tokens: int, now: float) -> None:
+        so_far = self._charge.so_far(held.request, output_tokens, now - held.at_s)
+        if so_far > held.charged:
+            self._charge_to(held, so_far)
+
+    def _charge_final(self, held: _Lease, usage: Usage, now: float) -> None:
+        self._charge_to(held, self._charge.final(held.request, usage, now - held.at_s))
 
     def _charge_to(self, held: _Lease, cost: float) -> None:
         held.fairness.charge(held.request.flow, (cost - held.charged) / held.request.weight)

@@ -64,7 +64,6 @@ class Pools:
         self._occupancy = Occupancy(settings.queue)
         self._limits = UsageLimits(settings.limits)
         self._lease_serial = count(1)
-        self._decided: list[Decision] = []
         self._news: deque[tuple[str, News]] = deque(maxlen=NEWS_MAX)
         self._schedulers: dict[str, Scheduler] = {}
         self._pool_of: dict[str, str] = {}
@@ -222,10 +221,11 @@ class Pools:
         if self.settings.limits and len(schedulers) > 1:
             # What a limit over several pools has room for is not for the pool alone that happens to be asked first.
             schedulers.sort(key=Scheduler.first_parked)
-        for scheduler in schedulers:
-            self._decided += scheduler.decide(now)
-        decided, self._decided = self._decided, []
-        return decided
+        return [decision for scheduler in schedulers for decision in scheduler.decide(now)]
+
+    def faults(self) -> list[Exception]:
+        """What policies raised since this was last asked."""
+        return [fault for scheduler in self._schedulers.values() for fault in scheduler.faults.take()]
 
     def next_wakeup(self, now: float) -> float | None:
         times = [scheduler.next_wakeup(now) for scheduler in self._schedulers.values()]

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from llmproxy.core.domain import Request
 from llmproxy.core.fairness import FairnessPolicy
 from llmproxy.core.ordering import Key, Rank
+from llmproxy.core.registry import Faults
 
 FLOW_LOOK_MAX = 8
 """Requests of one flow that are looked at when the first of them fit nowhere; bounds the time of a pass."""
@@ -126,8 +127,9 @@ class _Line(LazyHeap[Key]):
 class Band:
     """The flows of one priority level. A flow is listed while it has a request waiting, in the order of its ranks."""
 
-    def __init__(self, fairness: FairnessPolicy) -> None:
+    def __init__(self, fairness: FairnessPolicy, faults: Faults) -> None:
         self.fairness = fairness
+        self._tell = faults.tell
         self.size = 0
         self._lines: dict[str, _Line] = {}
         self._turns: LazyHeap[float] = LazyHeap(lambda _, queued: not queued.gone)
@@ -135,6 +137,14 @@ class Band:
     @property
     def flows(self) -> int:
         return len(self._lines)
+
+    def entered(self, request: Request, now: float) -> None:
+        """A request came into the waiting room for the first time."""
+        self._tell(self.fairness.entered, request, now)
+
+    def ended(self, request: Request, met: bool | None, now: float) -> None:
+        """A request of this band is over; see `FairnessPolicy.ended`."""
+        self._tell(self.fairness.ended, request, met, now)
 
     def push(self, queued: Queued, now: float) -> None:
         request, rank = queued.request, queued.rank
@@ -150,7 +160,7 @@ class Band:
         line.size += 1
         self.size += 1
         if line.size == 1 or line.head() is queued:
-            self.fairness.backlogged(request.flow, request)
+            self._tell(self.fairness.backlogged, request.flow, request)
 
     def remove(self, queued: Queued) -> None:
         request = queued.request
@@ -160,7 +170,7 @@ class Band:
         if not line.size:
             queued.gone = True
             del self._lines[request.flow]
-            self.fairness.emptied(request.flow)
+            self._tell(self.fairness.emptied, request.flow)
             return
         was_head = line.head() is queued
         queued.gone = True
@@ -180,7 +190,7 @@ class Band:
     def _tell_head(self, flow: str, line: _Line) -> None:
         head = line.head()
         assert head is not None
-        self.fairness.backlogged(flow, head.request)
+        self._tell(self.fairness.backlogged, flow, head.request)
 
     def first(self, flow: str) -> Generator[Queued, None, None]:
         """The requests of `flow` in their order. Close the iterator before changing anything."""

@@ -1,4 +1,4 @@
-"""Names of policies, as they stand in a configuration, to the code that makes one."""
+"""Names of policies, as they stand in a configuration, to the code that makes one; and what one raises."""
 
 from __future__ import annotations
 
@@ -6,6 +6,35 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Factory = TypeVar("Factory", bound=Callable[..., object])
+FAULTS_MAX = 100
+"""How many faults are kept until somebody asks for them."""
+
+
+class Faults:
+    """What policies raised. A policy may be a plugin: its fault must not undo the accounts of others."""
+
+    def __init__(self) -> None:
+        self._noted: list[Exception] = []
+
+    def tell(self, hear: Callable[..., None], *event: object) -> None:
+        """Tell a policy of an event that has happened already, whatever the policy makes of it."""
+        try:
+            hear(*event)
+        except Exception as fault:  # noqa: BLE001 - see above
+            self.note(fault)
+
+    def note(self, fault: Exception) -> None:
+        """Keep a fault for whoever asks; beyond FAULTS_MAX it is forgotten."""
+        if len(self._noted) < FAULTS_MAX:
+            self._noted.append(fault)
+
+    def take(self) -> list[Exception]:
+        """The faults noted since this was last asked."""
+        noted, self._noted = self._noted, []
+        return noted
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
 
 
 class Registry(Generic[Factory]):

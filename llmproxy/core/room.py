@@ -12,17 +12,20 @@ from llmproxy.core.ordering import Rank
 from llmproxy.core.parking import Key, Parking
 from llmproxy.core.patience import Patience
 from llmproxy.core.queue import Band, LazyHeap, Queued
+from llmproxy.core.registry import Faults
 from llmproxy.core.settings import Settings
 
 
 class WaitingRoom:
     """Bands of flows, the deadlines of all that wait, and those that are parked for a limit of their tenant or model.
 
-    `occupancy` and `limits` are shared by all pools of the process. Every request that waits is in `waiting` by its id.
+    `occupancy` and `limits` are shared by all pools of the process; `faults` notes what policies raise. Every request
+    that waits is in `waiting` by its id.
     """
 
-    def __init__(self, settings: Settings, occupancy: Occupancy, limits: UsageLimits) -> None:
+    def __init__(self, settings: Settings, occupancy: Occupancy, limits: UsageLimits, faults: Faults) -> None:
         self._settings = settings
+        self._faults = faults
         self._occupancy = occupancy
         self._limits = limits
         self._bands: dict[int, Band] = {}
@@ -46,7 +49,7 @@ class WaitingRoom:
         band = self._bands.get(level)
         if band is None:
             fairness = policies.get(self._settings.fairness)(self._settings)
-            band = self._bands[level] = Band(fairness)
+            band = self._bands[level] = Band(fairness, self._faults)
             self._newest[level] = LazyHeap(lambda _, queued: not queued.gone)
             self.order = sorted(self._bands, reverse=True)
         return band

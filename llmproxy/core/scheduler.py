@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from llmproxy.core.admission import Admission
 from llmproxy.core.domain import Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
@@ -17,6 +18,7 @@ from llmproxy.core.min_share import MinShares
 from llmproxy.core.occupancy import DrainRate, Occupancy
 from llmproxy.core.parking import Key
 from llmproxy.core.placement import Placement
+from llmproxy.core.registry import Faults
 from llmproxy.core.reserve import Reserve
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
@@ -27,6 +29,8 @@ from llmproxy.core.withdrawal import Withdrawal
 PASS_MAX = 64
 """Drops or grants of one pass; the rest follow in a pass asked for at once, so that a mass release never holds the
 loop."""
+FAULT_RETRY_S = 1.0
+"""Until the next pass of a pool after one of its policies raised an exception."""
 
 
 @dataclass(slots=True)
@@ -74,7 +78,8 @@ class Scheduler:
         self._peers = Peers(settings.health.ejected_max)
         self._watch = Watch(settings.health, self._peers)
         self._index: dict[str, int] = {}
-        self._room = WaitingRoom(settings, occupancy, limits)
+        self.faults = Faults()
+        self._room = WaitingRoom(settings, occupancy, limits, self.faults)
         self._drain = DrainRate()
         self._first_token = FirstToken()
         self._reserve = Reserve(settings)
@@ -93,10 +98,12 @@ class Scheduler:
             self._withdrawal,
             self._min_shares,
             self._first_token,
+            self.faults,
         )
         self._shed: list[Drop] = []
         self._more = False
         self._decided: list[Decision] = []
+        self._rests_until_s = -inf
 
     def reconfigure(self, settings: Settings, now: float) -> None:
         """Go by other settings, except for the choice of policies and what those were made with."""
@@ -163,16 +170,23 @@ class Scheduler:
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """The request has left the house for good. `met`: it kept its objective; None where it had none to keep."""
-        self._room.band(request.band).fairness.ended(request, met, now)
+        self._room.band(request.band).ended(request, met, now)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
         """What is to be done now. A second call at the same `now` answers nothing, unless the pass was capped.
 
-        Should a policy raise, what was decided until then is not lost: the next call answers it.
+        Should a policy raise, what was decided until then is answered, `faults` has what it raised, and the pool rests
+        for FAULT_RETRY_S: another pool must not wait for it, nor be held up by a fault that repeats.
         """
-        self._pass(now)
+        if now < self._rests_until_s:
+            return []
+        try:
+            self._pass(now)
+        except Exception as fault:  # noqa: BLE001 - a policy may be anybody's
+            self.faults.note(fault)
+            self._rests_until_s = now + FAULT_RETRY_S
         decided, self._decided = self._decided, []
         return decided
 
@@ -247,6 +261,8 @@ class Scheduler:
 
     def next_wakeup(self, now: float) -> float | None:
         """When `decide` may have something to do although no event happens; None when only an event can."""
+        if now < self._rests_until_s:
+            return self._rests_until_s
         if self._more or self._shed:
             return now
         if not self._room.waiting:
@@ -354,6 +370,7 @@ class Scheduler:
 
     def check(self, now: float) -> None:
         """Raise AssertionError when two accounts of the same thing differ."""
+        assert not self.faults, "a policy raised an exception"
         self._room.check(now)
         self._watch.check()
         self.leases.check()

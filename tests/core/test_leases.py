@@ -17,6 +17,7 @@ from llmproxy.core.limits import UsageLimits
 from llmproxy.core.min_share import MinShares
 from llmproxy.core.occupancy import Occupancy
 from llmproxy.core.placement import NO_CAPACITY, Unobserved
+from llmproxy.core.registry import Faults
 from llmproxy.core.reserve import Reserve
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.settings import Settings
@@ -48,7 +49,8 @@ class Ledger:
 
     def __init__(self) -> None:
         limits = UsageLimits({})
-        self.room = WaitingRoom(SETTINGS, Occupancy(SETTINGS.queue), limits)
+        self.faults = Faults()
+        self.room = WaitingRoom(SETTINGS, Occupancy(SETTINGS.queue), limits, self.faults)
         self.placement = Listener()
         self.leases = Leases(
             SETTINGS,
@@ -60,6 +62,7 @@ class Ledger:
             Withdrawal(SETTINGS, Reserve(SETTINGS)),
             MinShares({}),
             FirstToken(),
+            self.faults,
         )
         self.backends = {name: Backend(name, SETTINGS.capacity, SETTINGS.health) for name in "ab"}
         for name in self.backends:

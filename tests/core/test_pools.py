@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
 from random import Random
+from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Trouble, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Trouble, Usage, Verdict
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
+from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from tests.core.make import listing, pools, request
+from tests.core.world import assert_nothing_left
 
 TIGHT = Settings(capacity=CapacitySettings(look_ahead=0))
 ONE = UsageLimit(in_flight=1)
@@ -32,6 +36,29 @@ def test_a_saturated_model_does_not_hold_up_another() -> None:
         one.submit(request(band=CRITICAL), 0.0)
     one.submit(request(pool="other", model="other"), 0.0)
     assert sorted(granted(one)) == ["base", "other"]
+
+
+def test_a_placement_that_raises_in_one_pool_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = pools({"a": 3, "b": 3}, TIGHT, listings={"a": listing(), "b": listing(base="other")})
+    placement = one._schedulers["base"]._placement
+    place, asked = placement.place, count(1)
+
+    def faulty(*args: Any) -> Any:
+        if next(asked) == 2:
+            raise ValueError("a plugin's bug")
+        return place(*args)
+
+    monkeypatch.setattr(placement, "place", faulty)
+    for _ in range(2):
+        one.submit(request(), 0.0)
+    one.submit(request(pool="other", model="other"), 0.0)
+    decisions = one.decide(0.0)
+    assert [x.request.pool for x in decisions if isinstance(x, Grant)] == ["base", "other"], "one before the fault"
+    assert [str(fault) for fault in one.faults()] == ["a plugin's bug"]
+    one.check(0.0)
+    assert one.decide(0.5) == [], "it rests"
+    assert one.next_wakeup(0.5) == FAULT_RETRY_S
+    assert granted(one, FAULT_RETRY_S) == ["base"]
 
 
 def test_queue_limits_count_over_all_pools() -> None:
@@ -201,3 +228,54 @@ def test_a_backend_in_no_pool_may_fail_its_polls() -> None:
     with pytest.raises(Refused) as caught:
         one.resolve("base")
     assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
+
+
+HOOKS = [
+    *[("placement", name) for name in ("booked", "started", "finished", "cached", "lost")],
+    *[("fairness", name) for name in ("entered", "backlogged", "emptied", "dispatched", "charge", "started", "ended")],
+    *[("charge", name) for name in ("estimate", "so_far", "final")],
+]
+
+
+@pytest.mark.parametrize(("kind", "hook"), HOOKS)
+def test_a_policy_that_raises_at_any_event_leaves_every_account_settled(
+    kind: str, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(capacity=CapacitySettings(look_ahead=0), limits={"tenant:t": UsageLimit(in_flight=2)})
+    one = pools({"a": 2}, settings)
+    scheduler = one._schedulers["base"]
+    policies = {
+        "placement": scheduler._placement,
+        "fairness": scheduler._room.band(DEFAULT).fairness,
+        "charge": scheduler.leases._charge,
+    }
+    raised = count(1)
+
+    hear = getattr(policies[kind], hook)
+
+    def faulty(*event: Any) -> None:
+        hear(*event)
+        next(raised)
+        raise ValueError("a plugin's bug")
+
+    monkeypatch.setattr(policies[kind], hook, faulty)
+    for at in range(3):
+        one.submit(request(id=str(at), stream=True, limits=("tenant:t",)), 0.0)
+    grants = [decision for decision in one.decide(0.0) if isinstance(decision, Grant)]
+    assert [grant.request.id for grant in grants] == ["0", "1"]
+    for grant in grants:
+        one.started(grant, 1.0)
+        one.progress(grant, 500, 2.0)
+        one.finish(grant, Verdict.SERVED, 3.0, Usage(10, 500))
+        one.cached(grant, (1, 2))
+        one.ended(grant.request, None, 3.0)
+    for _ in range(2):
+        one.troubled("a", Trouble.REFUSED)
+    one.answered("a", 3.0)
+    (last,) = [decision for decision in one.decide(3.0) if isinstance(decision, Grant)]
+    one.finish(last, Verdict.CLIENT_GONE, 4.0)
+    one.ended(last.request, None, 4.0)
+    assert len(one.faults()) == next(raised) - 1 > 0
+    one.check(4.0)
+    assert_nothing_left(one, 4.0)
+    assert one.snapshot(4.0).limits[0].in_flight == 0
