@@ -14,8 +14,8 @@ OUTPUT_TOKENS = 256.0
 """An answer's length before any was seen; a wrong guess is trued up while the answer streams."""
 GAIN = 0.05
 MODELS_MAX = 10_000
-CONTEXT_TOKENS_MAX = 1 << 20
-"""The longest sequence that is believed of a backend that does not say how long one may be."""
+CONTEXT_TOKENS_MAX = 1 << 24
+"""The longest sequence that is believed of a backend, also of one that does not say how long one may be."""
 TEXT_TOKENS_PER_BYTE = 4
 """The most tokens for a byte of a prompt: an image counts as 4 KB, and may be as many as 16,384 tokens."""
 TEMPLATE_TOKENS_MAX = 64 * 1024
@@ -92,7 +92,7 @@ def usage_max(ask: Ask, context_tokens: int | None, turns: int = 1) -> Usage:
     where no backend tells its context, the bytes of the prompt bound it.
     """
     if context_tokens is not None:
-        prompt = context = context_tokens
+        prompt = context = min(context_tokens, CONTEXT_TOKENS_MAX)
     else:
         context = CONTEXT_TOKENS_MAX
         prompt = TEXT_TOKENS_PER_BYTE * ask.prompt_bytes + (ask.prompt_tokens or 0) + TEMPLATE_TOKENS_MAX
