@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from select import POLLIN, poll
 from typing import cast
 
 import httptools
@@ -45,6 +46,7 @@ class BackendConnection(asyncio.Protocol):
         "_sent",
         "_surplus",
         "_transport",
+        "_unread",
         "free_since_s",
         "name",
         "used",
@@ -64,13 +66,17 @@ class BackendConnection(asyncio.Protocol):
         self._paused = False
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
         self._head_bytes = 0
+        self._unread = poll()
         self.used = False
         self.free_since_s = 0.0
 
     @property
     def usable(self) -> bool:
         """Whether another request may go out on it."""
-        return self._exchange is None and self._transport is not None and not self._transport.is_closing()
+        if self._exchange is not None or self._transport is None or self._transport.is_closing():
+            return False
+        # What has come and was not read yet, an end or bytes, came before this request, and is no answer to it.
+        return not self._unread.poll(0)
 
     def begin(self) -> HttpExchange:
         """The exchange that is carried from now on."""
@@ -124,6 +130,7 @@ class BackendConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._unread.register(transport.get_extra_info("socket"), POLLIN)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -161,6 +168,8 @@ class BackendConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._complete = self._surplus = True
+        except httptools.HttpParserCallbackError as error:
+            broken = str(error.__context__)
         except httptools.HttpParserError as error:
             broken = str(error) or type(error).__name__
         if not exchange.status and self._head_bytes > HEAD_BYTES_MAX:
@@ -192,7 +201,7 @@ class BackendConnection(asyncio.Protocol):
         self._surplus = self._complete
 
     def on_status(self, reason: bytes) -> None:
-        if self._exchange is not None:
+        if self._exchange is not None and not self._exchange.status:
             self._exchange.reason += _text(reason)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -204,7 +213,9 @@ class BackendConnection(asyncio.Protocol):
         status, exchange = self._parser.get_status_code(), self._exchange
         if exchange is None or self._complete:
             return
-        if 100 <= status < 200 and status != _SWITCHING_PROTOCOLS:
+        if status < 100:
+            raise ValueError(f"{status:03} is no status")
+        if status < 200 and status != _SWITCHING_PROTOCOLS:
             exchange.reason = ""
             exchange.headers.clear()
         else:

@@ -296,6 +296,8 @@ class Poller:
                 timeout=aiohttp.ClientTimeout(total=timeout_s, ceil_threshold=inf),
                 **self._trust,
             ) as response:
+                if response.status < 100:
+                    raise _LapFailed(Trouble.GARBAGE, f"{what} answered {response.status:03}, which is no status")
                 body = bytearray()
                 while piece := await response.content.readany():
                     body += piece

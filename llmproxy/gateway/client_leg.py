@@ -17,7 +17,7 @@ from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.connection import ClientConnection
 from llmproxy.gateway.errors import Failure
-from llmproxy.gateway.headers import Headers
+from llmproxy.gateway.headers import Headers, reason_to_client
 
 _PATIENCE = ClientsConfig()
 _BODILESS = frozenset({204, 304})
@@ -162,7 +162,8 @@ class ClientLeg:
         if "date" not in known:
             fields.append(("Date", formatdate(usegmt=True)))
         version = "1.1" if modern else "1.0"
-        self._head = http1.head(f"HTTP/{version} {status} {reason or responses.get(status, '')}", fields)
+        phrase = reason_to_client(reason) or responses.get(status, "")
+        self._head = http1.head(f"HTTP/{version} {status} {phrase}", fields)
         self._transport = request.transport
         self._connection = cast(ClientConnection, request.protocol)
         self._connection.leg = self

@@ -90,10 +90,7 @@ def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
     Control characters, a line break above all, become spaces (RFC 9110, section 5.5).
     """
     # What is printable ASCII, as nearly everything is, needs no second look.
-    fields = [
-        (name, value if value.isascii() and value.isprintable() else _CONTROL.sub(" ", _writable(value)))
-        for name, value in fields
-    ]
+    fields = [(name, value if value.isascii() and value.isprintable() else _clean(value)) for name, value in fields]
     dropped = _DROPPED_DOWNSTREAM
     if named := named_in_connection(fields):
         dropped |= named
@@ -102,11 +99,20 @@ def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
     return kept
 
 
+def reason_to_client(reason: str) -> str:
+    """A backend's reason phrase; control characters become spaces (RFC 9112, section 4)."""
+    return reason if reason.isascii() and reason.isprintable() else _clean(reason)
+
+
 def check(fields: Iterable[tuple[str, str]]) -> None:
     """Raise Failure (400) for a field whose bytes are not UTF-8: it could not be passed on as it is."""
     for name, value in fields:
         if not value.isascii() and _writable(value) is not value:
             raise Failure(Outcome.BAD_REQUEST, f"The value of the header field {name} is not UTF-8.", param=name)
+
+
+def _clean(value: str) -> str:
+    return _CONTROL.sub(" ", _writable(value))
 
 
 def _writable(value: str) -> str:

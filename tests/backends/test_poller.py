@@ -53,6 +53,13 @@ async def hang_up(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
+async def no_status(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(b"HTTP/1.1 000 OK\r\ncontent-length: 0\r\n\r\n")
+    request.transport.close()
+    return web.Response()
+
+
 async def never_end(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse()
     await response.prepare(request)
@@ -371,6 +378,7 @@ async def test_looks_again_for_a_better_source_now_and_then(bench: Bench) -> Non
     [
         ("/health", saying(status=503), "unhealthy", "/health answered 503"),
         ("/health", hang_up, "no_answer", "/health"),
+        ("/health", no_status, "garbage", "/health answered 000"),
         ("/v1/models", saying(status=500), "unhealthy", "/v1/models answered 500"),
         ("/v1/models", saying(status=401), "garbage", "api_key"),
         ("/v1/models", saying(status=307), "garbage", "answered 307"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from typing import cast
@@ -195,6 +196,18 @@ async def test_an_answer_that_is_not_http_is_broken(upstream: HttpUpstream, serv
     server.script = answering(b"SSH-2.0-OpenSSH\r\n\r\n")
     with pytest.raises(UpstreamBroken):
         await post(upstream, server.url)
+
+
+@pytest.mark.parametrize("status", ["000", "001", "099"])
+async def test_an_answer_with_a_number_that_is_no_status_is_broken_at_once(
+    upstream: HttpUpstream, server: RawServer, status: str
+) -> None:
+    server.script = answering(f"HTTP/1.1 {status} X\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+    with pytest.raises(UpstreamBroken, match=rf"{status} is no status") as caught:
+        await post(upstream, server.url)
+    assert not caught.value.reused, "it is the answer to this request"
+    async with asyncio.timeout(PATIENCE_S):
+        await server.peers[0].gone.wait()
 
 
 async def test_an_idle_connection_dropped_in_the_same_instant_is_told_apart(
@@ -511,24 +524,66 @@ async def test_small_writes_go_out_at_once(upstream: HttpUpstream, server: RawSe
 # --- connections that are kept ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nokHTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok\r\nzz",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok",
-        b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok",
-    ],
-    ids=["another answer behind it", "garbage behind it", "it says close", "it is of HTTP/1.0"],
-)
+@pytest.mark.parametrize("head", [b"connection: close\r\n", b""], ids=["it says close", "it is of HTTP/1.0"])
 async def test_a_connection_that_may_not_be_used_again_is_not(
-    upstream: HttpUpstream, server: RawServer, answer: bytes
+    upstream: HttpUpstream, server: RawServer, head: bytes
 ) -> None:
-    server.script = answering(answer)
+    version = b"1.1" if head else b"1.0"
+    server.script = answering(b"HTTP/" + version + b" 200 OK\r\ncontent-length: 2\r\n" + head + b"\r\nok")
     for _ in range(2):
         exchange = await post(upstream, server.url)
         assert (exchange.reused, await read_all(exchange)) == (False, b"ok")
     assert len(server.peers) == 2
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        b"HTTP/1.1 500 Bad\r\nx-bad: 1\r\ncontent-length: 3\r\n\r\nbad",
+        b"HTTP/1.1 200 Bad\r\nx-bad: 1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nbad\r\n0\r\n\r\n",
+        b"HTTP/1.1 100 Bad\r\nx-bad: 1\r\n\r\nHTTP/1.1 204 Bad\r\n\r\n",
+        b"HTTP/1.1 000 Bad\r\n\r\n",
+        b"HTTP/1.1 101 Bad\r\nupgrade: bad\r\nconnection: upgrade\r\n\r\nbad",
+        b"HTTP/1.1 200 Ba",
+        b"H",
+        b"\r\nzz",
+        b"\0",
+    ],
+    ids=["with a length", "chunked", "two more", "status 000", "101", "begun", "one byte", "garbage", "a control byte"],
+)
+@pytest.mark.parametrize(
+    ("first", "status", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\nx-own: 1\r\ncontent-length: 2\r\n\r\nok", 200, b"ok"),
+        (b"HTTP/1.1 200 OK\r\nx-own: 1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n", 200, b"ok"),
+        (b"HTTP/1.1 200 OK\r\nx-own: 1\r\ncontent-length: 0\r\n\r\n", 200, b""),
+        (b"HTTP/1.1 204 OK\r\nx-own: 1\r\n\r\n", 204, b""),
+        (b"HTTP/1.1 304 OK\r\nx-own: 1\r\ncontent-length: 2\r\n\r\n", 304, b""),
+    ],
+    ids=["a length", "chunks", "no body", "204", "304"],
+)
+async def test_what_comes_behind_an_answer_is_nobodys(
+    upstream: HttpUpstream, server: RawServer, first: bytes, status: int, body: bytes, behind: bytes
+) -> None:
+    server.script = answering(first + behind)
+    for _ in range(2):
+        exchange = await post(upstream, server.url)
+        assert (exchange.status, exchange.reason, exchange.headers[0]) == (status, "OK", ("x-own", "1"))
+        assert "x-bad" not in dict(exchange.headers)
+        assert (exchange.reused, await read_all(exchange)) == (False, body)
+    assert len(server.peers) == 2
+
+
+async def test_bytes_that_came_to_a_kept_connection_and_were_not_read_yet_end_it(
+    upstream: HttpUpstream, server: RawServer
+) -> None:
+    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+    await read_all(await post(upstream, server.url))
+    # To the kernel, in the very turn of the loop in which the next request is made.
+    os.write(server.peers[0].fileno, b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad")
+    exchange = await post(upstream, server.url)
+    assert (exchange.reused, await read_all(exchange)) == (False, b"ok")
+    assert [len(peer.requests) for peer in server.peers] == [1, 1]
 
 
 async def test_bytes_that_nobody_asked_for_end_a_kept_connection(upstream: HttpUpstream, server: RawServer) -> None:

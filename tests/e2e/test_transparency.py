@@ -178,6 +178,32 @@ async def test_a_request_id_is_made_where_there_is_none(home: House) -> None:
     assert refused.headers["x-request-id"]
 
 
+REASONS = {
+    b"Not Quite OK": b"Not Quite OK",
+    b"": b"OK",
+    b"a\x1b[31m\x00\x08b\x7f": b"a [31m  b ",
+    b"tab\there": b"tab\there",
+    "caf\u00e9".encode(): "caf\u00e9".encode(),
+    b"\xff": "\u00ff".encode(),
+}
+
+
+@pytest.mark.parametrize("sent", REASONS)
+async def test_a_reason_phrase_passes_without_control_characters(sent: bytes) -> None:
+    stream = STREAM_HEAD + chunk(b"data: [DONE]\n\n") + STREAM_END
+    for status, answer in ((b"200", whole(b"{}")), (b"500", whole(b"{}", "500 OK")), (b"200", stream)):
+        script = answering(answer.replace(b" OK\r\n", b" " + sent + b"\r\n", 1))
+        async with (
+            scripted(script) as backend,
+            house(extra=[backend.url]) as home,
+            home.wire(raw_post(STREAM)) as (reader, _),
+        ):
+            line = await reader.readuntil(b"\r\n")
+            await home.settled()
+        told = b"Internal Server Error" if status == b"500" and not sent else REASONS[sent]
+        assert line == b"HTTP/1.1 %s %s\r\n" % (status, told)
+
+
 async def test_an_old_client_without_chunks_gets_its_stream_too(home: House) -> None:
     async with home.wire(raw_post(STREAM, version="1.0")) as (reader, _):
         head, _, stream = (await reader.read()).partition(b"\r\n\r\n")

@@ -136,6 +136,10 @@ MISBEHAVIOURS: list[Misbehaviour] = [
         stream="other", whole="other", alone=("502", "502"), verdict="failed",
     ),
     Misbehaviour(
+        name="answers 000", script=says(whole(BODY, "000 OK")),
+        stream="other", whole="other", alone=("502", "502"), verdict="failed",
+    ),
+    Misbehaviour(
         name="speaks another protocol", script=says(b"SSH-2.0-OpenSSH_9.6\r\n"),
         stream="other", whole="other", alone=("502", "502"), verdict="failed",
     ),
