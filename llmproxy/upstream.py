@@ -20,15 +20,7 @@ class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an
 
 
 class UpstreamBroken(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
-    """The connection failed after the request was sent, or may have been.
-
-    `reused` tells that the connection had served an earlier request and that nothing at all came in answer to this one:
-    most likely the backend dropped an idle connection in the same instant, which says nothing of its health.
-    """
-
-    def __init__(self, message: str, *, reused: bool = False) -> None:
-        super().__init__(message)
-        self.reused = reused
+    """The connection failed after the request was sent, or may have been."""
 
 
 class Exchange(Protocol):
@@ -46,10 +38,6 @@ class Exchange(Protocol):
     def headers(self) -> list[tuple[str, str]]:
         """Names and values as they came: order, case and repetitions kept; bytes beyond ASCII are surrogate-escaped
         UTF-8."""
-
-    @property
-    def reused(self) -> bool:
-        """Whether the connection had served an earlier request."""
 
     async def chunk(self) -> bytes:
         """The bytes of the body that have arrived, waiting for the first of them; b"" at its end, then and ever after.
@@ -94,11 +82,11 @@ class Upstream(Protocol):
         headers: Headers,
         body: Body,
         connect_timeout_s: float,
-        fresh: bool = False,
     ) -> Exchange:
         """Send one request and wait for the head of its answer; redirects are answers like any other.
 
         The path and query go out as they are. Headers are sent as given, in their order; only `host` is added when
-        absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. With
-        `fresh`, no kept connection is used. Raises ConnectFailed or UpstreamBroken; cancelling it cuts the connection.
+        absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. A
+        request on a kept connection that the backend dropped in the same instant, and so never saw, is sent once more
+        on a fresh one. Raises ConnectFailed or UpstreamBroken; cancelling it cuts the connection.
         """

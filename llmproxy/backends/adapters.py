@@ -159,21 +159,17 @@ class AdapterKeeper:
     async def _post(self, backend: BackendConfig, change: Change) -> tuple[int, bytes]:
         key = backend.api_key or self._backend_api_key
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        request = (backend.url, "POST", PATHS[change.kind], headers, (orjson.dumps(change.fields),))
+        body = (orjson.dumps(change.fields),)
+        exchange = await self._upstream.open(
+            backend.url, "POST", PATHS[change.kind], headers, body, self._timeouts.connect_s
+        )
         try:
-            exchange = await self._upstream.open(*request, self._timeouts.connect_s)
-        except UpstreamBroken as error:
-            if not error.reused:
-                raise
-            # An idle connection was dropped in that instant. To be told twice does no harm.
-            exchange = await self._upstream.open(*request, self._timeouts.connect_s)
-        try:
-            body = b""
-            while len(body) < ANSWER_BYTES_MAX and (piece := await exchange.chunk()):
-                body += piece
+            answer = b""
+            while len(answer) < ANSWER_BYTES_MAX and (piece := await exchange.chunk()):
+                answer += piece
         finally:
             exchange.close()
-        return exchange.status, body
+        return exchange.status, answer
 
 
 def _message(status: int, body: bytes) -> str:

@@ -26,6 +26,13 @@ SLICE_BYTES = 256 << 10
 _SWITCHING_PROTOCOLS = 101
 
 
+class ConnectionDropped(UpstreamBroken):
+    """A kept connection broke, and nothing at all had come in answer to this request.
+
+    Most likely the backend dropped it in the same instant, which says nothing of its health.
+    """
+
+
 class BackendConnection(asyncio.Protocol):
     """A connection that carries one exchange at a time. `on_free` is told when it may carry another one, and `on_lost`
     when it never will.
@@ -107,7 +114,8 @@ class BackendConnection(asyncio.Protocol):
 
     def _write(self, data: bytes | memoryview) -> None:
         if self._transport is None or self._transport.is_closing():
-            raise UpstreamBroken(f"{self.name}: the connection was lost", reused=self.used and not self._heard)
+            dropped = self._exchange is not None and self._exchange.reused and not self._heard
+            raise _broken(f"{self.name}: the connection was lost", dropped)
         self._transport.write(data)
 
     def pause(self) -> None:
@@ -144,7 +152,7 @@ class BackendConnection(asyncio.Protocol):
         if exc is None and exchange.ends_with_connection:
             exchange.end()
         else:
-            exchange.failed(str(exc or "the connection was closed"), reused=exchange.reused and not self._heard)
+            exchange.failed(str(exc or "the connection was closed"), dropped=exchange.reused and not self._heard)
 
     def pause_writing(self) -> None:
         self._drained = asyncio.get_running_loop().create_future()
@@ -304,8 +312,7 @@ class HttpExchange:
             error, self._sink_error = self._sink_error, None
             raise error
         if self._broken is not None:
-            why, reused = self._broken
-            raise UpstreamBroken(why, reused=reused)
+            raise _broken(*self._broken)
         self._woken = asyncio.get_running_loop().create_future()
         try:
             await self._woken
@@ -349,12 +356,16 @@ class HttpExchange:
         self._connection = None
         self._wake()
 
-    def failed(self, why: str, *, reused: bool = False) -> None:
-        """`reused` says that the connection had been kept, and broke without a word on this request."""
+    def failed(self, why: str, *, dropped: bool = False) -> None:
+        """`dropped` says that the connection had been kept, and broke without a word on this request."""
         name = self._connection.name if self._connection is not None else ""
-        self._broken = f"{name}: {why}", reused
+        self._broken = f"{name}: {why}", dropped
         self._connection = None
         self._wake()
+
+
+def _broken(why: str, dropped: bool) -> UpstreamBroken:
+    return ConnectionDropped(why) if dropped else UpstreamBroken(why)
 
 
 def _text(data: bytes) -> str:

@@ -14,12 +14,15 @@ import aiohappyeyeballs
 from yarl import URL
 
 from llmproxy import http1
-from llmproxy.backends.connection import BackendConnection, HttpExchange
+from llmproxy.backends.connection import BackendConnection, ConnectionDropped, HttpExchange
 from llmproxy.backends.tls import PeerTls
 from llmproxy.upstream import Body, ConnectFailed, Headers
 
 IDLE_MAX_S = 4.0
 """Idle connections are dropped after this; vLLM itself closes them after exactly 5 s."""
+
+IDLE_DROP_S = 0.1
+"""How soon a kept connection must break to be one that the backend had already dropped: about a round trip."""
 
 OTHER_ADDRESS_AFTER_S = 0.25
 """How long the first address of a name is tried alone (RFC 8305, section 5)."""
@@ -66,22 +69,20 @@ class HttpUpstream:
         headers: Headers,
         body: Body,
         connect_timeout_s: float,
-        fresh: bool = False,
     ) -> HttpExchange:
         url = URL(base_url)
         size_bytes = sum(map(len, body))
         head = _head(url, method, path_qs, headers, size_bytes)
-        connection = None if fresh else self._kept(base_url)
-        if connection is None:
-            connection = await self._connect(base_url, url, connect_timeout_s)
-        exchange = connection.begin()
-        try:
-            await connection.send(head, body, size_bytes)
-            await exchange.head()
-        except BaseException:
-            exchange.close()
-            raise
-        return exchange
+        kept = self._kept(base_url)
+        if kept is not None:
+            sent_s = asyncio.get_running_loop().time()
+            try:
+                return await _asked(kept, head, body, size_bytes)
+            except ConnectionDropped:
+                # One that breaks later did see the request, and may have worked on it since.
+                if asyncio.get_running_loop().time() - sent_s > IDLE_DROP_S:
+                    raise
+        return await _asked(await self._connect(base_url, url, connect_timeout_s), head, body, size_bytes)
 
     async def _connect(self, base_url: str, url: URL, timeout_s: float) -> BackendConnection:
         loop = asyncio.get_running_loop()
@@ -149,6 +150,18 @@ class HttpUpstream:
                 del self._idle[base_url]
         if self._idle:
             self._sweep = loop.call_later(IDLE_MAX_S, self._drop_old)
+
+
+async def _asked(connection: BackendConnection, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
+    """The answer to one request, as soon as its head is there."""
+    exchange = connection.begin()
+    try:
+        await connection.send(head, body, size_bytes)
+        await exchange.head()
+    except BaseException:
+        exchange.close()
+        raise
+    return exchange
 
 
 def _head(url: URL, method: str, path_qs: str, headers: Headers, size_bytes: int) -> bytes:

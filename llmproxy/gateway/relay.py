@@ -21,9 +21,6 @@ from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.sse import StreamTap, usage_of_tail
 from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
 
-IDLE_DROP_S = 0.1
-"""How soon a kept connection must break to be one that the backend had already dropped: about a round trip."""
-
 GOODBYE_S = 5.0
 """How long a client may take to accept the error event that ends its broken stream."""
 
@@ -84,7 +81,9 @@ class Relay:
                 lease.on_cut = cut
                 if lease.revoked or lease.withdrawn:
                     timer.cut()
-                exchange = await self._open(base_url, call)
+                exchange = await self._upstream.open(
+                    base_url, "POST", call.path_qs, call.headers, call.body, self._timeouts.connect_s
+                )
                 attempt.status = exchange.status
                 if exchange.status < 200:
                     message = f"The backend switched to another protocol ({exchange.status}), which nobody asked for."
@@ -102,23 +101,6 @@ class Relay:
             client.source = None
             if exchange is not None:
                 exchange.close()
-
-    async def _open(self, base_url: str, call: Call) -> Exchange:
-        loop = asyncio.get_running_loop()
-        sent_s = loop.time()
-        try:
-            return await self._open_once(base_url, call)
-        except UpstreamBroken as error:
-            # A kept connection that the backend dropped in the same instant: it never saw the request. One that breaks
-            # later did see it, and may have worked on it since; that is for the rules of retrying to decide.
-            if not error.reused or loop.time() - sent_s > IDLE_DROP_S:
-                raise
-        return await self._open_once(base_url, call, fresh=True)
-
-    async def _open_once(self, base_url: str, call: Call, *, fresh: bool = False) -> Exchange:
-        return await self._upstream.open(
-            base_url, "POST", call.path_qs, call.headers, call.body, self._timeouts.connect_s, fresh
-        )
 
     # --- an error answer ---------------------------------------------------------------------------------------------
 

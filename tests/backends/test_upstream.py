@@ -11,8 +11,9 @@ from typing import cast
 import pytest
 
 from llmproxy.backends import connection as connection_module
+from llmproxy.backends.connection import ConnectionDropped, HttpExchange
 from llmproxy.backends.upstream import HttpUpstream
-from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
+from llmproxy.upstream import ConnectFailed, Exchange, UpstreamBroken
 
 from .raw_server import Peer, RawServer, answering, answering_once
 
@@ -44,7 +45,7 @@ async def upstream() -> AsyncIterator[HttpUpstream]:
         yield client
 
 
-async def post(upstream: Upstream, url: str, body: bytes = b"{}") -> Exchange:
+async def post(upstream: HttpUpstream, url: str, body: bytes = b"{}") -> HttpExchange:
     async with asyncio.timeout(PATIENCE_S):
         return await upstream.open(url, "POST", "/v1/completions", [("content-type", "application/json")], [body], 5.0)
 
@@ -188,7 +189,7 @@ async def test_a_connection_lost_before_the_head_is_broken(
     server.script = script
     with pytest.raises(UpstreamBroken) as caught:
         await post(upstream, server.url)
-    assert not caught.value.reused
+    assert not isinstance(caught.value, ConnectionDropped)
     assert len(server.peers) == 1
 
 
@@ -205,26 +206,63 @@ async def test_an_answer_with_a_number_that_is_no_status_is_broken_at_once(
     server.script = answering(f"HTTP/1.1 {status} X\r\ncontent-length: 2\r\n\r\n{{}}".encode())
     with pytest.raises(UpstreamBroken, match=rf"{status} is no status") as caught:
         await post(upstream, server.url)
-    assert not caught.value.reused, "it is the answer to this request"
+    assert type(caught.value) is UpstreamBroken, "it is the answer to this request"
     async with asyncio.timeout(PATIENCE_S):
         await server.peers[0].gone.wait()
 
 
-async def test_an_idle_connection_dropped_in_the_same_instant_is_told_apart(
-    upstream: HttpUpstream, server: RawServer
+@pytest.mark.parametrize("rst", [False, True])
+async def test_what_a_kept_connection_lost_in_the_same_instant_goes_out_on_a_fresh_one(
+    upstream: HttpUpstream, server: RawServer, monkeypatch: pytest.MonkeyPatch, rst: bool
 ) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
         await peer.request()
+        if rst:
+            peer.reset()
 
     server.script = script
+    monkeypatch.setattr("llmproxy.backends.upstream.IDLE_DROP_S", PATIENCE_S)
     await read_all(await post(upstream, server.url))
-    with pytest.raises(UpstreamBroken) as caught:
+    exchange = await post(upstream, server.url)
+    assert (exchange.reused, await read_all(exchange)) == (False, b"ok")
+    assert [len(peer.requests) for peer in server.peers] == [2, 1]
+
+
+@pytest.mark.parametrize(("soon_s", "said"), [(-1.0, b""), (PATIENCE_S, b"HTTP/1.1 20")], ids=["later", "a word"])
+async def test_what_a_kept_connection_may_have_brought_is_not_sent_again(
+    upstream: HttpUpstream, server: RawServer, monkeypatch: pytest.MonkeyPatch, soon_s: float, said: bytes
+) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await peer.request()
+        await peer.send(said)
+
+    server.script = script
+    monkeypatch.setattr("llmproxy.backends.upstream.IDLE_DROP_S", soon_s)
+    await read_all(await post(upstream, server.url))
+    with pytest.raises(UpstreamBroken):
         await post(upstream, server.url)
-    assert caught.value.reused
-    # A request that may have been sent is never sent again from here.
     assert [len(peer.requests) for peer in server.peers] == [2]
+
+
+async def test_a_fresh_connection_is_no_reason_for_another_one(
+    upstream: HttpUpstream, server: RawServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(peer: Peer) -> None:
+        if peer is server.peers[0]:
+            await peer.request()
+            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await peer.request()
+
+    server.script = script
+    monkeypatch.setattr("llmproxy.backends.upstream.IDLE_DROP_S", PATIENCE_S)
+    await read_all(await post(upstream, server.url))
+    with pytest.raises(UpstreamBroken):
+        await post(upstream, server.url)
+    assert [len(peer.requests) for peer in server.peers] == [2, 1]
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["a fresh connection", "a kept one"])
@@ -616,14 +654,6 @@ async def test_old_connections_are_dropped(
     async with asyncio.timeout(PATIENCE_S):
         await server.peers[0].gone.wait()
     assert not upstream._idle
-
-
-async def test_a_retry_may_ask_for_a_connection_of_its_own(upstream: HttpUpstream, server: RawServer) -> None:
-    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-    await read_all(await post(upstream, server.url))
-    exchange = await upstream.open(server.url, "POST", "/", [], [b"{}"], 5.0, fresh=True)
-    assert (exchange.reused, len(server.peers)) == (False, 2)
-    exchange.close()
 
 
 @pytest.mark.parametrize(

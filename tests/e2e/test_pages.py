@@ -222,6 +222,26 @@ async def test_a_stored_response_that_breaks_is_not_told_as_complete() -> None:
         assert home.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
+async def test_a_stored_response_is_asked_for_again_where_a_kept_connection_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bytes] = []
+
+    async def ask(peer: Peer, request: bytes) -> None:
+        asked.append(request)
+        if len(asked) == 1:
+            peer.reset()
+        else:
+            await peer.send(whole(STORED))
+
+    monkeypatch.setattr("llmproxy.backends.upstream.IDLE_DROP_S", 10.0)
+    async with scripted(answering(whole(STORED))) as backend, house(extra=[backend.url]) as home:
+        backend.polls[b"/v1/responses/resp_1"] = ask
+        await home.post("/v1/responses", RESPONSES)
+        assert (await home.get("/v1/responses/resp_1")).body == STORED
+        assert len(asked) == 2
+
+
 async def test_the_stream_of_a_stored_response_that_breaks_ends_in_an_error_event() -> None:
     begun = chunk(b'event: response.created\ndata: {"type":"response.created"}\n\n')
     async with (
