@@ -27,7 +27,7 @@ CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie"})
 """Fields by which a client says who it is: to the proxy, and to backends only where that is configured."""
 _NOTHING: frozenset[str] = frozenset()
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-_REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id"})
+_REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id", "accept-encoding"})
 SERVER = ("Server", "llmproxy")
 """What this server calls itself (RFC 9110, section 10.2.4): no versions, its own or those below it, which would help
 whoever looks for servers with a known hole."""
@@ -68,6 +68,7 @@ def to_backend(
 ) -> Headers:
     """The client's end-to-end fields, with the proxy's request id and the backend's key in place of the client's.
 
+    Answers are asked for as they are, whatever the client takes: what compresses a stream holds back its tokens.
     Fields named in `withheld` (lower case) stay here.
     CREDENTIALS stay here too, unless `keep_credentials`; even then `authorization` replaces the client's own key.
     """
@@ -78,7 +79,7 @@ def to_backend(
     if keep_credentials and authorization is not None:
         dropped |= {"authorization", "x-api-key"}
     kept = [(name, value) for name, value in fields if (lower := name.lower()) not in dropped and lower not in withheld]
-    kept.append(("x-request-id", request_id))
+    kept += [("x-request-id", request_id), ("accept-encoding", "identity")]
     if authorization is not None:
         kept.append(("authorization", authorization))
     return kept

@@ -18,7 +18,7 @@ from llmproxy.gateway.errors import error_event
 from llmproxy.gateway.headers import to_client
 from llmproxy.gateway.passing import HELD_BYTES_MAX, Passing, PassingEvents, check_kept, event_fields
 from llmproxy.gateway.routes import Dialect
-from llmproxy.gateway.sse import StreamTap, usage_of_tail
+from llmproxy.gateway.sse import EncodedTap, StreamTap, usage_of_tail
 from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
 
 GOODBYE_S = 5.0
@@ -159,7 +159,12 @@ class Relay:
         call: Call,
         client: Client,
     ) -> None:
-        tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
+        tap: StreamTap
+        if is_encoded(exchange):
+            # No event can be taken out of it, nor one be added, nor is it seen how far it got.
+            tap = EncodedTap()
+        else:
+            tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
         passing = PassingEvents(attempt, timer, exchange, client, tap, lease)
         await exchange.flow(passing.take)
         if tap.error_first and not attempt.committed:
@@ -286,6 +291,12 @@ async def _read_held(exchange: Exchange) -> bytes:
             break
         body += data
     return body
+
+
+def is_encoded(exchange: Exchange) -> bool:
+    """Whether an answer is compressed, although that was not asked for."""
+    said = [value.strip().lower() for name, value in exchange.headers if name.lower() == "content-encoding"]
+    return any(value not in ("", "identity") for value in said)
 
 
 def is_event_stream(exchange: Exchange) -> bool:

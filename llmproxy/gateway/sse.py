@@ -169,6 +169,16 @@ class StreamTap:
         return hidden
 
 
+class EncodedTap(StreamTap):
+    """Watches a stream that was compressed on its way: nothing in it can be read but that it has begun."""
+
+    __slots__ = ()
+
+    def feed(self, data: bytes) -> bytes:
+        self.first_event_complete = self.first_token_seen = True
+        return data
+
+
 def usage_of_tail(tail: bytes) -> Usage | None:
     """The usage in the last bytes (USAGE_TAIL_BYTES are enough) of a JSON answer, None where it has none."""
     return _usage(_own_usage(tail))

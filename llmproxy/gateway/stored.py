@@ -15,7 +15,7 @@ from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import ClientLeg
 from llmproxy.gateway.errors import Failure, error_event
 from llmproxy.gateway.headers import to_client
-from llmproxy.gateway.relay import end_saying, is_event_stream
+from llmproxy.gateway.relay import end_saying, is_encoded, is_event_stream
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.upstream import ConnectFailed, Upstream, UpstreamBroken
@@ -144,7 +144,7 @@ class StoredResponses:
             message = "The backend that made this response failed."
             if client.response is None:
                 raise Failure(Outcome.CONNECT_FAILED, message, detail=str(error)) from error
-            if exchange is not None and is_event_stream(exchange):
+            if exchange is not None and is_event_stream(exchange) and not is_encoded(exchange):
                 # Nobody followed where its events end; an empty one is none.
                 await end_saying(b"\n\n" + error_event(Dialect.RESPONSES, f"The stream broke: {message}"), client)
             else:

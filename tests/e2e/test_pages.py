@@ -257,6 +257,17 @@ async def test_the_stream_of_a_stored_response_that_breaks_ends_in_an_error_even
         assert home.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
+async def test_the_stream_of_a_stored_response_that_was_compressed_breaks_without_an_event() -> None:
+    head = STREAM_HEAD.removesuffix(b"\r\n") + b"content-encoding: gzip\r\n\r\n"
+    async with (
+        a_stored_response(head + chunk(b"\x1f\x8b\x08")) as home,
+        home.wire(b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, _),
+    ):
+        assert (await reader.read(-1)).partition(b"\r\n\r\n")[2] == chunk(b"\x1f\x8b\x08")
+        await home.settled()
+        assert home.outcomes() == {"completed": 1, "broken_stream": 1}
+
+
 @pytest.mark.parametrize("line", ["302 Found", "101 Switching Protocols"])
 async def test_a_stored_response_is_not_elsewhere(line: str) -> None:
     async with a_stored_response(f"HTTP/1.1 {line}\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n".encode()) as home:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import zlib
 from typing import Any
 
 import aiohttp
 import pytest
 from yarl import URL
 
+from llmproxy.dispatcher import Lease
+from llmproxy.gateway import passing
 from llmproxy.gateway.body import BodyKind
 from llmproxy.gateway.routes import SCHEDULED
 from tests.backends.raw_server import Peer
@@ -294,3 +297,91 @@ async def test_what_clients_may_tell_an_engine_depends_on_trust_alone(trusted: b
             }
             assert headers.keys() & fields.keys() == (headers if trusted else {"x-session-id": "s"}).keys()
             assert fields["x-session-id"] == "s"
+
+
+# --- compressed on the way --------------------------------------------------------------------------------------------
+
+EVENT = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+GZIP_HEAD = STREAM_HEAD.removesuffix(b"\r\n") + b"content-encoding: gzip\r\n\r\n"
+
+
+class GzipHop:
+    """Compresses what passes, in whole chunks that can be unpacked as they come, as servers before an engine do."""
+
+    def __init__(self) -> None:
+        self._packer = zlib.compressobj(wbits=31)
+
+    def chunk(self, data: bytes, *, last: bool = False) -> bytes:
+        return chunk(self._packer.compress(data) + self._packer.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH))
+
+
+async def test_engines_are_asked_for_answers_as_they_are() -> None:
+    async with scripted(answering(whole(b"{}"))) as backend, house(extra=[backend.url]) as home:
+        for headers in ({"accept-encoding": "gzip, br"}, {"accept-encoding": "*"}):
+            assert (await home.chat(headers=headers)).status == 200
+            head = backend.requests[-1].partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
+            assert [line for line in head if line.startswith(b"accept-encoding")] == [b"accept-encoding: identity"]
+
+
+async def test_a_stream_compressed_all_the_same_passes_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = asyncio.Event()
+    told: list[int] = []
+
+    async def script(peer: Peer, _: bytes) -> None:
+        hop = GzipHop()
+        await peer.send(GZIP_HEAD + hop.chunk(EVENT))
+        await go_on.wait()
+        await peer.send(hop.chunk(EVENT) + hop.chunk(EVENT))
+        await peer.send(hop.chunk(EVENT))
+        await peer.send(hop.chunk(DONE, last=True) + STREAM_END)
+
+    monkeypatch.setattr(passing, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(Lease, "progress", lambda _, tokens: told.append(tokens))
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        async with home.wire(raw_post(STREAM)) as (reader, _):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"content-encoding: gzip\r\n" in head
+            unpacker = zlib.decompressobj(wbits=31)
+            text = unpacker.decompress(await next_chunk(reader))
+            assert text == EVENT, "its first byte does not wait for its end"
+            booking = next(iter(home.proxy.pools.backends["b0"].bookings.values()))
+            assert booking.started
+            go_on.set()
+            while data := await next_chunk(reader):
+                text += unpacker.decompress(data)
+        assert text == EVENT * 4 + DONE
+        assert unpacker.eof
+        await home.settled()
+        assert home.outcomes() == {"completed": 1}
+        assert home.metric("llmproxy_ttft_seconds_count") == 1
+        assert set(told) == {0}, "its backend is heard, and nothing is said of its pace"
+
+
+async def next_chunk(reader: asyncio.StreamReader) -> bytes:
+    return (await reader.readexactly(int(await reader.readline(), 16) + 2))[:-2]
+
+
+async def test_a_compressed_stream_that_breaks_is_cut_and_nothing_is_added_to_it() -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(GZIP_HEAD + GzipHop().chunk(EVENT))
+        peer.writer.close()
+
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        async with home.wire(raw_post(STREAM)) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            unpacker = zlib.decompressobj(wbits=31)
+            assert unpacker.decompress(await next_chunk(reader)) == EVENT
+            assert await reader.read() == b""
+        await home.settled()
+        assert home.outcomes() == {"broken_stream": 1}
+
+
+async def test_a_compressed_answer_without_a_stream_passes_whole() -> None:
+    packed = zlib.compress(b'{"x":1}', wbits=31)
+    script = answering(whole(packed, extra=b"content-encoding: gzip\r\n"))
+    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+        async with home.http.post(home.url + CHAT, json=HELLO, auto_decompress=False) as response:
+            assert (response.headers["content-encoding"], await response.read()) == ("gzip", packed)
+        await home.settled()
+        assert home.outcomes() == {"completed": 1}

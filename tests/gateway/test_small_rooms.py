@@ -126,6 +126,7 @@ SENT = [
     ("x-slo-tpot-ms", "1"),
     ("X-Session-ID", "s1"),
     ("Accept", "text/event-stream"),
+    ("Accept-Encoding", "gzip, br"),
 ]
 
 
@@ -136,6 +137,7 @@ def test_only_end_to_end_fields_reach_the_backend() -> None:
         ("X-Session-ID", "s1"),
         ("Accept", "text/event-stream"),
         ("x-request-id", "ours"),
+        ("accept-encoding", "identity"),
     ]
 
 

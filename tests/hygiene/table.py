@@ -27,8 +27,11 @@ the request is in doubt, the connection is closed.
 
 A backend is read more leniently, as clients of HTTP are: a folded line or a bare LF in the head of its answer is
 understood, and control characters in its fields become spaces before a client sees them. An answer whose length is told
-twice or in two ways is a broken answer (502). Bodies are never inflated: a compressed request is refused (415), a
-compressed answer is passed on as it is, and what a poll unpacks is bounded (8 MiB).
+twice or in two ways is a broken answer (502). Bodies are never inflated: a compressed request is refused (415), and
+what a poll unpacks is bounded (8 MiB). A client's `Accept-Encoding` goes no further: engines are asked for answers as
+they are, because what compresses a stream holds back its tokens. An answer that comes compressed all the same is passed
+on as it is, byte by byte, whatever its client asked for. Its first byte counts as its first token; tokens are not
+known, a usage event that the proxy asked for stays in it, and if it breaks it is cut without an error event.
 
 ## Limits
 
