@@ -12,10 +12,11 @@ import asyncio
 import errno
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from math import inf
+from types import MappingProxyType
 from typing import Protocol
 from urllib.parse import quote
 
@@ -115,10 +116,10 @@ def polling_session() -> aiohttp.ClientSession:
 class Poller:
     """Polls one backend for as long as `run` runs.
 
-    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None, `tls` how to trust it
-    where the URL is https (None: as this machine trusts anybody). `works` says whether it was given work that has not
-    ended. `clock` gives the seconds that readings are stamped with: the scheduler's clock, the event loop's own unless
-    given.
+    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `tls` says, by URL, how
+    to trust it where that is https (as this machine trusts anybody unless given), and is looked at for each question.
+    `works` says whether it was given work that has not ended. `clock` gives the seconds that readings are stamped with:
+    the scheduler's clock, the event loop's own unless given.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Poller:
         session: aiohttp.ClientSession,
         sink: ReadingSink,
         pace: Pace,
-        tls: PeerTls | None = None,
+        tls: Mapping[str, PeerTls] = MappingProxyType({}),
         *,
         works: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] | None = None,
@@ -141,7 +142,7 @@ class Poller:
         self._session = session
         self._sink = sink
         self._pace = pace
-        self._trust = trust_of(tls)
+        self._tls = tls
         self._works = works
         self._clock = clock or asyncio.get_running_loop().time
         self._rng = rng or random.Random()
@@ -294,7 +295,7 @@ class Poller:
                 headers=self._headers,
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, ceil_threshold=inf),
-                **self._trust,
+                **trust_of(self._tls.get(self._url)),
             ) as response:
                 if response.status < 100:
                     raise _LapFailed(Trouble.GARBAGE, f"{what} answered {response.status:03}, which is no status")

@@ -17,7 +17,7 @@ import aiohttp
 import structlog
 
 from llmproxy.backends.poller import Poller, ReadingSink
-from llmproxy.backends.tls import PeerTls, peers_tls, renew_trust, unfit
+from llmproxy.backends.tls import PeerTls, peers_tls, renew_trust, settle_trust, unfit
 from llmproxy.config import BackendConfig, PollConfig
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
@@ -95,7 +95,8 @@ class Roster:
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
-        """Every member by its name, those that leave included; one mapping that follows all changes."""
+        """Every member by its name, those that leave included, and before those that are wanted again; one mapping that
+        follows all changes."""
         return MappingProxyType(self._backends)
 
     @property
@@ -110,6 +111,9 @@ class Roster:
 
         Raises ConfigError for authorities of one that cannot be read, and has changed nothing then.
         """
+        if self._wanted.get(source) == tuple(backends):
+            # As with most looks at DNS; to read the authorities of all again takes 34 ms for each.
+            return
         peers_tls(backends)
         self._wanted[source] = tuple(backends)
         self._settle()
@@ -168,6 +172,9 @@ class Roster:
                     continue
                 wanted[backend.name] = backend, source
                 urls.add(backend.url)
+        # Those that are wanted come last: a URL is theirs, and not that of one that leaves it.
+        staying = (backend for backend, _ in wanted.values())
+        settle_trust(self._tls, [*(one for name, one in self._backends.items() if name not in wanted), *staying])
         for source, name in sorted(clashes - self._clashes):
             _log.warning("backend_listed_twice", backend=name, ignored_from=source)
         self._clashes = clashes
@@ -183,7 +190,6 @@ class Roster:
         self._dispatcher.reconsider()
 
     def _join(self, backend: BackendConfig, source: str) -> None:
-        self._tls.update(peers_tls([backend]))
         self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
         self._backends[backend.name] = backend
         poller = self._poller(backend)
@@ -198,16 +204,15 @@ class Roster:
         if member.leaving is not None:
             member.leaving.cancel()
             member.leaving, member.since_s = None, _now()
+            self._backends[backend.name] = self._backends.pop(backend.name)
             self._apply_drain(member)
             _log.info("backend_added", backend=backend.name, url=backend.url, source=source, again=True)
         before = member.config
         if before == backend:
             return
-        self._tls.update(peers_tls([backend]))
         member.config = self._backends[backend.name] = backend
         self._pools.change_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
         if before.url != backend.url:
-            self._tls.pop(before.url, None)
             self._pools.replace_process(backend.name)
             _log.info("backend_moved", backend=backend.name, url=backend.url)
         if (before.url, before.api_key, before.tls) != (backend.url, backend.api_key, backend.tls):
@@ -225,7 +230,7 @@ class Roster:
         # From here on nothing waits: a backend that was just found empty cannot be granted to anybody meanwhile.
         member.polling.cancel()
         del self._members[name], self._backends[name], self._pollers[name]
-        self._tls.pop(member.config.url, None)
+        settle_trust(self._tls, self._backends.values())
         self._pools.remove_backend(name)
         for forget in self.on_gone:
             forget(name)
@@ -236,10 +241,16 @@ class Roster:
 
     def _poller(self, backend: BackendConfig) -> Poller:
         key = backend.api_key or self._api_key
-        tls = self._tls.get(backend.url)
         bookings = self._pools.backends[backend.name].bookings
         poller = Poller(
-            backend.name, backend.url, key, self._session, self._sink, self._poll, tls, works=lambda: bool(bookings)
+            backend.name,
+            backend.url,
+            key,
+            self._session,
+            self._sink,
+            self._poll,
+            self._tls,
+            works=lambda: bool(bookings),
         )
         self._pollers[backend.name] = poller
         return poller
@@ -271,7 +282,6 @@ class Roster:
             _log.warning("authorities_kept", backend=backend.name, why=unfit(backend, error))
             return
         if renewed:
-            self._poll_anew(member)
             _log.info("authorities_renewed", backend=backend.name, ca=str(backend.tls.ca))
 
     async def close(self) -> None:

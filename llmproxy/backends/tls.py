@@ -8,19 +8,25 @@ from dataclasses import dataclass
 from ssl import SSLContext
 from typing import TypedDict
 
-from llmproxy.config import BackendConfig, ConfigError, WatchedFile
+from llmproxy.config import BackendConfig, BackendTlsConfig, ConfigError, WatchedFile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PeerTls:
-    """How to meet one backend: `server_name` is asked for (SNI) and must be in its certificate; None is its host.
+    """How to meet one backend, as its `settings` say; their `server_name` is None where it is the host of its URL.
 
     `authorities` is the file in which those are whose certificates are believed, None where they are this machine's.
+    Two are equal only if they are one: a connection that was opened by another is never used in its place.
     """
 
     context: ssl.SSLContext
-    server_name: str | None
+    settings: BackendTlsConfig
     authorities: WatchedFile | None
+
+    @property
+    def server_name(self) -> str | None:
+        """What is asked for (SNI) and must be in its certificate."""
+        return self.settings.server_name
 
     @classmethod
     def of(cls, backend: BackendConfig) -> PeerTls:
@@ -29,7 +35,7 @@ class PeerTls:
         if backend.tls.ca is not None:
             authorities = WatchedFile(backend.tls.ca)
             authorities.take()
-        return cls(_context(backend), backend.tls.server_name, authorities)
+        return cls(_context(backend), backend.tls, authorities)
 
 
 class Trust(TypedDict, total=False):
@@ -59,6 +65,18 @@ def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
     return peers
 
 
+def settle_trust(tls: dict[str, PeerTls], backends: Iterable[BackendConfig]) -> None:
+    """Know, by base URL, how to trust these backends and no others. Of two at one URL, the last has its way.
+
+    Raises ConfigError for a file of authorities that cannot be read, and has changed nothing then.
+    """
+    wanted = {backend.url: backend for backend in backends if backend.by_https}
+    made = peers_tls(one for url, one in wanted.items() if url not in tls or tls[url].settings != one.tls)
+    for url in tls.keys() - wanted.keys():
+        del tls[url]
+    tls.update(made)
+
+
 def unfit(backend: BackendConfig, error: OSError) -> str:
     """What is wrong with its file of authorities, for people."""
     return f"{backend.tls.ca} holds no certificate: {error.strerror or error}"
@@ -70,7 +88,10 @@ def renew_trust(tls: dict[str, PeerTls], backend: BackendConfig) -> bool:
     Raises OSError for a file of no use, once for each change, and has changed nothing then.
     """
     peer = tls.get(backend.url)
-    if peer is None or peer.authorities is None or not peer.authorities.has_changed():
+    if peer is None or peer.settings != backend.tls:
+        # Another backend at its URL says how, while this one leaves.
+        return False
+    if peer.authorities is None or not peer.authorities.has_changed():
         return False
     # Another context: an authority can be added to one, and not be taken out again.
     tls[backend.url] = PeerTls.of(backend)

@@ -28,6 +28,10 @@ OTHER_ADDRESS_AFTER_S = 0.25
 """How long the first address of a name is tried alone (RFC 8305, section 5)."""
 
 
+_Way = tuple[str, PeerTls | None]
+"""Where connections lead: a base URL, and whom it was trusted to be."""
+
+
 class HttpUpstream:
     """The upstream port over HTTP/1.1. Closed by `close` or by leaving its block.
 
@@ -37,8 +41,9 @@ class HttpUpstream:
     def __init__(self, tls: Mapping[str, PeerTls] | None = None) -> None:
         self._tls = tls if tls is not None else {}
         self._connections: set[BackendConnection] = set()
-        # The freshest last, and taken first: the others may then go when they are not needed.
-        self._idle: dict[str, list[BackendConnection]] = {}
+        # The freshest last, and taken first: the others may then go when they are not needed. None is used where a
+        # backend is trusted otherwise than it was when the connection was opened.
+        self._idle: dict[_Way, list[BackendConnection]] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] | None = None
 
@@ -73,7 +78,8 @@ class HttpUpstream:
         url = URL(base_url)
         size_bytes = sum(map(len, body))
         head = _head(url, method, path_qs, headers, size_bytes)
-        kept = self._kept(base_url)
+        way = base_url, self._tls.get(base_url)
+        kept = self._kept(way)
         if kept is not None:
             sent_s = asyncio.get_running_loop().time()
             try:
@@ -82,11 +88,11 @@ class HttpUpstream:
                 # One that breaks later did see the request, and may have worked on it since.
                 if asyncio.get_running_loop().time() - sent_s > IDLE_DROP_S:
                     raise
-        return await _asked(await self._connect(base_url, url, connect_timeout_s), head, body, size_bytes)
+        return await _asked(await self._connect(way, url, connect_timeout_s), head, body, size_bytes)
 
-    async def _connect(self, base_url: str, url: URL, timeout_s: float) -> BackendConnection:
+    async def _connect(self, way: _Way, url: URL, timeout_s: float) -> BackendConnection:
         loop = asyncio.get_running_loop()
-        peer = self._tls.get(base_url)
+        base_url, peer = way
         context = None
         if url.scheme == "https":
             context = peer.context if peer is not None else ssl.create_default_context()
@@ -98,7 +104,7 @@ class HttpUpstream:
                     found, happy_eyeballs_delay=OTHER_ADDRESS_AFTER_S, loop=loop
                 )
                 _, connection = await loop.create_connection(
-                    lambda: BackendConnection(base_url, partial(self._freed, base_url), partial(self._lost, base_url)),
+                    lambda: BackendConnection(base_url, partial(self._freed, way), partial(self._lost, way)),
                     sock=sock,
                     ssl=context,
                     server_hostname=name if context is not None else None,
@@ -111,8 +117,8 @@ class HttpUpstream:
 
     # --- connections that wait for their next request -----------------------------------------------------------------
 
-    def _kept(self, base_url: str) -> BackendConnection | None:
-        idle = self._idle.get(base_url)
+    def _kept(self, way: _Way) -> BackendConnection | None:
+        idle = self._idle.get(way)
         now = asyncio.get_running_loop().time()
         while idle:
             connection = idle.pop()
@@ -121,18 +127,18 @@ class HttpUpstream:
             connection.abort()
         return None
 
-    def _freed(self, base_url: str, connection: BackendConnection) -> None:
+    def _freed(self, way: _Way, connection: BackendConnection) -> None:
         loop = asyncio.get_running_loop()
         connection.free_since_s = loop.time()
-        self._idle.setdefault(base_url, []).append(connection)
+        self._idle.setdefault(way, []).append(connection)
         if self._sweep is None:
             self._sweep = loop.call_later(IDLE_MAX_S, self._drop_old)
 
-    def _lost(self, base_url: str, connection: BackendConnection) -> None:
+    def _lost(self, way: _Way, connection: BackendConnection) -> None:
         self._connections.discard(connection)
         if self._closed is not None and not self._connections and not self._closed.done():
             self._closed.set_result(None)
-        idle = self._idle.get(base_url)
+        idle = self._idle.get(way)
         if idle and connection in idle:
             idle.remove(connection)
 
@@ -140,14 +146,14 @@ class HttpUpstream:
         self._sweep = None
         loop = asyncio.get_running_loop()
         oldest_s = loop.time() - IDLE_MAX_S
-        for base_url, idle in list(self._idle.items()):
+        for way, idle in list(self._idle.items()):
             kept = [connection for connection in idle if connection.free_since_s > oldest_s]
             for connection in idle[: len(idle) - len(kept)]:
                 connection.abort()
             if kept:
-                self._idle[base_url] = kept
+                self._idle[way] = kept
             else:
-                del self._idle[base_url]
+                del self._idle[way]
         if self._idle:
             self._sweep = loop.call_later(IDLE_MAX_S, self._drop_old)
 

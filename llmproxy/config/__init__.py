@@ -7,6 +7,7 @@ from llmproxy.config.load import ConfigError, Override, idle_settings, keys, loa
 from llmproxy.config.schema import (
     AdminConfig,
     BackendConfig,
+    BackendTlsConfig,
     ClientsConfig,
     DiscoveryConfig,
     HealthConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "SRV",
     "AdminConfig",
     "BackendConfig",
+    "BackendTlsConfig",
     "Change",
     "ClientsConfig",
     "Config",

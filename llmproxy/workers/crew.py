@@ -78,7 +78,7 @@ class Crew:
         self._leaving = self._replaced = self._closed = self._ending = False
         self._unsettled = False
         self._standing = Standing()
-        self._known: tuple[dict[str, BackendConfig], int] = {}, -1
+        self._known: tuple[list[BackendConfig], int] = [], -1
         self._fleet = self._fleet_now()
         self._unlearned: set[str] = set()
         dispatcher.on_change = self._changed
@@ -179,18 +179,19 @@ class Crew:
             self._standing = standing
             self._tell_all(standing)
         # Backends are looked at by identity first, and revisions are numbers: most of what calls here changes nothing.
-        if (self._backends, self._pools.catalogue.revision) != self._known:
+        if ([*self._backends.values()], self._pools.catalogue.revision) != self._known:
             self._fleet = self._fleet_now()
             self._tell_all(self._fleet)
 
     def _fleet_now(self) -> Fleet:
         catalogue = self._pools.catalogue
-        self._known = dict(self._backends), catalogue.revision
+        backends = [*self._backends.values()]
+        self._known = backends, catalogue.revision
         try:
             unnamed = catalogue.resolve(None)
         except Refused:
             unnamed = None
-        return Fleet(pickle.dumps(tuple(self._backends.values())), dict(catalogue.targets), unnamed)
+        return Fleet(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
 
     def go_by(self) -> None:
         """The rules are others: a new configuration was taken in."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from aiohttp import web
 
 from llmproxy.backends.roster import LOOK_S
-from llmproxy.backends.tls import PeerTls, peers_tls, renew_trust
+from llmproxy.backends.tls import PeerTls, renew_trust, settle_trust
 from llmproxy.config import BackendConfig
 from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import Entry, Grant, Refused, Request, Usage, Verdict
@@ -268,13 +268,9 @@ class RemoteFleet:
     def take(self, fleet: Fleet) -> None:
         """Know these backends and no others. Raises ConfigError where the authorities of one cannot be read."""
         told: tuple[BackendConfig, ...] = pickle.loads(fleet.backends)
-        urls = {backend.url for backend in told}
-        known = {backend.url: backend for backend in self._backends.values()}
         self._backends.clear()
         self._backends.update((backend.name, backend) for backend in told)
-        for url in self._tls.keys() - urls:
-            del self._tls[url]
-        self._tls.update(peers_tls([one for one in told if known.get(one.url) != one]))
+        settle_trust(self._tls, told)
 
     async def follow_authorities(self) -> None:
         """See `Roster.follow_authorities`, which says in the log what it finds."""

@@ -21,7 +21,8 @@ from llmproxy.backends.discovery import (
 )
 from llmproxy.backends.poller import Poller, polling_session
 from llmproxy.backends.roster import Roster, State
-from llmproxy.config import BackendConfig, Config, ConfigError, PollConfig
+from llmproxy.backends.tls import PeerTls
+from llmproxy.config import BackendConfig, BackendTlsConfig, Config, ConfigError, PollConfig
 from llmproxy.core.domain import Listing, Reading, Trouble, Verdict
 from llmproxy.dispatcher import Dispatcher
 from tests.core.make import pools, request
@@ -166,11 +167,16 @@ class Deaf:
 
 
 @pytest.fixture
-async def roster() -> AsyncIterator[Roster]:
+def tls() -> dict[str, PeerTls]:
+    return {}
+
+
+@pytest.fixture
+async def roster(tls: dict[str, PeerTls]) -> AsyncIterator[Roster]:
     made = pools({})
     async with polling_session() as session:
         # Nobody listens behind these names; the polls find nothing, and tell nobody.
-        one = Roster(Dispatcher(made), session, Deaf(), PollConfig(), None, {})
+        one = Roster(Dispatcher(made), session, Deaf(), PollConfig(), None, tls)
         yield one
         await one.close()
 
@@ -218,6 +224,52 @@ async def test_what_two_sources_name_belongs_to_the_first_and_stays_while_either
     await until(lambda: not told(roster))
     assert not roster.backends
     assert not roster.pollers
+
+
+async def test_trust_is_that_of_whoever_is_wanted_at_a_url_and_goes_with_the_last(
+    roster: Roster, tls: dict[str, PeerTls]
+) -> None:
+    def at(name: str, url: str, server_name: str) -> BackendConfig:
+        return BackendConfig(name=name, url=url, tls=BackendTlsConfig(server_name=server_name))
+
+    def trusted() -> dict[str, str | None]:
+        return {url: peer.server_name for url, peer in tls.items()}
+
+    def end(name: str, lease: int) -> None:
+        roster._pools.backends[name].release(lease, Verdict.SERVED, 1.0)
+        if (emptied := roster._dispatcher._emptied.pop(name, None)) is not None:
+            emptied.set()
+
+    one, two = "https://127.0.0.1:1", "https://127.0.0.1:2"
+    roster.tell("config", [at("a", one, "a"), at("b", two, "b")])
+    roster.tell("config", [at("a", two, "a"), at("b", one, "b")])
+    assert trusted() == {one: "b", two: "a"}
+    # It still works for somebody while another takes its place, and comes back.
+    roster._pools.backends["b"].book(7, request(), 0.0)
+    roster.tell("config", [at("c", one, "c"), at("d", two, "d")])
+    await until(lambda: told(roster).keys() == {"b", "c", "d"})
+    assert trusted() == {one: "c", two: "d"}
+    roster._pools.backends["c"].book(8, request(), 0.0)
+    roster.tell("config", [at("b", one, "b")])
+    await until(lambda: told(roster).keys() == {"b", "c"})
+    assert trusted() == {one: "b"}
+    end("c", 8)
+    await until(lambda: told(roster).keys() == {"b"})
+    assert trusted() == {one: "b"}
+    end("b", 7)
+    roster.tell("config", [])
+    await until(lambda: not told(roster))
+    assert not tls
+
+
+async def test_authorities_are_not_read_again_where_a_source_says_the_same(
+    roster: Roster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr("llmproxy.backends.roster.peers_tls", lambda backends: read.extend(b.name for b in backends))
+    for _ in range(3):
+        roster.tell("dns", [BackendConfig(name="a", url="https://127.0.0.1:1")])
+    assert read == ["a"]
 
 
 async def test_a_drain_by_hand_outlives_what_sources_say_and_ends_with_the_backend(roster: Roster) -> None:

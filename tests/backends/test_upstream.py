@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -12,7 +13,9 @@ import pytest
 
 from llmproxy.backends import connection as connection_module
 from llmproxy.backends.connection import ConnectionDropped, HttpExchange
+from llmproxy.backends.tls import PeerTls
 from llmproxy.backends.upstream import HttpUpstream
+from llmproxy.config import BackendTlsConfig
 from llmproxy.upstream import ConnectFailed, Exchange, UpstreamBroken
 
 from .raw_server import Peer, RawServer, answering, answering_once
@@ -654,6 +657,17 @@ async def test_old_connections_are_dropped(
     async with asyncio.timeout(PATIENCE_S):
         await server.peers[0].gone.wait()
     assert not upstream._idle
+
+
+async def test_a_kept_connection_is_not_used_where_its_backend_is_trusted_otherwise_by_now(server: RawServer) -> None:
+    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+    tls: dict[str, PeerTls] = {}
+    async with HttpUpstream(tls) as upstream:
+        for connections in (1, 2, 3):
+            for reused in (False, True):
+                exchange = await post(upstream, server.url)
+                assert (exchange.reused, await read_all(exchange), len(server.peers)) == (reused, b"ok", connections)
+            tls[server.url] = PeerTls(ssl.create_default_context(), BackendTlsConfig(), None)
 
 
 @pytest.mark.parametrize(
