@@ -24,6 +24,7 @@ from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.core.health import Ejected, News, Spared
 from llmproxy.core.placement import make, presets
 from llmproxy.core.pools import Pools
+from llmproxy.descriptors import clients_of_admin_port, clients_of_process, connections_max
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.front import Front, Here, in_the_background, listen
 from llmproxy.gateway.adapters import AdapterRoutes
@@ -151,7 +152,7 @@ async def running(
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=_tell_news)
     async with AsyncExitStack() as stack:
         tls: dict[str, PeerTls] = {}
-        upstream = await stack.enter_async_context(HttpUpstream(tls))
+        upstream = await stack.enter_async_context(HttpUpstream(tls, connections_max()))
         rulebook = Rulebook(Rules.of(config, upstream))
         decisions = _decision_log(config, metrics, loop.time())
         if decisions is not None:
@@ -233,7 +234,7 @@ async def running(
             front = Here(walker, listener, listener.url, held)
         admin_listener = None
         if config.admin.port is not None:
-            admin_door = AdminDoor(door, Clients(config.clients))
+            admin_door = AdminDoor(door, Clients(clients_of_admin_port(config)))
             opened, held = sockets.listening(config.admin.host, config.admin.port)
             admin_listener = await listen(stack, admin_door, config, client_tls, opened, held=held)
         stack.callback(walker.cut)
@@ -265,7 +266,7 @@ def _aliases(config: Config) -> dict[str, str]:
 
 def _clients(config: Config) -> Clients:
     """What addresses use of this process; where workers have the clients, they count them."""
-    return Clients(config.clients if config.workers == 1 else ClientsConfig())
+    return Clients(clients_of_process(config) if config.workers == 1 else ClientsConfig())
 
 
 def _state(pools: Pools, names: Mapping[int, str], now: float) -> LiveState:

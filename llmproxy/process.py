@@ -14,6 +14,7 @@ import uvloop
 from llmproxy import early
 from llmproxy.app import Proxy, running
 from llmproxy.config import Config, ConfigError, idle_settings
+from llmproxy.descriptors import clients_of_process, open_files_max, raise_limit
 from llmproxy.handover import Orders, drained_before, notify, unless
 from llmproxy.reload import Reread
 from llmproxy.sockets import ListenError, Sockets
@@ -30,6 +31,7 @@ def run(config: Config, reread: Reread | None = None) -> int:
     `reread` says how to read `config` again.
     """
     logs.configure(config.log_format, config.log_level)
+    raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, reread))
 
@@ -48,6 +50,15 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             admin = proxy.admin_url or proxy.url
             for setting in idle_settings(config):
                 _log.warning("setting_without_effect", setting=setting)
+            allowed = clients_of_process(config).connections_max * config.workers
+            if allowed < config.clients.connections_max:
+                _log.warning(
+                    "connections_limited",
+                    connections_max=allowed,
+                    configured=config.clients.connections_max,
+                    open_files=open_files_max(),
+                    hint="a request takes two descriptors: raise LimitNOFILE= of the unit, or ulimit -Hn",
+                )
             _log.info(
                 "listening",
                 url=proxy.url,
@@ -55,6 +66,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
                 backends=len(config.backends),
                 workers=config.workers,
                 clients=clients,
+                open_files=open_files_max(),
             )
             # What lives by now lives for good: the collector need not look at it again with every young generation.
             gc.freeze()

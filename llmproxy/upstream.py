@@ -19,6 +19,13 @@ class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an
     """No connection came about, hence not one byte was sent: the request may go elsewhere without any risk."""
 
 
+class LocalFailure(ConnectFailed):
+    """The same, for want of something that this machine gives out (descriptors, ports, memory): no backend is to blame.
+
+    The message says what is lacking, and names no backend.
+    """
+
+
 class UpstreamBroken(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
     """The connection failed after the request was sent, or may have been."""
 
@@ -88,5 +95,6 @@ class Upstream(Protocol):
         The path and query go out as they are. Headers are sent as given, in their order; only `host` is added when
         absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. A
         request on a kept connection that the backend dropped in the same instant, and so never saw, is sent once more
-        on a fresh one. Raises ConnectFailed or UpstreamBroken; cancelling it cuts the connection.
+        on a fresh one. Raises ConnectFailed (LocalFailure is one of them) or UpstreamBroken; cancelling it cuts the
+        connection.
         """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import pickle
 import signal
 import socket
@@ -24,6 +23,7 @@ from llmproxy.backends.tls import PeerTls
 from llmproxy.backends.upstream import HttpUpstream
 from llmproxy.config import Config, ConfigError
 from llmproxy.core.placement import presets
+from llmproxy.descriptors import clients_of_process, connections_max
 from llmproxy.front import in_the_background, listen
 from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.clients import Clients
@@ -121,13 +121,9 @@ class _Worker:
             self._rulebook, self.fleet.backends, self._estimator, self._dispatcher, self._stored, answers, metrics,
             None, ids=f"{name}-",
         )  # fmt: skip
-        # What bounds the memory of a process is divided; what bounds one address holds in each worker.
-        share = config.clients.model_copy(
-            update={"connections_max": math.ceil(config.clients.connections_max / config.workers)}
-        )
         self.door = FrontDoor(
             self._rulebook, self.walker, self._stored, metrics, RemotePages(self._calls, self._rulebook),
-            Clients(share), config.clients.head_bytes_max,
+            Clients(clients_of_process(config)), config.clients.head_bytes_max,
         )  # fmt: skip
         self.listener: Listener | None = None
         self._seeing_off: asyncio.Task[None] | None = None
@@ -197,7 +193,7 @@ async def _serve(end: socket.socket) -> int:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(_hung_up, line)
             tls: dict[str, PeerTls] = {}
-            upstream = await stack.enter_async_context(HttpUpstream(tls))
+            upstream = await stack.enter_async_context(HttpUpstream(tls, connections_max()))
             worker = _Worker(begin.name, config, line.channel, upstream, tls)
             line.hear(worker.hear, worker.lost)
             await stack.enter_async_context(in_the_background(worker.fleet.follow_authorities()))

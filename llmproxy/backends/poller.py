@@ -28,6 +28,7 @@ from llmproxy.backends.metrics_text import METRIC_NAMES, is_filtered, parse_read
 from llmproxy.backends.models import parse_listing
 from llmproxy.backends.tls import PeerTls, trust_of
 from llmproxy.core.domain import Listing, Reading, Trouble
+from llmproxy.descriptors import lack_of
 
 BODY_BYTES_MAX = 8 << 20
 """No answer is read beyond this: a page of vLLM is 0.1 MB, and a wrong URL may lead to anything."""
@@ -324,7 +325,10 @@ class Poller:
 
 
 def _blame(error: aiohttp.ClientConnectionError) -> Trouble:
+    if not isinstance(error, aiohttp.ClientConnectorError):
+        return Trouble.TIMEOUT
+    if lack_of(error.os_error) is not None:
+        return Trouble.LOCAL_FAILURE
     # Only a refusal proves that no process listens, and open streams are given up on that proof: a name that does not
-    # resolve, an unreachable network or our own lack of file descriptors must never be mistaken for it.
-    refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED
-    return Trouble.REFUSED if refused else Trouble.TIMEOUT
+    # resolve, or an unreachable network, must never be mistaken for it.
+    return Trouble.REFUSED if error.os_error.errno == errno.ECONNREFUSED else Trouble.TIMEOUT

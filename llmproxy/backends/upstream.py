@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
@@ -16,7 +17,8 @@ from yarl import URL
 from llmproxy import http1
 from llmproxy.backends.connection import BackendConnection, ConnectionDropped, HttpExchange
 from llmproxy.backends.tls import PeerTls
-from llmproxy.upstream import Body, ConnectFailed, Headers
+from llmproxy.descriptors import lack_of
+from llmproxy.upstream import Body, ConnectFailed, Headers, LocalFailure
 
 IDLE_MAX_S = 4.0
 """Idle connections are dropped after this; vLLM itself closes them after exactly 5 s."""
@@ -35,10 +37,12 @@ _Way = tuple[str, PeerTls | None]
 class HttpUpstream:
     """The upstream port over HTTP/1.1. Closed by `close` or by leaving its block.
 
-    `tls` says, by base URL, how to trust a backend; any other is trusted as this machine trusts anybody.
+    `tls` says, by base URL, how to trust a backend; any other is trusted as this machine trusts anybody. Of
+    `connections_max`, those that are idle make room for one that is needed.
     """
 
-    def __init__(self, tls: Mapping[str, PeerTls] | None = None) -> None:
+    def __init__(self, tls: Mapping[str, PeerTls] | None = None, connections_max: int = sys.maxsize) -> None:
+        self._connections_max = connections_max
         self._tls = tls if tls is not None else {}
         self._connections: set[BackendConnection] = set()
         # The freshest last, and taken first: the others may then go when they are not needed. None is used where a
@@ -96,6 +100,8 @@ class HttpUpstream:
         context = None
         if url.scheme == "https":
             context = peer.context if peer is not None else ssl.create_default_context()
+        if len(self._connections) >= self._connections_max:
+            self._drop_oldest()
         name = (peer.server_name if peer is not None else None) or url.host
         try:
             async with asyncio.timeout(timeout_s):
@@ -110,6 +116,8 @@ class HttpUpstream:
                     server_hostname=name if context is not None else None,
                 )
         except OSError as error:
+            if (lack := lack_of(error)) is not None:
+                raise LocalFailure(lack) from error
             # TimeoutError is one of them, and says nothing by itself.
             raise ConnectFailed(f"{base_url}: {error or f'no connection within {timeout_s:g} s'}") from error
         self._connections.add(connection)
@@ -141,6 +149,11 @@ class HttpUpstream:
         idle = self._idle.get(way)
         if idle and connection in idle:
             idle.remove(connection)
+
+    def _drop_oldest(self) -> None:
+        oldest = min((idle[0] for idle in self._idle.values() if idle), key=lambda one: one.free_since_s, default=None)
+        if oldest is not None:
+            oldest.abort()
 
     def _drop_old(self) -> None:
         self._sweep = None

@@ -55,7 +55,7 @@ class Section(BaseModel):
 
 class ClientsConfig(Section):
     connections_max: Count = 65_536
-    """Most connections open at once; more of them are closed with 503."""
+    """Most connections open at once, if twice as many files may be open; more of them are closed with 503."""
     address_connections_max: Count | None = None
     """Most connections open at once from one address; more of them are closed with 429. null is no limit."""
     address_requests_per_s: Annotated[Number, Field(gt=0)] | None = None

@@ -170,6 +170,7 @@ class Trouble(StrEnum):
     TIMEOUT = "no_answer"
     UNHEALTHY = "unhealthy"
     GARBAGE = "garbage"
+    LOCAL_FAILURE = "local_failure"
 
 
 # --- what the core answers --------------------------------------------------------------------------------------------
@@ -186,6 +187,7 @@ class Verdict(StrEnum):
     DRAINING = "draining"
     LOST = "lost"
     WITHDRAWN = "withdrawn"
+    LOCAL_FAILURE = "local_failure"
 
 
 class Usage(Struct, frozen=True):

@@ -153,9 +153,10 @@ class Health:
         """A poll failed. True when this proves that the process is gone, so that its open streams are dead too.
 
         Only refused connections prove that: a server that is shutting down or was replaced refuses at once, whereas a
-        slow answer may just be a long step. Unreadable metrics are no evidence at all.
+        slow answer may just be a long step. Unreadable metrics are no evidence at all, and no more is what keeps this
+        machine from asking.
         """
-        if trouble is Trouble.GARBAGE:
+        if trouble in (Trouble.GARBAGE, Trouble.LOCAL_FAILURE):
             return False
         self._troubles += 1
         self._refusals = self._refusals + 1 if trouble is Trouble.REFUSED else 0
@@ -213,7 +214,7 @@ class Health:
                 if idle and (self.peers is None or self.peers.others_than(self)):
                     self._failed(was_probe, now)
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)
-            case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.WITHDRAWN:
+            case Verdict.CLIENT_GONE | Verdict.LOST | Verdict.WITHDRAWN | Verdict.LOCAL_FAILURE:
                 pass
 
     def _failed(self, was_probe: bool, now: float) -> None:

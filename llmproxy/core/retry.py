@@ -26,7 +26,7 @@ class RetryBudget:
         self._left = min(RETRY_RESERVE, self._left + self.ratio)
 
     def take(self, verdict: Verdict) -> bool:
-        if verdict in (Verdict.CONNECT_FAILED, Verdict.LOST):
+        if verdict in (Verdict.CONNECT_FAILED, Verdict.LOST, Verdict.LOCAL_FAILURE):
             return True
         if self._left < 1.0:
             return False

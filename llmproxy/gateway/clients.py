@@ -31,7 +31,7 @@ class Clients:
         """Count a connection of `address`, until it is `closed`; or say why it is to be closed at once, uncounted."""
         limits, key = self._limits, network_of(address)
         if self._open >= limits.connections_max:
-            message = "Too many connections are open here (clients.connections_max)."
+            message = "Too many connections are open here (clients.connections_max, or the limit of open files)."
             return Failure(Outcome.REJECTED_CAPACITY, message, status=503, retry_after_s=RETRY_S)
         if limits.address_connections_max is not None and self._open_by[key] >= limits.address_connections_max:
             message = "Too many connections of this address are open (clients.address_connections_max)."

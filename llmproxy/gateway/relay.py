@@ -19,7 +19,7 @@ from llmproxy.gateway.headers import to_client
 from llmproxy.gateway.passing import HELD_BYTES_MAX, Passing, PassingEvents, check_kept, event_fields
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.sse import EncodedTap, StreamTap, usage_of_tail
-from llmproxy.upstream import ConnectFailed, Exchange, Upstream, UpstreamBroken
+from llmproxy.upstream import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
 GOODBYE_S = 5.0
 """How long a client may take to accept the error event that ends its broken stream."""
@@ -46,6 +46,9 @@ class Relay:
         timer = AttemptTimer(self._timeouts, call.stream)
         try:
             await self._supervised(attempt, timer, lease, base_url, call, client)
+        except LocalFailure as error:
+            message = f"The proxy cannot open a connection to a backend now: {error}. Try again."
+            attempt.fail(Outcome.REJECTED_CAPACITY, Verdict.LOCAL_FAILURE, message, retryable=True)
         except ConnectFailed as error:
             attempt.detail = str(error)
             message = "No connection to the backend came about."

@@ -18,7 +18,7 @@ from llmproxy.gateway.headers import to_client
 from llmproxy.gateway.relay import end_saying, is_encoded, is_event_stream
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.rules import Rulebook
-from llmproxy.upstream import ConnectFailed, Upstream, UpstreamBroken
+from llmproxy.upstream import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
 
 IDS_MAX = 10_000
 
@@ -140,6 +140,9 @@ class StoredResponses:
                     await client.end()
                 finally:
                     exchange.close()
+        except LocalFailure as error:
+            message = f"The proxy cannot open a connection to a backend now: {error}. Try again."
+            raise Failure(Outcome.REJECTED_CAPACITY, message, status=503, retry_after_s=1.0) from error
         except (ConnectFailed, UpstreamBroken, TimeoutError) as error:
             message = "The backend that made this response failed."
             if client.response is None:

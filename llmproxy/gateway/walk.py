@@ -327,6 +327,8 @@ class Walker:
         """Pass the backend's own error on as it is, or raise the Failure that says what happened."""
         answer = attempt.answer
         if answer is None:
+            if attempt.verdict is Verdict.LOCAL_FAILURE:
+                raise Failure(attempt.outcome, attempt.message, status=503, retry_after_s=1.0)
             status = attempt.status if attempt.outcome is Outcome.UPSTREAM_STATUS else None
             raise Failure(attempt.outcome, attempt.message, status=status)
         headers = answer.headers

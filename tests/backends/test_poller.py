@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
+import os
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -467,6 +470,19 @@ async def test_a_refused_connection_is_told_apart_and_tried_again_soon(bench: Be
     pause_s = await bench.poller(f"http://{host}:{port}").lap()
     assert bench.sink.take() == ["refused"]
     assert pause_s <= 0.2
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
+async def test_what_this_machine_lacks_says_nothing_of_the_backend(
+    bench: Bench, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
+    await bench.poller().lap()
+    assert bench.sink.take() == ["local_failure"]
+    assert os.strerror(number) in bench.sink.details[0]
 
 
 async def test_an_unreachable_address_does_not_prove_that_nobody_listens(bench: Bench) -> None:

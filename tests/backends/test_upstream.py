@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -16,7 +18,7 @@ from llmproxy.backends.connection import ConnectionDropped, HttpExchange
 from llmproxy.backends.tls import PeerTls
 from llmproxy.backends.upstream import HttpUpstream
 from llmproxy.config import BackendTlsConfig
-from llmproxy.upstream import ConnectFailed, Exchange, UpstreamBroken
+from llmproxy.upstream import ConnectFailed, Exchange, LocalFailure, UpstreamBroken
 
 from .raw_server import Peer, RawServer, answering, answering_once
 
@@ -156,6 +158,20 @@ async def test_reuses_a_connection_whose_body_was_read_and_says_so(upstream: Htt
 async def test_a_refused_connection_is_a_failed_connect(upstream: HttpUpstream) -> None:
     with pytest.raises(ConnectFailed, match=r"http://127\.0\.0\.1:"):
         await post(upstream, f"http://127.0.0.1:{closed_port()}")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ECONNREFUSED])
+async def test_what_this_machine_lacks_is_not_blamed_on_the_backend(
+    upstream: HttpUpstream, server: RawServer, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
+    with pytest.raises(ConnectFailed, match=os.strerror(number)) as caught:
+        await post(upstream, server.url)
+    assert isinstance(caught.value, LocalFailure) is (number != errno.ECONNREFUSED)
+    assert ("127.0.0.1" in str(caught.value)) is (number == errno.ECONNREFUSED)
 
 
 async def test_a_connect_timeout_is_a_failed_connect(upstream: HttpUpstream) -> None:
@@ -657,6 +673,17 @@ async def test_old_connections_are_dropped(
     async with asyncio.timeout(PATIENCE_S):
         await server.peers[0].gone.wait()
     assert not upstream._idle
+
+
+async def test_idle_connections_make_room_the_oldest_first(server: RawServer) -> None:
+    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+    urls = [f"{server.url}/{i}" for i in range(3)]
+    async with HttpUpstream(connections_max=2) as upstream, asyncio.timeout(PATIENCE_S):
+        for url in urls:
+            await read_all(await post(upstream, url))
+        await server.peers[0].gone.wait()
+        reused = [(await post(upstream, url)).reused for url in urls[1:]]
+    assert (reused, len(server.peers)) == ([True, True], 3)
 
 
 async def test_a_kept_connection_is_not_used_where_its_backend_is_trusted_otherwise_by_now(server: RawServer) -> None:

@@ -57,7 +57,7 @@ def test_a_connection_refused_or_a_draining_engine_ejects_at_once(verdict: Verdi
     assert health.available(1.0)
 
 
-@pytest.mark.parametrize("verdict", [Verdict.CLIENT_GONE, Verdict.LOST, Verdict.SERVED])
+@pytest.mark.parametrize("verdict", [Verdict.CLIENT_GONE, Verdict.LOST, Verdict.LOCAL_FAILURE, Verdict.SERVED])
 def test_what_the_backend_is_not_to_blame_for_never_ejects(verdict: Verdict) -> None:
     health = healthy()
     fail(health, 50, verdict=verdict)
@@ -168,7 +168,8 @@ def test_refusals_count_in_a_row_only() -> None:
 
 def test_a_bad_health_answer_takes_it_down_at_once_and_garbage_never() -> None:
     health = healthy()
-    assert not any(health.troubled(Trouble.GARBAGE) for _ in range(10))
+    for nothing in (Trouble.GARBAGE, Trouble.LOCAL_FAILURE):
+        assert not any(health.troubled(nothing) for _ in range(10))
     assert health.available(0.0)
     assert not health.troubled(Trouble.UNHEALTHY)
     assert not health.available(0.0)

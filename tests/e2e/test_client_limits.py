@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import socket
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ import pytest
 from llmproxy.config import ClientsConfig
 from llmproxy.front import Here
 from llmproxy.gateway.connection import ClientConnection, ClientServer
+from llmproxy.simulator.replica import Replica
 from tests.e2e.house import CHAT, FAST, HELLO, House, house, raw_post, until
 from tests.e2e.scripted import answering, scripted, whole
+from tests.e2e.test_restart import START_MAX_S, served
 from tests.hygiene.wire import connected
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
@@ -200,3 +205,42 @@ async def test_more_connections_than_may_be_open(key: str, status: int) -> None:
 
 def connections(home: House) -> int:
     return home.proxy.clients.open
+
+
+# --- descriptors ------------------------------------------------------------------------------------------------------
+
+WITH_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+@pytest.mark.timeout(300, method="thread")
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_clients_leave_enough_descriptors_for_the_backends(workers: int, tmp_path: Path) -> None:
+    soft, hard, allowed = 48, 96, 32
+    before = (sys.executable, "-c", WITH_FILES, str(soft), str(hard))
+    async with Replica(FAST) as one, Replica(FAST) as two, AsyncExitStack() as stack:
+        arguments = ("--port", "0", "--workers", str(workers), one.url, two.url)
+        process = await stack.enter_async_context(served(tmp_path / "log", *arguments, before=before))
+        url = await process.url()
+        await process.event("backend_up", 2)
+        assert (await process.event("listening"))["open_files"] == hard
+        limited = await process.event("connections_limited")
+        assert (limited["connections_max"], limited["open_files"]) == (allowed * workers, hard)
+        port = int(url.rpartition(":")[2])
+        wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * hard * workers)]
+        for _, writer in wires:
+            stack.callback(writer.transport.abort)
+        first = {asyncio.create_task(reader.readline()): writer for reader, writer in wires}
+        # Who is refused is told at once. The kernel chooses a worker by a hash, which leaves neither without enough.
+        await until(lambda: sum(one.done() for one in first) == len(wires) - allowed * workers, START_MAX_S)
+        assert {one.result()[9:12] for one in first if one.done()} == {b"503"}
+        inside = {one: writer for one, writer in first.items() if not one.done()}
+        for writer in inside.values():
+            writer.write(raw_post(HELLO))
+        assert {head[9:12] for head in await asyncio.gather(*inside)} == {b"200"}
+        assert {end["outcome"] for end in process.events("request")} == {"completed", "rejected_capacity"}
+        assert not process.events("backend_ejected")
+        assert not process.events("backend_down")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import socket
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -12,7 +16,7 @@ from llmproxy.core.estimate import OUTPUT_TOKENS
 from llmproxy.core.fairness.fair_share import FairShare
 from llmproxy.core.retry import RetryBudget
 from tests.backends.raw_server import Peer
-from tests.e2e.house import FAST, HELLO, House, house, until
+from tests.e2e.house import FAST, HELLO, House, all_up, house, raw_post, until
 from tests.e2e.scripted import STREAM_HEAD, chunk, scripted, whole
 
 STREAM = HELLO | {"stream": True}
@@ -45,6 +49,30 @@ async def test_an_error_event_that_blames_the_client_ejects_nobody_and_is_not_tr
             answer = await home.chat(STREAM)
             assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (200, "1")
         assert home.proxy.pools.ready(asyncio.get_running_loop().time())
+
+
+async def test_who_is_out_of_descriptors_says_so_and_blames_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(FAST, FAST) as home:
+
+        def lacking(*_: object, **__: object) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        # For connections to backends alone, and not for those of the test.
+        monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
+        async with home.wire(raw_post(HELLO)) as (reader, _):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nRetry-After: 1\r\n" in head
+            told = await reader.readuntil(b"}}")
+            assert b"Too many open files" in told
+            assert b"LimitNOFILE" in told
+            assert b"127.0.0.1" not in told
+        assert home.metric("llmproxy_attempts_total", verdict="local_failure") == 2, "each was tried"
+        assert all_up(home)
+        assert not any(backend.health.ejected_times for backend in home.proxy.pools.backends.values())
+        monkeypatch.setattr("aiohappyeyeballs.impl.socket", socket)
+        assert (await home.chat()).status == 200
+        assert home.outcomes() == {"rejected_capacity": 1, "completed": 1}
 
 
 async def test_work_that_began_is_not_quietly_done_twice() -> None:

@@ -47,7 +47,7 @@ hold the proxy to them.
 | does not read a short answer, or the end of one on a connection that closes | `idle_timeout_s`, 75 | cut |
 | sends a large head / many fields | `head_bytes_max`, 131072 / `head_fields_max`, 128 | 431, closed |
 | sends a large body | `body_bytes_max` (beside `clients`), 67108864 | 413 |
-| opens many connections, over all | `connections_max`, 65536 | 503, closed |
+| opens many connections, over all | `connections_max`, 65536, or [fewer](operations.md#open-files) | 503, closed |
 | opens many connections from one address | `address_connections_max`, none | 429, closed |
 | sends many requests from one address | `address_requests_per_s`, none | 429 |
 
