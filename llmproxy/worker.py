@@ -222,6 +222,7 @@ async def _hung_up(line: _Line) -> None:
 
 
 def main() -> None:
+    logs.write_by_thread()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))

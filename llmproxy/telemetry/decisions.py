@@ -8,13 +8,11 @@ answers and keys are in none of them.
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import orjson
@@ -22,14 +20,11 @@ import structlog
 
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.exit_line import why_fields
+from llmproxy.telemetry.writer import LineWriter
 
 VERSION = 1
 LINES_MAX = 8_192
 """Lines that wait for the disk; what comes beyond them is lost, and counted."""
-FLUSH_LINES = 256
-FLUSH_S = 1.0
-CLOSE_S = 5.0
-"""How long closing may wait for the disk."""
 
 _log = structlog.get_logger()
 
@@ -41,91 +36,51 @@ def appended(path: Path) -> FileIO:
     return FileIO(path, "ab")
 
 
-class DecisionLog:
-    """Writes lines on a thread of its own, so that no disk ever holds up a request.
+class DecisionLog(LineWriter[RequestExit]):
+    """The lines of one file.
 
-    `origin_s` is the instant from which times are counted, on the clock of the exit records; `on_lost` is told, on
-    either thread, how many lines could not be written. A share of `sample` (0..1) of the requests is written, chosen by
+    `origin_s` is the instant from which times are counted, on the clock of the exit records; `on_lost` is told, on any
+    thread, how many lines could not be written. A share of `sample` (0..1) of the requests is written, chosen by
     a hash of their ids: a request is in all logs of that share or in none. Raises OSError when the file takes nothing
     to begin with; whatever fails later is told once and costs its lines alone.
     """
 
     def __init__(self, file: FileIO, sample: float, origin_s: float, on_lost: Callable[[int], None]) -> None:
-        self._file = file
+        super().__init__("decision log", file, LINES_MAX)
         self._sample_below = sample * 2**64
         self._origin_s = origin_s
         self._on_lost = on_lost
-        self._waiting: deque[RequestExit] = deque()
-        self._wake = Event()
-        self._closing = False
-        self._failing = False
         # What was there before may end in the middle of a line; an empty line means nothing to those who read it.
-        self._begin = b"\n" if file.seek(0, 2) else b""
-        self._begin += orjson.dumps({"llmproxy_decisions": VERSION, "wall_time": datetime.now(UTC).isoformat()}) + b"\n"
+        header = b"\n" if file.seek(0, 2) else b""
+        header += orjson.dumps({"llmproxy_decisions": VERSION, "wall_time": datetime.now(UTC).isoformat()}) + b"\n"
         try:
-            self._write(b"")
+            self._write(header)
         except OSError:
             file.close()
             raise
-        self._thread = Thread(target=self._run, name="decision log", daemon=True)
-        self._thread.start()
+        self.start()
 
     def record(self, ended: RequestExit) -> None:
         """Take one request that has ended; never waits."""
-        if ended.expected_prompt_tokens is None or not self._sampled(ended.request_id):
-            return
-        if len(self._waiting) >= LINES_MAX:
-            self._on_lost(1)
-            return
-        self._waiting.append(ended)
-        if len(self._waiting) >= FLUSH_LINES:
-            self._wake.set()
-
-    def close(self) -> None:
-        """Write what waits and close the file, unless the disk takes longer than `CLOSE_S`."""
-        self._closing = True
-        self._wake.set()
-        self._thread.join(CLOSE_S)
+        if ended.expected_prompt_tokens is not None and self._sampled(ended.request_id):
+            self.put(ended)
 
     def _sampled(self, request_id: str) -> bool:
         digest = blake2b(request_id.encode("utf-8", "replace"), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self._sample_below
 
-    # --- on the thread ------------------------------------------------------------------------------------------------
+    def _lose(self, lines: int) -> None:
+        super()._lose(lines)
+        self._on_lost(lines)
 
-    def _run(self) -> None:
-        closing = False
-        while not closing:
-            self._wake.wait(FLUSH_S)
-            self._wake.clear()
-            # Looked at before the flush: what was taken before closing is then surely in it.
-            closing = self._closing
-            self._flush()
-        self._file.close()
+    def _encoded(self, line: RequestExit) -> bytes:
+        return _encoded(line_of(line, self._origin_s))
 
-    def _flush(self) -> None:
-        while self._waiting:
-            lines = [self._waiting.popleft() for _ in range(min(FLUSH_LINES, len(self._waiting)))]
-            try:
-                self._write(b"".join(_encoded(line_of(ended, self._origin_s)) for ended in lines))
-            except OSError as error:
-                self._on_lost(len(lines))
-                if not self._failing:
-                    self._failing = True
-                    _log.error("decision_log_failed", error=str(error))
-                continue
-            if self._failing:
-                self._failing = False
-                _log.info("decision_log_resumed")
+    def _failed(self, error: OSError) -> None:
+        _log.error("decision_log_failed", error=str(error))
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(self._begin + data)
-        while view:
-            taken = self._file.write(view)
-            # Some bytes are out: whatever follows a failure from here on has to begin a line of its own.
-            self._begin = b"\n"
-            view = view[taken or 0 :]
-        self._begin = b""
+    def _resumed(self, lost: int) -> None:
+        _log.info("decision_log_resumed", lost=lost)
 
 
 def line_of(ended: RequestExit, origin_s: float) -> dict[str, Any]:

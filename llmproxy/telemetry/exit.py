@@ -113,3 +113,6 @@ class ExitSink(Protocol):
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         """Count one attempt."""
+
+    def log_lines_lost(self, lines: int) -> None:
+        """Count lines that the standard error of a process could not take."""

@@ -1,21 +1,24 @@
 """Logs: one line per request at its exit, and a line for each change of state worth a person's attention.
 
 Everything goes to standard error, as text for people or as JSON for machines, one event per line. Prompts, answers and
-keys are in no event: callers hand over names, numbers and reasons only.
+keys are in no event: callers hand over names, numbers and reasons only. A process that serves writes to standard error
+on a thread (`write_by_thread`), so that a reader that stalls holds up nothing.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from io import TextIOWrapper
+from io import FileIO, RawIOBase, TextIOWrapper
 from textwrap import indent
-from typing import Any, Protocol, TextIO, cast
+from typing import IO, Any, Protocol, TextIO, cast
 
 import orjson
 import structlog
@@ -24,10 +27,15 @@ from structlog.typing import EventDict, WrappedLogger
 from llmproxy.core.domain import Outcome, Why
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.exit_line import exit_fields, exit_text, shown, why_fields
+from llmproxy.telemetry.writer import LineWriter
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 FORMATS = ("text", "json")
 EXIT_EVENT = "request"
+BYTES_MAX = 4 << 20
+"""Lines that wait for the reader of standard error; what comes beyond them is lost, and counted."""
+EXIT_S = 1.0
+"""How long the end of the process waits for that reader."""
 
 _COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
 _RESET = "\x1b[0m"
@@ -65,6 +73,25 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
     )
     _exits = _Exits(level, render, out)
     _adopt_library_logs()
+
+
+def write_by_thread() -> None:
+    """Have a thread write all that this process says on standard error, its last words included, until it ends.
+
+    Called before `configure`, by a process that serves.
+    """
+    global _standard_error
+    _standard_error = _StandardError(sys.stderr.fileno())
+    _standard_error.start()
+    sys.stderr = TextIOWrapper(
+        cast(IO[bytes], _Handed(_standard_error)), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+    atexit.register(_standard_error.close, EXIT_S)
+
+
+def take_lines_lost() -> int:
+    """Lines that the standard error of this process could not take, of those that were not asked for yet."""
+    return _standard_error.take_lost() if _standard_error is not None else 0
 
 
 def log_exit(ended: RequestExit) -> None:
@@ -183,6 +210,45 @@ class _Stream:
         if not self._flushes_lines:
             with _surviving:
                 self._target.flush()
+
+
+class _StandardError(LineWriter[bytes]):
+    def __init__(self, fd: int) -> None:
+        super().__init__("log", FileIO(fd, "wb", closefd=False), BYTES_MAX)
+        self.fd = fd
+
+    def _encoded(self, line: bytes) -> bytes:
+        return line
+
+    def _failed(self, error: OSError) -> None:
+        """There is nowhere else to tell it."""
+
+    def _resumed(self, lost: int) -> None:
+        _log.warning("log_lines_lost", lines=lost, hint="the reader of the log did not read")
+
+
+class _Handed(RawIOBase):
+    """What is below the text stream of standard error: each line is handed to the writer."""
+
+    def __init__(self, writer: _StandardError) -> None:
+        self._writer = writer
+
+    def write(self, data: Any) -> int:
+        line = bytes(data)
+        self._writer.put(line, len(line))
+        return len(line)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._writer.fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._writer.fd)
+
+
+_standard_error: _StandardError | None = None
 
 
 class _Exits:

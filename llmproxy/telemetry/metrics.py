@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from llmproxy import __version__
 from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
+from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 from llmproxy.telemetry.series import Counts, Distributions, SeriesCollector
 
@@ -180,6 +181,7 @@ class Metrics:
         self._decisions_lost = Counter(
             "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
         )
+        self._log_lines_lost = counter("log_lines_lost_total", "Lines that standard error could not take.")
         self._tokens = counter("tokens_total", "Tokens as the engines counted them.", "direction", "model")
         self._prefix_tokens = counter(
             "prefix_tokens_total", "Prompt tokens expected to be cached, and found so.", "backend", "kind"
@@ -339,10 +341,15 @@ class Metrics:
         """Count lines that the decision log could not take; may be called from any thread."""
         self._decisions_lost.inc(lines)
 
+    def log_lines_lost(self, lines: int) -> None:
+        """Count lines that the standard error of a process could not take."""
+        self._log_lines_lost[()] += lines
+
     def decided(self, seconds: float) -> None:
         """Note how long one decision pass took."""
         self._decision.observe(seconds)
 
     def page(self) -> bytes:
         """The whole page as text; its content type is `CONTENT_TYPE`."""
+        self.log_lines_lost(logs.take_lines_lost())
         return generate_latest(self.registry)

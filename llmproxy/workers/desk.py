@@ -35,6 +35,7 @@ from llmproxy.workers.wire import (
     Idle,
     Learn,
     Listening,
+    LogLinesLost,
     Made,
     Message,
     Page,
@@ -179,7 +180,7 @@ class Desk:
             case _:
                 self._take_rare(message)
 
-    def _take_rare(self, message: Cancel | Resolve | Page | Made | Idle | Listening) -> None:
+    def _take_rare(self, message: Cancel | Resolve | Page | Made | Idle | Listening | LogLinesLost) -> None:
         match message:
             case Cancel(call):
                 if call in self._calls:
@@ -192,6 +193,8 @@ class Desk:
                 self._house.made(message, self)
             case Idle():
                 self.idle.set()
+            case LogLinesLost(lines):
+                self._house.metrics.log_lines_lost(lines)
             case Listening(url):
                 self.url.set_result(url)
 

@@ -22,6 +22,7 @@ from llmproxy.gateway.adapters import BODY_BYTES_MAX
 from llmproxy.gateway.client_leg import read_body
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.rules import Rulebook
+from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers.wire import (
     Ask,
@@ -36,6 +37,7 @@ from llmproxy.workers.wire import (
     Fleet,
     Granted,
     Learn,
+    LogLinesLost,
     Message,
     Page,
     Progress,
@@ -213,9 +215,14 @@ class RemoteMetrics:
 
     def record(self, ended: RequestExit) -> None:
         self._channel.send(Exit(ended))
+        if lost := logs.take_lines_lost():
+            self.log_lines_lost(lost)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         self._channel.send(Attempted(backend, verdict))
+
+    def log_lines_lost(self, lines: int) -> None:
+        self._channel.send(LogLinesLost(lines))
 
 
 class RemotePages:

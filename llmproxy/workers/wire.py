@@ -135,6 +135,12 @@ class Idle(Message, frozen=True, tag=15):
     """What the worker was told to see off is gone: its requests, or its connections where it was replaced."""
 
 
+class LogLinesLost(Message, frozen=True, tag=28):
+    """Lines that the standard error of the worker could not take."""
+
+    lines: int
+
+
 # --- either way -------------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +241,7 @@ class Stop(Message, frozen=True, tag=27):
 
 FromWorker = (
     Listening | Ask | Resolve | Page | Cancel | Started | Committed | Progress | Return | Ended | Cached | Attempted
-    | Exit | Learn | Idle | Made
+    | Exit | Learn | Idle | Made | LogLinesLost
 )  # fmt: skip
 ToWorker = (
     Begin | GoBy | Fleet | Estimates | Made | Standing | Granted | Refuse | Resolved | Shown | Cut | Stop

@@ -380,3 +380,28 @@ async def test_clients_wait_in_a_socket_that_the_service_manager_holds(
         assert not waiting.done()
         async with served(tmp_path / "2", backend.url, before=before, pass_fds=[held.fileno()]):
             assert await waiting == (200, "")
+
+
+# --- a log that nobody reads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_reader_of_the_log_that_stalls_holds_up_neither_requests_nor_the_end(
+    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path, workers: str
+) -> None:
+    log = tmp_path / "log"
+    os.mkfifo(log)
+    reads = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with log.open("wb", buffering=0) as full, socket.create_server(("127.0.0.1", 0)) as held:
+            full.write(b"x" * 65_536)
+            url = f"http://127.0.0.1:{held.getsockname()[1]}"
+            before = (sys.executable, "-c", AS_SYSTEMD, str(held.fileno()))
+            arguments = ("--workers", workers, backend.url)
+            async with served(log, *arguments, before=before, pass_fds=[held.fileno()]) as process:
+                async with asyncio.timeout(START_MAX_S):
+                    assert (await asked(http, url))[0] == 200
+                process.process.send_signal(signal.SIGTERM)
+                assert await process.ended() == 0
+    finally:
+        os.close(reads)

@@ -17,7 +17,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from llmproxy.core.domain import Outcome, Predicted, Slo, Why
-from llmproxy.telemetry import decisions
+from llmproxy.telemetry import decisions, writer
 from llmproxy.telemetry.decisions import DecisionLog, appended, line_of
 from llmproxy.telemetry.exit import RequestExit
 
@@ -242,7 +242,6 @@ def full_disk(_: FileIO, __: object) -> int:
 
 def test_a_slow_disk_costs_lines_and_no_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "LINES_MAX", 300)
-    monkeypatch.setattr(decisions, "FLUSH_S", 60.0)
     stuck, free = Event(), Event()
 
     def slow(file: FileIO, data: Any) -> int:
@@ -252,18 +251,17 @@ def test_a_slow_disk_costs_lines_and_no_time(path: Path, monkeypatch: pytest.Mon
 
     disk = Disk(path, None, slow)
     log = Log(path, file=disk)
-    for _ in range(decisions.FLUSH_LINES):
-        log.log.record(SERVED)
-    assert stuck.wait(30.0), "so many lines are written at once"
+    log.log.record(SERVED)
+    assert stuck.wait(30.0), "the first line is written at once"
     for _ in range(350):
         log.log.record(SERVED)
     assert log.lost == 50
     free.set()
-    assert len(log.after()) == 1 + decisions.FLUSH_LINES + 300
+    assert len(log.after()) == 1 + 1 + 300
 
 
 def test_a_full_disk_is_told_once_and_costs_its_lines_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "FLUSH_LINES", 1)
+    monkeypatch.setattr(writer, "WRITE_BYTES", 1)
     # The log takes a few bytes of the second line before the disk is full.
     disk = Disk(path, None, None, lambda file, data: FileIO.write(file, data[:9]), full_disk, full_disk, None)
     with capture_logs() as told:
@@ -274,6 +272,7 @@ def test_a_full_disk_is_told_once_and_costs_its_lines_alone(path: Path, monkeypa
     assert log.lost == 2
     assert [event["event"] for event in told] == ["decision_log_failed", "decision_log_resumed"]
     assert told[0]["error"] == "[Errno 28] No space left on device"
+    assert told[1]["lost"] == 2
     header, first, torn, last = path.read_text().splitlines()
     assert [json.loads(line)["request_id"] for line in (first, last)] == ["a", "d"]
     assert len(torn) == 9

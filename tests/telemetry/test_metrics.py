@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy import __version__
 from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
+from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 from llmproxy.telemetry.metrics import LABELS_MAX, BackendState, LiveState, Metrics, QueueState
 
@@ -258,9 +259,13 @@ def test_the_longest_lines_of_parked_requests_have_names() -> None:
     assert (counted["tenant:200"], counted["other"]) == (201, 1 + 2)
 
 
-def test_lines_that_a_log_could_not_take_are_counted(metrics: Metrics) -> None:
+def test_lines_that_a_log_could_not_take_are_counted(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics.decisions_lost(3)
     assert value(metrics, "decision_log_lost_total") == 3
+    metrics.log_lines_lost(4)
+    monkeypatch.setattr(logs, "take_lines_lost", lambda: 5)
+    metrics.page()
+    assert value(metrics, "log_lines_lost_total") == 9, "those of workers, and those of this process at a scrape"
 
 
 def test_gauges_are_read_at_the_scrape() -> None:

@@ -41,12 +41,16 @@ class Told:
     learned: list[str] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
     lost: int = 0
+    log_lines: int = 0
 
     def record(self, ended: RequestExit) -> None:
         self.exits.append(ended)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
         self.attempts.append((backend, verdict))
+
+    def log_lines_lost(self, lines: int) -> None:
+        self.log_lines += lines
 
     def worker_lost(self) -> None:
         self.lost += 1

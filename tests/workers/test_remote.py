@@ -29,12 +29,17 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.telemetry import logs
+from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers.remote import RemoteFleet
 from llmproxy.workers.wire import FROM_WORKER, TO_WORKER, Channel, Fleet, Granted, Page, Shown, Standing
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
 from tests.workers.line import Line, Told
 
+EXIT = RequestExit(
+    request_id="r1", method="POST", path="/", outcome=Outcome.COMPLETED, status=200, duration_s=1.0, model="base"
+)
 ENOUGH = 20
 """Turns in which whatever was said is heard, decided and answered."""
 
@@ -533,7 +538,13 @@ async def test_what_a_worker_counts_and_learns_is_counted_and_learned_once_for_a
     for line in lines:
         line.metrics.attempted("a", Verdict.SERVED)
         line.estimator.learn("base", 300, 1, Usage(100, 50))
+    with pytest.MonkeyPatch.context() as stalled:
+        stalled.setattr(logs, "take_lines_lost", lambda: 7)
+        lines[0].metrics.record(EXIT)
+    lines[1].metrics.record(EXIT)
     await turns(ENOUGH)
+    assert told.exits == [EXIT] * 2
+    assert told.log_lines == 7
     assert told.attempts == [("a", Verdict.SERVED)] * 2
     assert told.learned == ["base"] * 2
     assert one.pools.estimator.models["base"].seen == 2

@@ -35,6 +35,7 @@ from llmproxy.workers.wire import (
     Granted,
     Idle,
     Listening,
+    LogLinesLost,
     Made,
     Message,
     Page,
@@ -99,7 +100,9 @@ UP: st.SearchStrategy[list[Message]] = st.lists(
     | st.builds(Cached, TEXTS, NUMBERS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple))
     | st.builds(Exit, EXITS)
     | st.builds(Progress, NUMBERS, NUMBERS)
-    | st.sampled_from([Cancel(1), Started(2), Idle(), Listening("http://h:1"), Made("resp_1", "a", "")]),
+    | st.sampled_from(
+        [Cancel(1), Started(2), Idle(), Listening("http://h:1"), Made("resp_1", "a", ""), LogLinesLost(3)]
+    ),
     max_size=6,
 )
 DOWN: st.SearchStrategy[list[Message]] = st.lists(

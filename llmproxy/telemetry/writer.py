@@ -1,0 +1,146 @@
+"""Lines on their way to a file or a pipe, written by a thread: no disk and no reader ever holds up the event loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from io import FileIO
+from queue import SimpleQueue
+from select import PIPE_BUF, POLLOUT, poll
+from threading import Event, RLock, Thread
+from typing import Generic, TypeVar
+
+WRITE_BYTES = PIPE_BUF
+"""Whole lines up to so many bytes go in one write: a pipe that several processes share does not mix those of two."""
+LINGER_S = 0.02
+"""How long the thread gathers lines before it writes again. The first line after a pause is written at once."""
+CLOSE_S = 5.0
+"""How long closing may wait for the disk."""
+
+Line = TypeVar("Line")
+
+
+class LineWriter(ABC, Generic[Line]):
+    """Writes lines in their order on a thread of its own, `start`ed once.
+
+    The lines that wait are bounded by `size_max`, the sum of what `put` is told of each. What comes beyond it, and what
+    the file does not take, is lost and counted. A descriptor that blocks stays as it is: whether one blocks
+    is a property of the open file, which other processes share.
+    """
+
+    def __init__(self, name: str, file: FileIO, size_max: int) -> None:
+        self._file = file
+        self._size_max = size_max
+        self._begin = b""
+        self._waiting: list[Line] = []
+        self._size = 0
+        self._lost = 0
+        self._untold = 0
+        self._failing = False
+        # A finalizer may log in the middle of anything: both may be entered again by the thread that is inside.
+        self._lock = RLock()
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._closing = Event()
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+
+    @abstractmethod
+    def _encoded(self, line: Line) -> bytes:
+        """The bytes of a line, with its end."""
+
+    @abstractmethod
+    def _failed(self, error: OSError) -> None:
+        """The file does not take lines any more; called on the thread, once until it takes some again."""
+
+    @abstractmethod
+    def _resumed(self, lost: int) -> None:
+        """Lines are written again, and so many were lost before; called on the thread."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, line: Line, size: int = 1) -> None:
+        """Take one line; never waits. May be called from any thread."""
+        with self._lock:
+            if self._size + size > self._size_max:
+                self._lose(1)
+                return
+            first = not self._waiting
+            self._waiting.append(line)
+            self._size += size
+        if first:
+            self._wake.put(None)
+
+    def take_lost(self) -> int:
+        """Lines that were lost and not asked for yet."""
+        with self._lock:
+            lost, self._lost = self._lost, 0
+        return lost
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Write what waits and close the file, unless that takes longer than `timeout_s`."""
+        self._closing.set()
+        self._wake.put(None)
+        self._thread.join(timeout_s)
+
+    def _lose(self, lines: int) -> None:
+        with self._lock:
+            self._lost += lines
+            self._untold += lines
+
+    # --- on the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            self._wake.get()
+            # Looked at before the flush: what was taken before closing is then surely in it.
+            closing = self._closing.is_set()
+            self._flush()
+            while (self._untold and not self._failing) or (closing and self._waiting):
+                self._flush()
+            self._closing.wait(LINGER_S)
+        self._file.close()
+
+    def _flush(self) -> None:
+        with self._lock:
+            lines, self._waiting, self._size = self._waiting, [], 0
+            untold = 0 if self._failing else self._untold
+            self._untold -= untold
+        if untold:
+            # A line that tells of it has room by now, and stands behind all that was taken before the loss.
+            self._resumed(untold)
+        data, count = b"", 0
+        for line in lines:
+            encoded = self._encoded(line)
+            if count and len(data) + len(encoded) > WRITE_BYTES:
+                self._try(data, count)
+                data, count = b"", 0
+            data += encoded
+            count += 1
+        if count:
+            self._try(data, count)
+
+    def _try(self, data: bytes, lines: int) -> None:
+        try:
+            self._write(data)
+        except OSError as error:
+            self._lose(lines)
+            if not self._failing:
+                self._failing = True
+                self._failed(error)
+        else:
+            self._failing = False
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(self._begin + data)
+        while view:
+            taken = self._file.write(view)
+            if taken is None:
+                # Another process that has this open made it non-blocking, as some do with a terminal.
+                ready = poll()
+                ready.register(self._file, POLLOUT)
+                ready.poll()
+                continue
+            # Some bytes are out: whatever follows a failure from here on has to begin a line of its own.
+            self._begin = b"\n"
+            view = view[taken:]
+        self._begin = b""
