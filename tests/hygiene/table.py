@@ -8,6 +8,8 @@ from pathlib import Path
 
 import uvloop
 
+from llmproxy.telemetry import logs
+from tests.hygiene.answers import ANSWERS, answer_bench, answer_differences, answer_row, client_saw, observe_answer
 from tests.hygiene.observe import Observed, bench, differences, observe
 from tests.hygiene.vector import Vector
 from tests.hygiene.vectors import TABLE
@@ -25,13 +27,19 @@ What is refused is answered in JSON like any other error, counted (`outcome="bad
 bytes that could not be parsed are neither repeated to the client nor logged: they may hold a key. Wherever the end of
 the request is in doubt, the connection is closed.
 
-A backend is read more leniently, as clients of HTTP are: a folded line or a bare LF in the head of its answer is
-understood, and control characters in its fields become spaces before a client sees them. An answer whose length is told
-twice or in two ways is a broken answer (502). Bodies are never inflated: a compressed request is refused (415), and
-what a poll unpacks is bounded (8 MiB). A client's `Accept-Encoding` goes no further: engines are asked for answers as
-they are, because what compresses a stream holds back its tokens. An answer that comes compressed all the same is passed
-on as it is, byte by byte, whatever its client asked for. Its first byte counts as its first token; tokens are not
-known, a usage event that the proxy asked for stays in it, and if it breaks it is cut without an error event.
+A backend is read as strictly (llhttp again): an answer whose end could be found in two places, or whose head is no
+HTTP/1, is a broken one. That is 502, or, where its head has gone out already, an end that its client can tell from a
+whole answer. The last table has what was tried, and the little that is read leniently. Bodies are never inflated: a
+compressed request is refused (415), and what a poll unpacks is bounded (8 MiB). A client's `Accept-Encoding` goes no
+further: engines are asked for answers as they are, because what compresses a stream holds back its tokens. An answer
+that comes compressed all the same is passed on as it is, byte by byte, whatever its client asked for. Its first byte
+counts as its first token; tokens are not known, a usage event that the proxy asked for stays in it, and if it breaks it
+is cut without an error event.
+
+A form (`multipart/form-data`) is refused where engines may read its fields in another way: its content type has one
+parameter, `boundary`; each part is `form-data`, without control characters in its head; `model`, `stream` and the field
+that names the session are given once, and not as files. A JSON body is UTF-8 without a byte order mark, whatever its
+content type says.
 
 ## Limits
 
@@ -60,8 +68,9 @@ one too many is cut off before it, without an answer.
 ## What was tried
 
 The tables were written by `python -m tests.hygiene.table`, which sends each row to a proxy and keeps the bytes that
-reach its backend; `tests/hygiene` holds the proxy to them. Further, `python -m tests.hygiene.corpus` sends the requests
-that gunicorn 27.0.1 has in its source distribution (143 in `tests/requests`, MIT; not part of this repository):
+reach its backend, or lets the backend answer so and keeps the bytes that reach the client; `tests/hygiene` holds the
+proxy to them. Further, `python -m tests.hygiene.corpus` sends the requests that gunicorn 27.0.1 has in its source
+distribution (143 in `tests/requests`, MIT; not part of this repository):
 @CORPUS@
 
 "after" says what became of the connection. "backend" says how many requests reached it, each in the form above.
@@ -72,13 +81,25 @@ lines before its request line, and one lacks the end of a body that nobody reads
 62 valid ones, 23 are refused, by choice: PROXY protocol, folded lines, transfer codings beside one plain `chunked`, no
 `Host`, fragments, unregistered methods, requests behind one that closes."""
 
+ANSWERS_HEAD = """
+### Answers of backends
 
-def page(rows: Mapping[str, Sequence[str]]) -> str:
+"after" says what became of the backend's connection. The next request got its own answer each time, and nothing that
+was hidden in an answer (`evil`) reached a client.
+
+| answered | client saw | after |
+| --- | --- | --- |
+"""
+
+
+def page(rows: Mapping[str, Sequence[str]], answer_rows: Sequence[str]) -> str:
     """The page with these rows under these headings."""
     parts = [PREFACE.replace("@CORPUS@", CORPUS)]
     for group, lines in rows.items():
         parts.append(f"\n### {group}\n\n| sent | client saw | after | backend |\n| --- | --- | --- | --- |\n")
         parts += [line + "\n" for line in lines]
+    parts.append(ANSWERS_HEAD)
+    parts += [line + "\n" for line in answer_rows]
     return "".join(parts)
 
 
@@ -97,7 +118,8 @@ def _shown(data: bytes) -> str:
     return data.decode().strip()
 
 
-async def _observed() -> tuple[dict[str, list[str]], list[str]]:
+async def observed_requests() -> tuple[dict[str, list[str]], list[str]]:
+    """The rows of requests as they were observed, by group, and what is not as told."""
     rows: dict[str, list[str]] = {}
     wrong: list[str] = []
     for group, vectors in TABLE.items():
@@ -116,10 +138,31 @@ async def _observed() -> tuple[dict[str, list[str]], list[str]]:
     return rows, wrong
 
 
+async def observed_answers() -> tuple[list[str], list[str]]:
+    """The rows of answers as they were observed, and what is not as told."""
+    rows, wrong = [], []
+    async with answer_bench() as (home, backend):
+        for vector in ANSWERS:
+            got = await observe_answer(home, backend, vector.sent, vector.closes)
+            status, cut, _ = client_saw(got)
+            rows.append(answer_row(vector, status, cut, got.kept))
+            if told := answer_differences(vector, got):
+                wrong.append(f"{vector.name}: {told}")
+    return rows, wrong
+
+
+async def observed() -> tuple[dict[str, list[str]], list[str], list[str]]:
+    """All rows, those of requests by group, and what is not as told."""
+    rows, wrong = await observed_requests()
+    answer_rows, wrong_answers = await observed_answers()
+    return rows, answer_rows, wrong + wrong_answers
+
+
 def main() -> int:
-    rows, wrong = uvloop.run(_observed())
-    PAGE.write_text(page(rows))
-    print("\n".join(wrong) or f"{sum(map(len, rows.values()))} rows, all as told")
+    logs.configure("json", "error")
+    rows, answer_rows, wrong = uvloop.run(observed())
+    PAGE.write_text(page(rows, answer_rows))
+    print("\n".join(wrong) or f"{sum(map(len, rows.values())) + len(answer_rows)} rows, all as told")
     return 1 if wrong else 0
 
 
