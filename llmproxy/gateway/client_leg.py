@@ -41,14 +41,14 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
     """
     length = request.content_length
     if length is not None and length > bytes_max:
-        raise _too_large(bytes_max)
+        raise _too_large(bytes_max, sized=True)
     _invite(request)
     content = request.content
     if content.is_eof() and content.exception() is None:
         # Most bodies have come with their head, and need no watch on how they arrive.
         whole = content.read_nowait()
         if len(whole) > bytes_max:
-            raise _too_large(bytes_max)
+            raise _too_large(bytes_max, sized=length is not None)
         return whole
     body = BytesIO()
     now = asyncio.get_running_loop().time
@@ -58,7 +58,7 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
         async with limit:
             while piece := await content.readany():
                 if body.tell() + len(piece) > bytes_max:
-                    raise _too_large(bytes_max)
+                    raise _too_large(bytes_max, sized=length is not None)
                 body.write(piece)
                 limit.reschedule(min(now() + silence_s, latest_s))
     except web.RequestPayloadError as broken:
@@ -75,9 +75,10 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
     return body.getvalue()
 
 
-def _too_large(bytes_max: int) -> Failure:
+def _too_large(bytes_max: int, *, sized: bool) -> Failure:
     message = f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
-    return Failure(Outcome.TOO_LARGE, message)
+    # The rest of a body is read and forgotten only where it is known how much that is.
+    return Failure(Outcome.TOO_LARGE, message, headers={} if sized else {"Connection": "close"})
 
 
 def _invite(request: web.BaseRequest) -> None:

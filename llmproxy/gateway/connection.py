@@ -11,7 +11,9 @@ import asyncio
 import ssl
 from typing import Protocol, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMethod, BadStatusLine, HttpProcessingError, InvalidURLError, LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
@@ -25,6 +27,9 @@ from llmproxy.gateway.hygiene import head_too_large
 
 LINGER_S = 10.0
 """How long the rest of a refused body is read, so that a client that is still sending gets to read the answer."""
+
+PLAIN_END = b"\r\n0\r\n\r\n"
+"""The last chunk without extension or trailer, behind the end of the one before it."""
 
 
 class Door(Protocol):
@@ -57,7 +62,17 @@ class Leg(Protocol):
 class ClientConnection(web.RequestHandler):
     """aiohttp's connection with limits, and with answers of our own to what it cannot parse."""
 
-    __slots__ = ("_address", "_door", "_head_bytes", "_head_timer", "_limits", "_unread_timer", "_wire", "leg")
+    __slots__ = (
+        "_address",
+        "_door",
+        "_head_bytes",
+        "_head_timer",
+        "_latest",
+        "_limits",
+        "_unread_timer",
+        "_wire",
+        "leg",
+    )
 
     def __init__(self, server: ClientServer, door: Door, limits: ClientsConfig, **options: object) -> None:
         super().__init__(server, **options)  # type: ignore[arg-type] # as the server of aiohttp itself hands them on
@@ -66,6 +81,7 @@ class ClientConnection(web.RequestHandler):
         self._address: str | None = None
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._latest = b""
         self._unread_timer: asyncio.TimerHandle | None = None
         self._wire: asyncio.Transport | None = None
         self.leg: Leg | None = None
@@ -127,7 +143,12 @@ class ClientConnection(web.RequestHandler):
             self._unread_timer.cancel()
             self._unread_timer = None
 
+    def ended_plainly(self, body: StreamReader) -> bool:
+        """Whether a body in chunks has ended without a trailer, and nothing was read behind it."""
+        return body.is_eof() and not self._messages and not self._upgraded and self._latest == PLAIN_END
+
     def data_received(self, data: bytes) -> None:
+        self._latest = (self._latest + data[-len(PLAIN_END) :])[-len(PLAIN_END) :]
         super().data_received(data)
         if self._waiter is not None and not self._waiter.done():
             # Some clients send an empty line behind a body; no head begins with it.
@@ -191,9 +212,24 @@ class ClientConnection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send what is left of an answer; where none of it was sent yet, aiohttp would name itself and its version."""
+        """Send what is left of an answer; where none of it was sent yet, aiohttp would name itself and its version, and
+        speak whichever version of HTTP the request claims to be of.
+        """
         resp.headers.setdefault(*SERVER)
+        if request.version != HttpVersion10:
+            request._cache["version"] = HttpVersion11
         return await super().finish_response(request, resp, start_time)
+
+
+class _ChunkedRequest(web.BaseRequest):
+    """A request in chunks. Its connection is kept only where it is certain that it had no trailer.
+
+    The parser counts the last field of a trailer among the fields of the next request.
+    """
+
+    @property
+    def keep_alive(self) -> bool:
+        return super().keep_alive and cast(ClientConnection, self.protocol).ended_plainly(self.content)
 
 
 class ClientServer(web.Server):
@@ -202,6 +238,7 @@ class ClientServer(web.Server):
     def __init__(self, door: Door, limits: ClientsConfig, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(
             door.handle,
+            request_factory=_request,
             handler_cancellation=True,
             auto_decompress=False,
             lingering_time=LINGER_S,
@@ -223,6 +260,17 @@ class ClientServer(web.Server):
         below = TlsConnection(self._loop, connection, self._tls, door.clients, door.turn_away, limit_s)
         # aiohttp hands on what it gets to the loop, which wants any protocol.
         return cast(ClientConnection, below)
+
+
+def _request(
+    message: RawRequestMessage,
+    payload: StreamReader,
+    protocol: web.RequestHandler,
+    writer: AbstractStreamWriter,
+    task: asyncio.Task[None],
+) -> web.BaseRequest:
+    kind = _ChunkedRequest if message.chunked else web.BaseRequest
+    return kind(message, payload, protocol, writer, task, asyncio.get_running_loop())
 
 
 def _told(error: HttpProcessingError) -> Failure:

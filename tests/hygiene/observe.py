@@ -81,7 +81,7 @@ def form_of(request: bytes) -> str:
     names = [field.partition(b":")[0].lower() for field in fields]
     if not re.fullmatch(rb"POST /[\x21-\x7e]* HTTP/1\.1", line):
         return f"request line {line!r}"
-    if any(not re.fullmatch(rb"[a-zA-Z0-9_-]+: [^\x00-\x1f\x7f]*", field) for field in fields):
+    if any(not re.fullmatch(rb"[!#$%&'*+.^_`|~0-9a-zA-Z-]+: [^\x00-\x08\x0a-\x1f\x7f]*", field) for field in fields):
         return f"fields {fields}"
     if [names.count(name) for name in (b"content-length", b"host", b"x-request-id")] != [1, 1, 1]:
         return f"fields {names}"

@@ -10,10 +10,10 @@ from typing import cast
 
 
 class Wire(asyncio.Protocol):
-    """Made by `connected`. `ended` says that the peer closed or reset the connection."""
+    """Made by `connected`. `ended` says that the peer closed or reset the connection, `reset` which of it."""
 
     def __init__(self) -> None:
-        self.ended = False
+        self.ended = self.reset = False
         self._received = b""
         self._news = asyncio.Event()
         self._transport: asyncio.Transport | None = None
@@ -25,8 +25,8 @@ class Wire(asyncio.Protocol):
         self._received += data
         self._news.set()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - how it ended does not matter
-        self.ended = True
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended, self.reset = True, exc is not None
         self._news.set()
 
     def write(self, data: bytes) -> None:
@@ -37,6 +37,13 @@ class Wire(asyncio.Protocol):
     def abort(self) -> None:
         assert self._transport is not None
         self._transport.abort()
+
+    async def all(self) -> bytes:
+        """Whatever comes until the end of the connection."""
+        while not self.ended:
+            self._news.clear()
+            await self._news.wait()
+        return self._received
 
     async def answer(self) -> tuple[int, bytes] | None:
         """Status and body of the next answer, which tells its length unless it is an interim one; None at the end."""
