@@ -227,6 +227,10 @@ class BackendConnection(asyncio.Protocol):
             exchange.reason = ""
             exchange.headers.clear()
         else:
+            codings = [value.strip().lower() for name, value in exchange.headers if name.lower() == "transfer-encoding"]
+            if codings not in ([], ["chunked"]):
+                # The parser takes off the chunks alone, and what is below them would pass for the body.
+                raise ValueError("its transfer-encoding is another one than chunked")
             exchange.answered(status)
 
     def on_body(self, data: bytes) -> None:

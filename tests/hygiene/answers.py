@@ -84,6 +84,10 @@ def _bad_field(name: str, field: bytes) -> AnswerVector:
     return bad(name, whole_of(field, SIZE))
 
 
+def _reason(name: str, sent: bytes, seen: bytes) -> AnswerVector:
+    return ok(name, whole_of(SIZE, line=b"HTTP/1.1 200 " + sent), seen=seen)
+
+
 def _chunks(data: bytes) -> bytes:
     return whole_of(TE, body=data)
 
@@ -117,7 +121,10 @@ ANSWERS = (
     bad("Content-Length of 2^64 + 7", whole_of(b"content-length: 18446744073709551623\r\n")),
     bad("Content-Length that is empty", whole_of(b"content-length:\r\n")),
     bad("Transfer-Encoding: identity, and a length", whole_of(b"transfer-encoding: identity\r\n", SIZE)),
-    ok("chunked twice: read as once", whole_of(TE, TE, body=CHUNK + LAST)),
+    bad("Transfer-Encoding: gzip, chunked", whole_of(b"transfer-encoding: gzip, chunked\r\n", body=CHUNK + LAST)),
+    bad("Transfer-Encoding: chunked, gzip", whole_of(b"transfer-encoding: chunked, gzip\r\n", body=CHUNK + LAST)),
+    bad("Transfer-Encoding: gzip, and the end of the connection", whole_of(b"transfer-encoding: gzip\r\n")),
+    bad("chunked twice", whole_of(TE, TE, body=CHUNK + LAST)),
     ok("chunked in HTTP/1.0", whole_of(TE, line=b"HTTP/1.0 200 OK", body=CHUNK + LAST), kept=False),
     bad("a folded line", whole_of(b"x-a: b\r\n x-evil: c\r\n", SIZE)),
     bad("a bare LF in a value", whole_of(b"x-a: b\nx-evil: c\r\n", SIZE)),
@@ -138,6 +145,11 @@ ANSWERS = (
     bad("HTTP/1.2", whole_of(SIZE, line=b"HTTP/1.2 200 OK")),
     bad("a status of two digits", whole_of(SIZE, line=b"HTTP/1.1 20 OK")),
     bad("a status of four digits", whole_of(SIZE, line=b"HTTP/1.1 2000 OK")),
+    bad("the status 000", whole_of(SIZE, line=b"HTTP/1.1 000 OK")),
+    bad("the status 099", whole_of(SIZE, line=b"HTTP/1.1 099 OK")),
+    ok("the status 299", whole_of(SIZE, line=b"HTTP/1.1 299 OK"), status=299),
+    _reason("control characters in the reason phrase: become spaces", b"a\x1b[31m\x00\x7fb", b" 200 a [31m  b\r\n"),
+    bad("a bare CR in the reason phrase", whole_of(SIZE, line=b"HTTP/1.1 200 a\rx-evil: 1")),
     bad("`101 Switching Protocols`", b"HTTP/1.1 101 S\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nevil"),
     bad("an empty line and nothing else", b"\r\n\r\nevil\r\n\r\n"),
     torn("a chunk size that is no number", _chunks(CHUNK + b"zz\r\nevil\r\n")),
@@ -146,6 +158,7 @@ ANSWERS = (
     torn("a chunk that is longer than its size", _chunks(CHUNK + b"4\r\n    evil\r\n")),
     torn("the end of the connection before the last chunk", _chunks(CHUNK), closes=True),
     torn("the end of the connection before the length", whole_of(b"content-length: 9\r\n"), closes=True),
+    ok("two answers", whole_of(SIZE) + whole_of(SIZE, line=b"HTTP/1.1 200 evil"), kept=False),
     ok("more bytes than its length", whole_of(SIZE, body=BODY + b"evil"), kept=False),
 )  # fmt: skip
 
