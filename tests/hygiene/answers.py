@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.backends.raw_server import Peer
-from tests.e2e.house import House, house
+from tests.e2e.house import STREAM, House, house, raw_post
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hygiene.reading import End, answers_of
 from tests.hygiene.vector import post
+from tests.hygiene.wire import connected
 
 BODY = b'{"a":1}'
 SIZE = b"content-length: %d\r\n" % len(BODY)
@@ -170,8 +171,11 @@ async def answer_bench(**config: Any) -> AsyncIterator[tuple[House, Scripted]]:
         yield home, backend
 
 
-async def observe_answer(home: House, backend: Scripted, sent: bytes, closes: bool, limit_s: float = 10.0) -> Got:
+async def observe_answer(
+    home: House, backend: Scripted, sent: bytes, closes: bool, *, stream: bool = False, limit_s: float = 10.0
+) -> Got:
     """Let the backend answer one request like this, closing its connection or not, and the next one soundly."""
+    request = raw_post(STREAM, extra="connection: close\r\n") if stream else post(b"connection: close")
 
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(sent)
@@ -179,8 +183,9 @@ async def observe_answer(home: House, backend: Scripted, sent: bytes, closes: bo
             peer.writer.close()
 
     async def asked() -> bytes:
-        async with home.wire(post(b"connection: close")) as (reader, _), asyncio.timeout(limit_s):
-            return await reader.read()
+        async with asyncio.timeout(limit_s), connected(home.url) as wire:
+            wire.write(request)
+            return await wire.all()
 
     backend.script = script
     data = await asked()

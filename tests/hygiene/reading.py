@@ -1,7 +1,8 @@
 """How a strict reader understands bytes of HTTP/1.1: a second opinion, after RFC 9112, without code of the proxy.
 
-Nothing is repaired. Where the standard says that a recipient may be lenient, this one is not, but for two things: empty
-lines before a request line (section 2.2), and more than one space between its words (section 3).
+Nothing is repaired. Where the standard says that a recipient may be lenient, this one is not, but for empty lines before
+a request line (section 2.2), more than one space between its words (section 3), and the version and the reason phrase
+of an answer: no framing hangs on them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from enum import StrEnum
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _TEXT = rb"[\t\x20-\x7e\x80-\xff]*"
+_REASON = re.compile(_TEXT)
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") +([\x21-\x7e]+) +HTTP/1\.([01])")
-_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: (" + _TEXT + rb"))?")
+_STATUS_LINE = re.compile(rb"HTTP/(1\.[01]|0\.9|2\.0) ([1-9][0-9][0-9])(?: ([^\r\n]*))?")
 _FIELD = re.compile(rb"(" + _TOKEN + rb"):(" + _TEXT + rb")")
 _CHUNK_LINE = re.compile(rb"([0-9a-fA-F]{1,16})(?:[ \t]*;" + _TEXT + rb")?")
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -32,7 +34,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`line` holds method, target and minor version of a request; minor version, status and reason of an answer."""
+    """`line` holds method, target and minor version of a request; version, status and reason of an answer."""
 
     line: tuple[bytes, bytes, bytes]
     fields: tuple[tuple[bytes, bytes], ...]
@@ -46,6 +48,11 @@ class Message:
     def status(self) -> int:
         """Of an answer."""
         return int(self.line[1])
+
+    @property
+    def strict(self) -> bool:
+        """Of an answer: whether its status line is what it should be, too."""
+        return self.line[0] in (b"1.0", b"1.1") and _REASON.fullmatch(self.line[2]) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +179,7 @@ def _body(head: Message, data: bytes, minor: bytes, closed: bool | None) -> tupl
     if len(lengths) + len(codings) > 1:
         raise _Stop(End.BROKEN)
     if codings:
-        if codings[0].lower() != b"chunked" or minor == b"0":
+        if codings[0].lower() != b"chunked" or (minor == b"0" and not answer):
             raise _Stop(End.BROKEN)
         if not (answer and head.status in (204, 304)):
             return _chunks(data)

@@ -1,0 +1,93 @@
+"""Hostile backends: each case answers one request, a sound answer the next, and what must hold whatever the case is.
+
+A strict reading of what was answered says whether there is one answer in it. The client gets that one, or is told that
+there is none: by an error, or by an end that it can tell from a whole answer. Whoever asks next gets its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tests.e2e.house import House
+from tests.e2e.scripted import Scripted
+from tests.hygiene.answers import NEXT, Got, answer_bench, observe_answer
+from tests.hygiene.reading import End, Message, Reading, answers_of
+
+TIMEOUTS: dict[str, Any] = {"connect_s": 5, "first_byte_s": 2, "stall_s": 2, "total_s": 3}
+"""Nothing that is hostile here may last until one of them: what is wrong is seen, or the connection is closed."""
+
+
+@asynccontextmanager
+async def bench() -> AsyncIterator[tuple[House, Scripted]]:
+    async with answer_bench(timeouts=TIMEOUTS) as opened:
+        yield opened
+
+
+def closes(sent: bytes) -> bool:
+    """Whether the connection is closed behind a case, as always where more of it could come and would be waited for."""
+    given = answers_of(sent, closed=False)
+    return given.end is End.SHORT or (_final(given) is None and given.end is End.CLEAN) or len(sent) % 2 == 0
+
+
+async def play(home: House, backend: Scripted, sent: bytes) -> Got:
+    """Have one request answered so, and the next one soundly. Raises TimeoutError where nothing comes of it."""
+    return await observe_answer(home, backend, sent, closes(sent), stream=b"event-stream" in sent)
+
+
+def wrong_of(sent: bytes, got: Got, *, sound: bool = False) -> list[str]:
+    """What must not be, in words; a `sound` case must also be passed on."""
+    given = answers_of(sent, closes(sent))
+    answer = _final(given)
+    seen = answers_of(got.data, closed=True)
+    wrong = []
+    if seen.end is End.CLEAN and len(seen.messages) == 1 and seen.messages[0].strict:
+        wrong += _wrong_whole(seen.messages[0], answer, given.begun)
+    elif seen.end is End.SHORT and seen.begun is not None and not seen.messages:
+        wrong += _wrong_beginning(seen.begun, answer or given.begun)
+    else:
+        wrong.append(f"no answer, no sound one or more than one: {got.data!r}")
+    # What is behind it may spoil an answer, and extensions of chunks may be refused.
+    plain = given.end is End.CLEAN and given.messages[-1:] == (answer,) and b";" not in sent
+    if (
+        answer is not None
+        and (sound or plain)
+        and answer.status < 300
+        and [m.body for m in seen.messages] != [answer.body]
+    ):
+        wrong.append(f"a sound answer was not passed on: {got.data!r}")
+    if sound and answer is None:
+        wrong.append("the reader takes a sound answer for something else")
+    following = answers_of(got.next, closed=True)
+    if following.end is not End.CLEAN or [message.body for message in following.messages] != [NEXT]:
+        wrong.append(f"the next request got: {got.next!r}")
+    return wrong
+
+
+def _final(given: Reading) -> Message | None:
+    return next((message for message in given.messages if message.status >= 200), None)
+
+
+def _wrong_whole(seen: Message, answer: Message | None, begun: Message | None) -> list[str]:
+    """What is wrong with a whole answer, where the backend gave this one, or none but a beginning."""
+    given = answer
+    if given is None and begun is not None and begun.body.endswith(b"data: [DONE]\n\n"):
+        # A stream that has told its end wants nothing more.
+        given = begun
+    if given is not None and (seen.status, seen.body) == (given.status, given.body):
+        return []
+    own = seen.body.startswith(b'{"error":{') and bool(seen.values(b"x-request-id"))
+    if own and seen.status == 502:
+        return []
+    if own and seen.status == 504:
+        return ["nothing was seen to be wrong until a time limit"]
+    return [f"an answer that was not given: {seen.status} {seen.body!r}"]
+
+
+def _wrong_beginning(seen: Message, meant: Message | None) -> list[str]:
+    """What is wrong with an answer that visibly lacks its end."""
+    body = seen.body.partition(b'data: {"error":{"message":"The stream broke')[0]
+    if meant is None or seen.status != meant.status or not (meant.body + b"\n\n").startswith(body):
+        return [f"the beginning of an answer that was not given: {seen.status} {seen.body!r}"]
+    return []

@@ -1,0 +1,128 @@
+"""Hostile clients: each case on a connection of its own, and what must hold whatever it is.
+
+A strict reading of what was sent says which requests there are. What reaches the backend is some of them, in their
+order and with their bodies, each in one form; the client gets no more answers than there are requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from llmproxy.gateway.routes import SCHEDULED
+from tests.e2e.house import House, house, until
+from tests.e2e.scripted import Scripted, answering, scripted, whole
+from tests.hostile.requests import SENTINEL
+from tests.hygiene.answers import CONFIG
+from tests.hygiene.observe import form_of
+from tests.hygiene.reading import End, Message, Reading, answers_of, requests_of
+from tests.hygiene.wire import connected
+
+LIMIT_S = 8.0
+"""How long a case may take; every limit of the proxy is far below."""
+LIMITS: dict[str, Any] = {"head_timeout_s": 0.3, "body_silence_s": 0.3, "body_timeout_s": 1.0, "idle_timeout_s": 1.0}
+ANSWER = b'{"object":"chat.completion","choices":[]}'
+OWN_FIELDS = {
+    b"content-type", b"content-length", b"date", b"server", b"connection", b"x-request-id", b"allow", b"retry-after",
+    b"x-llmproxy-backend", b"x-llmproxy-queue-ms", b"x-llmproxy-attempts", b"www-authenticate", b"accept-encoding",
+}  # fmt: skip
+"""What may stand in an answer: nothing that a client could put there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What came back for a case, and the bytes of each request that reached the backend."""
+
+    answered: bytes
+    reset: bool
+    reached: tuple[bytes, ...]
+
+
+@asynccontextmanager
+async def bench() -> AsyncIterator[tuple[House, Scripted]]:
+    """A proxy that waits for nobody over a backend that answers soundly and keeps the bytes that reach it."""
+    with patch("llmproxy.gateway.connection.LINGER_S", 0.1):
+        async with (
+            scripted(answering(whole(ANSWER))) as backend,
+            house(extra=[backend.url], body_bytes_max=100_000, clients=LIMITS, **CONFIG) as home,
+        ):
+            yield home, backend
+
+
+async def play(home: House, backend: Scripted, packets: list[bytes]) -> Seen:
+    """Send one case and the sentinel behind it. Raises TimeoutError where nothing comes of it."""
+    backend.requests.clear()
+    async with asyncio.timeout(LIMIT_S), connected(home.url) as wire:
+        for packet in packets:
+            wire.write(packet)
+            await asyncio.sleep(0)
+        wire.write(SENTINEL)
+        answered = await wire.all()
+    # What this case set going must not be taken for the doing of the next one.
+    await until(lambda: not home.proxy.walker.walking, LIMIT_S)
+    return Seen(answered, wire.reset, tuple(backend.requests))
+
+
+def wrong_of(sent: bytes, seen: Seen, *, sound: bool = False) -> list[str]:
+    """What must not be, in words; a `sound` case must also be served."""
+    asked = requests_of(sent + SENTINEL)
+    wrong = [f"a request reached the backend in a bad form: {form}" for form in map(form_of, seen.reached) if form]
+    wrong += _wrong_requests(asked, seen.reached)
+    wrong += _wrong_answers(asked, seen, expected_100=b"100-continue" in sent.lower())
+    if sound and len(seen.reached) < (least := _least(asked)):
+        wrong.append(f"{len(seen.reached)} of at least {least} sound requests reached the backend")
+    return wrong
+
+
+def _least(asked: Reading) -> int:
+    """How many sound requests must be served: whatever comes behind chunks with a trailer need not be looked at."""
+    chunked = [bool(message.values(b"transfer-encoding")) for message in asked.messages]
+    return chunked.index(True) + 1 if True in chunked else len(chunked)
+
+
+def _wrong_requests(asked: Reading, reached: tuple[bytes, ...]) -> list[str]:
+    possible = iter([(_target(message), message.body) for message in asked.messages if message.line[0] == b"POST"])
+    wrong = []
+    for request in reached:
+        target = request.split(b" ", 2)[1]
+        if target.partition(b"?")[0].decode() not in SCHEDULED:
+            wrong.append(f"a path that is no route reached the backend: {target!r}")
+        body = request.partition(b"\r\n\r\n")[2]
+        if (target, body) not in possible:
+            wrong.append(f"what reached the backend is no request of this client, or comes too often: {request!r}")
+    return wrong
+
+
+def _target(message: Message) -> bytes:
+    """The target in the form in which it goes to a backend."""
+    target = message.line[1]
+    if target[:1] != b"/":
+        target = b"/" + target.partition(b"://")[2].partition(b"/")[2]
+    path, mark, query = target.partition(b"?")
+    return (path.rstrip(b"/") or b"/") + mark + query
+
+
+def _wrong_answers(asked: Reading, seen: Seen, *, expected_100: bool) -> list[str]:
+    answers = answers_of(seen.answered, closed=True)
+    if answers.end is End.BROKEN or (answers.end is End.SHORT and not seen.reset):
+        return [f"the answer is no sound HTTP: {seen.answered!r}"]
+    wrong = []
+    final = [message for message in answers.messages if message.status >= 200]
+    if len(final) < len(answers.messages) and not expected_100:
+        wrong.append(f"an interim answer that nobody asked for: {seen.answered!r}")
+    if len(final) > len(asked.messages) + (asked.end is not End.CLEAN):
+        wrong.append(f"{len(final)} answers to {len(asked.messages)} requests: {seen.answered!r}")
+    if len(seen.reached) > len(final) and not seen.reset:
+        wrong.append(f"{len(seen.reached)} requests reached the backend, and {len(final)} were answered")
+    for message in final:
+        if message.status >= 500 and message.status not in (501, 505):
+            wrong.append(f"status {message.status}: {message.body!r}")
+        if strange := {name for name, _ in message.fields} - OWN_FIELDS:
+            wrong.append(f"fields {strange} in an answer: {seen.answered!r}")
+        if message.body[:1] not in (b"{", b""):
+            wrong.append(f"an answer that is no JSON: {message.body!r}")
+    return wrong
