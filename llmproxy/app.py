@@ -148,7 +148,7 @@ async def running(
         _aliases(config),
         partial(make, settings.placement, rng),
     )
-    metrics = Metrics(lambda: _state(pools, rulebook.current.band_names, loop.time()))
+    metrics = Metrics(lambda: _state(dispatcher, rulebook.current.band_names, loop.time()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=_tell_news)
     async with AsyncExitStack() as stack:
         tls: dict[str, PeerTls] = {}
@@ -161,7 +161,7 @@ async def running(
         watch = _Watch(pools, dispatcher, metrics)
         roster = Roster(dispatcher, session, watch, config.poll, config.backend_api_key, tls)
         stack.push_async_callback(roster.close)
-        stored = StoredResponses(rulebook, roster.backends, upstream)
+        stored = StoredResponses(rulebook, roster.backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached) if presets.hears_answers(settings.placement) else None
         walker = Walker(
             rulebook, roster.backends, pools.estimator, dispatcher, stored, answers, metrics, decisions
@@ -269,14 +269,15 @@ def _clients(config: Config) -> Clients:
     return Clients(clients_of_process(config) if config.workers == 1 else ClientsConfig())
 
 
-def _state(pools: Pools, names: Mapping[int, str], now: float) -> LiveState:
+def _state(dispatcher: Dispatcher, names: Mapping[int, str], now: float) -> LiveState:
     """The gauges of this moment, read when somebody scrapes, so that they cannot drift from the truth."""
+    pools: Pools = dispatcher.pools
     queued = pools.queued()
     views = pools.views(now)
     backends = tuple(
         BackendState(
             backend=name,
-            in_flight=len(backend.bookings),
+            in_flight=dispatcher.in_flight(name),
             saturation=views[name].saturation,
             limit=views[name].limit,
             available=views[name].available,

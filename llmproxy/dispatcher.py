@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,6 +52,8 @@ class Leasing(Protocol):
     def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted: ...
 
     async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target: ...
+
+    def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]: ...
 
     def ended(self, request: Request, met: bool | None) -> None: ...
 
@@ -134,6 +137,7 @@ class Dispatcher:
     _nameless_bytes: int = 0
     _listed: asyncio.Event = field(default_factory=asyncio.Event)
     _emptied: dict[str, asyncio.Event] = field(default_factory=dict)
+    _direct: dict[str, set[Callable[[], None]]] = field(default_factory=dict)
 
     # --- the face that requests see ---------------------------------------------------------------------------------
 
@@ -185,9 +189,32 @@ class Dispatcher:
 
     def _finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         self.pools.finish(grant, verdict, now, usage)
-        backend = grant.placed.backend
-        if backend in self._emptied and not self.pools.backends[backend].bookings:
+        self._tell_emptied(grant.placed.backend)
+
+    def _tell_emptied(self, backend: str) -> None:
+        if backend in self._emptied and not self.in_flight(backend):
             self._emptied.pop(backend).set()
+
+    @contextmanager
+    def direct(self, backend: str, cut: Callable[[], None]) -> Iterator[None]:
+        """A request to `backend` and no other is in flight there for the length of the block.
+
+        It does not wait and is no load, as what it asks for has been computed. `cut` is called when nothing more will
+        come from there. Raises Refused while the proxy drains, or where there is no such backend any more.
+        """
+        if self._draining:
+            raise shutting_down()
+        if backend not in self.pools.backends:
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, "The backend was removed.")
+        cuts = self._direct.setdefault(backend, set())
+        cuts.add(cut)
+        try:
+            yield
+        finally:
+            cuts.remove(cut)
+            if not cuts:
+                del self._direct[backend]
+            self._tell_emptied(backend)
 
     def ended(self, request: Request, met: bool | None) -> None:
         """See `Pools.ended`."""
@@ -242,7 +269,9 @@ class Dispatcher:
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
         del detail
-        self.pools.troubled(backend, trouble)
+        if self.pools.troubled(backend, trouble):
+            for cut in tuple(self._direct.get(backend, ())):
+                cut()
         self._decide_soon()
 
     # --- the face that those who run it see ---------------------------------------------------------------------------
@@ -259,7 +288,7 @@ class Dispatcher:
 
     async def emptied(self, backend: str) -> None:
         """Wait until nothing is in flight on a backend, which is to be drained: else it may be given more meanwhile."""
-        while self.pools.backends[backend].bookings:
+        while self.in_flight(backend):
             await self._emptied.setdefault(backend, asyncio.Event()).wait()
 
     # --- decisions ----------------------------------------------------------------------------------------------------
@@ -348,6 +377,10 @@ class Dispatcher:
     @property
     def leases(self) -> int:
         return len(self._leases)
+
+    def in_flight(self, backend: str) -> int:
+        """Requests that were sent to a backend and have not ended."""
+        return len(self.pools.backends[backend].bookings) + len(self._direct.get(backend, ()))
 
     def close(self) -> None:
         if self._timer is not None:

@@ -114,7 +114,7 @@ class _Worker:
         self._estimator = RemoteEstimator(channel)
         self.fleet = RemoteFleet(tls)
         metrics = RemoteMetrics(channel)
-        self._stored = StoredResponses(self._rulebook, self.fleet.backends, upstream)
+        self._stored = StoredResponses(self._rulebook, self.fleet.backends, upstream, self._dispatcher)
         self._stored.on_made = lambda *made: channel.send(Made(*made))
         answers = Answers(self._dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
         self.walker = Walker(

@@ -69,6 +69,7 @@ def empty(one: Dispatcher) -> None:
     assert_nothing_left(one.pools, now())
     assert not one._waiting
     assert not one._leases
+    assert not one._direct
     assert one.leases == 0
 
 

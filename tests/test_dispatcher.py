@@ -467,3 +467,41 @@ async def test_a_policy_that_raises_leaves_nobody_hanging() -> None:
             await client.task
     assert [type(error) for error in told] == [ValueError, ValueError]
     empty(one)
+
+
+# --- past the waiting room --------------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_what_goes_past_the_waiting_room_is_in_flight_and_no_load() -> None:
+    one = dispatcher(a=1)
+    cuts: list[str] = []
+    with one.direct("a", lambda: cuts.append("first")), one.direct("a", lambda: cuts.append("second")):
+        assert (one.in_flight("a"), one.pools.views(now())["a"].load) == (2, 0)
+        async with one.admit(request()) as lease:
+            assert (lease.backend, one.in_flight("a")) == ("a", 3), "it has taken nobody's place"
+            lease.verdict = Verdict.SERVED
+        emptied = asyncio.create_task(one.emptied("a"))
+        await turns()
+        assert not emptied.done()
+        one.troubled("a", Trouble.TIMEOUT, "silence")
+        assert cuts == [], "one that does not answer may still speak"
+        for _ in range(2):
+            one.troubled("a", Trouble.REFUSED, "nobody there")
+        assert sorted(cuts) == ["first", "second"]
+    await emptied
+    assert one.in_flight("a") == 0
+    await turns()
+    empty(one)
+
+
+@virtual
+async def test_nothing_new_goes_past_the_waiting_room_of_a_proxy_that_drains_nor_to_a_backend_that_is_gone() -> None:
+    one = dispatcher(a=1)
+    with one.direct("a", lambda: None):
+        one.drain(finish_waiting=True)
+        with pytest.raises(Refused) as refused, one.direct("a", lambda: None):
+            raise AssertionError("it was let in")
+        assert (refused.value.outcome, one.in_flight("a")) == (Outcome.DRAINING, 1)
+    with pytest.raises(Refused, match="removed"), dispatcher(a=1).direct("b", lambda: None):
+        raise AssertionError("it was let in")

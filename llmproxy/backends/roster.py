@@ -222,7 +222,7 @@ class Roster:
         name = member.config.name
         member.leaving, member.since_s = asyncio.create_task(self._gone(member), name=f"leave {name}"), _now()
         self._apply_drain(member)
-        _log.info("backend_leaves", backend=name, in_flight=len(self._pools.backends[name].bookings))
+        _log.info("backend_leaves", backend=name, in_flight=self._dispatcher.in_flight(name))
 
     async def _gone(self, member: _Member) -> None:
         name = member.config.name
@@ -241,17 +241,10 @@ class Roster:
 
     def _poller(self, backend: BackendConfig) -> Poller:
         key = backend.api_key or self._api_key
-        bookings = self._pools.backends[backend.name].bookings
         poller = Poller(
-            backend.name,
-            backend.url,
-            key,
-            self._session,
-            self._sink,
-            self._poll,
-            self._tls,
-            works=lambda: bool(bookings),
-        )
+            backend.name, backend.url, key, self._session, self._sink, self._poll, self._tls,
+            works=lambda: self._dispatcher.in_flight(backend.name) > 0,
+        )  # fmt: skip
         self._pollers[backend.name] = poller
         return poller
 
@@ -312,7 +305,8 @@ class Roster:
         else:
             state = State.UP if backend.health.available(_now()) else State.RESTING
         config = member.config
-        return Standing(config.name, config.url, member.source, state, len(backend.bookings), member.since_s)
+        in_flight = self._dispatcher.in_flight(config.name)
+        return Standing(config.name, config.url, member.source, state, in_flight, member.since_s)
 
 
 def _now() -> float:

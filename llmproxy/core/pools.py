@@ -137,10 +137,13 @@ class Pools:
     def observe(self, backend: str, reading: Reading) -> None:
         self.backends[backend].observe(reading)
 
-    def troubled(self, backend: str, trouble: Trouble) -> None:
-        if self.backends[backend].troubled(trouble):
+    def troubled(self, backend: str, trouble: Trouble) -> bool:
+        """See `Backend.troubled`."""
+        gone = self.backends[backend].troubled(trouble)
+        if gone:
             for scheduler in self._schedulers.values():
                 scheduler.leases.lost(self.backends[backend])
+        return gone
 
     def _assign(self, backend: str) -> None:
         pool, old = self.catalogue.pool_of(backend), self._pool_of.get(backend)

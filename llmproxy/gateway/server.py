@@ -117,13 +117,16 @@ class FrontDoor:
         self, path: str, request: web.BaseRequest, response_id: str, tenant: Tenant
     ) -> web.StreamResponse:
         own_id = request_id(request.headers) or uuid4().hex
+        self._walker.came()
         try:
             response, outcome, error = await self._stored.serve(
                 path, request, response_id, own_id, tenant, lambda: self._walker.leaving
             )
-        except (asyncio.CancelledError, ConnectionError):
-            self._ended(request, path, own_id, Outcome.CANCELLED, 499, "the client left")
+        except (asyncio.CancelledError, ConnectionError) as left:
+            self._ended(request, path, own_id, *self._walker.why_left(left))
             raise
+        finally:
+            self._walker.went()
         self._ended(request, path, own_id, outcome, response.status, error)
         return response
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from aiohttp import web
 
 from llmproxy.config import BackendConfig
-from llmproxy.core.domain import Outcome
+from llmproxy.core.domain import Outcome, Refused
+from llmproxy.dispatcher import Leasing
 from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import ClientLeg
 from llmproxy.gateway.errors import Failure, error_event
@@ -41,10 +42,13 @@ class StoredResponses:
     loses the one that was made first. `on_made` hears of each that was made through here.
     """
 
-    def __init__(self, rulebook: Rulebook, backends: Mapping[str, BackendConfig], upstream: Upstream) -> None:
+    def __init__(
+        self, rulebook: Rulebook, backends: Mapping[str, BackendConfig], upstream: Upstream, dispatcher: Leasing
+    ) -> None:
         self._rulebook = rulebook
         self._backends = backends
         self._upstream = upstream
+        self._dispatcher = dispatcher
         self._made_by: dict[str, tuple[str, str]] = {}
         self._ids_of: dict[str, OrderedDict[str, None]] = {}
         self.on_made: Callable[[str, str, str], None] = lambda *_: None
@@ -119,40 +123,52 @@ class StoredResponses:
         headers = rules.identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
         exchange = None
+        gone = ""
+
+        def cut() -> None:
+            nonlocal gone
+            gone = "It is gone: nothing is expected of it any more."
+            if not scope.expired():
+                scope.reschedule(0.0)
+
         try:
-            async with asyncio.timeout(rules.config.timeouts.total_s):
-                exchange = await self._upstream.open(
-                    backend.url,
-                    request.method,
-                    f"{path}?{query}" if query else path,
-                    headers,
-                    (),
-                    rules.config.timeouts.connect_s,
-                )
-                try:
-                    if not (200 <= exchange.status < 300 or exchange.status >= 400):
-                        message = f"The backend answered {exchange.status}, which is not passed on."
-                        raise Failure(Outcome.UPSTREAM_STATUS, message, status=502)
-                    client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
-                    while data := await exchange.chunk():
-                        client.write(data)
-                        await client.drained()
-                    await client.end()
-                finally:
-                    exchange.close()
+            async with asyncio.timeout(rules.config.timeouts.total_s) as scope:
+                with self._dispatcher.direct(name, cut):
+                    try:
+                        exchange = await self._upstream.open(
+                            backend.url,
+                            request.method,
+                            f"{path}?{query}" if query else path,
+                            headers,
+                            (),
+                            rules.config.timeouts.connect_s,
+                        )
+                        if not (200 <= exchange.status < 300 or exchange.status >= 400):
+                            message = f"The backend answered {exchange.status}, which is not passed on."
+                            raise Failure(Outcome.UPSTREAM_STATUS, message, status=502)
+                        client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
+                        while data := await exchange.chunk():
+                            client.write(data)
+                            await client.drained()
+                    finally:
+                        if exchange is not None:
+                            exchange.close()
+                await client.end()
+        except Refused as refused:
+            raise Failure.of(refused) from None
         except LocalFailure as error:
             message = f"The proxy cannot open a connection to a backend now: {error}. Try again."
             raise Failure(Outcome.REJECTED_CAPACITY, message, status=503, retry_after_s=1.0) from error
         except (ConnectFailed, UpstreamBroken, TimeoutError) as error:
             message = "The backend that made this response failed."
             if client.response is None:
-                raise Failure(Outcome.CONNECT_FAILED, message, detail=str(error)) from error
+                raise Failure(Outcome.CONNECT_FAILED, message, detail=gone or str(error)) from error
             if exchange is not None and is_event_stream(exchange) and not is_encoded(exchange):
                 # Nobody followed where its events end; an empty one is none.
                 await end_saying(b"\n\n" + error_event(Dialect.RESPONSES, f"The stream broke: {message}"), client)
             else:
                 await client.abort()
-            return client.response, Outcome.BROKEN_STREAM, f"{message} {error}"
+            return client.response, Outcome.BROKEN_STREAM, f"{message} {gone or error}"
         assert client.response is not None
         if client.status >= 400:
             return client.response, Outcome.UPSTREAM_STATUS, "the backend's own answer"

@@ -90,14 +90,31 @@ class Walker:
         """Whatever is still here is cut off now, and not left by its client."""
         self._cutting = True
 
+    def came(self) -> None:
+        """One request more is here for which the end of the proxy has to wait."""
+        self.walking += 1
+        self.idle.clear()
+
+    def went(self) -> None:
+        """One of them has ended."""
+        self.walking -= 1
+        if not self.walking:
+            self.idle.set()
+
+    def why_left(self, left: BaseException) -> tuple[Outcome, int, str]:
+        """The outcome, the status and the story of a request whose task was cancelled, or that lost its client."""
+        if self._cutting:
+            return Outcome.DRAINING, 503, "cut: the proxy ended before this request did"
+        story = "the client left" if isinstance(left, asyncio.CancelledError) else f"the client left: {left}"
+        return Outcome.CANCELLED, 499, story
+
     async def serve(self, route: Route, http: web.BaseRequest) -> web.StreamResponse:
         """Serve one request of a scheduled route, and write down how it ended."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
         client = ClientLeg(http, extra, self._leaves)
         walk = Walk(self._rulebook.current, route, http, client, extra, now, urandom(16).hex())
-        self.walking += 1
-        self.idle.clear()
+        self.came()
         try:
             await self._walk(walk)
         except Failure as failure:
@@ -117,9 +134,7 @@ class Walker:
             # An answer has begun; another one in the middle of it would pass for a part of it.
             await walk.client.abort()
         finally:
-            self.walking -= 1
-            if not self.walking:
-                self.idle.set()
+            self.went()
             self._exit(walk)
         assert walk.client.response is not None
         return walk.client.response
@@ -351,12 +366,9 @@ class Walker:
         if walk.outcome is Outcome.BROKEN_STREAM:
             # It left at the sight of its error event.
             return
-        if self._cutting:
-            walk.outcome, walk.status = Outcome.DRAINING, walk.client.status or 503
-            walk.error = "cut: the proxy ended before this request did"
-            return
-        walk.outcome, walk.status = Outcome.CANCELLED, 499
-        walk.error = "the client left" if isinstance(left, asyncio.CancelledError) else f"the client left: {left}"
+        walk.outcome, walk.status, walk.error = self.why_left(left)
+        if walk.outcome is Outcome.DRAINING and walk.client.status:
+            walk.status = walk.client.status
 
     # --- the way out -------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class LiveState:
 
 
 _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
-    ("in_flight_requests", "Leases held: requests sent to the backend and not ended.", lambda b: b.in_flight),
+    ("in_flight_requests", "Requests sent to the backend and not ended.", lambda b: b.in_flight),
     ("backend_saturation", "Load over limit; 1 is full.", lambda b: b.saturation),
     ("backend_limit", "Requests the backend is thought to run at once.", lambda b: b.limit),
     ("backend_available", "1 while the backend is healthy and may be given work.", lambda b: b.available),

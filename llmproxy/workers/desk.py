@@ -28,6 +28,7 @@ from llmproxy.workers.wire import (
     Channel,
     Committed,
     Cut,
+    Direct,
     Ended,
     Exit,
     FromWorker,
@@ -48,7 +49,7 @@ from llmproxy.workers.wire import (
     Started,
 )
 
-Asked = TypeVar("Asked", Ask, Resolve, Page)
+Asked = TypeVar("Asked", Ask, Resolve, Page, Direct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Desk:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, tuple[Lease, asyncio.Future[tuple[Verdict, Usage | None]]]] = {}
         self._walks: dict[str, Request] = {}
+        self._direct = 0
         self.url: asyncio.Future[str] = self._loop.create_future()
         """Where the worker accepts connections."""
         self.idle, self.gone = asyncio.Event(), asyncio.Event()
@@ -91,8 +93,8 @@ class Desk:
 
     @property
     def walking(self) -> int:
-        """Requests of the worker that came to the waiting room and have not ended."""
-        return len(self._walks)
+        """Requests of the worker that came to the waiting room, or went past it, and have not ended."""
+        return len(self._walks) + self._direct
 
     @property
     def leases(self) -> int:
@@ -148,6 +150,16 @@ class Desk:
     async def _page(self, page: Page) -> None:
         self.tell(await self._house.page(page))
 
+    async def _go_direct(self, asked: Direct) -> None:
+        cut = asyncio.Event()
+        with self._dispatcher.direct(asked.backend, cut.set):
+            self._direct += 1
+            try:
+                await cut.wait()
+            finally:
+                self._direct -= 1
+        raise Refused(Outcome.CONNECT_FAILED, "The backend is gone.")
+
     # --- what the worker says -----------------------------------------------------------------------------------------
 
     def _take(self, message: FromWorker) -> None:
@@ -180,7 +192,7 @@ class Desk:
             case _:
                 self._take_rare(message)
 
-    def _take_rare(self, message: Cancel | Resolve | Page | Made | Idle | Listening | LogLinesLost) -> None:
+    def _take_rare(self, message: Direct | Cancel | Resolve | Page | Made | Idle | Listening | LogLinesLost) -> None:
         match message:
             case Cancel(call):
                 if call in self._calls:
@@ -189,6 +201,8 @@ class Desk:
                 self._call(self._resolve, message)
             case Page():
                 self._call(self._page, message)
+            case Direct():
+                self._call(self._go_direct, message)
             case Made():
                 self._house.made(message, self)
             case Idle():

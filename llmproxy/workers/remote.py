@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from types import MappingProxyType
 
@@ -32,6 +32,7 @@ from llmproxy.workers.wire import (
     Channel,
     Committed,
     Cut,
+    Direct,
     Ended,
     Exit,
     Fleet,
@@ -82,6 +83,28 @@ class Calls:
             del self._open[call]
             # What it raises would lead back to it, and both would stay until cycles are looked for.
             del answer
+
+    @contextmanager
+    def lasting(self, asked: Callable[[int], Message], refused: Callable[[], None]) -> Iterator[None]:
+        """A call that lasts as long as the block, unless it is refused, or there is nobody to refuse it any more."""
+        if self._channel.lost:
+            raise shutting_down()
+        call = next(self._serial)
+        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._open[call] = answer
+
+        def ended(answer: asyncio.Future[Answered]) -> None:
+            if not answer.cancelled() and answer.exception() is not None and call in self._open:
+                refused()
+
+        answer.add_done_callback(ended)
+        self._channel.send(asked(call))
+        try:
+            yield
+        finally:
+            self._channel.send(Cancel(call))
+            del self._open[call]
+            answer.cancel()
 
     def answered(self, message: Answered | Refuse) -> None:
         """The answer to a call; nobody may be waiting for it any more."""
@@ -153,6 +176,12 @@ class RemoteDispatcher:
         resolved = await self._calls.answer(lambda call: Resolve(call, name, hold_s, body_bytes))
         assert isinstance(resolved, Resolved)
         return resolved.target
+
+    def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `Dispatcher.direct`."""
+        if self.draining:
+            raise shutting_down()
+        return self._calls.lasting(lambda call: Direct(call, backend), cut)
 
     def ended(self, request: Request, met: bool | None) -> None:
         self._channel.send(Ended(request.id, met))

@@ -66,6 +66,13 @@ class Page(Message, frozen=True, tag=4):
     remote: str
 
 
+class Direct(Message, frozen=True, tag=29):
+    """`Dispatcher.direct`, until it is cancelled. Answered by `Refuse` alone, when it is to be cut."""
+
+    call: int
+    backend: str
+
+
 class Cancel(Message, frozen=True, tag=5):
     """Nobody waits for the answer to a call any more; where it was a grant, its lease is over."""
 
@@ -240,8 +247,8 @@ class Stop(Message, frozen=True, tag=27):
 
 
 FromWorker = (
-    Listening | Ask | Resolve | Page | Cancel | Started | Committed | Progress | Return | Ended | Cached | Attempted
-    | Exit | Learn | Idle | Made | LogLinesLost
+    Listening | Ask | Resolve | Page | Direct | Cancel | Started | Committed | Progress | Return | Ended | Cached
+    | Attempted | Exit | Learn | Idle | Made | LogLinesLost
 )  # fmt: skip
 ToWorker = (
     Begin | GoBy | Fleet | Estimates | Made | Standing | Granted | Refuse | Resolved | Shown | Cut | Stop

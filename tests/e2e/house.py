@@ -174,6 +174,7 @@ class House:
         pools = self.proxy.pools
         assert self.proxy.walker.walking == 0
         assert self.proxy.dispatcher.leases == 0
+        assert all(self.proxy.dispatcher.in_flight(name) == 0 for name in pools.backends)
         assert all(queue == (0, 0) for queue in pools.queued().values())
         assert {name: backend.sequences for name, backend in pools.backends.items()} == dict.fromkeys(pools.backends, 0)
         pools.check(asyncio.get_running_loop().time())

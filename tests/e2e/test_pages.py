@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy import __version__
+from llmproxy.front import Here
 from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
 from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, is_poll, until
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Scripted, answering, chunk, scripted, whole
 from tests.e2e.vllm_requests import PATHS
 from tests.gateway.test_small_rooms import MANAGEMENT
 
@@ -273,6 +276,89 @@ async def test_a_stored_response_is_not_elsewhere(line: str) -> None:
     async with a_stored_response(f"HTTP/1.1 {line}\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n".encode()) as home:
         assert (await home.get("/v1/responses/resp_1")).status == 502
         assert home.outcomes() == {"completed": 1, "upstream_status": 1}
+
+
+EVENT = chunk(b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n')
+STORED_STREAM = b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@dataclass(slots=True)
+class RunningStream:
+    """A house in which the stream of a stored response has begun; `go_on` lets it come to its end."""
+
+    home: House
+    backend: Scripted
+    reader: asyncio.StreamReader
+    go_on: asyncio.Event
+
+
+@asynccontextmanager
+async def a_running_stream(**config: Any) -> AsyncIterator[RunningStream]:
+    go_on = asyncio.Event()
+
+    async def ask(peer: Peer, _: bytes) -> None:
+        # A request to be left open where the backend hangs, unlike a poll.
+        backend._pollers.discard(peer.writer)
+        await peer.send(STREAM_HEAD + EVENT)
+        await go_on.wait()
+        await peer.send(EVENT + STREAM_END)
+
+    async with scripted(answering(whole(STORED))) as backend, house(extra=[backend.url], **config) as home:
+        backend.polls[b"/v1/responses/resp_1"] = ask
+        await home.post("/v1/responses", RESPONSES)
+        async with home.wire(STORED_STREAM) as (reader, _):
+            await reader.readuntil(EVENT)
+            yield RunningStream(home, backend, reader, go_on)
+
+
+async def test_the_stream_of_a_stored_response_is_in_flight_and_waited_for_by_a_drain() -> None:
+    async with a_running_stream() as one:
+        home = one.home
+        assert home.metric("llmproxy_in_flight_requests", backend="b0") == home.proxy.walking == 1
+        listed = (await home.get("/admin/backends")).json["backends"]
+        assert [backend["in_flight"] for backend in listed] == [1]
+        draining = asyncio.create_task(home.proxy.drain())
+        await until(lambda: home.proxy.dispatcher.draining)
+        assert (await home.get("/v1/responses/resp_1")).status == 503, "what is new is refused"
+        assert not draining.done()
+        one.go_on.set()
+        assert (await one.reader.readuntil(STREAM_END)).endswith(EVENT + STREAM_END)
+        assert await draining
+        assert home.metric("llmproxy_in_flight_requests", backend="b0") == 0
+        assert home.outcomes() == {"completed": 2, "draining": 1}
+
+
+async def test_the_stream_of_a_stored_response_that_outlives_the_drain_is_cut() -> None:
+    async with a_running_stream(drain_timeout_s=0.05) as one:
+        assert not await one.home.proxy.drain()
+        assert one.home.proxy.walking == 1
+        one.home.proxy.walker.cut()
+        assert isinstance(one.home.proxy.front, Here)
+        await one.home.proxy.front.listener.runner.cleanup()
+        assert not (await one.reader.read(-1)).endswith(STREAM_END)
+        assert one.home.outcomes() == {"completed": 1, "draining": 1}
+
+
+async def test_a_backend_leaves_when_the_stream_of_its_stored_response_has_ended() -> None:
+    async with a_running_stream() as one:
+        roster = one.home.proxy.roster
+        roster.tell("config", ())
+        await asyncio.sleep(0.1)
+        assert [(standing.state, standing.in_flight) for standing in roster.standings()] == [("leaving", 1)]
+        one.go_on.set()
+        await one.reader.readuntil(STREAM_END)
+        await until(lambda: not roster.standings())
+
+
+async def test_the_stream_of_a_stored_response_ends_with_its_backend() -> None:
+    async with a_running_stream() as one:
+        one.backend.hang()
+        rest = await one.reader.read(-1)
+        assert b"event: error" in rest
+        assert not rest.endswith(STREAM_END)
+        await one.home.settled()
+        assert one.home.outcomes() == {"completed": 1, "broken_stream": 1}
+        one.go_on.set()
 
 
 async def test_a_stored_response_ends_its_connection_with_its_proxy() -> None:

@@ -19,7 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.simulator.replica import Replica
+from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, until
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 from tests.e2e.test_restart import AS_SYSTEMD, START_MAX_S, Served, served
 
 pytestmark = pytest.mark.timeout(300, method="thread")
@@ -242,6 +244,35 @@ async def test_a_successor_with_workers_takes_over_and_nobody_notices(backend: R
         os.kill(replaced["by_pid"], signal.SIGTERM)
         await process.event("stopped", 2)
         assert all(stopped["all_requests_finished"] for stopped in process.events("stopped"))
+
+
+async def test_the_stream_of_a_stored_response_is_in_flight_whichever_worker_has_it(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def ask(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk(b"data: {}\n\n"))
+        await go_on.wait()
+        await peer.send(STREAM_END)
+
+    async with (
+        scripted(answering(whole(b'{"id":"resp_1"}'))) as replica,
+        served(tmp_path / "log", *TWO, replica.url) as process,
+    ):
+        replica.polls[b"/v1/responses/resp_1"] = ask
+        url = await process.url()
+        async with aiohttp.ClientSession() as http:
+            async with http.post(url + "/v1/responses", json={"model": "base", "input": "a"}) as made:
+                assert made.status == 200
+            async with http.get(url + "/v1/responses/resp_1?stream=true") as stream:
+                await stream.content.readany()
+                await reached(url, "llmproxy_in_flight_requests", 1)
+                process.process.send_signal(signal.SIGTERM)
+                assert (await process.event("draining"))["requests"] == 1
+                assert not process.events("stopped")
+                go_on.set()
+                await stream.content.read()
+        assert await process.ended() == 0
+        assert process.events("stopped")[0]["all_requests_finished"]
 
 
 async def test_a_port_that_is_taken_is_not_shared_with_whoever_has_it(backend: Replica, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dia
 from llmproxy.gateway.rules import Rulebook, Rules
 from llmproxy.gateway.stored import IDS_MAX, StoredResponses
 from llmproxy.upstream import Exchange
+from tests.dispatching import dispatcher
 
 MANAGEMENT = (
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/sleep", "/wake_up", "/pause", "/resume",
@@ -179,8 +180,12 @@ def test_answers_keep_their_fields_but_not_the_hops() -> None:
 # --- stored responses -------------------------------------------------------------------------------------------------
 
 
+def stored_responses() -> StoredResponses:
+    return StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream(), dispatcher())
+
+
 def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
-    stored = StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream())
+    stored = stored_responses()
     stored.remember(b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1', "gpu-0")
     stored.remember(b'{"error":{}}', "gpu-0")
     assert stored.backend_of("resp_0") == "gpu-0"
@@ -192,7 +197,7 @@ def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
 
 
 def test_who_makes_many_responses_forgets_its_own() -> None:
-    stored = StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream())
+    stored = stored_responses()
     acme, zeta = Tenant(name="acme"), Tenant(name="zeta")
     stored.remember(b'{"id":"resp_acme"}', "gpu-0", acme)
     for i in range(IDS_MAX + 5):
@@ -215,7 +220,7 @@ CREATED = b'event: response.created\ndata: {"response":{"id":"resp_0","created_a
     ],
 )
 def test_the_id_of_a_response_is_found(head: bytes) -> None:
-    stored = StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream())
+    stored = stored_responses()
     stored.remember(head, "gpu-0")
     assert list(stored.made_by) == ["resp_0"]
 
@@ -241,13 +246,13 @@ def test_the_id_of_a_response_is_found(head: bytes) -> None:
     ],
 )
 def test_an_id_elsewhere_in_an_answer_is_not_that_of_the_response(head: bytes) -> None:
-    stored = StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream())
+    stored = stored_responses()
     stored.remember(head, "gpu-0")
     assert list(stored.made_by) == []
 
 
 def test_a_response_exists_for_the_tenant_that_made_it_alone() -> None:
-    stored = StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream())
+    stored = stored_responses()
     acme, zeta = Tenant(name="acme"), Tenant(name="zeta")
     stored.remember(b'{"id":"resp_0"}', "gpu-0", acme)
     assert stored.backend_of("resp_0", acme) == "gpu-0"

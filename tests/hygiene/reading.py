@@ -1,8 +1,8 @@
 """How a strict reader understands bytes of HTTP/1.1: a second opinion, after RFC 9112, without code of the proxy.
 
-Nothing is repaired. Where the standard says that a recipient may be lenient, this one is not, but for empty lines before
-a request line (section 2.2), more than one space between its words (section 3), and the version and the reason phrase
-of an answer: no framing hangs on them.
+Nothing is repaired. Where the standard says that a recipient may be lenient, this one is not, but for empty lines
+before a request line (section 2.2), more than one space between its words (section 3), and the version and the reason
+phrase of an answer: no framing hangs on them.
 """
 
 from __future__ import annotations

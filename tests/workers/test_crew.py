@@ -82,7 +82,7 @@ class Listener(Desk):
 def crew_of(backends: dict[str, BackendConfig], count: int = 2) -> tuple[Crew, list[Listener]]:
     one = dispatcher(a=1)
     rulebook = Rulebook(Rules.of(Config(), Nowhere()))  # type: ignore[arg-type]
-    stored = StoredResponses(rulebook, backends, Nowhere())  # type: ignore[arg-type]
+    stored = StoredResponses(rulebook, backends, Nowhere(), one)  # type: ignore[arg-type]
     crew = Crew(rulebook, one, backends, stored, Told(), None, no_page, held=False)  # type: ignore[arg-type]
     desks = [Listener(crew) for _ in range(count)]
     crew._desks.update(enumerate(desks))

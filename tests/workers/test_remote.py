@@ -524,6 +524,52 @@ async def test_who_waits_while_the_proxy_drains_is_refused_in_its_worker() -> No
 
 
 @virtual
+async def test_what_goes_past_the_waiting_room_of_a_worker_is_in_flight_there() -> None:
+    one = dispatcher(a=1)
+    line, other = Line(one), Line(one)
+    cuts: list[str] = []
+    with line.remote.direct("a", lambda: cuts.append("line")):
+        with other.remote.direct("a", lambda: cuts.append("other")):
+            await turns(ENOUGH)
+            assert (one.in_flight("a"), line.desk.walking, other.desk.walking) == (2, 1, 1)
+        await turns(ENOUGH)
+        assert (one.in_flight("a"), line.desk.walking, other.desk.walking) == (1, 1, 0)
+        assert cuts == []
+        for _ in range(2):
+            one.troubled("a", Trouble.REFUSED, "nobody there")
+        await turns(ENOUGH)
+        assert cuts == ["line"]
+    await nothing_left(one, line, other)
+    with line.remote.direct("gone", lambda: cuts.append("gone")):
+        await turns(ENOUGH)
+        assert cuts == ["line", "gone"]
+    with line.remote.direct("gone", lambda: cuts.append("nobody")):
+        pass
+    await nothing_left(one, line, other)
+    assert cuts == ["line", "gone"], "who has left is not told"
+    line.remote.standing = Standing(draining=True)
+    with pytest.raises(Refused) as refused, line.remote.direct("a", lambda: None):
+        raise AssertionError("it was let in")
+    assert refused.value.outcome is Outcome.DRAINING
+
+
+@virtual
+async def test_what_went_past_the_waiting_room_ends_with_its_worker_and_with_its_scheduler() -> None:
+    one = dispatcher(a=1)
+    line = Line(one)
+    cuts: list[str] = []
+    with line.remote.direct("a", lambda: cuts.append("cut")):
+        await turns(ENOUGH)
+        assert one.in_flight("a") == 1
+        line.die()
+        await turns(ENOUGH)
+        assert (one.in_flight("a"), line.desk.walking, cuts) == (0, 0, ["cut"])
+    with pytest.raises(Refused), line.remote.direct("a", lambda: None):
+        raise AssertionError("it was let in")
+    await nothing_left(one, line)
+
+
+@virtual
 async def test_a_page_is_answered_by_the_scheduler() -> None:
     line = Line(dispatcher(a=1))
     shown = await line.calls.answer(lambda call: Page(call, b"GET / HTTP/1.1\r\n\r\n", "10.0.0.1"))
