@@ -177,7 +177,7 @@ async def running(
         sources = Discovery(roster, dispatcher.expects_backends, metrics.looked)
         stack.push_async_callback(sources.close)
         admin = AdminPages(config, dispatcher, adapters, loop.time)
-        changes = AdapterRoutes(adapters, keeper, dispatcher)
+        changes = AdapterRoutes(adapters, keeper, dispatcher, rulebook)
 
         def go_by(new: Config) -> None:
             discovery.check(new)
@@ -225,7 +225,7 @@ async def running(
         if config.workers > 1:
             front = crew = Crew(
                 rulebook, dispatcher, roster.backends, stored, metrics, decisions,
-                partial(answer_page, door, config.clients), held,
+                partial(answer_page, door), held,
             )  # fmt: skip
             stack.push_async_callback(crew.close)
             await crew.start(opened)

@@ -7,12 +7,14 @@ from typing import Any, Protocol
 import orjson
 from aiohttp import web
 
+from llmproxy.config import ClientsConfig
 from llmproxy.core.adapters import Adapters, Plan, Report
 from llmproxy.core.domain import Outcome, Refused
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.client_leg import read_body
 from llmproxy.gateway.errors import Failure, error_fields
 from llmproxy.gateway.routes import LOAD_ADAPTER
+from llmproxy.gateway.rules import Rulebook
 
 BODY_BYTES_MAX = 16 << 10
 """Bodies are remembered; an adapter's name and path need no more."""
@@ -31,16 +33,17 @@ class Keeper(Protocol):
 class AdapterRoutes:
     """Answers those who hold the admin key; who that is was found out before."""
 
-    def __init__(self, adapters: Adapters, keeper: Keeper, dispatcher: Dispatcher) -> None:
+    def __init__(self, adapters: Adapters, keeper: Keeper, dispatcher: Dispatcher, rulebook: Rulebook) -> None:
         self._adapters = adapters
         self._keeper = keeper
         self._dispatcher = dispatcher
+        self._rulebook = rulebook
 
     async def serve(self, path: str, request: web.BaseRequest) -> web.Response:
         """Carry out one change and report on it. Raises Failure for one that no backend was told of."""
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=DRAIN_RETRY_S)
-        fields = await _fields(request)
+        fields = await _fields(request, self._rulebook.current.config.clients)
         name = _text(fields, "lora_name", NAME_CHARS_MAX)
         replicas, model = _replicas(fields.pop("replicas", "all")), fields.pop("model", None)
         if model is not None and not isinstance(model, str):
@@ -87,10 +90,10 @@ def _answer(report: Report) -> web.Response:
     return web.Response(status=status, body=orjson.dumps(shown), content_type="application/json")
 
 
-async def _fields(request: web.BaseRequest) -> dict[str, Any]:
+async def _fields(request: web.BaseRequest, patience: ClientsConfig) -> dict[str, Any]:
     if request.content_type != "application/json":
         raise _bad("Unsupported media type: the content type of this route is application/json.", None)
-    body = await read_body(request, BODY_BYTES_MAX)
+    body = await read_body(request, BODY_BYTES_MAX, patience)
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -55,20 +55,25 @@ class FrontDoor:
         """Answer one request on the port for those who run the proxy."""
         return await self._handle(request, on_admin_port=True)
 
-    async def _handle(self, request: web.BaseRequest, on_admin_port: bool) -> web.StreamResponse:
-        response = await self._answer(request, on_admin_port)
+    async def handle_judged(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request of a client that the front door of a worker has let in."""
+        return await self._handle(request, on_admin_port=False, judged=True)
+
+    async def _handle(self, request: web.BaseRequest, on_admin_port: bool, judged: bool = False) -> web.StreamResponse:
+        response = await self._answer(request, on_admin_port, judged)
         if self._walker.leaving and not response.prepared:
             # A client that keeps its connection would send its next request into an ending process, and lose it.
             response.force_close()
         return response
 
-    async def _answer(self, request: web.BaseRequest, on_admin_port: bool) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, on_admin_port: bool, judged: bool) -> web.StreamResponse:
         path = request.path
         if len(path) > 1:
             # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
             path = path.rstrip("/") or "/"
         try:
-            check_hygiene(request, self._head_bytes_max)
+            if not judged:
+                check_hygiene(request, self._head_bytes_max)
             if is_administrative(path):
                 return await self._pages.administer(path, request, on_admin_port)
             if on_admin_port and path not in PROBES:

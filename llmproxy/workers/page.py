@@ -1,7 +1,8 @@
 """Pages that relay workers were asked for, answered by the front door of the process that schedules.
 
-The request comes as the bytes of one and goes through the server as every other, over a pair of sockets; its answer is
-taken at the door, whole, and what the server makes of it is read by nobody.
+The request comes as the bytes of one and goes through the server as every other, over a pair of sockets, but for what
+the worker has judged already: its form and size, and what its address may use. Its answer is taken at the door, whole;
+of what the server makes of it, only that it asks for a body is read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from llmproxy.workers.wire import Page, Shown
 CUT_AFTER_S = 0.1
 """How long what still runs behind an answer, or for nobody, gets before it is cut."""
 
+_ANY_SIZE = ClientsConfig().model_copy(update={"head_bytes_max": 1 << 30, "head_fields_max": 1 << 30})
+
 
 @dataclass(slots=True)
 class _Hatch:
@@ -34,7 +37,7 @@ class _Hatch:
     answer: asyncio.Future[Shown]
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = await self.front.handle(request.clone(remote=self.page.remote))
+        response = await self.front.handle_judged(request.clone(remote=self.page.remote))
         assert isinstance(response, web.Response)
         return self._taken(response)
 
@@ -54,18 +57,23 @@ class _Hatch:
         return response
 
 
-async def answer_page(front: FrontDoor, limits: ClientsConfig, page: Page) -> Shown:
-    """What the front door answers to a page that a client of a worker asked for."""
+async def answer_page(front: FrontDoor, page: Page) -> Shown:
+    """What the front door answers to a page that a client of a worker asked for; 100 where it waits for a body."""
     loop = asyncio.get_running_loop()
-    # The worker has counted the connection and the request.
     hatch = _Hatch(front, Clients(ClientsConfig()), page, loop.create_future())
-    server = ClientServer(hatch, limits)
+    server = ClientServer(hatch, _ANY_SIZE)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
+    told: asyncio.Future[bytes] | None = None
     try:
         with ours:
             await loop.connect_accepted_socket(server, theirs)
             await loop.sock_sendall(ours, page.request)
-            return await hatch.answer
+            told = loop.create_task(loop.sock_recv(ours, 1))
+            await asyncio.wait((hatch.answer, told), return_when=asyncio.FIRST_COMPLETED)
+            # Bytes of a server that has not answered are an interim answer.
+            return hatch.answer.result() if hatch.answer.done() else Shown(page.call, 100, "", (), b"")
     finally:
+        if told is not None:
+            told.cancel()
         await server.shutdown(CUT_AFTER_S)

@@ -53,8 +53,8 @@ from llmproxy.workers.wire import (
 )
 
 Answered = Granted | Resolved | Shown
-_NOT_FORWARDED = frozenset({b"connection", b"content-length", b"transfer-encoding", b"expect"})
-"""Fields of a page's request that speak of the bytes on the connection it came by; its body is whole by now."""
+_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
+"""Fields that speak of how a body comes on its connection."""
 
 
 class Calls:
@@ -270,23 +270,34 @@ class RemotePages:
         return await self._forward(request)
 
     async def _forward(self, request: web.BaseRequest) -> web.Response:
-        body = b""
-        if request.can_read_body:
+        shown = await self._ask(request, None)
+        if shown.status == 100:
+            # Not before it is asked for: who may not send one is told so first, and most pages read none.
             body = await read_body(request, BODY_BYTES_MAX, self._rulebook.current.config.clients)
+            shown = await self._ask(request, body)
+        return web.Response(status=shown.status, reason=shown.reason, headers=list(shown.headers), body=shown.body)
+
+    async def _ask(self, request: web.BaseRequest, body: bytes | None) -> Shown:
         raw = _raw(request, body)
         try:
             shown = await self._calls.answer(lambda call: Page(call, raw, request.remote or ""))
         except Refused as refused:
             raise Failure.of(refused) from None
         assert isinstance(shown, Shown)
-        return web.Response(status=shown.status, reason=shown.reason, headers=list(shown.headers), body=shown.body)
+        return shown
 
 
-def _raw(request: web.BaseRequest, body: bytes) -> bytes:
-    fields = [field for field in request.raw_headers if field[0].lower() not in _NOT_FORWARDED]
-    fields += [(b"Content-Length", b"%d" % len(body)), (b"Connection", b"close")]
-    first = f"{request.method} {request.raw_path} HTTP/1.1\r\n".encode("utf-8", "surrogateescape")
-    return first + b"".join(b"%b: %b\r\n" % field for field in fields) + b"\r\n" + body
+def _raw(request: web.BaseRequest, body: bytes | None) -> bytes:
+    """A request as it came, with its body; or with None, such that the body is asked for."""
+    fields = [*request.raw_headers]
+    if body is not None:
+        fields = [field for field in fields if field[0].lower() not in _FRAMING]
+        fields.append((b"Content-Length", b"%d" % len(body)))
+    elif request.can_read_body and "expect" not in request.headers:
+        fields.append((b"Expect", b"100-continue"))
+    version = f"HTTP/{request.version.major}.{request.version.minor}"
+    first = f"{request.method} {request.raw_path} {version}\r\n".encode("utf-8", "surrogateescape")
+    return first + b"".join(b"%b: %b\r\n" % field for field in fields) + b"\r\n" + (body or b"")
 
 
 class RemoteFleet:

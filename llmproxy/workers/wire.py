@@ -59,7 +59,10 @@ class Resolve(Message, frozen=True, tag=3):
 
 
 class Page(Message, frozen=True, tag=4):
-    """A whole HTTP/1.1 request from `remote` that is not for an engine. Answered by `Shown`."""
+    """An HTTP/1 request from `remote` that is not for an engine, in bytes. Answered by `Shown`.
+
+    It comes without its body, and once more with it where the answer is 100 (Continue).
+    """
 
     call: int
     request: bytes

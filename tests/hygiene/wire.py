@@ -59,6 +59,16 @@ class Wire(asyncio.Protocol):
             self._news.clear()
             await self._news.wait()
 
+    async def all_of(self, behind: bytes) -> bytes:
+        """All that comes until the end; `behind` is sent behind the first of it."""
+        while not self.ended:
+            if self._received:
+                self.write(behind)
+                behind = b""
+            self._news.clear()
+            await self._news.wait()
+        return self._received
+
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Wire]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 
-from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
+from llmproxy.gateway.client_leg import read_body
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.routes import Dialect
 from llmproxy.workers.page import answer_page
@@ -22,7 +22,7 @@ class Front:
     seen: list[tuple[str, str, str | None, bytes]] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def handle_judged(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await request.read()
         self.seen.append((request.method, request.path_qs, request.remote, body))
         return web.Response(status=201, body=b"x" * 2_000_000, headers={"X-Twice": "a", "Retry-After": "1"})
@@ -38,7 +38,7 @@ class Front:
 
 
 async def answered(front: Front, raw: bytes) -> Shown:
-    return await answer_page(front, ClientsConfig(), Page(7, raw, "10.1.2.3"))  # type: ignore[arg-type]
+    return await answer_page(front, Page(7, raw, "10.1.2.3"))  # type: ignore[arg-type]
 
 
 async def test_the_front_door_sees_the_client_and_the_worker_gets_the_whole_answer() -> None:
@@ -53,7 +53,7 @@ async def test_the_front_door_sees_the_client_and_the_worker_gets_the_whole_answ
     assert told.keys().isdisjoint({"connection", "content-length", "date", "server", "transfer-encoding"})
 
 
-@pytest.mark.parametrize("raw", [b"NOT HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nHost: h\r\n" + b"x: y\r\n" * 200 + b"\r\n"])
+@pytest.mark.parametrize("raw", [b"NOT HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nHost: h\r\nHost: h\r\n\r\n"])
 async def test_what_is_no_request_is_refused_like_everywhere(raw: bytes) -> None:
     front = Front()
     shown = await answered(front, raw)
@@ -64,8 +64,23 @@ async def test_what_is_no_request_is_refused_like_everywhere(raw: bytes) -> None
 
 async def test_a_refusal_comes_as_the_front_door_made_it() -> None:
     class Refusing(Front):
-        async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        async def handle_judged(self, request: web.BaseRequest) -> web.StreamResponse:
             return self.refuse(request, Failure(Outcome.BAD_REQUEST, "Not here.", status=404))
 
     shown = await answered(Refusing(), b"GET /debug/queue HTTP/1.1\r\nHost: h\r\n\r\n")
     assert (shown.status, b"Not here." in shown.body) == (404, True)
+
+
+async def test_a_body_is_sent_for_when_it_is_read() -> None:
+    head = b"POST /a HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"
+
+    class Reading(Front):
+        async def handle_judged(self, request: web.BaseRequest) -> web.StreamResponse:
+            self.seen.append((request.method, request.path, request.remote, await read_body(request, 10)))
+            return web.Response(status=201)
+
+    front = Reading()
+    assert (await answered(front, head)).status == 100
+    assert not front.seen
+    assert (await answered(front, head.replace(b"Expect", b"X") + b"body")).status == 201
+    assert front.seen == [("POST", "/a", "10.1.2.3", b"body")]
