@@ -63,6 +63,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             _log.info(
                 "listening",
                 url=proxy.url,
+                addresses=sockets.addresses(config.host, config.port),
                 admin=admin,
                 backends=len(config.backends),
                 workers=config.workers,

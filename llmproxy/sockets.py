@@ -95,6 +95,11 @@ class Sockets:
         self._open[key] = sockets
         return sockets, key == SYSTEMD
 
+    def addresses(self, host: str, port: int) -> list[str]:
+        """Where those for this address accept connections, each once."""
+        sockets = self._open.get(SYSTEMD) or self._open[f"{host}:{port}"]
+        return list(dict.fromkeys(address for one in sockets for address in _served(one)))
+
     def serving(self) -> None:
         """Everything listens: close what was inherited and is not wanted any more, and tell a predecessor to leave."""
         for sockets in self._inherited.values():
@@ -127,14 +132,25 @@ def _adopted(fd: int) -> socket.socket:
     return found
 
 
+def _served(one: socket.socket) -> list[str]:
+    host, port = one.getsockname()[:2]
+    if one.family != socket.AF_INET6:
+        return [f"{host}:{port}"]
+    both = host == "::" and not one.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+    return [f"[{host}]:{port}"] + [f"0.0.0.0:{port}"] * both
+
+
 def _opened(host: str, port: int, acceptors: int) -> list[socket.socket]:
-    """Sockets for each address that the name of a host has. Raises OSError, and has opened none then."""
+    """Sockets for each address that the name of a host has; `::` is all of both families, where the system has them.
+
+    Raises OSError, and has opened none then.
+    """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
         for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
             if acceptors == 1:
-                sockets.append(socket.create_server(address[:2], family=family))
+                sockets.append(_create(family, address[:2]))
             else:
                 sockets += _sharing(family, address[:2], acceptors)
     except OSError:
@@ -144,14 +160,19 @@ def _opened(host: str, port: int, acceptors: int) -> list[socket.socket]:
     return sockets
 
 
+def _create(family: int, address: tuple[Any, ...], *, shared: bool = False) -> socket.socket:
+    both = address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, reuse_port=shared, dualstack_ipv6=both)
+
+
 def _sharing(family: int, address: tuple[Any, ...], acceptors: int) -> list[socket.socket]:
     """Sockets of one port (SO_REUSEPORT). Raises OSError."""
     # Any program of this user that shares the port too would be let in: it should be told that the port is taken.
-    socket.create_server(address, family=family).close()
+    _create(family, address).close()
     sockets: list[socket.socket] = []
     try:
         for _ in range(acceptors):
-            sockets.append(socket.create_server(address, family=family, reuse_port=True))
+            sockets.append(_create(family, address, shared=True))
             address = address[0], sockets[0].getsockname()[1]
     except OSError:
         for one in sockets:

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -35,6 +36,33 @@ def test_without_variables_sockets_are_opened() -> None:
         assert not opened.get_inheritable()
         with socket.create_connection(opened.getsockname()):
             pass
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="a system without IPv6")
+@pytest.mark.parametrize("acceptors", [1, 2])
+def test_the_unspecified_address_of_ipv6_is_all_addresses_of_both_families(acceptors: int) -> None:
+    sockets = Sockets()
+    opened, _ = sockets.listening("::", 0, acceptors)
+    port = opened[0].getsockname()[1]
+    with ExitStack() as stack:
+        for one in opened:
+            stack.enter_context(one)
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), 5).close()
+        assert len(opened) == acceptors
+        assert sockets.addresses("::", 0) == [f"[::]:{port}", f"0.0.0.0:{port}"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
+def test_any_other_address_is_itself(host: str) -> None:
+    sockets = Sockets()
+    [opened], _ = sockets.listening(host, 0)
+    with opened:
+        port = opened.getsockname()[1]
+        assert sockets.addresses(host, 0) == [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
+        other = "127.0.0.1" if host == "::1" else "::1"
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((other, port), 5)
 
 
 def test_descriptors_for_another_process_are_left_alone() -> None:

@@ -63,7 +63,7 @@ DRAIN_QUEUED = ("refuse", "finish")
 
 class Config(Section):
     host: Annotated[str, Field(min_length=1)] = "0.0.0.0"
-    """Address to listen on."""
+    """Address to listen on; 0.0.0.0 is all of IPv4, and :: all of IPv6 and IPv4."""
     port: Annotated[Integer, Field(ge=0, le=65535)] = 8080
     """Port to listen on; 0 takes a free one."""
     workers: Annotated[Integer, Field(ge=1, le=64)] = 1

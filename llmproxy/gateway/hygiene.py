@@ -20,6 +20,9 @@ SINGLE = ("authorization", "x-api-key", "x-request-id", "content-encoding", "exp
 LOOKALIKES = ("transfer_encoding", "content_length")
 """Servers that turn `-` into `_` cannot tell these from the fields that say where a body ends."""
 
+VERSIONS = (HttpVersion11, HttpVersion10)
+"""What is spoken here."""
+
 _HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[0-9a-fA-F:.]+\])(:\d{0,5})?", re.ASCII)
 
 
@@ -30,7 +33,7 @@ def check(request: web.BaseRequest, head_bytes_max: int) -> None:
     # Each field is bounded by the parser, and what has not arrived whole by its connection; this is the sum of them.
     if len(request.raw_path) + sum(len(name) + len(value) for name, value in request.raw_headers) > head_bytes_max:
         raise head_too_large()
-    if request.version not in (HttpVersion11, HttpVersion10):
+    if request.version not in VERSIONS:
         raise _refused("This proxy speaks HTTP/1.1 and HTTP/1.0.", status=505)
     if request.method == "CONNECT":
         raise _refused("This proxy opens no tunnels.", status=405)

@@ -439,6 +439,19 @@ async def test_a_port_that_is_taken_is_not_shared_with_whoever_has_it(backend: R
             assert (await second.event("cannot_listen"))["host"] == "127.0.0.1"
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="a system without IPv6")
+@pytest.mark.parametrize("count", ["1", "2"])
+async def test_both_families_are_served_and_told_of(count: str, backend: Replica, tmp_path: Path) -> None:
+    told = ("--host", "::", "--port", "0", "--workers", count, backend.url)
+    async with served(tmp_path / "log", *told) as process, aiohttp.ClientSession() as http:
+        port = (await process.url()).rpartition(":")[2]
+        assert (await process.event("listening"))["addresses"] == [f"[::]:{port}", f"0.0.0.0:{port}"]
+        for host in ("127.0.0.1", "[::1]"):
+            assert await alone(f"http://{host}:{port}") == 200
+            async with http.get(f"http://{host}:{port}/debug/queue") as page:
+                assert page.status == 200, "both are this machine"
+
+
 async def test_what_keeps_all_workers_from_starting_is_told_once(backend: Replica, tmp_path: Path) -> None:
     tls = ("--tls-cert", str(tmp_path / "missing.pem"))
     async with served(tmp_path / "log", *TWO, *tls, backend.url) as process:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.house import until
+from tests.e2e.house import house, until
 from tests.hygiene.answers import ANSWERS, answer_bench, answer_differences, answer_row, observe_answer
 from tests.hygiene.observe import bench, differences, observe
 from tests.hygiene.table import PAGE, page, row
@@ -43,6 +43,32 @@ async def test_what_comes_of_an_answer(caplog: pytest.LogCaptureFixture) -> None
         }
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered_with"),
+    [
+        (b" HTTP/0.9", b"HTTP/1.1 505"),
+        (b"", b"HTTP/1.1 505"),
+        (b" HTTP/2.0", b"HTTP/1.1 505"),
+        (b" HTTP/1.0", b"HTTP/1.0 200"),
+        (b" HTTP/1.1", b"HTTP/1.1 200"),
+        (b" HTTP/1.2", b"HTTP/1.0 400"),
+        (b" HTTP/1.10", b"HTTP/1.0 400"),
+        (b" HTTP/3.0", b"HTTP/1.0 400"),
+    ],
+)
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+async def test_an_answer_claims_a_version_that_is_spoken_here(
+    method: bytes, asked: bytes, answered_with: bytes
+) -> None:
+    sent = method + b" /version" + asked + b"\r\nhost: x\r\nconnection: close\r\n\r\n"
+    async with house() as home, home.wire(sent) as (reader, _):
+        answer = await reader.read(-1)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(answered_with + b" ")
+    assert (b"\r\nConnection: close" in head) == answered_with.startswith(b"HTTP/1.1")
+    assert answer.count(b"HTTP/1.") == 1 + body.count(b"HTTP/1.")
 
 
 async def test_what_cannot_be_parsed_is_neither_repeated_nor_logged(capsys: pytest.CaptureFixture[str]) -> None:
