@@ -13,7 +13,8 @@ import structlog
 
 from llmproxy.backends import discovery
 from llmproxy.backends.adapters import AdapterKeeper
-from llmproxy.backends.discovery import Discovery
+from llmproxy.backends.discovery import Discovery, addresses, services
+from llmproxy.backends.names import Names
 from llmproxy.backends.poller import polling_session
 from llmproxy.backends.roster import Roster
 from llmproxy.backends.tls import PeerTls, peers_tls
@@ -152,14 +153,16 @@ async def running(
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=_tell_news)
     async with AsyncExitStack() as stack:
         tls: dict[str, PeerTls] = {}
-        upstream = await stack.enter_async_context(HttpUpstream(tls, connections_max()))
+        names = Names()
+        stack.push_async_callback(names.close)
+        upstream = await stack.enter_async_context(HttpUpstream(tls, connections_max(), names))
         rulebook = Rulebook(Rules.of(config, upstream))
         decisions = _decision_log(config, metrics, loop.time())
         if decisions is not None:
             stack.push_async_callback(asyncio.to_thread, decisions.close)
-        session = await stack.enter_async_context(polling_session())
+        session = await stack.enter_async_context(polling_session(names))
         watch = _Watch(pools, dispatcher, metrics)
-        roster = Roster(dispatcher, session, watch, config.poll, config.backend_api_key, tls)
+        roster = Roster(dispatcher, session, watch, config.poll, config.backend_api_key, tls, names)
         stack.push_async_callback(roster.close)
         stored = StoredResponses(rulebook, roster.backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached) if presets.hears_answers(settings.placement) else None
@@ -174,7 +177,7 @@ async def running(
         stack.push_async_callback(keeper.close)
         watch.on_listed = keeper.listed
         roster.on_gone = [watch.forget, keeper.forget, metrics.forget_backend]
-        sources = Discovery(roster, dispatcher.expects_backends, metrics.looked)
+        sources = Discovery(roster, dispatcher.expects_backends, metrics.looked, (partial(addresses, names), services))
         stack.push_async_callback(sources.close)
         admin = AdminPages(config, dispatcher, adapters, loop.time)
         changes = AdapterRoutes(adapters, keeper, dispatcher, rulebook)

@@ -20,10 +20,14 @@ class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an
 
 
 class LocalFailure(ConnectFailed):
-    """The same, for want of something that this machine gives out (descriptors, ports, memory): no backend is to blame.
+    """The same, for want of something else than the backend, which is not to blame: a descriptor, a port, its address.
 
-    The message says what is lacking, and names no backend.
+    `message` is for the client, and names no backend.
     """
+
+    def __init__(self, lack: str, story: str) -> None:
+        super().__init__(story)
+        self.message = f"The proxy cannot open a connection to a backend now: {lack}. Try again."
 
 
 class UpstreamBroken(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code

@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack
 import structlog
 import uvloop
 
+from llmproxy.backends.names import Names
 from llmproxy.backends.tls import PeerTls
 from llmproxy.backends.upstream import HttpUpstream
 from llmproxy.config import Config, ConfigError
@@ -104,7 +105,7 @@ class _Worker:
     """The parts of a worker, and what each message does to them."""
 
     def __init__(
-        self, name: str, config: Config, channel: Channel[ToWorker], upstream: Upstream, tls: dict[str, PeerTls]
+        self, name: str, config: Config, channel: Channel[ToWorker], upstream: Upstream, fleet: RemoteFleet
     ) -> None:
         self._channel = channel
         self._upstream = upstream
@@ -112,7 +113,7 @@ class _Worker:
         self._calls = Calls(channel)
         self._dispatcher = RemoteDispatcher(channel, self._calls)
         self._estimator = RemoteEstimator(channel)
-        self.fleet = RemoteFleet(tls)
+        self.fleet = fleet
         metrics = RemoteMetrics(channel)
         self._stored = StoredResponses(self._rulebook, self.fleet.backends, upstream, self._dispatcher)
         self._stored.on_made = lambda *made: channel.send(Made(*made))
@@ -193,8 +194,10 @@ async def _serve(end: socket.socket) -> int:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(_hung_up, line)
             tls: dict[str, PeerTls] = {}
-            upstream = await stack.enter_async_context(HttpUpstream(tls, connections_max()))
-            worker = _Worker(begin.name, config, line.channel, upstream, tls)
+            names = Names()
+            stack.push_async_callback(names.close)
+            upstream = await stack.enter_async_context(HttpUpstream(tls, connections_max(), names))
+            worker = _Worker(begin.name, config, line.channel, upstream, RemoteFleet(tls, names))
             line.hear(worker.hear, worker.lost)
             await stack.enter_async_context(in_the_background(worker.fleet.follow_authorities()))
             stack.push_async_callback(worker.walker.idle.wait)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from llmproxy.backends.names import Names
 from llmproxy.backends.roster import Roster
 from llmproxy.config import DNS, SRV, BackendConfig, Config, ConfigError, WatchedFile, load_backends
 
@@ -110,17 +111,17 @@ class DnsSource:
         return self._template.model_copy(update={"url": f"{self._scheme}://{place}", "name": place})
 
 
-async def addresses(host: str, port: int) -> list[Address]:
-    """Everything behind A and AAAA records, by the system's own resolver."""
+async def addresses(names: Names, host: str, port: int) -> list[Address]:
+    """Everything behind A and AAAA records."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await names.look_up(host)
     except socket.gaierror as error:
         if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
             return []
         raise SourceFailedError(f"{host} cannot be looked up: {error.strerror}") from None
     except OSError as error:
         raise SourceFailedError(f"{host} cannot be looked up: {error}") from None
-    return [(str(place[0]), port) for *_, place in found]
+    return [(str(place[0]), port) for _, place in found]
 
 
 async def services(name: str, _: int) -> list[Address]:
@@ -166,7 +167,7 @@ class Discovery:
         roster: Roster,
         expects: Callable[[bool], None],
         on_look: Callable[[str, bool], None],
-        look_ups: tuple[LookUp, LookUp] = (addresses, services),
+        look_ups: tuple[LookUp, LookUp],
     ) -> None:
         self._roster = roster
         self._expects = expects

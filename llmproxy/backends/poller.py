@@ -26,6 +26,7 @@ from yarl import URL
 
 from llmproxy.backends.metrics_text import METRIC_NAMES, is_filtered, parse_reading
 from llmproxy.backends.models import parse_listing
+from llmproxy.backends.names import Names
 from llmproxy.backends.tls import PeerTls, trust_of
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.descriptors import lack_of
@@ -101,14 +102,15 @@ class _LapFailed(Exception):  # noqa: N818 - an answer of the backend, not an er
         self.detail = detail
 
 
-def polling_session() -> aiohttp.ClientSession:
+def polling_session(names: Names | None = None) -> aiohttp.ClientSession:
     """A session fit for pollers, for all backends together; the caller closes it after the last poller has ended.
 
     Idle connections are dropped before vLLM's own 5 s, and compression is declined because it would be paid for on the
-    engine's event loop. Must be called on a running loop.
+    engine's event loop. `names` says what hosts mean. Must be called on a running loop.
     """
+    resolver = names or Names()
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, resolver=resolver, use_dns_cache=False),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Accept-Encoding": "identity"},
     )
@@ -309,8 +311,10 @@ class Poller:
         except TimeoutError:
             raise _LapFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
         except aiohttp.ClientConnectionError as error:
-            # The library's own words speak of ssl where there is none.
-            why = error.os_error if type(error) is aiohttp.ClientConnectorError else error
+            why: Exception = error
+            if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+                # The library's own words speak of ssl where there is none.
+                why = error.os_error
             raise _LapFailed(_blame(error), f"{what}: {why}") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise _LapFailed(Trouble.GARBAGE, f"{what}: {error or type(error).__name__}") from None

@@ -8,7 +8,7 @@ there ends in its own time (`timeouts.total_s` at the most), and then it is forg
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from types import MappingProxyType
 import aiohttp
 import structlog
 
+from llmproxy.backends.names import Names
 from llmproxy.backends.poller import Poller, ReadingSink
 from llmproxy.backends.tls import PeerTls, peers_tls, renew_trust, settle_trust, unfit
 from llmproxy.config import BackendConfig, PollConfig
@@ -65,8 +66,9 @@ class _Member:
 class Roster:
     """The members of the fleet, with the poller of each, which runs until the member is gone or `close` is called.
 
-    `tls` is kept up to date for those who send requests: how to trust each member that is reached by https, by URL.
-    Each of `on_gone` hears of every backend that is no more, so that nobody else remembers it for ever.
+    `tls` and `names` are kept up to date for those who send requests: how to trust each member that is reached by
+    https, by URL, and which hosts to follow. Each of `on_gone` hears of every backend that is no more, so that nobody
+    else remembers it for ever.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class Roster:
         poll: PollConfig,
         api_key: str | None,
         tls: dict[str, PeerTls],
+        names: Names,
     ) -> None:
         self._tls = tls
+        self._names = names
         self._dispatcher = dispatcher
         self._pools: Pools = dispatcher.pools
         self._session = session
@@ -174,7 +178,7 @@ class Roster:
                 urls.add(backend.url)
         # Those that are wanted come last: a URL is theirs, and not that of one that leaves it.
         staying = (backend for backend, _ in wanted.values())
-        settle_trust(self._tls, [*(one for name, one in self._backends.items() if name not in wanted), *staying])
+        self._prepare([*(one for name, one in self._backends.items() if name not in wanted), *staying])
         for source, name in sorted(clashes - self._clashes):
             _log.warning("backend_listed_twice", backend=name, ignored_from=source)
         self._clashes = clashes
@@ -188,6 +192,11 @@ class Roster:
             if name not in wanted and member.leaving is None:
                 self._leave(member)
         self._dispatcher.reconsider()
+
+    def _prepare(self, backends: Collection[BackendConfig]) -> None:
+        """Whatever it takes to connect to these. Raises ConfigError, and has changed nothing then."""
+        settle_trust(self._tls, backends)
+        self._names.follow(backend.url for backend in backends)
 
     def _join(self, backend: BackendConfig, source: str) -> None:
         self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
@@ -230,7 +239,7 @@ class Roster:
         # From here on nothing waits: a backend that was just found empty cannot be granted to anybody meanwhile.
         member.polling.cancel()
         del self._members[name], self._backends[name], self._pollers[name]
-        settle_trust(self._tls, self._backends.values())
+        self._prepare(self._backends.values())
         self._pools.remove_backend(name)
         for forget in self.on_gone:
             forget(name)

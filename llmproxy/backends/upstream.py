@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from yarl import URL
 
 from llmproxy import http1
 from llmproxy.backends.connection import BackendConnection, ConnectionDropped, HttpExchange
+from llmproxy.backends.names import Names
 from llmproxy.backends.tls import PeerTls
 from llmproxy.descriptors import lack_of
 from llmproxy.upstream import Body, ConnectFailed, Headers, LocalFailure
@@ -38,10 +38,16 @@ class HttpUpstream:
     """The upstream port over HTTP/1.1. Closed by `close` or by leaving its block.
 
     `tls` says, by base URL, how to trust a backend; any other is trusted as this machine trusts anybody. Of
-    `connections_max`, those that are idle make room for one that is needed.
+    `connections_max`, those that are idle make room for one that is needed. `names` says what hosts mean.
     """
 
-    def __init__(self, tls: Mapping[str, PeerTls] | None = None, connections_max: int = sys.maxsize) -> None:
+    def __init__(
+        self,
+        tls: Mapping[str, PeerTls] | None = None,
+        connections_max: int = sys.maxsize,
+        names: Names | None = None,
+    ) -> None:
+        self._names = names or Names()
         self._connections_max = connections_max
         self._tls = tls if tls is not None else {}
         self._connections: set[BackendConnection] = set()
@@ -103,9 +109,10 @@ class HttpUpstream:
         if len(self._connections) >= self._connections_max:
             self._drop_oldest()
         name = (peer.server_name if peer is not None else None) or url.host
+        found: list[aiohappyeyeballs.AddrInfoType] = []
         try:
             async with asyncio.timeout(timeout_s):
-                found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+                found = await self._names.connectable(url.raw_host or "", url.port or 80)
                 sock = await aiohappyeyeballs.start_connection(
                     found, happy_eyeballs_delay=OTHER_ADDRESS_AFTER_S, loop=loop
                 )
@@ -116,10 +123,10 @@ class HttpUpstream:
                     server_hostname=name if context is not None else None,
                 )
         except OSError as error:
-            if (lack := lack_of(error)) is not None:
-                raise LocalFailure(lack) from error
             # TimeoutError is one of them, and says nothing by itself.
-            raise ConnectFailed(f"{base_url}: {error or f'no connection within {timeout_s:g} s'}") from error
+            story = f"{base_url}: {error or f'no connection within {timeout_s:g} s'}"
+            lack = lack_of(error) if found else "the name of the backend does not resolve"
+            raise LocalFailure(lack, story) if lack is not None else ConnectFailed(story) from error
         self._connections.add(connection)
         return connection
 

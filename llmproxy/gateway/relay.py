@@ -47,8 +47,8 @@ class Relay:
         try:
             await self._supervised(attempt, timer, lease, base_url, call, client)
         except LocalFailure as error:
-            message = f"The proxy cannot open a connection to a backend now: {error}. Try again."
-            attempt.fail(Outcome.REJECTED_CAPACITY, Verdict.LOCAL_FAILURE, message, retryable=True)
+            attempt.detail = str(error)
+            attempt.fail(Outcome.REJECTED_CAPACITY, Verdict.LOCAL_FAILURE, error.message, retryable=True)
         except ConnectFailed as error:
             attempt.detail = str(error)
             message = "No connection to the backend came about."

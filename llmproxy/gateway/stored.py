@@ -157,8 +157,9 @@ class StoredResponses:
         except Refused as refused:
             raise Failure.of(refused) from None
         except LocalFailure as error:
-            message = f"The proxy cannot open a connection to a backend now: {error}. Try again."
-            raise Failure(Outcome.REJECTED_CAPACITY, message, status=503, retry_after_s=1.0) from error
+            raise Failure(
+                Outcome.REJECTED_CAPACITY, error.message, status=503, retry_after_s=1.0, detail=str(error)
+            ) from error
         except (ConnectFailed, UpstreamBroken, TimeoutError) as error:
             message = "The backend that made this response failed."
             if client.response is None:

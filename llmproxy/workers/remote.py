@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from aiohttp import web
 
+from llmproxy.backends.names import Names
 from llmproxy.backends.roster import LOOK_S
 from llmproxy.backends.tls import PeerTls, renew_trust, settle_trust
 from llmproxy.config import BackendConfig
@@ -301,10 +302,12 @@ def _raw(request: web.BaseRequest, body: bytes | None) -> bytes:
 
 
 class RemoteFleet:
-    """The backends as the scheduler process last told of them, and how to trust each that is reached by https."""
+    """The backends as the scheduler process last told of them, how to trust each that is reached by https, and the
+    hosts to follow."""
 
-    def __init__(self, tls: dict[str, PeerTls]) -> None:
+    def __init__(self, tls: dict[str, PeerTls], names: Names) -> None:
         self._tls = tls
+        self._names = names
         self._backends: dict[str, BackendConfig] = {}
 
     @property
@@ -317,6 +320,7 @@ class RemoteFleet:
         told: tuple[BackendConfig, ...] = pickle.loads(fleet.backends)
         self._backends.clear()
         self._backends.update((backend.name, backend) for backend in told)
+        self._names.follow(backend.url for backend in told)
         settle_trust(self._tls, told)
 
     async def follow_authorities(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llmproxy.backends import discovery
+from llmproxy.backends import names as names_module
 from llmproxy.backends.discovery import (
     BACKENDS_MAX,
     Address,
@@ -115,22 +116,20 @@ async def test_a_resolver_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_the_systems_resolver_knows_this_machine() -> None:
-    assert ("127.0.0.1", 80) in await addresses("127.0.0.1", 80)
+    assert ("127.0.0.1", 80) in await addresses(names_module.Names(), "127.0.0.1", 80)
 
 
 @pytest.mark.parametrize(("number", "fails"), [(socket.EAI_NONAME, False), (socket.EAI_AGAIN, True)])
-async def test_a_name_that_does_not_exist_is_an_empty_answer_and_no_failure(
-    monkeypatch: pytest.MonkeyPatch, number: int, fails: bool
-) -> None:
-    async def getaddrinfo(*_: object, **__: object) -> Any:
+async def test_a_name_that_does_not_exist_is_an_empty_answer_and_no_failure(number: int, fails: bool) -> None:
+    async def look_up(_: str) -> Any:
         raise socket.gaierror(number, "told so")
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    names = names_module.Names(look_up)
     if fails:
         with pytest.raises(SourceFailedError, match="told so"):
-            await addresses("vllm.svc", 80)
+            await addresses(names, "vllm.svc", 80)
     else:
-        assert await addresses("vllm.svc", 80) == []
+        assert await addresses(names, "vllm.svc", 80) == []
 
 
 @pytest.mark.parametrize(
@@ -174,11 +173,13 @@ def tls() -> dict[str, PeerTls]:
 @pytest.fixture
 async def roster(tls: dict[str, PeerTls]) -> AsyncIterator[Roster]:
     made = pools({})
+    names = names_module.Names()
     async with polling_session() as session:
         # Nobody listens behind these names; the polls find nothing, and tell nobody.
-        one = Roster(Dispatcher(made), session, Deaf(), PollConfig(), None, tls)
+        one = Roster(Dispatcher(made), session, Deaf(), PollConfig(), None, tls, names)
         yield one
         await one.close()
+        await names.close()
 
 
 def told(roster: Roster) -> dict[str, tuple[str, str]]:

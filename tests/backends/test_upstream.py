@@ -15,6 +15,7 @@ import pytest
 
 from llmproxy.backends import connection as connection_module
 from llmproxy.backends.connection import ConnectionDropped, HttpExchange
+from llmproxy.backends.names import Address, Names
 from llmproxy.backends.tls import PeerTls
 from llmproxy.backends.upstream import HttpUpstream
 from llmproxy.config import BackendTlsConfig
@@ -170,8 +171,30 @@ async def test_what_this_machine_lacks_is_not_blamed_on_the_backend(
     monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
     with pytest.raises(ConnectFailed, match=os.strerror(number)) as caught:
         await post(upstream, server.url)
+    assert server.url in str(caught.value)
     assert isinstance(caught.value, LocalFailure) is (number != errno.ECONNREFUSED)
-    assert ("127.0.0.1" in str(caught.value)) is (number == errno.ECONNREFUSED)
+    if isinstance(caught.value, LocalFailure):
+        assert os.strerror(number) in caught.value.message
+        assert "127.0.0.1" not in caught.value.message
+
+
+async def test_a_name_that_does_not_resolve_is_not_blamed_on_the_backend(server: RawServer) -> None:
+    server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+    known: dict[str, list[Address]] = {}
+
+    async def look_up(host: str) -> list[Address]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return known[host]
+
+    url = server.url.replace("127.0.0.1", "gpu.test")
+    async with HttpUpstream(names=Names(look_up)) as upstream:
+        with pytest.raises(LocalFailure, match=r"the name gpu\.test does not resolve: Temporary failure") as caught:
+            await post(upstream, url)
+        assert "gpu.test" not in caught.value.message
+        known["gpu.test"] = [(socket.AF_INET, ("127.0.0.1", 0))]
+        assert await read_all(await post(upstream, url)) == b"ok"
+    assert b"\r\nHost: gpu.test:" in server.peers[0].requests[0], "it is asked for by its name"
 
 
 async def test_a_connect_timeout_is_a_failed_connect(upstream: HttpUpstream) -> None:

@@ -6,11 +6,14 @@ import asyncio
 import errno
 import os
 import socket
+from collections import Counter
 from types import SimpleNamespace
 
 import openai
 import pytest
+from structlog.testing import capture_logs
 
+from llmproxy.backends.names import Address
 from llmproxy.core.domain import DEFAULT, Verdict
 from llmproxy.core.estimate import OUTPUT_TOKENS
 from llmproxy.core.fairness.fair_share import FairShare
@@ -73,6 +76,42 @@ async def test_who_is_out_of_descriptors_says_so_and_blames_no_backend(monkeypat
         monkeypatch.setattr("aiohappyeyeballs.impl.socket", socket)
         assert (await home.chat()).status == 200
         assert home.outcomes() == {"rejected_capacity": 1, "completed": 1}
+
+
+async def test_a_silent_name_server_takes_nobody_down_whose_address_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def look_up(host: str) -> list[Address]:
+        asked.append(host)
+        if asked.count("gpu.test") == 1 and host == "gpu.test":
+            return [(socket.AF_INET, ("127.0.0.1", 0))]
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr("llmproxy.backends.names.ask_system", look_up)
+    monkeypatch.setattr("llmproxy.backends.names.REFRESH_S", 0.01)
+    monkeypatch.setattr("llmproxy.backends.names.ANSWER_MAX_S", 0.05)
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(whole(b'{"object":"chat.completion","choices":[]}', extra=b"connection: close\r\n"))
+
+    async with scripted(script) as backend:
+        urls = [backend.url.replace("127.0.0.1", "gpu.test"), *(f"http://gone-{i}.test:8000" for i in range(20))]
+        with capture_logs() as logs:
+            async with house(extra=urls, wait=False, poll={"timeout_s": 0.2}) as home:
+                pools = home.proxy.pools
+                await until(lambda: pools.backends["b0"].listing is not None and asked.count("gpu.test") == 2)
+                await until(lambda: sum(line["event"] == "name_not_resolved" for line in logs) == 21)
+                assert [(await home.chat()).status for _ in range(20)] == [200] * 20
+                assert backend.connections == 20, "each had to open one"
+                await until(lambda: home.metric("llmproxy_poll_failures_total", backend="b20") >= 3)
+                assert not pools.backends["b0"].health.down
+                assert not pools.backends["b0"].health.ejected_times
+                assert all(pools.backends[f"b{i}"].health.down for i in range(1, 21))
+                assert not home.metric("llmproxy_poll_failures_total", backend="b0")
+        assert max(Counter(asked).values()) == 2, "one question at a time"
+        [told] = [line for line in logs if line["event"] == "name_not_resolved" and line["name"] == "gone-7.test"]
+        assert told["why"] == "no answer within 0.05 s"
 
 
 async def test_work_that_began_is_not_quietly_done_twice() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llmproxy.backends.names import Names
 from llmproxy.backends.tls import PeerTls
 from llmproxy.config import BackendConfig, BackendTlsConfig
 from llmproxy.core.domain import (
@@ -666,7 +667,7 @@ def test_trust_follows_the_fleet_by_url_and_the_last_of_two_has_its_way() -> Non
         return {url: peer.server_name for url, peer in tls.items()}
 
     tls: dict[str, PeerTls] = {}
-    fleet = RemoteFleet(tls)
+    fleet = RemoteFleet(tls, Names())
     one, two, three = (f"https://127.0.0.1:{port}" for port in (1, 2, 3))
     assert take(at("a", one), at("b", two)) == {one: "a", two: "b"}
     kept = tls[two]

@@ -1,0 +1,262 @@
+"""The addresses behind backends' names: looked up in the background, so that no request waits for a name server.
+
+The system's resolver is asked (`/etc/hosts`, `resolv.conf`), which may take half a minute where a name server is
+silent, and cannot be told to stop. Each question has a thread of its own, and there is one at a time for each name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import structlog
+from aiohappyeyeballs import AddrInfoType
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+REFRESH_S = 10.0
+"""How old an address may be for new connections; Envoy looks every 5 s, gRPC every 30 s at the most often."""
+RETRY_S = 1.0
+"""How soon a name is looked up again of which no address is known."""
+ANSWER_MAX_S = 5.0
+"""How long an answer may take before the name counts as one that does not resolve. It is still waited for."""
+LOOK_UPS_MAX = 16
+"""Look-ups at once of names that failed the last time, and as many of all others, which never wait for those. One that
+takes longer than `ANSWER_MAX_S` counts no more."""
+
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+"""A family and a socket's address whose port says nothing."""
+LookUp = Callable[[str], Awaitable[Sequence[Address]]]
+"""Answers every address behind a name. Raises OSError."""
+
+_log = structlog.get_logger()
+
+
+class NameFailed(OSError):  # noqa: N818 - a fact about a name, not an error of this code
+    """A name has no address that is known. It says nothing of the backend."""
+
+
+@dataclass(slots=True)
+class _Name:
+    host: str
+    known: Sequence[Address] = ()
+    why: str = ""
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """It was answered once, or should have been."""
+    following: asyncio.Task[None] | None = None
+
+
+class Names(AbstractResolver):
+    """What names mean to this process. Those of `follow` are looked up every `REFRESH_S`, and what was known last is
+    kept while that fails. Any other is looked up whenever it is resolved.
+
+    For aiohttp's client it is a resolver like any other. Ended by `close`.
+    """
+
+    def __init__(self, look_up: LookUp | None = None) -> None:
+        self._look_up = look_up or ask_system
+        self._names: dict[str, _Name] = {}
+        self._looking: dict[str, asyncio.Task[Sequence[Address]]] = {}
+        self._turns = {failed: asyncio.Semaphore(LOOK_UPS_MAX) for failed in (False, True)}
+
+    def follow(self, urls: Iterable[str]) -> None:
+        """Know the hosts of these base URLs from now on, and no others."""
+        hosts = {host for url in urls if (host := URL(url).raw_host) and (host in self._names or _own(host) is None)}
+        for host in self._names.keys() - hosts:
+            task = self._names.pop(host).following
+            assert task is not None
+            task.cancel()
+        for host in hosts - self._names.keys():
+            name = self._names[host] = _Name(host)
+            name.following = asyncio.create_task(self._follow(name), name=f"follow {host}")
+
+    async def connectable(self, host: str, port: int) -> list[AddrInfoType]:
+        """What to connect to. Only the first answer about a name is ever waited for. Raises NameFailed."""
+        return [
+            (family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (place[0], port, *place[2:]))
+            for family, place in await self._addresses(host)
+        ]
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """The same, in the form that aiohttp has for it."""
+        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        return [
+            ResolveResult(hostname=host, host=place[0], port=port, family=found, proto=socket.IPPROTO_TCP, flags=flags)
+            for found, place in await self._addresses(host)
+            if family in (socket.AF_UNSPEC, found)
+        ]
+
+    async def look_up(self, host: str) -> Sequence[Address]:
+        """Ask now; whoever asks for the same meanwhile gets the same answer. Raises OSError."""
+        # The answer is still of use when one of those who wait for it goes.
+        return await asyncio.shield(self._ask(host))
+
+    async def close(self) -> None:
+        """Ask no more."""
+        tasks = [*self._looking.values(), *(name.following for name in self._names.values() if name.following)]
+        self.follow(())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _addresses(self, host: str) -> Sequence[Address]:
+        name = self._names.get(host)
+        if name is None:
+            own = _own(host)
+            if own is not None:
+                return own
+            try:
+                return await self.look_up(host)
+            except OSError as error:
+                raise _failed(host, _story(error)) from None
+        if not name.known:
+            await name.asked.wait()
+        if not name.known:
+            raise _failed(host, name.why)
+        return name.known
+
+    # --- one name -----------------------------------------------------------------------------------------------------
+
+    async def _follow(self, name: _Name) -> None:
+        while True:
+            await self._renew(name)
+            # Many names, and many proxies, must not fall into step.
+            await asyncio.sleep((REFRESH_S if name.known else RETRY_S) * random.uniform(0.8, 1.0))
+
+    async def _renew(self, name: _Name) -> None:
+        looking = self._ask(name.host)
+        done, _ = await asyncio.wait([looking], timeout=ANSWER_MAX_S)
+        if not done:
+            self._not_found(name, f"no answer within {ANSWER_MAX_S:g} s")
+        try:
+            self._found(name, await asyncio.shield(looking))
+        except OSError as error:
+            self._not_found(name, _story(error))
+
+    def _found(self, name: _Name, found: Sequence[Address]) -> None:
+        if name.why or (name.known and set(name.known) != set(found)):
+            _log.info("name_resolved", name=name.host, addresses=_told(found), before=_told(name.known))
+        name.known, name.why = found, ""
+        name.asked.set()
+
+    def _not_found(self, name: _Name, why: str) -> None:
+        if not name.why:
+            _log.warning("name_not_resolved", name=name.host, why=why, goes_on_with=_told(name.known))
+        name.why = why
+        name.asked.set()
+
+    # --- one question -------------------------------------------------------------------------------------------------
+
+    def _ask(self, host: str) -> asyncio.Task[Sequence[Address]]:
+        looking = self._looking.get(host)
+        if looking is None:
+            looking = asyncio.create_task(self._in_turn(host), name=f"look up {host}")
+            self._looking[host] = looking
+            looking.add_done_callback(lambda ended: self._looked(host, ended))
+        return looking
+
+    async def _in_turn(self, host: str) -> Sequence[Address]:
+        name = self._names.get(host)
+        turns = self._turns[name is not None and bool(name.why)]
+        await turns.acquire()
+        held = True
+
+        def give_back() -> None:
+            nonlocal held
+            if held:
+                held = False
+                turns.release()
+
+        late = asyncio.get_running_loop().call_later(ANSWER_MAX_S, give_back)
+        try:
+            return await self._look_up(host)
+        finally:
+            late.cancel()
+            give_back()
+
+    def _looked(self, host: str, ended: asyncio.Task[Sequence[Address]]) -> None:
+        del self._looking[host]
+        if not ended.cancelled():
+            # Nobody may be left who wants to know.
+            ended.exception()
+
+
+async def ask_system(host: str) -> Sequence[Address]:
+    """By the system's own resolver. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Sequence[Address]] = loop.create_future()
+
+    def tell(found: Sequence[Address], error: OSError | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(found)
+        else:
+            answer.set_exception(error)
+
+    def ask() -> None:
+        found: Sequence[Address] = ()
+        failed: OSError | None = None
+        try:
+            found = _places(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        except OSError as error:
+            failed = error
+        except UnicodeError as error:
+            failed = OSError(f"it is no name: {error}")
+        # The loop may be gone by now.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(tell, found, failed)
+
+    # Not one of a pool: the end of the process waits for those, and the four of the loop would soon all be taken.
+    try:
+        threading.Thread(target=ask, name=f"look up {host}", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+    return await answer
+
+
+def _own(host: str) -> Sequence[Address] | None:
+    """What an address, or a name of this very machine (RFC 6761, section 6.3), means without asking anybody."""
+    if f".{host.rstrip('.').lower()}".endswith(".localhost"):
+        return _loopback()
+    try:
+        return _places(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
+    except (OSError, UnicodeError):
+        return None
+
+
+@cache
+def _loopback() -> Sequence[Address]:
+    both: list[Address] = [(socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_INET6, ("::1", 0, 0, 0))]
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        # A refusal by one address is only told as such where the other does not fail otherwise.
+        return both[:1]
+    return both
+
+
+def _places(found: Iterable[tuple[Any, ...]]) -> Sequence[Address]:
+    return list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+
+
+def _failed(host: str, why: str) -> NameFailed:
+    return NameFailed(f"the name {host} does not resolve: {why}")
+
+
+def _story(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _told(found: Sequence[Address]) -> list[str]:
+    return sorted(str(place[0]) for _, place in found)
