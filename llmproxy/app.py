@@ -149,7 +149,11 @@ async def running(
         _aliases(config),
         partial(make, settings.placement, rng),
     )
-    metrics = Metrics(lambda: _state(dispatcher, rulebook.current.band_names, loop.time()))
+    metrics = Metrics(
+        lambda: _state(
+            dispatcher, rulebook.current.band_names, (walker.bodies if crew is None else crew).held_bytes, loop.time()
+        )
+    )
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=_tell_news)
     async with AsyncExitStack() as stack:
         tls: dict[str, PeerTls] = {}
@@ -190,7 +194,7 @@ async def running(
             if new.log_level != rulebook.current.config.log_level:
                 logs.configure(new.log_format, new.log_level)
             rulebook.current = rules
-            walker.budget.ratio = new.retry.budget_ratio
+            walker.reconfigure(new)
             admin.reconfigure(new)
             keeper.reconfigure(new.backend_api_key, new.timeouts)
             pools.reconfigure(settings, _aliases(new), loop.time())
@@ -272,7 +276,7 @@ def _clients(config: Config) -> Clients:
     return Clients(clients_of_process(config) if config.workers == 1 else ClientsConfig())
 
 
-def _state(dispatcher: Dispatcher, names: Mapping[int, str], now: float) -> LiveState:
+def _state(dispatcher: Dispatcher, names: Mapping[int, str], held_body_bytes: int, now: float) -> LiveState:
     """The gauges of this moment, read when somebody scrapes, so that they cannot drift from the truth."""
     pools: Pools = dispatcher.pools
     queued = pools.queued()
@@ -297,7 +301,7 @@ def _state(dispatcher: Dispatcher, names: Mapping[int, str], now: float) -> Live
         QueueState(names.get(band, str(band)), *queued.get(band, (0, 0)))
         for band in sorted({*names, *queued}, reverse=True)
     )
-    return LiveState(queues, pools.parked(), backends)
+    return LiveState(queues, pools.parked(), backends, held_body_bytes)
 
 
 def _tell_news(backend: str, news: News) -> None:

@@ -47,6 +47,7 @@ from llmproxy.workers.wire import (
     Fleet,
     GoBy,
     Granted,
+    Holds,
     Idle,
     Listening,
     Made,
@@ -57,6 +58,9 @@ from llmproxy.workers.wire import (
     Stop,
     ToWorker,
 )
+
+HELD_S = 1.0
+"""How old the number of held bytes in the metrics may be."""
 
 _log = structlog.get_logger()
 
@@ -161,7 +165,7 @@ class _Worker:
         if new.log_level != self._rulebook.current.config.log_level:
             logs.configure(new.log_format, new.log_level)
         self._rulebook.current = Rules.of(new, self._upstream)
-        self.walker.budget.ratio = new.retry.budget_ratio
+        self.walker.reconfigure(new)
 
     def _stand(self, standing: Standing) -> None:
         self._dispatcher.standing = standing
@@ -171,6 +175,15 @@ class _Worker:
             if self._seeing_off is not None:
                 self._seeing_off.cancel()
             self._seeing_off = asyncio.create_task(self._see_off(standing))
+
+    async def tell_held(self) -> None:
+        """Say what this worker holds of request bodies whenever that has changed, once in a while."""
+        told = 0
+        while True:
+            await asyncio.sleep(HELD_S)
+            if (held := self.walker.bodies.held_bytes) != told:
+                self._channel.send(Holds(held))
+                told = held
 
     async def _see_off(self, standing: Standing) -> None:
         if self.listener is not None and standing.closed:
@@ -200,6 +213,7 @@ async def _serve(end: socket.socket) -> int:
             worker = _Worker(begin.name, config, line.channel, upstream, RemoteFleet(tls, names))
             line.hear(worker.hear, worker.lost)
             await stack.enter_async_context(in_the_background(worker.fleet.follow_authorities()))
+            await stack.enter_async_context(in_the_background(worker.tell_held()))
             stack.push_async_callback(worker.walker.idle.wait)
             opened = [socket.socket(fileno=fd) for fd in begin.fds]
             worker.listener = await listen(stack, worker.door, config, ClientTls.of(config.tls), opened)

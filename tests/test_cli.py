@@ -112,6 +112,7 @@ OTHER_THAN_DEFAULT = {
     "scheduling.kv_full": "0.5",
     "retry.budget_ratio": "0.5",
     "health.ejected_max": "0.4",
+    "body_bytes_total_max": "99999999",
     "queue.bytes_max": "99999999",
     "queue.band_bytes_max": "99999999",
     "queue.flow_bytes_max": "99999999",

@@ -193,7 +193,7 @@ def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any
         ("trust_headers: [10.0.0.1/8]", "FILE:1: trust_headers: 10.0.0.1/8 has host bits set"),
         ("trust_headers: [7]", "FILE:1: trust_headers: should be loopback, all, none, or a list of networks"),
         ("\nhealth: {backoff_s: 50}", "FILE:2: health.backoff_max_s: 30 should not be below backoff_s, which is 50"),
-        ("body_bytes_max: 4000000000", "queue.band_bytes_max: 1073741824 is below body_bytes_max 4000000000"),
+        ("body_bytes_max: 2000000000", "queue.bytes_max: 1073741824 is below body_bytes_max 2000000000"),
         (
             "health: {backoff_s: 5, backoff_max_s: 4}",
             "health.backoff_max_s: 4 should not be below backoff_s, which is 5",
@@ -204,6 +204,7 @@ def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any
             "FILE:2: tenants[0].cache_salt: should be auto, or a secret of 16 characters or more",
         ),
         ("port: 80\nadmin:\n  port: 80", "FILE:3: admin.port: 80 is the port of clients"),
+        ("body_bytes_total_max: 9", "FILE:1: body_bytes_total_max: 9 is below body_bytes_max 67108864"),
         ("body_bytes_max: 9\nqueue:\n  bytes_max: 8", "FILE:3: queue.bytes_max: 8 is below body_bytes_max 9"),
     ],
 )
@@ -302,7 +303,7 @@ def test_overrides_beat_the_file_which_beats_the_defaults(write: Any) -> None:
     assert load(path, [variable]).queue.ttl_s == 4
     config = load(path, [variable, flag, Override("backends", ["http://c"], "--backend")])
     assert config.queue.ttl_s == 5.5
-    assert (config.port, config.queue.requests_max, config.queue.bytes_max) == (1, 3, 2 << 30)
+    assert (config.port, config.queue.requests_max, config.queue.bytes_max) == (1, 3, 1 << 30)
     assert [backend.url for backend in config.backends] == ["http://c"]
 
 

@@ -84,6 +84,8 @@ class Config(Section):
     """Whether Authorization, x-api-key and Cookie of clients go to backends; only where clients need no key here."""
     body_bytes_max: Count = 64 << 20
     """Largest request body."""
+    body_bytes_total_max: Count = 2 << 30
+    """Most bytes of request bodies held at one time: arriving, waiting and sent out. Each worker has an equal part."""
     drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
     """How long running requests may take to end after SIGTERM."""
     drain_delay_s: Annotated[Number, Field(ge=0)] = 0.0
@@ -215,6 +217,13 @@ class Config(Section):
             findings.append((("min_shares",), reason))
         report(findings)
         return scheduling
+
+    @field_validator("body_bytes_total_max")
+    @classmethod
+    def _holds_a_body(cls, total: int, info: ValidationInfo) -> int:
+        if total < (body_bytes_max := info.data.get("body_bytes_max", 0)):
+            report([((), f"{total} is below body_bytes_max {body_bytes_max}: such a body could never be read")])
+        return total
 
     @field_validator("queue")
     @classmethod

@@ -281,8 +281,8 @@ class QueueConfig(Section):
     """Longest wait, beside the above, while no backend that serves the request is up; 0 refuses it at once."""
     requests_max: Count = 20_000
     """Most requests waiting, over all bands."""
-    bytes_max: Count = 2 << 30
-    """Most bytes of waiting request bodies, over all bands."""
+    bytes_max: Count = 1 << 30
+    """Most bytes of waiting request bodies, over all bands; below body_bytes_total_max, which counts them too."""
     tokens_max: Count | None = None
     """Most tokens, as estimated, of waiting requests over all bands; null is no limit."""
     band_requests_max: Count = 10_000

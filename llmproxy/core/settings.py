@@ -52,7 +52,7 @@ class QueueSettings:
     """
 
     requests_max: int = 20_000
-    bytes_max: int = 2 << 30
+    bytes_max: int = 1 << 30
     tokens_max: int | None = None
     band_requests_max: int = 10_000
     band_bytes_max: int = 1 << 30

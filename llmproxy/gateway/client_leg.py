@@ -15,11 +15,14 @@ from aiohttp.abc import AbstractStreamWriter
 from llmproxy import http1
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
+from llmproxy.gateway.body import Bodies, HeldBody
 from llmproxy.gateway.connection import ClientConnection
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import Headers, reason_to_client
 
 _PATIENCE = ClientsConfig()
+RETRY_HELD_S = 1.0
+"""Retry-After where there is no room for a body: other bodies are gone, or have arrived, within about that time."""
 _BODILESS = frozenset({204, 304})
 
 
@@ -33,12 +36,15 @@ class Source(Protocol):
         """Go on."""
 
 
-async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsConfig = _PATIENCE) -> bytes:
-    """The whole request body.
+async def read_body(
+    request: web.BaseRequest, bytes_max: int, patience: ClientsConfig = _PATIENCE, held: HeldBody | None = None
+) -> bytes:
+    """The whole request body, whose bytes are `held` as they come.
 
-    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 408 when it stops arriving or takes longer
-    than `patience` allows, 400 where its framing is broken.
+    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 429 when it is not to be held, 408 when it
+    stops arriving or takes longer than `patience` allows, 400 where its framing is broken.
     """
+    held = HeldBody(Bodies()) if held is None else held
     length = request.content_length
     if length is not None and length > bytes_max:
         raise _too_large(bytes_max, sized=True)
@@ -49,6 +55,8 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
         whole = content.read_nowait()
         if len(whole) > bytes_max:
             raise _too_large(bytes_max, sized=length is not None)
+        if not held.came(len(whole)):
+            raise _no_room()
         return whole
     body = BytesIO()
     now = asyncio.get_running_loop().time
@@ -56,21 +64,28 @@ async def read_body(request: web.BaseRequest, bytes_max: int, patience: ClientsC
     limit = asyncio.timeout_at(min(now() + silence_s, latest_s))
     try:
         async with limit:
+            held.arriving(lambda: None if limit.expired() else limit.reschedule(now()))
             while piece := await content.readany():
                 if body.tell() + len(piece) > bytes_max:
                     raise _too_large(bytes_max, sized=length is not None)
+                if not held.grown(len(piece)):
+                    raise _no_room(closes=True)
                 body.write(piece)
                 limit.reschedule(min(now() + silence_s, latest_s))
     except web.RequestPayloadError as broken:
         message = str(broken) or "The request body ended early."
         raise Failure(Outcome.BAD_REQUEST, message, headers={"Connection": "close"}) from None
     except TimeoutError:
+        if held.refused:
+            raise _no_room(closes=True) from None
         # Not by the clock: timers of the loop go off up to a millisecond early.
         if limit.when() != latest_s:
             message = f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_silence_s)."
         else:
             message = f"The request body took more than {patience.body_timeout_s:g} s (clients.body_timeout_s)."
         raise Failure(Outcome.BAD_REQUEST, message, status=408, headers={"Connection": "close"}) from None
+    if not held.arrived():
+        raise _no_room(closes=True)
     # Unlike joining a list of pieces, this hands out the bytes gathered so far without one more copy of all of them.
     return body.getvalue()
 
@@ -79,6 +94,12 @@ def _too_large(bytes_max: int, *, sized: bool) -> Failure:
     message = f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
     # The rest of a body is read and forgotten only where it is known how much that is.
     return Failure(Outcome.TOO_LARGE, message, headers={} if sized else {"Connection": "close"})
+
+
+def _no_room(*, closes: bool = False) -> Failure:
+    message = "The proxy holds as many bytes of request bodies as it may (body_bytes_total_max). Try again later."
+    headers = {"Connection": "close"} if closes else None
+    return Failure(Outcome.REJECTED_CAPACITY, message, retry_after_s=RETRY_HELD_S, headers=headers)
 
 
 def _invite(request: web.BaseRequest) -> None:

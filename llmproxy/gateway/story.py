@@ -13,6 +13,7 @@ from llmproxy.dispatcher import Lease
 from llmproxy.gateway.answers import KeptAnswer
 from llmproxy.gateway.attempt import Attempt
 from llmproxy.gateway.auth import NO_TENANT, Tenant
+from llmproxy.gateway.body import HeldBody
 from llmproxy.gateway.client_leg import ClientLeg
 from llmproxy.gateway.desk import Sheet
 from llmproxy.gateway.routes import Route
@@ -33,6 +34,7 @@ class Walk:
     extra: dict[str, str]
     arrived_s: float
     id: str
+    held: HeldBody
     outcome: Outcome = Outcome.INTERNAL
     status: int = 0
     error: str = ""

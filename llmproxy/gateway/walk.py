@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
+from math import ceil
 from os import urandom
 
 from aiohttp import web
 from msgspec import structs
 
-from llmproxy.config import BackendConfig
+from llmproxy.config import BackendConfig, Config
 from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import Entry, Outcome, Refused, Request, Usage, Verdict
 from llmproxy.core.estimate import TURNS_MAX, Estimator, usage_max
@@ -19,7 +20,7 @@ from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Lease, Leasing
 from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.attempt import Attempt, Call
-from llmproxy.gateway.body import BodyKind
+from llmproxy.gateway.body import Bodies, BodyKind, HeldBody
 from llmproxy.gateway.client_leg import ClientLeg, read_body
 from llmproxy.gateway.desk import PREVIOUS, REQUEST_ID, Sheet
 from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure
@@ -63,13 +64,22 @@ class Walker:
         self._decisions = decisions
         self._stored = stored
         self._answers = answers
-        self.budget = RetryBudget(rulebook.current.config.retry.budget_ratio)
+        config = rulebook.current.config
+        self.budget = RetryBudget(config.retry.budget_ratio)
+        self.bodies, self._processes = Bodies(), config.workers
+        self.reconfigure(config)
         self._ids, self._serial = ids, count(1)
         self.leaving = self.replaced = False
         self._cutting = False
         self.walking = 0
         self.idle = asyncio.Event()
         self.idle.set()
+
+    def reconfigure(self, config: Config) -> None:
+        """Go by another configuration; what every request takes from the rulebook is not meant."""
+        self.budget.ratio = config.retry.budget_ratio
+        # Each worker has a part of what one process may hold.
+        self.bodies.limit(ceil(config.body_bytes_total_max / self._processes), config.body_bytes_max)
 
     @property
     def kept_bytes(self) -> int:
@@ -113,7 +123,9 @@ class Walker:
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
         client = ClientLeg(http, extra, self._leaves)
-        walk = Walk(self._rulebook.current, route, http, client, extra, now, urandom(16).hex())
+        walk = Walk(
+            self._rulebook.current, route, http, client, extra, now, urandom(16).hex(), HeldBody(self.bodies)
+        )  # fmt: skip
         self.came()
         try:
             await self._walk(walk)
@@ -134,6 +146,7 @@ class Walker:
             # An answer has begun; another one in the middle of it would pass for a part of it.
             await walk.client.abort()
         finally:
+            walk.held.release()
             self.went()
             self._exit(walk)
         assert walk.client.response is not None
@@ -153,7 +166,7 @@ class Walker:
             message = "Request bodies must not be compressed: send this one without Content-Encoding."
             accepted = {"Accept-Encoding": "identity"}
             raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
-        body = await read_body(http, walk.rules.config.body_bytes_max, walk.rules.config.clients)
+        body = await read_body(http, walk.rules.config.body_bytes_max, walk.rules.config.clients, walk.held)
         walk.body_bytes = len(body)
         content_type = http.headers.get("content-type", "")
         _check_content_type(walk.route, content_type)

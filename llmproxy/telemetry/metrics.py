@@ -74,6 +74,7 @@ class LiveState:
     queues: tuple[QueueState, ...] = ()
     parked: Mapping[str, int] = field(default_factory=dict)
     backends: tuple[BackendState, ...] = ()
+    held_body_bytes: int = 0
 
 
 _BACKEND_GAUGES: tuple[tuple[str, str, Callable[[BackendState], float | None]], ...] = (
@@ -103,6 +104,9 @@ class _LiveCollector(Collector):
             size.add_metric([queue.band], queue.bytes)
         yield requests
         yield size
+        held = GaugeMetricFamily("llmproxy_held_body_bytes", "Body bytes that arrive, wait or were sent out.")
+        held.add_metric([], state.held_body_bytes)
+        yield held
         parked = GaugeMetricFamily("llmproxy_parked_requests", "Requests waiting for a usage limit.", labels=["limit"])
         for limit, waiting in _most(state.parked):
             parked.add_metric([limit], waiting)
@@ -117,7 +121,8 @@ class _LiveCollector(Collector):
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         # Registering asks for the names; the state need not exist yet at that time.
-        for name in ("queued_requests", "queued_bytes", "parked_requests", *(name for name, _, _ in _BACKEND_GAUGES)):
+        own = ("queued_requests", "queued_bytes", "held_body_bytes", "parked_requests")
+        for name in (*own, *(name for name, _, _ in _BACKEND_GAUGES)):
             yield GaugeMetricFamily(f"llmproxy_{name}", "")
 
 

@@ -230,6 +230,11 @@ class Crew:
         told = self._standing.draining or self._standing.closed
         return sum(desk.walking or (told and not desk.idle.is_set()) for desk in self._desks.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """Of request bodies, by all workers, as they last said."""
+        return sum(desk.held_bytes for desk in self._desks.values())
+
     def leave(self, *, replaced: bool = False) -> None:
         """See `Walker.leave`."""
         self._leaving, self._replaced = True, replaced

@@ -33,6 +33,7 @@ from llmproxy.workers.wire import (
     Exit,
     FromWorker,
     Granted,
+    Holds,
     Idle,
     Learn,
     Listening,
@@ -89,6 +90,8 @@ class Desk:
         """The worker has seen everybody off; there is no worker any more."""
         self.cut = 0
         """Requests that ended because the worker did."""
+        self.held_bytes = 0
+        """Of request bodies, as the worker last said."""
         self.channel: Channel[FromWorker] = Channel(FROM_WORKER, self._take, self._lost)
 
     @property
@@ -192,7 +195,9 @@ class Desk:
             case _:
                 self._take_rare(message)
 
-    def _take_rare(self, message: Direct | Cancel | Resolve | Page | Made | Idle | Listening | LogLinesLost) -> None:
+    def _take_rare(
+        self, message: Direct | Cancel | Resolve | Page | Made | Idle | Listening | LogLinesLost | Holds
+    ) -> None:
         match message:
             case Cancel(call):
                 if call in self._calls:
@@ -209,6 +214,8 @@ class Desk:
                 self.idle.set()
             case LogLinesLost(lines):
                 self._house.metrics.log_lines_lost(lines)
+            case Holds(body_bytes):
+                self.held_bytes = body_bytes
             case Listening(url):
                 self.url.set_result(url)
 
@@ -233,6 +240,7 @@ class Desk:
             log_exit(ended)
             self._ended(request.id, None)
         self.url.cancel()
+        self.held_bytes = 0
         self.idle.set()
         self.gone.set()
 

@@ -151,6 +151,12 @@ class LogLinesLost(Message, frozen=True, tag=28):
     lines: int
 
 
+class Holds(Message, frozen=True, tag=30):
+    """`Bodies.held_bytes` of the worker, for the metrics."""
+
+    body_bytes: int
+
+
 # --- either way -------------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +257,7 @@ class Stop(Message, frozen=True, tag=27):
 
 FromWorker = (
     Listening | Ask | Resolve | Page | Direct | Cancel | Started | Committed | Progress | Return | Ended | Cached
-    | Attempted | Exit | Learn | Idle | Made | LogLinesLost
+    | Attempted | Exit | Learn | Idle | Made | LogLinesLost | Holds
 )  # fmt: skip
 ToWorker = (
     Begin | GoBy | Fleet | Estimates | Made | Standing | Granted | Refuse | Resolved | Shown | Cut | Stop

@@ -173,6 +173,7 @@ class House:
         """Everything that was taken was given back."""
         pools = self.proxy.pools
         assert self.proxy.walker.walking == 0
+        assert (self.proxy.walker.bodies.held_bytes, self.proxy.walker.bodies.arriving_bytes) == (0, 0)
         assert self.proxy.dispatcher.leases == 0
         assert all(self.proxy.dispatcher.in_flight(name) == 0 for name in pools.backends)
         assert all(queue == (0, 0) for queue in pools.queued().values())

@@ -17,7 +17,7 @@ from llmproxy.config import ClientsConfig
 from llmproxy.front import Here
 from llmproxy.gateway.connection import ClientConnection, ClientServer
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import CHAT, FAST, HELLO, House, house, raw_post, until
+from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, House, house, raw_post, until
 from tests.e2e.scripted import answering, scripted, whole
 from tests.e2e.test_restart import START_MAX_S, served
 from tests.hygiene.wire import connected
@@ -173,6 +173,105 @@ async def test_a_body_that_drips_is_not_waited_for_without_end() -> None:
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
         dripping.cancel()
         await asyncio.gather(dripping, return_exceptions=True)
+
+
+# --- bodies in sum ----------------------------------------------------------------------------------------------------
+
+BODIES: dict[str, Any] = {"body_bytes_max": 60_000, "body_bytes_total_max": 100_000}
+
+
+def filled(size: int) -> bytes:
+    """A request with a body of so many bytes."""
+    data = json.dumps(HELLO | {"user": ""}).encode()
+    data = data[:-2] + b"x" * (size - len(data)) + data[-2:]
+    return HEAD + b"content-length: %d\r\n\r\n" % size + data
+
+
+def held(home: House) -> int:
+    return home.proxy.walker.bodies.held_bytes
+
+
+async def test_the_largest_body_that_arrives_makes_room_and_small_ones_pass() -> None:
+    large, other = filled(55_000), filled(50_000)
+    async with (
+        house(FAST, **BODIES) as home,
+        home.wire(large[:-5_000]) as (refused, _),
+        home.wire(other[:-20_000]) as (reader, writer),
+    ):
+        await until(lambda: held(home) > 75_000)
+        assert home.metric("llmproxy_held_body_bytes") == held(home)
+        assert (await home.chat()).status == 200
+        writer.write(other[-20_000:-5_000])
+        status, message = await refusal(refused)
+        assert (status, "body_bytes_total_max" in message) == (429, True)
+        writer.write(other[-5_000:])
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        assert home.outcomes()["rejected_capacity"] == 1
+
+
+async def test_who_announces_much_and_sends_little_keeps_nobody_out() -> None:
+    idle = filled(60_000)[:500]
+    whole_body = filled(60_000)
+    async with house(FAST, **BODIES) as home, home.wire(idle), home.wire(idle), home.wire(idle), home.wire(idle):
+        await until(lambda: home.proxy.walker.walking == 4)
+        async with home.wire(whole_body) as (reader, _):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        assert home.outcomes() == {"completed": 1}
+
+
+async def test_bodies_that_were_sent_out_are_held_and_the_rest_is_kept_for_small_ones() -> None:
+    long = {"user": "x" * 55_000}
+    async with house(FAST, **BODIES) as home, home.stream(ENDLESS | long) as running:
+        await running.content.readany()
+        assert 55_000 < held(home) < 56_000
+        large = await home.chat(HELLO | long)
+        assert (large.status, large.json["error"]["type"]) == (429, "RateLimitError")
+        assert large.headers["retry-after"] == "1"
+        assert (await home.chat(HELLO | {"user": "x" * 30_000})).status == 200
+        running.close()
+        await until(lambda: not held(home))
+        assert (await home.chat(HELLO | long)).status == 200
+
+
+async def leaves(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+async def goes_silent(_: asyncio.StreamWriter) -> None:
+    """Sends nothing more."""
+
+
+async def breaks_its_framing(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"garbage\r\n")
+
+
+async def sends_too_much(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"%x\r\n" % 70_000 + b"x" * 70_000)
+
+
+async def is_no_json(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("ends", [leaves, goes_silent, breaks_its_framing, sends_too_much, is_no_json])
+async def test_a_body_that_ends_in_any_way_is_held_no_more(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmproxy.gateway.connection.LINGER_S", 0.05)
+    begun = HEAD + b"transfer-encoding: chunked\r\n\r\n3e8\r\n" + b"x" * 1_000 + b"\r\n"
+    limits = BODIES | ({"clients": {"body_silence_s": 0.2}} if ends is goes_silent else {})
+    async with house(FAST, **limits) as home, home.wire(begun) as (_, writer):
+        await until(lambda: held(home) == 1_000)
+        await ends(writer)
+        await until(lambda: not home.proxy.walker.walking)
+        assert held(home) == 0
+
+
+async def test_a_reload_changes_what_may_be_held(tmp_path: Path) -> None:
+    async with house(FAST, file=tmp_path / "config.json", **BODIES) as home:
+        (tmp_path / "config.json").write_text(json.dumps({**home.told, "body_bytes_total_max": 200_000}))
+        await until(lambda: home.proxy.walker.bodies.bytes_max == 200_000)
+
+
+# --- requests and connections -----------------------------------------------------------------------------------------
 
 
 async def test_more_requests_than_an_address_may_send() -> None:

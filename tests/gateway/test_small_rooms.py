@@ -7,11 +7,14 @@ from pathlib import Path
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmproxy.backends.adapters import PATHS
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.auth import Tenant
+from llmproxy.gateway.body import Bodies, HeldBody
 from llmproxy.gateway.errors import STATUS, Failure, error_body, error_event, nothing_at
 from llmproxy.gateway.headers import PRIVILEGED, to_backend, to_client
 from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dialect, dialect_of
@@ -265,3 +268,55 @@ def test_a_response_exists_for_the_tenant_that_made_it_alone() -> None:
     assert stored.backend_of("resp_0", acme) == "gpu-1", "made once more by its owner"
     assert stored.note("resp_0", "gpu-2", "zeta", settled=True), "as it was decided where all workers' are known"
     assert (stored.backend_of("resp_0", acme), stored.backend_of("resp_0", zeta)) == (None, "gpu-2")
+
+
+# --- bodies that are held ---------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from(["came", "begins", "grows", "arrived", "over"]), st.integers(0, 60))))
+def test_no_more_is_held_than_may_be_and_all_of_it_is_given_back(steps: list[tuple[str, int]]) -> None:
+    bodies = Bodies()
+    bodies.limit(100, 40)
+    held: list[HeldBody] = []
+    for step, size in steps:
+        one = held[size % len(held)] if held else HeldBody(bodies)
+        if step in ("came", "begins"):
+            held.append(HeldBody(bodies))
+            if step == "begins":
+                held[-1].arriving(lambda: None)
+            else:
+                held[-1].came(size)
+        elif step == "grows":
+            was, largest = one.cut is not None, max(each.size for each in held) if held else 0
+            refused_before = {each for each in held if each.refused}
+            grew = one.grown(size)
+            assert grew is was or bodies.held_bytes + size > 87 - 40
+            for each in {each for each in held if each.refused} - refused_before:
+                assert each.size == 0, "what it held is free"
+            assert one.size <= largest + size
+        elif step == "arrived":
+            one.arrived()
+        else:
+            one.release()
+        assert bodies.held_bytes == sum(each.size for each in held) <= 100
+        assert bodies.arriving_bytes == sum(each.size for each in held if each.cut is not None)
+    for each in held:
+        each.release()
+    assert (bodies.held_bytes, bodies.arriving_bytes) == (0, 0)
+
+
+def test_one_of_the_largest_that_arrive_is_refused_and_nobody_in_vain() -> None:
+    bodies = Bodies()
+    bodies.limit(1_600, 100)
+    cut: list[int] = []
+    arriving = [HeldBody(bodies) for _ in range(3)]
+    for number, body in enumerate(arriving):
+        body.arriving(lambda number=number: cut.append(number))  # type: ignore[misc]
+        assert body.grown((100, 900, 300)[number])
+    assert arriving[0].grown(150)
+    assert (cut, arriving[1].refused) == ([1], True)
+    assert HeldBody(bodies).came(900)
+    assert cut == [1], "it fits beside those that arrive"
+    assert not arriving[2].grown(300), "it would not fit without the others either"
+    assert cut == [1]
+    assert bodies.held_bytes == 900 + 250

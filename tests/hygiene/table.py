@@ -55,6 +55,7 @@ hold the proxy to them.
 | does not read a short answer, or the end of one on a connection that closes | `idle_timeout_s`, 75 | cut |
 | sends a large head / many fields | `head_bytes_max`, 131072 / `head_fields_max`, 128 | 431, closed |
 | sends a large body | `body_bytes_max` (beside `clients`), 67108864 | 413 |
+| many send bodies at once | `body_bytes_total_max` (beside `clients`), 2147483648 | 429, see below |
 | opens many connections, over all | `connections_max`, 65536, or [fewer](operations.md#open-files) | 503, closed |
 | opens many connections from one address | `address_connections_max`, none | 429, closed |
 | sends many requests from one address | `address_requests_per_s`, none | 429 |
@@ -64,6 +65,13 @@ the connection: `X-Forwarded-For` is not believed. A network of 64 bits counts a
 of requests may come at once; the proxy's own pages are free. Where a client still sends while it is refused, the end of
 the connection may reach it before the answer does. By TLS, a connection counts from the beginning of its handshake, and
 one too many is cut off before it, without an answer.
+
+`body_bytes_total_max` bounds what the process holds of request bodies: arriving, waiting and sent out. It counts what
+has come and not what was announced, so that who announces much and sends little keeps nobody out. When what comes
+does not fit, one of the largest bodies that are still arriving is refused (429, closed), and the rest go on; a body
+that does not fit although nothing else arrives is refused itself. The last eighth is kept for bodies that come with
+their head, so that small requests pass while uploads fill the rest. Each of N workers has an N-th of it, and
+`body_bytes_max` at least. Beside it, a connection that sends faster than it is read holds up to 128 KB.
 
 ## What was tried
 

@@ -33,6 +33,7 @@ from llmproxy.workers.wire import (
     Fleet,
     Frames,
     Granted,
+    Holds,
     Idle,
     Listening,
     LogLinesLost,
@@ -101,7 +102,7 @@ UP: st.SearchStrategy[list[Message]] = st.lists(
     | st.builds(Exit, EXITS)
     | st.builds(Progress, NUMBERS, NUMBERS)
     | st.sampled_from(
-        [Cancel(1), Started(2), Idle(), Listening("http://h:1"), Made("resp_1", "a", ""), LogLinesLost(3)]
+        [Cancel(1), Started(2), Idle(), Listening("http://h:1"), Made("resp_1", "a", ""), LogLinesLost(3), Holds(4)]
     ),
     max_size=6,
 )
