@@ -39,7 +39,7 @@ async def test_a_bug_on_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_a_bug_on_the_walk(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(FAST) as home:
         with monkeypatch.context() as patch, capture_logs() as log:
-            patch.setattr(Relay, "_open", boom)
+            patch.setattr(Relay, "_supervised", boom)
             answer = await home.post(path, HELLO)
             assert told(answer, log)
             assert (answer.json.get("type") == "error") == (path == "/v1/messages")
