@@ -114,6 +114,14 @@ class _Waiter:
 
 
 @dataclass(slots=True)
+class _Unresolved:
+    """A name that nobody lists yet, and how many requests wait for it; None stands for the only model there is."""
+
+    requests: int = 0
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
 class Dispatcher:
     """Hands the core its events and carries out its decisions, on one event loop.
 
@@ -135,7 +143,7 @@ class Dispatcher:
     _granting: bool = True
     nameless: int = 0
     _nameless_bytes: int = 0
-    _listed: asyncio.Event = field(default_factory=asyncio.Event)
+    _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
     _emptied: dict[str, asyncio.Event] = field(default_factory=dict)
     _direct: dict[str, set[Callable[[], None]]] = field(default_factory=dict)
 
@@ -241,16 +249,21 @@ class Dispatcher:
                     raise shutting_down() from None
                 if self.nameless >= limits.requests_max or self._nameless_bytes + body_bytes > limits.bytes_max:
                     raise
+            unresolved = self._unresolved.setdefault(name, _Unresolved())
+            unresolved.requests += 1
             self.nameless += 1
             self._nameless_bytes += body_bytes
             try:
                 async with asyncio.timeout_at(ends_s):
-                    await self._listed.wait()
+                    await unresolved.settled.wait()
             except TimeoutError:
                 pass
             finally:
                 self.nameless -= 1
                 self._nameless_bytes -= body_bytes
+                unresolved.requests -= 1
+                if not unresolved.requests and not unresolved.settled.is_set():
+                    del self._unresolved[name]
 
     # --- the face that pollers see ------------------------------------------------------------------------------------
 
@@ -360,8 +373,17 @@ class Dispatcher:
                 waiter.granted.set_exception(shutting_down())
 
     def _wake_nameless(self) -> None:
-        self._listed.set()
-        self._listed = asyncio.Event()
+        """Let those look again who wait for a name of which there is news; the others sleep on."""
+        catalogue = self.pools.catalogue
+        if self._draining:
+            settled = list(self._unresolved)
+        else:
+            # While names may still turn up, there is news only of those that did.
+            asked = self._unresolved.keys()
+            among = asked if catalogue.complete else (asked & catalogue.targets.keys()) | (asked & {None})
+            settled = [name for name in among if not catalogue.awaits(name)]
+        for name in settled:
+            self._unresolved.pop(name).settled.set()
         self.on_change()
 
     @property

@@ -71,6 +71,8 @@ def empty(one: Dispatcher) -> None:
     assert not one._leases
     assert not one._direct
     assert one.leases == 0
+    assert not one._unresolved
+    assert (one.nameless, one._nameless_bytes) == (0, 0)
 
 
 class Client:

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from llmproxy.core import scheduler
+from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Outcome, Reading, Refused, Trouble, Usage, Verdict
 from llmproxy.core.fairness.fair_share import FairShare
 from llmproxy.core.placement import make
@@ -359,6 +360,78 @@ async def test_a_drain_ends_the_wait_for_a_name() -> None:
     assert now() == 0.0
 
 
+def looks(one: Dispatcher) -> list[str | None]:
+    """The names that are looked up from now on."""
+    seen: list[str | None] = []
+    resolve = one.pools.resolve
+
+    def spy(name: str | None) -> Target:
+        seen.append(name)
+        return resolve(name)
+
+    one.pools.resolve = spy  # type: ignore[method-assign]
+    return seen
+
+
+@virtual
+async def test_a_listing_wakes_those_whose_name_it_knows_and_nobody_else() -> None:
+    one = unread()
+    one.pools.add_backend("b", 1)
+    names: list[str | None] = ["base", "base", None, *(f"nobody-{i % 10}" for i in range(50))]
+    tasks = [asyncio.create_task(one.resolve(name, 30.0, 1)) for name in names]
+    await turns()
+    seen = looks(one)
+    one.expects_backends(False)
+    one.reconsider()
+    await turns()
+    assert seen == [], "nothing has turned up"
+    one.listed("a", listing())
+    await turns()
+    assert sorted(map(str, seen)) == ["None", "base", "base"]
+    assert [(await task).pool for task in tasks[:3]] == ["base"] * 3
+    for _ in range(3):
+        one.listed("a", listing())
+        await turns()
+    assert len(seen) == 3, "nor does a listing that says nothing new"
+    one.listed("b", listing())
+    await turns()
+    assert len(seen) == 53, "every backend was read: no name is going to turn up any more"
+    for task in tasks[3:]:
+        with pytest.raises(Refused, match="does not exist"):
+            await task
+    empty(one)
+
+
+@virtual
+async def test_a_name_that_is_promised_is_waited_for_although_all_others_are_known() -> None:
+    one = unread()
+    one.pools.catalogue.promised = frozenset({"sql"})
+    task = asyncio.create_task(one.resolve("sql", 30.0, 1))
+    await turns()
+    seen = looks(one)
+    for _ in range(3):
+        one.listed("a", listing())
+        await turns()
+    assert seen == []
+    one.listed("a", listing("sql"))
+    assert (await task).adapter == "sql"
+    empty(one)
+
+
+@virtual
+async def test_a_promise_that_is_taken_back_is_not_waited_for() -> None:
+    one = unread()
+    one.pools.catalogue.promised = frozenset({"sql"})
+    one.listed("a", listing())
+    task = asyncio.create_task(one.resolve("sql", 30.0, 1))
+    await turns()
+    one.pools.catalogue.promised = frozenset()
+    one.reconsider()
+    with pytest.raises(Refused, match="does not exist"):
+        await task
+    assert now() == 0.0
+
+
 @virtual
 async def test_only_so_many_names_are_waited_for() -> None:
     await names_waited_for(QueueSettings(requests_max=1))
@@ -380,7 +453,7 @@ async def names_waited_for(bounds: QueueSettings) -> None:
     assert now() == 0.0
     with pytest.raises(Refused):
         await first
-    assert one.nameless == 0
+    empty(one)
 
 
 # --- drain ------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ class Catalogue:
         self._cards: dict[str, ModelCard] = {}
         self._pools: tuple[str, ...] = ()
         self._contexts: Mapping[str, int | None] = {}
+        self._unread = set(self._listings)
+        self._shown: str | None = None
         self.promised: frozenset[str] = frozenset()
         self.expecting = False
         self.revision = 0
@@ -63,15 +65,17 @@ class Catalogue:
     @property
     def complete(self) -> bool:
         """There is a backend, each was read at least once, and no more are expected."""
-        return not self.expecting and bool(self._listings) and None not in self._listings.values()
+        return not self.expecting and bool(self._listings) and not self._unread
 
     def add(self, backend: str) -> None:
         """There is one backend more, of which nothing is known yet."""
-        self._listings.setdefault(backend, None)
+        if self._listings.setdefault(backend, None) is None:
+            self._unread.add(backend)
 
     def remove(self, backend: str) -> None:
         """A backend is no more; names that it alone listed go with it."""
         del self._listings[backend]
+        self._unread.discard(backend)
         self._rebuild()
 
     def rename(self, aliases: Mapping[str, str]) -> None:
@@ -88,6 +92,7 @@ class Catalogue:
         """Take in one backend's listing. True when names or pools changed."""
         known = self._listings.get(backend)
         self._listings[backend] = listing
+        self._unread.discard(backend)
         if known is not None and known.cards == listing.cards:
             return False
         self._rebuild()
@@ -104,13 +109,13 @@ class Catalogue:
         target = self._targets.get(name)
         if target is not None:
             return target
-        if self._aliases.get(name, name) in self.promised:
+        if self._is_promised(name):
             message = f"No backend has the adapter `{name}` loaded at the moment. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
         if not self.complete:
             raise Refused(
                 Outcome.REJECTED_NO_BACKENDS,
-                f"The model `{name}` is not known yet, and {self._unread()} of {len(self._listings)} backends never "
+                f"The model `{name}` is not known yet, and {len(self._unread)} of {len(self._listings)} backends never "
                 f"answered so far. Known models: {self._known()}. Try again shortly.",
                 RETRY_UNREAD_S,
             )
@@ -118,6 +123,12 @@ class Catalogue:
         if name in self._aliases:
             what = f"The model `{name}` stands for `{self._aliases[name]}`, which no backend serves"
         raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known()}.")
+
+    def awaits(self, name: str | None) -> bool:
+        """Whether it may still turn out what `name` means: `resolve` raises `rejected_no_backends`."""
+        if name is None:
+            return not self._pools and not self.complete
+        return name not in self._targets and (self._is_promised(name) or not self.complete)
 
     def target(self, name: str) -> Target | None:
         """What `name` means, None where nobody lists it."""
@@ -133,11 +144,14 @@ class Catalogue:
                 entries.append({**card.fields, "id": alias, "root": card.name, "parent": card.parent})
         return entries
 
-    def _known(self) -> str:
-        return ", ".join(sorted(self._targets)[:20]) or "none"
+    def _is_promised(self, name: str) -> bool:
+        return self._aliases.get(name, name) in self.promised
 
-    def _unread(self) -> int:
-        return sum(listing is None for listing in self._listings.values())
+    def _known(self) -> str:
+        # Thousands may be told in one turn of the loop, where backends list hundreds of names.
+        if self._shown is None:
+            self._shown = ", ".join(sorted(self._targets)[:20]) or "none"
+        return self._shown
 
     def _only_pool(self) -> Target:
         # A backend that never answers must not fail every request without a name; one pool known is one to choose.
@@ -173,6 +187,7 @@ class Catalogue:
             if name in targets:
                 targets[alias] = replace(targets[name], requested=alias)
         self._targets, self._cards, self._pools, self._contexts = targets, cards, tuple(sorted(contexts)), contexts
+        self._shown = None
         self.revision += 1
 
 

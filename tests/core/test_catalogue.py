@@ -14,6 +14,7 @@ def catalogue(*backends: str, aliases: dict[str, str] | None = None) -> Catalogu
 def refusal(of: Catalogue, name: str | None) -> Refused:
     with pytest.raises(Refused) as caught:
         of.resolve(name)
+    assert of.awaits(name) is (caught.value.outcome is Outcome.REJECTED_NO_BACKENDS)
     return caught.value
 
 
@@ -125,3 +126,16 @@ def test_the_revision_grows_with_what_names_mean_and_with_nothing_else() -> None
     before = names.revision
     names.listed("b", listing("x", at_s=5.0))
     assert names.revision == before
+
+
+def test_what_is_known_is_put_in_order_once_for_all_who_are_refused() -> None:
+    one = Catalogue(["a", "b"], {})
+    one.listed("a", listing("z", *(f"lora-{i}" for i in range(30))))
+    assert one._known() is one._known()
+    assert "Known models: base, lora-0, lora-1, lora-10, " in refusal(one, "nobody").message
+    one.listed("a", listing("z"))
+    assert "1 of 2 backends never answered so far. Known models: base, z. " in refusal(one, "nobody").message
+    one.add("c")
+    assert "2 of 3 backends" in refusal(one, "nobody").message
+    one.remove("a")
+    assert "2 of 2 backends never answered so far. Known models: none. " in refusal(one, "nobody").message
