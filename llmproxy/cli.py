@@ -53,7 +53,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 """Shorter names of flags, and those that users of other routers know, with the keys that mean the same here."""
 
 PLACEMENTS_ELSEWHERE = {"roundrobin": "round_robin"} | {name.replace("_", "-"): name for name in PLACEMENT_PRESETS}
-LIST_SEPARATORS = {"backends": r"[,\s]+", "api_keys": r"\s+"}
+LIST_SEPARATORS = {"backends": re.compile(r"[,\s]+"), "api_keys": re.compile(r"\s+")}
 """What divides the items of a list in one text; a comma may well be part of somebody's API key."""
 
 
@@ -132,8 +132,8 @@ def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Overrid
     return list(found.values())
 
 
-def _items(separator: str, text: str) -> list[str]:
-    return [item for item in re.split(separator, text) if item]
+def _items(separator: re.Pattern[str], text: str) -> list[str]:
+    return [item for item in separator.split(text) if item]
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[Override]:

@@ -287,13 +287,13 @@ async def end_within(client: Client, limit_s: float) -> None:
 
 
 async def _read_held(exchange: Exchange) -> bytes:
-    body = b""
+    body = bytearray()
     while len(body) <= HELD_BYTES_MAX:
         data = await exchange.chunk()
         if not data:
             break
         body += data
-    return body
+    return bytes(body)
 
 
 def is_encoded(exchange: Exchange) -> bool:

@@ -19,6 +19,7 @@ USAGE_TAIL_BYTES = 64 * 1024
 _USAGE_BYTES_MAX = 16 * 1024
 _MARKS_MAX = 2048  # Engines put little behind their usage, or lists of numbers, which have few marks.
 _HEAD_BYTES = 256
+_TORN_BYTES_MAX = 64  # Of the beginning of a choice; one that is longer is known when its event ends.
 _ORDINARY = b'data: {"id"'
 _EVENT_END = re.compile(rb"\n\r?\n")
 _ERROR = re.compile(rb'\{\s*"(?:error"\s*:|type"\s*:\s*"error")')
@@ -112,7 +113,8 @@ class StreamTap:
     def _feed_slowly(self, data: bytes) -> bytes:
         buffer = self._partial
         # An end may be torn between two chunks, so the search starts a little before the new bytes.
-        search_from = max(0, len(buffer) - 2)
+        known = len(buffer)
+        search_from = max(0, known - 2)
         buffer += data
         out: list[bytes] = []
         start, handed = 0, self._handed_bytes
@@ -123,7 +125,7 @@ class StreamTap:
             start = search_from = match.end()
             handed = 0
         del buffer[:start]
-        if handed or not (self._hide_usage and self._may_be_usage()):
+        if handed or not (self._hide_usage and self._may_be_usage(max(0, known - start))):
             out.append(bytes(buffer[handed:]))
             handed = len(buffer)
             if handed > HELD_BYTES_MAX:
@@ -133,12 +135,15 @@ class StreamTap:
         self._handed_bytes = handed
         return out[0] if len(out) == 1 else b"".join(out)
 
-    def _may_be_usage(self) -> bool:
-        """Whether the event begun may turn out to be the usage event, as far as its bytes tell."""
+    def _may_be_usage(self, known: int) -> bool:
+        """Whether the event begun may turn out to be the usage event, as far as its bytes tell.
+
+        It might have been after its first `known` bytes. Those are not searched again each time that a few come.
+        """
         if not self._partial or len(self._partial) > HELD_BYTES_MAX:
             return False
         prefix = self._partial[:5]
-        return b"data:".startswith(prefix) and not _SOME_CHOICE.search(self._partial)
+        return b"data:".startswith(prefix) and not _SOME_CHOICE.search(self._partial, max(0, known - _TORN_BYTES_MAX))
 
     def _note(self, event: bytes) -> bool:
         """Learn from one whole event; true where it is the usage event to hide."""

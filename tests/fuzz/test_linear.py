@@ -1,0 +1,58 @@
+"""Nobody's text costs more than in proportion to its length: processor time is measured against length.
+
+The patterns are all that the package has, each with texts made from its own parse; the parsers are those that
+`benchmarks/linear.py` lists. That measures them up to the largest text that the product lets in, this up to 32 KiB.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.linear import Parser, growth_of_parser, parsers
+from benchmarks.patterns import Found, found_patterns, slowest
+
+PARSED_BYTES = 32 << 10
+FOUND = found_patterns()
+PARSERS = list(parsers())
+
+
+def attempts(parser: Parser) -> bool:
+    """Linear in one of three measurements: what is not is so in none, and a machine that others use has bad moments."""
+    return any(growth_of_parser(parser, min(parser.largest, PARSED_BYTES)).linear for _ in range(3))
+
+
+@pytest.mark.parametrize("found", FOUND, ids=[found.where for found in FOUND])
+def test_no_pattern_takes_more_time_than_its_text_is_long(found: Found) -> None:
+    text, linear = slowest(found)
+    assert linear, f"{found.where}: {found.pattern.pattern!r} is slow for texts like {text(24)!r}"
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=[parser.name for parser in PARSERS])
+def test_no_parser_takes_more_time_than_its_text_is_long(parser: Parser) -> None:
+    assert attempts(parser)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "method"),
+    [
+        # What headers with a time were read by until one of 2,000 digits held the process for half a minute.
+        (r"(\d+\.?\d*|\.\d+)(ns|us|ms|s|m|h)", "finditer"),
+        (r"\s*(\d+\.?\d*|\.\d+)\s*", "fullmatch"),
+        (r"(\w+\d*)*!", "match"),
+        (r"(?:ab?)*(?:ab)*$", "match"),
+        (r"x\s*,?\s*y", "search"),
+        (r"\s+$", "search"),
+    ],
+)
+def test_a_pattern_that_is_not_linear_is_found(pattern: str, method: str) -> None:
+    assert not slowest(Found("here", re.compile(pattern), (method,)))[1]
+
+
+def test_a_parser_that_is_not_linear_is_found() -> None:
+    def read(text: bytes) -> None:
+        for at in range(0, len(text), 64):
+            text.find(b"y", 0, at)
+
+    assert not attempts(Parser("here", PARSED_BYTES * 8, lambda size: b"x" * size * 8, read))
