@@ -1,6 +1,6 @@
-"""Time against length for whatever reads outside text: `python -m benchmarks.linear`, about a minute, one core.
+"""Time against length for whatever reads outside text: `python -m benchmarks.linear`, some minutes, one core.
 
-Two tables, slowest first: every regular expression of the package (found in its source, see `patterns`), each with the
+Two tables: every regular expression of the package (found in its source, see `patterns`), each with the
 text that is slowest for it, and every parser, with texts made for it up to the largest that the product lets in. The
 exponent is that of the time from an eighth of the length to the whole. Ends with 1 where one is above EXPONENT_MAX.
 """
@@ -8,7 +8,7 @@ exponent is that of the time from an eighth of the length to the whole. Ends wit
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -183,7 +183,7 @@ def parsers() -> Iterator[Parser]:
         "braces": _filled(b"vllm:num_requests_running 1\nvllm:cache_config_info{", b"}"),
     }
     for name, text in pages.items():
-        yield Parser(f"page of metrics: {name}", PAGE_BYTES_MAX, text, lambda page: parse_reading(page, 0.0))
+        yield Parser(f"page of metrics: {name}", PAGE_BYTES_MAX, text, _json(lambda p: drain(parse_reading(p, 0.0))))
         yield Parser(f"page of metrics, filtered?: {name}", PAGE_BYTES_MAX, text, is_filtered)
     models = {
         "cards": _filled(b'{"data":[', b'{"id":"a"},', b'{"id":"b"}]}'),
@@ -191,7 +191,9 @@ def parsers() -> Iterator[Parser]:
         "open": _filled(b"", b"["),
     }
     for name, text in models.items():
-        yield Parser(f"list of models: {name}", PAGE_BYTES_MAX, text, _json(lambda page: parse_listing(page, 0.0)))
+        yield Parser(
+            f"list of models: {name}", PAGE_BYTES_MAX, text, _json(lambda page: drain(parse_listing(page, 0.0)))
+        )
     told = _filled(b"", b"[")
     yield Parser("word on an adapter", ADAPTER_BYTES_MAX, told, lambda answer: _message(400, answer))
 
@@ -253,20 +255,23 @@ def growth_of_pattern(found: Found) -> Growth:
     return growth(f"{found.where} {'/'.join(found.methods)} {text(8)!r}", chars, run)
 
 
-def show(title: str, growths: list[Growth]) -> bool:
-    """Print a table, slowest first; true where all of it is linear."""
+def show(title: str, growths: Iterable[Growth]) -> bool:
+    """Print each as soon as it is measured; true where all are linear."""
     print(f"{title}\n{'':64} {'largest':>9}  ms at 1/8, 1/4, 1/2 and the whole of it {'exponent':>10}")
-    for one in sorted(growths, key=lambda one: -one.took_s[-1]):
+    linear = True
+    for one in growths:
         took = " ".join(f"{took_s * 1e3:10.3f}" for took_s in one.took_s)
         exponent = "quick" if one.took_s[-1] < QUICK_S else f"{one.exponent:.2f}"
-        print(f"{one.name[:64]:64} {one.lengths[-1]:>9} {took} {exponent:>8}{'' if one.linear else '  NOT LINEAR'}")
+        verdict = "" if one.linear else "  NOT LINEAR"
+        print(f"{one.name[:64]:64} {one.lengths[-1]:>9} {took} {exponent:>8}{verdict}", flush=True)
+        linear = linear and one.linear
     print()
-    return all(one.linear for one in growths)
+    return linear
 
 
 def main() -> int:
-    patterns = show("Patterns", [growth_of_pattern(found) for found in found_patterns()])
-    texts = show("Parsers", [growth_of_parser(parser, parser.largest) for parser in parsers()])
+    patterns = show("Patterns", map(growth_of_pattern, found_patterns()))
+    texts = show("Parsers", (growth_of_parser(parser, parser.largest) for parser in parsers()))
     return 0 if patterns and texts else 1
 
 

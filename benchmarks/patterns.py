@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,11 @@ def attacks(pattern: re.Pattern[Any]) -> Iterator[Callable[[int], str]]:
         bodies = [body for at, body in places if at == prefix and len(body) > 1]
         for pump in (*_PUMPS, *bodies):
             for end in _ENDS:
-                yield lambda chars, prefix=prefix, pump=pump, end=end: prefix + pump * (chars // len(pump)) + end
+                yield partial(_text, prefix, pump, end)
+
+
+def _text(prefix: str, pump: str, end: str, chars: int) -> str:
+    return prefix + pump * (chars // len(pump)) + end
 
 
 def _repetitions(tree: Any, prefix: str) -> Iterator[tuple[str, str]]:
@@ -170,7 +175,7 @@ def _source(name: str, what: Any) -> str:
         return "."
     if name == "NOT_LITERAL":
         return f"[^{re.escape(chr(what))}]"
-    parts = {"NEGATE": lambda _: "^", "LITERAL": lambda code: re.escape(chr(code))}
+    parts: dict[str, Callable[[Any], str]] = {"NEGATE": lambda _: "^", "LITERAL": lambda code: re.escape(chr(code))}
     parts["RANGE"] = lambda ends: f"{re.escape(chr(ends[0]))}-{re.escape(chr(ends[1]))}"
     classes = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w", "NOT_DIGIT": r"\D", "NOT_SPACE": r"\S", "NOT_WORD": r"\W"}
     parts["CATEGORY"] = lambda category: classes[str(category).removeprefix("CATEGORY_")]

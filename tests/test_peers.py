@@ -23,6 +23,7 @@ from benchmarks.peers.measure import Bench, Books, Running, Spread, Window, meas
 from benchmarks.peers.stage import Stage
 from benchmarks.proxy import BenchError, Child, core_times_s
 from llmproxy.backends.metrics_text import is_filtered, parse_reading
+from llmproxy.gateway.scan import drain
 
 SSE = Case(name="sse", title="streams", clients=8, chunks=20, gap_us=1000)
 LINE = {
@@ -311,7 +312,7 @@ def test_a_mock_replica_takes_a_large_body_and_reads_its_end(replica: int) -> No
 @needs_compiler
 def test_a_mock_replica_answers_what_a_poller_asks(replica: int) -> None:
     page = answered(replica, "/metrics/?name[]=x")
-    reading = parse_reading(page, taken_at_s=1.0)
+    reading = drain(parse_reading(page, taken_at_s=1.0))
     assert reading is not None
     assert (reading.running, reading.waiting, reading.kv_tokens) == (0, 0, 16_000_000)
     assert is_filtered(page)

@@ -1,4 +1,4 @@
-"""One page of a backend's `/metrics` becomes one `Reading`. Pure, and never raises: the page is somebody else's text.
+"""One page of a backend's `/metrics` becomes one `Reading`, in slices that do not hold the event loop. Pure.
 
 Only the lines that matter are looked at. A page of vLLM is some 70 kB of histograms, scraped up to five times a second
 from every backend, so a general parser would cost more than the proxying itself.
@@ -7,7 +7,7 @@ from every backend, so a general parser would cost more than the proxying itself
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from math import isfinite
 
 from llmproxy.core.domain import Reading
@@ -24,6 +24,13 @@ METRIC_NAMES: tuple[str, ...] = tuple(
 )
 """The names to ask for where a backend can filter its page."""
 
+LABELS_BYTES_MAX = 64 << 10
+"""Of one series: vLLM's longest are 1 KB, and as many adapter names as wait."""
+
+_LINES_PER_SLICE = 256
+_LABELS_BYTES_PER_SLICE = 4 << 10
+_JUDGED_BYTES = 128 << 10
+_NUMBER_BYTES_MAX = 64
 _VALUE_MAX = 1e15
 _FOREIGN_LINE = re.compile(rb"^(?!#|[ \t\r]*$|(?:%s)\b)" % b"|".join(n.encode() for n in METRIC_NAMES), re.MULTILINE)
 # Possessive, and matched one label after the other from a known place, so that no text takes more than linear time.
@@ -31,38 +38,46 @@ _LABEL = re.compile(rb'[\s,]*+([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+"([^"\\]*+(?:\\.
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
 
-def parse_reading(text: bytes, taken_at_s: float) -> Reading | None:
+def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Reading | None]:
     """Read the load of one backend from its metrics page; `taken_at_s` is when the scrape was sent.
 
     Several engines behind one page are summed (requests, KV tokens) or averaged (KV use). None where neither running
-    nor waiting requests are told: that is not a vLLM page, and a reading of zeroes would claim an idle engine.
+    nor waiting requests are told: that is not a vLLM page, and a reading of zeroes would claim an idle engine. Yields
+    after at most some milliseconds of work. Raises ValueError with a reason for people beyond LABELS_BYTES_MAX.
     """
-    running = list(_values(text, RUNNING))
-    waiting = list(_values(text, WAITING))
+    running = yield from _values(text, RUNNING)
+    waiting = yield from _values(text, WAITING)
     if not running and not waiting:
         return None
-    kv_used = list(_values(text, KV_USED)) or list(_values(text, KV_USED_OLD))
-    adapters, max_adapters = _newest_adapters(text)
+    kv_used = (yield from _values(text, KV_USED)) or (yield from _values(text, KV_USED_OLD))
+    adapters, max_adapters = yield from _newest_adapters(text)
     return Reading(
         taken_at_s=taken_at_s,
         running=round(sum(running)),
         waiting=round(sum(waiting)),
         kv_used=min(1.0, sum(kv_used) / len(kv_used)) if kv_used else None,
-        kv_tokens=_kv_tokens(text),
+        kv_tokens=(yield from _kv_tokens(text)),
         running_adapters=adapters,
         max_adapters=max_adapters,
     )
 
 
 def is_filtered(text: bytes) -> bool:
-    """Whether the page holds nothing but the series asked for, that is, whether the server honoured the filter."""
-    return _FOREIGN_LINE.search(text) is None
+    """Whether the page holds nothing but the series asked for, that is, whether the server honoured the filter.
+
+    The beginning of the page tells: without a filter it is about the server's own process.
+    """
+    end = len(text) if len(text) <= _JUDGED_BYTES else text.rfind(b"\n", 0, _JUDGED_BYTES) + 1
+    return _FOREIGN_LINE.search(text, 0, end) is None
 
 
-def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Each line of the metric `name`, as (labels, rest of the line)."""
-    at = -1
+def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes] | None]:
+    """Each line of the metric `name`, as (labels, rest of the line); None where it is time for a pause."""
+    at, names = -1, 0
     while (at := text.find(name, at + 1)) >= 0:
+        names += 1
+        if names % _LINES_PER_SLICE == 0:
+            yield None
         if at and text[at - 1] != 0x0A:
             continue
         end = text.find(b"\n", at)
@@ -79,27 +94,31 @@ def _samples(text: bytes, name: bytes) -> Iterator[tuple[bytes, bytes]]:
 def _number(rest: bytes) -> float | None:
     """The value that opens `rest` (a time stamp may follow); None for NaN, infinity, negative or absurd values."""
     try:
-        value = float(rest.split(None, 1)[0])
+        value = float(rest[:_NUMBER_BYTES_MAX].split(None, 1)[0])
     except (ValueError, IndexError):
         return None
     return value if isfinite(value) and 0 <= value <= _VALUE_MAX else None
 
 
-def _values(text: bytes, name: bytes) -> Iterator[float]:
-    for _, rest in _samples(text, name):
-        value = _number(rest)
-        if value is not None:
-            yield value
+def _values(text: bytes, name: bytes) -> Generator[None, None, list[float]]:
+    values = []
+    for sample in _samples(text, name):
+        if sample is None:
+            yield
+        elif (value := _number(sample[1])) is not None:
+            values.append(value)
+    return values
 
 
-def _newest_adapters(text: bytes) -> tuple[frozenset[str], int | None]:
+def _newest_adapters(text: bytes) -> Generator[None, None, tuple[frozenset[str], int | None]]:
     # The engine never removes a series of this metric: each combination of adapters leaves one behind, whose value is
     # the time when it was last true.
     newest_s, newest = -1.0, None
-    for labels, rest in _samples(text, LORA_INFO):
-        at_s = _number(rest)
-        if at_s is not None and at_s > newest_s:
-            newest_s, newest = at_s, labels
+    for sample in _samples(text, LORA_INFO):
+        if sample is None:
+            yield
+        elif (at_s := _number(sample[1])) is not None and at_s > newest_s:
+            newest_s, newest = at_s, sample[0]
     if newest is None:
         return frozenset(), None
     found = _labels(newest)
@@ -107,10 +126,17 @@ def _newest_adapters(text: bytes) -> tuple[frozenset[str], int | None]:
     return frozenset(name for name in names if name), _whole(found.get("max_lora"))
 
 
-def _kv_tokens(text: bytes) -> int | None:
-    total = None
-    for labels, _ in _samples(text, CACHE_CONFIG):
-        found = _labels(labels)
+def _kv_tokens(text: bytes) -> Generator[None, None, int | None]:
+    total, read_bytes = None, 0
+    for sample in _samples(text, CACHE_CONFIG):
+        if sample is None:
+            yield
+            continue
+        found = _labels(sample[0])
+        read_bytes += len(sample[0])
+        if read_bytes > _LABELS_BYTES_PER_SLICE:
+            read_bytes = 0
+            yield
         tokens = _whole(found.get("kv_cache_size_tokens"))
         if tokens is None:
             blocks, block_tokens = _whole(found.get("num_gpu_blocks")), _whole(found.get("block_size"))
@@ -127,6 +153,8 @@ def _whole(text: str | None) -> int | None:
 
 
 def _labels(text: bytes) -> dict[str, str]:
+    if len(text) > LABELS_BYTES_MAX:
+        raise ValueError(f"a series has {len(text)} bytes of labels, more than the {LABELS_BYTES_MAX} that are read")
     found, at = {}, 0
     while match := _LABEL.match(text, at):
         name, value = match[1].decode(), match[2].decode("utf-8", "replace")

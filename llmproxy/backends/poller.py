@@ -12,12 +12,12 @@ import asyncio
 import errno
 import random
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from enum import Enum
 from math import inf
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -31,8 +31,9 @@ from llmproxy.backends.tls import PeerTls, trust_of
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.descriptors import lack_of
 
-BODY_BYTES_MAX = 8 << 20
-"""No answer is read beyond this: a page of vLLM is 0.1 MB, and a wrong URL may lead to anything."""
+BODY_BYTES_MAX = 4 << 20
+"""No answer is read beyond this: a page of vLLM is 0.1 MB, 8,000 adapters are listed in 4, and a wrong URL may lead to
+anything. What is read is read in slices, and no step of it holds the loop for more than about 10 ms."""
 
 FAST_BYTES_MAX = 32 << 10
 """A filtered answer above this is no longer cheap for the engine: it is asked for at the pace of the full page."""
@@ -44,6 +45,8 @@ REPROBE_INTERVAL_S = 10.0
 FILTERED_PATH = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in METRIC_NAMES)
 # The slash matters: without it vLLM serves another handler, which ignores the filter and costs the engine twenty times
 # as much of its event loop.
+
+T = TypeVar("T")
 
 _log = structlog.get_logger()
 
@@ -255,7 +258,7 @@ class Poller:
             hint = asks if status in (401, 403) else ""
             raise _LapFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
         try:
-            listing = parse_listing(body, sent_at_s)
+            listing = await _in_slices(parse_listing(body, sent_at_s))
         except ValueError as error:
             raise _LapFailed(Trouble.GARBAGE, f"GET {self._url}/v1/models: {error}") from None
         # The answer to an earlier question may come later; it must not undo what is known.
@@ -275,7 +278,10 @@ class Poller:
                 break
             sent_at_s = self._clock()
             status, body = await self._get(self._source.value)
-            reading = parse_reading(body, sent_at_s) if status == 200 else None
+            try:
+                reading = await _in_slices(parse_reading(body, sent_at_s)) if status == 200 else None
+            except ValueError as error:
+                raise _LapFailed(Trouble.GARBAGE, f"GET {self._url}/metrics: {error}") from None
             if reading is None:
                 continue
             if self._source is _Source.PAGE:
@@ -326,6 +332,17 @@ class Poller:
         if story != self._bug:
             self._bug = story
             _log.error("poller_bug", backend=self._backend, exc_info=bug)
+
+
+async def _in_slices(slices: Generator[None, None, T]) -> T:
+    """The result of a computation that pauses now and then; everybody else on the loop has a turn in each pause."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        await asyncio.sleep(0)
 
 
 def _blame(error: aiohttp.ClientConnectionError) -> Trouble:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmproxy.backends.metrics_text import METRIC_NAMES, is_filtered, parse_reading
+from llmproxy.backends.metrics_text import LABELS_BYTES_MAX, METRIC_NAMES, is_filtered, parse_reading
 from llmproxy.core.domain import Reading
+from llmproxy.gateway.scan import drain
 
 ENGINE = b'{engine="0",model_name="tiny"}'
 # The shape of a recorded page, the series around the needed ones included.
@@ -46,30 +48,30 @@ EXPECTED = Reading(
 
 
 def reading(*lines: bytes) -> Reading:
-    found = parse_reading(b"vllm:num_requests_running 0\n" + b"\n".join(lines), 0.0)
+    found = drain(parse_reading(b"vllm:num_requests_running 0\n" + b"\n".join(lines), 0.0))
     assert found is not None
     return found
 
 
 def test_reads_a_page() -> None:
-    assert parse_reading(PAGE, 7.0) == EXPECTED
+    assert drain(parse_reading(PAGE, 7.0)) == EXPECTED
 
 
 def test_reads_a_page_with_windows_line_ends_and_without_the_last_one() -> None:
-    assert parse_reading(PAGE.replace(b"\n", b"\r\n").rstrip(), 7.0) == EXPECTED
+    assert drain(parse_reading(PAGE.replace(b"\n", b"\r\n").rstrip(), 7.0)) == EXPECTED
 
 
 def test_reads_a_page_that_begins_with_a_needed_line() -> None:
-    assert parse_reading(b"vllm:num_requests_waiting 2", 7.0) == Reading(taken_at_s=7.0, waiting=2)
+    assert drain(parse_reading(b"vllm:num_requests_waiting 2", 7.0)) == Reading(taken_at_s=7.0, waiting=2)
 
 
 @pytest.mark.parametrize("page", [b"", b"\n", b"<html></html>", b"process_cpu_seconds_total 3.0\n"])
 def test_a_page_without_vllm_series_gives_nothing(page: bytes) -> None:
-    assert parse_reading(page, 0.0) is None
+    assert drain(parse_reading(page, 0.0)) is None
 
 
 def test_kv_use_alone_is_not_a_reading_of_an_idle_engine() -> None:
-    assert parse_reading(b"vllm:kv_cache_usage_perc 0.5\n", 0.0) is None
+    assert drain(parse_reading(b"vllm:kv_cache_usage_perc 0.5\n", 0.0)) is None
 
 
 def test_engines_behind_one_page_are_summed_and_averaged() -> None:
@@ -115,7 +117,7 @@ def test_escaped_label_values_are_read_as_written() -> None:
 
 @pytest.mark.parametrize("value", [b"NaN", b"+Inf", b"-Inf", b"-1", b"1e300", b"None", b"", b"0x10", b"{"])
 def test_an_unusable_value_counts_as_missing(value: bytes) -> None:
-    assert parse_reading(b"vllm:num_requests_running" + ENGINE + b" " + value + b"\n", 0.0) is None
+    assert drain(parse_reading(b"vllm:num_requests_running" + ENGINE + b" " + value + b"\n", 0.0)) is None
     assert reading(b"vllm:kv_cache_usage_perc" + ENGINE + b" " + value).kv_used is None
 
 
@@ -173,7 +175,7 @@ SNIPPETS = st.sampled_from(
 @example(b"vllm:num_requests_running\n")
 @example(b'vllm:lora_requests_info{running_lora_adapters="\xff"} 1\nvllm:num_requests_running 1')
 def test_no_page_makes_it_fail(page: bytes) -> None:
-    found = parse_reading(page, 1.0)
+    found = drain(parse_reading(page, 1.0))
     is_filtered(page)
     if found is not None:
         assert found.running >= 0
@@ -186,7 +188,7 @@ def test_no_page_makes_it_fail(page: bytes) -> None:
 def test_running_is_the_sum_of_the_usable_values(values: list[float]) -> None:
     page = b"".join(b'vllm:num_requests_running{engine="%d"} %r\n' % pair for pair in enumerate(values))
     usable = [value for value in values if math.isfinite(value) and 0 <= value <= 1e15]
-    found = parse_reading(page, 0.0)
+    found = drain(parse_reading(page, 0.0))
     assert (None if found is None else found.running) == (round(sum(usable)) if usable else None)
 
 
@@ -204,5 +206,31 @@ def test_running_is_the_sum_of_the_usable_values(values: list[float]) -> None:
     ids=["names", "long label name", "open quotes", "empty lines", "blanks"],
 )
 def test_a_hostile_page_takes_linear_time(page: bytes) -> None:
-    parse_reading(page, 0.0)
+    with suppress(ValueError):
+        drain(parse_reading(page, 0.0))
     is_filtered(page)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"vllm:num_requests_running 1\n",
+        b"vllm:num_requests_running",
+        b'vllm:lora_requests_info{running_lora_adapters="a"} 1\n',
+        b'vllm:cache_config_info{block_size="16"} 1\n',
+    ],
+)
+def test_a_large_page_is_read_in_slices(line: bytes) -> None:
+    assert sum(1 for _ in parse_reading(b"vllm:num_requests_running 1\n" + line * 25_600, 0.0)) >= 100
+
+
+def test_a_series_with_too_many_labels_is_refused_by_the_limit_that_it_is_beyond() -> None:
+    page = b"vllm:num_requests_running 1\nvllm:cache_config_info{" + b'a="",' * LABELS_BYTES_MAX + b"} 1\n"
+    with pytest.raises(ValueError, match=f"more than the {LABELS_BYTES_MAX}"):
+        drain(parse_reading(page, 0.0))
+
+
+def test_a_large_page_is_judged_by_its_beginning() -> None:
+    asked = b"vllm:num_requests_running 1\n" * 10_000
+    assert is_filtered(asked)
+    assert not is_filtered(b"python_gc_objects_collected_total 1\n" + asked)

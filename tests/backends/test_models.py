@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.backends.models import CARDS_MAX, parse_listing
+from llmproxy.backends.models import CARD_BYTES_MAX, CARDS_MAX, COMMAS_MAX, parse_listing
+from llmproxy.gateway.scan import drain
 
 BODY = (
     b'{"object":"list","data":[{"id":"tiny","object":"model","created":1795225568,"owned_by":"vllm","root":"tiny/model",'
@@ -18,7 +19,7 @@ BODY = (
 
 
 def test_reads_the_cards_in_order_with_all_their_fields() -> None:
-    listing = parse_listing(BODY, 3.0)
+    listing = drain(parse_listing(BODY, 3.0))
     assert listing.taken_at_s == 3.0
     base, adapter = listing.cards
     assert (base.name, base.parent, base.max_model_len) == ("tiny", None, 4096)
@@ -27,12 +28,12 @@ def test_reads_the_cards_in_order_with_all_their_fields() -> None:
 
 
 def test_a_bare_card_is_a_base_model() -> None:
-    (card,) = parse_listing(b'{"data":[{"id":"m","parent":"","max_model_len":true}]}', 0.0).cards
+    (card,) = drain(parse_listing(b'{"data":[{"id":"m","parent":"","max_model_len":true}]}', 0.0)).cards
     assert (card.name, card.parent, card.max_model_len) == ("m", None, None)
 
 
 def test_no_models_is_a_listing_too() -> None:
-    assert parse_listing(b'{"data":[]}', 0.0).cards == ()
+    assert drain(parse_listing(b'{"data":[]}', 0.0)).cards == ()
 
 
 @pytest.mark.parametrize(
@@ -54,14 +55,39 @@ def test_no_models_is_a_listing_too() -> None:
 )
 def test_anything_else_is_refused_with_a_reason(body: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        parse_listing(body, 0.0)
+        drain(parse_listing(body, 0.0))
 
 
 def test_the_number_of_cards_is_limited() -> None:
     cards = [{"id": str(index)} for index in range(CARDS_MAX + 1)]
     with pytest.raises(ValueError, match="10001 entries"):
-        parse_listing(orjson.dumps({"data": cards}), 0.0)
-    assert len(parse_listing(orjson.dumps({"data": cards[1:]}), 0.0).cards) == CARDS_MAX
+        drain(parse_listing(orjson.dumps({"data": cards}), 0.0))
+    assert len(drain(parse_listing(orjson.dumps({"data": cards[1:]}), 0.0)).cards) == CARDS_MAX
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ([{"id": "a", "x": "y" * CARD_BYTES_MAX}], f"entry 0 .* more than the {CARD_BYTES_MAX}"),
+        ([{"id": "a", "x": [[]] * (COMMAS_MAX + 1)}], f"commas, more than the {COMMAS_MAX}"),
+        ([1] * (COMMAS_MAX + 2), f"commas, more than the {COMMAS_MAX}"),
+    ],
+)
+def test_what_would_hold_the_loop_is_refused_by_the_limit_that_it_is_beyond(data: list[object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        drain(parse_listing(orjson.dumps({"data": data}), 0.0))
+
+
+def test_many_adapters_are_read_in_slices() -> None:
+    card = {
+        "id": "adapter",
+        "object": "model",
+        "root": "/adapters/a",
+        "parent": "base",
+        "permission": [{"x": "y" * 300}],
+    }
+    slices = parse_listing(orjson.dumps({"object": "list", "data": [card] * 8000}), 0.0)
+    assert sum(1 for _ in slices) > 80
 
 
 JSON = st.recursive(
@@ -73,7 +99,7 @@ JSON = st.recursive(
 @given(st.binary() | JSON.map(orjson.dumps) | JSON.map(lambda value: orjson.dumps({"data": [value]})))
 def test_no_answer_raises_anything_but_value_error(body: bytes) -> None:
     try:
-        listing = parse_listing(body, 0.0)
+        listing = drain(parse_listing(body, 0.0))
     except ValueError:
         return
     assert all(card.name for card in listing.cards)

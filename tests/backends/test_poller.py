@@ -19,7 +19,7 @@ from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
 from llmproxy.backends import poller as poller_module
-from llmproxy.backends.metrics_text import METRIC_NAMES
+from llmproxy.backends.metrics_text import LABELS_BYTES_MAX, METRIC_NAMES
 from llmproxy.backends.poller import Poller, polling_session
 from llmproxy.core.domain import Listing, Reading, Trouble
 
@@ -448,6 +448,14 @@ async def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, monkeypatc
     await bench.poller().lap()
     assert bench.sink.take() == ["garbage"]
     assert "larger than 100000 bytes" in bench.sink.details[0]
+
+
+async def test_a_page_that_is_refused_is_told_with_its_limit(bench: Bench) -> None:
+    page = NEEDED + "vllm:cache_config_info{" + 'a="",' * LABELS_BYTES_MAX + "} 1\n"
+    bench.vllm.answers["/metrics/"] = saying(page)
+    await bench.poller().lap()
+    assert bench.sink.take()[-2:] == ["unread: garbage", "answered"]
+    assert f"more than the {LABELS_BYTES_MAX}" in bench.sink.details[0]
 
 
 async def test_no_more_is_unpacked_of_a_compressed_answer_than_is_read_of_any_other(bench: Bench) -> None:

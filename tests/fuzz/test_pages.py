@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.backends.metrics_text import METRIC_NAMES, is_filtered, parse_reading
 from llmproxy.backends.models import parse_listing
+from llmproxy.gateway.scan import drain
 from tests.fuzz.profile import FUZZED
 
 LABELS = st.text(alphabet=st.sampled_from('ab"\\{},=\n 1é'), max_size=12)
@@ -38,7 +39,7 @@ def test_a_page_is_read_as_a_parser_reads_it(
     series: list[tuple[str, str, float]], adapters: list[tuple[str, str, float]]
 ) -> None:
     page = page_of(series, adapters)
-    found = parse_reading(page, 1.0)
+    found = drain(parse_reading(page, 1.0))
     samples = [one for family in text_string_to_metric_families(page.decode()) for one in family.samples]
 
     def usable(name: str) -> list[float]:
@@ -70,7 +71,7 @@ def test_no_page_raises(
     page = page_of(series, adapters)
     for at, gone, new in cuts:
         page = page[:at] + new + page[at + gone :]
-    found = parse_reading(page, 1.0)
+    found = drain(parse_reading(page, 1.0))
     is_filtered(page)
     assert found is None or min(found.running, found.waiting) >= 0
 
@@ -92,12 +93,12 @@ JSON = st.recursive(
 def test_a_model_list_is_read_whole_or_refused_with_a_reason(cards: list[Any], junk: bytes) -> None:
     body = orjson.dumps({"data": cards})
     try:
-        listing = parse_listing(body, 1.0)
+        listing = drain(parse_listing(body, 1.0))
     except ValueError as error:
         assert str(error)
     else:
         assert [dict(card.fields) for card in listing.cards] == cards
     try:
-        parse_listing(body[: len(body) // 2] + junk, 1.0)
+        drain(parse_listing(body[: len(body) // 2] + junk, 1.0))
     except ValueError as error:
         assert str(error)

@@ -30,11 +30,13 @@ the request is in doubt, the connection is closed.
 A backend is read as strictly (llhttp again): an answer whose end could be found in two places, or whose head is no
 HTTP/1, is a broken one. That is 502, or, where its head has gone out already, an end that its client can tell from a
 whole answer. The last table has what was tried, and the little that is read leniently. Bodies are never inflated: a
-compressed request is refused (415), and what a poll unpacks is bounded (8 MiB). A client's `Accept-Encoding` goes no
-further: engines are asked for answers as they are, because what compresses a stream holds back its tokens. An answer
-that comes compressed all the same is passed on as it is, byte by byte, whatever its client asked for. Its first byte
-counts as its first token; tokens are not known, a usage event that the proxy asked for stays in it, and if it breaks it
-is cut without an error event.
+compressed request is refused (415). A client's `Accept-Encoding` goes no further: engines are asked for answers as they
+are, because what compresses a stream holds back its tokens. An answer that comes compressed all the same is passed on
+as it is, byte by byte, whatever its client asked for. Its first byte counts as its first token; tokens are not known, a
+usage event that the proxy asked for stays in it, and if it breaks it is cut without an error event.
+
+What a poll reads, unpacks and parses is bounded (4 MiB), and is read in slices between which all others have their
+turn. A page beyond a limit is named with the limit in the log (`backend_unread` for its load).
 
 A form (`multipart/form-data`) is refused where engines may read its fields in another way: its content type has one
 parameter, `boundary`; each part is `form-data`, without control characters in its head; `model`, `stream` and the field
