@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from socket import AddressFamily
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from llmproxy.backends.names import Address
 from llmproxy.simulator.replica import Replica
 from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
 
@@ -297,15 +299,12 @@ async def dns_change(stage: Stage) -> Story:
         new = await stack.enter_async_context(Replica(FAST, "127.0.0.3", old.port))
         found = ["127.0.0.2"]
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        loop = asyncio.get_running_loop()
-        resolve = loop.getaddrinfo
 
-        async def getaddrinfo(host: Any, port: Any, **given: Any) -> Any:
-            if host != NAME:
-                return await resolve(host, port, **given)
-            return [(2, 1, 6, "", (address, port)) for address in found]
+        async def look_up(host: str) -> list[Address]:
+            assert host == NAME
+            return [(AddressFamily.AF_INET, (address, 0)) for address in found]
 
-        patch.setattr(loop, "getaddrinfo", getaddrinfo, raising=False)
+        patch.setattr("llmproxy.backends.names.ask_system", look_up)
         config: dict[str, Any] = {
             "backends": [{"url": f"dns+http://{NAME}:{old.port}"}],
             "discovery": {"dns_interval_s": 0.05, "gone_after": 2},
