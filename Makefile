@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit newest fuzz chaos bench lab lab-full lock audit sbom clean
+.PHONY: demo test lint types contracts unit newest fuzz hostile chaos bench lab lab-full lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -43,6 +43,10 @@ newest: .venv
 FUZZ_MINUTES ?= 10
 fuzz: .venv
 	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
+
+# Hostile requests, answers and bodies by the ten thousand; the seed is printed, and a finding with its bytes.
+hostile: .venv
+	$(BIN)/python -m tests.hostile $(HOSTILE)
 
 # Misbehaving replicas and clients in random order, for ten minutes; it prints the seed that repeats the order.
 chaos: .venv

@@ -227,9 +227,9 @@ class BackendConnection(asyncio.Protocol):
             exchange.reason = ""
             exchange.headers.clear()
         else:
-            codings = [value.strip().lower() for name, value in exchange.headers if name.lower() == "transfer-encoding"]
-            if codings not in ([], ["chunked"]):
-                # The parser takes off the chunks alone, and what is below them would pass for the body.
+            codings = [value for name, value in exchange.headers if name.lower() == "transfer-encoding"]
+            if codings and (len(codings) > 1 or codings[0].strip(" ").lower() != "chunked"):
+                # The parser takes off the chunks of these alone: what it does not know would pass for the body.
                 raise ValueError("its transfer-encoding is another one than chunked")
             exchange.answered(status)
 

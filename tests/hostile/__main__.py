@@ -7,21 +7,23 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
 import uvloop
 
 from llmproxy.telemetry import logs
-from tests.hostile import answers, backends, clients, requests
+from tests.hostile import answers, backends, bodies, clients, fuzzed, requests
+from tests.hygiene.table import observed
 
-BATCH = 400
+BATCH = 250
 """Cases that one process plays over one proxy."""
-SHOWN_MAX = 20
-"""Findings of a group that are printed whole."""
+SHOWN_MAX, SHOWN_CHARS = 20, 6000
+"""How many findings of a group are printed, and how much of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,15 @@ class Finding:
     sent: bytes
     wrong: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return "\n    ".join([f"  sent {self.sent!r}"[:SHOWN_CHARS], *(wrong[:SHOWN_CHARS] for wrong in self.wrong)])
 
-def cases_of(make: Callable[[Random], Iterator[bytes]], seed: int, most: int | None) -> list[bytes]:
-    """The cases of a group, each once; with `most`, so many of them, drawn by the seed."""
+
+def cases_of(make: Callable[[Random], Iterator[bytes]], seed: int, most: int) -> list[bytes]:
+    """The cases of a group, each once; with `most`, no more than so many of them, drawn by the seed."""
     random = Random(seed)
     cases = list(dict.fromkeys(make(random)))
-    return random.sample(cases, most) if most is not None and len(cases) > most else cases
+    return random.sample(cases, most) if 0 < most < len(cases) else cases
 
 
 async def play_requests(cases: list[bytes], sound: bool, seed: int) -> list[Finding]:
@@ -55,6 +60,20 @@ async def play_requests(cases: list[bytes], sound: bool, seed: int) -> list[Find
     return found
 
 
+async def play_bodies(cases: list[bytes], _sound: bool, _seed: int) -> list[Finding]:
+    """Each case as the body of a sound request."""
+    found = []
+    async with clients.bench() as (home, backend):
+        for body in cases:
+            try:
+                wrong = bodies.wrong_of(body, await clients.play(home, backend, [bodies.request_of(body)]))
+            except TimeoutError:
+                wrong = [f"no end within {clients.LIMIT_S:g} s"]
+            if wrong:
+                found.append(Finding(body, tuple(wrong)))
+    return found
+
+
 async def play_answers(cases: list[bytes], sound: bool, _seed: int) -> list[Finding]:
     """Each case as a backend's answer."""
     found = []
@@ -69,42 +88,79 @@ async def play_answers(cases: list[bytes], sound: bool, _seed: int) -> list[Find
     return found
 
 
-def played(play: Callable[..., Any], cases: list[bytes], sound: bool, seed: int) -> list[Finding]:
-    """Play in a process of its own."""
+Play = Callable[[list[bytes], bool, int], Coroutine[Any, Any, list[Finding]]]
+Result = tuple[int, list[str]]
+"""How many cases there were, and the stories of the findings."""
+PLAYS: tuple[tuple[dict[str, Callable[[Random], Iterator[bytes]]], Play], ...] = (
+    (requests.GROUPS, play_requests),
+    (answers.GROUPS, play_answers),
+    (bodies.GROUPS, play_bodies),
+)
+
+
+def _played(play: Play, cases: list[bytes], sound: bool, seed: int) -> list[Finding]:
     logs.configure("json", "error")
-    return list(uvloop.run(play(cases, sound, seed)))
+    return uvloop.run(play(cases, sound, seed))
+
+
+def _table() -> Result:
+    logs.configure("json", "error")
+    rows, answer_rows, wrong = uvloop.run(observed())
+    return sum(map(len, rows.values())) + len(answer_rows), wrong
+
+
+def play_group(
+    pool: ProcessPoolExecutor, play: Play, name: str, make: Callable[[Random], Iterator[bytes]], seed: int, most: int
+) -> Result:
+    """Play the cases of one group in all processes at once."""
+    cases = cases_of(make, seed, most)
+    batches = [cases[start : start + BATCH] for start in range(0, len(cases), BATCH)]
+    jobs = [pool.submit(_played, play, batch, name.startswith("sound"), seed) for batch in batches]
+    return len(cases), [str(finding) for job in jobs for finding in job.result()]
+
+
+def read_group(pool: ProcessPoolExecutor, module: str, seed: int) -> Result:
+    """Drive the readers of one module of fuzz tests."""
+    names = pool.submit(fuzzed.tests_of, module).result()
+    tried = [job.result() for job in [pool.submit(fuzzed.run, module, name, seed) for name in names]]
+    return sum(count for count, _ in tried), [story for _, story in tried if story]
+
+
+def groups(pool: ProcessPoolExecutor, seed: int, most: int) -> dict[str, Callable[[], Result]]:
+    """What is run, in order."""
+    found: dict[str, Callable[[], Result]] = {"tables of docs/hygiene.md": lambda: pool.submit(_table).result()}
+    for made, play in PLAYS:
+        for name, make in made.items():
+            found[name] = partial(play_group, pool, play, name, make, seed, most)
+    for name, module in fuzzed.GROUPS.items():
+        found[name] = partial(read_group, pool, module, seed)
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--seed", type=int, help="Of an earlier run, to repeat it.")
-    parser.add_argument("--most", type=int, help="Most cases of a group, drawn by the seed; all of them without it.")
+    parser.add_argument("--most", type=int, default=2000, help="Most cases of a group, drawn by the seed; 0 is all.")
+    parser.add_argument("--examples", type=int, default=5000, help="Of each test of a reader.")
     parser.add_argument("--only", default="", help="Groups whose names begin so.")
     told = parser.parse_args()
     seed = secrets.randbits(32) if told.seed is None else told.seed
+    fuzzed.prepare(told.examples)
     print(f"seed {seed}", flush=True)
     began_s, cases_total, found_total = time.monotonic(), 0, 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for groups, play in ((requests.GROUPS, play_requests), (answers.GROUPS, play_answers)):
-            for name, make in groups.items():
-                if not name.startswith(told.only):
-                    continue
-                group_began_s = time.monotonic()
-                cases = cases_of(make, seed, told.most)
-                batches = [cases[start : start + BATCH] for start in range(0, len(cases), BATCH)]
-                sound = name.startswith("sound")
-                jobs = [pool.submit(played, play, batch, sound, seed) for batch in batches]
-                found = [finding for job in jobs for finding in job.result()]
-                print(
-                    f"{name}: {len(cases)} cases, {len(found)} findings, {time.monotonic() - group_began_s:.0f} s",
-                    flush=True,
-                )
-                for finding in found[:SHOWN_MAX]:
-                    print(f"  sent {finding.sent!r}\n    " + "\n    ".join(finding.wrong), flush=True)
-                cases_total += len(cases)
-                found_total += len(found)
+        for name, run in groups(pool, seed, told.most).items():
+            if not name.startswith(told.only):
+                continue
+            group_began_s = time.monotonic()
+            cases, stories = run()
+            took_s = time.monotonic() - group_began_s
+            print(f"{name}: {cases} cases, {len(stories)} findings, {took_s:.0f} s", flush=True)
+            for story in stories[:SHOWN_MAX]:
+                print(story, flush=True)
+            cases_total, found_total = cases_total + cases, found_total + len(stories)
     minutes = (time.monotonic() - began_s) / 60
-    print(f"{cases_total} cases, {found_total} findings, {minutes:.1f} minutes, seed {seed}")
+    print(f"{cases_total} cases, {found_total} findings, {minutes:.1f} minutes; python -m tests.hostile --seed {seed}")
     return 1 if found_total else 0
 
 

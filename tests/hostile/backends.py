@@ -48,8 +48,9 @@ def wrong_of(sent: bytes, got: Got, *, sound: bool = False) -> list[str]:
         wrong += _wrong_beginning(seen.begun, answer or given.begun)
     else:
         wrong.append(f"no answer, no sound one or more than one: {got.data!r}")
-    # What is behind it may spoil an answer, and extensions of chunks may be refused.
-    plain = given.end is End.CLEAN and given.messages[-1:] == (answer,) and b";" not in sent
+    # What is behind it may spoil an answer; extensions of chunks, and tabs behind a coding, may be refused.
+    odd = b";" in sent or b"chunked\t" in sent
+    plain = given.end is End.CLEAN and given.messages[-1:] == (answer,) and not odd
     if (
         answer is not None
         and (sound or plain)
@@ -72,7 +73,7 @@ def _final(given: Reading) -> Message | None:
 def _wrong_whole(seen: Message, answer: Message | None, begun: Message | None) -> list[str]:
     """What is wrong with a whole answer, where the backend gave this one, or none but a beginning."""
     given = answer
-    if given is None and begun is not None and begun.body.endswith(b"data: [DONE]\n\n"):
+    if given is None and begun is not None and b"data: [DONE]\n\n" in begun.body:
         # A stream that has told its end wants nothing more.
         given = begun
     if given is not None and (seen.status, seen.body) == (given.status, given.body):

@@ -1,8 +1,8 @@
 """How a strict reader understands bytes of HTTP/1.1: a second opinion, after RFC 9112, without code of the proxy.
 
-Nothing is repaired. Where the standard says that a recipient may be lenient, this one is not, but for empty lines
-before a request line (section 2.2), more than one space between its words (section 3), and the version and the reason
-phrase of an answer: no framing hangs on them.
+Nothing is repaired. Where the standard says that one may be lenient, this one is not, but for line ends before a
+message (section 2.2), more than one space between the words of a request line (section 3), and the protocol and
+the reason phrase of an answer: no framing hangs on them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _TEXT = rb"[\t\x20-\x7e\x80-\xff]*"
 _REASON = re.compile(_TEXT)
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") +([\x21-\x7e]+) +HTTP/1\.([01])")
-_STATUS_LINE = re.compile(rb"HTTP/(1\.[01]|0\.9|2\.0) ([1-9][0-9][0-9])(?: ([^\r\n]*))?")
+_STATUS_LINE = re.compile(rb"(?:HTTP|RTSP|ICE)/(1\.[01]|0\.9|2\.0) ([1-9][0-9][0-9])(?: ([^\r\n]*))?")
 _FIELD = re.compile(rb"(" + _TOKEN + rb"):(" + _TEXT + rb")")
 _CHUNK_LINE = re.compile(rb"([0-9a-fA-F]{1,16})(?:[ \t]*;" + _TEXT + rb")?")
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -75,8 +75,7 @@ def requests_of(data: bytes) -> Reading:
     """What a client sent on one connection, up to a request that asks for its end."""
     messages: list[Message] = []
     while True:
-        while data.startswith(b"\r\n"):
-            data = data[2:]
+        data = data.lstrip(b"\r\n")
         if not data:
             return Reading(tuple(messages), End.CLEAN)
         try:
@@ -99,7 +98,7 @@ def requests_of(data: bytes) -> Reading:
 def answers_of(data: bytes, closed: bool) -> Reading:
     """What a server sent on one connection, interim answers included; `closed` says that it has ended since."""
     messages: list[Message] = []
-    while data:
+    while data := data.lstrip(b"\r\n"):
         try:
             line, fields, rest = _head(data, _status_line)
         except _Stop as stop:
