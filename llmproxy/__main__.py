@@ -9,6 +9,10 @@ def main() -> None:
     """Run the command line. Signals to one that is going to serve are minded before all else is even read."""
     if sys.argv[1:2] == ["serve"]:
         early.remember()
+        # Whatever it says from now on, of a wrong configuration too, must not wait for somebody to read it.
+        from llmproxy.telemetry.logs import write_by_thread
+
+        write_by_thread()
     from llmproxy.cli import main as command
 
     command()

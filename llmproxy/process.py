@@ -30,7 +30,6 @@ def run(config: Config, reread: Reread | None = None) -> int:
 
     `reread` says how to read `config` again.
     """
-    logs.write_by_thread()
     logs.configure(config.log_format, config.log_level)
     raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

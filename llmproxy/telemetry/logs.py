@@ -78,7 +78,7 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
 def write_by_thread() -> None:
     """Have a thread write all that this process says on standard error, its last words included, until it ends.
 
-    Called before `configure`, by a process that serves.
+    Called once, before `configure`, by a process that is going to serve.
     """
     global _standard_error
     _standard_error = _StandardError(sys.stderr.fileno())
