@@ -45,8 +45,14 @@ fuzz: .venv
 	$(BIN)/python -m tests.fuzz --minutes $(FUZZ_MINUTES)
 
 # Hostile requests, answers and bodies by the ten thousand; the seed is printed, and a finding with its bytes.
-hostile: .venv
+hostile: .venv .venv-hostile
 	$(BIN)/python -m tests.hostile $(HOSTILE)
+	.venv-hostile/bin/python -m tests.hostile.documented $(BIN)/llmproxy
+
+.venv-hostile: .ci/hostile.txt
+	$(PYTHON) -m venv .venv-hostile
+	.venv-hostile/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r .ci/hostile.txt
+	@touch .venv-hostile
 
 # Misbehaving replicas and clients in random order, for ten minutes; it prints the seed that repeats the order.
 chaos: .venv
@@ -64,7 +70,7 @@ lab-full: .venv
 	$(BIN)/python -m benchmarks.scenarios.run --full
 
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for
-# building that, and for the two tools below. The last two are no dependencies of anything.
+# building that, and for the tools of `audit`, `sbom` and `hostile`. Those are no dependencies of anything.
 COMPILE = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
 lock: .venv
 	$(BIN)/python -m pip install --quiet uv
@@ -72,6 +78,7 @@ lock: .venv
 	$(COMPILE) --upgrade --constraint .ci/requirements.txt pyproject.toml --output-file .ci/runtime.txt
 	echo hatchling | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/build.txt
 	printf 'pip-audit\ncyclonedx-bom\n' | $(COMPILE) --upgrade - --output-file .ci/tools.txt
+	echo schemathesis | $(COMPILE) --upgrade - --output-file .ci/hostile.txt
 
 .venv-tools: .ci/tools.txt
 	$(PYTHON) -m venv .venv-tools
@@ -91,4 +98,4 @@ sbom: .venv-tools
 	    --output-reproducible --output-format JSON --output-file dist/llmproxy.cdx.json
 
 clean:
-	rm -rf .venv .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-hostile .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist

@@ -103,7 +103,7 @@ def _target(message: Message) -> bytes:
     if target[:1] != b"/":
         target = b"/" + target.partition(b"://")[2].partition(b"/")[2]
     path, mark, query = target.partition(b"?")
-    return (path.rstrip(b"/") or b"/") + mark + query
+    return (path.rstrip(b"/") or b"/") + (mark + query if query else b"")
 
 
 def _wrong_answers(asked: Reading, seen: Seen, *, expected_100: bool) -> list[str]:
