@@ -1,8 +1,8 @@
 """What the engine's OpenAPI document allows and forbids, sent through a proxy to a simulated replica by schemathesis.
 
 Run by the Python of `.venv-hostile`, which `make hostile` makes, with the path of the `llmproxy` command to test:
-schemathesis is no dependency of the project. `engine_openapi.json.gz` is vLLM 0.32.0's own document (Apache-2.0), cut down
-to the routes that the simulated replica has, without its descriptions.
+schemathesis is no dependency of the project. `engine_openapi.json.gz` is vLLM 0.32.0's own document (Apache-2.0), cut
+down to the routes that the simulated replica has, without its descriptions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def started(*command: str, ready: str) -> Iterator[None]:
 
 def _is_200(url: str) -> bool:
     try:
-        return requests.get(url, timeout=2).status_code == 200
+        return bool(requests.get(url, timeout=2).status_code == 200)
     except requests.RequestException:
         return False
 
