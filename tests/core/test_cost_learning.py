@@ -114,11 +114,13 @@ def test_nothing_is_left_when_all_leases_have_ended() -> None:
     stand, on = Stand(), view("a", served=BOTH, max_adapters=2, kv_tokens=10**6)
     rng = Random(1)
     adapters = (None, "lora", "other")
+    verdicts = list(Verdict) * 5
     leases = [
-        stand.book(chain(i, 3, adapter=adapters[i % 3], sequences=1 + i % 2, stream=i % 4 > 0), on) for i in range(40)
+        stand.book(chain(i, 3, adapter=adapters[i % 3], sequences=1 + i % 2, stream=i % 4 > 0), on)
+        for i in range(len(verdicts))
     ]
     rng.shuffle(leases)
-    for lease, verdict in zip(leases, list(Verdict) * 5, strict=True):
+    for lease, verdict in zip(leases, verdicts, strict=True):
         stand.now += 0.3
         if rng.random() < 0.5:
             stand.cost.started(lease, stand.now)

@@ -140,8 +140,9 @@ async def test_a_prompt_that_was_only_counted_is_cached_nowhere(tmp_path: Path) 
         await ask(home, "counted", said(LONG), "/v1/messages/count_tokens")
         await ask(home, "first", said(LONG), "/v1/messages")
         await ask(home, "second", said(LONG), "/v1/messages")
-    prefill_s = [log[name]["placement"]["prefill"] for name in ("counted", "first", "second")]
-    assert 10 * prefill_s[2] < min(prefill_s[:2])
+    counted, first, second = (log[name]["placement"]["prefill"] for name in ("counted", "first", "second"))
+    # To count computes no prompt, and is no work for an engine.
+    assert counted < second < first / 10
 
 
 async def test_token_ids_are_counted_as_they_are(tmp_path: Path) -> None:
