@@ -222,6 +222,9 @@ def _own_usage(text: bytes) -> dict[str, Any]:
                 level += 1
             case b"{" | b"[":
                 level -= 1
+                if level < 0:
+                    # More was opened than is closed: this is no JSON object, but a sound, or vectors in bytes.
+                    break
             case _:
                 string = _STRING.match(back, mark.start())
                 if string is None:

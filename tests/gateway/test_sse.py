@@ -1,6 +1,7 @@
 """Recorded streams, cut anywhere, come out the same; what they say is learned; one event can be hidden."""
 
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -264,6 +265,8 @@ def test_an_endless_event_is_let_go_and_not_kept(monkeypatch: pytest.MonkeyPatch
         (b'{"usage":{"prompt_tokens":"5"}}', None),
         (b'{"text":"\\"usage\\":{\\"prompt_tokens\\":5}"}', None),
         (b"", None),
+        (b"}" + b"[" * 9, None),
+        (b'"usage":{"prompt_tokens":5}}' + b"{" * 9, None),
         (b'"usage":{' * 20_000, None),
         (b'"usage":' + b"[" * 100_000, None),
         (b'"usage":{"a":' * 2000, None),
@@ -271,3 +274,8 @@ def test_an_endless_event_is_let_go_and_not_kept(monkeypatch: pytest.MonkeyPatch
 )
 def test_usage_of_a_tail(tail: bytes, usage: Usage | None) -> None:
     assert usage_of_tail(tail) == usage
+
+
+def test_an_answer_that_is_no_json_has_no_usage() -> None:
+    sounds = [Random(seed).randbytes(sse.USAGE_TAIL_BYTES) for seed in range(20)]
+    assert [usage_of_tail(sound) for sound in sounds] == [None] * 20
