@@ -85,8 +85,8 @@ class Estimator:
         return self._models.get(model) or Estimate()
 
 
-def usage_max(ask: Ask, context_tokens: int | None, turns: int = 1) -> Usage:
-    """The most tokens that an engine may have counted for an answer to `ask`, over so many `turns`.
+def usage_max(ask: Ask, context_tokens: int | None, sequences: int = 1) -> Usage:
+    """The most tokens that an engine may have counted for an answer to `ask` in so many `sequences`.
 
     A sequence is no longer than the context, whatever its prompt came from: text, media, a stored conversation. Only
     where no backend tells its context, the bytes of the prompt bound it.
@@ -97,7 +97,6 @@ def usage_max(ask: Ask, context_tokens: int | None, turns: int = 1) -> Usage:
         context = CONTEXT_TOKENS_MAX
         prompt = TEXT_TOKENS_PER_BYTE * ask.prompt_bytes + (ask.prompt_tokens or 0) + TEMPLATE_TOKENS_MAX
     output = context if ask.max_tokens is None else min(context, ask.max_tokens)
-    sequences = ask.sequences * turns
     return Usage(sequences * prompt, sequences * output)
 
 

@@ -40,15 +40,26 @@ OPTION_BYTES_MAX = 64 * 1024
 SESSION_CHARS_MAX = 4096
 # More than any engine runs at once; a number that a client made up must not count as a fleet full of work.
 SEQUENCES_MAX = 1024
+# The most that an engine is believed to have run for one request, one after the other: a long list of prompts.
+ANSWERED_MAX = 1 << 20
+_NUMBER_CHARS_MAX = 64
 
 # Members that hold what the engine tokenises, in whatever endpoint they occur.
 _TEXT = (
     "messages", "prompt", "input", "system", "instructions", "query", "queries", "documents", "items", "text_1",
     "text_2", "data_1", "data_2", "texts", "inputs", "token_ids", "tokens", "tools",
 )  # fmt: skip
-# The first one given counts, as in the engine.
-_MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_OPTIONS = ("model", "stream", "stream_options", "n", "best_of", *_MAX_TOKENS)
+# By the kind of body, as the engine looks for it: the first one given counts, and what it does not know is ignored.
+_MAX_TOKENS: dict[BodyKind, tuple[str, ...]] = {
+    BodyKind.CHAT: ("max_completion_tokens", "max_tokens"),
+    BodyKind.COMPLETION: ("max_tokens",),
+    BodyKind.RESPONSES: ("max_output_tokens",),
+    BodyKind.MESSAGES: ("max_tokens",),
+    BodyKind.OTHER: ("max_completion_tokens", "max_tokens"),
+}
+_OPTIONS = (
+    "model", "stream", "stream_options", "n", "best_of", "max_completion_tokens", "max_tokens", "max_output_tokens",
+)  # fmt: skip
 # What `/v1/responses` says of responses that engines keep: which one it goes on from, the id of its own, whether to.
 PREVIOUS, REQUEST_ID, STORE = "previous_response_id", "request_id", "store"
 _KEPT = (PREVIOUS, REQUEST_ID, STORE)
@@ -82,7 +93,7 @@ class Sheet:
 
     `session` is the text of the member that names one, None where it is no text or there is no such member. `kept` are
     the members of a body for `/v1/responses` that speak of stored responses. `guarded` are the transfer
-    parameters and priorities, all of equal names.
+    parameters and priorities, all of equal names. `sequences` are all that the engine may run, however many.
     """
 
     ask: Ask
@@ -94,6 +105,7 @@ class Sheet:
     session: str | None = field(default=None, repr=False)
     kept: Mapping[str, Any] = field(default_factory=dict, repr=False)
     guarded: tuple[tuple[str, Member], ...] = field(default=(), repr=False)
+    sequences: int = 1
 
     @property
     def stores(self) -> bool:
@@ -265,8 +277,10 @@ def _noted(
     guarded: tuple[tuple[str, Member], ...] = ()
     if not GUARDED.isdisjoint(fields):
         guarded = drain(guarded_in(body, drain(scan_every(body, GUARDED))))
-    ask = _ask(fields, sizes, kind)
-    return Sheet(ask, kind, body, options, chain=chain, session=session, kept=kept, guarded=guarded)
+    ask, sequences = _ask(fields, sizes, kind), _sequences(fields, sizes)
+    return Sheet(
+        ask, kind, body, options, chain=chain, session=session, kept=kept, guarded=guarded, sequences=sequences
+    )  # fmt: skip
 
 
 def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_member: str | None = None) -> Slices[Sheet]:
@@ -282,7 +296,8 @@ def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_memb
     session = _scanned_session(body, members.get(session_member)) if session_member is not None else None
     kept = {name: fields[name] for name in _KEPT if name in fields}
     guarded = yield from guarded_in(body, found)
-    return Sheet(ask, kind, body, fields.get("stream_options", _ABSENT), members, chain, session, kept, guarded)
+    options, sequences = fields.get("stream_options", _ABSENT), _sequences(fields, sizes)
+    return Sheet(ask, kind, body, options, members, chain, session, kept, guarded, sequences)
 
 
 def read_form(body: bytes, content_type: str, session_member: str | None = None) -> Slices[Sheet]:
@@ -322,15 +337,20 @@ def _ask(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind) -> Ask:
         raise BadBody("The field stream must be true or false.", "body.stream")
     text_bytes = sum(size.text_bytes for size in sizes)
     tokens = [size.tokens for size in sizes if size.tokens is not None]
-    per_prompt = max(_count(fields.get("n")) or 1, _count(fields.get("best_of")) or 1)
+    said = next((fields[name] for name in _MAX_TOKENS[kind] if fields.get(name) is not None), None)
     return Ask(
         model=model or None,
         stream=stream is True,
         prompt_bytes=text_bytes,
         prompt_tokens=sum(tokens) if tokens and not text_bytes else None,
-        max_tokens=next((n for name in _MAX_TOKENS if (n := _count(fields.get(name)))), None),
-        sequences=min(SEQUENCES_MAX, per_prompt * max((size.prompts for size in sizes), default=1)),
+        max_tokens=_count(said),
+        sequences=min(SEQUENCES_MAX, _sequences(fields, sizes)),
     )
+
+
+def _sequences(fields: Mapping[str, Any], sizes: list[_Size]) -> int:
+    per_prompt = max(_number(fields.get(name)) for name in ("n", "best_of"))
+    return min(ANSWERED_MAX, per_prompt * max((size.prompts for size in sizes), default=1))
 
 
 def _truth(value: Any) -> bool | None:
@@ -342,6 +362,18 @@ def _truth(value: Any) -> bool | None:
     if isinstance(value, str) and value and value.lower() in _TRUE | _FALSE:
         return value.lower() in _TRUE
     return None
+
+
+def _number(value: Any) -> int:
+    """A count as the engine reads it, which takes "8" and 8.0 for 8; 1 for what is none."""
+    if isinstance(value, str) and len(value) <= _NUMBER_CHARS_MAX:
+        try:
+            value = float(value)
+        except ValueError:
+            return 1
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return _count(value) or 1
 
 
 def _count(value: Any) -> int | None:

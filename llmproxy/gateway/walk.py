@@ -22,7 +22,7 @@ from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.attempt import Attempt, Call
 from llmproxy.gateway.body import Bodies, BodyKind, HeldBody
 from llmproxy.gateway.client_leg import ClientLeg, read_body
-from llmproxy.gateway.desk import PREVIOUS, REQUEST_ID, Sheet
+from llmproxy.gateway.desk import PREVIOUS, REQUEST_ID, SEQUENCES_MAX, Sheet
 from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
@@ -416,9 +416,14 @@ class Walker:
 def _usage_max(walk: Walk) -> Usage | None:
     if not walk.route.computes or walk.sheet is None or walk.target is None:
         return None
-    turns = TURNS_MAX if walk.route.dialect is Dialect.RESPONSES else 1
-    most = usage_max(walk.sheet.ask, walk.target.context_tokens, turns)
-    return most if walk.route.work is Work.GENERATES else Usage(most.prompt_tokens, walk.sheet.ask.sequences)
+    ask, sequences = walk.sheet.ask, walk.sheet.sequences
+    if walk.route.dialect is Dialect.RESPONSES:
+        sequences = TURNS_MAX
+    elif walk.route.kind in (BodyKind.OTHER, BodyKind.FORM):
+        # Not every shape of these bodies is known: how much they ask for may lie deeper, or in the length of a sound.
+        ask, sequences = structs.replace(ask, max_tokens=None), max(SEQUENCES_MAX, sequences)
+    most = usage_max(ask, walk.target.context_tokens, sequences)
+    return most if walk.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)
 
 
 def _check_content_type(route: Route, content_type: str) -> None:

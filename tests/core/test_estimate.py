@@ -85,21 +85,21 @@ def test_answers_of_routes_that_generate_nothing_say_nothing_of_their_length() -
 
 
 @pytest.mark.parametrize(
-    ("ask", "context_tokens", "turns", "most"),
+    ("ask", "context_tokens", "sequences", "most"),
     [
         (Ask("m", prompt_bytes=1), 4096, 1, Usage(4096, 4096)),
         (Ask("m", prompt_bytes=1, max_tokens=16), 4096, 1, Usage(4096, 16)),
         (Ask("m", prompt_bytes=1, max_tokens=10**18), 4096, 1, Usage(4096, 4096)),
-        (Ask("m", prompt_bytes=1, max_tokens=16, sequences=3), 4096, 2, Usage(6 * 4096, 6 * 16)),
+        (Ask("m", prompt_bytes=1, max_tokens=16, sequences=3), 4096, 6, Usage(6 * 4096, 6 * 16)),
         (Ask("m", prompt_bytes=100), None, 1, Usage(400 + 65536, 1 << 24)),
         (Ask("m", prompt_tokens=100, max_tokens=10**18), None, 1, Usage(100 + 65536, 1 << 24)),
         (Ask("m", prompt_bytes=1), 1 << 63, 1, Usage(1 << 24, 1 << 24)),
     ],
 )
 def test_no_more_is_believed_than_could_have_been(
-    ask: Ask, context_tokens: int | None, turns: int, most: Usage
+    ask: Ask, context_tokens: int | None, sequences: int, most: Usage
 ) -> None:
-    assert usage_max(ask, context_tokens, turns) == most
+    assert usage_max(ask, context_tokens, sequences) == most
     assert believable(most, most) == most
     assert believable(Usage(most.prompt_tokens + 1, 0), most) is None
     assert believable(Usage(0, most.output_tokens + 1), most) is None

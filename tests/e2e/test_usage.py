@@ -122,3 +122,44 @@ async def test_an_engine_that_only_reads_teaches_nothing_about_answers() -> None
         await home.settled()
         _, _, charged, output_tokens = accounts(home)
         assert (charged, output_tokens) == (9, 256)
+
+
+GENERATED: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "completion, a limit of chats beside its own": (
+        "/v1/completions", {"prompt": "x", "max_tokens": 4000, "max_completion_tokens": 1},
+    ),
+    "message, a limit of chats beside its own": (
+        "/v1/messages", {"messages": [], "max_tokens": 4000, "max_completion_tokens": 1},
+    ),
+    "response, a limit of chats beside its own": (
+        "/v1/responses", {"input": "x", "max_output_tokens": 4000, "max_tokens": 1},
+    ),
+    "a number that is text": (
+        "/v1/chat/completions", {"messages": [], "max_completion_tokens": "4000", "max_tokens": 1},
+    ),
+    "n that is text": ("/v1/completions", {"prompt": "x", "n": "8", "max_tokens": 500}),
+    "limits in sampling parameters": (
+        "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 400, "n": 10}, "max_tokens": 1},
+    ),
+    "many prompts": ("/v1/completions", {"prompt": [[1]] * 2000, "max_tokens": 2}),
+    "documents in an object": ("/v1/rerank", {"query": "x", "documents": {"content": [{"type": "text"}] * 3}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GENERATED)
+async def test_what_an_engine_did_is_believed_however_it_was_asked_for(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[RequestExit] = []
+    monkeypatch.setattr("llmproxy.gateway.walk.log_exit", ended.append)
+    path, body = GENERATED[case]
+    script = telling('{"prompt_tokens": 6, "input_tokens": 6, "completion_tokens": 3900, "output_tokens": 3900}')
+    if path == "/v1/rerank":
+        script = telling('{"prompt_tokens": 9000, "completion_tokens": 0}')
+    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
+        answer = await home.post(path, {"model": "base"} | body)
+        assert answer.status == 200
+        await home.settled()
+        (told,) = ended
+        assert told.error is None
+        assert told.prompt_tokens in (6, 9000)

@@ -54,7 +54,6 @@ def test_no_model_is_none(fields: dict[str, Any]) -> None:
     ("fields", "tokens"),
     [
         ({"max_tokens": 5}, 5),
-        ({"max_output_tokens": 5}, 5),
         ({"max_tokens": 5, "max_completion_tokens": 3}, 3),
         ({"max_tokens": "5"}, None),
         ({"max_tokens": True}, None),
@@ -65,6 +64,38 @@ def test_no_model_is_none(fields: dict[str, Any]) -> None:
 )
 def test_max_tokens(fields: dict[str, Any], tokens: int | None) -> None:
     assert ask(fields).max_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        (CHAT, 1),
+        (BodyKind.OTHER, 1),
+        (BodyKind.COMPLETION, 2),
+        (BodyKind.MESSAGES, 2),
+        (BodyKind.RESPONSES, 3),
+    ],
+)
+def test_max_tokens_by_the_name_that_the_engine_looks_for(kind: BodyKind, tokens: int) -> None:
+    fields = {"max_completion_tokens": 1, "max_tokens": 2, "max_output_tokens": 3}
+    for sheet in both(orjson.dumps(fields), kind):
+        assert sheet.ask.max_tokens == tokens
+    assert read_small(b'{"max_tokens":1,"max_completion_tokens":"4000"}', CHAT).ask.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("said", "sequences"),
+    [("8", 8), (" 8", 8), (8.0, 8), ("8.0", 8), (8.5, 1), ("x", 1), ("inf", 1), (10**18, 1 << 20)],
+)
+def test_how_many_sequences_there_may_be_is_read_as_the_engine_reads_it(said: Any, sequences: int) -> None:
+    for sheet in both(orjson.dumps({"prompt": "x", "n": said}), COMPLETION):
+        assert sheet.sequences == sequences
+        assert sheet.ask.sequences == min(SEQUENCES_MAX, sequences)
+
+
+def test_a_long_list_of_prompts_is_believed_to_be_one() -> None:
+    for sheet in both(orjson.dumps({"prompt": [[1]] * 5000, "n": 2}), COMPLETION):
+        assert (sheet.sequences, sheet.ask.sequences) == (10_000, SEQUENCES_MAX)
 
 
 @pytest.mark.parametrize(
