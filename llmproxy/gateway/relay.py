@@ -247,6 +247,9 @@ class Relay:
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):
             # Cut short: what was computed so far was work, and the flow that asked for it pays.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
+        elif attempt.committed and seen > lease.grant.request.output_tokens:
+            # Its client may not want to be told of usage: what was seen of it is more than was expected, and counts.
+            lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
 
 
 async def end_broken(attempt: Attempt, dialect: Dialect, client: Client) -> None:

@@ -163,3 +163,17 @@ async def test_what_an_engine_did_is_believed_however_it_was_asked_for(
         (told,) = ended
         assert told.error is None
         assert told.prompt_tokens in (6, 9000)
+
+
+@pytest.mark.parametrize("options", [{"include_usage": False}, {"continuous_usage_stats": True}])
+async def test_who_wants_no_usage_told_is_charged_what_was_seen(options: dict[str, bool]) -> None:
+    async def script(peer: Peer, _: bytes) -> None:
+        event = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+        await peer.send(STREAM_HEAD + chunk(event * 9000 + b"data: [DONE]\n\n") + STREAM_END)
+
+    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
+        await home.chat(BODY | {"stream": True, "max_tokens": 9000, "stream_options": options})
+        await home.settled()
+        _, left, charged, _ = accounts(home)
+        assert left < 1_000_000 - 5000
+        assert charged >= 2 * 9000
