@@ -205,7 +205,7 @@ class Discovery:
         return lambda: DnsSource(template, interval_s, gone_after, look_up)
 
     async def _ask(self, name: str, source: Source) -> None:
-        wrong = ""
+        wrong, found_some = "", True
         while True:
             try:
                 backends = await source.look()
@@ -217,6 +217,9 @@ class Discovery:
                     if wrong:
                         _log.info("discovery_recovered", source=name)
                     wrong = ""
+                    if found_some and not backends:
+                        _log.warning("discovery_found_nothing", source=name)
+                    found_some = bool(backends)
             except (SourceFailedError, ConfigError) as failed:
                 self._failed(name, str(failed), wrong)
                 wrong = str(failed)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from llmproxy.backends import discovery
 from llmproxy.backends import names as names_module
@@ -324,6 +325,19 @@ async def test_sources_are_asked_anew_when_their_settings_change_and_leave_with_
     found.reconfigure(Config())
     await until(lambda: not told(roster))
     await found.close()
+
+
+async def test_a_source_that_finds_nothing_is_told_once_until_it_finds_something(roster: Roster) -> None:
+    looks: list[str] = []
+    names = Names([], [], [A], [A], [])
+    found = Discovery(roster, lambda _: None, lambda name, _: looks.append(name), (names, names))
+    where = {"backends": ["dns+http://vllm.svc:8000"], "discovery": {"dns_interval_s": 0.01, "gone_after": 1}}
+    with capture_logs() as logs:
+        found.reconfigure(Config.model_validate(where))
+        await until(lambda: len(looks) >= 12)
+        await found.close()
+    events = [line["event"] for line in logs if line["event"] in ("discovery_found_nothing", "backend_added")]
+    assert events == ["discovery_found_nothing", "backend_added", "discovery_found_nothing"]
 
 
 async def test_a_bug_in_a_source_is_a_failure_that_changes_nothing(
