@@ -318,8 +318,8 @@ class Poller:
             raise _LapFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
         except aiohttp.ClientConnectionError as error:
             why: Exception = error
-            if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
-                # The library's own words speak of ssl where there is none.
+            # The library's own words speak of ssl where there is none, and of the address of an object where there is.
+            if isinstance(error, aiohttp.ClientConnectorError):
                 why = error.os_error
             raise _LapFailed(_blame(error), f"{what}: {why}") from None
         except (aiohttp.ClientError, ValueError) as error:
