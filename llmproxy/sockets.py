@@ -43,7 +43,7 @@ class ListenError(OSError):
         """What may help, in one line for people."""
         match self.errno:
             case errno.EADDRINUSE:
-                return "another program listens there: end it, or choose another port (--port, --admin-port)"
+                return "a program or a connection has that port: end it, or choose another port (--port, --admin-port)"
             case errno.EACCES | errno.EPERM:
                 return "ports below 1024 may be for privileged programs: choose another port (--port, --admin-port)"
             case _:
