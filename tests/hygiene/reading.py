@@ -18,7 +18,7 @@ _REASON = re.compile(_TEXT)
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") +([\x21-\x7e]+) +HTTP/1\.([01])")
 _STATUS_LINE = re.compile(rb"(?:HTTP|RTSP|ICE)/(1\.[01]|0\.9|2\.0) ([1-9][0-9][0-9])(?: ([^\r\n]*))?")
 _FIELD = re.compile(rb"(" + _TOKEN + rb"):(" + _TEXT + rb")")
-_CHUNK_LINE = re.compile(rb"([0-9a-fA-F]{1,16})(?:[ \t]*;" + _TEXT + rb")?")
+_CHUNK_LINE = re.compile(rb"(0*[0-9a-fA-F]{1,16})(?:[ \t]*;" + _TEXT + rb")?")
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
