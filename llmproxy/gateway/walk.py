@@ -37,6 +37,9 @@ from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink
 from llmproxy.telemetry.logs import log_exit, log_internal
 
+_UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
+"""Bodies not all of which are understood: how much they ask for may lie deeper, or in the length of a sound."""
+
 
 class Walker:
     """Takes requests of scheduled routes through the house. Every one of them ends in exactly one outcome.
@@ -392,7 +395,9 @@ class Walker:
         ask = walk.sheet.ask
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
             prompt_bytes = ask.prompt_bytes if ask.prompt_tokens is None else None
-            sequences = ask.sequences if walk.route.work is Work.GENERATES else None
+            known = walk.route.work is Work.GENERATES and walk.route.kind not in _UNKNOWN_SHAPES
+            # Of how many answers a usage of the others is the sum, nobody here knows.
+            sequences = walk.sheet.sequences if known else None
             self._estimator.learn(request.model, prompt_bytes, sequences, attempt.usage)
 
     def _fail(self, walk: Walk, failure: Failure) -> web.Response:
@@ -419,8 +424,7 @@ def _usage_max(walk: Walk) -> Usage | None:
     ask, sequences = walk.sheet.ask, walk.sheet.sequences
     if walk.route.dialect is Dialect.RESPONSES:
         sequences = TURNS_MAX
-    elif walk.route.kind in (BodyKind.OTHER, BodyKind.FORM):
-        # Not every shape of these bodies is known: how much they ask for may lie deeper, or in the length of a sound.
+    elif walk.route.kind in _UNKNOWN_SHAPES:
         ask, sequences = structs.replace(ask, max_tokens=None), max(SEQUENCES_MAX, sequences)
     most = usage_max(ask, walk.target.context_tokens, sequences)
     return most if walk.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)

@@ -177,3 +177,22 @@ async def test_who_wants_no_usage_told_is_charged_what_was_seen(options: dict[st
         _, left, charged, _ = accounts(home)
         assert left < 1_000_000 - 5000
         assert charged >= 2 * 9000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "learned"),
+    [
+        ("/v1/completions", {"prompt": "x"}, 3900),
+        ("/v1/completions", {"prompt": [[1]] * 3900}, 1),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 10}}, 256),
+        ("/v1/chat/completions/batch", {"messages": [[{"role": "user", "content": "x"}]] * 10_000}, 256),
+    ],
+)
+async def test_what_is_the_sum_of_many_answers_is_not_learned_as_the_length_of_one(
+    path: str, body: dict[str, Any], learned: float
+) -> None:
+    script = telling('{"prompt_tokens": 6, "completion_tokens": 3900}')
+    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
+        await home.post(path, {"model": "base"} | body)
+        await home.settled()
+        assert accounts(home)[3] == learned
