@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from llmproxy.config import TimeoutsConfig
-from llmproxy.core.domain import Outcome, Usage, Verdict
+from llmproxy.core.domain import Outcome, Request, Usage, Verdict
 from llmproxy.core.estimate import believable
 from llmproxy.dispatcher import Lease
 from llmproxy.gateway.attempt import Answer, Attempt, Call, Client
@@ -241,6 +241,8 @@ class Relay:
             )
         if attempt.usage is not None:
             lease.usage = attempt.usage
+            if attempt.tap is not None and attempt.outcome is not Outcome.COMPLETED:
+                lease.usage = _so_far(attempt.usage, lease.grant.request, seen)
         elif attempt.answer is not None:
             # Refused by the engine: no work was done, whatever the request looked like from here.
             lease.usage = Usage(0, 0)
@@ -250,6 +252,12 @@ class Relay:
         elif attempt.committed and seen > lease.grant.request.output_tokens:
             # Its client may not want to be told of usage: what was seen of it is more than was expected, and counts.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
+
+
+def _so_far(told: Usage, request: Request, seen: int) -> Usage:
+    """What a stream has cost that was cut short: it may have told of its prompt alone, or of one of its choices."""
+    prompt_tokens = max(told.prompt_tokens, request.prompt_tokens) if request.sequences > 1 else told.prompt_tokens
+    return Usage(prompt_tokens, max(told.output_tokens, seen), told.cached_tokens)
 
 
 async def end_broken(attempt: Attempt, dialect: Dialect, client: Client) -> None:

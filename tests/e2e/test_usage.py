@@ -196,3 +196,39 @@ async def test_what_is_the_sum_of_many_answers_is_not_learned_as_the_length_of_o
         await home.post(path, {"model": "base"} | body)
         await home.settled()
         assert accounts(home)[3] == learned
+
+
+BEGUN: Mapping[str, tuple[str, str, str]] = {
+    "a message": (
+        "/v1/messages",
+        'event: message_start\ndata: {"type":"message_start",'
+        '"message":{"usage":{"input_tokens":5,"output_tokens":0}}}\n\n',
+        'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"type":"text_delta","text":"x"}}\n\n',
+    ),
+    "one choice of many": (
+        "/v1/chat/completions",
+        'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n',
+        'data: {"id":"c","choices":[{"index":0,"delta":{"content":"x"}}],'
+        '"usage":{"prompt_tokens":5,"completion_tokens":1}}\n\n',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEGUN)
+async def test_who_leaves_before_the_end_is_charged_what_was_seen(case: str) -> None:
+    path, first, event = BEGUN[case]
+
+    async def script(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD + chunk((first + event * 9000).encode()))
+        await asyncio.sleep(60)
+
+    body = BODY | {"stream": True, "n": 8, "max_tokens": 9000}
+    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
+        async with home.stream(body, path=path) as stream:
+            read = 0
+            while read < len(first + event * 9000):
+                read += len(await stream.content.readany())
+        await home.settled()
+        _, left, charged, _ = accounts(home)
+        assert left < 1_000_000 - 5000
+        assert charged >= 2 * 9000
