@@ -16,7 +16,7 @@ from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import ClientLeg
 from llmproxy.gateway.errors import Failure, error_event
 from llmproxy.gateway.headers import to_client
-from llmproxy.gateway.relay import end_saying, is_encoded, is_event_stream
+from llmproxy.gateway.relay import end_saying, end_within, is_encoded, is_event_stream
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.upstream import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
@@ -149,11 +149,11 @@ class StoredResponses:
                         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
                         while data := await exchange.chunk():
                             client.write(data)
-                            await client.drained()
+                            await _taken(client, rules.config.timeouts.stall_s)
                     finally:
                         if exchange is not None:
                             exchange.close()
-                await client.end()
+                await end_within(client, rules.config.timeouts.stall_s)
         except Refused as refused:
             raise Failure.of(refused) from None
         except LocalFailure as error:
@@ -174,3 +174,13 @@ class StoredResponses:
         if client.status >= 400:
             return client.response, Outcome.UPSTREAM_STATUS, "the backend's own answer"
         return client.response, Outcome.COMPLETED, None
+
+
+async def _taken(client: ClientLeg, limit_s: float) -> None:
+    """Wait until a client has taken what was written. Raises ConnectionAbortedError for one that does not."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await client.drained()
+    except TimeoutError:
+        await client.abort()
+        raise ConnectionAbortedError("it stopped reading") from None

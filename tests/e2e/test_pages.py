@@ -361,6 +361,25 @@ async def test_the_stream_of_a_stored_response_ends_with_its_backend() -> None:
         one.go_on.set()
 
 
+async def test_who_does_not_read_a_stored_response_keeps_no_backend_from_leaving() -> None:
+    endless = chunk(b"data: " + b"x" * 60_000 + b"\n\n")
+
+    async def ask(peer: Peer, _: bytes) -> None:
+        await peer.send(STREAM_HEAD)
+        while True:
+            await peer.send(endless)
+
+    async with (
+        scripted(answering(whole(STORED))) as backend,
+        house(extra=[backend.url], timeouts={"stall_s": 0.2}) as home,
+    ):
+        backend.polls[b"/v1/responses/resp_1"] = ask
+        await home.post("/v1/responses", RESPONSES)
+        async with home.wire(b"GET /v1/responses/resp_1 HTTP/1.1\r\nhost: x\r\n\r\n"):
+            await until(lambda: home.outcomes()["cancelled"] == 1)
+            assert home.proxy.dispatcher.in_flight("b0") == 0
+
+
 async def test_a_stored_response_ends_its_connection_with_its_proxy() -> None:
     async with a_stored_response(whole(STORED)) as home:
         assert "connection" not in (await home.get("/v1/responses/resp_1")).headers
