@@ -136,7 +136,7 @@ class Sheet:
         the place of transfer parameters.
 
         A body that names no model is left so. `want_usage` changes chat and completion streams alone, and only those
-        whose client said nothing about usage. `priority` is the engine's own, lower first; it takes the place of what
+        whose client is not to be told of usage. `priority` is the engine's own, lower first; it takes the place of what
         the client said of it, where the endpoint knows such a field. Elsewhere a client that is not `trusted` has the
         usual one, 0. `salt` takes the place of its `cache_salt`.
         """
@@ -180,16 +180,13 @@ class Sheet:
             return start, start, b'"stream_options":{' + _USAGE_ON + b"},"
         if options is None:
             return self._replacement("stream_options", b"{" + _USAGE_ON + b"}")
-        # With continuous usage the engine would put it on every event as soon as usage is on at all.
-        if not isinstance(options, dict) or options.get("continuous_usage_stats"):
+        if not isinstance(options, dict) or _truth(options.get("include_usage")) is not False:
             return None
-        if options.get("include_usage") is not None:
-            return None
-        member = self._member("stream_options")
-        if "include_usage" not in options:
-            return member.start + 1, member.start + 1, _USAGE_ON + (b"," if options else b"")
-        inner = drain(scan_members(self.body[member.start : member.end], ("include_usage",)))["include_usage"]
-        return member.start + inner.start, member.start + inner.end, b"true"
+        asked = options | {"include_usage": True}
+        if "continuous_usage_stats" in options:
+            # It counts for nothing without usage; with it, the engine would put usage on every event.
+            asked["continuous_usage_stats"] = False
+        return self._replacement("stream_options", orjson.dumps(asked))
 
     def _replacement(self, name: str, value: bytes) -> _Edit:
         member = self._member(name)

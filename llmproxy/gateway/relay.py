@@ -16,7 +16,7 @@ from llmproxy.gateway.attempt import Answer, Attempt, Call, Client
 from llmproxy.gateway.attempt_timer import AttemptTimer
 from llmproxy.gateway.errors import error_event
 from llmproxy.gateway.headers import to_client
-from llmproxy.gateway.passing import HELD_BYTES_MAX, Passing, PassingEvents, check_kept, event_fields
+from llmproxy.gateway.passing import HELD_BYTES_MAX, TAIL_BYTES, Passing, PassingEvents, check_kept, event_fields
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.sse import EncodedTap, StreamTap, usage_of_tail
 from llmproxy.upstream import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
@@ -26,6 +26,9 @@ GOODBYE_S = 5.0
 
 LAST_WORDS_S = 0.05
 """How long after that event the connection is closed."""
+
+ANSWER_BYTES_PER_TOKEN = 4
+"""How many bytes of a JSON answer count as a token where its end does not tell its usage."""
 
 DRAINING_MARK = b"cannot schedule new futures"
 """What a vLLM that is shutting down says in a 500, while its /health is still 200."""
@@ -233,6 +236,9 @@ class Relay:
             told = usage_of_tail(attempt.tail) if attempt.tail else None
             # Without a stream nobody saw how far it got; the estimate stands, or leaving early would be free.
             seen = lease.grant.request.output_tokens
+            if told is None and len(attempt.tail) == TAIL_BYTES and attempt.head.startswith(b"{"):
+                # What stands behind its usage is too long, as the client has asked for, or there is none.
+                seen = max(seen, min(most.output_tokens, attempt.body_bytes // ANSWER_BYTES_PER_TOKEN))
         attempt.usage = believable(told, most) if told is not None else None
         if told is not None and attempt.usage is None:
             attempt.detail += (

@@ -17,7 +17,7 @@ HELD_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
 
 _USAGE_BYTES_MAX = 16 * 1024
-_MARKS_MAX = 2048  # Engines put little behind their usage, or lists of numbers, which have few marks.
+_MARKS_MAX = 16 * 1024  # Some 5 ms. The probabilities of a prompt, for one, stand behind the usage.
 _HEAD_BYTES = 256
 _TORN_BYTES_MAX = 64  # Of the beginning of a choice; one that is longer is known when its event ends.
 _ORDINARY = b'data: {"id"'

@@ -232,3 +232,19 @@ async def test_who_leaves_before_the_end_is_charged_what_was_seen(case: str) -> 
         _, left, charged, _ = accounts(home)
         assert left < 1_000_000 - 5000
         assert charged >= 2 * 9000
+
+
+@pytest.mark.parametrize(("behind", "charged"), [(400, 9 + 2 * 3400), (3000, 2 * 50_000)])
+async def test_much_behind_the_usage_of_an_answer_hides_it_from_no_limit(behind: int, charged: int) -> None:
+    probability = '{"123":{"logprob":-1.25,"rank":1,"decoded_token":"x"},"4":{"logprob":-9.5,"rank":2}}'
+
+    async def script(peer: Peer, _: bytes) -> None:
+        answer = (
+            '{"id":"c","choices":[{"message":{"content":"x"}}],"usage":{"prompt_tokens":9,"completion_tokens":3400},'
+        )
+        await peer.send(whole(f'{answer}"prompt_logprobs":[{",".join([probability] * behind)}]}}'.encode()))
+
+    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
+        await home.chat({"model": "base", "messages": BODY["messages"]})
+        await home.settled()
+        assert accounts(home)[2] >= charged

@@ -382,6 +382,15 @@ def pieces_are_from(sheet: Sheet, joined: bytes) -> None:
         ('"stream_options": {"include_usage" : null },', {"include_usage": True}),
         ('"stream_options": {"include_usage":true,"x":{"include_usage":1},"include_usage" : null },', None),
         ('"stream_options": 5,"stream_options": null,', {"include_usage": True}),
+        ('"stream_options": {"include_usage": false},', {"include_usage": True}),
+        (
+            '"stream_options": {"continuous_usage_stats": true},',
+            {"include_usage": True, "continuous_usage_stats": False},
+        ),
+        (
+            '"stream_options": {"include_usage":"off", "continuous_usage_stats":true, "x":1},',
+            {"include_usage": True, "continuous_usage_stats": False, "x": 1},
+        ),
     ],
 )
 @pytest.mark.parametrize("space", ["", " \n\t"])
@@ -402,9 +411,8 @@ def test_usage_is_asked_for(options: str, expected: dict[str, Any] | None, space
     ("fields", "kind"),
     [
         ({"stream": True, "stream_options": {"include_usage": True}}, CHAT),
-        ({"stream": True, "stream_options": {"include_usage": False}}, CHAT),
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, CHAT),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, CHAT),
+        ({"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}, CHAT),
         ({"stream": True, "stream_options": "x"}, COMPLETION),
         ({"stream": False}, CHAT),
         ({}, CHAT),

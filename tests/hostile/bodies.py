@@ -138,7 +138,7 @@ def _wrong_edits(body: bytes, sent: Any, arrived: bytes) -> list[str]:
     # An engine takes some other values for true.
     if sent.get("stream") not in (None, False):
         options = sent.get("stream_options") or {}
-        if isinstance(options, dict) and options.get("include_usage") is None and arrived != body:
+        if isinstance(options, dict) and not options.get("include_usage") and arrived != body:
             expected["stream_options"] = options | {"include_usage": True}
     # NaN is not itself, but spelt as itself.
     same = isinstance(got, dict) and json.dumps(got, sort_keys=True) == json.dumps(expected, sort_keys=True)
