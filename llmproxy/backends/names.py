@@ -109,7 +109,7 @@ class Names(AbstractResolver):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _addresses(self, host: str) -> Sequence[Address]:
-        name = self._names.get(host)
+        name = self._names.get(_encoded(host))
         if name is None:
             own = _own(host)
             if own is not None:
@@ -222,6 +222,11 @@ async def ask_system(host: str) -> Sequence[Address]:
     except RuntimeError as error:
         raise OSError(str(error)) from None
     return await answer
+
+
+def _encoded(host: str) -> str:
+    """A name as it stands in a URL that was taken apart; polls ask by URLs that were not."""
+    return host if host.isascii() else URL.build(scheme="http", host=host).raw_host or host
 
 
 def _own(host: str) -> Sequence[Address] | None:

@@ -109,6 +109,16 @@ async def test_nobody_waits_for_what_is_known_and_a_name_that_moves_is_followed(
     assert (logs[0]["before"], logs[0]["addresses"]) == (["10.0.0.1"], ["10.0.0.2"])
 
 
+@with_names
+async def test_a_name_beyond_ascii_is_the_same_name_in_either_spelling(names: Names, server: Server) -> None:
+    server.answers["xn--bcher-kva.test"] = at("10.0.0.1")
+    names.follow(["http://bücher.test:8000"])
+    assert await places(names, "xn--bcher-kva.test") == ["10.0.0.1"]
+    server.answers.clear()
+    assert [one["host"] for one in await names.resolve("bücher.test", 8000)] == ["10.0.0.1"]
+    assert server.asked == ["xn--bcher-kva.test"]
+
+
 @pytest.mark.parametrize("failure", ["it does not exist", "nobody answers"])
 def test_what_was_known_last_is_kept_while_a_look_up_fails(failure: str) -> None:
     @with_names
