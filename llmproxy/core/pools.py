@@ -128,7 +128,9 @@ class Pools:
     def listed(self, backend: str, listing: Listing) -> None:
         """A backend's `/v1/models` was read: names, adapters and pools may appear, move or go."""
         self.backends[backend].listed(listing)
-        if self.catalogue.listed(backend, listing):
+        changed = self.catalogue.listed(backend, listing)
+        # A policy may have raised when its pool was to be made: the next listing makes up for what was missed.
+        if changed or self.catalogue.pool_of(backend) != self._pool_of.get(backend):
             self._assign(backend)
 
     def answered(self, backend: str, now: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Trouble, Usage, Verdict
-from llmproxy.core.placement import make
+from llmproxy.core.placement import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
@@ -59,6 +59,28 @@ def test_a_placement_that_raises_in_one_pool_takes_nothing_from_the_others(monke
     assert one.decide(0.5) == [], "it rests"
     assert one.next_wakeup(0.5) == FAULT_RETRY_S
     assert granted(one, FAULT_RETRY_S) == ["base"]
+
+
+def test_a_pool_that_could_not_be_made_is_made_with_the_next_listing() -> None:
+    raised = count(1)
+
+    def make_placement() -> Placement:
+        if next(raised) <= 2:
+            raise ValueError("a plugin's bug")
+        return make("blend", Random(0))
+
+    one = Pools(TIGHT, {"a": 1, "b": 1}, {}, make_placement)
+    for backend in ("a", "b"):
+        one.answered(backend, 0.0)
+        with pytest.raises(ValueError, match="a plugin's bug"):
+            one.listed(backend, listing())
+    with pytest.raises(Refused):
+        one.submit(request(), 0.0)
+    for backend in ("a", "b"):
+        one.listed(backend, listing())
+    for _ in range(2):
+        one.submit(request(), 0.0)
+    assert granted(one) == ["base", "base"], "on either"
 
 
 def test_queue_limits_count_over_all_pools() -> None:
