@@ -59,15 +59,16 @@ class Admission:
         """
         excluded, held = self._servable(request, excluded, now)
         service_s = self._first_token.expected_s(request.prompt_tokens)
-        # An ordering may raise: nobody was refused or shed for this request yet.
+        # Policies may raise, also when one is made for a band: nobody was refused or shed for this request yet.
         rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
+        band = self._room.band(request.band)
         shed: list[Drop] = []
         if entry is Entry.NEW:
             self._refuse_late(request, service_s, now)
             victims = self._in_the_way(request, now)
             self._limits.admit(request, now)
             shed = [self._shed(victim, now) for victim in victims]
-            self._room.band(request.band).entered(request, now)
+            band.entered(request, now)
             self._reserve.used(request.band, now)
         else:
             self._drain.came_back(request.id)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Trouble, Usage, Verdict
+from llmproxy.core.fairness import policies
 from llmproxy.core.placement import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.scheduler import FAULT_RETRY_S
@@ -81,6 +82,24 @@ def test_a_pool_that_could_not_be_made_is_made_with_the_next_listing() -> None:
     for _ in range(2):
         one.submit(request(), 0.0)
     assert granted(one) == ["base", "base"], "on either"
+
+
+def test_nobody_is_shed_for_a_request_whose_band_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(requests_max=1)))
+    one.submit(request(), 0.0)
+    assert granted(one) == ["base"]
+    one.submit(request(id="waits"), 0.0)
+
+    def faulty(_: str) -> Any:
+        raise ValueError("a plugin's bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(policies, "get", faulty)
+        with pytest.raises(ValueError, match="a plugin's bug"):
+            one.submit(request(band=CRITICAL), 0.0)
+    assert one.position("waits", 0.0) is not None
+    assert one.decide(0.0) == []
+    one.check(0.0)
 
 
 def test_queue_limits_count_over_all_pools() -> None:
@@ -266,21 +285,21 @@ def test_a_policy_that_raises_at_any_event_leaves_every_account_settled(
     settings = Settings(capacity=CapacitySettings(look_ahead=0), limits={"tenant:t": UsageLimit(in_flight=2)})
     one = pools({"a": 2}, settings)
     scheduler = one._schedulers["base"]
-    policies = {
+    hearing = {
         "placement": scheduler._placement,
         "fairness": scheduler._room.band(DEFAULT).fairness,
         "charge": scheduler.leases._charge,
     }
     raised = count(1)
 
-    hear = getattr(policies[kind], hook)
+    hear = getattr(hearing[kind], hook)
 
     def faulty(*event: Any) -> None:
         hear(*event)
         next(raised)
         raise ValueError("a plugin's bug")
 
-    monkeypatch.setattr(policies[kind], hook, faulty)
+    monkeypatch.setattr(hearing[kind], hook, faulty)
     for at in range(3):
         one.submit(request(id=str(at), stream=True, limits=("tenant:t",)), 0.0)
     grants = [decision for decision in one.decide(0.0) if isinstance(decision, Grant)]
