@@ -538,7 +538,7 @@ async def test_a_policy_that_raises_leaves_nobody_hanging() -> None:
                     await asyncio.sleep(0.1)
             client.leave.set()
             await client.task
-    assert [type(error) for error in told] == [ValueError, ValueError]
+    assert [type(error) for error in told] == [ValueError], "the second one a moment later is counted alone"
     empty(one)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,29 @@ async def test_a_client_leaves_one_pool_while_the_placement_of_another_raises() 
         await turns()
     await asyncio.sleep(FAULT_RETRY_S)
     assert {str(fault) for fault in told} == {"a plugin's bug"}
+    empty(one)
+
+
+@virtual
+async def test_a_policy_that_raises_all_the_time_is_told_of_once_a_second() -> None:
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    one = dispatcher(a=1)
+
+    def faulty(*_: object) -> None:
+        raise ValueError("a plugin's bug")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one.pools._schedulers["base"]._placement, "started", faulty)
+        for _ in range(100):
+            async with one.admit(request()) as lease:
+                lease.started()
+            await asyncio.sleep(0.0999)
+    assert len(told) == 10
+    assert [context["message"] for context in told] == [
+        "a scheduling policy failed",
+        *["a scheduling policy failed, as 10 times since this was last told"] * 9,
+    ]
     empty(one)
 
 
