@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +20,11 @@ from llmproxy.gateway.desk import Sheet
 from llmproxy.gateway.routes import Route
 from llmproxy.gateway.rules import Rules
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
+
+ERROR_CHARS_MAX = 2_000
+"""Of what a record tells of an error, which may quote a client: a line that is longer than a pipe takes at once (4 KB)
+may be torn by those of other processes, and its rest could pass for a line."""
+_BEGINNING_CHARS = 160
 
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
 
@@ -115,7 +121,7 @@ class Walk:
             body_bytes=self.body_bytes,
             response_bytes=self.client.sent_bytes,
             chunks=attempt.chunks if attempt is not None else 0,
-            error=" ".join(filter(None, (self.error, attempt.detail if attempt is not None else ""))) or None,
+            error=_told(" ".join(filter(None, (self.error, attempt.detail if attempt is not None else "")))),
         )
 
     def _met(self, ttft_s: float | None, usage: Usage | None) -> bool | None:
@@ -136,3 +142,10 @@ class Walk:
         if usage is not None and usage.output_tokens > 1 and attempt.first_token_s is not None:
             tpot_s = (attempt.last_byte_s - attempt.first_token_s) / (usage.output_tokens - 1)
         return slo.met(ttft_s, tpot_s)
+
+
+def _told(error: str) -> str | None:
+    # As JSON, which makes up to twelve characters of one.
+    if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
+        return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"
+    return error or None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from select import PIPE_BUF
 from typing import Any
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 from tests.e2e.house import CHAT, FAST, HELLO, Answer, House, house, raw_post
 
@@ -56,6 +58,18 @@ async def test_an_unknown_model(home: House, path: str) -> None:
     )
     assert "The model `nope` does not exist" in told(answer, path)
     nothing_was_sent(home)
+
+
+@pytest.mark.parametrize("letter", ["x", "\x01", "\N{GRINNING FACE}"])
+async def test_a_line_of_the_log_stays_whole_whatever_name_is_asked_for(home: House, letter: str) -> None:
+    with capture_logs() as lines:
+        answer = await home.post(CHAT, {"model": letter * 4_000})
+        await home.settled()
+    assert (answer.status, letter * 4_000 in told(answer, CHAT)) == (404, True)
+    (line,) = [line for line in lines if line["event"] == "request"]
+    assert "The model `" in line["error"]
+    assert "characters)" in line["error"]
+    assert len(json.dumps(line)) < PIPE_BUF
 
 
 @pytest.mark.parametrize("path", PATHS)
