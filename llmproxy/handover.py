@@ -97,7 +97,10 @@ def drained_before(environment: MutableMapping[str, str]) -> frozenset[str]:
 
 async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subprocess.Popen[bytes]:
     """Start this program anew on our sockets, and wait until it serves. Raises SuccessorFailedError."""
-    reads, writes = os.pipe()
+    try:
+        reads, writes = os.pipe()
+    except OSError as error:
+        raise SuccessorFailedError(f"there is no pipe to it: {error.strerror}") from None
     told, fds = sockets.for_successor(writes)
     try:
         child = _same_again({**told, DRAINED: json.dumps(sorted(drained))}, fds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -94,3 +95,13 @@ def test_a_service_manager_that_is_gone_is_no_reason_to_end(tmp_path: Path) -> N
     with capture_logs() as logs:
         notify("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "gone")})
     assert [entry["event"] for entry in logs] == ["notify_failed"]
+
+
+async def test_a_successor_for_which_there_are_no_descriptors_is_one_that_failed() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(SuccessorFailedError, match="there is no pipe to it: Too many open files"):
+            await successor(Sockets())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
