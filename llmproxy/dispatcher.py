@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from math import inf
 from typing import Protocol
 
 from llmproxy.core.catalogue import Target
@@ -29,8 +28,6 @@ from llmproxy.core.health import News
 from llmproxy.core.pools import Pools
 
 DRAIN_RETRY_S = 1.0
-FAULT_TELL_S = 1.0
-"""Between two stories of a policy that raises at the same place: it may do so with every token."""
 
 
 class Progresses(Protocol):
@@ -149,8 +146,6 @@ class Dispatcher:
     _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
     _emptied: dict[str, asyncio.Event] = field(default_factory=dict)
     _direct: dict[str, set[Callable[[], None]]] = field(default_factory=dict)
-    _told_faults: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
-    """Where policies raised -> when that was told last, and how often it came since."""
 
     # --- the face that requests see ---------------------------------------------------------------------------------
 
@@ -325,8 +320,9 @@ class Dispatcher:
         now = loop.time()
         for decision in self.pools.decide(now):
             self._carry_out(decision)
-        for fault in self.pools.faults():
-            self._tell_fault(fault, now)
+        for fault, untold in self.pools.faults(now):
+            more = f", as {untold} times since this was last told" if untold else ""
+            loop.call_exception_handler({"message": f"a scheduling policy failed{more}", "exception": fault})
         after = loop.time()
         self.on_decision(after - now)
         for backend, news in self.pools.news():
@@ -338,16 +334,6 @@ class Dispatcher:
             self._decide_soon()
         else:
             self._timer = loop.call_at(wakeup_s, self._decide)
-
-    def _tell_fault(self, fault: Exception, now: float) -> None:
-        place = _place(fault)
-        told_s, untold = self._told_faults.get(place, (-inf, 0))
-        if now - told_s < FAULT_TELL_S:
-            self._told_faults[place] = told_s, untold + 1
-            return
-        self._told_faults[place] = now, 0
-        message = "a scheduling policy failed" + (f", as {untold} times since this was last told" if untold else "")
-        asyncio.get_running_loop().call_exception_handler({"message": message, "exception": fault})
 
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Grant):
@@ -443,14 +429,6 @@ class Admitted:
     async def __aexit__(self, *_: object) -> None:
         if self._lease is not None:
             self._dispatcher.returned(self._lease)
-
-
-def _place(fault: Exception) -> tuple[str, int]:
-    """The file and the line that raised it."""
-    trace = fault.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
 
 
 def _now() -> float:

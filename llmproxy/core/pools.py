@@ -228,9 +228,9 @@ class Pools:
             schedulers.sort(key=Scheduler.first_parked)
         return [decision for scheduler in schedulers for decision in scheduler.decide(now)]
 
-    def faults(self) -> list[Exception]:
-        """What policies raised since this was last asked."""
-        return [fault for scheduler in self._schedulers.values() for fault in scheduler.faults.take()]
+    def faults(self, now: float) -> list[tuple[Exception, int]]:
+        """See `Faults.take`, of every pool."""
+        return [fault for scheduler in self._schedulers.values() for fault in scheduler.faults.take(now)]
 
     def next_wakeup(self, now: float) -> float | None:
         times = [scheduler.next_wakeup(now) for scheduler in self._schedulers.values()]
