@@ -27,7 +27,7 @@ RETRY_S = 1.0
 """How soon a name is looked up again of which no address is known."""
 ANSWER_MAX_S = 5.0
 """How long an answer may take before the name counts as one that does not resolve. It is still waited for."""
-LOOK_UPS_MAX = 16
+LOOK_UPS_MAX = 64
 """Look-ups at once of names that failed the last time, and as many of all others, which never wait for those. One that
 takes longer than `ANSWER_MAX_S` counts no more."""
 
@@ -133,12 +133,8 @@ class Names(AbstractResolver):
             await asyncio.sleep((REFRESH_S if name.known else RETRY_S) * random.uniform(0.8, 1.0))
 
     async def _renew(self, name: _Name) -> None:
-        looking = self._ask(name.host)
-        done, _ = await asyncio.wait([looking], timeout=ANSWER_MAX_S)
-        if not done:
-            self._not_found(name, f"no answer within {ANSWER_MAX_S:g} s")
         try:
-            self._found(name, await asyncio.shield(looking))
+            self._found(name, await self.look_up(name.host))
         except OSError as error:
             self._not_found(name, _story(error))
 
@@ -176,7 +172,12 @@ class Names(AbstractResolver):
                 held = False
                 turns.release()
 
-        late = asyncio.get_running_loop().call_later(ANSWER_MAX_S, give_back)
+        def unanswered() -> None:
+            give_back()
+            if (name := self._names.get(host)) is not None:
+                self._not_found(name, f"no answer within {ANSWER_MAX_S:g} s")
+
+        late = asyncio.get_running_loop().call_later(ANSWER_MAX_S, unanswered)
         try:
             return await self._look_up(host)
         finally:
@@ -210,7 +211,7 @@ async def ask_system(host: str) -> Sequence[Address]:
             found = _places(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
         except OSError as error:
             failed = error
-        except UnicodeError as error:
+        except Exception as error:  # noqa: BLE001 - else nobody would ever hear of it
             failed = OSError(f"it is no name: {error}")
         # The loop may be gone by now.
         with suppress(RuntimeError):

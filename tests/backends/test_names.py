@@ -190,6 +190,20 @@ async def test_names_that_hang_hold_up_nobody_else(names: Names, server: Server)
 
 
 @with_names
+async def test_a_name_that_waits_for_its_turn_is_not_said_to_have_no_answer(names: Names, server: Server) -> None:
+    gone = [f"gone-{i}.test" for i in range(3 * LOOK_UPS_MAX)]
+    server.takes_s |= dict.fromkeys(gone, 300.0)
+    server.answers["gpu.test"] = at("10.0.0.1")
+    with capture_logs() as said:
+        names.follow([f"http://{host}" for host in gone])
+        await asyncio.sleep(0.0)
+        names.follow([f"http://{host}" for host in [*gone, "gpu.test"]])
+        assert await places(names) == ["10.0.0.1"]
+        assert ANSWER_MAX_S < now() <= 4 * ANSWER_MAX_S
+    assert {line["name"] for line in said} <= set(gone)
+
+
+@with_names
 async def test_who_gave_up_and_asks_again_joins_the_question_that_is_still_open(names: Names, server: Server) -> None:
     server.answers["vllm.test"], server.takes_s["vllm.test"] = at("10.0.0.1"), 30.0
     for _ in range(4):
