@@ -274,7 +274,8 @@ def _noted(
     guarded: tuple[tuple[str, Member], ...] = ()
     if not GUARDED.isdisjoint(fields):
         guarded = drain(guarded_in(body, drain(scan_every(body, GUARDED))))
-    ask, sequences = _ask(fields, sizes, kind), _sequences(fields, sizes)
+    sequences = _sequences(fields, sizes)
+    ask = _ask(fields, sizes, kind, sequences)
     return Sheet(
         ask, kind, body, options, chain=chain, session=session, kept=kept, guarded=guarded, sequences=sequences
     )  # fmt: skip
@@ -288,12 +289,13 @@ def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_memb
     members = dict(found)
     fields = {name: _option(body, name, members[name]) for name in asked if name in members}
     sizes = [_measure_member(members[name]) for name in _TEXT if name in members]
-    ask = _ask(fields, sizes, kind)
+    sequences = _sequences(fields, sizes)
+    ask = _ask(fields, sizes, kind, sequences)
     chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
     session = _scanned_session(body, members.get(session_member)) if session_member is not None else None
     kept = {name: fields[name] for name in _KEPT if name in fields}
     guarded = yield from guarded_in(body, found)
-    options, sequences = fields.get("stream_options", _ABSENT), _sequences(fields, sizes)
+    options = fields.get("stream_options", _ABSENT)
     return Sheet(ask, kind, body, options, members, chain, session, kept, guarded, sequences)
 
 
@@ -325,7 +327,7 @@ class _Size:
     prompts: int = 1
 
 
-def _ask(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind) -> Ask:
+def _ask(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind, sequences: int) -> Ask:
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadBody("The model must be a string: the name of a model or an adapter.", "body.model")
@@ -341,13 +343,15 @@ def _ask(fields: Mapping[str, Any], sizes: list[_Size], kind: BodyKind) -> Ask:
         prompt_bytes=text_bytes,
         prompt_tokens=sum(tokens) if tokens and not text_bytes else None,
         max_tokens=_count(said),
-        sequences=min(SEQUENCES_MAX, _sequences(fields, sizes)),
+        sequences=min(SEQUENCES_MAX, sequences),
     )
 
 
 def _sequences(fields: Mapping[str, Any], sizes: list[_Size]) -> int:
-    per_prompt = max(_number(fields.get(name)) for name in ("n", "best_of"))
-    return min(ANSWERED_MAX, per_prompt * max((size.prompts for size in sizes), default=1))
+    sequences = max([1, *[size.prompts for size in sizes]])
+    if "n" in fields or "best_of" in fields:
+        sequences *= max(_number(fields.get("n")), _number(fields.get("best_of")))
+    return min(ANSWERED_MAX, sequences)
 
 
 def _truth(value: Any) -> bool | None:

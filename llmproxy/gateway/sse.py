@@ -31,6 +31,11 @@ _MARK = re.compile(rb'["{}\[\]]')
 _STRING = re.compile(rb'"[^"]*+(?:"(?=\\(?:\\\\)*+(?!\\))[^"]*+)*+"')
 _OBJECT = re.compile(rb"\s*:\s*\{")
 _USAGE = b'"usage"'
+# The usage and all that follows it, up to the one brace that ends the answer: nearly every answer ends so.
+_PLAIN = rb"""(?:[^{}"]|"[^"\\]*+")"""
+_USAGE_AT_END = re.compile(
+    _USAGE + rb"\s*+:\s*+(\{(?:" + _PLAIN + rb"|\{" + _PLAIN + rb"*+\})*+\})" + _PLAIN + rb"*+\}\s*+"
+)
 _HOLDERS = frozenset({b'"response"', b'"message"'})
 """Members of events that hold an answer: of the responses API, and of Anthropic's messages."""
 _ERROR_EVENTS = frozenset({b"error", b"response.failed"})
@@ -207,6 +212,10 @@ def _own_usage(text: bytes) -> dict[str, Any]:
     it is read backwards: there, all that is behind it is known, and no beginning is needed. Levels count the brackets
     that are open: 1 is the answer itself, or an event; 2 is what an event holds of an answer.
     """
+    if (last := text.rfind(_USAGE)) < 0:
+        return {}
+    if (at_end := _USAGE_AT_END.fullmatch(text, last)) is not None:
+        return _usage_fields(at_end[1])
     back, at, level = text[::-1], 0, 0
     ends = [0, 0, 0]  # By level, the end of the value that was entered last from there.
     held = b""
