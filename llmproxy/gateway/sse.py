@@ -7,6 +7,7 @@ parsing. Bytes pass unchanged; only the usage event that the proxy itself asked 
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from typing import Any
 
 import orjson
@@ -168,7 +169,7 @@ class StreamTap:
             self.error_first = self.error_first or self.data_events == 0
         self.data_events += 1
         self.done_seen = self.done_seen or name in _LAST_EVENTS
-        usage = _own_usage(payload) if _USAGE in payload else None
+        usage = _own_usage(payload, _HOLDERS) if _USAGE in payload else None
         if usage:
             self._last_usage = usage
             self._first_usage = self._first_usage or usage
@@ -205,8 +206,9 @@ def _is_usage_event(payload: bytes) -> bool:
     return isinstance(fields, dict) and fields.get("choices") == [] and "error" not in fields
 
 
-def _own_usage(text: bytes) -> dict[str, Any]:
-    """The token counts that the answer in `text` has in its own member `usage`; empty where there is none.
+def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]:
+    """The token counts that the answer in `text` has in its own member `usage`, or else the last of these `holders` in
+    its own; empty where there is none.
 
     A member of that name which lies deeper may be what a client said, echoed. `text` is a JSON object or its end, so
     it is read backwards: there, all that is behind it is known, and no beginning is needed. Levels count the brackets
@@ -218,7 +220,7 @@ def _own_usage(text: bytes) -> dict[str, Any]:
         return _usage_fields(at_end[1])
     back, at, level = text[::-1], 0, 0
     ends = [0, 0, 0]  # By level, the end of the value that was entered last from there.
-    held = b""
+    held = inner = b""
     for _ in range(_MARKS_MAX):
         mark = _MARK.search(back, at)
         if mark is None:
@@ -243,8 +245,8 @@ def _own_usage(text: bytes) -> dict[str, Any]:
                     continue
                 name = string[0][::-1]
                 found = _OBJECT.match(text, len(text) - string.start())
-                if level == 1 and held and found is not None and name in _HOLDERS:
-                    return _usage_fields(held)
+                if level == 1 and found is not None and name in holders:
+                    inner = inner or held
                 if level == 1:
                     held = b""
                 if name != _USAGE or found is None:
@@ -252,7 +254,7 @@ def _own_usage(text: bytes) -> dict[str, Any]:
                 held = text[found.end() - 1 : ends[level]]
                 if level == 1:
                     return _usage_fields(held)
-    return {}
+    return _usage_fields(inner)
 
 
 def _usage_fields(usage: bytes) -> dict[str, Any]:

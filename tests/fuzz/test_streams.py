@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llmproxy.core.domain import Usage
 from llmproxy.gateway.sse import StreamTap, usage_of_tail
 from tests.fuzz.profile import FUZZED
 
@@ -106,8 +107,7 @@ def test_the_usage_of_an_answer_is_what_a_parser_finds_at_its_end(
 ) -> None:
     usage_of_tail(before + json.dumps(fields).encode() + after)
     found = usage_of_tail(json.dumps(fields).encode())
-    usage = own_usage(fields)
-    assert found == (None if usage is None else usage_of_tail(json.dumps({"usage": usage}).encode()))
+    assert found == told(fields.get("usage"))
 
 
 LEAVES = st.none() | st.integers(-1, 9) | TEXTS
@@ -125,12 +125,20 @@ OBJECTS = st.recursive(
 @given(
     st.dictionaries(st.sampled_from(["usage", "response", "message", "x"]), OBJECTS), st.booleans(), st.integers(0, 40)
 )
+@example({"usage": {"prompt_tokens": 0}, "response": {"usage": {}}}, False, 0)
 def test_a_usage_is_found_in_its_own_place_and_nowhere_else(fields: dict[str, Any], escaped: bool, cut: int) -> None:
     whole = json.dumps(fields, ensure_ascii=escaped).encode()
-    usage = own_usage(fields)
-    expected = None if usage is None else usage_of_tail(json.dumps({"usage": usage}).encode())
+    expected = told(fields.get("usage"))
     assert usage_of_tail(whole) == expected
     assert usage_of_tail(whole[min(cut, len(whole)) :]) in (expected, None)
+    tap = StreamTap()
+    tap.feed(b"data: " + whole + b"\n\n")
+    assert tap.usage == told(own_usage(fields))
+
+
+def told(usage: object) -> Usage | None:
+    """What the same member says of itself, where it stands alone."""
+    return usage_of_tail(json.dumps({"usage": usage}).encode()) if isinstance(usage, dict) else None
 
 
 def own_usage(fields: dict[str, Any]) -> dict[str, Any] | None:
