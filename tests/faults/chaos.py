@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import resource
 import secrets
 import time
 from typing import NoReturn
@@ -18,6 +17,7 @@ from typing import NoReturn
 import structlog
 
 from benchmarks.soak import rss_bytes
+from llmproxy.descriptors import connections_max
 from tests.e2e.house import FAST, house
 from tests.e2e.leftovers import CountingLoop
 from tests.faults.clients import CLIENT_FAULTS, observe
@@ -78,9 +78,8 @@ async def chaos(minutes: float, seed: int) -> bool:
     rng = random.Random(seed)
     end_s = time.monotonic() + minutes * 60
     plays, settled_bytes = 0, 0
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Each connection has both its ends in this process.
-    count = min(IDLE, (soft - 200) // 2)
+    # As many as the proxy lets in but one: each of them has both its ends in this process.
+    count = min(IDLE, connections_max() - 1)
     await idle(count)
     print(f"{count} idle connections: nothing left", flush=True)
     while time.monotonic() < end_s:
