@@ -1,4 +1,4 @@
-"""What is shipped: the image's recipe keeps the rules of such recipes, locks agree, and an audit says what it knows."""
+"""What is shipped: its name, the image's recipe, locks that agree, and an audit that says what it knows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import zipfile
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,11 +18,54 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hatchling.build import build_wheel
+
+from llmproxy import __version__
 
 ROOT = Path(__file__).parent.parent
 SECRET = re.compile(r"(?i)passw|secret|token|credential|api_?key|private_?key")
 
 Instruction = tuple[str, str]
+
+
+# --- the distribution -------------------------------------------------------------------------------------------------
+
+DISTRIBUTION = "llmproxy-lb"
+"""On the package index `llmproxy` is somebody else's; the import and the command are called so all the same."""
+
+
+def test_the_wheel_has_a_name_of_its_own_and_the_package_and_command_llmproxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with zipfile.ZipFile(tmp_path / build_wheel(str(tmp_path))) as wheel:
+        names = wheel.namelist()
+        [metadata, scripts] = [
+            wheel.read(name).decode() for name in sorted(names) if re.search(r"/(METADATA|entry_points.txt)$", name)
+        ]
+    assert {name.partition("/")[0] for name in names} == {"llmproxy", f"llmproxy_lb-{__version__}.dist-info"}
+    assert f"Name: {DISTRIBUTION}\nVersion: {__version__}\n" in metadata
+    assert "llmproxy = llmproxy.__main__:main" in scripts
+    assert "llmproxy/py.typed" in names
+
+
+def installed_by(text: str) -> set[str]:
+    """What the commands `pip install` of a text name, without options and what they need."""
+    commands = re.findall(r"\bpip install([^\n`]*)", text)
+    words = [word.strip("'\"().") or "." for command in commands for word in command.partition("#")[0].split()]
+    return {word for word in words if "llmproxy" in word.lower()}
+
+
+def test_what_documents_and_messages_install_is_this_distribution() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    own = {DISTRIBUTION, *(f"{DISTRIBUTION}[{extra}]" for extra in extras)}
+    places = [path for pattern in ("*.md", "*.yaml", "Makefile", "Dockerfile") for path in ROOT.glob(pattern)]
+    for folder in ("docs", "llmproxy", "benchmarks", ".ci", ".github"):
+        places += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".yml", ".yaml")]
+    told = {path: installed_by(path.read_text()) for path in places}
+    assert {path: names for path, names in told.items() if not names <= own} == {}
+    assert any(told.values())
+    assert not installed_by("pip install --quiet 'llmproxy[lab]'") <= own
 
 
 # --- the recipe of the image ------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def check(config: Config) -> None:
     if find_spec("dns") is None:
         lacking = [b.url for b in config.backends if b.url.startswith(SRV)]
         if lacking:
-            need = "SRV records need dnspython, which is not installed: pip install 'llmproxy[srv]'"
+            need = "SRV records need dnspython, which is not installed: pip install 'llmproxy-lb[srv]'"
             raise ConfigError([f"backends: {url}: {need}" for url in lacking])
 
 

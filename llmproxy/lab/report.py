@@ -108,7 +108,7 @@ def _figures(
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("llmproxy"):
             raise
-        raise ReportUnavailable(f"the report needs {error.name}: pip install 'llmproxy[lab]'") from error
+        raise ReportUnavailable(f"the report needs {error.name}: pip install 'llmproxy-lb[lab]'") from error
     with drawing.style():
         drawn = [*(extra.draw() if extra.draw is not None else ())]
         drawn += plots.draw_all(result, trails, own, references, hit_bounds)

@@ -149,7 +149,7 @@ def test_names_that_cannot_be_looked_up_are_refused(url: str, told: str) -> None
 def test_service_records_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.model_validate({"backends": ["http://a", "srv+http://_a._tcp.b"]})
     monkeypatch.setattr(discovery, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"srv\+http://_a._tcp.b: .*pip install 'llmproxy\[srv\]'"):
+    with pytest.raises(ConfigError, match=r"srv\+http://_a._tcp.b: .*pip install 'llmproxy-lb\[srv\]'"):
         check(config)
     monkeypatch.setattr(discovery, "find_spec", lambda _: object())
     check(config)

@@ -154,6 +154,6 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         monkeypatch.delitem(sys.modules, f"llmproxy.lab.{name}", raising=False)
         monkeypatch.delattr(f"llmproxy.lab.{name}", raising=False)
     result, trails = invented(("blend",), (1.0,), count=10)
-    with pytest.raises(ReportUnavailable, match=r"needs matplotlib: pip install 'llmproxy\[lab\]'"):
+    with pytest.raises(ReportUnavailable, match=r"needs matplotlib: pip install 'llmproxy-lb\[lab\]'"):
         write_report(tmp_path / "report.html", result, trails)
     assert list(tmp_path.iterdir()) == []

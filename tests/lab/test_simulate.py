@@ -117,7 +117,7 @@ def test_without_matplotlib_there_is_a_result_and_a_line_saying_what_is_missing(
 
 def test_what_to_install_is_told_to_the_letter(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_matplotlib(monkeypatch)
-    assert "pip install 'llmproxy[lab]'" in simulate(trace, "--out", str(tmp_path)).stdout
+    assert "pip install 'llmproxy-lb[lab]'" in simulate(trace, "--out", str(tmp_path)).stdout
 
 
 @pytest.mark.parametrize("folder", ["a[b]", "a[/b]"])
