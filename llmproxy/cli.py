@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from getpass import getpass
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from llmproxy import __version__
 from llmproxy.config import (
-    PLACEMENT_PRESETS,
     Config,
     ConfigError,
     Override,
@@ -29,63 +27,12 @@ from llmproxy.config import (
     load,
     warnings_of,
 )
-
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "--backend": ("backends",),
-    "--static-backends": ("backends",),
-    "--worker-urls": ("backends",),
-    "--api-key": ("api_keys",),
-    "--placement": ("scheduling.placement",),
-    "--policy": ("scheduling.placement",),
-    "--routing-logic": ("scheduling.placement",),
-    "--fairness": ("scheduling.fairness",),
-    "--queue-size": ("queue.requests_max",),
-    "--queue-timeout-secs": ("queue.ttl_s",),
-    "--request-timeout-secs": ("timeouts.total_s",),
-    "--max-payload-size": ("body_bytes_max",),
-    "--drain-timeout": ("drain_timeout_s",),
-    "--engine-stats-interval": ("poll.interval_s", "poll.page_interval_s"),
-    "--cb-failure-threshold": ("health.failures",),
-    "--health-failure-threshold": ("health.unreachable_after",),
-    "--retry-max-retries": ("retry.extra_attempts",),
-    "--max-instance-failover-reroute-attempts": ("retry.extra_attempts",),
-}
-"""Shorter names of flags, and those that users of other routers know, with the keys that mean the same here."""
-
-PLACEMENTS_ELSEWHERE = {"roundrobin": "round_robin"} | {name.replace("_", "-"): name for name in PLACEMENT_PRESETS}
-LIST_SEPARATORS = {"backends": re.compile(r"[,\s]+"), "api_keys": re.compile(r"\s+")}
-"""What divides the items of a list in one text; a comma may well be part of somebody's API key."""
-
+from llmproxy.flags import CONFIG_VARIABLE, FLAGS, LIST_SEPARATORS, flag_of, from_environment, from_flags, unknown_flags
 
 NO_BACKENDS = (
     "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`,"
     " in LLMPROXY_BACKEND, or under `backends:` in the file that --config names"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One flag of `serve`, its variable, and the keys that it overrides."""
-
-    name: str
-    keys: tuple[str, ...]
-
-    @property
-    def parameter(self) -> str:
-        return self.name.strip("-").replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        return f"LLMPROXY_{self.parameter.upper()}"
-
-
-def _flag(key: str) -> str:
-    return "--" + re.sub(r"[._]", "-", key)
-
-
-FLAGS = tuple(Flag(_flag(key), (key,)) for key in keys()) + tuple(Flag(name, ALIASES[name]) for name in ALIASES)
-
-BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
 
 def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -94,8 +41,8 @@ def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     fields = keys()
     for flag in FLAGS:
-        described = f"The same as {' and '.join(map(_flag, flag.keys))}."
-        if flag.name == _flag(flag.keys[0]):
+        described = f"The same as {' and '.join(map(flag_of, flag.keys))}."
+        if flag.name == flag_of(flag.keys[0]):
             field = fields[flag.keys[0]]
             default = f" [{field.default}]" if isinstance(field.default, int | float | str) else ""
             described = f"{field.description}{default}"
@@ -108,49 +55,6 @@ def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
         )
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return command
-
-
-def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
-    """What flags or variables, each with its origin and texts, put over the file. Raises ConfigError."""
-    found: dict[str, Override] = {}
-    for flag, origin, texts in given:
-        for key in flag.keys:
-            earlier = found.get(key)
-            if key in LIST_SEPARATORS:
-                # An empty text stays an item, to be refused: `--api-key ""` must not quietly let everybody in.
-                items = [item for text in texts for item in (_items(LIST_SEPARATORS[key], text) or [text])]
-                if earlier:
-                    items, origin = [*earlier.value, *items], f"{earlier.origin}, {origin}"
-                found[key] = Override(key, items, origin)
-                continue
-            if earlier:
-                raise ConfigError([f"{origin}: {key}: is set by {earlier.origin} too; give only one of them"])
-            text = texts[-1]
-            if key == "scheduling.placement":
-                text = PLACEMENTS_ELSEWHERE.get(text.lower(), text)
-            found[key] = Override(key, text, origin)
-    return list(found.values())
-
-
-def _items(separator: re.Pattern[str], text: str) -> list[str]:
-    return [item for item in separator.split(text) if item]
-
-
-def _from_environment(environment: Mapping[str, str]) -> list[Override]:
-    given = [(flag, flag.variable, environment.get(flag.variable)) for flag in FLAGS]
-    # Kubernetes Services that are called llmproxy and llmproxy-admin set LLMPROXY_PORT=tcp://... and
-    # LLMPROXY_ADMIN_PORT=tcp://... in every pod: nobody's wish for a port.
-    return _overrides(
-        (flag, name, [text])
-        for flag, name, text in given
-        if text and not (flag.keys in (("port",), ("admin.port",)) and text.startswith("tcp://"))
-    )
-
-
-def _from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:
-    given = [(flag, flag.name, flags[flag.parameter]) for flag in FLAGS]
-    texts = [(flag, name, [value] if isinstance(value, str) else value or []) for flag, name, value in given]
-    return _overrides(one for one in [*texts, (BACKENDS, "URL", urls)] if one[2])
 
 
 def _fail(problems: Sequence[str]) -> NoReturn:
@@ -184,14 +88,24 @@ def _root(
     pass
 
 
-@app.command()
+class _Serve(TyperCommand):
+    """Tells all flags that have no meaning here, and what to write instead, before the parser stops at the first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
+        if told := unknown_flags(args, known):
+            _fail(told)
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_Serve)
 @_takes_flags
 def serve(
     urls: Annotated[
         list[str] | None, typer.Argument(metavar="URL", help="Base URLs of vLLM servers, as --backend.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", envvar="LLMPROXY_CONFIG", help="A YAML file.")
+        Path | None, typer.Option("--config", "-c", metavar="FILE", envvar=CONFIG_VARIABLE, help="A YAML file.")
     ] = None,
     **flags: list[str] | str | None,
 ) -> None:
@@ -212,7 +126,7 @@ def serve(
     if watched is not None:
         watched.take()
     try:
-        overrides = [*_from_environment(os.environ), *_from_flags(flags, urls or ())]
+        overrides = [*from_environment(os.environ), *from_flags(flags, urls or ())]
         settled = read()
     except ConfigError as error:
         _fail(error.problems)

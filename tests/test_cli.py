@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from llmproxy import __version__, cli
 from llmproxy.config import Config, hash_of, keys
+from llmproxy.flags import FLAGS, Flag
 
 Serve = Callable[..., Config]
 
@@ -87,8 +88,8 @@ def test_backends_are_given_in_the_ways_people_know(serve: Serve, arguments: lis
     assert [backend.url for backend in serve(*arguments).backends] == ["http://a", "http://b"]
 
 
-@pytest.mark.parametrize("flag", [flag for flag in cli.FLAGS if flag.keys == ("backends",)], ids=lambda flag: flag.name)
-def test_backends_are_given_by_variables(serve: Serve, monkeypatch: pytest.MonkeyPatch, flag: cli.Flag) -> None:
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.keys == ("backends",)], ids=lambda flag: flag.name)
+def test_backends_are_given_by_variables(serve: Serve, monkeypatch: pytest.MonkeyPatch, flag: Flag) -> None:
     monkeypatch.setenv(flag.variable, "http://a,http://b http://c")
     assert [backend.url for backend in serve().backends] == ["http://a", "http://b", "http://c"]
     assert [backend.url for backend in serve(flag.name, "http://d", "http://e").backends] == ["http://d", "http://e"]
@@ -122,9 +123,9 @@ OTHER_THAN_DEFAULT = {
 }
 
 
-@pytest.mark.parametrize("flag", [flag for flag in cli.FLAGS if flag.keys != ("backends",)], ids=lambda flag: flag.name)
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.keys != ("backends",)], ids=lambda flag: flag.name)
 def test_every_flag_and_its_variable_reach_their_keys(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, flag: cli.Flag
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, flag: Flag
 ) -> None:
     text = OTHER_THAN_DEFAULT.get(flag.keys[0], "7")
     by_flag = serve("http://a", flag.name, text)
@@ -211,7 +212,7 @@ def test_only_the_port_is_forgiven_a_tcp_address(served: list[Config], monkeypat
 
 def test_help_names_every_flag_once() -> None:
     text = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
-    for flag in cli.FLAGS:
+    for flag in FLAGS:
         assert len(re.findall(rf"^  {flag.name} VALUE", text, re.MULTILINE)) == 1
 
 

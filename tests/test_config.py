@@ -336,8 +336,8 @@ def test_every_key_outside_lists_can_be_overridden() -> None:
         assert config != field.default if isinstance(value, list) or key == "trust_headers" else str(config) == value
 
 
-def test_keys_without_a_value_have_their_default(write: Any) -> None:
-    assert load(write("queue:\nbackends:\ntrust_headers:\nport:\nretry: {budget_ratio: }\n")) == Config()
+def test_what_is_all_commented_out_has_its_default(write: Any) -> None:
+    assert load(write("queue:\nbackends:\ntrust_headers:\nscheduling: {weights: }\nplugins: null\n")) == Config()
     assert load(write("")) == load(write("# nothing\n")) == load() == Config()
 
 

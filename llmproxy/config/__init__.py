@@ -2,8 +2,18 @@
 
 from llmproxy.config.changes import Change, differences, is_read_once, that_can_change
 from llmproxy.config.config import Config
-from llmproxy.config.kinds import AUTO_SALT, DNS, SRV, Network, hash_of, is_api_key
-from llmproxy.config.load import ConfigError, Override, idle_settings, keys, load, load_backends, warnings_of
+from llmproxy.config.kinds import AUTO_SALT, DNS, SRV, Network, hash_of, is_api_key, nearest
+from llmproxy.config.load import (
+    ConfigError,
+    Override,
+    idle_settings,
+    keys,
+    keys_of_files,
+    load,
+    load_backends,
+    warnings_of,
+)
+from llmproxy.config.other_routers import instead_of
 from llmproxy.config.schema import (
     AdminConfig,
     BackendConfig,
@@ -61,12 +71,15 @@ __all__ = [
     "differences",
     "hash_of",
     "idle_settings",
+    "instead_of",
     "is_api_key",
     "is_read_once",
     "keys",
+    "keys_of_files",
     "load",
     "load_backends",
     "model_limit",
+    "nearest",
     "settings_of",
     "tenant_limit",
     "that_can_change",

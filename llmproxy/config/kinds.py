@@ -34,21 +34,25 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def one_of(known: Sequence[str]) -> AfterValidator:
-    return _named_in(lambda: known)
+    return _named_in(lambda: known, {})
 
 
-def registered(registry: Registry[Any]) -> AfterValidator:
-    """The name of a policy, looked up when a value is validated: plugins may have brought more by then."""
-    return _named_in(registry.names)
+def registered(registry: Registry[Any], elsewhere: Mapping[str, str] | None = None) -> AfterValidator:
+    """The name of a policy, looked up when a value is validated: plugins may have brought more by then.
+
+    `elsewhere` says which is nearest to one that other programs have.
+    """
+    return _named_in(registry.names, elsewhere or {})
 
 
-def _named_in(names: Callable[[], Sequence[str]]) -> AfterValidator:
+def _named_in(names: Callable[[], Sequence[str]], elsewhere: Mapping[str, str]) -> AfterValidator:
     def check(value: str) -> str:
         known = names()
         for word in (value, value.lower()):
             if word in known:
                 return word
-        raise ValueError(f'{value!r} is none of {", ".join(known)} (nearest: "{nearest(value, known)}")')
+        meant = elsewhere.get(value.lower().replace("-", "_")) or nearest(value, known)
+        raise ValueError(f'{value!r} is none of {", ".join(known)} (nearest: "{meant}")')
 
     return AfterValidator(check)
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from llmproxy.config.config import BackendsFile, Config
 from llmproxy.config.effects import without_effect
 from llmproxy.config.kinds import nearest
-from llmproxy.config.schema import BackendConfig, Section
+from llmproxy.config.schema import BackendConfig, Section, may_be_null
 
 FILE_BYTES_MAX = 4 << 20
 FILE_ONLY = frozenset(
@@ -35,6 +35,8 @@ FILE_ONLY = frozenset(
     }
 )
 """Keys whose values are too rich for one flag or variable."""
+NULLS = frozenset({"null", "none"})
+"""Texts that a flag or a variable has for null, in any case, where its key may be null."""
 
 S = TypeVar("S", bound=Section)
 Place = tuple[str | int, ...]
@@ -65,9 +67,11 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
     """
     document = Document(path)
     origins: dict[Place, str] = {}
+    nullable = {key for key, field in keys().items() if may_be_null(field)}
     for override in overrides:
         place: Place = tuple(override.key.split("."))
-        if _put(document.values, place, override.value):
+        null = override.key in nullable and isinstance(override.value, str) and override.value.lower() in NULLS
+        if _put(document.values, place, None if null else override.value):
             origins[place] = override.origin
     return _validated(Config, document, origins)
 
@@ -109,6 +113,15 @@ def keys() -> dict[str, FieldInfo]:
     return {key: field for key, field in _fields(Config) if key not in FILE_ONLY}
 
 
+def keys_of_files() -> Iterator[str]:
+    """Every key that only a file can hold, dotted, those of entries as `models[].target`."""
+    for key, field in _fields(Config):
+        if key in FILE_ONLY:
+            yield key
+        for entry in _sections(field.annotation):
+            yield from (f"{key}[].{inner}" for inner, _ in _fields(entry))
+
+
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -117,7 +130,7 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
             yield f"{prefix}{name}", field
 
 
-def _put(values: dict[Any, Any], place: Place, value: str | list[str]) -> bool:
+def _put(values: dict[Any, Any], place: Place, value: str | list[str] | None) -> bool:
     """Put `value` at `place`; False where the file has no section there, which is a problem told anyway."""
     for part in place[:-1]:
         if values.get(part) is None:
@@ -154,6 +167,8 @@ def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place
 def reason_of(detail: ErrorDetails) -> str:
     if detail["type"] in SAID_BETTER:
         return SAID_BETTER[detail["type"]]
+    if detail["input"] is None:
+        return "has no value, and may not be null: give it one, or leave it out"
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     reason = re.sub(r"^\w+ should", "should", detail["msg"]).partition(", unable to")[0]

@@ -7,10 +7,11 @@ The description of a field is the only place where a key is explained: the help 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from llmproxy.config.kinds import (
     DNS,
@@ -35,6 +36,7 @@ from llmproxy.config.kinds import (
     salt_of,
     session_of,
 )
+from llmproxy.config.other_routers import PLACEMENTS
 from llmproxy.core.charge import charges
 from llmproxy.core.fairness import policies
 from llmproxy.core.ordering import orderings
@@ -46,11 +48,22 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_default(cls, data: Any) -> Any:
-        """A key without a value, as a section is whose keys are all commented out, means its default."""
+    def _nothing_below_is_default(cls, data: Any) -> Any:
+        """A section, list or mapping of which every line is commented out is null in YAML, and means its default."""
         if not isinstance(data, dict):
             return data
-        return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
+        below = {name for name, field in cls.model_fields.items() if _holds_lines(field) and not may_be_null(field)}
+        return {key: value for key, value in data.items() if value is not None or key not in below}
+
+
+def may_be_null(field: FieldInfo) -> bool:
+    """Whether null is a value of this key."""
+    return type(None) in get_args(field.annotation)
+
+
+def _holds_lines(field: FieldInfo) -> bool:
+    kind = get_origin(field.annotation) or field.annotation
+    return isinstance(kind, type) and issubclass(kind, Section | tuple | dict)
 
 
 class ClientsConfig(Section):
@@ -232,7 +245,7 @@ class SchedulingConfig(Section):
     """Which flow of a band goes next: fair_share, locality_fair_share, slo, round_robin or fcfs."""
     ordering: Annotated[str, registered(orderings)] = "fcfs"
     """Which request of a flow goes next: fcfs, edf, least_slack or shortest."""
-    placement: Annotated[str, registered(presets)] = "cost"
+    placement: Annotated[str, registered(presets, PLACEMENTS)] = "cost"
     """Where it goes: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend, epp_sticky."""
     flow: Annotated[str, AfterValidator(flow_of)] = "model"
     """What makes a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
