@@ -1,7 +1,7 @@
 """What is left of requests inside a proxy, told as JSON to whoever connects to a UNIX socket.
 
 A plugin of the proxy under test, which is a process of its own: `plugins: [benchmarks.endurance.probe]`, with the
-socket's path in LLMPROXY_SOAK_PROBE. Tasks and timers are in no metric, and belong in none.
+socket's path in SOAK_PROBE. Tasks and timers are in no metric, and belong in none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from llmproxy.app import Proxy
 
-PATH_VARIABLE = "LLMPROXY_SOAK_PROBE"
+PATH_VARIABLE = "SOAK_PROBE"
 SLEEP = "_set_result_unless_cancelled"
 """The timer of `asyncio.sleep`: who sleeps is a task, and tasks are counted."""
 

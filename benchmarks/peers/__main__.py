@@ -34,7 +34,7 @@ OUT = ROOT / "benchmarks" / "out" / "peers"
 BASES = ("llmproxy", "nginx", "vllm-router")
 AROUND_S = 0.6
 """What a window takes beside the load: starting it, ending it, and the proxy's own end of it."""
-VENVS_VARIABLE = "LLMPROXY_BENCH_VENVS"
+VENVS_VARIABLE = "BENCH_VENVS"
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
