@@ -45,6 +45,51 @@ def warned(tmp_path: Path, text: str) -> list[str]:
             f"FILE:2: warning: scheduling.ordering: least_slack {NOTHING_TO_GO_BY}",
         ),
         ("scheduling:\n  refuse_late: true\n", "FILE:2: warning: scheduling.refuse_late: has no effect: no model,"),
+        (
+            "scheduling:\n  session: body:user\n",
+            "FILE:2: warning: scheduling.session: has no effect: placement is cost, which looks at no sessions",
+        ),
+        (
+            "scheduling:\n  fairness: fcfs\n  charged: requests\n",
+            "FILE:3: warning: scheduling.charged: has no effect: fairness is fcfs, which shares out nothing",
+        ),
+        (
+            "scheduling: {quantum_tokens: 1}\n",
+            "FILE:1: warning: scheduling.quantum_tokens: has no effect: fairness is fair_share, not locality_fair",
+        ),
+        (
+            "scheduling: {slo_window_s: 1}\n",
+            "FILE:1: warning: scheduling.slo_window_s: has no effect: fairness is fair_share, not slo",
+        ),
+        (
+            "scheduling: {ageing_s: 1}\n",
+            "FILE:1: warning: scheduling.ageing_s: has no effect: ordering is fcfs, not shortest",
+        ),
+        (
+            "scheduling: {charged: requests, input_weight: 3}\n",
+            "FILE:1: warning: scheduling.input_weight: has no effect: no tokens are charged (fairness is fair_share,",
+        ),
+        (
+            "scheduling: {fairness: fcfs, output_weight: 3}\n",
+            "FILE:1: warning: scheduling.output_weight: has no effect: no tokens are charged (fairness is fcfs,",
+        ),
+        (
+            "decision_log_sample: 0.5\n",
+            "FILE:1: warning: decision_log_sample: has no effect: there is no decision_log",
+        ),
+        (
+            "scheduling: {placement: random}\nbackends:\n- url: http://a\n  prompt_tokens: [1, 2]\n",
+            "FILE:4: warning: backends[0].prompt_tokens: has no effect: placement is random, not cost",
+        ),
+        ("admin: {host: '::1'}\n", "FILE:1: warning: admin.host: has no effect: there is no admin.port"),
+        (
+            "retry: {extra_attempts: 0, budget_ratio: 0.5}\n",
+            "FILE:1: warning: retry.budget_ratio: has no effect: retry.extra_attempts is 0",
+        ),
+        (
+            "backends: [http://a]\ndiscovery: {gone_after: 9}\n",
+            "FILE:2: warning: discovery.gone_after: has no effect: the url of no backend begins with dns+ or srv+",
+        ),
     ],
 )
 def test_a_setting_that_does_nothing_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
@@ -65,6 +110,15 @@ def test_a_setting_that_does_nothing_is_told_with_its_line(tmp_path: Path, text:
         TENANT + "    ttft_s: 1\nscheduling: {fairness: slo, refuse_late: true}\n",
         "models: [{name: m, tpot_s: 1}]\nscheduling: {fairness: slo, ordering: least_slack}\n",
         "objectives: [{name: quick, ttft_s: 1}]\nscheduling: {fairness: slo}\n",
+        "scheduling: {placement: session, session: 'body:user'}\n",
+        "scheduling: {fairness: fcfs, charged: requests, min_shares: {sheddable: 0.1}}\n",
+        "scheduling: {fairness: locality_fair_share, quantum_tokens: 1, input_weight: 2}\n",
+        "scheduling: {fairness: fcfs, ordering: shortest, ageing_s: 1, output_weight: 3}\n",
+        "scheduling: {session: 'body:user', quantum_tokens: 1}\nplugins: [json]\n",
+        "decision_log: d.jsonl\ndecision_log_sample: 0.5\nadmin: {host: '::1', port: 9090}\n",
+        "discovery: {dns_interval_s: 9}\n",
+        "backends: [{url: http://a, prompt_tokens: [1, 2]}]\n",
+        "backends: ['dns+http://a']\ndiscovery: {dns_interval_s: 9, gone_after: 9}\n",
     ],
 )
 def test_a_setting_that_does_something_is_not_told(tmp_path: Path, text: str) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from llmproxy.config.config import Config
 from llmproxy.config.findings import Finding
 from llmproxy.config.schema import ModelConfig, ObjectiveConfig, TenantConfig
 
 WEIGHTLESS = frozenset({"fcfs", "round_robin"})
 """Fairness policies that look at no weights; those of plugins may."""
+COUNTING = frozenset({"fair_share", "locality_fair_share"})
+"""Fairness policies that share out what is charged."""
+DEFAULTS = Config()
 
 
 def without_effect(config: Config) -> list[Finding]:
     """Every such setting, by its place in the configuration, and why nothing comes of it."""
-    return _weights(config) + _objectives(config) + _tls(config)
+    return _weights(config) + _objectives(config) + _tls(config) + _unread(config)
 
 
 def _tls(config: Config) -> list[Finding]:
@@ -50,3 +55,45 @@ def _objectives(config: Config) -> list[Finding]:
     if chosen.refuse_late:
         findings.append((("scheduling", "refuse_late"), f"has no effect: {nobody}"))
     return findings
+
+
+def _unread(config: Config) -> list[Finding]:
+    """Keys with another value than their default that nothing reads, because what would is not chosen."""
+    # A policy of a plugin may read any key of its section.
+    rules = {} if config.plugins else _read_by_policies(config)
+    rules["decision_log_sample"] = config.decision_log is not None, "there is no decision_log"
+    rules["admin.host"] = config.admin.port is not None, "there is no admin.port"
+    rules["retry.budget_ratio"] = config.retry.extra_attempts > 0, "retry.extra_attempts is 0"
+    # Where there is no backend yet, flags may bring one.
+    looked_up = not config.backends or any(backend.looked_up for backend in config.backends)
+    for key in ("dns_interval_s", "gone_after"):
+        rules[f"discovery.{key}"] = looked_up, "the url of no backend begins with dns+ or srv+"
+    idle: list[Finding] = [
+        (tuple(key.split(".")), f"has no effect: {reason}")
+        for key, (is_read, reason) in rules.items()
+        if not is_read and attrgetter(key)(config) != attrgetter(key)(DEFAULTS)
+    ]
+    if config.scheduling.placement != "cost" and not config.plugins:
+        reason = f"has no effect: placement is {config.scheduling.placement}, not cost"
+        given = [i for i, backend in enumerate(config.backends) if backend.prompt_tokens is not None]
+        idle += [(("backends", i, "prompt_tokens"), reason) for i in given]
+    return idle
+
+
+def _read_by_policies(config: Config) -> dict[str, tuple[bool, str]]:
+    """Whether a key of `scheduling` is read by the policies that are chosen, and what to say where it is not."""
+    chosen = config.scheduling
+    fairness, ordering = f"fairness is {chosen.fairness}", f"ordering is {chosen.ordering}"
+    counts = chosen.fairness in COUNTING or bool(chosen.min_shares)
+    weighs = counts and chosen.charged == "tokens"
+    rules = {
+        "session": (chosen.placement == "session", f"placement is {chosen.placement}, which looks at no sessions"),
+        "charged": (counts, f"{fairness}, which shares out nothing, and there are no min_shares"),
+        "quantum_tokens": (chosen.fairness == "locality_fair_share", f"{fairness}, not locality_fair_share"),
+        "slo_window_s": (chosen.fairness == "slo", f"{fairness}, not slo"),
+        "ageing_s": (chosen.ordering == "shortest", f"{ordering}, not shortest"),
+    }
+    for key in ("input_weight", "output_weight"):
+        reason = f"no tokens are charged ({fairness}, charged is {chosen.charged}), and {ordering}, not shortest"
+        rules[key] = weighs or chosen.ordering == "shortest", reason
+    return {f"scheduling.{key}": rule for key, rule in rules.items()}
