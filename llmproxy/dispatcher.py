@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llmproxy.core.admission import refusal
 from llmproxy.core.catalogue import Target
 from llmproxy.core.domain import (
     Decision,
@@ -348,7 +349,7 @@ class Dispatcher:
         elif isinstance(decision, Drop):
             waiter = self._waiting.pop(decision.request.id)
             if not waiter.granted.done():
-                waiter.granted.set_exception(_refusal(decision))
+                waiter.granted.set_exception(refusal(decision))
         else:
             lease = self._leases.get((decision.request.pool, decision.lease))
             if lease is not None:
@@ -438,13 +439,3 @@ def _now() -> float:
 def shutting_down() -> Refused:
     """What those are told who come while the proxy ends."""
     return Refused(Outcome.DRAINING, "The proxy is shutting down. Try again.", DRAIN_RETRY_S)
-
-
-def _refusal(drop: Drop) -> Refused:
-    if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
-        message = f"No backend of `{drop.request.pool}` came up before the request's time to wait was over."
-    elif drop.outcome is Outcome.EXPIRED:
-        message = "The request's time to wait in the queue was over before a backend had room. Try again later."
-    else:
-        message = "The request was removed from the queue to make room for one of higher priority. Try again later."
-    return Refused(drop.outcome, message, drop.retry_after_s)

@@ -18,6 +18,7 @@ from llmproxy.core.settings import Settings
 
 SHED_MAX = 64
 """Requests that make room for one of a higher band, which may be as large as all of them."""
+BACKEND_GONE = "What this request refers to is gone with the backend that kept it. Send all of it with the request."
 RETRY_EMPTY_S = 2.0
 """Retry-After while no backend is up: about the time in which a poll finds one that came back."""
 
@@ -77,6 +78,8 @@ class Admission:
 
     def _servable(self, request: Request, excluded: frozenset[str], now: float) -> tuple[frozenset[str], bool]:
         """`excluded`, and whether the request has to be held; then less those that may come back as new processes."""
+        if request.backend is not None:
+            return excluded, self._held_for_its_own(request, request.backend)
         for backend in self._backends.values():
             if backend.up and backend.serves(request.model) and backend.name not in excluded:
                 return excluded, False
@@ -89,11 +92,25 @@ class Admission:
             message = f"Every backend of `{request.model}` that is up has failed this request."
         raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
 
+    def _held_for_its_own(self, request: Request, name: str) -> bool:
+        """Whether a request that may go to one backend alone has to be held until that one is up."""
+        backend = self._backends.get(name)
+        if backend is None or backend.health.gone:
+            raise Refused(Outcome.BAD_REQUEST, BACKEND_GONE)
+        if not backend.serves(request.model):
+            message = f"The backend that keeps what this request refers to does not serve `{request.model}`."
+            raise Refused(Outcome.BAD_REQUEST, message)
+        if not backend.up and not self._settings.queue.hold_s:
+            message = "The only backend that keeps what this request refers to is not up. Try again shortly."
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
+        return not backend.up
+
     def _refuse_late(self, request: Request, service_s: float, now: float) -> None:
         if not self._settings.refuse_late or request.slo is None or request.slo.ttft_s is None:
             return
         ceiling = self._reserve.ceiling(request.band, now)
-        roomy = any(backend.view(now).has_room(ceiling) for backend in self._backends.values())
+        able = [one for one in self._backends.values() if request.backend in (None, one.name)]
+        roomy = any(backend.view(now).has_room(ceiling) for backend in able)
         room_s = 0.0 if roomy else self._drain.interval_s(now) or 0.0
         late_s = now + room_s + service_s - request.arrived_s - request.slo.ttft_s
         if late_s > 0.0:
@@ -122,3 +139,16 @@ class Admission:
     def _shed(self, victim: Queued, now: float) -> Drop:
         self._room.leave(victim)
         return Drop(victim.request, Outcome.SHED, self._drain.retry_after_s(len(self._room), now))
+
+
+def refusal(drop: Drop) -> Refused:
+    """What is told of a request that had to leave the waiting room."""
+    if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
+        message = f"No backend of `{drop.request.pool}` came up before the request's time to wait was over."
+    elif drop.outcome is Outcome.BAD_REQUEST:
+        return Refused(drop.outcome, BACKEND_GONE)
+    elif drop.outcome is Outcome.EXPIRED:
+        message = "The request's time to wait in the queue was over before a backend had room. Try again later."
+    else:
+        message = "The request was removed from the queue to make room for one of higher priority. Try again later."
+    return Refused(drop.outcome, message, drop.retry_after_s)

@@ -93,7 +93,8 @@ class Request(Struct, frozen=True):
     `weight` is the share of its flow. `limits` names the usage limits that it counts against (of its tenant, its
     model); see `core.limits`. `label` is what its client and the log call it. `prefix` are the chained hashes of its
     prompt's whole blocks, of about `prefix_tokens` tokens each. `session` is what the requests of one session share and
-    no others, a hash and not what the client sent; None where it named none.
+    no others, a hash and not what the client sent; None where it named none. `backend` is the only one that may have
+    it, because that one keeps what it refers to; None where any may.
     """
 
     id: str
@@ -118,6 +119,7 @@ class Request(Struct, frozen=True):
     prefix: tuple[int, ...] = ()
     prefix_tokens: float = 0.0
     session: str | None = None
+    backend: str | None = None
 
 
 class Entry(StrEnum):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed
 from llmproxy.core.fleet import View
 from llmproxy.core.limits import UsageLimits
+from llmproxy.core.parking import OF_BACKEND
 from llmproxy.core.placement import NO_CAPACITY, Placement, context_tokens
 from llmproxy.core.queue import FLOW_LOOK_MAX, Band, Queued
 
@@ -24,7 +25,7 @@ class Found(Struct, frozen=True):
 
 
 class Limited(Struct, frozen=True):
-    """A request whose turn it is, and the usage limit that keeps it waiting all the same."""
+    """A request whose turn it is, and what keeps it waiting all the same: a usage limit, or its only backend."""
 
     queued: Queued
     limit: str
@@ -78,6 +79,12 @@ def first_fit(
                 for queued in islice(line, FLOW_LOOK_MAX):
                     if queued.request.limits and (limit := limits.full(queued.request)) is not None:
                         return Limited(queued, limit)
+                    if queued.request.backend is not None:
+                        own = _at_its_own(queued, placement, views, ceiling, passed_over, now)
+                        if not isinstance(own, NoMatch):
+                            return own
+                        passed_over += 1
+                        continue
                     if unmatched.covers(queued):
                         continue
                     placed = _as_probe(queued, placement, views, ceiling, now) if trials and patient else None
@@ -134,6 +141,20 @@ def _as_probe(
         view if view.probed and (stream or not view.stream_probe) else replace(view, available=False) for view in views
     ]
     return placement.place(queued.request, trial, ceiling, queued.excluded, now)
+
+
+def _at_its_own(
+    queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, passed_over: int, now: float
+) -> Found | Limited | NoCapacity | NoMatch:
+    """A place on the only backend that may have it, be that a probe or one that came back lately.
+
+    Where that one is full or down and others have room, the request steps aside: it would hide those behind it.
+    """
+    own = [view for view in views if view.backend == queued.request.backend]
+    placed = placement.place(queued.request, own, ceiling, queued.excluded, now)
+    if isinstance(placed, NoCapacity) and any(view.has_room(ceiling) for view in views):
+        return Limited(queued, f"{OF_BACKEND}{queued.request.backend}")
+    return Found(queued, placed, passed_over) if isinstance(placed, Placed) else placed
 
 
 def head(band: Band, now: float) -> Queued:

@@ -95,6 +95,11 @@ class Health:
         self._back_s: float | None = None
 
     @property
+    def gone(self) -> bool:
+        """There is no process: connections are refused, again and again."""
+        return self._refusals >= self._settings.unreachable_after
+
+    @property
     def ejected(self) -> bool:
         """Requests met something that speaks against it, and none has yet met the contrary."""
         return self._half_open
@@ -163,7 +168,7 @@ class Health:
         after = self._settings.unreachable_after
         if trouble is Trouble.UNHEALTHY or self._troubles >= after:
             self.down = True
-        return self._refusals >= after
+        return self.gone
 
     # --- requests --------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""Requests whose tenant or model has as many in flight as it may: they wait beside their flows, in nobody's way."""
+"""Requests that wait beside their flows, in nobody's way: for a usage limit, or for the only backend they may go to."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from math import inf
 
 from llmproxy.core.limits import UsageLimits
@@ -10,13 +11,16 @@ from llmproxy.core.queue import LazyHeap, Queued
 
 Key = tuple[float, float]
 NOBODY: Key = (inf, inf)
+OF_BACKEND = "backend:"
+"""Begins the names of the lines for backends; those of usage limits begin with `tenant:` or `model:`."""
 
 
 class Parking:
-    """One line for each usage limit that is reached: the highest band first, then the earliest arrival.
+    """One line for each usage limit that is reached and each backend without room: highest band, then earliest arrival.
 
     A request is parked when it would have been its turn, and comes back to its place in its flow when there is room
-    under the limit. Those behind it in the flow, which may belong to others, are not held up.
+    under the limit, or on its backend.
+    Those behind it in the flow, which may belong to others, are not held up.
     """
 
     def __init__(self) -> None:
@@ -46,16 +50,17 @@ class Parking:
         if not self._sizes[queued.parked]:
             del self._sizes[queued.parked], self._lines[queued.parked]
 
-    def next(self, limits: UsageLimits, lowest: int | None = None) -> list[Queued]:
-        """Take out those that may be in flight now.
+    def next(self, free: Callable[[str, int], int], lowest: int | None = None) -> list[Queued]:
+        """Take out those that may be in flight now; `free` says how many more, of a line and the band of its first.
 
-        For each limit as many as it has room for, less those that came back and still wait; with a band, as many
+        For each line as many as there is room for, less those that came back and still wait; with a band, as many
         again of that band and those above it, because those that came back fitted nowhere.
         """
         back: list[Queued] = []
         for name in list(self._lines):
             line, waiting = self._lines[name], 0 if lowest is not None else self._back[name]
-            for _ in range(limits.free(name) - waiting):
+            first = line.least()
+            for _ in range(0 if first is None else free(name, first[2].request.band) - waiting):
                 entry = line.least()
                 if entry is None or (lowest is not None and entry[2].request.band < lowest):
                     break
@@ -65,18 +70,19 @@ class Parking:
         return back
 
     def first(self, limits: UsageLimits) -> Key:
-        """Of those that may be in flight now: the highest band, negated, and of it the earliest arrival; else inf."""
-        heads = (line.least() for name, line in self._lines.items() if limits.free(name))
+        """Of those whose limit has room: the highest band, negated, and of it the earliest arrival; else inf."""
+        names = (name for name in self._lines if not name.startswith(OF_BACKEND) and limits.free(name))
+        heads = (self._lines[name].least() for name in names)
         return min((entry[0] for entry in heads if entry is not None), default=NOBODY)
 
     def left(self, name: str) -> None:
-        """One that came back from this limit's line left its flow."""
+        """One that came back from this line left its flow."""
         self._back[name] -= 1
         if not self._back[name]:
             del self._back[name]
 
     def counts(self) -> dict[tuple[int, str], int]:
-        """(Band, limit) -> requests parked."""
+        """(Band, line) -> requests parked."""
         return {where: parked for where, parked in self._by_band.items() if parked}
 
     def before(self, queued: Queued) -> int | None:

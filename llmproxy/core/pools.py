@@ -108,6 +108,7 @@ class Pools:
         self.backends[name].replaced()
         for scheduler in self._schedulers.values():
             scheduler.leases.replaced(self.backends[name])
+            scheduler.lost_kept(name)
 
     def reconfigure(self, settings: Settings, aliases: Mapping[str, str], now: float) -> None:
         """Go by other settings and other aliases from the next decision on.
@@ -145,6 +146,7 @@ class Pools:
         if gone:
             for scheduler in self._schedulers.values():
                 scheduler.leases.lost(self.backends[backend])
+                scheduler.lost_kept(backend)
         return gone
 
     def _assign(self, backend: str) -> None:

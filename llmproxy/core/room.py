@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from llmproxy.core.domain import Request
 from llmproxy.core.fairness import policies
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.occupancy import Full, Occupancy
 from llmproxy.core.ordering import Rank
-from llmproxy.core.parking import Key, Parking
+from llmproxy.core.parking import OF_BACKEND, Key, Parking
 from llmproxy.core.patience import Patience
 from llmproxy.core.queue import Band, LazyHeap, Queued
 from llmproxy.core.registry import Faults
@@ -19,12 +19,21 @@ from llmproxy.core.settings import Settings
 class WaitingRoom:
     """Bands of flows, the deadlines of all that wait, and those that are parked for a limit of their tenant or model.
 
-    `occupancy` and `limits` are shared by all pools of the process; `faults` notes what policies raise. Every request
-    that waits is in `waiting` by its id.
+    `occupancy` and `limits` are shared by all pools of the process; `faults` notes what policies raise. `room_on` says
+    how many more requests of a band a backend has room for at a time. Every request that waits is in `waiting` by its
+    id.
     """
 
-    def __init__(self, settings: Settings, occupancy: Occupancy, limits: UsageLimits, faults: Faults) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        occupancy: Occupancy,
+        limits: UsageLimits,
+        faults: Faults,
+        room_on: Callable[[str, int, float], int],
+    ) -> None:
         self._settings = settings
+        self._room_on = room_on
         self._faults = faults
         self._occupancy = occupancy
         self._limits = limits
@@ -96,6 +105,10 @@ class WaitingRoom:
         """The limit that `request` would break, were those of lower bands in `without` not here; None if it fits."""
         return self._occupancy.full(request, [queued.request for queued in without])
 
+    def bound_to(self, backend: str) -> list[Queued]:
+        """Those that may go to `backend` alone."""
+        return [queued for queued in self.waiting.values() if queued.request.backend == backend]
+
     def newest_below(self, level: int) -> Generator[Queued, None, None]:
         """The requests of bands below `level`, the lowest band and in it the last that came first.
 
@@ -119,7 +132,7 @@ class WaitingRoom:
     # --- beside the flows, and back ----------------------------------------------------------------------------------
 
     def park(self, queued: Queued, limit: str) -> None:
-        """Let a request stand aside for as long as the usage limit `limit` is reached."""
+        """Let a request stand aside for as long as the usage limit `limit` is reached, or its backend has no room."""
         self._take_out(queued)
         self._parking.park(limit, self._anew(queued))
 
@@ -133,12 +146,17 @@ class WaitingRoom:
         """Let those back into their flows that `Parking.next` answers; how many those are."""
         if not self._parking.size:
             return 0
-        back = self._parking.next(self._limits, lowest)
+        back = self._parking.next(lambda line, band: self._free(line, band, now), lowest)
         for parked in back:
             anew = self._anew(parked)
             anew.back_from = parked.parked
             self._bands[parked.request.band].push(anew, now)
         return len(back)
+
+    def _free(self, line: str, band: int, now: float) -> int:
+        if line.startswith(OF_BACKEND):
+            return self._room_on(line.removeprefix(OF_BACKEND), band, now)
+        return self._limits.free(line)
 
     def first_parked(self) -> Key:
         """See `Parking.first`."""

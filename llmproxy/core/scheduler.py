@@ -79,7 +79,7 @@ class Scheduler:
         self._watch = Watch(settings.health, self._peers)
         self._index: dict[str, int] = {}
         self.faults = Faults()
-        self._room = WaitingRoom(settings, occupancy, limits, self.faults)
+        self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on)
         self._drain = DrainRate()
         self._first_token = FirstToken()
         self._reserve = Reserve(settings)
@@ -125,11 +125,18 @@ class Scheduler:
         self._index = {name: index for index, name in enumerate(self._backends)}
 
     def detach(self, backend: str) -> None:
-        """Stop granting to a backend; its leases run on."""
+        """Stop granting to a backend; its leases run on, and whoever waits for it alone waits in vain."""
+        self.lost_kept(backend)
         del self._backends[backend]
         self._peers.members.pop(backend).peers = None
         self.leases.detach(backend)
         self._index = {name: index for index, name in enumerate(self._backends)}
+
+    def lost_kept(self, backend: str) -> None:
+        """What `backend` kept is gone: those leave that may go nowhere else, because they refer to it."""
+        for queued in self._room.bound_to(backend):
+            self._room.leave(queued)
+            self._shed.append(Drop(queued.request, Outcome.BAD_REQUEST, 0.0))
 
     @property
     def waiting(self) -> int:
@@ -319,6 +326,13 @@ class Scheduler:
             return
         queued = head(band, this.now)
         this.decisions += self._withdrawal.choose(queued.request, queued.excluded, band.size, this.now)
+
+    def _room_on(self, name: str, level: int, now: float) -> int:
+        """How many more requests of the band `level` a backend has room for."""
+        view = self._backends[name].view(now)
+        if not view.has_room(self._reserve.ceiling(level, now)):
+            return 0
+        return max(1, view.limit + view.look_ahead - view.load)
 
     def _look_after(self, now: float) -> None:
         """Eject who hangs or has become slow; what one that hangs has not begun may be tried elsewhere."""

@@ -64,7 +64,9 @@ class Withdrawal:
 
     def _makes_room(self, lease: int, head: Request, excluded: frozenset[str], now: float) -> bool:
         backend = self._open[lease][1]
-        if backend.name in excluded or not backend.serves(head.model) or not backend.unstarted(lease):
+        if backend.name in excluded or head.backend not in (None, backend.name):
+            return False
+        if not backend.serves(head.model) or not backend.unstarted(lease):
             return False
         view = backend.view_without([*(x for x, owner in self._pending.items() if owner is backend), lease], now)
         fits = view.max_model_len is None or view.max_model_len >= context_tokens(head)

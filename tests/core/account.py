@@ -128,11 +128,17 @@ class Books:
     def rank(self, waiter: Waiter) -> Rank:
         return waiter.rank(self.settings.ordering, self.settings.ageing_s, self.now)
 
-    def looked_at(self, pool: str, band: int) -> Iterator[Waiter]:
-        """Those that are surely among the first of their flows: the scheduler promises to look no further."""
+    def looked_at(self, pool: str, band: int, rows: Mapping[str, Row]) -> Iterator[Waiter]:
+        """Those that are surely among the first of their flows: the scheduler promises to look no further.
+
+        Who may go to one backend alone, which has no room, stands in nobody's way.
+        """
         flows: dict[str, list[Waiter]] = {}
+        ceiling = self.ceiling(pool, band)
         for waiter in self.waiting_in(pool):
-            if waiter.request.band == band and not self.limited(waiter):
+            own = rows.get(waiter.request.backend or "")
+            aside = own is not None and not own.has_room(ceiling)
+            if waiter.request.band == band and not self.limited(waiter) and not aside:
                 flows.setdefault(waiter.request.flow, []).append(waiter)
         for flow in flows.values():
             ranks = sorted(self.rank(waiter) for waiter in flow)
@@ -193,7 +199,7 @@ class Books:
         here = Counter(w.request.band for w in self.waiting_in(pool))
         assert list(told) == sorted(told, reverse=True)
         assert all(0 < told[level] <= here[level] for level in told), f"{told} are said to wait, and {here} do"
-        if not self.settings.limits:
+        if not self.settings.limits and not any(w.request.backend for w in self.waiting_in(pool)):
             assert told == here
         assert 1 <= grant.why.flows <= len({w.request.flow for w in self.waiting_in(pool) if w.request.band == band})
 
@@ -201,23 +207,25 @@ class Books:
         request = grant.request
         assert request.band <= reached, "a pass went back up"
         above = {w.request.band for w in self.waiting_in(request.pool) if not self.limited(w)}
+        flowing = {w.request.band for w in self.waiting_in(request.pool) if w.request.backend is None}
         for band in (band for band in above if band > request.band):
             # Asked at the moment at which the pass leaves a band; those below may take the room that was no use to it.
-            if band <= reached and request.band < reached and not (self.settings.limits or self.settings.min_shares):
+            asked = band in flowing and band <= reached and request.band < reached
+            if asked and not (self.settings.limits or self.settings.min_shares):
                 blocked = not any(other.has_room(self.ceiling(request.pool, band)) for other in rows.values())
                 assert not blocked, f"band {request.band} went although band {band} is blocked"
-            for higher in self.looked_at(request.pool, band):
+            for higher in self.looked_at(request.pool, band, rows):
                 free = self.free_for(higher, rows)
                 assert not free, f"band {request.band} went although {higher.request.id} of band {band} could"
 
     def _in_order(self, waiter: Waiter, rows: Mapping[str, Row], ceiling: float) -> None:
         """Nobody of its own flow who stands before it could have gone.
 
-        Those with usage limits may have been parked, and come back by band and arrival.
+        Those with usage limits or a backend of their own may have been parked, and come back by band and arrival.
         """
         asked = waiter.request
-        for other in self.looked_at(asked.pool, asked.band):
-            if other.request.limits or other.request.flow != asked.flow:
+        for other in self.looked_at(asked.pool, asked.band, rows):
+            if other.request.limits or other.request.backend or other.request.flow != asked.flow:
                 continue
             if self.rank(other) < self.rank(waiter):
                 free = self.free_for(other, rows, ceiling)
@@ -242,7 +250,7 @@ class Books:
         for band in sorted({w.request.band for w in self.waiting_in(pool) if not self.limited(w)}, reverse=True):
             if not any(row.has_room(self.ceiling(pool, band)) for row in rows.values()):
                 return
-            for waiter in self.looked_at(pool, band):
+            for waiter in self.looked_at(pool, band, rows):
                 free = self.free_for(waiter, rows)
                 assert not free, f"{waiter.request.id} waits although {free} could take it"
 
@@ -256,4 +264,6 @@ class Books:
 
 
 def serves(row: Row, waiter: Waiter) -> bool:
+    if waiter.request.backend not in (None, row.view.backend):
+        return False
     return waiter.request.model in row.view.served and row.view.backend not in waiter.excluded

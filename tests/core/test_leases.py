@@ -50,7 +50,7 @@ class Ledger:
     def __init__(self) -> None:
         limits = UsageLimits({})
         self.faults = Faults()
-        self.room = WaitingRoom(SETTINGS, Occupancy(SETTINGS.queue), limits, self.faults)
+        self.room = WaitingRoom(SETTINGS, Occupancy(SETTINGS.queue), limits, self.faults, lambda *_: 0)
         self.placement = Listener()
         self.leases = Leases(
             SETTINGS,

@@ -36,6 +36,7 @@ from tests.core.walk import random_walk
 from tests.core.world import (
     ADAPTERS,
     BANDS,
+    BOUND_TO,
     CEILINGS,
     FLEETS,
     FLOWS,
@@ -99,6 +100,7 @@ class Machine(RuleBasedStateMachine):
         limits=st.sampled_from(LIMITED_BY),
         session=st.sampled_from((None, "s", "t")),
         prefix=st.sampled_from(PREFIXES),
+        backend=st.sampled_from(BOUND_TO),
     )
     def submit(self, data: st.DataObject, times: int, band: int, flow: str, ttl_s: float, **given: Any) -> None:
         if not self.world.settings.limits:

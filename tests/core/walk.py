@@ -11,6 +11,7 @@ from llmproxy.core.ordering import orderings
 from tests.core.world import (
     ADAPTERS,
     BANDS,
+    BOUND_TO,
     CEILINGS,
     FLEETS,
     FLOWS,
@@ -56,6 +57,7 @@ def _random_event(world: World, rng: Random) -> None:
             "session": rng.choice((None, "s", "t")),
             "prefix": rng.choice(PREFIXES),
             "prefix_tokens": 16.0,
+            "backend": rng.choice(BOUND_TO),
         }
         world.submit(
             pool, rng.choice(ADAPTERS[pool]), rng.choice(BANDS), rng.choice(FLOWS), rng.choice((3.0, 1e3)), **given

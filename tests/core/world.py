@@ -47,6 +47,8 @@ LIMITS: Mapping[str, UsageLimit] = {
     "model:m": UsageLimit(in_flight=3),
 }
 LIMITED_BY: tuple[tuple[str, ...], ...] = ((), ("tenant:t",), ("model:m",), ("tenant:t", "model:m"))
+BOUND_TO = (None, None, None, None, None, "a", "b", "c")
+"""The only backend that may have a request."""
 PREFIXES: tuple[tuple[int, ...], ...] = ((), (1, 2), (1, 2, 3), (7,))
 SLOS = (None, Slo(tpot_s=0.1), Slo(ttft_s=0.5), Slo(ttft_s=3.0))
 MIN_SHARES: tuple[Mapping[int, float], ...] = ({}, {DEFAULT: 0.2, SHEDDABLE: 0.1})
@@ -111,6 +113,7 @@ class World:
         self.ended: dict[str, str] = {}
         self.gone: set[str] = set()
         self.shed: set[str] = set()
+        self.bereft: set[str] = set()
         self.trace: list[str] = []
         self._told: dict[str, tuple[float, bool]] = {}
         self._serial = 0
@@ -168,7 +171,9 @@ class World:
         if verdict is Verdict.WITHDRAWN:
             self._enter(request, held.excluded, Entry.WITHDRAWN)
         elif retry and verdict not in (Verdict.SERVED, Verdict.CLIENT_GONE):
-            self._enter(request, held.excluded | {held.grant.placed.backend}, Entry.RETRY)
+            # Who may go to one backend alone is tried there again.
+            failed = {held.grant.placed.backend} if request.backend is None else set()
+            self._enter(request, held.excluded | failed, Entry.RETRY)
         else:
             self._end(request, verdict)
 
@@ -179,12 +184,14 @@ class World:
         self.pools.troubled(backend, trouble)
         if trouble is Trouble.REFUSED:
             self.gone.add(backend)
+        self._see_bereft()
 
     def answered(self, backend: str) -> None:
         self.pools.answered(backend, self.now)
 
     def listed(self, backend: str, new: Listing) -> None:
         self.pools.listed(backend, new)
+        self._see_bereft()
 
     def drain(self, backend: str, drained: bool) -> None:
         self.pools.drain_backend(backend, drained=drained)
@@ -196,6 +203,20 @@ class World:
         elif not self.pools.backends[backend].bookings and len(self.pools.backends) > 1:
             self.pools.remove_backend(backend)
             self.gone.discard(backend)
+        self._see_bereft()
+
+    def _see_bereft(self) -> None:
+        """Whoever waits for one backend alone leaves with it."""
+        for name, waiter in list(self.waiting.items()):
+            if waiter.request.backend is not None and not self._kept(waiter.request):
+                del self.waiting[name]
+                self.bereft.add(name)
+
+    def _kept(self, request: Request) -> bool:
+        """What `request` refers to is still there, in the only backend that has it."""
+        name = request.backend or ""
+        own = self.pools.backends.get(name)
+        return own is not None and not own.health.gone and self.pools.catalogue.pool_of(name) == request.pool
 
     def advance(self, seconds: float) -> None:
         """Let time pass; a wake-up that the scheduler asked for comes when it is due."""
@@ -215,13 +236,18 @@ class World:
     def _enter(self, request: Request, excluded: frozenset[str], entry: Entry) -> None:
         rows = self._rows(request.pool).values()
         able = [row.view.backend for row in rows if request.model in row.view.served]
+        able = [name for name in able if request.backend in (None, name)]
         up = [name for name in able if not self._down(name) and name not in excluded]
         resting = {name for name in able if not self.pools.backends[name].view(self.now).available}
+        if request.backend is not None:
+            resting = set(able) - set(up)
         held = not up and resting and self.settings.queue.hold_s
         # A request that is held may go to the new process of a backend whose old one failed it.
         times = self._service_s(request), *self._time_left(request, bool(held))
         waiter = Waiter(request, excluded - resting if held else excluded, entry, *times, held=bool(held))
         expected = self._expected(request, entry) if up or held else Outcome.REJECTED_NO_BACKENDS
+        if request.backend is not None and not (self._kept(request) and able):
+            expected = Outcome.BAD_REQUEST
         below = [w.request for w in self.books.waiting_in(request.pool) if w.request.band < request.band]
         in_the_way = self._too_many() if entry is Entry.NEW else 0
         refused = self._submit(request, excluded, entry)
@@ -304,6 +330,9 @@ class World:
             match decision:
                 case Drop(outcome=Outcome.SHED):
                     self.shed.remove(request.id)
+                    self._end(request, decision.outcome)
+                case Drop(outcome=Outcome.BAD_REQUEST):
+                    self.bereft.remove(request.id)
                     self._end(request, decision.outcome)
                 case Drop():
                     assert decision.outcome is self._expiry(self.waiting[request.id])
