@@ -18,7 +18,6 @@ from llmproxy.core.settings import Settings
 
 SHED_MAX = 64
 """Requests that make room for one of a higher band, which may be as large as all of them."""
-BACKEND_GONE = "What this request refers to is gone with the backend that kept it. Send all of it with the request."
 RETRY_EMPTY_S = 2.0
 """Retry-After while no backend is up: about the time in which a poll finds one that came back."""
 
@@ -95,13 +94,10 @@ class Admission:
     def _held_for_its_own(self, request: Request, name: str) -> bool:
         """Whether a request that may go to one backend alone has to be held until that one is up."""
         backend = self._backends.get(name)
-        if backend is None or backend.health.gone:
-            raise Refused(Outcome.BAD_REQUEST, BACKEND_GONE)
-        if not backend.serves(request.model):
-            message = f"The backend that keeps what this request refers to does not serve `{request.model}`."
-            raise Refused(Outcome.BAD_REQUEST, message)
+        if backend is None or backend.health.gone or not backend.serves(request.model):
+            raise _bereft(request)
         if not backend.up and not self._settings.queue.hold_s:
-            message = "The only backend that keeps what this request refers to is not up. Try again shortly."
+            message = "The backend that keeps what this request refers to is not up. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         return not backend.up
 
@@ -141,12 +137,17 @@ class Admission:
         return Drop(victim.request, Outcome.SHED, self._drain.retry_after_s(len(self._room), now))
 
 
+def _bereft(request: Request) -> Refused:
+    message = f"No backend of `{request.model}` keeps it: the one that did is gone, or serves that model no more."
+    return Refused(Outcome.BAD_REQUEST, message)
+
+
 def refusal(drop: Drop) -> Refused:
     """What is told of a request that had to leave the waiting room."""
     if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
         message = f"No backend of `{drop.request.pool}` came up before the request's time to wait was over."
     elif drop.outcome is Outcome.BAD_REQUEST:
-        return Refused(drop.outcome, BACKEND_GONE)
+        return _bereft(drop.request)
     elif drop.outcome is Outcome.EXPIRED:
         message = "The request's time to wait in the queue was over before a backend had room. Try again later."
     else:

@@ -1,4 +1,9 @@
-"""Stored responses live in the engine that made them: which one that is, and the way there past the waiting room."""
+"""Stored responses live in the engine that made them: which one that is, and the way there.
+
+Whoever fetches or cancels one goes there past the waiting room, as nothing is to be computed. Whoever goes on from one
+(`previous_response_id`) waits for that backend as for any, and may have no other. Engines keep responses in memory
+alone: they end with their process. One that is not known here, as after a restart of the proxy, is looked for.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,24 @@ import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
 from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Outcome, Refused
 from llmproxy.dispatcher import Leasing
+from llmproxy.gateway.attempt import Attempt
 from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import ClientLeg
+from llmproxy.gateway.desk import PREVIOUS, REQUEST_ID, Sheet
 from llmproxy.gateway.errors import Failure, error_event
 from llmproxy.gateway.headers import to_client
 from llmproxy.gateway.relay import end_saying, end_within, is_encoded, is_event_stream
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.rules import Rulebook
+from llmproxy.gateway.scan import BadBody
 from llmproxy.upstream import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
 
 IDS_MAX = 10_000
@@ -33,6 +43,23 @@ def _up_to(name: bytes) -> bytes:
 # By its place, and not wherever it stands: instructions and metadata, which an answer repeats, are the client's words.
 _EVENT = rb"(?:(?:event|id|retry)?+:[^\r\n]*+[\r\n]++)*+data:" + _up_to(b"response")
 _ID = re.compile(b"(?:" + _EVENT + b")?+" + _up_to(b"id") + rb'\s*+"(resp_[A-Za-z0-9_-]{1,256})"')
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """The response that a request goes on from, and the backend that has it; None where that is not known here."""
+
+    id: str
+    backend: str | None
+
+    def sought(self, attempt: Attempt) -> bool:
+        """Whether another backend may have it: nobody knows which one, and this one has not."""
+        return self.backend is None and attempt.status == 404
+
+    def unreachable(self, refused: Refused) -> Failure:
+        """What is told where its backend is gone, so that waiting is of no use."""
+        message = f"Response with id '{self.id[:200]}' is lost. {refused.message} Send the whole conversation as `input`."
+        return Failure(Outcome.BAD_REQUEST, message, status=404, param=PREVIOUS)
 
 
 class StoredResponses:
@@ -63,7 +90,10 @@ class StoredResponses:
         found = _ID.match(head)
         if found is None:
             return
-        response_id = found[1].decode()
+        self.made(found[1].decode(), backend, tenant)
+
+    def made(self, response_id: str, backend: str, tenant: Tenant = NO_TENANT) -> None:
+        """Know of one response, and let others know."""
         if self.note(response_id, backend, tenant.name):
             self.on_made(response_id, backend, tenant.name)
 
@@ -88,14 +118,38 @@ class StoredResponses:
         backend, owner = self._made_by.get(response_id, (None, tenant.name))
         return backend if owner == tenant.name else None
 
-    def check_owned(self, response_id: object, tenant: Tenant) -> None:
-        """Raise Failure (404) where a request of `tenant` goes on from a response that is not known to be its own.
+    def previous(self, kept: Mapping[str, Any], tenant: Tenant, *, owned: bool) -> Previous | None:
+        """What a request of `tenant` goes on from, by the members of its body; None where that is nothing.
 
-        What is no text is no id, as the engine says itself.
+        What is no text is no id, as the engine says itself. Where responses are `owned`, raises Failure (404) for one
+        that is not known to be the tenant's own, and BadBody for an id of the client's own making: an engine stores the
+        new response under it, in the place of whichever it has under the same.
         """
-        if isinstance(response_id, str) and self.backend_of(response_id, tenant) is None:
+        if owned and REQUEST_ID in kept:
+            message = "The field request_id is not taken here: leave it out, and the engine makes an id."
+            raise BadBody(message, f"body.{REQUEST_ID}")
+        response_id = kept.get(PREVIOUS)
+        if not isinstance(response_id, str):
+            return None
+        backend = self.backend_of(response_id, tenant)
+        if owned and backend is None:
             message = f"Response with id '{response_id[:200]}' not found."
-            raise Failure(Outcome.BAD_REQUEST, message, status=404, param="previous_response_id")
+            raise Failure(Outcome.BAD_REQUEST, message, status=404, param=PREVIOUS)
+        return Previous(response_id, backend)
+
+    def noting(
+        self, attempt: Attempt, backend: str, tenant: Tenant, previous: Previous | None, sheet: Sheet
+    ) -> Callable[[], None]:
+        """What is to be done when the answer of an attempt begins; a client may name it as soon as it has its head."""
+        stores = sheet.stores
+
+        def note() -> None:
+            if stores:
+                self.remember(attempt.head, backend, tenant)
+            if previous is not None and previous.backend is None and 200 <= attempt.status < 300:
+                self.made(previous.id, backend, tenant)
+
+        return note
 
     async def serve(
         self,

@@ -19,6 +19,7 @@ from llmproxy.gateway.client_leg import ClientLeg
 from llmproxy.gateway.desk import Sheet
 from llmproxy.gateway.routes import Route
 from llmproxy.gateway.rules import Rules
+from llmproxy.gateway.stored import Previous
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 
 ERROR_CHARS_MAX = 2_000
@@ -61,6 +62,7 @@ class Walk:
     attempt: Attempt | None = None
     kept: KeptAnswer | None = None
     excluded: set[str] = field(default_factory=set)
+    previous: Previous | None = None
 
     def told(self, now: float, band_names: Mapping[int, str]) -> RequestExit:
         """What the log, the metrics and the decision log are told of a walk that ends at `now`."""

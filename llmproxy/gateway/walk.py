@@ -22,7 +22,7 @@ from llmproxy.gateway.answers import Answers
 from llmproxy.gateway.attempt import Attempt, Call
 from llmproxy.gateway.body import Bodies, BodyKind, HeldBody
 from llmproxy.gateway.client_leg import ClientLeg, read_body
-from llmproxy.gateway.desk import PREVIOUS, REQUEST_ID, SEQUENCES_MAX, Sheet
+from llmproxy.gateway.desk import SEQUENCES_MAX, Sheet
 from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.headers import check as check_fields
 from llmproxy.gateway.identity import request_id
@@ -184,12 +184,8 @@ class Walker:
 
     def _kept_apart(self, walk: Walk, sheet: Sheet) -> Sheet:
         """Keep a tenant from what others left in the engines: their prefixes, and their responses. Raises Failure."""
-        if walk.route.dialect is Dialect.RESPONSES and walk.rules.config.tenants:
-            if REQUEST_ID in sheet.kept:
-                # An engine stores the response under it, in the place of whichever it has under the same id.
-                message = "The field request_id is not taken here: leave it out, and the engine makes an id."
-                raise BadBody(message, f"body.{REQUEST_ID}")
-            self._stored.check_owned(sheet.kept.get(PREVIOUS), walk.tenant)
+        if walk.route.dialect is Dialect.RESPONSES:
+            walk.previous = self._stored.previous(sheet.kept, walk.tenant, owned=bool(walk.rules.config.tenants))
         if walk.tenant.salt is None or walk.route.path not in SALTED:
             return sheet
         walk.salt = walk.tenant.cache_salt(sheet.text(SALT))
@@ -253,6 +249,7 @@ class Walker:
             prefix=prefix,
             prefix_tokens=prefix_tokens,
             session=walk.rules.identity.session(http, sheet.session, walk.tenant),
+            backend=walk.previous.backend if walk.previous is not None else None,
         )
 
     def _prefix(self, walk: Walk, sheet: Sheet, target: Target) -> tuple[tuple[int, ...], float]:
@@ -281,7 +278,9 @@ class Walker:
                     left_s = lease.grant.left_s
                     walk.waits_since_s = None
                     attempt = await self._attempt(walk, sheet, lease)
-            except Refused:
+            except Refused as refused:
+                if walk.previous is not None and refused.outcome is Outcome.BAD_REQUEST:
+                    raise walk.previous.unreachable(refused) from None
                 # A retry that finds nobody else tells the client what went wrong first, not that nobody is left.
                 if walk.attempt is None or walk.attempt.outcome is Outcome.INTERNAL:
                     raise
@@ -300,8 +299,8 @@ class Walker:
                 await self._deliver_failure(walk, attempt)
                 return
             entry = Entry.RETRY
-            # A busy backend is full, not broken: it may well be the first to have room again.
-            if attempt.verdict is not Verdict.BUSY:
+            # A busy backend is full, not broken: it may well be the first to have room again. An only one is asked again.
+            if attempt.verdict is not Verdict.BUSY and request.backend is None:
                 walk.excluded.add(lease.backend)
 
     async def _attempt(self, walk: Walk, sheet: Sheet, lease: Lease) -> Attempt:
@@ -332,11 +331,10 @@ class Walker:
         )
         # Assigned before it runs, so that the story of a request cut off in mid-stream has its numbers.
         attempt = walk.attempt = Attempt()
-        if walk.route.dialect is Dialect.RESPONSES and sheet.stores:
-            # A client may name a response as soon as it has read its first bytes, long before its end. The walk itself
-            # must not be named here: it has this client, and both would stay, body and all, for the collector to find.
-            tenant = walk.tenant
-            walk.client.on_commit = lambda: self._stored.remember(attempt.head, backend.name, tenant)
+        if walk.route.dialect is Dialect.RESPONSES:
+            # The walk itself must not be named there: it has this client, and both would stay, body and all, for the
+            # collector to find.
+            walk.client.on_commit = self._stored.noting(attempt, backend.name, walk.tenant, walk.previous, sheet)
         try:
             await walk.rules.relay.attempt(attempt, lease, backend.url, call, walk.client)
         finally:
@@ -347,6 +345,8 @@ class Walker:
         return attempt
 
     def _retries(self, walk: Walk, attempt: Attempt) -> bool:
+        if walk.previous is not None and walk.previous.sought(attempt):
+            return self._dispatcher.granting
         return (
             attempt.retryable
             and walk.attempts - walk.withdrawals <= walk.rules.config.retry.extra_attempts

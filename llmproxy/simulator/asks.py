@@ -115,10 +115,15 @@ def responses_ask(body: Body, limits: Limits) -> Ask:
     if not isinstance(body.get("request_id", ""), str):
         value = _shown(body["request_id"])
         raise invalid("string_type", "body.request_id", "Input should be a valid string", value)
-    messages: list[Any] = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+    messages = [*items(given)]
     if isinstance(body.get("instructions"), str):
         messages.insert(0, {"role": "system", "content": body["instructions"]})
     return _ask(body, limits, [chat_tokens(messages)], "max_output_tokens")
+
+
+def items(given: str | list[Any]) -> list[Any]:
+    """The `input` of `/v1/responses` as a list."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def messages_ask(body: Body, limits: Limits, counting: bool = False) -> Ask:

@@ -13,7 +13,7 @@ from typing import Protocol
 import orjson
 from aiohttp import web
 
-from llmproxy.simulator.asks import Ask, Body, Limits
+from llmproxy.simulator.asks import Ask, Body, Limits, items
 from llmproxy.simulator.faults import FaultKind
 from llmproxy.simulator.metrics import unix_now_s
 from llmproxy.simulator.pacer import Job
@@ -49,6 +49,8 @@ def headers_of(
 
 async def generate(service: Service, request: web.BaseRequest, dialect: Dialect, body: Body) -> web.StreamResponse:
     """Answer one request. WireError where it is refused; a client that leaves cancels this, which aborts the work."""
+    if dialect is ResponsesAnswer:
+        body = service.continued(body)
     ask = dialect.ask(body, service.limits)
     service.refuse_if_told()
     arrived_s = asyncio.get_running_loop().time()
@@ -174,7 +176,7 @@ class _Exchange:
 
     def _keep(self, body: Body) -> None:
         if isinstance(self._answer, ResponsesAnswer) and self._ask.body.get("store", True):
-            self._service.keep_response(self._answer.id, body)
+            self._service.keep_response(self._answer.id, body, [*items(self._ask.body["input"]), *body["output"]])
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 

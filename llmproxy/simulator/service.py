@@ -8,9 +8,9 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from llmproxy.simulator.asks import Ask, Body, Limits, WireError
+from llmproxy.simulator.asks import Ask, Body, Limits, WireError, items, resolve
 from llmproxy.simulator.engine import Engine, EngineRequest
 from llmproxy.simulator.faults import FaultKind, Faults
 from llmproxy.simulator.kv_cache import block_hashes
@@ -101,7 +101,7 @@ class Service:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self._responses: OrderedDict[str, Body] = OrderedDict()
+        self._responses: OrderedDict[str, tuple[Body, list[Any]]] = OrderedDict()
 
     @property
     def limits(self) -> Limits:
@@ -172,16 +172,26 @@ class Service:
                 reasons.append(reason)
         return Job(sequences, reasons, ask.stream, arrived_s)
 
-    def keep_response(self, response_id: str, body: Body) -> None:
-        """Store an answer of `/v1/responses`; the oldest goes where there are too many."""
-        self._responses[response_id] = body
+    def continued(self, asked: Body) -> Body:
+        """The body of `/v1/responses` with what was said before it, but for instructions; WireError 404."""
+        previous = asked.get("previous_response_id")
+        if previous is None or not isinstance(asked.get("input"), str | list):
+            return asked
+        resolve(asked, self.limits)
+        self.response(previous)
+        return asked | {"input": [*self._responses[previous][1], *items(asked["input"])]}
+
+    def keep_response(self, response_id: str, body: Body, said: list[Any]) -> None:
+        """Store an answer of `/v1/responses` and what was `said` until then; the oldest goes where there are too many.
+        """
+        self._responses[response_id] = body, said
         if len(self._responses) > _STORED_RESPONSES_MAX:
             self._responses.popitem(last=False)
 
     def response(self, response_id: str) -> Body:
         """A stored answer; WireError 404."""
         try:
-            return self._responses[response_id]
+            return self._responses[response_id][0]
         except KeyError:
             message = f"Response with id '{response_id}' not found."
             raise WireError(404, message, "invalid_request_error", "response_id") from None
