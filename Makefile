@@ -6,9 +6,10 @@ BIN := .venv/bin
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r .ci/requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "Making a virtual environment in .venv, once."
+	@$(PYTHON) -m venv .venv
+	@$(PYTHON) .ci/install.py $(BIN)/python .ci/requirements.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch .venv
 
 demo: .venv
@@ -51,7 +52,7 @@ hostile: .venv .venv-hostile
 
 .venv-hostile: .ci/hostile.txt
 	$(PYTHON) -m venv .venv-hostile
-	.venv-hostile/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r .ci/hostile.txt
+	@$(PYTHON) .ci/install.py .venv-hostile/bin/python .ci/hostile.txt
 	@touch .venv-hostile
 
 # Misbehaving replicas and clients in random order, for ten minutes; it prints the seed that repeats the order.
@@ -82,7 +83,7 @@ lock: .venv
 
 .venv-tools: .ci/tools.txt
 	$(PYTHON) -m venv .venv-tools
-	.venv-tools/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r .ci/tools.txt
+	@$(PYTHON) .ci/install.py .venv-tools/bin/python .ci/tools.txt
 	@touch .venv-tools
 
 # Not part of `test`: a new advisory about old code must not turn a change red that has nothing to do with it. Without a

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from llmproxy import __version__
+from llmproxy.cli_help import LAST, PanelHelp, PanelHelpGroup, with_default
 from llmproxy.config import (
     Config,
     ConfigError,
@@ -41,13 +41,12 @@ def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     fields = keys()
     for flag in FLAGS:
-        described = f"The same as {' and '.join(map(flag_of, flag.keys))}."
+        described, panel = f"The same as {' and '.join(map(flag_of, flag.keys))}.", LAST
         if flag.name == flag_of(flag.keys[0]):
-            field = fields[flag.keys[0]]
-            default = f" [{field.default}]" if isinstance(field.default, int | float | str) else ""
-            described = f"{field.description}{default}"
+            described = with_default(fields[flag.keys[0]])
+            panel = flag.keys[0].partition(".")[0] if "." in flag.keys[0] else "Options"
         kind = list[str] if flag.keys[0] in LIST_SEPARATORS else str
-        option = typer.Option(flag.name, help=described, metavar="VALUE", show_default=False)
+        option = typer.Option(flag.name, help=described, metavar="VALUE", show_default=False, rich_help_panel=panel)
         parameters.append(
             inspect.Parameter(
                 flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
@@ -65,9 +64,9 @@ def _fail(problems: Sequence[str]) -> NoReturn:
 
 app = typer.Typer(
     name="llmproxy",
+    cls=PanelHelpGroup,
     help="A load balancer for vLLM replicas: strict priority, fair share and late binding, in one process.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -88,7 +87,7 @@ def _root(
     pass
 
 
-class _Serve(TyperCommand):
+class _Serve(PanelHelp):
     """Tells all flags that have no meaning here, and what to write instead, before the parser stops at the first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -136,7 +135,7 @@ def serve(
     raise typer.Exit(run(settled, Reread(watched, read) if watched is not None else None))
 
 
-@app.command(short_help="Say what is wrong with a configuration file.")
+@app.command(cls=PanelHelp, short_help="Say what is wrong with a configuration file.")
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file.")]) -> None:
     """Say everything that is wrong with a configuration file, and start nothing. Exits with 2 if anything is.
 
@@ -179,7 +178,7 @@ def _summary(file: Path, config: Config) -> str:
     )
 
 
-@app.command(short_help="Print the hash of a client's key, or make a key.")
+@app.command(cls=PanelHelp, short_help="Print the hash of a client's key, or make a key.")
 def hash_key(
     new: Annotated[
         bool, typer.Option("--new", help="Make a random key instead, and print it before its hash.")
@@ -200,7 +199,7 @@ def hash_key(
     typer.echo(hash_of(key))
 
 
-@app.command()
+@app.command(cls=PanelHelp)
 def replica(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one, which is printed.")] = 8000,
@@ -250,7 +249,7 @@ def replica(
         raise typer.Exit(1) from None
 
 
-@app.command(short_help="Look at it: simulated vLLM servers, the proxy, some traffic.")
+@app.command(cls=PanelHelp, short_help="Look at it: simulated vLLM servers, the proxy, some traffic.")
 def demo(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the proxy; 0 takes a free one.")] = 8080,
     replicas: Annotated[int, typer.Option(min=1, max=16, help="How many simulated vLLM servers to start.")] = 3,
@@ -261,7 +260,7 @@ def demo(
     raise typer.Exit(run_demo(port, replicas))
 
 
-@app.command(short_help="Replay a trace under other policies, without a GPU.")
+@app.command(cls=PanelHelp, short_help="Replay a trace under other policies, without a GPU.")
 def simulate(
     trace: Annotated[
         str, typer.Option(metavar="FILE", help="A trace (.gz too), or a generator: gen:NAME,key=value,...")

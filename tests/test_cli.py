@@ -273,9 +273,47 @@ def test_only_the_port_is_forgiven_a_tcp_address(served: list[Config], monkeypat
 
 
 def test_help_names_every_flag_once() -> None:
-    text = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
+    text = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "80"}).stdout
     for flag in FLAGS:
-        assert len(re.findall(rf"^  {flag.name} VALUE", text, re.MULTILINE)) == 1
+        assert len(re.findall(rf"^│ {flag.name} VALUE +│$", text, re.MULTILINE)) == 1
+    titles = re.findall(r"^╭─ ([\w ]+) ─+╮$", text, re.MULTILINE)
+    assert titles[:2] == ["Arguments", "Options"]
+    assert titles[2:-1] == sorted({key.partition(".")[0] for flag in FLAGS for key in flag.keys if "." in key})
+    assert titles[-1] == "Other names"
+    assert "[65536]" in text
+    assert max(map(len, text.splitlines())) == 80
+
+
+@pytest.mark.parametrize("command", ["check", "hash-key", "replica", "demo", "simulate", ""])
+def test_help_is_whole_at_80_columns(command: str) -> None:
+    done = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    assert max(map(len, done.stdout.splitlines())) == 80
+    assert "…" not in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "│ --help " in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
+    # A shell asks by a variable, which the command only looks at under its own name.
+    def told(**environment: str) -> str:
+        command = [sys.executable, "-m", "llmproxy", *([] if environment else ["--show-completion", shell])]
+        asked = {
+            **os.environ,
+            "HOME": str(tmp_path),
+            "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+            **environment,
+        }
+        return subprocess.run(command, env=asked, capture_output=True, text=True, check=True).stdout
+
+    assert "_LLMPROXY_COMPLETE" in told()
+    words = {
+        "bash": {"COMP_WORDS": "llmproxy si", "COMP_CWORD": "1"},
+        "zsh": {"_TYPER_COMPLETE_ARGS": "llmproxy si"},
+        "fish": {"_TYPER_COMPLETE_ARGS": "llmproxy si", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }[shell]
+    assert "simulate" in told(_LLMPROXY_COMPLETE=f"complete_{shell}", **words)
 
 
 # --- check ------------------------------------------------------------------------------------------------------------

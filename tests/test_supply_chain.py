@@ -239,6 +239,30 @@ def test_what_is_shipped_and_built_with_is_what_was_tested() -> None:
     assert {"pip-audit", "cyclonedx-bom"} <= locked("tools.txt").keys()
 
 
+# --- installing it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_an_install_says_how_far_it_is_in_few_lines(
+    code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lock, python = tmp_path / "lock.txt", tmp_path / "python"
+    lock.write_text("".join(f"p{i}==1 \\\n    --hash=sha256:0\n" for i in range(40)))
+    said = "".join(f"echo Collecting p{i}==1\necho '  Downloading p{i}'\n" for i in range(40))
+    python.write_text(f'#!/bin/sh\necho "$@" >&2\n{said}echo Installing collected packages: p\nexit {code}\n')
+    python.chmod(0o755)
+    assert runpy.run_path(str(ROOT / ".ci" / "install.py"))["install"](str(python), str(lock)) == code
+    printed = capfd.readouterr()
+    assert printed.out.splitlines() == [
+        f"Installing 40 packages of {lock}; this takes about a minute.",
+        "  15 of 40 packages",
+        "  30 of 40 packages",
+        "  40 of 40 packages, now unpacking",
+    ]
+    assert f"--require-hashes -r {lock}" in printed.err
+    assert (f"exit code {code}" in printed.err) is bool(code)
+
+
 # --- the audit --------------------------------------------------------------------------------------------------------
 
 CLEAN = {"name": "a", "version": "1", "vulns": []}
