@@ -52,10 +52,12 @@ async def _serve(config: Config, reread: Reread | None) -> int:
                 _log.warning("setting_without_effect", setting=setting)
             allowed = clients_of_process(config).connections_max * config.workers
             if allowed < config.clients.connections_max:
-                _log.warning(
+                # Whoever asked for a number does not get it; the default is more than most machines have.
+                asked = "connections_max" in config.clients.model_fields_set
+                (_log.warning if asked else _log.info)(
                     "connections_limited",
                     connections_max=allowed,
-                    configured=config.clients.connections_max,
+                    **{"configured" if asked else "default": config.clients.connections_max},
                     open_files=open_files_max(),
                     hint="a request takes two descriptors: raise LimitNOFILE= of the unit, or ulimit -Hn",
                 )

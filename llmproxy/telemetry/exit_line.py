@@ -148,6 +148,9 @@ def shown(value: object) -> str:
         return str(value)
     elif isinstance(value, dict):
         return "{" + ",".join([f"{shown(key)}:{shown(inner)}" for key, inner in value.items()]) + "}"
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = value if isinstance(value, list | tuple) else sorted(value, key=str)
+        return "[" + ",".join([shown(item) for item in items]) + "]"
     text = str(value)
     plain = text.isprintable() and " " not in text and '"' not in text and "=" not in text
     return text if plain and text else json.dumps(text)

@@ -163,10 +163,14 @@ class _JsonRender:
         at = f"{second}.{int(fraction * 1e6):06d}Z"
         told = {"timestamp": at, "level": level, "event": name, **fields}
         try:
-            return orjson.dumps(told, default=str).decode()
+            return orjson.dumps(told, default=_plain).decode()
         except TypeError:
             # Bytes of a path that are no UTF-8, or a number beyond 64 bits: rare, and still to be told.
-            return json.dumps(told, default=str)
+            return json.dumps(told, default=_plain)
+
+
+def _plain(value: object) -> object:
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
 
 
 class _TextRender:

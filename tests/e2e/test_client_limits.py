@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -316,18 +317,28 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 @pytest.mark.timeout(300, method="thread")
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_clients_leave_enough_descriptors_for_the_backends(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "flags", "told"),
+    [
+        (1, (), ("info", "default", 65_536)),
+        (2, ("--clients-connections-max", "900"), ("warning", "configured", 900)),
+    ],
+)
+async def test_clients_leave_enough_descriptors_for_the_backends(
+    workers: int, flags: Sequence[str], told: tuple[str, str, int], tmp_path: Path
+) -> None:
     soft, hard, allowed = 48, 96, 32
     before = (sys.executable, "-c", WITH_FILES, str(soft), str(hard))
     async with Replica(FAST) as one, Replica(FAST) as two, AsyncExitStack() as stack:
-        arguments = ("--port", "0", "--workers", str(workers), one.url, two.url)
+        arguments = ("--port", "0", "--workers", str(workers), *flags, one.url, two.url)
         process = await stack.enter_async_context(served(tmp_path / "log", *arguments, before=before))
         url = await process.url()
         await process.event("backend_up", 2)
         assert (await process.event("listening"))["open_files"] == hard
         limited = await process.event("connections_limited")
         assert (limited["connections_max"], limited["open_files"]) == (allowed * workers, hard)
+        level, word, wanted = told
+        assert (limited["level"], limited[word], len({"default", "configured"} & limited.keys())) == (level, wanted, 1)
         port = int(url.rpartition(":")[2])
         wires = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * hard * workers)]
         for _, writer in wires:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,29 @@ def json_lines(out: io.StringIO) -> list[dict[str, Any]]:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_is_a_list_in_either_form(kind: Callable[[list[str]], Sequence[str]]) -> None:
+    told = {"addresses": kind(["[::]:80", "0.0.0.0:81"]), "problems": kind(["a, b", 'c "d"\n']), "none": kind([])}
+    out = io.StringIO()
+    configure("text", "info", out)
+    structlog.get_logger().info("event", **told)
+    words = 'addresses=[[::]:80,0.0.0.0:81] problems=["a, b","c \\"d\\"\\n"] none=[]\n'
+    assert out.getvalue().partition(" event ")[2] == words
+    out = io.StringIO()
+    configure("json", "info", out)
+    structlog.get_logger().info("event", **told)
+    (line,) = json_lines(out)
+    assert [line[key] for key in told] == [["[::]:80", "0.0.0.0:81"], ["a, b", 'c "d"\n'], []]
+
+
+def test_a_set_is_a_list_too() -> None:
+    for form, words in (("text", "names=[a,b]"), ("json", '"names":["a","b"]')):
+        out = io.StringIO()
+        configure(form, "info", out)
+        structlog.get_logger().info("event", names=frozenset({"b", "a"}))
+        assert words in out.getvalue()
 
 
 def test_json_has_the_whole_decision_in_one_line() -> None:
