@@ -111,8 +111,8 @@ def serve(
     """Put one address in front of vLLM servers.
 
     Every flag is a key of the configuration file, and a variable too: queue.ttl_s is --queue-ttl-s and
-    LLMPROXY_QUEUE_TTL_S. Flags beat variables, which beat the file, which beats the defaults; a list that is given
-    replaces the list below it. Backends may be repeated, or divided by commas or spaces.
+    LLMPROXY_QUEUE_TTL_S; null is null in all three. Flags beat variables, which beat the file, which beats the
+    defaults; a list that is given replaces the list below it. Backends may be repeated, or divided by commas or spaces.
     """
 
     def read() -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from llmproxy.config import Config, hash_of
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Slo
 from llmproxy.gateway.auth import NO_TENANT, Keys, Tenant
 from llmproxy.gateway.errors import Failure
-from llmproxy.gateway.identity import FLOW_CHARS_MAX, Identity, Standing, parse_duration_s, request_id
+from llmproxy.gateway.headers import PRIVILEGED
+from llmproxy.gateway.identity import FLOW_CHARS_MAX, TTL_HEADER, Identity, Standing, parse_duration_s, request_id
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS = "x-gateway-inference-fairness-id"
@@ -69,6 +71,12 @@ def test_the_ttl_header_can_only_shorten() -> None:
     assert identity.standing({TTL: "1h"}, False, "m", "m").ttl_s == 10
     with pytest.raises(Failure):
         identity.standing({TTL: "soon"}, False, "m", "m")
+
+
+@pytest.mark.parametrize("header", sorted({TTL_HEADER, *PRIVILEGED}))
+def test_every_header_that_says_what_a_request_is_worth_is_documented(header: str) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    assert f"`{header}`" in (docs / "tenants.md").read_text()
 
 
 def test_a_band_may_wait_longer_or_shorter_than_others() -> None:
