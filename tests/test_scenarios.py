@@ -333,7 +333,7 @@ def test_the_case_that_is_tuned_on_has_other_traffic_for_every_seed(scenario: Sc
 
 
 def test_the_workloads_are_w1_to_w9_and_no_two_places_are_called_the_same() -> None:
-    workloads = ["W1", "W2", "W3", "W4", "W4b", *(f"W{i}" for i in range(5, 10))]
+    workloads = ["W1", "W2", "W3", "W4", "W4b", "W5", "W5b", *(f"W{i}" for i in range(6, 10))]
     assert [scenario.key for scenario in SCENARIOS] == [*workloads, "A"]
     labels = [place_of(scenario, case, load).label for scenario, case in CASES for load in case.loads]
     assert len(set(labels)) == len(labels)

@@ -41,6 +41,11 @@ def in_band(name: str, figure: Callable[[GroupResult], float | None]) -> Figure:
     return lambda run: figure(run.by_band[name]) if name in run.by_band else None
 
 
+def of_tenant(name: str, figure: Callable[[GroupResult], float | None]) -> Figure:
+    """A figure of one tenant's requests."""
+    return lambda run: figure(run.by_tenant[name]) if name in run.by_tenant else None
+
+
 def full_step_s(place: Place, prompt_tokens: int, new_tokens: int, context_tokens: int) -> float:
     """The longest step of a full engine of a fleet, in seconds: all its sequences decode, each over `context_tokens`,
     and as many prompts as the budget of a step holds are computed, `new_tokens` of each being not cached.

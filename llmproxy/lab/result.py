@@ -33,6 +33,7 @@ class Quantiles(_Model):
     mean: float | None = None
     p50: float | None = None
     p90: float | None = None
+    p95: float | None = None
     p99: float | None = None
 
 

@@ -38,7 +38,13 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def quantiles(sketch: Sketch) -> Quantiles:
-    return Quantiles(mean=sketch.mean, p50=sketch.quantile(0.5), p90=sketch.quantile(0.9), p99=sketch.quantile(0.99))
+    return Quantiles(
+        mean=sketch.mean,
+        p50=sketch.quantile(0.5),
+        p90=sketch.quantile(0.9),
+        p95=sketch.quantile(0.95),
+        p99=sketch.quantile(0.99),
+    )
 
 
 @dataclass(slots=True)

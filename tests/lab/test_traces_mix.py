@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -88,6 +89,30 @@ def test_critical_bursts_come_at_the_end_of_each_period_above_an_even_load() -> 
     assert len(sheddable) == pytest.approx(500, rel=0.2)
     assert len(critical) + len(sheddable) == len(arrivals)
     assert {one.prompt_tokens for one in sheddable} == {4_096}
+
+
+@pytest.mark.parametrize(
+    ("begins", "counts"),
+    [
+        ("critical_from_s=4,flood_from_s=0", {"first": 10, "after": 30}),
+        ("critical_from_s=0,flood_from_s=4", {"before": 8, "first": 10, "after": 30}),
+    ],
+)
+def test_critical_requests_come_evenly_and_say_how_long_the_flood_was_there(
+    begins: str, counts: Mapping[str, int]
+) -> None:
+    spec = f"gen:critical_and_flood,{begins},every_s=0.5,flood=50,both_s=20,first_s=5,flood_output_tokens=100"
+    arrivals = list(generate(spec, 1).arrivals())
+    assert [one.at_s for one in arrivals] == sorted(one.at_s for one in arrivals)
+    critical = [one for one in arrivals if one.band == "critical"]
+    assert {later.at_s - one.at_s for one, later in pairwise(critical)} == {0.5}
+    assert Counter(one.tenant for one in critical) == counts
+    assert {one.at_s for one in critical if one.tenant == "first"} == {4.0 + 0.5 * i for i in range(10)}
+    flood = [one for one in arrivals if one.band == "sheddable"]
+    assert len(flood) == 50
+    assert len(critical) + len(flood) == len(arrivals)
+    assert len({one.at_s for one in flood}) == 1
+    assert all(50 <= one.output_tokens <= 150 for one in flood)
 
 
 def test_what_is_left_out_is_never_held() -> None:

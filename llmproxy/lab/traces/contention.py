@@ -1,4 +1,4 @@
-"""Generators of contention: tenants that want more than there is, bursts of critical requests above a full fleet."""
+"""Generators of contention: tenants that want more than there is, critical requests above a full fleet."""
 
 from __future__ import annotations
 
@@ -83,3 +83,50 @@ def critical_bursts(
             yield Arrival(at_s, prompt, output_tokens, tenant=band, band=band)
 
     return Trace("critical_bursts", arrivals)
+
+
+def critical_and_flood(
+    *,
+    every_s: float = 0.5,
+    critical_from_s: float = 15.0,
+    flood_from_s: float = 0.0,
+    flood: int = 240,
+    both_s: float = 40.0,
+    first_s: float = 10.0,
+    prompt_tokens: int = 128,
+    output_tokens: int = 32,
+    flood_prompt_tokens: int = 256,
+    flood_output_tokens: int = 512,
+    seed: int = 0,
+) -> Trace:
+    """One critical request every `every_s`, and `flood` sheddable ones that all come at once.
+
+    Critical requests come until `both_s` after the later of the two beginnings. Their tenant says when they came:
+    `before` that beginning, within `first_s` of it (`first`), or `after` that. Answers of the flood have from half to
+    one and a half times `flood_output_tokens`. Nothing is shared. Raises TraceError.
+    """
+    check_times(every_s=every_s, both_s=both_s, first_s=first_s)
+    check(0, 1e6, critical_from_s=critical_from_s, flood_from_s=flood_from_s)
+    check(1, 1_000_000, flood=flood)
+    check_lengths(
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, flood_prompt_tokens=flood_prompt_tokens,
+        flood_output_tokens=flood_output_tokens,
+    )  # fmt: skip
+    both_from_s = max(critical_from_s, flood_from_s)
+
+    def critical() -> Iterator[Arrival]:
+        for number in range(int((both_from_s + both_s - critical_from_s) / every_s)):
+            at_s = critical_from_s + number * every_s
+            tenant = "before" if at_s < both_from_s else "first" if at_s < both_from_s + first_s else "after"
+            yield Arrival(at_s, prompt_tokens, output_tokens, tenant=tenant, band="critical")
+
+    def sheddable() -> Iterator[Arrival]:
+        rng = Random(seed)
+        for _ in range(flood):
+            answer = max(1, round(rng.uniform(0.5, 1.5) * flood_output_tokens))
+            yield Arrival(flood_from_s, flood_prompt_tokens, answer, tenant="flood", band="sheddable")
+
+    def arrivals() -> Iterator[Arrival]:
+        return merge(sheddable(), critical(), key=lambda arrival: arrival.at_s)
+
+    return Trace("critical_and_flood", arrivals)

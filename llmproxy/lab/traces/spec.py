@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from llmproxy.config.kinds import nearest
 from llmproxy.lab.arrival import Trace, TraceError
-from llmproxy.lab.traces.contention import critical_bursts, unequal_tenants
+from llmproxy.lab.traces.contention import critical_and_flood, critical_bursts, unequal_tenants
 from llmproxy.lab.traces.conversations import agent_loops, interactive_chat, multi_round_chat
 from llmproxy.lab.traces.generators import (
     lora_zipf,
@@ -26,6 +26,7 @@ GENERATORS: Mapping[str, Callable[..., Trace]] = {
     generator.__name__: generator
     for generator in (
         agent_loops,
+        critical_and_flood,
         critical_bursts,
         interactive_chat,
         lora_zipf,
