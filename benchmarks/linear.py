@@ -79,7 +79,7 @@ def _header(name: str, read: Callable[[dict[str, str]], object]) -> Callable[[by
 def _session(place: str, header: str) -> Callable[[bytes], object]:
     def read(value: bytes) -> None:
         request = make_mocked_request("GET", "/", {header: value.decode("latin-1")})
-        _IDENTITY[place].session(request, None)
+        _IDENTITY[place].session(request, {})
 
     return read
 

@@ -105,7 +105,7 @@ def test_descriptions_name_every_policy() -> None:
     [("Header:X-User", "header:x-user"), ("COOKIE:SessionId", "cookie:SessionId"), ("body:userId", "body:userId")],
 )
 def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any, text: str, told: str) -> None:
-    assert load(write(f"scheduling: {{session: '{text}'}}")).scheduling.session == told
+    assert load(write(f"scheduling: {{session: '{text}'}}")).scheduling.session == (told,)
 
 
 # --- what is wrong, and where -----------------------------------------------------------------------------------------
@@ -173,12 +173,13 @@ def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any
         ("scheduling: {flow: 'header:a b'}", "scheduling.flow: 'header:a b' should be"),
         (
             "scheduling:\n  session: heder:x-user",
-            'FILE:2: scheduling.session: \'heder:x-user\' should be "header:NAME", "cookie:NAME" or "body:NAME", '
+            'FILE:2: scheduling.session[0]: \'heder:x-user\' should be "header:NAME", "cookie:NAME" or "body:NAME", '
             'such as body:user (nearest: "header:NAME")',
         ),
-        ("scheduling: {session: user}", "scheduling.session: 'user' should be"),
-        ("scheduling: {session: 'cookie:'}", "scheduling.session: 'cookie:' should be"),
-        ("scheduling: {session: 'header:a b'}", "scheduling.session: 'header:a b' should be"),
+        ("scheduling:\n  session:\n    - header:a\n    - user", "FILE:4: scheduling.session[1]: 'user' should be"),
+        ("scheduling: {session: user}", "scheduling.session[0]: 'user' should be"),
+        ("scheduling: {session: 'cookie:'}", "scheduling.session[0]: 'cookie:' should be"),
+        ("scheduling: {session: 'header:a b'}", "scheduling.session[0]: 'header:a b' should be"),
         ("scheduling: {weights: {a: 0}}", "scheduling.weights.a: should be greater than 0"),
         ("scheduling: {ceilings: {critical: 1.5}}", "scheduling.ceilings.critical: should be less than or equal to 1"),
         ("scheduling: {ceilings: {urgent: 1}}", "scheduling.ceilings.urgent: 'urgent' is no band"),
@@ -329,11 +330,17 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
 
 def test_every_key_outside_lists_can_be_overridden() -> None:
     for key, field in keys().items():
-        value = OTHER_THAN_DEFAULT.get(key, "99999999" if field.default is None else str(field.default))
+        same = ",".join(field.default) if key == "scheduling.session" else str(field.default)
+        value = OTHER_THAN_DEFAULT.get(key, "99999999" if field.default is None else same)
         config: Any = load(None, [Override(key, value, "here")])
         for part in key.split("."):
             config = getattr(config, part)
-        assert config != field.default if isinstance(value, list) or key == "trust_headers" else str(config) == value
+        if key == "scheduling.session":
+            assert config == field.default
+        else:
+            assert (
+                config != field.default if isinstance(value, list) or key == "trust_headers" else str(config) == value
+            )
 
 
 def test_what_is_all_commented_out_has_its_default(write: Any) -> None:

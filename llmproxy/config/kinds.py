@@ -135,6 +135,15 @@ def flow_of(value: str) -> str:
 
 
 SESSION_PLACES = ("header", "cookie", "body")
+SESSIONS = (
+    "header:x-session-id",
+    "header:x-claude-code-session-id",
+    "header:session-id",
+    "header:x-session-affinity",
+    "body:prompt_cache_key",
+)
+"""Where the session of a request is named unless configured: by hand, by Claude Code, by Codex, by aiperf, and by other
+clients of OpenAI's API."""
 
 
 def session_of(value: str) -> str:
@@ -147,6 +156,11 @@ def session_of(value: str) -> str:
     raise ValueError(
         f'{value!r} should be "header:NAME", "cookie:NAME" or "body:NAME", such as body:user (nearest: "{meant}:NAME")'
     )
+
+
+def listed(value: object) -> object:
+    """The items of a list that is written as one text, with commas."""
+    return re.split(r"\s*,\s*", value.strip()) if isinstance(value, str) else value
 
 
 def is_api_key(text: str) -> bool:
@@ -215,3 +229,4 @@ KeyHash = Annotated[str, PlainValidator(key_hash)]
 PromptRange = Annotated[tuple[Count, Count], AfterValidator(prompt_range)]
 Moment = Annotated[datetime, BeforeValidator(moment_of)]
 Module = Annotated[str, AfterValidator(module_name)]
+Sessions = Annotated[tuple[Annotated[str, AfterValidator(session_of)], ...], BeforeValidator(listed)]

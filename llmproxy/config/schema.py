@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from llmproxy.config.kinds import (
     DNS,
+    SESSIONS,
     SRV,
     ApiKey,
     Count,
@@ -28,13 +29,13 @@ from llmproxy.config.kinds import (
     PromptRange,
     Rate,
     Seconds,
+    Sessions,
     Weight,
     backend_url,
     flow_of,
     from_text,
     registered,
     salt_of,
-    session_of,
 )
 from llmproxy.config.other_routers import PLACEMENTS
 from llmproxy.core.charge import charges
@@ -249,8 +250,8 @@ class SchedulingConfig(Section):
     """Where it goes: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend, epp_sticky."""
     flow: Annotated[str, AfterValidator(flow_of)] = "model"
     """What makes a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
-    session: Annotated[str, AfterValidator(session_of)] = "header:x-session-id"
-    """What the placement session keeps together: header:NAME, cookie:NAME or body:NAME, a member such as user."""
+    session: Sessions = SESSIONS
+    """What the placement session keeps together: header:NAME, cookie:NAME or body:NAME; the first given counts."""
     charged: Annotated[str, registered(charges)] = "tokens"
     """What fair_share and locality_fair_share share out: tokens, requests or kv_seconds (KV-cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}

@@ -39,6 +39,7 @@ class Call:
     """What is sent to a backend, whichever one it is. `usage_max` is the most that the answer may cost, None where it
     costs nothing."""
 
+    method: str
     path_qs: str
     headers: Headers
     body: Body

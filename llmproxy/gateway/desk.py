@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,7 @@ class Spliced:
 class Sheet:
     """What the desk noted of one body: the ask, what splices need to know, and the chain of its prompt if asked for.
 
-    `session` is the text of the member that names one, None where it is no text or there is no such member. `kept` are
+    `sessions` are the texts of the members that name one, by member; one that is no text is not among them. `kept` are
     the members of a body for `/v1/responses` that speak of stored responses. `guarded` are the transfer
     parameters and priorities, all of equal names. `sequences` are all that the engine may run, however many.
     """
@@ -102,7 +102,7 @@ class Sheet:
     stream_options: Any = _ABSENT
     members: Mapping[str, Member] | None = field(default=None, repr=False)
     chain: Chain | None = field(default=None, repr=False)
-    session: str | None = field(default=None, repr=False)
+    sessions: Mapping[str, str] = field(default_factory=dict, repr=False)
     kept: Mapping[str, Any] = field(default_factory=dict, repr=False)
     guarded: tuple[tuple[str, Member], ...] = field(default=(), repr=False)
     sequences: int = 1
@@ -140,6 +140,8 @@ class Sheet:
         the client said of it, where the endpoint knows such a field. Elsewhere a client that is not `trusted` has the
         usual one, 0. `salt` takes the place of its `cache_salt`.
         """
+        if not self.body:
+            return Spliced(())
         edits: list[_Edit] = [(member.start, member.end, b"null") for name, member in self.guarded if name in TRANSFER]
         added: list[bytes] = []
         if model is not None and model != self.ask.model and self.ask.model is not None:
@@ -203,32 +205,32 @@ _Edit = tuple[int, int, bytes]
 class Desk:
     """Reads the bodies of one event loop. Large ones take turns, so that many of them stall it no longer than one."""
 
-    def __init__(self, *, prefixes: bool = False, session_member: str | None = None) -> None:
+    def __init__(self, *, prefixes: bool = False, session_members: Sequence[str] = ()) -> None:
         """With `prefixes`, the chain of every prompt is noted too; a placement that knows prefixes needs it.
 
-        `session_member` is the top-level member that names the session, None where bodies name none.
+        `session_members` are the top-level members that may name the session.
         """
         self._prefixes = prefixes
-        self._session_member = session_member
+        self._session_members = tuple(session_members)
         self._turns = asyncio.Lock()
 
     async def read(self, body: bytes, kind: BodyKind, content_type: str = "") -> Sheet:
         """Read one body; `content_type` is needed for forms. Raises BadBody. No stretch on the loop exceeds 10 ms."""
         if kind is BodyKind.FORM:
-            return await self._in_turns(read_form(body, content_type, self._session_member))
+            return await self._in_turns(read_form(body, content_type, self._session_members))
         if parses_at_once(body):
             return await self._small(body, kind)
-        return await self._in_turns(read_large(body, kind, self._prefixes, self._session_member))
+        return await self._in_turns(read_large(body, kind, self._prefixes, self._session_members))
 
     async def _small(self, body: bytes, kind: BodyKind) -> Sheet:
         if not self._prefixes:
-            return read_small(body, kind, self._session_member)
+            return read_small(body, kind, self._session_members)
         began_s = time.perf_counter()
         fields = _parsed(body)
         if time.perf_counter() - began_s > TURN_S:
             # The body is dense, and its chain may take as long once more.
             await asyncio.sleep(0)
-        return _noted(fields, body, kind, self._session_member, chain_of(fields, kind))
+        return _noted(fields, body, kind, self._session_members, chain_of(fields, kind))
 
     async def _in_turns(self, slices: Slices[T]) -> T:
         while True:
@@ -245,9 +247,9 @@ class Desk:
                 await asyncio.sleep(0)
 
 
-def read_small(body: bytes, kind: BodyKind, session_member: str | None = None) -> Sheet:
+def read_small(body: bytes, kind: BodyKind, session_members: Sequence[str] = ()) -> Sheet:
     """Parse a JSON body in one go; blocks for as long as that takes. Raises BadBody."""
-    return _noted(_parsed(body), body, kind, session_member)
+    return _noted(_parsed(body), body, kind, session_members)
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
@@ -265,10 +267,10 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def _noted(
-    fields: dict[str, Any], body: bytes, kind: BodyKind, session_member: str | None, chain: Chain | None = None
+    fields: dict[str, Any], body: bytes, kind: BodyKind, session_members: Sequence[str], chain: Chain | None = None
 ) -> Sheet:
     sizes = [_measure(name, fields[name]) for name in _TEXT if name in fields]
-    session = _session(fields.get(session_member)) if session_member is not None else None
+    sessions = {name: text for name in session_members if (text := _session(fields.get(name))) is not None}
     options = fields.get("stream_options", _ABSENT)
     kept = {name: fields[name] for name in _KEPT if name in fields} if kind is BodyKind.RESPONSES else {}
     guarded: tuple[tuple[str, Member], ...] = ()
@@ -277,32 +279,33 @@ def _noted(
     sequences = _sequences(fields, sizes)
     ask = _ask(fields, sizes, kind, sequences)
     return Sheet(
-        ask, kind, body, options, chain=chain, session=session, kept=kept, guarded=guarded, sequences=sequences
+        ask, kind, body, options, chain=chain, sessions=sessions, kept=kept, guarded=guarded, sequences=sequences
     )  # fmt: skip
 
 
-def read_large(body: bytes, kind: BodyKind, prefixes: bool = False, session_member: str | None = None) -> Slices[Sheet]:
+def read_large(
+    body: bytes, kind: BodyKind, prefixes: bool = False, session_members: Sequence[str] = ()
+) -> Slices[Sheet]:
     """Scan a JSON body of any size in slices. Raises BadBody; broken values that nobody here asked for pass."""
     asked = (*_OPTIONS, *_KEPT) if kind is BodyKind.RESPONSES else _OPTIONS
-    wanted = (*_TEXT, *asked, SALT, *GUARDED)
-    found = yield from scan_every(body, wanted if session_member is None else (*wanted, session_member))
+    found = yield from scan_every(body, (*_TEXT, *asked, SALT, *GUARDED, *session_members))
     members = dict(found)
     fields = {name: _option(body, name, members[name]) for name in asked if name in members}
     sizes = [_measure_member(members[name]) for name in _TEXT if name in members]
     sequences = _sequences(fields, sizes)
     ask = _ask(fields, sizes, kind, sequences)
     chain = (yield from chain_of_large(body, members, kind)) if prefixes else None
-    session = _scanned_session(body, members.get(session_member)) if session_member is not None else None
+    texts = ((name, _scanned_session(body, members[name])) for name in session_members if name in members)
+    sessions = {name: text for name, text in texts if text is not None}
     kept = {name: fields[name] for name in _KEPT if name in fields}
     guarded = yield from guarded_in(body, found)
     options = fields.get("stream_options", _ABSENT)
-    return Sheet(ask, kind, body, options, members, chain, session, kept, guarded, sequences)
+    return Sheet(ask, kind, body, options, members, chain, sessions, kept, guarded, sequences)
 
 
-def read_form(body: bytes, content_type: str, session_member: str | None = None) -> Slices[Sheet]:
+def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[Sheet]:
     """Find `model` and `stream` in a multipart form. Raises BadBody. A form counts like one sound."""
-    wanted = ("model", "stream", *TRANSFER)
-    found = yield from scan_form(body, content_type, wanted if session_member is None else (*wanted, session_member))
+    found = yield from scan_form(body, content_type, ("model", "stream", *TRANSFER, *session_members))
     for name in TRANSFER:
         if name in found:
             raise BadBody(f"The form field {name} is not taken from clients.", f"body.{name}")
@@ -314,8 +317,9 @@ def read_form(body: bytes, content_type: str, session_member: str | None = None)
     said = values.get("stream", b"").decode(errors="replace").strip().lower()
     if said not in _TRUE | _FALSE:
         raise BadBody("The form field stream must be true or false.", "body.stream")
-    session = _session(values[session_member].decode(errors="replace")) if session_member in values else None
-    return Sheet(Ask(model, said in _TRUE, MEDIA_BYTES), BodyKind.FORM, body, members=found, session=session)
+    texts = ((name, _session(values[name].decode(errors="replace"))) for name in session_members if name in values)
+    sessions = {name: text for name, text in texts if text is not None}
+    return Sheet(Ask(model, said in _TRUE, MEDIA_BYTES), BodyKind.FORM, body, members=found, sessions=sessions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,8 +455,8 @@ def _session(value: Any) -> str | None:
     return value if isinstance(value, str) and 0 < len(value) <= SESSION_CHARS_MAX else None
 
 
-def _scanned_session(body: bytes, member: Member | None) -> str | None:
-    if member is None or member.end - member.start > OPTION_BYTES_MAX:
+def _scanned_session(body: bytes, member: Member) -> str | None:
+    if member.end - member.start > OPTION_BYTES_MAX:
         return None
     try:
         return _session(orjson.loads(body[member.start : member.end]))

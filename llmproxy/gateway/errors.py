@@ -46,6 +46,7 @@ _OPENAI_TYPES = {
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     417: "ExpectationFailedError",
+    426: "UpgradeRequiredError",
     429: "RateLimitError",
     431: "RequestHeaderFieldsTooLargeError",
     500: "InternalServerError",
@@ -63,6 +64,7 @@ _ANTHROPIC_TYPES = {
     408: "invalid_request_error",
     413: "request_too_large",
     415: "invalid_request_error",
+    426: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
@@ -104,7 +106,7 @@ class Failure(Exception):  # noqa: N818 - it is what the client is told, which n
         body = error_body(dialect, self.status, self.message, self.param)
         fields = CIMultiDict({**headers, **self.headers})
         response = web.Response(status=self.status, body=body, content_type="application/json", headers=fields)
-        if self.headers.get("Connection") == "close":
+        if "close" in self.headers.get("Connection", ""):
             response.force_close()
         return response
 

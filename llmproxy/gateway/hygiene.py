@@ -13,6 +13,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.errors import Failure
+from llmproxy.gateway.headers import named_in_connection
 
 SINGLE = ("authorization", "x-api-key", "x-request-id", "content-encoding", "expect")
 """Fields that are read here and may be read again by a backend, beyond those that the parser wants once at most."""
@@ -61,10 +62,28 @@ def check(request: web.BaseRequest, head_bytes_max: int) -> None:
             raise _refused(f"The header field {name} is given more than once.", param=name)
 
 
+def asks_for_websocket(request: web.BaseRequest) -> bool:
+    """Whether a request is the opening handshake of a WebSocket (RFC 6455, section 4.1), which is a GET of HTTP/1.1."""
+    if request.method != "GET" or request.version != HttpVersion11:
+        return False
+    protocols = [token.strip().lower() for token in request.headers.get("upgrade", "").split(",")]
+    return "websocket" in protocols and "upgrade" in named_in_connection(request.headers.items())
+
+
+def no_websocket() -> Failure:
+    """What is told of such a handshake (RFC 9110, section 15.5.22). Its client may have sent frames behind it already,
+    which are no requests: the connection closes.
+    """
+    message = "This proxy speaks no WebSocket: send the same request by HTTP, a POST whose answer may be a stream."
+    return _refused(message, status=426, headers={"Upgrade": "HTTP/1.1", "Connection": "upgrade, close"})
+
+
 def head_too_large() -> Failure:
     message = "The request line and the header fields are too large (clients.head_bytes_max)."
     return _refused(message, status=431)
 
 
-def _refused(message: str, *, status: int = 400, param: str | None = None) -> Failure:
-    return Failure(Outcome.BAD_REQUEST, message, status=status, param=param, headers={"Connection": "close"})
+def _refused(
+    message: str, *, status: int = 400, param: str | None = None, headers: dict[str, str] | None = None
+) -> Failure:
+    return Failure(Outcome.BAD_REQUEST, message, status=status, param=param, headers=headers or {"Connection": "close"})

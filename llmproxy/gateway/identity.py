@@ -87,7 +87,8 @@ class Identity:
         self._flow = config.scheduling.flow
         own = (self._flow.removeprefix("header:"),) if self._flow.startswith("header:") else ()
         self._flow_headers = FAIRNESS_HEADERS + own
-        self._session_place, _, self._session_name = config.scheduling.session.partition(":")
+        named = [place.partition(":") for place in config.scheduling.session]
+        self._session_names = [(place, name) for place, _, name in named]
         self._privileged = PRIVILEGED.union(own)
         self._peers: dict[str, bool] = {}
         self._backend_key = config.backend_api_key
@@ -138,20 +139,24 @@ class Identity:
         return not tenant.name or self.trusts(peer, tenant)
 
     @property
-    def session_member(self) -> str | None:
-        """The member of bodies that names the session of a request, None where it is named elsewhere."""
-        return self._session_name if self._session_place == "body" else None
+    def session_members(self) -> tuple[str, ...]:
+        """The members of bodies that may name the session of a request."""
+        return tuple(name for place, name in self._session_names if place == "body")
 
-    def session(self, http: web.BaseRequest, in_body: str | None, tenant: Tenant = NO_TENANT) -> str | None:
+    def session(self, http: web.BaseRequest, in_body: Mapping[str, str], tenant: Tenant = NO_TENANT) -> str | None:
         """The session of a request, as a hash that is the same in every process; None where it names none.
 
-        `in_body` is what its body says in `session_member`. Tenants share no sessions, however they name them.
+        The first of the configured names that it gives counts; `in_body` are its texts of `session_members`. Tenants
+        share no sessions, however they name them.
         """
-        if self._session_place == "header":
-            named = http.headers.get(self._session_name)
-        else:
-            named = http.cookies.get(self._session_name) if self._session_place == "cookie" else in_body
-        return xxh64_hexdigest(f"{tenant.name}\0{named}".encode("utf-8", "surrogatepass")) if named else None
+        for place, name in self._session_names:
+            if place == "header":
+                named = http.headers.get(name)
+            else:
+                named = http.cookies.get(name) if place == "cookie" else in_body.get(name)
+            if named:
+                return xxh64_hexdigest(f"{tenant.name}\0{named}".encode("utf-8", "surrogatepass"))
+        return None
 
     def standing(
         self, headers: Mapping[str, str], trusted: bool, requested: str, target: str, tenant: Tenant = NO_TENANT

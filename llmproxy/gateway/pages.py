@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import orjson
@@ -16,7 +17,7 @@ from llmproxy.gateway.adapters import AdapterRoutes
 from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
 from llmproxy.gateway.admin_backends import BackendRoutes
 from llmproxy.gateway.errors import Failure, nothing_at
-from llmproxy.gateway.routes import LOAD_ADAPTER, METRICS, MODELS, UNLOAD_ADAPTER
+from llmproxy.gateway.routes import LOAD_ADAPTER, METRICS, MODELS, PING, ROOT, UNLOAD_ADAPTER
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.walk import Walker
 from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -24,14 +25,16 @@ from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
 READY_RETRY_S = 1.0
 PROBES = frozenset({"/health", "/ready", "/version"})
 """What is answered on either port."""
-OWN = PROBES | {MODELS}
+ANTHROPIC = "anthropic-version"
+"""The header field that every client of Anthropic's API sends."""
+OWN = PROBES | {ROOT, PING, MODELS}
 
 
 class Pages(Protocol):
     """Who answers what is not for an engine. Both raise Failure."""
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
-        """Answer a GET or HEAD of a path in `OWN`, or below `MODELS`."""
+        """Answer a request of a path in `OWN`, or below `MODELS`."""
 
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
         """Answer at an administrative path, to whom it is for."""
@@ -58,7 +61,9 @@ class OwnPages:
         self._adapters = adapters
         self._fleet = fleet
         self._own: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {
+            ROOT: self._root,
             "/health": self._health,
+            PING: self._health,
             "/ready": self._ready,
             "/version": self._version,
             MODELS: self._models,
@@ -88,6 +93,9 @@ class OwnPages:
         only(request, "GET", "HEAD")
         return page(request)
 
+    async def _root(self, _: web.BaseRequest) -> web.Response:
+        return _json({"name": "llmproxy", "version": __version__, "models": MODELS, "ready": "/ready"})
+
     async def _health(self, _: web.BaseRequest) -> web.Response:
         return web.Response()
 
@@ -107,7 +115,12 @@ class OwnPages:
         return _json({"version": __version__})
 
     async def _models(self, request: web.BaseRequest) -> web.Response:
-        return _json({"object": "list", "data": self._models_for(request)})
+        entries = self._models_for(request)
+        listed: dict[str, Any] = {"object": "list", "data": entries}
+        if ANTHROPIC in request.headers:
+            ids = [entry["id"] for entry in entries] or [None]
+            listed |= {"first_id": ids[0], "last_id": ids[-1], "has_more": False}
+        return _json(listed)
 
     def _one_model(self, request: web.BaseRequest, name: str) -> web.Response:
         for entry in self._models_for(request):
@@ -116,9 +129,21 @@ class OwnPages:
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
 
     def _models_for(self, request: web.BaseRequest) -> list[dict[str, Any]]:
-        """The models that the tenant of this request may ask for. Raises Failure (401)."""
+        """The models that the tenant of this request may ask for, with Anthropic's fields beside OpenAI's for those
+        who speak to its API. Raises Failure (401)."""
         tenant = self._rulebook.current.keys.check(request.headers)
-        return [entry for entry in self._pools.models() if tenant.allows(entry["id"])]
+        entries = [entry for entry in self._pools.models() if tenant.allows(entry["id"])]
+        return [entry | _anthropic(entry) for entry in entries] if ANTHROPIC in request.headers else entries
+
+
+def _anthropic(entry: dict[str, Any]) -> dict[str, Any]:
+    """What Anthropic's API says of a model."""
+    # What an engine calls `created` may be anything.
+    told = {"type": "model", "display_name": entry["id"]}
+    created_s = entry.get("created")
+    if isinstance(created_s, int) and 0 <= created_s < 1 << 32:
+        told["created_at"] = datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return told
 
 
 def only(request: web.BaseRequest, *methods: str) -> None:

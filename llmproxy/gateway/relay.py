@@ -88,7 +88,7 @@ class Relay:
                 if lease.revoked or lease.withdrawn:
                     timer.cut()
                 exchange = await self._upstream.open(
-                    base_url, "POST", call.path_qs, call.headers, call.body, self._timeouts.connect_s
+                    base_url, call.method, call.path_qs, call.headers, call.body, self._timeouts.connect_s
                 )
                 attempt.status = exchange.status
                 if exchange.status < 200:

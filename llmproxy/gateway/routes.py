@@ -31,12 +31,13 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One scheduled POST route, how its bodies are read, and what its requests are charged."""
+    """One scheduled route, its method, how its bodies are read (a GET has none), what its requests are charged."""
 
     path: str
     kind: BodyKind = BodyKind.OTHER
     dialect: Dialect = Dialect.OPENAI
     work: Work = Work.GENERATES
+    method: str = "POST"
 
     @property
     def computes(self) -> bool:
@@ -63,6 +64,7 @@ SCHEDULED: dict[str, Route] = {
         Route("/v2/rerank", work=Work.READS),
         Route("/tokenize", work=Work.NOTHING),
         Route("/detokenize", work=Work.NOTHING),
+        Route("/tokenizer_info", work=Work.NOTHING, method="GET"),
         Route("/generative_scoring", work=Work.READS),
         Route("/v1/systemone"),
         Route("/v1/chat/completions/batch"),
@@ -108,6 +110,8 @@ UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
 METRICS = "/metrics"
 MODELS = "/v1/models"
+ROOT = "/"
+PING = "/ping"
 
 
 def is_administrative(path: str) -> bool:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiohttp import web
+
 from llmproxy.config import Config
+from llmproxy.core.domain import Ask, Outcome
 from llmproxy.core.placement import presets
 from llmproxy.gateway.auth import Keys
-from llmproxy.gateway.desk import Desk
+from llmproxy.gateway.body import BodyKind
+from llmproxy.gateway.desk import Desk, Sheet
+from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.identity import Identity
 from llmproxy.gateway.relay import Relay
+from llmproxy.gateway.routes import Route
 from llmproxy.upstream import Upstream
 
 
@@ -34,8 +40,19 @@ class Rules:
         identity = Identity(config)
         # For a placement that does not look at prefixes, prompts need not be hashed.
         prefixes = presets.reads_prefixes(config.scheduling.placement)
-        desk = Desk(prefixes=prefixes, session_member=identity.session_member)
+        desk = Desk(prefixes=prefixes, session_members=identity.session_members)
         return cls(config, Keys(config), identity, desk, Relay(upstream, config.timeouts), config.band_names())
+
+    async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> Sheet:
+        """What a request whose body has arrived asks for. Raises Failure (400) and BadBody."""
+        if route.method == "GET":
+            # A GET says in its query which model it is about, where there are several.
+            return Sheet(Ask(http.rel_url.query.get("model") or None), route.kind, b"")
+        content_type = http.headers.get("content-type", "")
+        wanted = "multipart/form-data" if route.kind is BodyKind.FORM else "application/json"
+        if content_type.partition(";")[0].strip().lower() != wanted:
+            raise Failure(Outcome.BAD_REQUEST, f"Unsupported media type: the content type of this route is {wanted}.")
+        return await self.desk.read(body, route.kind, content_type)
 
 
 @dataclass(slots=True)

@@ -12,10 +12,11 @@ from llmproxy.core.domain import Outcome
 from llmproxy.gateway.auth import Tenant
 from llmproxy.gateway.clients import Clients
 from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure, nothing_at
+from llmproxy.gateway.hygiene import asks_for_websocket, no_websocket
 from llmproxy.gateway.hygiene import check as check_hygiene
 from llmproxy.gateway.identity import id_for_error, request_id
 from llmproxy.gateway.pages import OWN, PROBES, Pages, only
-from llmproxy.gateway.routes import MODELS, SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
+from llmproxy.gateway.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
@@ -78,12 +79,15 @@ class FrontDoor:
                 return await self._pages.administer(path, request, on_admin_port)
             if on_admin_port and path not in PROBES:
                 raise nothing_at(path)
+            if asks_for_websocket(request):
+                # No error: clients that can do either ask for this first, and go on over HTTP at the sight of it.
+                return no_websocket().response(dialect_of(path), {"x-request-id": id_for_error(request.headers)})
             if path not in OWN:
                 self.clients.ask(request.remote or "", asyncio.get_running_loop().time())
             # By its very bytes: %2f is no slash where somebody else has decided what may pass.
             route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
             if route is not None:
-                only(request, "POST")
+                only(request, route.method)
                 return await self._walker.serve(route, request)
             return await self._by_itself(path, request)
         except Failure as failure:
@@ -155,7 +159,7 @@ class FrontDoor:
 
     async def _by_itself(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
         if path in OWN or path.startswith(MODELS + "/"):
-            only(request, "GET", "HEAD")
+            only(request, "GET", "HEAD", *(["POST"] if path == PING else []))
             return await self._pages.show(path, request)
         if path.startswith(STORED_RESPONSES):
             tenant = self._rulebook.current.keys.check(request.headers)

@@ -171,9 +171,7 @@ class Walker:
             raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
         body = await read_body(http, walk.rules.config.body_bytes_max, walk.rules.config.clients, walk.held)
         walk.body_bytes = len(body)
-        content_type = http.headers.get("content-type", "")
-        _check_content_type(walk.route, content_type)
-        sheet = walk.sheet = await walk.rules.desk.read(body, walk.route.kind, content_type)
+        sheet = walk.sheet = await walk.rules.read(walk.route, http, body)
         sheet = self._kept_apart(walk, sheet)
         target = walk.target = await self._target(walk, sheet.ask.model)
         self.budget.request()
@@ -248,7 +246,7 @@ class Walker:
             label=walk.id,
             prefix=prefix,
             prefix_tokens=prefix_tokens,
-            session=walk.rules.identity.session(http, sheet.session, walk.tenant),
+            session=walk.rules.identity.session(http, sheet.sessions, walk.tenant),
             backend=walk.previous.backend if walk.previous is not None else None,
         )
 
@@ -321,6 +319,7 @@ class Walker:
         )
         headers = walk.rules.identity.to_backend(walk.http, walk.id, backend, walk.tenant)
         call = Call(
+            walk.route.method,
             self._path_qs(walk),
             headers,
             spliced.parts,
@@ -428,9 +427,3 @@ def _usage_max(walk: Walk) -> Usage | None:
         ask, sequences = structs.replace(ask, max_tokens=None), max(SEQUENCES_MAX, sequences)
     most = usage_max(ask, walk.target.context_tokens, sequences)
     return most if walk.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)
-
-
-def _check_content_type(route: Route, content_type: str) -> None:
-    wanted = "multipart/form-data" if route.kind is BodyKind.FORM else "application/json"
-    if content_type.partition(";")[0].strip().lower() != wanted:
-        raise Failure(Outcome.BAD_REQUEST, f"Unsupported media type: the content type of this route is {wanted}.")

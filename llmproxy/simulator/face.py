@@ -22,6 +22,16 @@ from llmproxy.simulator.wire_events import MessagesAnswer, ResponsesAnswer
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 _RESPONSES = "/v1/responses/"
+TOKENIZER_INFO: Body = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": None,
+    "eos_token": "<|eos|>",
+    "pad_token": "<|pad|>",
+    "model_max_length": 32768,
+    "chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
+    "truncation_side": "left",
+}
+"""The fields that clients look for, as of an engine with --enable-tokenizer-info-endpoint."""
 
 
 class Face:
@@ -44,6 +54,7 @@ class Face:
             "/v1/messages/count_tokens": {"POST": self._count_tokens},
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
+            "/tokenizer_info": {"GET": self._fixed(TOKENIZER_INFO)},
             "/v1/load_lora_adapter": {"POST": self._load_adapter},
             "/v1/unload_lora_adapter": {"POST": self._unload_adapter},
             "/sim/fault": {"POST": self._fault},

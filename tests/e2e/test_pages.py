@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 import aiohttp
@@ -67,6 +68,70 @@ async def test_ready_follows_the_backends(home: House) -> None:
     assert (await home.get("/ready")).status == 200
 
 
+@pytest.mark.parametrize("path", ["/", "/ping"])
+async def test_probes_of_clients_are_answered_and_no_bad_requests(home: House, path: str) -> None:
+    got = await home.get(path)
+    assert (got.status, (await home.request("HEAD", path)).status) == (200, 200)
+    assert (await home.post(path, {})).status == (200 if path == "/ping" else 405)
+    if path == "/":
+        assert got.json["name"] == "llmproxy"
+        assert home.outcomes() == {"bad_request": 1}, "what has no such method alone"
+    else:
+        assert (got.body, home.outcomes()) == (b"", {})
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/realtime?model=base", "/v1/models", "/health"])
+async def test_a_websocket_is_told_to_come_by_http_and_is_no_error(home: House, path: str) -> None:
+    opening = f"GET {path} HTTP/1.1\r\nhost: x\r\nConnection: keep-alive, Upgrade\r\nUpgrade: WebSocket\r\n"
+    async with home.wire(f"{opening}sec-websocket-version: 13\r\n\r\n".encode()) as (reader, _):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 426 Upgrade Required\r\n")
+    assert {b"Upgrade: HTTP/1.1", b"Connection: upgrade, close"} <= set(head.split(b"\r\n"))
+    error = json.loads(body)["error"]
+    assert (error["code"], error["type"]) == (426, "UpgradeRequiredError")
+    assert "a POST" in error["message"]
+    assert home.outcomes() == {}
+
+
+async def test_who_speaks_to_anthropics_api_gets_its_fields_of_models(home: House) -> None:
+    plain = (await home.get("/v1/models")).json
+    asked = {"anthropic-version": "2023-06-01"}
+    listed = (await home.get("/v1/models?limit=1000", headers=asked)).json
+    assert plain.keys() == {"object", "data"}
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("base", "lora-1", False)
+    for card, more in zip(plain["data"], listed["data"], strict=True):
+        assert card.items() <= more.items()
+        assert (more["type"], more["display_name"]) == ("model", card["id"])
+        assert datetime.fromisoformat(more["created_at"]).timestamp() == card["created"]
+        assert (await home.get(f"/v1/models/{card['id']}", headers=asked)).json == more
+
+
+async def test_without_models_anthropics_list_has_no_ends() -> None:
+    async with house(wait=False, extra=["http://127.0.0.1:9"]) as home:
+        listed = (await home.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json
+        assert listed == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+
+
+async def test_what_an_engine_says_of_its_tokenizer_is_passed_on(home: House) -> None:
+    direct = await home.get(home.replicas[0].url + "/tokenizer_info")
+    got = await home.get("/tokenizer_info")
+    assert (got.status, got.body) == (200, direct.body)
+    assert home.sent(got.backend).method == "GET"
+    assert (await home.get("/tokenizer_info?model=lora-0")).status == 200
+    assert (await home.get("/tokenizer_info?model=nobody")).status == 404
+    refused = await home.post("/tokenizer_info", {})
+    assert (refused.status, refused.headers["allow"]) == (405, "GET")
+
+
+async def test_of_several_models_the_tokenizer_of_the_one_that_is_named_is_told() -> None:
+    async with house(FAST, replace(FAST, model="other"), models=[{"name": "alias", "target": "other"}]) as home:
+        refused = await home.get("/tokenizer_info")
+        assert refused.status == 400
+        assert "set `model` to one of base, other" in refused.json["error"]["message"]
+        for model, backend in (("base", "b0"), ("other", "b1"), ("alias", "b1")):
+            assert (await home.get(f"/tokenizer_info?model={model}")).backend == backend
+
+
 async def test_metrics_can_be_scraped(home: House) -> None:
     await home.chat()
     await home.chat(HELLO | {"model": "made-up-by-a-client"})
@@ -98,8 +163,8 @@ async def test_a_page_has_a_method(home: House) -> None:
     [
         "/sleep", "/wake_up", "/pause", "/resume",
         "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
-        "/collective_rpc", "/update_weights", "/init_weight_transfer_engine", "/server_info", "/invocations", "/ping",
-        "/load", "/is_sleeping", "/tokenizer_info", "/kv_event_sources", "/sim/fault", "/docs", "/openapi.json", "/",
+        "/collective_rpc", "/update_weights", "/init_weight_transfer_engine", "/server_info", "/invocations",
+        "/load", "/is_sleeping", "/kv_event_sources", "/sim/fault", "/docs", "/openapi.json",
         "/debug", "/debug/queue/x", "/debug/pools",
         "/v1", "/v1/chat", "/v1/chat/completions/../../../sleep", "/v1/chat/completions/x", "//v1/chat/completions",
         "/V1/chat/completions",
@@ -115,8 +180,8 @@ async def test_management_cannot_be_reached(home: House, path: str) -> None:
 
 
 OWN = {
-    "/health", "/version", "/metrics", "/v1/models", LOAD_ADAPTER, UNLOAD_ADAPTER, "/v1/responses/{response_id}",
-    "/v1/responses/{response_id}/cancel",
+    "/health", "/ping", "/version", "/metrics", "/v1/models", LOAD_ADAPTER, UNLOAD_ADAPTER,
+    "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
 }  # fmt: skip
 """Those of vLLM's paths for which the proxy answers itself, or which it serves without placing them."""
 

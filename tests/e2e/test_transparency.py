@@ -20,6 +20,7 @@ from tests.backends.raw_server import Peer
 from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house, raw_post
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 
+POSTED = [route for route in SCHEDULED.values() if route.method == "POST"]
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 4}
 MESSAGES: dict[str, Any] = {"model": "base", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello there"}]}
 COMPLETION = {"model": "base", "prompt": "Hello", "max_tokens": 3}
@@ -260,7 +261,7 @@ async def test_transfer_parameters_of_clients_reach_no_engine_by_any_route(paddi
     pull = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
     body = {"model": "base", "kv_transfer_params": pull, "ec_transfer_params": pull, "padding": "x" * padding_bytes}
     async with scripted(answering(whole(b"{}"))) as backend, house(extra=[backend.url]) as home:
-        for route in SCHEDULED.values():
+        for route in POSTED:
             if route.kind is BodyKind.FORM:
                 with aiohttp.MultipartWriter("form-data") as form:
                     form.append("{}").set_content_disposition("form-data", name="kv_transfer_params")
@@ -270,7 +271,7 @@ async def test_transfer_parameters_of_clients_reach_no_engine_by_any_route(paddi
             assert (await home.post(route.path, body)).status == 200, route.path
             reached = json.loads(backend.requests[-1].partition(b"\r\n\r\n")[2])
             assert reached.items() >= {"model": "base", "kv_transfer_params": None, "ec_transfer_params": None}.items()
-        assert len(backend.requests) == sum(route.kind is not BodyKind.FORM for route in SCHEDULED.values())
+        assert len(backend.requests) == sum(route.kind is not BodyKind.FORM for route in POSTED)
         hidden = {"model": "base", "vllm_xargs": {"kv_transfer_params": "x"}, "padding": "x" * padding_bytes}
         answer = await home.post("/inference/v1/generate", hidden)
         assert (answer.status, answer.json["error"]["param"]) == (400, "body.vllm_xargs.kv_transfer_params")
@@ -289,7 +290,7 @@ async def test_what_clients_may_tell_an_engine_depends_on_trust_alone(trusted: b
     headers = CHOOSING_FIELDS | {"x-session-id": "s"}
     trust = "127.0.0.0/8" if trusted else "none"
     async with scripted(answering(whole(b"{}"))) as backend, house(extra=[backend.url], trust_headers=trust) as home:
-        for route in (route for route in SCHEDULED.values() if route.kind is not BodyKind.FORM):
+        for route in (route for route in POSTED if route.kind is not BodyKind.FORM):
             body = {"model": "base", "priority": -9, **SESSION}
             assert (await home.post(route.path, body, headers=headers)).status == 200
             head, _, reached = backend.requests[-1].partition(b"\r\n\r\n")

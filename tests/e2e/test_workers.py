@@ -162,8 +162,8 @@ BOSS, MINE = b"authorization: Bearer boss\r\n", b"authorization: Bearer mine\r\n
 PATHS = (
     "/health", "/ready", "/version", "/v1/models", "/v1/models/base", "/v1/models/%62ase", "/v1/models/x%20y",
     "/v1/models/%0d%0aX:%20y", "/metrics", "/admin/backends", "/admin/nothing", "/debug/nothing", "/debug", "/nothing",
-    "/", "//health", "/health/", "/health;a", "/health?x=%ff", "/v1/messages/nothing", "/v1/responses/resp_1",
-    "/v1/chat/completions",
+    "/", "/ping", "/tokenizer_info", "//health", "/health/", "/health;a", "/health?x=%ff", "/v1/messages/nothing",
+    "/v1/responses/resp_1", "/v1/chat/completions",
 )  # fmt: skip
 
 
@@ -214,6 +214,8 @@ REQUESTS: dict[str, bytes] = {
     "no UTF-8 in a field": said(b"GET /health HTTP/1.1", HOST + b"x: \xe9\r\n"),
     "no UTF-8 in a target": said("GET /v1/models/\u00e9 HTTP/1.1".encode(), HOST),
     "a fragment": said(b"GET /health#x HTTP/1.1"),
+    "models, as Anthropic's": said(b"GET /v1/models HTTP/1.1", HOST + MINE + b"anthropic-version: 2023-06-01\r\n"),
+    "a WebSocket": said(b"GET /v1/responses HTTP/1.1", HOST + b"connection: upgrade\r\nupgrade: websocket\r\n"),
     "an upgrade": said(b"GET /health HTTP/1.1", HOST + b"connection: upgrade\r\nupgrade: websocket\r\n"),
     "Expect and a body, of a page": said(b"GET /health HTTP/1.1", of_length(2, b"expect: 100-continue\r\n"), b"{}"),
     "another expectation": said(b"GET /health HTTP/1.1", HOST + b"expect: 200-ok\r\n"),
@@ -266,7 +268,7 @@ REQUESTS: dict[str, bytes] = {
 LAST = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 OF_THE_MOMENT = (b"/metrics", b"/admin/backends")
 """Paths of pages whose numbers are of the moment, and their lengths with them."""
-_MOMENT = rb"(?mi)^(date|x-llmproxy-queue-ms): .*\r$|^x-request-id: [0-9a-f]{32}\r$|(?<=\"created\":)\d+|modelperm-\w+|http://127[0-9.:]+"
+_MOMENT = rb"(?mi)^(date|x-llmproxy-queue-ms): .*\r$|^x-request-id: [0-9a-f]{32}\r$|(?<=\"created\":)\d+|(?<=\"created_at\":)\"[^\"]+|modelperm-\w+|http://127[0-9.:]+"
 _NUMBERS = rb"(?msi)^content-length: \d+\r$|(?<=\"since_s\": )[0-9.]+|^# HELP .*?\n(?=HTTP/|\Z)"
 
 

@@ -115,7 +115,7 @@ def test_both_readings_find_what_the_engine_finds(
         assert large is not None
         assert engine is not None
         assert (small.ask.model, small.ask.stream) == (large.ask.model, large.ask.stream)
-        assert (small.ask.max_tokens, small.session) == (large.ask.max_tokens, large.session)
+        assert (small.ask.max_tokens, small.sessions) == (large.ask.max_tokens, large.sessions)
     for sheet in (small, large):
         if sheet is not None and engine is not None:
             assert (sheet.ask.model or "") == (engine.get("model") or "")

@@ -88,7 +88,7 @@ def test_no_field_raises_anything_but_a_failure(fields: list[tuple[str, str]]) -
         lambda: keys.check(headers),
         lambda: identity.standing(headers, True, "m", "m"),
         lambda: request_id(headers),
-        lambda: identity.session(request(fields), None),
+        lambda: identity.session(request(fields), {}),
     ):
         try:
             act()

@@ -340,27 +340,27 @@ async def test_the_loop_runs_on_while_chains_of_large_bodies_are_computed(monkey
 )
 async def test_small_and_large_bodies_name_one_session(value: bytes, session: str | None) -> None:
     body = b'{"messages":[],"user":' + value + b"}"
-    assert (await Desk(session_member="user").read(body, CHAT)).session == session
-    assert (await Desk(session_member="user", prefixes=True).read(body, CHAT)).session == session
-    assert drain(read_large(body, CHAT, session_member="user")).session == session
+    told = {} if session is None else {"user": session}
+    assert (await Desk(session_members=["user"]).read(body, CHAT)).sessions == told
+    assert (await Desk(session_members=["user"], prefixes=True).read(body, CHAT)).sessions == told
+    assert drain(read_large(body, CHAT, session_members=["user"])).sessions == told
 
 
 async def test_a_session_is_read_where_it_is_asked_for_alone() -> None:
     for body in (b'{"user":"alice","model":"m"}', talk(PARSE_BYTES_MAX, user="alice")):
-        assert (await Desk().read(body, CHAT)).session is None
-        assert (await Desk(session_member="model").read(body, CHAT)).session == "m"
-        assert (await Desk(session_member="safety_identifier").read(body, CHAT)).session is None
+        assert (await Desk().read(body, CHAT)).sessions == {}
+        several = Desk(session_members=["safety_identifier", "model", "user"])
+        assert (await several.read(body, CHAT)).sessions == {"model": "m", "user": "alice"}
 
 
 def test_what_is_wrong_with_the_name_of_a_session_is_for_the_engine_to_say() -> None:
-    assert drain(read_large(b'{"user":"\\x"}', CHAT, session_member="user")).session is None
+    assert drain(read_large(b'{"user":"\\x"}', CHAT, session_members=["user"])).sessions == {}
 
 
 async def test_a_form_names_its_session_in_a_field() -> None:
     form = FORM % (b"whisper", b"1")
-    for member, session in (("model", "whisper"), ("user", None)):
-        sheet = await Desk(session_member=member).read(form, BodyKind.FORM, "multipart/form-data; boundary=b")
-        assert sheet.session == session
+    sheet = await Desk(session_members=["user", "model"]).read(form, BodyKind.FORM, "multipart/form-data; boundary=b")
+    assert sheet.sessions == {"model": "whisper"}
 
 
 # --- splices ----------------------------------------------------------------------------------------------------------

@@ -305,10 +305,11 @@ def test_a_tenant_without_limits_counts_against_none() -> None:
 # --- the session ------------------------------------------------------------------------------------------------------
 
 
-def named(place: str, in_body: str | None = None, tenant: Tenant = NO_TENANT, **headers: str) -> str | None:
+def named(place: str, in_body: str = "", tenant: Tenant = NO_TENANT, **headers: str) -> str | None:
     """The session of a request with these headers, underscores for hyphens, where `place` names it."""
     http = make_mocked_request("POST", "/", headers={name.replace("_", "-"): text for name, text in headers.items()})
-    return Identity(config(scheduling={"session": place})).session(http, in_body, tenant)
+    told = dict.fromkeys([one.partition(":")[2] for one in place.split(",")], in_body)
+    return Identity(config(scheduling={"session": place})).session(http, told, tenant)
 
 
 def test_a_session_is_named_by_a_header_a_cookie_or_the_body() -> None:
@@ -323,7 +324,7 @@ def test_without_its_name_there_is_no_session() -> None:
     assert named("header:x-user", "alice", cookie="x-user=alice") is None
     assert named("header:x-user", x_user="") is None
     assert named("cookie:sid", "alice", sid="alice", cookie="si d; ;=;x") is None
-    assert named("body:user", None, user="alice") is None
+    assert named("body:user", "", user="alice") is None
 
 
 def test_of_a_session_nothing_is_kept_but_a_short_hash_that_tenants_do_not_share() -> None:
@@ -335,5 +336,29 @@ def test_of_a_session_nothing_is_kept_but_a_short_hash_that_tenants_do_not_share
 
 
 def test_the_desk_has_to_read_a_session_that_the_body_names() -> None:
-    assert Identity(config(scheduling={"session": "body:safety_identifier"})).session_member == "safety_identifier"
-    assert Identity(config()).session_member is None
+    told = {"session": ["body:safety_identifier", "header:x-user", "body:user"]}
+    assert Identity(config(scheduling=told)).session_members == ("safety_identifier", "user")
+    assert Identity(config()).session_members == ("prompt_cache_key",)
+
+
+def test_of_several_names_the_first_that_is_given_counts() -> None:
+    names = "header:x-user,body:user,cookie:sid"
+    alice, bob = named("body:user", "alice"), named("body:user", "bob")
+    assert named(names, "bob", x_user="alice", cookie="sid=bob") == alice
+    assert named(names, "bob", x_user="", cookie="sid=alice") == bob
+    assert named(names, cookie="sid=alice") == alice
+    assert named(names) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x_session_id": "alice", "session_id": "bob"},
+        {"x_claude_code_session_id": "alice"},
+        {"session_id": "alice", "thread_id": "bob"},
+        {"x_session_affinity": "alice", "x_correlation_id": "bob"},
+        {"in_body": "alice"},
+    ],
+)
+def test_what_clients_send_of_themselves_names_their_session(fields: dict[str, Any]) -> None:
+    assert named(",".join(Config().scheduling.session), **fields) == named("body:user", "alice")

@@ -28,10 +28,10 @@ MANAGEMENT = (
     "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/server_info",
     "/update_weights", "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine",
     "/scale_elastic_ep", "/is_scaling_elastic_ep", "/abort_requests", "/inference/v1/abort_requests",
-    "/release_kv_cache_memory", "/start_profile", "/stop_profile", "/invocations", "/load", "/tokenizer_info",
+    "/release_kv_cache_memory", "/start_profile", "/stop_profile", "/invocations", "/load",
     "/shutdown_weight_transfer_engine", "/start_draft_weight_update", "/update_weight_version", "/weight_info",
     "/weight_checker", "/get_world_size", "/is_sleeping", "/is_paused", "/kv_event_sources", "/adapters/{adapter_name}",
-    "/init_weights_update_group", "/fault_tolerance", "/ping",
+    "/init_weights_update_group", "/fault_tolerance",
 )  # fmt: skip
 
 

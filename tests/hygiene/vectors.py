@@ -43,6 +43,16 @@ def _get(target: bytes) -> bytes:
     return head(HOST, line=b"GET " + target + b" HTTP/1.1")
 
 
+GET = b"GET /v1/responses HTTP/1.1"
+
+
+def _opening(*fields: bytes) -> bytes:
+    key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="
+    return head(
+        HOST, b"connection: Upgrade", b"upgrade: websocket", b"sec-websocket-version: 13", key, *fields, line=GET
+    )
+
+
 LENGTHS = (
     no("Content-Length, then Transfer-Encoding (CL.TE)",
        framed(b"content-length: %d" % len(LAST + SMUGGLED), TE, body=LAST + SMUGGLED)),
@@ -243,6 +253,12 @@ HOPS = (
     ok("Upgrade: websocket", post(b"connection: upgrade", b"upgrade: websocket"), unseen=b"websocket"),
     Vector("Upgrade: websocket, a request behind it",
            post(b"connection: upgrade", b"upgrade: websocket") + SMUGGLED, (200, 200), reached=2),
+    no("GET, Upgrade: websocket", _opening(), 426),
+    no("GET, Upgrade: websocket, a request behind it", _opening() + SMUGGLED, 426),
+    no("GET, Upgrade: websocket, a frame behind it", _opening() + b"\x81\x85\x37\xfa\x21\x3d\x7f\x9f\x4d\x51\x58", 426),
+    no("GET, Upgrade: websocket, with a body", _opening(b"content-length: %d" % len(SMUGGLED)) + SMUGGLED, 426),
+    declined("GET, Upgrade: websocket, no Connection: upgrade", head(HOST, b"upgrade: websocket", line=GET), 405),
+    declined("GET, Upgrade: h2c", head(HOST, b"connection: upgrade", b"upgrade: h2c", line=GET), 405),
     Vector("Expect: 100-continue", post(b"expect: 100-continue"), (100, 200), reached=1, unseen=b"expect"),
     no("Expect: something else", post(b"expect: 200-ok"), 417),
     no("Expect twice", post(b"expect: 100-continue", b"expect: 100-continue")),
