@@ -106,6 +106,7 @@ OTHER_THAN_DEFAULT = {
     "scheduling.placement": "random",
     "scheduling.flow": "header:x-tenant",
     "scheduling.session": "cookie:SID",
+    "clients.allowed_origins": "https://app.example,http://localhost:3000",
     "scheduling.ordering": "edf",
     "scheduling.charged": "requests",
     "scheduling.withdrawal": "false",

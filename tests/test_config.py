@@ -177,6 +177,17 @@ def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any
             'such as body:user (nearest: "header:NAME")',
         ),
         ("scheduling:\n  session:\n    - header:a\n    - user", "FILE:4: scheduling.session[1]: 'user' should be"),
+        (
+            "clients:\n  allowed_origins: ['*', 'https://app.example/']",
+            "FILE:2: clients.allowed_origins[1]: 'https://app.example/' has a path: an origin ends after its host and "
+            "port; write https://app.example",
+        ),
+        ("clients: {allowed_origins: 'https://App.example:443/x?y'}", "write https://app.example"),
+        ("clients: {allowed_origins: app.example}", "'app.example' should be a scheme and a host, in ASCII"),
+        ("clients: {allowed_origins: 'https://*.example'}", "should be one origin, or * alone"),
+        ("clients: {allowed_origins: 'https://bücher.example'}", "should be a scheme and a host, in ASCII"),
+        ("clients: {allowed_origins: 'https://a:b@app.example'}", "should be a scheme and a host, in ASCII"),
+        ("clients: {allowed_origins: 'https://app.example:http'}", "is no origin: Port could not be cast"),
         ("scheduling: {session: user}", "scheduling.session[0]: 'user' should be"),
         ("scheduling: {session: 'cookie:'}", "scheduling.session[0]: 'cookie:' should be"),
         ("scheduling: {session: 'header:a b'}", "scheduling.session[0]: 'header:a b' should be"),
@@ -330,17 +341,35 @@ OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
 
 def test_every_key_outside_lists_can_be_overridden() -> None:
     for key, field in keys().items():
-        same = ",".join(field.default) if key == "scheduling.session" else str(field.default)
+        same = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
         value = OTHER_THAN_DEFAULT.get(key, "99999999" if field.default is None else same)
         config: Any = load(None, [Override(key, value, "here")])
         for part in key.split("."):
             config = getattr(config, part)
-        if key == "scheduling.session":
+        if isinstance(field.default, tuple) and key not in ("trust_headers", *OTHER_THAN_DEFAULT):
             assert config == field.default
         else:
             assert (
                 config != field.default if isinstance(value, list) or key == "trust_headers" else str(config) == value
             )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("https://App.Example", "https://app.example"),
+        ("HTTPS://app.example:443", "https://app.example"),
+        ("http://app.example:443", "http://app.example:443"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("chrome-extension://abcdef", "chrome-extension://abcdef"),
+        ("*", "*"),
+    ],
+)
+def test_an_origin_is_written_as_browsers_send_it(write: Any, text: str, told: str) -> None:
+    assert load(write(f"clients: {{allowed_origins: ['{text}']}}")).clients.allowed_origins == (told,)
+    several = load(write(f"clients: {{allowed_origins: '{text}, https://b.example'}}"))
+    assert several.clients.allowed_origins == (told, "https://b.example")
 
 
 def test_what_is_all_commented_out_has_its_default(write: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmproxy.config.config import Config
-from llmproxy.config.schema import Section
+from llmproxy.config.schema import ClientsConfig, Section
 
 NEEDS_RESTART = frozenset(
     {
@@ -16,7 +16,7 @@ NEEDS_RESTART = frozenset(
         "workers",
         "log_format",
         "admin",
-        "clients",
+        *(f"clients.{key}" for key in ClientsConfig.model_fields if key != "allowed_origins"),
         "tls",
         "decision_log",
         "decision_log_sample",
@@ -65,8 +65,10 @@ def differences(old: Config, new: Config) -> list[Change]:
 def that_can_change(old: Config, new: Config) -> Config:
     """`new`, with what needs a restart as it is in `old`."""
     top = {key: getattr(old, key) for key in NEEDS_RESTART if "." not in key}
-    kept = {key.partition(".")[2] for key in NEEDS_RESTART if "." in key}
-    top["scheduling"] = new.scheduling.model_copy(update={key: getattr(old.scheduling, key) for key in kept})
+    for section in {key.partition(".")[0] for key in NEEDS_RESTART if "." in key}:
+        was = getattr(old, section)
+        kept = {key.partition(".")[2] for key in NEEDS_RESTART if key.startswith(f"{section}.")}
+        top[section] = getattr(new, section).model_copy(update={key: getattr(was, key) for key in kept})
     return new.model_copy(update=top)
 
 

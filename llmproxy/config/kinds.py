@@ -134,6 +134,7 @@ def flow_of(value: str) -> str:
     raise ValueError(f'{value!r} should be "model", "tenant", "tenant+model" or "header:NAME", such as header:x-tenant')
 
 
+_USUAL_PORTS = {"http": 80, "https": 443}
 SESSION_PLACES = ("header", "cookie", "body")
 SESSIONS = (
     "header:x-session-id",
@@ -158,9 +159,30 @@ def session_of(value: str) -> str:
     )
 
 
+def origin_of(value: str) -> str:
+    """What a browser says of pages from one place (`Origin`), or `*` for all of them."""
+    if value == "*":
+        return value
+    example = "; write it like https://app.example"
+    try:
+        url = urlsplit(value)
+        port = "" if url.port in (None, _USUAL_PORTS.get(url.scheme)) else f":{url.port}"
+    except ValueError as error:
+        raise ValueError(f"{value!r} is no origin: {error}{example}") from None
+    if "*" in value:
+        raise ValueError(f"{value!r} should be one origin, or * alone for all of them: there are no patterns")
+    if not url.scheme or not re.fullmatch(r"[\w.\-]+(:\d+)?|\[[\da-fA-F:.]+\](:\d+)?", url.netloc, re.ASCII):
+        raise ValueError(f"{value!r} should be a scheme and a host, in ASCII as browsers send it{example}")
+    host = url.netloc.lower().removesuffix(f":{url.port}")
+    origin = f"{url.scheme}://{host}{port}"
+    if value.lower() not in (origin, f"{url.scheme}://{url.netloc.lower()}"):
+        raise ValueError(f"{value!r} has a path: an origin ends after its host and port; write {origin}")
+    return origin
+
+
 def listed(value: object) -> object:
     """The items of a list that is written as one text, with commas."""
-    return re.split(r"\s*,\s*", value.strip()) if isinstance(value, str) else value
+    return [item for item in re.split(r"\s*,\s*", value.strip()) if item] if isinstance(value, str) else value
 
 
 def is_api_key(text: str) -> bool:
@@ -229,4 +251,5 @@ KeyHash = Annotated[str, PlainValidator(key_hash)]
 PromptRange = Annotated[tuple[Count, Count], AfterValidator(prompt_range)]
 Moment = Annotated[datetime, BeforeValidator(moment_of)]
 Module = Annotated[str, AfterValidator(module_name)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(origin_of)], ...], BeforeValidator(listed)]
 Sessions = Annotated[tuple[Annotated[str, AfterValidator(session_of)], ...], BeforeValidator(listed)]

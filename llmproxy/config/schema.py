@@ -26,6 +26,7 @@ from llmproxy.config.kinds import (
     Moment,
     Name,
     Number,
+    Origins,
     PromptRange,
     Rate,
     Seconds,
@@ -86,6 +87,8 @@ class ClientsConfig(Section):
     """Longest silence between two pieces of a request body."""
     body_timeout_s: Seconds = 600.0
     """Longest time for a whole request body to arrive."""
+    allowed_origins: Origins = ()
+    """Where web pages may come from that ask here from a browser (CORS): https://app.example, or * for anywhere."""
 
 
 class TlsConfig(Section):

@@ -17,6 +17,7 @@ from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
 from llmproxy.gateway.body import Bodies, HeldBody
 from llmproxy.gateway.connection import ClientConnection
+from llmproxy.gateway.cors import Cors
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.headers import Headers, reason_to_client
 
@@ -135,17 +136,22 @@ class ClientLeg:
     `extra` are the proxy's own header fields, added to whichever answer is committed. `on_commit` is called when an
     answer begins, before the client can have seen any of it. `keep` is given each piece of the body, unless it is
     encoded. An answer that begins while `leaving()` asks the client to close its connection. `source` is told to pause
-    while the client is slower.
+    while the client is slower. `cors` says which pages may read the answer; None where that is no question.
     """
 
     __slots__ = (
-        "_chunked", "_connection", "_drained", "_extra", "_head", "_leaving", "_request", "_transport", "keep",
+        "_chunked", "_connection", "_cors", "_drained", "_extra", "_head", "_leaving", "_request", "_transport", "keep",
         "on_commit", "response", "sent_bytes", "source", "status",
     )  # fmt: skip
 
     def __init__(
-        self, request: web.BaseRequest, extra: dict[str, str], leaving: Callable[[], bool] = lambda: False
+        self,
+        request: web.BaseRequest,
+        extra: dict[str, str],
+        leaving: Callable[[], bool] = lambda: False,
+        cors: Cors | None = None,
     ) -> None:
+        self._cors = cors
         self._request = request
         self._extra = extra
         self._leaving = leaving
@@ -165,6 +171,8 @@ class ClientLeg:
         """Make the head, which goes out with the first bytes. From here on the request cannot be repeated."""
         request = self._request
         fields = [*headers, *self._extra.items()]
+        if self._cors is not None:
+            fields = self._cors.passed_on(request.headers.get("origin"), fields)
         known = {name.lower(): value for name, value in fields}
         self.response, self.status = _PassedOn(status=status), status
         if self.on_commit is not None:

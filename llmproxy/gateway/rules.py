@@ -12,6 +12,7 @@ from llmproxy.core.domain import Ask, Outcome
 from llmproxy.core.placement import presets
 from llmproxy.gateway.auth import Keys
 from llmproxy.gateway.body import BodyKind
+from llmproxy.gateway.cors import Cors
 from llmproxy.gateway.desk import Desk, Sheet
 from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.identity import Identity
@@ -34,6 +35,7 @@ class Rules:
     desk: Desk
     relay: Relay
     band_names: Mapping[int, str]
+    cors: Cors | None
 
     @classmethod
     def of(cls, config: Config, upstream: Upstream) -> Rules:
@@ -41,7 +43,9 @@ class Rules:
         # For a placement that does not look at prefixes, prompts need not be hashed.
         prefixes = presets.reads_prefixes(config.scheduling.placement)
         desk = Desk(prefixes=prefixes, session_members=identity.session_members)
-        return cls(config, Keys(config), identity, desk, Relay(upstream, config.timeouts), config.band_names())
+        return cls(
+            config, Keys(config), identity, desk, Relay(upstream, config.timeouts), config.band_names(), Cors.of(config)
+        )
 
     async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> Sheet:
         """What a request whose body has arrived asks for. Raises Failure (400) and BadBody."""

@@ -62,16 +62,16 @@ class FrontDoor:
 
     async def _handle(self, request: web.BaseRequest, on_admin_port: bool, judged: bool = False) -> web.StreamResponse:
         response = await self._answer(request, on_admin_port, judged)
+        cors = self._rulebook.current.cors
+        if cors is not None and not (judged or on_admin_port or response.prepared or is_administrative(_path(request))):
+            response.headers.extend(cors.answered(request.headers.get("origin")))
         if self._walker.leaving and not response.prepared:
             # A client that keeps its connection would send its next request into an ending process, and lose it.
             response.force_close()
         return response
 
     async def _answer(self, request: web.BaseRequest, on_admin_port: bool, judged: bool) -> web.StreamResponse:
-        path = request.path
-        if len(path) > 1:
-            # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
-            path = path.rstrip("/") or "/"
+        path = _path(request)
         try:
             if not judged:
                 check_hygiene(request, self._head_bytes_max)
@@ -79,6 +79,9 @@ class FrontDoor:
                 return await self._pages.administer(path, request, on_admin_port)
             if on_admin_port and path not in PROBES:
                 raise nothing_at(path)
+            cors = self._rulebook.current.cors
+            if cors is not None and not on_admin_port and (asked := cors.preflight(request)) is not None:
+                return asked
             if asks_for_websocket(request):
                 # No error: clients that can do either ask for this first, and go on over HTTP at the sight of it.
                 return no_websocket().response(dialect_of(path), {"x-request-id": id_for_error(request.headers)})
@@ -168,6 +171,11 @@ class FrontDoor:
                 only(request, "POST" if verb else "GET")
                 return await self._stored_response(path, request, response_id, tenant)
         raise nothing_at(path)
+
+
+def _path(request: web.BaseRequest) -> str:
+    # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
+    return request.path.rstrip("/") or "/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ class StoredResponses:
         extra = {"x-request-id": own_id}
         if rules.identity.shows_backend(request.remote, tenant):
             extra["x-llmproxy-backend"] = name
-        client = ClientLeg(request, extra, leaving)
+        client = ClientLeg(request, extra, leaving, rules.cors)
         headers = rules.identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
         exchange = None

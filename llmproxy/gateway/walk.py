@@ -125,9 +125,10 @@ class Walker:
         """Serve one request of a scheduled route, and write down how it ended."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
-        client = ClientLeg(http, extra, self._leaves)
+        rules = self._rulebook.current
+        client = ClientLeg(http, extra, self._leaves, rules.cors)
         walk = Walk(
-            self._rulebook.current, route, http, client, extra, now, urandom(16).hex(), HeldBody(self.bodies)
+            rules, route, http, client, extra, now, urandom(16).hex(), HeldBody(self.bodies)
         )  # fmt: skip
         self.came()
         try:

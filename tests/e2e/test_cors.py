@@ -1,0 +1,167 @@
+"""Pages of other origins: what a browser is told, on whichever answer, and that nobody is told anything unasked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmproxy.config import hash_of
+from llmproxy.gateway.cors import EXPOSED
+from tests.backends.raw_server import Peer
+from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house
+from tests.e2e.scripted import answering, scripted, whole
+
+APP, OTHER = "https://app.example", "https://other.example"
+ASKED = {
+    "origin": APP,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-os,anthropic-dangerous-direct-browser-access",  # noqa: E501
+}
+ALLOWED: dict[str, Any] = {"clients": {"allowed_origins": [APP, "http://localhost:3000"]}}
+
+
+def cors(answer: Answer) -> dict[str, str]:
+    """What an answer says to browsers, by names without their prefix. Nothing may be said twice."""
+    prefix = "access-control-"
+    told = [(name.lower(), value) for name, value in answer.headers.items()]
+    found = [(name.removeprefix(prefix), value) for name, value in told if name.startswith(prefix)]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def varies(answer: Answer) -> list[str]:
+    return sorted(name.strip().lower() for value in answer.headers.getall("vary", []) for name in value.split(","))
+
+
+READABLE = {"allow-origin": APP, "expose-headers": EXPOSED}
+
+
+async def test_a_preflight_is_answered_for_pages_of_an_allowed_origin() -> None:
+    async with house(FAST, **ALLOWED) as home:
+        for path in (CHAT, "/v1/models", "/v1/messages?beta=true", "/nothing"):
+            answer = await home.request("OPTIONS", path, headers=ASKED)
+            assert (answer.status, answer.body) == (204, b"")
+            assert cors(answer) == READABLE | {
+                "allow-methods": "GET, HEAD, POST",
+                "allow-headers": ASKED["access-control-request-headers"],
+                "max-age": "600",
+            }
+            assert varies(answer) == ["access-control-request-headers", "origin"]
+        asked = ASKED | {"access-control-request-private-network": "true"}
+        assert cors(await home.request("OPTIONS", CHAT, headers=asked))["allow-private-network"] == "true"
+        broken = ASKED | {"access-control-request-headers": "a b, c"}
+        assert "allow-headers" not in cors(await home.request("OPTIONS", CHAT, headers=broken))
+        assert home.outcomes() == {}
+        assert not [seen for seen in home.replicas[0].requests_seen if seen.method == "OPTIONS"]
+
+
+async def test_a_preflight_of_another_origin_is_refused_in_words() -> None:
+    async with house(FAST, **ALLOWED) as home:
+        for origin in (OTHER, "null", APP + ":8443", "http://app.example", APP + ".evil.example"):
+            answer = await home.request("OPTIONS", CHAT, headers=ASKED | {"origin": origin})
+            assert (answer.status, cors(answer), varies(answer)) == (403, {}, ["origin"])
+            assert "clients.allowed_origins" in answer.json["error"]["message"]
+
+
+async def test_what_is_no_preflight_is_answered_as_ever() -> None:
+    async with house(FAST, **ALLOWED) as home:
+        plain = await home.request("OPTIONS", CHAT, headers={"origin": APP})
+        assert (plain.status, plain.headers["allow"]) == (405, "POST")
+        assert cors(plain) == READABLE
+
+
+@pytest.mark.parametrize("body", [HELLO, STREAM, HELLO | {"max_tokens": -1}, HELLO | {"model": "nobody"}, b"{"])
+async def test_any_answer_may_be_read_by_the_pages_that_are_allowed_to_ask(body: Any) -> None:
+    async with house(FAST, **ALLOWED) as home:
+        assert cors(await home.chat(body, headers={"origin": APP})) == READABLE
+        for headers in ({}, {"origin": OTHER}):
+            other = await home.chat(body, headers=headers)
+            assert (cors(other), varies(other)) == ({}, ["origin"])
+
+
+async def test_refusals_may_be_read_too() -> None:
+    async with house(FAST, tenants=[{"name": "one", "keys": [hash_of("k")]}], **ALLOWED) as home:
+        unauthorized = await home.chat(headers={"origin": APP})
+        assert (unauthorized.status, cors(unauthorized)) == (401, READABLE)
+    clients = ALLOWED["clients"] | {"address_requests_per_s": 1e-3}
+    async with house(FAST, clients=clients) as home:
+        assert (await home.chat(headers={"origin": APP})).status == 200
+        limited = await home.chat(headers={"origin": APP})
+        assert (limited.status, cors(limited)) == (429, READABLE)
+        assert (await home.request("OPTIONS", CHAT, headers=ASKED)).status == 204, "to ask is free"
+    async with house(extra=["http://127.0.0.1:9"], wait=False, **ALLOWED) as home:
+        nobody = await home.chat(headers={"origin": APP})
+        assert (nobody.status, cors(nobody)) == (503, READABLE)
+        assert "retry-after" in cors(nobody)["expose-headers"]
+
+
+async def test_anybody_may_ask_where_all_origins_are_allowed() -> None:
+    async with house(FAST, clients={"allowed_origins": ["*"]}) as home:
+        for origin in (APP, "null"):
+            asked = await home.request("OPTIONS", CHAT, headers=ASKED | {"origin": origin})
+            assert (asked.status, cors(asked)["allow-origin"]) == (204, "*")
+            assert cors(await home.chat(headers={"origin": origin}))["allow-origin"] == "*"
+        assert cors(await home.get("/v1/models"))["allow-origin"] == "*", "a cache may give it to anybody"
+
+
+ENGINE = b"""access-control-allow-origin: *\r\naccess-control-allow-credentials: true\r\nvary: Accept, ORIGIN\r\n"""
+
+
+async def of_an_engine(home: House, **headers: str) -> tuple[Answer, Answer]:
+    made = await home.post("/v1/responses", {"model": "base", "input": "x"}, headers=headers)
+    return made, await home.get("/v1/responses/resp_1", headers=headers)
+
+
+@pytest.mark.parametrize("config", [ALLOWED, {}])
+async def test_what_an_engine_says_of_origins_is_not_said_beside_ours(config: dict[str, Any]) -> None:
+    stored = whole(b'{"id":"resp_1","object":"response"}').replace(b"\r\n\r\n", b"\r\n" + ENGINE + b"\r\n", 1)
+
+    async def ask(peer: Peer, _: bytes) -> None:
+        await peer.send(stored)
+
+    async with scripted(answering(stored)) as backend, house(extra=[backend.url], **config) as home:
+        backend.polls[b"/v1/responses/resp_1"] = ask
+        for answer in await of_an_engine(home, origin=APP):
+            own = {"allow-origin": "*", "allow-credentials": "true"}
+            assert cors(answer) == (READABLE if config else own)
+            assert varies(answer) == ["accept", "origin"]
+
+
+async def test_unless_configured_nothing_is_different_for_a_page() -> None:
+    async with house(FAST) as home:
+        asked = await home.request("OPTIONS", CHAT, headers=ASKED)
+        assert (asked.status, cors(asked), varies(asked)) == (405, {}, [])
+        for path in ("/v1/models", "/nothing", "/version"):
+            answer = await home.get(path, headers={"origin": APP})
+            assert (cors(answer), varies(answer)) == ({}, [])
+        assert cors(await home.chat(headers={"origin": APP})) == {}
+
+
+@pytest.mark.parametrize("admin", [{}, {"port": 0}])
+async def test_what_is_for_those_who_run_the_proxy_is_for_no_page(admin: dict[str, int]) -> None:
+    async with house(FAST, admin=admin, clients={"allowed_origins": ["*"]}) as home:
+        base = home.proxy.admin_url if admin else home.url
+        paths = ["/metrics", "/debug/queue", "/admin/backends", "/admin/backends/", "/v1/load_lora_adapter", "/debug/x"]
+        for path in paths + (["/health", "/version", "/nothing"] if admin else []):
+            for method in ("OPTIONS", "GET"):
+                answer = await home.request(method, f"{base}{path}", headers=ASKED)
+                assert (cors(answer), varies(answer)) == ({}, []), path
+                assert answer.status != 204
+
+
+async def test_origins_come_and_go_with_a_reload(tmp_path: Path) -> None:
+    async with house(FAST, file=tmp_path / "c.yaml", reload="signal") as home:
+        file = tmp_path / "c.yaml"
+        was = file.read_text()
+        assert (await home.request("OPTIONS", CHAT, headers=ASKED)).status == 405
+        file.write_text(was[:-1] + f', "clients": {{"allowed_origins": ["{APP}"]}}}}')
+        assert home.proxy.reloader is not None
+        done = await home.proxy.reloader.reload("test")
+        assert ([change.key for change in done.changes], done.needs_restart) == (["clients.allowed_origins"], ())
+        assert (await home.request("OPTIONS", CHAT, headers=ASKED)).status == 204
+        assert cors(await home.chat(headers={"origin": APP})) == READABLE
+        file.write_text(was)
+        await home.proxy.reloader.reload("test")
+        assert cors(await home.chat(headers={"origin": APP})) == {}
