@@ -24,9 +24,13 @@ from llmproxy.gateway.errors import Failure
 from llmproxy.gateway.handshake import TlsConnection, address_of
 from llmproxy.gateway.headers import SERVER
 from llmproxy.gateway.hygiene import head_too_large
+from llmproxy.gateway.wrong_protocol import HTTP2_PREFACE, WrongProtocol, wrong_protocol
 
 LINGER_S = 10.0
 """How long the rest of a refused body is read, so that a client that is still sending gets to read the answer."""
+
+MISLED_S = 1.0
+"""How long a client that began in another protocol may take to close."""
 
 PLAIN_END = b"\r\n0\r\n\r\n"
 """The last chunk without extension or trailer, behind the end of the one before it."""
@@ -148,6 +152,10 @@ class ClientConnection(web.RequestHandler):
         return body.is_eof() and not self._messages and not self._upgraded and self._latest == PLAIN_END
 
     def data_received(self, data: bytes) -> None:
+        if not self._latest and (wrong := wrong_protocol(data)) is not None:
+            self._latest = data[:1]
+            self._misled(wrong)
+            return
         self._latest = (self._latest + data[-len(PLAIN_END) :])[-len(PLAIN_END) :]
         super().data_received(data)
         if self._waiter is not None and not self._waiter.done():
@@ -183,6 +191,16 @@ class ClientConnection(web.RequestHandler):
         if self.transport is not None:
             self.transport.write(self._door.turn_away(failure))
         self.force_close()
+
+    def _misled(self, wrong: WrongProtocol) -> None:
+        """Answer a client that speaks another protocol, and let it finish: who cannot send on may not read either."""
+        assert self._wire is not None
+        # Nothing that still arrives is looked at.
+        self._force_close = True
+        self._wire.write(self._door.turn_away(wrong))
+        if self._wire.can_write_eof():
+            self._wire.write_eof()
+        self._loop.call_later(MISLED_S, self._wire.close)
 
     def _tell_of_broken_body(self) -> None:
         request = self._current_request
@@ -279,6 +297,9 @@ def _told(error: HttpProcessingError) -> Failure:
         return Failure(Outcome.BAD_REQUEST, "The request line or a header field is too long.", status=431)
     if error.message == "Too many headers received":
         return Failure(Outcome.BAD_REQUEST, "The request has too many header fields.", status=431)
+    if "PRI" in error.message and (wrong := wrong_protocol(HTTP2_PREFACE)) is not None:
+        # The parser knows it too, where it comes in pieces.
+        return wrong
     if isinstance(error, InvalidURLError):
         why = "its target is no path"
     elif isinstance(error, BadHttpMethod):

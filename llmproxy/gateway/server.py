@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from uuid import uuid4
 
+import structlog
 from aiohttp import web
 
 from llmproxy.core.domain import Outcome
@@ -20,8 +21,11 @@ from llmproxy.gateway.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, d
 from llmproxy.gateway.rules import Rulebook
 from llmproxy.gateway.stored import StoredResponses
 from llmproxy.gateway.walk import Walker
+from llmproxy.gateway.wrong_protocol import WrongProtocol
 from llmproxy.telemetry.exit import ExitSink, RequestExit
 from llmproxy.telemetry.logs import log_exit, log_internal
+
+_log = structlog.get_logger()
 
 
 class FrontDoor:
@@ -45,6 +49,7 @@ class FrontDoor:
         self._pages = pages
         self._rulebook = rulebook
         self._walker = walker
+        self._misled: set[str] = set()
         self._stored = stored
         self._metrics = metrics
 
@@ -121,8 +126,17 @@ class FrontDoor:
         return failure.response(dialect_of(path), {"x-request-id": own_id})
 
     def turn_away(self, failure: Failure) -> bytes:
-        """Count and log a connection on which no request came about, and make the bytes of the answer to it."""
-        self._count("", "", uuid4().hex, failure.outcome, failure.status, failure.message)
+        """Count and log a connection on which no request came about, and make the bytes of the answer to it.
+
+        A wrong protocol is told once: who has the wrong URL tries it again and again.
+        """
+        ended = _exit("", "", uuid4().hex, failure.outcome, failure.status, failure.message)
+        self._metrics.record(ended)
+        if not isinstance(failure, WrongProtocol):
+            log_exit(ended)
+        elif failure.message not in self._misled:
+            self._misled.add(failure.message)
+            _log.warning("wrong_protocol", what=failure.message, hint=failure.hint)
         return failure.raw()
 
     async def _stored_response(
@@ -145,18 +159,7 @@ class FrontDoor:
     def _ended(
         self, request: web.BaseRequest, path: str, own_id: str, outcome: Outcome, status: int, error: str | None
     ) -> None:
-        self._count(request.method, path, own_id, outcome, status, error)
-
-    def _count(self, method: str, path: str, own_id: str, outcome: Outcome, status: int, error: str | None) -> None:
-        ended = RequestExit(
-            request_id=own_id,
-            method=method,
-            path=path[:256],
-            outcome=outcome,
-            status=status,
-            duration_s=0.0,
-            error=error,
-        )
+        ended = _exit(request.method, path, own_id, outcome, status, error)
         self._metrics.record(ended)
         log_exit(ended)
 
@@ -176,6 +179,18 @@ class FrontDoor:
 def _path(request: web.BaseRequest) -> str:
     # An engine would answer a trailing slash with a redirect to its own address, which clients cannot reach.
     return request.path.rstrip("/") or "/"
+
+
+def _exit(method: str, path: str, own_id: str, outcome: Outcome, status: int, error: str | None) -> RequestExit:
+    return RequestExit(
+        request_id=own_id,
+        method=method,
+        path=path[:256],
+        outcome=outcome,
+        status=status,
+        duration_s=0.0,
+        error=error,
+    )
 
 
 @dataclass(frozen=True, slots=True)

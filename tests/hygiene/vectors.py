@@ -204,7 +204,7 @@ LINES = (
     no("HTTP/1.2", post(version=b"HTTP/1.2")),
     no("HTTP/1.10", post(version=b"HTTP/1.10")),
     no("HTTP/2.0", post(version=b"HTTP/2.0"), 505),
-    no("the preface of HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    no("the preface of HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
     no("http/1.1 in small letters", post(version=b"http/1.1")),
     no("a greeting of TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"),
 )  # fmt: skip
