@@ -216,6 +216,10 @@ class Backend:
 
     # --- what leases bring ---------------------------------------------------------------------------------------
 
+    def lacks(self, adapter: str | None) -> bool:
+        """Whether `adapter` is one that has to be loaded here, as far as is known."""
+        return adapter is not None and adapter not in self._residents
+
     def book(self, lease: int, request: Request, now: float, held_tokens: int = 0) -> None:
         """`request` is on its way under `lease`; `held_tokens` of its prompt need no new room in the KV-cache."""
         self.bookings[lease] = Booking(request, now)

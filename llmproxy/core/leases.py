@@ -127,9 +127,10 @@ class Leases:
     def book(self, request: Request, placed: Placed, backend: Backend, now: float, *, guaranteed: bool) -> int:
         """Open a lease and answer its number. `guaranteed`: its band has it by its minimum share."""
         lease = self._newest = next(self._serial)
+        cold = backend.lacks(request.adapter)
         backend.book(lease, request, now, placed.held_tokens)
         self._limits.booked(request)
-        self._watch.booked(lease, request, placed, now)
+        self._watch.booked(lease, request, placed, cold, now)
         if not guaranteed:
             # What a band is granted by its minimum share is not to be taken back by those who waited above it.
             self._withdrawal.booked(lease, request, backend)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 from statistics import median
 
+from llmproxy.core.adapter_loads import Loads, LoadTime
 from llmproxy.core.domain import Placed, Request
 from llmproxy.core.health import Peers
 from llmproxy.core.settings import HealthSettings
@@ -59,8 +60,8 @@ FRESH_S = 5.0
 @dataclass(slots=True)
 class _Pulse:
     """One backend. `owed` are streams without a byte, the oldest first, `owed_tokens` what is to be computed of their
-    prompts, and `owed_at_most_tokens` what is if nothing of them is cached; `under_way` are those with a byte, and
-    `heard_s` is when any stream of it last brought something.
+    prompts, and `owed_at_most_tokens` what is if nothing of them is cached; `loads` are the adapters that may have to
+    be loaded for them; `under_way` are those with a byte, and `heard_s` is when any stream of it last brought something.
 
     `work_tokens` counts the prompt tokens that it has computed so far, `prompts_s` the time that these may have taken
     until `turn_s`, when it last owed none, brought a first byte or was fast. `best` is the speed of its fastest stream
@@ -71,6 +72,7 @@ class _Pulse:
     `slow_since_s`. It is `doubted` while its last observation was far off.
     """
 
+    loads: Loads
     owed: dict[int, _Stream] = field(default_factory=dict)
     owed_tokens: float = 0.0
     owed_at_most_tokens: int = 0
@@ -107,10 +109,11 @@ class _Pulse:
 @dataclass(slots=True)
 class _Stream:
     """A lease, with a prompt of `prompt_tokens`. `ahead_tokens` had to be computed for its first byte when it was
-    booked, `own_tokens` of them its own.
+    booked, `own_tokens` of them its own; its `adapter` may have been `cold`, and `ahead_loads` are those that may have
+    been loaded before its first byte.
 
-    Since `since_s`, when its backend had computed `work_tokens` in `prompts_s` at most, it brought all beyond its first
-    `tokens`; `heard_s` is when it last brought any.
+    Since `since_s`, when its backend had computed `work_tokens` and loaded `loaded` adapters in `prompts_s` at most, it
+    brought all beyond its first `tokens`; `heard_s` is when it last brought any.
     """
 
     pulse: _Pulse
@@ -119,15 +122,19 @@ class _Stream:
     own_tokens: float
     ahead_tokens: float
     since_s: float
+    adapter: str | None
+    cold: bool
+    ahead_loads: int = 0
     tokens: int = 0
     work_tokens: float = 0.0
+    loaded: int = 0
     prompts_s: float = 0.0
     heard_s: float = -inf
 
     def begin(self, tokens: int, prompts_s: float, now: float) -> None:
         """Begin a span, at so many tokens of the answer."""
         self.since_s, self.tokens = now, tokens
-        self.work_tokens, self.prompts_s = self.pulse.work_tokens, prompts_s
+        self.work_tokens, self.loaded, self.prompts_s = self.pulse.work_tokens, self.pulse.loads.done, prompts_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +158,7 @@ class Watch:
     **Hung** is a backend that owes first bytes and has been silent for `hung_s`, or `LATE` times as long as all that it
     owes was predicted to take, where others of its pool spoke meanwhile. So is one of which `TOGETHER` streams that
     flowed have stopped at once. Fewer streams under way prove nothing: it may be the client who does not read. Long
-    prompts explain long silence. Of one that is ejected, what it owes is its probe: that need not wait for others to
+    prompts explain long silence, and so do adapters that have to be loaded. Of one that is ejected, what it owes is its probe: that need not wait for others to
     speak, as the burden of proof is the backend's by then.
 
     **Slow** is one whose fastest stream takes `slow_factor` times as long as is its rule, beside the median of the
@@ -169,6 +176,7 @@ class Watch:
         self._peers = peers
         self._pulses: dict[str, _Pulse] = {}
         self._streams: dict[int, _Stream] = {}
+        self._load_time = LoadTime()
         self._token_s = 1 / 15_000
         self._step_s = 0.01
         self._common = 1.0
@@ -178,21 +186,33 @@ class Watch:
 
     # --- what leases bring ---------------------------------------------------------------------------------------
 
-    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        pulse = self._pulses.setdefault(placed.backend, _Pulse())
+    def booked(self, lease: int, request: Request, placed: Placed, cold: bool, now: float) -> None:
+        """`cold`: it has an adapter that is not believed to be resident there."""
+        pulse = self._pulses.get(placed.backend)
+        if pulse is None:
+            pulse = self._pulses[placed.backend] = _Pulse(Loads(self._load_time))
         own_tokens = float(request.prompt_tokens - placed.cached_tokens)
         if not request.stream:
             # Nobody sees its first token; that its prompt takes time is all it tells.
             pulse.work_tokens += own_tokens
             pulse.prompts_s += request.prompt_tokens * self._token_s
+            if cold:
+                pulse.prompts_s += self._load_time.explained_s(1)
+                pulse.loads.unseen(now)
+                pulse.loads.done += 1
             return
         self._due_s = min(self._due_s, now + self.settings.hung_s)
         pulse.owed_tokens += own_tokens
         pulse.owed_at_most_tokens += request.prompt_tokens
         if not pulse.owed:
             pulse.turn_s = now
-        stream = _Stream(pulse, now, request.prompt_tokens, own_tokens, pulse.owed_tokens, now)
+        adapter = request.adapter
+        stream = _Stream(pulse, now, request.prompt_tokens, own_tokens, pulse.owed_tokens, now, adapter, cold)
         self._streams[lease] = pulse.owed[lease] = stream
+        # Which adapters are resident is known by and large: a stream that flows proves it.
+        if adapter is not None and (cold or all(one.adapter != adapter for one in pulse.under_way.values())):
+            pulse.loads.owed(lease, cold, now)
+        stream.ahead_loads = len(pulse.loads)
 
     def committed(self, lease: int, now: float) -> None:
         """A byte went to the client: it cannot be sent elsewhere any more."""
@@ -204,13 +224,14 @@ class Watch:
         stream = self._streams.get(lease)
         if stream is None:
             return
-        if not stream.pulse.doubted:
+        if not (stream.pulse.doubted or stream.ahead_loads or stream.pulse.loads):
             self._token_s = _nearer(self._token_s, (now - stream.booked_s) / (BASE_TOKENS + stream.ahead_tokens), GAIN)
         self._speaks(lease, stream, now)
         stream.begin(1, self._prompts_s(stream.pulse, now), now)
 
     def _speaks(self, lease: int, stream: _Stream, now: float) -> None:
         pulse = stream.pulse
+        pulse.loads.heard(lease, pulse.heard_s, (BASE_TOKENS + pulse.owed_tokens) * self._token_s, now)
         pulse.heard_s = stream.heard_s = now
         pulse.under_way[lease] = stream
         if self._owes_no_more(lease, stream, now):
@@ -233,7 +254,7 @@ class Watch:
             return pulse.prompts_s
         # What is believed to be cached may not be, and any of them may be the one that is computed.
         at_most_s = PROMPT_LATE * max(stream.prompt_tokens for stream in pulse.owed.values()) * self._token_s
-        return pulse.prompts_s + min(now - pulse.turn_s, at_most_s)
+        return pulse.prompts_s + min(now - pulse.turn_s, at_most_s + pulse.loads.explained_s(pulse.turn_s))
 
     def progress(
         self, lease: int, output_tokens: int, sequences: int, kv_used: float | None, now: float
@@ -250,9 +271,11 @@ class Watch:
         took_s, tokens = now - stream.since_s, output_tokens - stream.tokens
         if took_s < SPAN_S or tokens <= 0:
             return None
-        # Of the prompts that are owed, the first alone can have taken time by now.
-        owed_tokens = next(iter(pulse.owed.values())).own_tokens if pulse.owed else 0.0
+        # Of what is owed, the first alone can have taken time by now.
+        first = next(iter(pulse.owed.values()), None)
+        owed_tokens, loading = (first.own_tokens, first.cold) if first is not None else (0.0, False)
         prompts_s = (pulse.work_tokens - stream.work_tokens + owed_tokens) * self._token_s
+        prompts_s += (pulse.loads.done - stream.loaded + loading) * self._load_time.load_s
         so_far_s = self._prompts_s(pulse, now)
         unexplained_s = max(0.0, took_s - (so_far_s - stream.prompts_s))
         stream.begin(output_tokens, so_far_s, now)
@@ -285,6 +308,7 @@ class Watch:
         if stream is None:
             return
         stream.pulse.under_way.pop(lease, None)
+        stream.pulse.loads.ended(lease, now)
         self._owes_no_more(lease, stream, now)
 
     def forget(self, backend: str) -> None:
@@ -319,6 +343,7 @@ class Watch:
         """The leases that have no byte from a backend, of which none is expected any more."""
         pulse = self._pulses[backend]
         owed, pulse.owed = pulse.owed, {}
+        pulse.loads.given_up()
         pulse.owed_tokens, pulse.owed_at_most_tokens = 0.0, 0
         return iter(owed)
 
@@ -342,7 +367,7 @@ class Watch:
 
     def _alone_silent(self, pulse: _Pulse, since_s: float, late_s: float, now: float, ejected: bool) -> bool:
         """Whether one has been silent for too long since then, and it alone."""
-        patience_s = max(self.settings.hung_s, late_s)
+        patience_s = max(self.settings.hung_s, late_s) + pulse.loads.explained_s(since_s)
         if now < since_s + patience_s:
             self._due_s = min(self._due_s, since_s + patience_s)
             return False

@@ -302,8 +302,9 @@ def test_a_pool_that_slows_down_as_a_whole_has_no_outlier() -> None:
 def test_long_prompts_that_were_believed_to_be_cached_make_nobody_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     booked = Watch.booked
 
-    def believing(watch: Watch, lease: int, asked: Request, placed: Placed, now: float) -> None:
-        booked(watch, lease, asked, structs.replace(placed, cached_tokens=max(0, asked.prompt_tokens - 200)), now)
+    def believing(watch: Watch, lease: int, asked: Request, placed: Placed, cold: bool, now: float) -> None:
+        cached_tokens = max(0, asked.prompt_tokens - 200)
+        booked(watch, lease, asked, structs.replace(placed, cached_tokens=cached_tokens), cold, now)
 
     stand = warm()
     monkeypatch.setattr(Watch, "booked", believing)
@@ -320,7 +321,7 @@ def test_a_prompt_that_waited_for_room_has_its_time_when_it_is_computed(owed: bo
     peers.members = {name: Health(HealthSettings()) for name in "ab"}
     watch = Watch(HealthSettings(), peers)
     for lease, name in enumerate("ab"):
-        watch.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), 0.0)
+        watch.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), False, 0.0)
         watch.started(lease, 0.1)
     tokens = {0: 1, 1: 1}
     slow: set[str] = set()
@@ -329,7 +330,7 @@ def test_a_prompt_that_waited_for_room_has_its_time_when_it_is_computed(owed: bo
         if half == 10 and owed:
             # Next to all of it is believed to be cached, and nothing is.
             asked = request(stream=True, prompt_tokens=80_000)
-            watch.booked(2, asked, Placed("a", 0.0, (), 2, cached_tokens=79_000), now)
+            watch.booked(2, asked, Placed("a", 0.0, (), 2, cached_tokens=79_000), False, now)
         for lease in tokens:
             # It waits for twenty seconds, and then it takes nearly all of its backend for five.
             tokens[lease] += 1 if lease == 0 and half > 50 else 50
