@@ -14,13 +14,23 @@ CALM_READINGS_MAX = 160
 """Readings without anybody waiting before a known plateau is tried again. Doubled each time that it proves the same."""
 
 
-def slots_under(limit: int, ceiling: float, look_ahead: int) -> int:
-    """How many sequences a band of this ceiling may bring a backend to.
+KEPT_FROM = 4
+"""The least batch limit of which a slot is kept free on each backend; of smaller ones, one is kept in the whole pool."""
+
+
+def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.0) -> int:
+    """How many sequences a band of this ceiling may bring a backend to; `highest` is that of the highest band in use.
 
     The look-ahead belongs to bands that may fill a backend; a band that must leave room gets none. Rounding to the
-    nearest keeps small batches usable and still holds one slot of four back at the default ceiling of `sheddable`.
+    nearest keeps small batches usable, and would give two bands the same slots: whoever is below the highest band has
+    at least one less, of four or more.
     """
-    return limit + look_ahead if ceiling >= 1.0 else max(1, floor(limit * ceiling + 0.5))
+    if ceiling >= 1.0:
+        return limit + look_ahead
+    slots = max(1, floor(limit * ceiling + 0.5))
+    if ceiling < highest and limit >= KEPT_FROM:
+        return max(1, min(slots, slots_under(limit, highest, 0) - 1))
+    return slots
 
 
 class BatchLimit:
@@ -76,6 +86,8 @@ class BatchLimit:
         if running > self.value:
             self._set(running)
         used_from = slots_under(self.value, self.lowest_ceiling, 0)
+        if self.lowest_ceiling < 1.0:
+            used_from = max(1, min(used_from, self.value - 1))
         # Half, because short requests spend much of their time outside the batch, on their way in and out.
         if load >= used_from and 2 * running >= used_from:
             self._grow(running)

@@ -30,7 +30,8 @@ class View(Struct, frozen=True):
     those in the engine's own queue at the last reading; `kv_used` (0..1) includes prompts booked since that reading.
     `kv_tokens` is the size of the KV-cache. It is meant for prompts of `prompt_range` tokens, None for any. `reading`
     is the last one as it came, while it is fresh enough to be believed. `warmth` (0..1] is the share of its limit that
-    it should have by now where it came back lately, and others have room. It is `probed` while it is ejected and its
+    it should have by now where it came back lately, and others have room. `highest_ceiling` is that of the highest
+    band. It is `probed` while it is ejected and its
     pause is over: one request is to find out, a stream where it is a `stream_probe`.
     """
 
@@ -50,6 +51,7 @@ class View(Struct, frozen=True):
     kv_full: float
     reading: Reading | None
     warmth: float = 1.0
+    highest_ceiling: float = 1.0
     probed: bool = False
     stream_probe: bool = False
 
@@ -62,7 +64,11 @@ class View(Struct, frozen=True):
         # No ceiling allows more; asked first, because a saturated fleet answers it for every backend and grant.
         if self.load >= self.limit + self.look_ahead:
             return False
-        return self.load < slots_under(self.limit, ceiling, self.look_ahead) and self.kv_used < self.kv_full * ceiling
+        return self.load < self.slots(ceiling) and self.kv_used < self.kv_full * ceiling
+
+    def slots(self, ceiling: float) -> int:
+        """How many sequences a band of this ceiling may bring it to, the look-ahead among them."""
+        return slots_under(self.limit, ceiling, self.look_ahead, self.highest_ceiling)
 
     @property
     def saturation(self) -> float:
@@ -90,7 +96,7 @@ class Backend:
         capacity: CapacitySettings,
         health: HealthSettings,
         max_in_flight: int | None = None,
-        lowest_ceiling: float = 1.0,
+        ceiling_range: tuple[float, float] = (1.0, 1.0),
         prompt_range: tuple[int, int] | None = None,
     ) -> None:
         self.name = name
@@ -100,6 +106,7 @@ class Backend:
         self.bookings: dict[int, Booking] = {}
         self.sequences = 0
         self._drained = False
+        lowest_ceiling, self._highest_ceiling = ceiling_range
         self.limit = BatchLimit(max_in_flight, capacity.start_limit, capacity.look_ahead, lowest_ceiling)
         self._capacity = capacity
         self._prompt_range = prompt_range
@@ -132,11 +139,13 @@ class Backend:
         """It may be given work now or shortly: polls find it well, and nobody wants it empty."""
         return not self.health.down and not self._drained
 
-    def reconfigure(self, capacity: CapacitySettings, health: HealthSettings, lowest_ceiling: float) -> None:
+    def reconfigure(
+        self, capacity: CapacitySettings, health: HealthSettings, ceiling_range: tuple[float, float]
+    ) -> None:
         """Go by other settings from now on; all that was learned and all that is booked stays."""
         self._capacity = capacity
         self.health.reconfigure(health)
-        self.limit.lowest_ceiling = lowest_ceiling
+        self.limit.lowest_ceiling, self._highest_ceiling = ceiling_range
         self._view = None
 
     def meant_for(self, max_in_flight: int | None, prompt_range: tuple[int, int] | None) -> None:
@@ -382,6 +391,7 @@ class Backend:
             kv_full=capacity.kv_full,
             reading=reading,
             warmth=health.warmth(now),
+            highest_ceiling=self._highest_ceiling,
             probed=available and health.ejected,
             stream_probe=health.stream_probe,
         )

@@ -81,7 +81,7 @@ class Pools:
         settings = self.settings
         self.catalogue.add(name)
         backend = self.backends[name] = Backend(
-            name, settings.capacity, settings.health, max_in_flight, settings.lowest_ceiling, prompt_range
+            name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range
         )
         backend.health.tell = lambda news: self._news.append((name, news))
 
@@ -120,7 +120,7 @@ class Pools:
         self._limits.reconfigure(settings.limits, now)
         self.catalogue.rename(aliases)
         for backend in self.backends.values():
-            backend.reconfigure(settings.capacity, settings.health, settings.lowest_ceiling)
+            backend.reconfigure(settings.capacity, settings.health, settings.ceiling_range)
         for scheduler in self._schedulers.values():
             scheduler.reconfigure(settings, now)
 

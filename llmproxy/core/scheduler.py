@@ -17,7 +17,7 @@ from llmproxy.core.limits import UsageLimits
 from llmproxy.core.min_share import MinShares
 from llmproxy.core.occupancy import DrainRate, Occupancy
 from llmproxy.core.parking import Key
-from llmproxy.core.placement import Placement
+from llmproxy.core.placement import NO_CAPACITY, Placement
 from llmproxy.core.registry import Faults
 from llmproxy.core.reserve import Reserve
 from llmproxy.core.room import WaitingRoom
@@ -286,6 +286,8 @@ class Scheduler:
         if this.outdated is not None:
             this.views[self._index[this.outdated.name]] = this.outdated.view(this.now)
             this.outdated = None
+        if not guaranteed and self._reserve.keeps_last(level, this.views, this.now):
+            return NO_CAPACITY
         while True:
             patient = self._room.levels()[-1] == level
             found = first_fit(

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE
 
+BELOW_HIGHEST = 0.99
+"""The most that a band below the highest one in use may fill of what that one may: a KV-cache is never quite full."""
+
 
 @dataclass(frozen=True, slots=True)
 class CapacitySettings:
@@ -80,7 +83,8 @@ class Settings:
     """All of the above, and the choice of policies.
 
     `ceilings` maps a band to the saturation at which it waits (0..1]; a band without one takes that of the next lower
-    band that has one. What a ceiling leaves free is kept for a higher band for `reserve_s` after its last request.
+    band that has one. What a ceiling leaves free is kept for a higher band for `reserve_s` after its last request; it
+    is a slot at least, see `core.reserve`.
     `min_shares` maps a band to the share of the work (0..1) that it gets while it waits, however much waits above it.
     `charged` is the resource that counting policies share out. `ageing_s` is after how long the `shortest` ordering
     serves by age. `quantum_tokens` is how much a flow may have at a stretch under `locality_fair_share`,
@@ -110,9 +114,14 @@ class Settings:
     queue: QueueSettings = field(default_factory=QueueSettings)
 
     @property
-    def lowest_ceiling(self) -> float:
-        """The saturation (0..1] beyond which traffic of the lowest band alone fills no backend."""
-        return min(self.ceilings.values(), default=1.0)
+    def ceiling_range(self) -> tuple[float, float]:
+        """The saturation (0..1] beyond which traffic of the lowest band alone fills no backend, and the same of the
+        highest band.
+        """
+        if not self.ceilings:
+            return 1.0, 1.0
+        lowest, highest = min(self.ceilings.values()), max(self.ceilings.values())
+        return min(lowest, BELOW_HIGHEST * highest), highest
 
     def ceiling(self, band: int) -> float:
         """The saturation (0..1] at which `band` waits; non-increasing by priority whenever `ceilings` is."""

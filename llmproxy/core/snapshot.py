@@ -168,7 +168,11 @@ class Look:
             of_band = {limit: count for (band, limit), count in parked.items() if band == level}
             bands.append(self._band(level, of_band, min(FLOWS_MAX, flows_max)))
             flows_max -= len(bands[-1].shown)
-        ceilings = [(level, self.reserve.ceiling(level, self.now)) for level in levels]
+        ceilings = [
+            (level, self.reserve.ceiling(level, self.now))
+            for level in levels
+            if not self.reserve.keeps_last(level, views, self.now)
+        ]
         backends = [
             BackendSnapshot(view, tuple(level for level, ceiling in ceilings if view.has_room(ceiling)))
             for view in views

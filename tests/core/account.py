@@ -30,11 +30,17 @@ class Row:
     half_open: bool
 
     def has_room(self, ceiling: float) -> bool:
-        slots = (
-            self.view.limit + self.view.look_ahead if ceiling >= 1.0 else max(1, int(self.view.limit * ceiling + 0.5))
-        )
-        spare = self.load < slots and self.kv_used < self.view.kv_full * ceiling
+        spare = self.load < self.slots(ceiling) and self.kv_used < self.view.kv_full * ceiling
         return self.available and (self.load == 0 or spare)
+
+    def slots(self, ceiling: float) -> int:
+        limit, highest = self.view.limit, self.view.highest_ceiling
+        if ceiling >= 1.0:
+            return limit + self.view.look_ahead
+        rounded = max(1, int(limit * ceiling + 0.5))
+        if limit < 4 or ceiling >= highest:
+            return rounded
+        return max(1, min(rounded, (limit if highest >= 1.0 else int(limit * highest + 0.5)) - 1))
 
     def book(self, request: Request, held_tokens: int) -> None:
         self.load += request.sequences
@@ -113,17 +119,35 @@ class Books:
 
     def use(self, pool: str, band: int) -> None:
         """A request of `band` was let in."""
-        for level in sorted(b for b in self.settings.ceilings if b <= band)[-1:]:
-            self.used_s[pool, level] = self.now
+        self.used_s[pool, band] = self.now
+
+    def above(self, pool: str, band: int) -> list[int]:
+        """The bands above `band` that are in use."""
+        lasts_s = self.settings.reserve_s
+        return [b for (name, b), at_s in self.used_s.items() if name == pool and b > band and self.now - at_s < lasts_s]
 
     def ceiling(self, pool: str, band: int) -> float:
-        ceilings = self.settings.ceilings
+        ceilings, above = self.settings.ceilings, self.above(pool, band)
         own = ceilings[max((b for b in ceilings if b <= band), default=min(ceilings))]
-        for level in sorted(b for b in ceilings if b > band):
-            if self.now - self.used_s.get((pool, level), -inf) < self.settings.reserve_s:
-                break
-            own = max(own, ceilings[level])
-        return own
+        if not above:
+            return max([own, *(ceilings[b] for b in ceilings if b > band)])
+        goes_by = max((b for b in ceilings if b <= min(above)), default=band)
+        own = max([own, *(ceilings[b] for b in ceilings if band < b < goes_by)])
+        return min(own, 0.99 * max(ceilings.values()))
+
+    def kept(self, pool: str, band: int, rows: Mapping[str, Row]) -> bool:
+        """One slot is all that the pool has left, for a band above; not where it never had another, and nobody is."""
+        if not self.above(pool, band):
+            return False
+        up, highest = [row for row in rows.values() if row.available], max(self.settings.ceilings.values())
+        room = [row for row in up if row.has_room(highest)]
+        free = sum(max(0, min(row.view.limit, row.slots(highest)) - row.load) for row in room)
+        return free <= 1 and any(row.load for row in up)
+
+    def roomy(self, pool: str, band: int, rows: Mapping[str, Row]) -> bool:
+        """Somebody has room for something of `band`."""
+        ceiling = self.ceiling(pool, band)
+        return not self.kept(pool, band, rows) and any(row.has_room(ceiling) for row in rows.values())
 
     def rank(self, waiter: Waiter) -> Rank:
         return waiter.rank(self.settings.ordering, self.settings.ageing_s, self.now)
@@ -159,6 +183,8 @@ class Books:
     def free_for(self, waiter: Waiter, rows: Mapping[str, Row], ceiling: float | None = None) -> list[str]:
         """Where it could go, and should; under its own ceiling unless another is given."""
         if ceiling is None:
+            if self.kept(waiter.request.pool, waiter.request.band, rows):
+                return []
             ceiling = self.ceiling(waiter.request.pool, waiter.request.band)
         asked = waiter.request
         below = any(w.request.band < asked.band for w in self.waiting_in(asked.pool))
@@ -186,6 +212,7 @@ class Books:
             assert self.settings.min_shares.get(request.band), "no minimum share was promised"
             assert any(w.request.band > request.band for w in self.waiting_in(request.pool)), "nobody waits above"
         else:
+            assert not self.kept(request.pool, request.band, rows), f"{request.id} took the last slot of the pool"
             self._strict(grant, rows, reached)
         self._in_order(waiter, rows, ceiling)
         del self.waiting[request.id]
@@ -212,8 +239,7 @@ class Books:
             # Asked at the moment at which the pass leaves a band; those below may take the room that was no use to it.
             asked = band in flowing and band <= reached and request.band < reached
             if asked and not (self.settings.limits or self.settings.min_shares):
-                blocked = not any(other.has_room(self.ceiling(request.pool, band)) for other in rows.values())
-                assert not blocked, f"band {request.band} went although band {band} is blocked"
+                assert self.roomy(request.pool, band, rows), f"band {request.band} went although band {band} is blocked"
             for higher in self.looked_at(request.pool, band, rows):
                 free = self.free_for(higher, rows)
                 assert not free, f"band {request.band} went although {higher.request.id} of band {band} could"
@@ -248,7 +274,7 @@ class Books:
 
     def nobody_left_behind(self, pool: str, rows: Mapping[str, Row]) -> None:
         for band in sorted({w.request.band for w in self.waiting_in(pool) if not self.limited(w)}, reverse=True):
-            if not any(row.has_room(self.ceiling(pool, band)) for row in rows.values()):
+            if not self.roomy(pool, band, rows):
                 return
             for waiter in self.looked_at(pool, band, rows):
                 free = self.free_for(waiter, rows)

@@ -3,8 +3,10 @@
 from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict
 from llmproxy.core.reserve import Reserve
 from llmproxy.core.settings import CapacitySettings, Settings
 from tests.core.make import pools, request
@@ -22,8 +24,8 @@ def test_nothing_is_kept_for_bands_that_nobody_uses() -> None:
         (DEFAULT, [1.0, 1.0, 0.85]),
         (SHEDDABLE, [1.0, 1.0, 1.0]),
         (SHEDDABLE - 1, [1.0, 1.0, 1.0]),
-        (CRITICAL + 7, [1.0, 0.95, 0.95]),
-        (DEFAULT + 7, [1.0, 1.0, 0.85]),
+        (CRITICAL + 7, [0.99, 0.95, 0.95]),
+        (DEFAULT + 7, [1.0, 0.95, 0.85]),
     ],
 )
 def test_a_band_waits_for_the_next_one_above_it_that_is_in_use(used: int, ceilings: list[float]) -> None:
@@ -71,3 +73,80 @@ def test_what_waits_gets_the_reserve_when_it_lapses_without_any_event() -> None:
     assert one.next_wakeup(0.0) == 10.0
     assert granted(9.9) == 0
     assert granted(10.0) == 1
+
+
+TIGHT = Settings(capacity=CapacitySettings(look_ahead=0))
+BANDS = (CRITICAL + 7, CRITICAL, 50, DEFAULT, SHEDDABLE)
+FRACTIONS = st.floats(min_value=0.01, max_value=1.0)
+FALLING = st.lists(FRACTIONS, min_size=3, max_size=3).map(
+    lambda three: dict(zip((CRITICAL, DEFAULT, SHEDDABLE), sorted(three, reverse=True), strict=True))
+)
+
+
+@given(
+    limits=st.lists(st.integers(1, 64), min_size=1, max_size=3),
+    ceilings=FALLING,
+    used=st.sets(st.sampled_from(BANDS), min_size=2),
+    reserve_s=st.sampled_from((10.0, inf)),
+)
+def test_below_the_highest_band_in_use_a_slot_is_always_free(
+    limits: list[int], ceilings: dict[int, float], used: set[int], reserve_s: float
+) -> None:
+    settings = Settings(
+        ceilings=ceilings, reserve_s=reserve_s, placement="least_request", capacity=CapacitySettings(look_ahead=0)
+    )
+    one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, settings)
+    highest = max(used | set(ceilings)) if reserve_s == inf else max(used)
+    one.submit(request(band=highest), 0.0)
+    (first,) = one.decide(0.0)
+    assert isinstance(first, Grant)
+    one.finish(first, Verdict.SERVED, 1.0)
+    for band in sorted(used - {highest}):
+        for _ in range(sum(limits) + 10):
+            one.submit(request(band=band), 2.0)
+    assert one.decide(2.0), "the bands below are not served at all"
+    while one.decide(2.0):
+        pass
+    top = settings.ceiling_range[1]
+    if len(limits) == 1 and one.backends["b0"].view(2.0).slots(top) == 1:
+        return
+    for backend in one.backends.values():
+        view = backend.view(2.0)
+        if view.limit >= 4 and view.slots(top) > 1:
+            assert view.load < view.limit
+            assert view.has_room(top)
+    one.submit(request(band=highest), 3.0)
+    assert [type(decision) for decision in one.decide(3.0)] == [Grant]
+
+
+def test_two_replicas_of_eight_keep_one_slot_each_while_the_band_between_is_idle() -> None:
+    one = pools({"a": 8, "b": 8}, TIGHT)
+    one.submit(request(band=CRITICAL), 0.0)
+    (first,) = one.decide(0.0)
+    assert isinstance(first, Grant)
+    one.finish(first, Verdict.SERVED, 0.5)
+    for _ in range(100):
+        one.submit(request(band=SHEDDABLE), 1.0)
+    assert len(one.decide(1.0)) == 14
+
+
+@pytest.mark.parametrize(("limits", "granted"), [((1,), 1), ((2,), 1), ((3,), 2), ((1, 1), 1), ((3, 2, 1), 5)])
+def test_small_replicas_keep_one_slot_in_the_whole_pool(limits: tuple[int, ...], granted: int) -> None:
+    one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, TIGHT)
+    one.submit(request(band=CRITICAL), 0.0)
+    (first,) = one.decide(0.0)
+    assert isinstance(first, Grant)
+    one.finish(first, Verdict.SERVED, 0.5)
+    for _ in range(20):
+        one.submit(request(band=SHEDDABLE, deadline_s=100.0), 1.0)
+    assert len(one.decide(1.0)) == granted
+    # Nobody asked for more in a minute: it all goes to who waits.
+    assert len(one.decide(60.5)) == sum(limits) - granted
+
+
+def test_who_wants_no_room_kept_says_so() -> None:
+    one = pools({"a": 8}, Settings(reserve_s=0.0, capacity=CapacitySettings(look_ahead=0)))
+    one.submit(request(band=CRITICAL), 0.0)
+    for _ in range(20):
+        one.submit(request(band=SHEDDABLE), 0.0)
+    assert len(one.decide(0.0)) == 8

@@ -10,7 +10,6 @@ from random import Random
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llmproxy.core.capacity import slots_under
 from llmproxy.core.domain import (
     BackendPace,
     Explained,
@@ -293,7 +292,7 @@ class CostPlacement:
 
     def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float) -> float:
         """Until a full backend has released a slot for this request and all that wait for it before this one."""
-        slots = min(view.limit, slots_under(view.limit, ceiling, view.look_ahead))
+        slots = min(view.limit, view.slots(ceiling))
         claims = self._claims.get(view.backend, {})
         waiting = max(0, view.load - slots) + claims.get(request.id, len(claims)) + 1
         return waiting * answer_s / max(1, view.load)
