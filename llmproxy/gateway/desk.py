@@ -18,7 +18,7 @@ import orjson
 from llmproxy.core.domain import Ask
 from llmproxy.gateway.body import GUARDED, PRIORITY, TRANSFER, BodyKind, guarded_in, parses_at_once
 from llmproxy.gateway.multipart import scan_form
-from llmproxy.gateway.prompt import SALT, Chain, chain_of
+from llmproxy.gateway.prompt import PREVIOUS, SALT, Chain, chain_of
 from llmproxy.gateway.prompt_scan import chain_of_large
 from llmproxy.gateway.scan import (
     MEDIA_BYTES,
@@ -61,7 +61,7 @@ _OPTIONS = (
     "model", "stream", "stream_options", "n", "best_of", "max_completion_tokens", "max_tokens", "max_output_tokens",
 )  # fmt: skip
 # What `/v1/responses` says of responses that engines keep: which one it goes on from, the id of its own, whether to.
-PREVIOUS, REQUEST_ID, STORE = "previous_response_id", "request_id", "store"
+REQUEST_ID, STORE = "request_id", "store"
 _KEPT = (PREVIOUS, REQUEST_ID, STORE)
 # Inside messages: members that the chat template does not turn into text, and those that hold an image or a sound.
 _NOT_TEXT = frozenset(

@@ -4,7 +4,9 @@ The *canonical bytes* hold what an engine would tokenise, in the order of a chat
 message after the other. A message is its mark, its text, whatever else it has that counts, its role and its name;
 nothing depends on what comes later, so the chain of a conversation begins with the chain of every earlier turn of it,
 answers included. Text is taken unescaped, so spelling and whitespace of the JSON do not matter, nor whether text comes
-as a string or as one part of a list. Images and sounds count by a hash of their bytes. Equal bytes do not prove equal
+as a string or as one part of a list. Images and sounds count by a hash of their bytes. What vLLM drops before it asks
+the template is left out: the attribution header of Claude Code, another in each run, which is the first line of a
+system text; what tools and messages have for the API alone; empty members and parts. Equal bytes do not prove equal
 tokens (a template may look ahead), and need not: the chain predicts, the engine decides.
 
 The *chain* is that of prefix-caching routers, in bytes instead of tokens: hash 0 = H(`cache_salt`), hash n = H(hash
@@ -18,7 +20,7 @@ Small bodies come parsed; `prompt_scan` reads large ones in slices, with the sam
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,11 @@ PROMPT_MEMBERS: Mapping[BodyKind, tuple[str, ...]] = {
     BodyKind.COMPLETION: ("prompt",),
 }
 SALT = "cache_salt"
+# The engine puts what it stored between the instructions and the input of such a body: nobody here knows it.
+PREVIOUS = "previous_response_id"
+# Of a text with the role `system`, or of the members above it, the engine drops the line that begins so.
+HEADER = "x-anthropic-billing-header"
+_HEADER_BYTES = HEADER.encode()
 
 # Bounds the time on a parsed body of nothing but tiny values, to a few milliseconds; a message makes about three.
 PIECES_MAX = 10_000
@@ -59,8 +66,13 @@ CALLS = frozenset({"tool_calls", "function"})
 LAST = ("role", "name")
 SKIPPED = frozenset(
     {"type", "id", "tool_call_id", "call_id", "tool_use_id", "cache_control", "status", "detail", "index", "logprobs"}
-    | {"reasoning", "reasoning_content", "signature"}
+    | {"reasoning", "reasoning_content", "thinking", "signature", "is_error"}
 )
+# What a message has beside all these and no engine knows, templates do not see; of a part it may be the content.
+MESSAGE_DEPTH = 1
+MESSAGE_MEMBERS = frozenset({"arguments", "input", "namespace"})
+CACHE_CONTROL = "cache_control"
+ROLES = {role: MEMBER + b'role"%b"' % role.encode() for role in ("system", "user", "assistant", "tool", "developer")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,36 @@ class Chain:
         return tuple([block ^ mark for block in self.hashes])
 
 
+class SystemText:
+    """Gives `sink` a text that comes in pieces, less its first line where that is HEADER's."""
+
+    def __init__(self, sink: Callable[[bytes], object]) -> None:
+        self._sink = sink
+        self._begin: bytes | None = b""
+        self._headed = False
+
+    def add(self, piece: bytes) -> None:
+        if self._begin is None:
+            self._sink(piece)
+            return
+        self._begin = b"" if self._headed else self._begin
+        self._begin += piece
+        if self._headed or self._begin.startswith(_HEADER_BYTES):
+            self._headed = True
+            _, found, rest = self._begin.partition(b"\n")
+            if found:
+                self._begin = None
+                self._sink(rest)
+        elif not _HEADER_BYTES.startswith(self._begin):
+            self.end()
+
+    def end(self) -> None:
+        """There is no more of it."""
+        begin, self._begin = self._begin, None
+        if begin is not None and not self._headed:
+            self._sink(begin)
+
+
 class _DenseError(Exception):
     """A body has more pieces than anybody writes."""
 
@@ -105,8 +147,10 @@ def chain_of(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
     out: list[bytes] = []
     try:
         for name in PROMPT_MEMBERS.get(kind, ()):
+            if name == "input" and fields.get(PREVIOUS) is not None:
+                break
             value = fields.get(name)
-            if value is not None:
+            if value not in (None, "", [], {}):
                 _member(out, name, value)
     except orjson.JSONEncodeError:
         out = []
@@ -142,6 +186,8 @@ def empty_chain(salt: Any) -> Chain:
 
 def _member(out: list[bytes], name: str, value: Any) -> None:
     if name == "tools":
+        if type(value) is list and [tool for tool in value if type(tool) is dict and CACHE_CONTROL in tool]:
+            value = [_tool(tool) for tool in value]
         out.append(MEMBER + orjson.dumps(value))
     elif name == "prompt":
         _prompt(out, value)
@@ -149,7 +195,16 @@ def _member(out: list[bytes], name: str, value: Any) -> None:
         _messages(out, value)
     else:
         out.append(MEMBER)
-        _content(out, value, 0)
+        # The blocks of a `system` are one text to the engine.
+        for block in value if type(value) is list else [value]:
+            _content(out, block, 1, system=True)
+
+
+def _tool(tool: Any) -> Any:
+    """A tool without what it has for the API."""
+    if type(tool) is not dict:
+        return tool
+    return {name: value for name, value in tool.items() if name != CACHE_CONTROL}
 
 
 def _prompt(out: list[bytes], value: Any) -> None:
@@ -169,41 +224,55 @@ def _messages(out: list[bytes], value: Any) -> None:
         _content(out, message, 1)
 
 
-def _content(out: list[bytes], value: Any, depth: int) -> None:
+def _content(out: list[bytes], value: Any, depth: int, system: bool = False) -> None:
     if len(out) > PIECES_MAX:
         raise _DenseError
     if type(value) is str:
+        if system and value.startswith(HEADER):
+            value = value.partition("\n")[2]
         out.append(value.encode())
     elif depth == DEPTH_MAX and type(value) in (list, dict):
         out.append(MEMBER + orjson.dumps(value))
     elif type(value) is dict:
-        _item(out, value, depth)
+        _item(out, value, depth, system)
     elif type(value) is list:
         out.append(b"")  # It takes time like any other piece.
-        for number, part in enumerate(value):
-            if number:
-                out.append(PART)
-            _content(out, part, depth + 1)
+        if len(value) == 1:
+            _content(out, value[0], depth + 1, system)
+            return
+        between = b""
+        for part in value:
+            at = len(out)
+            out.append(between)
+            _content(out, part, depth + 1, system)
+            if any(out[at + 1 :]):
+                between = PART
+            else:
+                out[at] = b""
 
 
-def _item(out: list[bytes], item: dict[str, Any], depth: int) -> None:
+def _item(out: list[bytes], item: dict[str, Any], depth: int, system: bool) -> None:
     """One message, one part of its content, or one of its tool calls."""
     last = dict.fromkeys(LAST, b"")
     for name, value in item.items():
         if len(out) > PIECES_MAX:
             raise _DenseError
         if name in TEXT:
-            _content(out, value, depth + 1)
+            _content(out, value, depth + 1, system)
         elif name in SKIPPED or value is None or value == [] or value == {}:
             continue
         elif name in MEDIA:
             out += (MEDIUM, xxh64_digest(orjson.dumps(value)))
         elif name in last:
-            last[name] = MEMBER + name.encode() + orjson.dumps(value)
+            if name == "role" and type(value) is str and value in ROLES:
+                # Said behind the content, as no client does, it comes too late here.
+                last[name], system = ROLES[value], value == "system"
+            else:
+                last[name] = MEMBER + name.encode() + orjson.dumps(value)
         elif name in CALLS:
             out.append(MEMBER + name.encode())
             _content(out, value, depth + 1)
-        else:
+        elif depth != MESSAGE_DEPTH or name in MESSAGE_MEMBERS:
             # What orjson returns is copied: to keep thousands of its shrunken buffers is slow, twenty times over.
             out.append(MEMBER + name.encode() + orjson.dumps(value))
     out.append(b"".join(last.values()))

@@ -18,6 +18,7 @@ from xxhash import xxh64, xxh64_hexdigest
 from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
 from llmproxy.gateway.prompt import (
     BLOCKS_MAX,
+    CACHE_CONTROL,
     CALLS,
     DEPTH_MAX,
     LAST,
@@ -25,12 +26,17 @@ from llmproxy.gateway.prompt import (
     MEDIUM,
     MEMBER,
     MESSAGE,
+    MESSAGE_DEPTH,
+    MESSAGE_MEMBERS,
     PART,
+    PREVIOUS,
     PROMPT_MEMBERS,
+    ROLES,
     SALT,
     SKIPPED,
     TEXT,
     Chain,
+    SystemText,
     empty_chain,
 )
 from llmproxy.gateway.scan import SLICE_BYTES, Member, Slices
@@ -43,6 +49,7 @@ _JSON_DEPTH_MAX = 254  # As deep as orjson writes.
 _BLANKS = re.compile(rb"[ \t\r\n]*")
 _SEPARATORS = re.compile(rb"[ \t\r\n,:]*")
 _EMPTY = re.compile(rb"\[[ \t\r\n]*\]|\{[ \t\r\n]*\}|null")
+_NOTHING = re.compile(_EMPTY.pattern + rb'|""')
 _LITERAL = re.compile(rb"[-+.0-9A-Za-z]+")
 _IDS = re.compile(rb"\[[ \t\r\n]*(?:\[[ \t\r\n]*)?[0-9]")
 # Whole characters and escapes only; the two halves of a surrogate pair are one.
@@ -54,7 +61,7 @@ _STRING = re.compile(
 def chain_of_large(
     body: bytes, members: Mapping[str, Member], kind: BodyKind, slice_bytes: int = SLICE_BYTES
 ) -> Slices[Chain]:
-    """The chain of a body of any size, given where its PROMPT_MEMBERS and SALT lie.
+    """The chain of a body of any size, given where its PROMPT_MEMBERS, PREVIOUS and SALT lie.
 
     Equal to `chain_of`, but where an object has two members of one name, or a body more than PIECES_MAX pieces; no
     client sends either. It ends early where the JSON cannot be read, or holds more than _VALUES_MAX values; the engine
@@ -67,8 +74,10 @@ def chain_of_large(
     reader = _Reader(body, begin, slice_bytes)
     try:
         for name in PROMPT_MEMBERS.get(kind, ()):
+            if name == "input" and PREVIOUS in members and not body.startswith(b"null", members[PREVIOUS].start):
+                break
             member = members.get(name)
-            if member is not None and not body.startswith(b"null", member.start):
+            if member is not None and not _NOTHING.match(body, member.start, member.end):
                 yield from reader.read(name, member)
     except _NoPromptError:
         return begin
@@ -106,7 +115,8 @@ class _Reader:
         self._at = self._end = 0
         self._chain = begin
         self._written: list[bytes] = []
-        self._written_bytes = 0
+        self._written_bytes, self._bytes_due = 0, slice_bytes
+        self._between = b""  # To be written before whatever is written next.
         self._values = 0
         self._values_due = _VALUES_PER_SLICE
 
@@ -114,33 +124,34 @@ class _Reader:
         """The chain of what was read."""
         self._chain = self._chain.extended(b"".join(self._written))
         self._written = []
-        self._written_bytes = 0
         return self._chain
 
     def read(self, name: str, member: Member) -> Slices[None]:
         self._at, self._end = member.start, member.end
         if name == "tools":
-            self._write(MEMBER)
-            yield from self._json(self._write)
+            yield from self._tools()
         elif name == "prompt":
             yield from self._prompt()
         elif name in ("messages", "input"):
             yield from self._messages()
         else:
             self._write(MEMBER)
-            yield from self._content(0)
+            yield from self._system()
 
     def _write(self, text: bytes) -> None:
+        if self._between and text:
+            text, self._between = self._between + text, b""
         self._written.append(text)
         self._written_bytes += len(text)
 
     def _due(self) -> bool:
         """Whether it is time for a pause; what was written goes into the chain before one."""
-        if self._values < self._values_due and self._written_bytes < self._slice_bytes:
+        if self._values < self._values_due and self._written_bytes < self._bytes_due:
             return False
         if self._values > _VALUES_MAX or len(self.chain().hashes) == BLOCKS_MAX:
             raise _EndError
         self._values_due = self._values + _VALUES_PER_SLICE
+        self._bytes_due = self._written_bytes + self._slice_bytes
         return True
 
     def _next(self, skipped: re.Pattern[bytes]) -> int:
@@ -166,6 +177,50 @@ class _Reader:
             yield from self._content(1)
             if self._due():
                 yield
+
+    def _system(self) -> Slices[None]:
+        if self._next(_BLANKS) != 0x5B:
+            yield from self._content(1, system=True)
+            return
+        self._at += 1
+        while self._next(_SEPARATORS) != 0x5D:
+            yield from self._content(1, system=True)
+            if self._due():
+                yield
+
+    def _tools(self) -> Slices[None]:
+        self._write(MEMBER)
+        if self._next(_BLANKS) != 0x5B:
+            yield from self._json(self._write)
+            return
+        self._at += 1
+        between = b"["
+        while self._next(_SEPARATORS) != 0x5D:
+            self._write(between)
+            between = b","
+            yield from self._tool()
+            if self._due():
+                yield
+        self._write(b"]")
+
+    def _tool(self) -> Slices[None]:
+        if self._next(_SEPARATORS) != 0x7B:
+            yield from self._json(self._write, 1)
+            return
+        self._at += 1
+        between = b""
+        self._write(b"{")
+        while self._next(_SEPARATORS) != 0x7D:
+            name = self._name()
+            self._next(_SEPARATORS)
+            if name == CACHE_CONTROL:
+                yield from self._json(len)  # Read and thrown away.
+                continue
+            self._write(between + orjson.dumps(name) + b":")
+            between = b","
+            yield from self._json(self._write, 2)
+        self._write(b"}")
+        self._at += 1
 
     def _prompt(self) -> Slices[None]:
         first = self._next(_BLANKS)
@@ -196,9 +251,13 @@ class _Reader:
             if self._due():
                 yield
 
-    def _content(self, depth: int) -> Slices[None]:
+    def _content(self, depth: int, *, system: bool = False) -> Slices[None]:
         first = self._next(_SEPARATORS)
-        if first == 0x22:
+        if first == 0x22 and system:
+            text = SystemText(self._write)
+            yield from self._string(text.add, as_json=False)
+            text.end()
+        elif first == 0x22:
             yield from self._string(self._write, as_json=False)
         elif first not in b"[{":
             self._literal()  # No text.
@@ -206,26 +265,29 @@ class _Reader:
             self._write(MEMBER)
             yield from self._json(self._write)
         elif first == 0x7B:
-            yield from self._item(depth)
+            yield from self._item(depth, system=system)
         else:
             self._at += 1
-            between = b""
+            begin = self._written_bytes
             while self._next(_SEPARATORS) != 0x5D:
-                self._write(between)
-                between = PART
-                yield from self._content(depth + 1)
+                before = self._written_bytes
+                if before > begin:
+                    self._between = PART
+                yield from self._content(depth + 1, system=system)
+                if begin < before == self._written_bytes:
+                    self._between = b""
                 if self._due():
                     yield
             self._at += 1
 
-    def _item(self, depth: int) -> Slices[None]:
-        last: dict[str, list[bytes]] = {name: [] for name in LAST}
+    def _item(self, depth: int, *, system: bool) -> Slices[None]:
+        last: dict[str, list[bytes] | None] = dict.fromkeys(LAST)
         self._at += 1
         while self._next(_SEPARATORS) != 0x7D:
             name = self._name()
             self._next(_SEPARATORS)
             if name in TEXT:
-                yield from self._content(depth + 1)
+                yield from self._content(depth + 1, system=system)
             elif name in SKIPPED:
                 yield from self._json(len)  # Read and thrown away.
             elif empty := _EMPTY.match(self._body, self._at, self._at + PARSE_BYTES_MAX):
@@ -235,11 +297,15 @@ class _Reader:
                 yield from self._json(digest.update)
                 self._write(MEDIUM + digest.digest())
             elif name in last:
-                last[name] = [MEMBER, name.encode()]
-                yield from self._json(last[name].append)
+                said = last[name] = [MEMBER, name.encode()]
+                yield from self._json(said.append)
+                if name == "role":
+                    system = b"".join(said) == ROLES["system"]
             elif name in CALLS:
                 self._write(MEMBER + name.encode())
                 yield from self._content(depth + 1)
+            elif depth == MESSAGE_DEPTH and name not in MESSAGE_MEMBERS:
+                yield from self._json(len)
             else:
                 self._write(MEMBER + name.encode())
                 yield from self._json(self._write)
@@ -247,10 +313,11 @@ class _Reader:
                 yield
         self._at += 1
         for written in last.values():
-            self._write(b"".join(written))
+            if written:
+                self._write(b"".join(written))
 
-    def _json(self, sink: _Sink) -> Slices[None]:
-        """Give `sink` the value that follows as orjson would write it."""
+    def _json(self, sink: _Sink, outside: int = 0) -> Slices[None]:
+        """Give `sink` the value that follows as orjson would write it, which stands so deep in what is written."""
         depth = 0
         while True:
             first = self._next(_BLANKS)
@@ -260,7 +327,7 @@ class _Reader:
                 sink(b'"')
             elif first in b"[]{},:":
                 depth += (first in b"[{") - (first in b"]}")
-                if depth > _JSON_DEPTH_MAX:
+                if depth + outside > _JSON_DEPTH_MAX:
                     raise _NoPromptError
                 sink(self._body[self._at : self._at + 1])
                 self._at += 1

@@ -22,9 +22,10 @@ from llmproxy.dispatcher import Leasing
 from llmproxy.gateway.attempt import Attempt
 from llmproxy.gateway.auth import NO_TENANT, Tenant
 from llmproxy.gateway.client_leg import ClientLeg
-from llmproxy.gateway.desk import PREVIOUS, REQUEST_ID, Sheet
+from llmproxy.gateway.desk import REQUEST_ID, Sheet
 from llmproxy.gateway.errors import Failure, error_event
 from llmproxy.gateway.headers import to_client
+from llmproxy.gateway.prompt import PREVIOUS
 from llmproxy.gateway.relay import end_saying, end_within, is_encoded, is_event_stream
 from llmproxy.gateway.routes import Dialect
 from llmproxy.gateway.rules import Rulebook
@@ -58,7 +59,9 @@ class Previous:
 
     def unreachable(self, refused: Refused) -> Failure:
         """What is told where its backend is gone, so that waiting is of no use."""
-        message = f"Response with id '{self.id[:200]}' is lost. {refused.message} Send the whole conversation as `input`."
+        message = (
+            f"Response with id '{self.id[:200]}' is lost. {refused.message} Send the whole conversation as `input`."
+        )
         return Failure(Outcome.BAD_REQUEST, message, status=404, param=PREVIOUS)
 
 

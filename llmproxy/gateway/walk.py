@@ -298,7 +298,7 @@ class Walker:
                 await self._deliver_failure(walk, attempt)
                 return
             entry = Entry.RETRY
-            # A busy backend is full, not broken: it may well be the first to have room again. An only one is asked again.
+            # A busy backend is full, not broken: it may well be the first to have room again.
             if attempt.verdict is not Verdict.BUSY and request.backend is None:
                 walk.excluded.add(lease.backend)
 

@@ -182,8 +182,7 @@ class Service:
         return asked | {"input": [*self._responses[previous][1], *items(asked["input"])]}
 
     def keep_response(self, response_id: str, body: Body, said: list[Any]) -> None:
-        """Store an answer of `/v1/responses` and what was `said` until then; the oldest goes where there are too many.
-        """
+        """Store an answer of `/v1/responses`, and what was `said` until then; the oldest goes if there are too many."""
         self._responses[response_id] = body, said
         if len(self._responses) > _STORED_RESPONSES_MAX:
             self._responses.popitem(last=False)

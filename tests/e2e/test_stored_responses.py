@@ -66,7 +66,7 @@ def lost(answer: Answer, response_id: str) -> bool:
 @pytest.mark.parametrize("placement", ["round_robin", "cost", "session", "epp_sticky", "blend"])
 async def test_every_turn_goes_to_the_replica_that_made_the_one_before(placement: str) -> None:
     async with house(*THREE, scheduling={"placement": placement}) as home:
-        firsts = [await made(home) for _ in range(6)]
+        firsts = [await made(home) for _ in range(7)]
         last = firsts
         for stream in (False, False, True):
             last = [await go_on(home, one, stream=stream) for one in last]
@@ -113,7 +113,7 @@ async def test_priority_holds_among_those_for_one_replica() -> None:
             for name in ("sheddable", "default", "critical"):
                 headers = {"x-llm-d-inference-objective": name, "x-request-id": name}
                 tasks.append(asyncio.create_task(home.post(RESPONSES, further(first), headers=headers)))
-                await until(lambda: home.queued == len(tasks))  # noqa: B023
+                await until(lambda: home.queued == len(tasks))
         await asyncio.gather(*tasks)
         seen = [one.headers["x-request-id"] for one in home.replicas[0].requests_seen if one.path == RESPONSES]
         assert seen[2:] == ["critical", "default", "sheddable"]
@@ -122,7 +122,7 @@ async def test_priority_holds_among_those_for_one_replica() -> None:
 # --- where the replica is not to be had -------------------------------------------------------------------------------
 
 
-async def test_it_is_held_while_its_replica_is_drained_and_told_when_that_takes_too_long(tmp_path: Path) -> None:
+async def test_it_is_held_while_its_replica_is_drained_and_told_when_that_takes_too_long() -> None:
     async with house(*THREE, **KEYED, scheduling=AROUND, queue=HOLD) as home:
         first = await made(home)
         drain = f"/admin/backends/{first.backend}/"

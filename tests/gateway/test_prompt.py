@@ -15,6 +15,8 @@ from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind
 from llmproxy.gateway.prompt import (
     BLOCK_BYTES,
     BLOCKS_MAX,
+    HEADER,
+    PREVIOUS,
     PROMPT_MEMBERS,
     SALT,
     Chain,
@@ -28,12 +30,33 @@ from llmproxy.gateway.scan import Kind, Member, drain, scan_members
 LONG = "All that follows was said before. " * 60
 
 TEXTS = st.text(alphabet=st.sampled_from('ab"\\[]{},:\n\té漢😀\x1e'), max_size=40)
+LINES = st.sampled_from(["", ": cch=1;", "\n", "\nYou are.", ": cch=é;\n\n漢"]).map(HEADER.__add__)
+TEXTS |= LINES | st.sampled_from([HEADER[:7], HEADER[1:], "system"])
 LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(-1e9, 1e9) | TEXTS
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4), max_leaves=12
 )
 NAMES = st.sampled_from(
-    ["role", "name", "content", "text", "type", "tool_calls", "function", "image_url", "source", "output", "nam\\e\n"]
+    [
+        "role",
+        "name",
+        "content",
+        "text",
+        "type",
+        "input",
+        "thinking",
+        "timestamp",
+        "tool_calls",
+        "function",
+        "image_url",
+        "source",
+        "output",
+        "nam\\e\n",
+    ]
+)
+TOOLS = st.dictionaries(
+    st.sampled_from(["type", "name", "function", "cache_control", "input_schema"]),
+    VALUES | st.dictionaries(NAMES, VALUES),
 )
 CONTENTS = st.recursive(
     VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=12
@@ -43,17 +66,24 @@ TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 PROMPTS = TEXTS | st.lists(TEXTS, max_size=3) | TOKEN_IDS | st.lists(TOKEN_IDS, max_size=3) | VALUES
 BODIES = st.one_of(
     st.tuples(
-        st.just(BodyKind.CHAT), st.fixed_dictionaries({"messages": MESSAGES | VALUES}, optional={"tools": VALUES})
+        st.just(BodyKind.CHAT),
+        st.fixed_dictionaries({"messages": MESSAGES | VALUES}, optional={"tools": VALUES | st.lists(TOOLS)}),
     ),
-    st.tuples(st.just(BodyKind.MESSAGES), st.fixed_dictionaries({"messages": MESSAGES, "system": CONTENTS})),
-    st.tuples(st.just(BodyKind.RESPONSES), st.fixed_dictionaries({"input": MESSAGES | TEXTS, "instructions": TEXTS})),
+    st.tuples(
+        st.just(BodyKind.MESSAGES),
+        st.fixed_dictionaries({"messages": MESSAGES, "system": CONTENTS, "tools": st.lists(TOOLS)}),
+    ),
+    st.tuples(
+        st.just(BodyKind.RESPONSES),
+        st.fixed_dictionaries({"input": MESSAGES | TEXTS, "instructions": TEXTS}, optional={PREVIOUS: LEAVES}),
+    ),
     st.tuples(st.just(BodyKind.COMPLETION), st.fixed_dictionaries({"prompt": PROMPTS}, optional={SALT: TEXTS})),
     st.tuples(st.just(BodyKind.OTHER), st.fixed_dictionaries({"input": TEXTS})),
 )
 
 
 def large(body: bytes, kind: BodyKind, slice_bytes: int = 65536) -> Chain:
-    members = drain(scan_members(body, (*PROMPT_MEMBERS.get(kind, ()), SALT)))
+    members = drain(scan_members(body, (*PROMPT_MEMBERS.get(kind, ()), PREVIOUS, SALT)))
     return drain(chain_of_large(body, members, kind, slice_bytes))
 
 
@@ -299,9 +329,9 @@ def test_every_process_computes_the_same_chain() -> None:
 
 
 def test_a_parsed_body_of_tiny_values_is_given_up_where_it_becomes_dense() -> None:
-    dense = [{"a": 0}] * 30_000
+    dense = [{"input": 0}] * 30_000
     assert chat(*dense) == chat(*dense, said("user", LONG))
-    assert chat({f"a{n}": 0 for n in range(30_000)}) == chat({f"a{n}": 0 for n in range(40_000)})
+    assert chat([{f"a{n}": 0 for n in range(30_000)}]) == chat([{f"a{n}": 0 for n in range(40_000)}])
     assert chat(*["x"] * 30_000) == chat(*["x"] * 40_000)
     assert chat(*[nested(6, 0)] * 30_000) == chat(*[nested(6, 0)] * 30_000, said("user", LONG))
     assert len(chat(*[nested(6, 0)] * 30_000).hashes) < len(chat(*["x"] * 30_000).hashes) / 2
