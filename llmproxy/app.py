@@ -335,9 +335,9 @@ class _Watch:
             self.all_heard.set()
 
     def answered(self, backend: str) -> None:
-        self._hear(backend)
         self._dispatcher.answered(backend)
         self._tell(backend, "")
+        self._hear(backend)
 
     def observe(self, backend: str, reading: Reading) -> None:
         self._unread.discard(backend)
@@ -361,10 +361,10 @@ class _Watch:
             _log.info("backend_serves", backend=backend, models=list(names[:20]), count=len(names))
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        self._hear(backend)
         self._metrics.poll_failed(backend, trouble)
         self._dispatcher.troubled(backend, trouble, detail)
         self._tell(backend, f"{trouble}: {detail}")
+        self._hear(backend)
 
     def forget(self, backend: str) -> None:
         """A backend is no more."""
@@ -375,8 +375,17 @@ class _Watch:
 
     def _hear(self, backend: str) -> None:
         self._unheard.discard(backend)
-        if not self._unheard:
-            self.all_heard.set()
+        if self._unheard or self.all_heard.is_set():
+            return
+        self.all_heard.set()
+        if self._up and not any(self._up.values()):
+            queue = self._pools.settings.queue
+            _log.warning(
+                "no_backend_up",
+                backends=list(self._up)[:20],
+                held_s=min(queue.hold_s, queue.first_hold_s),
+                hint="backend_down says what was asked of each; until one answers, requests wait so long and get 503",
+            )
 
     def _tell(self, backend: str, why: str) -> None:
         up = not self._pools.backends[backend].health.down

@@ -236,10 +236,12 @@ class Dispatcher:
     async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
         """What a requested name means, waiting up to `hold_s` for a backend that was never read to come up.
 
+        Where none was ever read, the wait is no longer than the setting `first_hold_s`.
         Those who wait here are in no pool's waiting room, and its limits in total hold for them on their own.
         Raises Refused for a name that no backend serves, or when nothing came up in time.
         """
-        ends_s, limits = _now() + hold_s, self.pools.settings.queue
+        limits = self.pools.settings.queue
+        ends_s = _now() + (hold_s if self.pools.catalogue.ever_read else min(hold_s, limits.first_hold_s))
         while True:
             try:
                 return self.pools.resolve(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -346,6 +347,25 @@ async def test_a_name_is_waited_for_no_longer_than_told() -> None:
     with pytest.raises(Refused):
         await one.resolve("base", 0.0, 1)
     assert now() == 5.0
+
+
+@virtual
+async def test_while_no_backend_ever_answered_a_name_is_waited_for_less_long() -> None:
+    settings = replace(SETTINGS, queue=replace(SETTINGS.queue, first_hold_s=2.0))
+    one = Dispatcher(Pools(settings, {"a": 1, "b": 1}, {}, partial(make, "blend", Random(0))))
+    with pytest.raises(Refused, match="No backend has answered since the start, so `other` is not known") as caught:
+        await one.resolve("other", 5.0, 1)
+    assert (caught.value.outcome, now()) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
+    assert caught.value.retry_after_s
+    with pytest.raises(Refused):
+        await one.resolve("other", 1.0, 1)
+    assert now() == 3.0
+    # The other one may still load what is asked for.
+    one.answered("a")
+    one.listed("a", listing())
+    with pytest.raises(Refused, match="1 of 2 backends never answered so far"):
+        await one.resolve("other", 5.0, 1)
+    assert now() == 8.0
 
 
 @virtual

@@ -42,6 +42,9 @@ HEALTH_INTERVAL_S = 1.0
 REPROBE_INTERVAL_S = 10.0
 """How often a better source of readings is looked for: a backend may be replaced without ever refusing a poll."""
 
+NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
+"""What OpenSSL calls an answer that is no TLS."""
+
 FILTERED_PATH = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in METRIC_NAMES)
 # The slash matters: without it vLLM serves another handler, which ignores the filter and costs the engine twenty times
 # as much of its event loop.
@@ -255,7 +258,7 @@ class Poller:
         if status != 200:
             trouble = Trouble.UNHEALTHY if status >= 500 else Trouble.GARBAGE
             asks = "; is the backend's api_key right?" if self._headers else "; set backend_api_key, or its own api_key"
-            hint = asks if status in (401, 403) else ""
+            hint = asks if status in (401, 403) else "; does it speak TLS (https://)?" if status == 400 else ""
             raise _LapFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
         try:
             listing = await _in_slices(parse_listing(body, sent_at_s))
@@ -321,7 +324,9 @@ class Poller:
             # The library's own words speak of ssl where there is none, and of the address of an object where there is.
             if isinstance(error, aiohttp.ClientConnectorError):
                 why = error.os_error
-            raise _LapFailed(_blame(error), f"{what}: {why}") from None
+            # Who answered before has the right address.
+            hint = _hint(error) if self._listed_at_s == -inf else ""
+            raise _LapFailed(_blame(error), f"{what}: {why}{hint}") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise _LapFailed(Trouble.GARBAGE, f"{what}: {error or type(error).__name__}") from None
 
@@ -343,6 +348,17 @@ async def _in_slices(slices: Generator[None, None, T]) -> T:
             result: T = done.value
             return result
         await asyncio.sleep(0)
+
+
+def _hint(error: aiohttp.ClientConnectionError) -> str:
+    """What may be wrong with the URL of a backend that never answered."""
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        spoken = getattr(error.os_error, "reason", "") in NO_TLS
+        return "; it does not speak TLS: should its URL begin with http://?" if spoken else ""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "; if it speaks TLS, its URL should begin with https://"
+    refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED
+    return "; nothing listens there (yet): is the address right?" if refused else ""
 
 
 def _blame(error: aiohttp.ClientConnectionError) -> Trouble:

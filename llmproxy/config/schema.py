@@ -296,6 +296,8 @@ class QueueConfig(Section):
     """Longest wait of single bands, in seconds, instead of ttl_s: {sheddable: 600}."""
     hold_s: Annotated[Number, Field(ge=0)] = 30.0
     """Longest wait, beside the above, while no backend that serves the request is up; 0 refuses it at once."""
+    first_hold_s: Annotated[Number, Field(ge=0)] = 10.0
+    """The same while no backend has answered since the start, where that is shorter: an address may be wrong."""
     requests_max: Count = 20_000
     """Most requests waiting, over all bands."""
     bytes_max: Count = 1 << 30

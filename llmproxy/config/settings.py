@@ -56,6 +56,7 @@ def settings_of(config: Config) -> Settings:
             flow_bytes_max=queue.flow_bytes_max,
             flow_tokens_max=queue.flow_tokens_max,
             hold_s=queue.hold_s,
+            first_hold_s=queue.first_hold_s,
         ),
     )
 

@@ -46,6 +46,8 @@ class Catalogue:
         self._shown: str | None = None
         self.promised: frozenset[str] = frozenset()
         self.expecting = False
+        self.ever_read = False
+        """Whether any backend was read since the start."""
         self.revision = 0
         """Grows whenever `targets` or `pools` may have changed."""
 
@@ -93,6 +95,7 @@ class Catalogue:
         known = self._listings.get(backend)
         self._listings[backend] = listing
         self._unread.discard(backend)
+        self.ever_read = True
         if known is not None and known.cards == listing.cards:
             return False
         self._rebuild()
@@ -112,6 +115,9 @@ class Catalogue:
         if self._is_promised(name):
             message = f"No backend has the adapter `{name}` loaded at the moment. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
+        if not self.ever_read:
+            message = f"No backend has answered since the start, so `{name}` is not known; the proxy's log says why."
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, f"{message} Try again shortly.", RETRY_UNREAD_S)
         if not self.complete:
             raise Refused(
                 Outcome.REJECTED_NO_BACKENDS,

@@ -51,7 +51,8 @@ class QueueSettings:
     """Bounds of the waiting room, over all pools of the process; None is no bound of that kind.
 
     Tokens are the estimate of a prompt and its answer. `hold_s` is how long a request may wait while its pool has no
-    backend that is up, beside its own time to wait, which stands still meanwhile; 0 refuses at once.
+    backend that is up, beside its own time to wait, which stands still meanwhile; 0 refuses at once. `first_hold_s`
+    bounds that where no backend was ever read.
     """
 
     requests_max: int = 20_000
@@ -64,6 +65,7 @@ class QueueSettings:
     flow_bytes_max: int | None = None
     flow_tokens_max: int | None = None
     hold_s: float = 30.0
+    first_hold_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

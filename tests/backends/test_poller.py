@@ -477,7 +477,32 @@ async def test_a_refused_connection_is_told_apart_and_tried_again_soon(bench: Be
         port = sock.getsockname()[1]
     pause_s = await bench.poller(f"http://{host}:{port}").lap()
     assert bench.sink.take() == ["refused"]
+    assert bench.sink.details[-1].endswith("; nothing listens there (yet): is the address right?")
     assert pause_s <= 0.2
+
+
+async def test_a_url_of_the_wrong_scheme_is_told(bench: Bench) -> None:
+    await bench.poller(bench.url.replace("http://", "https://")).lap()
+    assert bench.sink.details[-1].endswith("; it does not speak TLS: should its URL begin with http://?")
+
+    def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    # As uvicorn with a certificate does with what is no TLS.
+    async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
+        await bench.poller(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").lap()
+    assert bench.sink.details[-1].endswith("; if it speaks TLS, its URL should begin with https://")
+
+
+async def test_who_has_answered_before_has_the_right_address(bench: Bench) -> None:
+    poller = bench.poller()
+    await poller.lap()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        poller._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        await bench.laps(poller, 1.5)
+    assert "refused" in bench.sink.take()
+    assert bench.sink.details[-1].endswith(")")
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])

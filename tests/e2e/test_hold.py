@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from structlog.testing import capture_logs
+
 from llmproxy.simulator.replica import Replica
 from tests.e2e.house import FAST, HELLO, STREAM, House, all_of, house, until
 
@@ -77,6 +79,21 @@ async def test_who_has_no_name_yet_is_told_when_time_is_over_or_the_proxy_stops(
         await until(lambda: home.proxy.dispatcher.nameless == 1)
         await home.proxy.drain()
         assert (await early).status == 503
+
+
+async def test_the_log_says_at_once_that_no_backend_is_up(port: int) -> None:
+    with capture_logs() as logs:
+        async with house(extra=[f"http://127.0.0.1:{port}"], wait=False, queue=HOLD | {"first_hold_s": 0.05}) as home:
+            await until(lambda: any(line["event"] == "no_backend_up" for line in logs))
+            answer = await home.chat()
+            assert answer.status == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            async with Replica(FAST, port=port):
+                await until(lambda: any(line["event"] == "backend_up" for line in logs))
+                assert (await home.chat()).status == 200
+    told = {line["event"]: line for line in logs}
+    assert (told["no_backend_up"]["backends"], told["no_backend_up"]["held_s"]) == (["b0"], 0.05)
+    assert "nothing listens there (yet): is the address right?" in told["backend_down"]["why"]
 
 
 async def test_who_has_no_name_yet_may_want_to_be_told_sooner_too(port: int) -> None:

@@ -25,7 +25,8 @@ backend, whatever its target or `Host` says.
 
 What is refused is answered in JSON like any other error, counted (`outcome="bad_request"`) and logged in one line. The
 bytes that could not be parsed are neither repeated to the client nor logged: they may hold a key. Wherever the end of
-the request is in doubt, the connection is closed.
+the request is in doubt, the connection is closed. A client that begins in another protocol than the port speaks (TLS,
+HTTP/2, or plain http at a port of TLS) is told so in a way that it shows, and the log once (`wrong_protocol`).
 
 A backend is read as strictly (llhttp again): an answer whose end could be found in two places, or whose head is no
 HTTP/1, is a broken one. That is 502, or, where its head has gone out already, an end that its client can tell from a
