@@ -180,6 +180,11 @@ _ROWS = (
         PRODUCTION_STACK,
         "leave it out, each request has a line in the log, and all of them have counters in /metrics",
     ),
+    (
+        "--cors-allowed-origins --allowed-origins",
+        f"{VLLM_ROUTER}, {VLLM}",
+        "`--clients-allowed-origins https://app.example`",
+    ),
     ("--request-id-headers", VLLM_ROUTER, "leave it out, x-request-id is taken, sent on and echoed"),
     (
         "--callbacks --request-rewriter --feature-gates --semantic-cache-* --enable-batch-api --file-storage-*"
