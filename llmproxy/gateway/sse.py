@@ -270,11 +270,17 @@ def _usage_fields(usage: bytes) -> dict[str, Any]:
 
 
 def _usage(fields: dict[str, Any]) -> Usage | None:
-    """One shape from three: OpenAI's chat and completions, OpenAI's responses, Anthropic's messages."""
+    """One shape from three: OpenAI's chat and completions, OpenAI's responses, Anthropic's messages.
+
+    Only in the last are `input_tokens` those that the cache has nothing to do with.
+    """
     prompt = fields.get("prompt_tokens", fields.get("input_tokens"))
     output = fields.get("completion_tokens", fields.get("output_tokens", 0))
     if type(prompt) is not int or type(output) is not int:
         return None
     details = fields.get("prompt_tokens_details", fields.get("input_tokens_details"))
     cached = details.get("cached_tokens") if isinstance(details, dict) else fields.get("cache_read_input_tokens")
+    if "prompt_tokens" not in fields and not isinstance(details, dict):
+        beside = (fields.get("cache_read_input_tokens"), fields.get("cache_creation_input_tokens"))
+        prompt += sum(tokens for tokens in beside if type(tokens) is int)
     return Usage(prompt, output, cached if type(cached) is int else None)

@@ -251,7 +251,22 @@ def test_an_endless_event_is_let_go_and_not_kept(monkeypatch: pytest.MonkeyPatch
         (b'ed"}],"usage": {"prompt_tokens":5,"completion_tokens":2,"prompt_tokens_details":null},"x":1}', Usage(5, 2)),
         (b'{"usage":{"prompt_tokens":6,"total_tokens":6,"completion_tokens":0}}', Usage(6, 0)),
         (b'{"usage":{"prompt_tokens":6,"total_tokens":6}}', Usage(6, 0)),
-        (b'{"content":[],"usage":{"input_tokens":17,"output_tokens":8,"cache_read_input_tokens":3}}', Usage(17, 8, 3)),
+        # As vLLM tells of a prompt of 294 tokens: nothing of it cached, and most of it.
+        (
+            b'{"content":[],"usage":{"input_tokens":6,"output_tokens":4,"cache_creation_input_tokens":288,'
+            b'"cache_read_input_tokens":0}}',
+            Usage(294, 4, 0),
+        ),
+        (
+            b'{"content":[],"usage":{"input_tokens":6,"output_tokens":4,"cache_creation_input_tokens":0,'
+            b'"cache_read_input_tokens":288}}',
+            Usage(294, 4, 288),
+        ),
+        (b'{"content":[],"usage":{"input_tokens":294,"output_tokens":0}}', Usage(294, 0)),
+        (
+            b'{"usage":{"input_tokens":294,"input_tokens_details":{"cached_tokens":288},"output_tokens":4}}',
+            Usage(294, 4, 288),
+        ),
         (b'{"usage":{"prompt_tokens":5,"completion_tokens":2},"echo":{"usage":{"a":1}}}', Usage(5, 2)),
         (b'{"usage":{"prompt_tokens":5,"completion_tokens":2},"echo":{"usage":{"prompt_tokens":1}}}', Usage(5, 2)),
         (b'{"echo":[{"usage":{"prompt_tokens":1}}],"usage":null}', None),
