@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit newest fuzz hostile chaos bench lab lab-full lock audit sbom clean
+.PHONY: demo test lint types contracts unit newest fuzz hostile chaos compat bench lab lab-full lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -59,6 +59,13 @@ hostile: .venv .venv-hostile
 chaos: .venv
 	$(BIN)/python -m tests.faults.chaos
 
+# Real clients against the proxy: all of them, or those of COMPAT=codex,claude. Each has an environment of its own below
+# .venv-compat, some GB for the largest, which is kept until its pins in .ci/compat change. Clients for Node need npm, the
+# page needs a browser, and VLLM_PYTHON names the Python of an environment with vLLM.
+COMPAT ?=
+compat: .venv
+	$(BIN)/python -m tests.compat $(COMPAT)
+
 bench: .venv
 	$(BIN)/python -m benchmarks.peers $(BENCH)
 
@@ -71,7 +78,8 @@ lab-full: .venv
 	$(BIN)/python -m benchmarks.scenarios.run --full
 
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for
-# building that, and for the tools of `audit`, `sbom` and `hostile`. Those are no dependencies of anything.
+# building that, and for the tools of `audit`, `sbom`, `hostile` and `compat`. Those are no dependencies of anything. Of the
+# clients, the largest have no hashes: they would be 800 KB, and pip cannot match the extras of one.
 COMPILE = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
 lock: .venv
 	$(BIN)/python -m pip install --quiet uv
@@ -80,6 +88,12 @@ lock: .venv
 	echo hatchling | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/build.txt
 	printf 'pip-audit\ncyclonedx-bom\n' | $(COMPILE) --upgrade - --output-file .ci/tools.txt
 	echo schemathesis | $(COMPILE) --upgrade - --output-file .ci/hostile.txt
+	echo openai | $(COMPILE) --upgrade - --output-file .ci/compat/openai.txt
+	printf 'anthropic\nlangchain-openai\nopenai-agents\n' | $(COMPILE) --upgrade - --output-file .ci/compat/agents.txt
+	echo guidellm | $(COMPILE) --upgrade - --output-file .ci/compat/guidellm.txt
+	for one in 'aiperf' 'litellm[proxy]' 'lm_eval[api]'; do \
+	    echo "$$one" | $(filter-out --generate-hashes,$(COMPILE)) --upgrade - --output-file .ci/compat/$${one%%[*}.txt; \
+	done
 
 .venv-tools: .ci/tools.txt
 	$(PYTHON) -m venv .venv-tools
@@ -99,4 +113,4 @@ sbom: .venv-tools
 	    --output-reproducible --output-format JSON --output-file dist/llmproxy.cdx.json
 
 clean:
-	rm -rf .venv .venv-hostile .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-compat .venv-hostile .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist

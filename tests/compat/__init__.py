@@ -1,0 +1,1 @@
+"""Real clients against the proxy and a simulated replica: `make compat`."""

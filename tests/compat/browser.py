@@ -1,0 +1,78 @@
+"""A page in a real browser that asks a proxy on another origin, by `fetch` and by OpenAI's SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from tests.compat.commands import CommandFailed
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+PAGE = Path(__file__).parent / "scripts" / "page.html"
+LOADED_MAX_S = 60.0
+
+
+class NoBrowser(CommandFailed):
+    """No browser is installed here."""
+
+
+async def pages(url: str, model: str, node: Path, scratch: Path) -> int:
+    """Let a page ask the proxy at `url`. Returns how many requests it made; AssertionError where one failed."""
+    told = await visited(url, model, node, scratch)
+    assert told["fetch"]["status"] == 200, told
+    assert told["fetch"]["pieces"] > 1, "it came in one piece, and not as it was made"
+    assert told["fetch"]["done"], told
+    assert told["fetch"]["requestId"] == "from-a-page", "an exposed field can be read"
+    assert told["error"] == {"status": 404, "code": 404}, "an error can be read"
+    assert told["sdk"]["pieces"] > 1, told
+    assert told["sdk"]["outputTokens"] > 0, told
+    return 3
+
+
+async def visited(url: str, model: str, node: Path, scratch: Path) -> dict[str, Any]:
+    """What a page says that asked the proxy at `url`; it comes from a port of its own, which is another origin."""
+    told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+    async def page(_: web.Request) -> web.Response:
+        text = PAGE.read_text().replace("$URL", url).replace("$MODEL", model)
+        return web.Response(text=text, content_type="text/html")
+
+    async def result(request: web.Request) -> web.Response:
+        if not told.done():
+            told.set_result(json.loads(await request.text()))
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/", page)
+    app.router.add_post("/told", result)
+    app.router.add_static("/openai", node / "node_modules" / "openai")
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        return await _browse(f"http://127.0.0.1:{port}/", told, scratch)
+    finally:
+        await runner.cleanup()
+
+
+async def _browse(address: str, told: asyncio.Future[dict[str, Any]], scratch: Path) -> dict[str, Any]:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise NoBrowser(f"no browser: install one of {', '.join(BROWSERS)}")
+    process = await asyncio.create_subprocess_exec(
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
+        f"--user-data-dir={scratch / 'browser'}", address,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        return await asyncio.wait_for(told, LOADED_MAX_S)
+    finally:
+        process.terminate()
+        await process.wait()

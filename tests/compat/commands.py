@@ -1,0 +1,45 @@
+"""Commands with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+SHOWN_CHARS = 3000
+
+
+class CommandFailed(Exception):  # noqa: N818 - it failed, or had no time left
+    """A command that ended with another code than 0, or not in time; with the end of what it said."""
+
+
+async def run(
+    command: Sequence[str], *, cwd: Path | None = None, limit_s: float = 120.0, environ: Mapping[str, str] | None = None
+) -> str:
+    """What a command writes, to either stream. It gets no input. Raises CommandFailed; nothing of it is left behind."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=cwd,
+        env={**os.environ, **(environ or {})},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    told = b""
+    try:
+        told, _ = await asyncio.wait_for(process.communicate(), limit_s)
+    except TimeoutError:
+        raise CommandFailed(f"{command[0]} did not end within {limit_s:g} s") from None
+    finally:
+        # Its children, too: they share its process group.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    text = told.decode(errors="replace")
+    if process.returncode:
+        raise CommandFailed(f"{command[0]} ended with {process.returncode}:\n{text[-SHOWN_CHARS:]}")
+    return text

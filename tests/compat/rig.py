@@ -1,0 +1,97 @@
+"""What a client meets: `llmproxy serve` as a process of its own over a simulated replica, and what was counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmproxy.simulator.replica import Replica, ReplicaOptions
+from tests.e2e.house import is_poll, until
+from tests.e2e.test_restart import Served, served
+
+MODEL = "sim-8b"
+OPTIONS = ReplicaOptions(model=MODEL, adapters=("lora-0",), profile="tiny", noise=False, reply_tokens=(8, 24))
+LATE_S = 10.0
+"""How long after a client has ended its last request may take to be told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What the proxy told of the requests of one client: its log lines, and what `/metrics` counts of them."""
+
+    requests: tuple[dict[str, Any], ...]
+    metrics: int
+
+    @property
+    def statuses(self) -> Counter[int]:
+        return Counter(int(one["status"]) for one in self.requests)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the metrics count as many requests as there are log lines."""
+        return self.metrics == len(self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        """Of answers that came to their end."""
+        return sum(one.get("output_tokens") or 0 for one in self.requests if one["outcome"] == "completed")
+
+    @property
+    def untold(self) -> int:
+        """Generations that were completed and of which nobody knows the tokens."""
+        made = [one for one in self.requests if one["outcome"] == "completed" and one["path"] in GENERATIONS]
+        return sum(one.get("output_tokens") is None for one in made)
+
+
+GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+
+
+@dataclass(slots=True)
+class Rig:
+    """A proxy that serves, with its replica."""
+
+    url: str
+    process: Served
+    replica: Replica
+
+    async def counted(self) -> Counted:
+        """All that came so far. Waits for what is still under way."""
+        await until(lambda: not self.replica.in_flight, LATE_S)
+        metrics = -1
+        while metrics != (metrics := await self._metrics()):
+            pass
+        return Counted(tuple(self.process.events("request")), metrics)
+
+    def reached(self) -> list[str]:
+        """Methods and paths of the requests that reached the replica, without polls."""
+        return [f"{seen.method} {seen.path}" for seen in self.replica.requests_seen if not is_poll(seen)]
+
+    async def _metrics(self) -> int:
+        async with aiohttp.ClientSession() as http, http.get(self.url + "/metrics") as page:
+            families = text_string_to_metric_families(await page.text())
+        return sum(int(s.value) for f in families for s in f.samples if s.name == "llmproxy_requests_total")
+
+
+@asynccontextmanager
+async def rig(log: Path, *flags: str) -> AsyncIterator[Rig]:
+    """A fresh one, on free ports."""
+    async with (
+        Replica(OPTIONS) as replica,
+        served(log, "--port", "0", "--backend", replica.url, *flags) as process,
+    ):
+        yield Rig(await process.url(), process, replica)
+
+
+def last_json(text: str) -> dict[str, Any]:
+    """The last line that is a JSON object."""
+    lines = [line for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
