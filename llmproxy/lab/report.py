@@ -7,10 +7,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmproxy.lab.result import LoadPoint, Row, RunKey, SimulationResult, Trail, load_points, policies_of
-from llmproxy.lab.table import COLUMNS, MISSING, REFERENCES, bound_value, bounds_told, is_best, write
+from llmproxy.lab.table import (
+    COLUMNS,
+    MISSING,
+    ORACLE_NOTE,
+    REFERENCES,
+    bound_value,
+    bounds_told,
+    has_oracle,
+    is_best,
+    write,
+)
 
 if TYPE_CHECKING:
     from llmproxy.lab.plots import Plot
@@ -84,10 +94,11 @@ def page(
     policies = policies_of(result, references)
     points = load_points(result, references)
     tables = "".join(_load(point, policies, own, references) for point in points) or "<p>Nothing was run.</p>"
+    rules = f"{RULES} {ORACLE_NOTE}" if has_oracle(points) else RULES
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{_CSS}</style></head><body>
-<header><h1>{escape(title)}</h1>{_facts(result, points, policies)}<p class="rules">{RULES}</p></header>
+<header><h1>{escape(title)}</h1>{_facts(result, points, policies)}<p class="rules">{rules}</p></header>
 <main><section><h2>Results</h2>{tables}</section>{"".join(map(_extra_table, extra.tables))}{_bounds(points)}
 {figures}
 <section><h2>Configuration</h2><details><summary>All that the runs depend on</summary><pre>{_config(result)}</pre>
@@ -157,12 +168,21 @@ def _extra_table(table: ExtraTable) -> str:
 def _plain(value: object) -> str | None:
     """A value on one line, None for what is too long or too deep for it."""
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        text = ", ".join(map(str, value))
+        text = ", ".join(str(_rounded(item)) for item in value)
     elif isinstance(value, str | int | float):
-        text = str(value)
+        text = str(_rounded(value))
     else:
         return None
     return text if len(text) <= FACT_MAX else None
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six digits, however deep they are: the rest is what the arithmetic of machines leaves."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _load(point: LoadPoint, policies: list[str], own: Collection[str], references: Collection[str]) -> str:
@@ -212,7 +232,7 @@ def _bounds(points: list[LoadPoint]) -> str:
 
 
 def _config(result: SimulationResult) -> str:
-    return escape(json.dumps(result.config, indent=2, ensure_ascii=False))
+    return escape(json.dumps(_rounded(result.config), indent=2, ensure_ascii=False))
 
 
 # --- the look of the page ---------------------------------------------------------------------------------------------

@@ -18,6 +18,10 @@ NOTE = (
     "Goodput is of all offered requests: a refusal or a failure is a miss. Latencies are of completed requests, "
     "in seconds, TPOT in milliseconds. Bold: best of its column."
 )
+ORACLE_NOTE = (
+    "The oracle knows lengths, caches and engines, but gives each request what is best at that moment: a policy that "
+    "keeps caches warm for those to come may beat it. The bounds are what none can beat, as far as each says."
+)
 MISSING = "-"
 LOADS_ACROSS = 5
 """Loads whose bounds stand side by side in 80 columns."""
@@ -89,11 +93,18 @@ def print_tables(result: SimulationResult, console: Console, references: Collect
     for point in points:
         console.print(_table(point, references, console.width))
     console.print(Text(NOTE, style="dim"))
+    if has_oracle(points):
+        console.print(Text(ORACLE_NOTE, style="dim"))
     bounded = [point for point in points if point.bounds]
     for first in range(0, len(bounded), LOADS_ACROSS):
         console.print(_bounds(bounded[first : first + LOADS_ACROSS]))
     for name, bound in bounds_told(points).items():
         console.print(Text(f"{name}: {bound.about}", style="dim"))
+
+
+def has_oracle(points: Sequence[LoadPoint]) -> bool:
+    """Whether there is anything that looks as if it could not be beaten."""
+    return any(row.policy == "oracle" for point in points for row in point.rows)
 
 
 def bounds_told(points: Sequence[LoadPoint]) -> dict[str, Bound]:

@@ -33,7 +33,8 @@ def appended(path: Path) -> FileIO:
     """The file, open at its end. Raises OSError, also for what is no regular file and might never take a line."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a regular file")
-    return FileIO(path, "ab")
+    # What it ends in is read once.
+    return FileIO(path, "ab+")
 
 
 class DecisionLog(LineWriter[RequestExit]):
@@ -50,8 +51,7 @@ class DecisionLog(LineWriter[RequestExit]):
         self._sample_below = sample * 2**64
         self._origin_s = origin_s
         self._on_lost = on_lost
-        # What was there before may end in the middle of a line; an empty line means nothing to those who read it.
-        header = b"\n" if file.seek(0, 2) else b""
+        header = b"\n" if _ends_within_a_line(file) else b""
         header += orjson.dumps({"llmproxy_decisions": VERSION, "wall_time": datetime.now(UTC).isoformat()}) + b"\n"
         try:
             self._write(header)
@@ -81,6 +81,14 @@ class DecisionLog(LineWriter[RequestExit]):
 
     def _resumed(self, lost: int) -> None:
         _log.info("decision_log_resumed", lost=lost)
+
+
+def _ends_within_a_line(file: FileIO) -> bool:
+    """Whether what was there before was cut short, as by a full disk."""
+    if not file.seek(0, 2):
+        return False
+    file.seek(-1, 2)
+    return file.read(1) != b"\n"
 
 
 def line_of(ended: RequestExit, origin_s: float) -> dict[str, Any]:

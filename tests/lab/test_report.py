@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from llmproxy.lab.report import ReportUnavailable, page, write_report
 from llmproxy.lab.result import SimulationResult
+from llmproxy.lab.table import ORACLE_NOTE
 from tests.lab.invented import invented, invented_run
 
 SECTIONS = (
@@ -80,6 +82,22 @@ def test_policies_can_be_found_in_tables_and_plots_alike(html: str) -> None:
     assert '<tr class="own series s0"><th>blend' in html
     assert '<tr class="reference series s3"><th>oracle' in html
     assert html.count('class="series s0"') >= 6
+
+
+def test_numbers_of_the_configuration_are_rounded() -> None:
+    config: dict[str, Any] = {"trace_duration_s": 40.50000101250002, "scales": [4 / 3]}
+    config["scheduling"] = {"reserve_s": 0.1 + 0.2}
+    html = page(SimulationResult(runs=[], config=config), {}, "t")
+    assert "<dt>trace_duration_s</dt><dd>40.5</dd>" in html
+    assert "<dt>scales</dt><dd>1.33333</dd>" in html
+    assert "&quot;reserve_s&quot;: 0.3\n" in html
+    assert not re.search(r"\d\.\d{7}", re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))
+
+
+def test_why_an_oracle_may_lose_is_said_where_there_is_one() -> None:
+    for policies in (("blend", "oracle"), ("blend",)):
+        result, trails = invented(policies, (1.0,), count=20)
+        assert (ORACLE_NOTE in page(result, trails, "t")) is ("oracle" in policies)
 
 
 def test_equal_results_give_equal_bytes(tmp_path: Path) -> None:

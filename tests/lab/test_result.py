@@ -24,7 +24,7 @@ from llmproxy.lab.result import (
     to_bytes,
     write_result,
 )
-from llmproxy.lab.table import milliseconds, print_tables, seconds
+from llmproxy.lab.table import ORACLE_NOTE, milliseconds, print_tables, seconds
 from tests.lab.invented import TWELVE, invented, invented_run
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "simulate-result.schema.json"
@@ -163,6 +163,7 @@ def test_the_table_is_plain_text_of_80_columns_where_nobody_watches() -> None:
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 80
     assert all(policy in text for policy in TWELVE)
+    assert ORACLE_NOTE in " ".join(text.split())
     assert "…" not in text
 
 

@@ -221,6 +221,15 @@ def test_a_second_start_appends_behind_what_was_cut_off(path: Path) -> None:
     assert [next(iter(json.loads(line))) for line in whole] == ["llmproxy_decisions", "at_s"]
 
 
+def test_a_second_start_leaves_no_line_empty(path: Path) -> None:
+    for _ in range(2):
+        log = Log(path)
+        log.log.record(SERVED)
+        log.log.close()
+    kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
+    assert kinds == ["llmproxy_decisions", "at_s"] * 2
+
+
 # --- disks that fail --------------------------------------------------------------------------------------------------
 
 
