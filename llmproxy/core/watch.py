@@ -231,11 +231,12 @@ class Watch:
 
     def _speaks(self, lease: int, stream: _Stream, now: float) -> None:
         pulse = stream.pulse
-        pulse.loads.heard(lease, pulse.heard_s, (BASE_TOKENS + pulse.owed_tokens) * self._token_s, now)
+        since_s, prompts_s = pulse.heard_s, (BASE_TOKENS + pulse.owed_tokens) * self._token_s
         pulse.heard_s = stream.heard_s = now
         pulse.under_way[lease] = stream
         if self._owes_no_more(lease, stream, now):
             pulse.work_tokens += stream.own_tokens
+            pulse.loads.heard(lease, since_s, prompts_s, now)
 
     def _owes_no_more(self, lease: int, stream: _Stream, now: float) -> bool:
         """Strike a first byte off what is owed; whether it was among that."""
@@ -308,8 +309,8 @@ class Watch:
         if stream is None:
             return
         stream.pulse.under_way.pop(lease, None)
-        stream.pulse.loads.ended(lease, now)
         self._owes_no_more(lease, stream, now)
+        stream.pulse.loads.ended(lease, now)
 
     def forget(self, backend: str) -> None:
         """Another process may come in its place. What is still in flight there ends unseen."""

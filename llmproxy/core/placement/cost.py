@@ -33,8 +33,8 @@ from llmproxy.core.placement.policy import (
     presets,
     with_context,
 )
-from llmproxy.core.placement.rates import Rates
-from llmproxy.core.placement.station import Flight, Station
+from llmproxy.core.placement.rates import TIERS, Frequency, Rates
+from llmproxy.core.placement.station import ADAPTERS_MAX, Flight, Station
 from llmproxy.core.prefix import PrefixIndex
 
 LATER = NoMatch(whole_model=False, later=True)
@@ -128,6 +128,7 @@ class CostPlacement:
         self._stations: dict[str, Station] = {}
         self._flights: dict[int, Flight] = {}
         self._hit_ratio = 0.0
+        self._asked: dict[str, Frequency] = {}
         self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[_Row]]] = deque(maxlen=EXPLAINED_MAX)
         self._claims: dict[str, dict[str, int]] = {}
         self._claims_at_s = -1.0
@@ -234,7 +235,7 @@ class CostPlacement:
         # Everything is asked of every backend for every request: what follows is most of what a decision takes.
         for view, station, has_room in zip(able, stations, fits, strict=True):
             station.renew(rates)
-            station.limit = view.limit
+            station.limit, station.max_adapters = view.limit, view.max_adapters
             load, step_factor = view.load, station.step.factor
             cached_tokens = matched.get(view.backend, 0) * block_tokens
             if cached_tokens > prompt_tokens - 1.0:
@@ -246,12 +247,23 @@ class CostPlacement:
             crowd_s = output_tokens * load * step_slope_s * step_factor
             ttft_s = queue_s + prefill_s
             stream_s = STREAM * answer_s
-            harm_s = STREAM * (crowd_s + load * prefill_s) + prefill_s * _scarce(station.busy_share(now))
+            scarce = _scarce(station.busy_share(now))
+            harm_s = STREAM * (crowd_s + load * prefill_s) + prefill_s * scarce
             eviction_s = prefill_s * displaces
             total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
             adapter_s = range_s = memory_s = slot_s = None
             if adapter is not None and adapter not in station.adapters:
-                adapter_s = self._adapter_s(adapter, view, station, answer_s)
+                load_s, adapter_s = 0.0, answer_s if station.slots_taken else 0.0
+                if adapter_s or adapter not in view.resident:
+                    load_s = rates.loads.at(station.load_tier(adapter))
+                    adapter_s += load_s
+                    # The whole batch stands still while an engine loads, and who waits for a first byte with it; now,
+                    # and when what had to go comes back.
+                    stall = STREAM * load + (1.0 - STREAM) * station.waiting + scarce
+                    again_s = self._again_s(view, station, able, now) * (1.0 + stall)
+                    harm_s += load_s * stall
+                    eviction_s += again_s
+                    total_s += load_s * stall + again_s
                 ttft_s += adapter_s
                 total_s += adapter_s
             if view.prompt_range is not None and not view.prompt_range[0] <= prompt_tokens <= view.prompt_range[1]:
@@ -283,12 +295,21 @@ class CostPlacement:
             prices.append(_Row(view.backend, total_s, seconds, ttft_s, tpot_s, cached_tokens, cold, has_room))
         return prices
 
-    def _adapter_s(self, adapter: str, view: View, station: Station, answer_s: float) -> float:
-        """Until an adapter that no request there uses is ready."""
-        if view.max_adapters is not None and len(station.adapters) >= view.max_adapters:
-            # Every slot serves somebody: it waits inside the engine until one of them has nobody left.
-            return answer_s
-        return 0.0 if adapter in view.resident else self._rates.adapter_s
+    def _again_s(self, view: View, station: Station, able: Sequence[View], now: float) -> float:
+        """Loading again what has to go for an adapter, by the chance that it is asked for before it had to go anyway.
+
+        It costs nothing where there is a free slot, or where another backend has it, too.
+        """
+        if view.max_adapters is None or len(view.resident) < view.max_adapters:
+            return 0.0
+        displaced = station.displaced(view.resident)
+        if displaced is None or displaced not in self._asked:
+            return 0.0
+        if any(displaced in other.resident for other in able if other is not view):
+            return 0.0
+        asked = self._asked[displaced].at(now)
+        chance = asked / (asked + station.turnover.at(now) / view.max_adapters)
+        return chance * self._rates.loads.at(station.load_tier(displaced))
 
     def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float) -> float:
         """Until a full backend has released a slot for this request and all that wait for it before this one."""
@@ -316,6 +337,12 @@ class CostPlacement:
             placed.tpot.expected_s,
         )
         self._flights[lease] = flight
+        if request.adapter is not None:
+            asked = self._asked.pop(request.adapter, None) or Frequency()
+            asked.add(now)
+            self._asked[request.adapter] = asked
+            if len(self._asked) > ADAPTERS_MAX:
+                del self._asked[next(iter(self._asked))]
         station.book(lease, flight, self._rates, now)
         self._hit_ratio += HIT_GAIN * (placed.cached_tokens / request.prompt_tokens - self._hit_ratio)
 
@@ -364,7 +391,7 @@ class CostPlacement:
             prefill_token_s=rates.prefill.slope,
             step_s=rates.step.at(1.0),
             sequence_s=rates.step.slope,
-            adapter_s=rates.adapter_s,
+            adapter_s=rates.loads.at(TIERS - 1),
             ttft_p90_factor=rates.late_ttft.factor,
             tpot_p90_factor=rates.late_tpot.factor,
             backends=tuple(self._pace(backend, now) for backend in backends),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp
 
 KEEP = 0.98
@@ -21,6 +22,14 @@ UNSEEN = 30.0
 rest fades."""
 STALE = 10
 """Prompts elsewhere after which a pace is reckoned again."""
+LOAD_GUESS_S = 0.05
+"""What loading an adapter is taken to take before any was loaded."""
+LOAD_GAIN = 0.1
+"""Weight of a newer load, once there are as many that it is less than their mean."""
+WINDOW_S = 60.0
+TIERS = 8
+"""Doublings of how many others a backend has loaded since it used an adapter last; the last is for those that it never
+had, or more of them ago."""
 JITTER_S = 0.02
 """Error of a time that does not grow with it: a scheduling turn, a step of the engine."""
 
@@ -144,11 +153,59 @@ class Late:
         self.factor = min(LATE_MOST, max(1.0, self.factor * (1.0 + 9.0 * LATE_STEP if above else 1.0 - LATE_STEP)))
 
 
+class Frequency:
+    """How often something happens, per second: exponential forgetting over `WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._per_s = self._at_s = 0.0
+
+    def add(self, now: float) -> None:
+        self._per_s, self._at_s = self.at(now) + 1.0 / WINDOW_S, now
+
+    def at(self, now: float) -> float:
+        return self._per_s * exp((self._at_s - now) / WINDOW_S)
+
+
+class LoadTimes:
+    """Seconds that loading an adapter takes, by how many others its backend has loaded since it used that one last.
+
+    An engine copies what it has in host memory, and reads from disk what it has not. How much it keeps there, and what
+    either takes, it does not tell. What was not seen of one tier is taken from the next that is known, the colder one
+    first.
+    """
+
+    def __init__(self) -> None:
+        self._seen = [0] * TIERS
+        self._took_s = [LOAD_GUESS_S] * TIERS
+        self._known = [LOAD_GUESS_S] * TIERS
+
+    @staticmethod
+    def tier(since: int | None) -> int:
+        """Of an adapter after whose last use so many others were loaded; None for one that was never there."""
+        return TIERS - 1 if since is None else min(TIERS - 1, since.bit_length())
+
+    def at(self, tier: int) -> float:
+        """What a load is expected to take."""
+        return self._known[tier]
+
+    def learn(self, tier: int, took_s: float) -> None:
+        """A load took so long."""
+        seen = self._seen[tier] = self._seen[tier] + 1
+        known_s = self._took_s[tier]
+        if seen > 1:
+            took_s = min(took_s, OUTLIER * (JITTER_S + known_s))
+        self._took_s[tier] = known_s + max(LOAD_GAIN, 1.0 / seen) * (took_s - known_s)
+        taught = [other for other in range(TIERS) if self._seen[other]]
+        for other in range(TIERS):
+            nearest = next((one for one in taught if one >= other), taught[-1])
+            self._known[other] = self._took_s[nearest]
+
+
 class Rates:
     """What a pool as a whole was seen to take; a backend takes that times its own pace.
 
     `prefill` is seconds over prompt tokens, with a base for each stretch of work that begins on an idle backend; `step`
-    is seconds per output token over the sequences that run; `adapter_s` the seconds more of a cold adapter.
+    is seconds per output token over the sequences that run; `loads` the seconds more of a cold adapter.
     `late_ttft` and `late_tpot` are by how much what was predicted of whole answers is exceeded.
     """
 
@@ -156,7 +213,7 @@ class Rates:
         self.prefill = Line(0.03, 1 / 15_000, 4_000.0, JITTER_S)
         self.step = Line(0.01, 1e-4, 64.0, 1e-3)
         self._usual = 1.0
-        self.adapter_s = 0.05
+        self.loads = LoadTimes()
         self.late_ttft = Late()
         self.late_tpot = Late()
 
@@ -167,9 +224,13 @@ class Rates:
         self.prefill.learn(tokens, took_s * self._usual / pace.factor)
         pace.learn(self.prefill, tokens, took_s)
 
-    def loaded(self, pace: Pace, tokens: float, took_s: float) -> None:
-        """The same with a cold adapter to load."""
-        self.adapter_s += 0.2 * (max(0.0, took_s - self.prefill.at(tokens) * pace.factor) - self.adapter_s)
+    def loaded(self, pace: Pace, tiers: Sequence[int], tokens: float, took_s: float) -> None:
+        """The same with adapters of these tiers to load, one after the other."""
+        loads_s = max(0.0, took_s - self.prefill.at(tokens) * pace.factor)
+        expected_s = [self.loads.at(tier) for tier in tiers]
+        each = loads_s / sum(expected_s) if sum(expected_s) > 0.0 else 0.0
+        for tier, one_s in zip(tiers, expected_s, strict=True):
+            self.loads.learn(tier, one_s * each)
 
     def streamed(self, pace: Pace, running: float, per_token_s: float) -> None:
         """An answer took `per_token_s` for each token after the first, beside about `running` sequences."""
