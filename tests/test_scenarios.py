@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.scenarios import SCENARIOS, store
-from benchmarks.scenarios.goals import full_step_s, versus, window_s
+from benchmarks.scenarios.goals import full_step_s, versus
 from benchmarks.scenarios.run import FULL_SEEDS, PREFILL_SCALES, QUICK_SEEDS, policies_of
 from benchmarks.scenarios.scenario import (
     GOODPUT,
@@ -479,10 +479,9 @@ def test_ratios_are_of_the_same_seeds() -> None:
     assert versus(runs[:1], runs[1:], lambda run: figures[run.seed]) is None
 
 
-def test_the_bound_of_a_wait_is_two_full_steps_and_what_may_be_ahead() -> None:
+def test_a_full_step_has_a_full_batch_and_a_full_budget_of_prompts() -> None:
     case = replace(SCENARIOS[0].cases[0], fleet="2xllama-8b-h100")
-    place = replace(place_of(SCENARIOS[0], case), bounds={"rate_balance": Bound(value=10.0, unit="", about="")})
-    assert window_s(place, 2) == pytest.approx(0.4)
+    place = place_of(SCENARIOS[0], case)
     spec = place.fleet.replicas[0]
     chunks = [(500, 1_000)] * 16
     step_s = spec.profile.step_s(spec.max_num_seqs, spec.max_num_seqs * 1_200, chunks)

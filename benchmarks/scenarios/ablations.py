@@ -18,7 +18,8 @@ SCENARIO = Scenario(
     "A",
     "Ablations",
     "W1's conversations, W2's shared prefixes and its tool agents, under"
-    " `cost` without one of its terms, and with other windows of late binding (2 is the default).",
+    " `cost` without one of its terms, and with other windows of late binding (the default follows from batch and"
+    " times).",
     GOODPUT,
     (
         Case(

@@ -58,10 +58,3 @@ def full_step_s(place: Place, prompt_tokens: int, new_tokens: int, context_token
         )
         for spec in place.fleet.replicas
     )
-
-
-def window_s(place: Place, look_ahead: int) -> float:
-    """Seconds in which a full replica ends as many requests as may be ahead of its batch, at the fleet's balance."""
-    balance = place.bounds["rate_balance"].value
-    assert balance is not None
-    return look_ahead * len(place.fleet.replicas) / balance

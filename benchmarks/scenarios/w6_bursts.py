@@ -22,7 +22,7 @@ from llmproxy.lab.fleet import Fault, FaultKind, Fleet
 from llmproxy.lab.result import RunResult
 
 KEPT = "cost(withdrawal=false)"
-LEVEL, LEVEL_KEPT = "cost(ceilings=1/1/1)", "cost(ceilings=1/1/1,withdrawal=false)"
+LEVEL, LEVEL_KEPT = "cost(reserve_s=0)", "cost(reserve_s=0,withdrawal=false)"
 HOLD_S = 30.0
 IN_TURN_S = (20.0, 27.0, 33.0, 40.0)
 """For how long each of four replicas is gone."""

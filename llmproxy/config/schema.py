@@ -259,8 +259,8 @@ class SchedulingConfig(Section):
     """What fair_share and locality_fair_share share out: tokens, requests or kv_seconds (KV-cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}
     """Saturation (0..1] at which a band waits; bands not named here take that of the next lower one."""
-    reserve_s: Seconds = 60.0
-    """How long after the last request of a band its room is kept free; a band that nobody uses holds up no other."""
+    reserve_s: Annotated[Number, Field(ge=0)] = 60.0
+    """How long after the last request of a band its room is kept free, a slot at least; 0: no room is kept."""
     min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = {}
     """Least share of the work (0..1) of a band that waits, even against higher ones: {sheddable: 0.05}."""
     weights: dict[str, Weight] = {}
@@ -279,8 +279,8 @@ class SchedulingConfig(Section):
     """Whether sheddable requests that a backend has but has not begun go back to wait when critical ones need room."""
     refuse_late: bool = False
     """Whether to refuse at once (429) what could not meet its objective even if it were served next."""
-    look_ahead: Annotated[Integer, Field(ge=0)] = 2
-    """Requests allowed in flight above an engine's batch limit, so that it never starves."""
+    look_ahead: Annotated[Integer, Field(ge=0)] | None = None
+    """Requests allowed in flight above an engine's batch limit, so that it never starves; null: by batch and times."""
     start_limit: Count = 32
     """Batch limit assumed of an engine before its own numbers teach better."""
     kv_full: Fraction = 1.0

@@ -15,7 +15,7 @@ CALM_READINGS_MAX = 160
 
 
 KEPT_FROM = 4
-"""The least batch limit of which a slot is kept free on each backend; of smaller ones, one is kept in the whole pool."""
+"""The least batch limit of which a slot is kept on each backend; of smaller ones, one is kept in the whole pool."""
 
 
 def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.0) -> int:

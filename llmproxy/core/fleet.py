@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from llmproxy.core.capacity import BatchLimit, slots_under
 from llmproxy.core.domain import Listing, Reading, Request, Trouble, Verdict
 from llmproxy.core.health import Health
+from llmproxy.core.look_ahead import LookAhead
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 from llmproxy.core.watch import Silent
 
@@ -107,7 +108,8 @@ class Backend:
         self.sequences = 0
         self._drained = False
         lowest_ceiling, self._highest_ceiling = ceiling_range
-        self.limit = BatchLimit(max_in_flight, capacity.start_limit, capacity.look_ahead, lowest_ceiling)
+        self.limit = BatchLimit(max_in_flight, capacity.start_limit, capacity.look_ahead or 0, lowest_ceiling)
+        self._look_ahead = LookAhead()
         self._capacity = capacity
         self._prompt_range = prompt_range
         self._served: frozenset[str] = frozenset()
@@ -211,6 +213,7 @@ class Backend:
 
     def _forget_process(self) -> None:
         self.reading = None
+        self._look_ahead = LookAhead()
         self._residents.clear()
         self._others = self._others_seen = 0
         self._view = None
@@ -246,10 +249,13 @@ class Backend:
         self.health.spoke(lease, now)
         self._view = None
 
-    def release(self, lease: int, verdict: Verdict, now: float) -> None:
+    def release(self, lease: int, verdict: Verdict, now: float, output_tokens: int = 0) -> None:
+        """`output_tokens` are those of the whole answer, 0 where nobody counted them."""
         if verdict is Verdict.BUSY:
             self.limit.refused(self.sequences)
         booking = self.bookings.pop(lease)
+        if output_tokens and verdict is Verdict.SERVED and now > booking.booked_s:
+            self._look_ahead.ended(now - booking.booked_s, output_tokens / booking.request.sequences)
         self.sequences -= booking.request.sequences
         self._debit_tokens -= self._debits.pop(lease, 0)
         idle = not self.bookings and (self.reading is None or not self.reading.running)
@@ -374,6 +380,7 @@ class Backend:
         # Nobody waits for a backend to grow warmer: whoever finds no room elsewhere goes there at once.
         self._view_until_s = min(until_s, health.warmer_at(now) or inf)
         available = health.available(now) and not self._drained
+        limit = self.limit.value
         return View(
             backend=self.name,
             available=available,
@@ -382,12 +389,12 @@ class Backend:
             max_adapters=max_adapters,
             max_model_len=self._max_model_len,
             prompt_range=self._prompt_range,
-            limit=self.limit.value,
+            limit=limit,
             load=load,
             waiting=waiting,
             kv_used=kv_used,
             kv_tokens=kv_tokens,
-            look_ahead=capacity.look_ahead,
+            look_ahead=self._look_ahead.requests(limit) if capacity.look_ahead is None else capacity.look_ahead,
             kv_full=capacity.kv_full,
             reading=reading,
             warmth=health.warmth(now),

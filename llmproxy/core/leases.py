@@ -179,7 +179,7 @@ class Leases:
     def finish(self, lease: int, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
         """Return a lease. `usage` is what the engine counted, or the tokens seen so far where it was cut short."""
         held = self._held.pop(lease)
-        held.backend.release(lease, verdict, now)
+        held.backend.release(lease, verdict, now, usage.output_tokens if usage is not None else 0)
         self._watch.finished(lease, now)
         self._withdrawal.closed(lease)
         self._limits.released(held.request, _used_tokens(held.request, verdict, usage), now)

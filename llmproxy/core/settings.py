@@ -16,12 +16,12 @@ class CapacitySettings:
     """How much work a backend is given.
 
     `start_limit` is the batch limit assumed of an engine before its own numbers teach better; `look_ahead` requests may
-    be in flight above the limit so that the engine never starves; above `kv_full` (0..1) a KV-cache counts as full.
-    Readings older than `stale_after_s` are not believed.
+    be in flight above the limit so that the engine never starves, None for as many as `core.look_ahead` finds; above
+    `kv_full` (0..1) a KV-cache counts as full. Readings older than `stale_after_s` are not believed.
     """
 
     start_limit: int = 32
-    look_ahead: int = 2
+    look_ahead: int | None = None
     kv_full: float = 1.0
     stale_after_s: float = 5.0
 

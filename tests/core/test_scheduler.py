@@ -50,7 +50,7 @@ def submit(of: Pools, *requests: Request, now: float = 0.0) -> None:
 
 
 def test_a_grant_books_at_once_so_a_burst_cannot_overshoot() -> None:
-    one = pools({"a": 4, "b": 2})
+    one = pools({"a": 4, "b": 2}, Settings(capacity=CapacitySettings(look_ahead=2)))
     submit(one, *(request(band=CRITICAL) for _ in range(20)))
     by_backend = [grant.placed.backend for grant in grants(one)]
     assert sorted(by_backend) == ["a"] * (4 + 2) + ["b"] * (2 + 2)
@@ -102,6 +102,7 @@ def test_a_flow_that_fits_nowhere_lets_the_next_one_go() -> None:
 def test_a_head_that_fits_nowhere_does_not_hold_up_its_own_flow() -> None:
     one = pools(
         {"short": 4, "long": 1},
+        Settings(capacity=CapacitySettings(look_ahead=2)),
         listings={"short": listing(max_model_len=100), "long": listing(max_model_len=1000)},
     )
     submit(one, *(request(prompt_tokens=500, band=CRITICAL) for _ in range(3)))

@@ -157,7 +157,7 @@ def test_backends_say_for_whom_they_have_room() -> None:
     for _ in range(2):
         house.troubled("c", Trouble.TIMEOUT)
     rooms = {one.view.backend: one.room_for for one in only_pool(house, 0.2).backends}
-    assert rooms == {"a": (CRITICAL, DEFAULT), "b": (), "c": ()}
+    assert rooms == {"a": (CRITICAL,), "b": (), "c": ()}
 
 
 def test_a_pool_without_a_backend_that_is_up_holds_what_waits_and_its_clock_stands() -> None:
@@ -225,8 +225,8 @@ def test_parked_requests_are_counted_by_band_and_limit() -> None:
 
 
 def _park(house: Pools) -> None:
-    """A second seat, so that those who wait have their turn and are found to be limited."""
-    house.backends["a"].limit.value = 2
+    """Two more seats, one being kept, so that those who wait have their turn and are found to be limited."""
+    house.backends["a"].limit.value = 3
     house.backends["a"]._view = None
     assert not house.decide(0.0)
 

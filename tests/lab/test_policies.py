@@ -97,7 +97,7 @@ def test_parameters_of_ours_are_keys_of_the_configuration() -> None:
     assert plan.settings.output_weight == 3.5
     assert plan_named("late_least_request(start_limit=9)", config).settings.capacity.start_limit == 9
     assert "fcfs" in plan.about
-    assert config.scheduling.look_ahead == 2
+    assert config.scheduling.look_ahead is None
 
 
 def test_who_goes_next_can_be_said_in_a_name() -> None:
