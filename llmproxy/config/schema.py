@@ -281,7 +281,7 @@ class SchedulingConfig(Section):
     """Whether to refuse at once (429) what could not meet its objective even if it were served next."""
     look_ahead: Annotated[Integer, Field(ge=0)] | None = None
     """Requests allowed in flight above an engine's batch limit, so that it never starves; null: by batch and times."""
-    start_limit: Count = 32
+    start_limit: Count = 4
     """Batch limit assumed of an engine before its own numbers teach better."""
     kv_full: Fraction = 1.0
     """Use of its KV-cache (0..1] above which a backend counts as full."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from math import floor
+from math import ceil, floor
 
 PLATEAU_READINGS = 3
 """Waiting must persist this long to be a queue: a request that arrived between two steps waits for one reading."""
+PROVEN_READINGS = 2
+"""The same where nothing but the batch can be what is waited for."""
 UNPUBLISHED = 256
 """The limit of a backend that publishes no numbers to learn from: the batch limit that vLLM itself starts with."""
 CALM_READINGS_MIN = 5
@@ -36,29 +38,36 @@ def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.
 class BatchLimit:
     """How many sequences an engine runs at once, as far as is known.
 
-    Starts at `start` and grows by a quarter while the engine is used and shows nobody waiting; settles on the number
-    running once requests keep waiting while that number no longer rises. A plateau once met is tried again, by an
-    eighth, after a calm that doubles each time it proves the same, since what made it (long prompts, a full KV-cache)
-    may have passed. Such a trial ends with the first reading that shows somebody waiting behind no more than the known
-    number: what it lets in beyond that stands in the engine's own queue, before everything that comes after it, a
-    critical request included. `fixed` caps the limit for good: an operator's word bounds what is tried, and the
-    engine's own queue may still prove it too high.
+    Starts at `start` and doubles while the engine follows and shows nobody waiting; settles on the number running once
+    requests keep waiting while that number no longer rises, and grows by a quarter from then on. A plateau once met is
+    tried again after a calm that doubles each time it proves the same, since what made it (long prompts, a full
+    KV-cache) may have passed. A trial lets in one more than the plateau, and ends with the first reading that shows
+    somebody waiting behind no more than the known number: what it lets in stands in the engine's own queue, before
+    everything that comes after it, a critical request included. `fixed` caps the limit for good: an operator's word
+    bounds what is tried, and the engine's own queue may still prove it too high.
 
     "Used" means filled to `lowest_ceiling`: traffic of low bands alone never fills a backend further than that, and
-    must be able to teach its limit all the same. The reading itself must bear that out: the gauges of a frozen engine
-    stay as they were, and "nobody waits" is then no invitation to send more.
+    must be able to teach its limit all the same. A plateau that nothing but the batch explains is the engine's own
+    limit, which no calm changes: it is tried only while as many as that are there, for whom a low band cannot be
+    brought. The reading itself must bear all that out: the gauges of a frozen engine stay as they were, and "nobody
+    waits" is then no invitation to send more.
     """
 
-    def __init__(self, fixed: int | None, start: int, probe_step: int, lowest_ceiling: float = 1.0) -> None:
+    def __init__(self, fixed: int | None, start: int, lowest_ceiling: float = 1.0) -> None:
         self._cap = fixed
-        self._probe_step = max(1, probe_step)
+        self._start = start
         self.lowest_ceiling = lowest_ceiling
-        self._plateau: int | None = None
-        self._settled = 0
-        self._calm = 0
-        self._patience = CALM_READINGS_MIN
         self._waited: deque[int] = deque(maxlen=PLATEAU_READINGS)
-        self.value = fixed if fixed is not None else start
+        self.forget()
+
+    def forget(self) -> None:
+        """Another engine is behind it: begin anew."""
+        self._plateau: int | None = None
+        self._proven = False
+        self._settled = self._ran_most = self._calm = 0
+        self._patience = CALM_READINGS_MIN
+        self._waited.clear()
+        self.value = self._cap if self._cap is not None else self._start
 
     def cap(self, fixed: int | None) -> None:
         """Go by another configured limit; what was learned stays where it does not contradict it."""
@@ -70,27 +79,34 @@ class BatchLimit:
                 self._plateau = None
             self.value = self._plateau or fixed
 
-    def observe(self, running: int, waiting: int, load: int) -> None:
-        """Learn from one reading; `load` is how many sequences are thought to be at the engine."""
+    def observe(self, running: int, waiting: int, load: int, *, proven: bool = False) -> None:
+        """Learn from one reading; `load` is how many sequences are thought to be at the engine.
+
+        `proven`: those that wait can wait for nothing but a place in the batch.
+        """
+        self._ran_most = max(self._ran_most, running)
         if waiting > 0:
             self._calm = 0
             if self._plateau is not None and running <= self._plateau < self.value:
-                self._settle(self._plateau)
+                self._settle(self._plateau, self._proven)
                 return
             self._waited.append(running)
-            steady = max(self._waited) - min(self._waited) <= max(1, running // 10)
-            if len(self._waited) == PLATEAU_READINGS and steady and running > 0:
-                self._settle(max(self._waited))
+            proven = proven and running >= self._ran_most
+            last = list(self._waited)[-PROVEN_READINGS if proven else -PLATEAU_READINGS :]
+            steady = max(last) - min(last) <= (0 if proven else max(1, running // 10))
+            if len(last) == (PROVEN_READINGS if proven else PLATEAU_READINGS) and steady and running > 0:
+                self._settle(max(last), proven)
             return
         self._waited.clear()
         if running > self.value:
             self._set(running)
-        used_from = slots_under(self.value, self.lowest_ceiling, 0)
-        if self.lowest_ceiling < 1.0:
+        ceiling = 1.0 if self._proven else self.lowest_ceiling
+        used_from = slots_under(self.value, ceiling, 0)
+        if ceiling < 1.0:
             used_from = max(1, min(used_from, self.value - 1))
         # Half, because short requests spend much of their time outside the batch, on their way in and out.
         if load >= used_from and 2 * running >= used_from:
-            self._grow(running)
+            self._grow(running, load)
 
     def unpublished(self) -> None:
         """The backend lives and publishes no numbers: nothing can be learned, and a low guess would stay for ever."""
@@ -99,24 +115,31 @@ class BatchLimit:
 
     def refused(self, load: int) -> None:
         """The engine turned a request away as busy while `load` sequences were at it."""
-        self._settle(max(1, min(self.value, load - 1)))
+        self._settle(max(1, min(self.value, load - 1)), proven=False)
 
-    def _grow(self, running: int) -> None:
+    def _grow(self, running: int, load: int) -> None:
         if self._plateau is not None and running > self._plateau:
-            self._plateau = None
+            self._plateau, self._proven = None, False
         if self._plateau is None or self.value < self._plateau:
-            self._set(self.value + max(1, self.value // 4))
+            quarter = self.value + max(1, self.value // 4)
+            filled = min(self.value, ceil(running / self.lowest_ceiling))
+            self._set(quarter if self._settled else max(quarter, 2 * filled))
             return
         self._calm += 1
         if self._calm >= self._patience:
             self._calm = 0
-            self._set(self.value + max(self._probe_step, self.value // 8))
+            # Whoever fills it to `load` now fills it to one more than the plateau then.
+            self._set(max(self._plateau + 1, ceil(self._plateau * (self._plateau + 1) / load)))
 
-    def _settle(self, plateau: int) -> None:
+    def _settle(self, plateau: int, proven: bool) -> None:
         same = abs(plateau - self._settled) <= max(1, plateau // 10)
+        if same and self._proven and not proven:
+            # What is known for certain is not given up for what may be a moment between two steps.
+            plateau, proven = self._plateau or plateau, True
         if plateau != self.value or self._plateau is None:
             self._patience = min(CALM_READINGS_MAX, 2 * self._patience) if same else CALM_READINGS_MIN
         self._plateau = self._settled = plateau
+        self._proven = proven
         self._set(plateau)
 
     def _set(self, value: int) -> None:

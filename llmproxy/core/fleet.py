@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -108,7 +109,7 @@ class Backend:
         self.sequences = 0
         self._drained = False
         lowest_ceiling, self._highest_ceiling = ceiling_range
-        self.limit = BatchLimit(max_in_flight, capacity.start_limit, capacity.look_ahead or 0, lowest_ceiling)
+        self.limit = BatchLimit(max_in_flight, capacity.start_limit, lowest_ceiling)
         self._look_ahead = LookAhead()
         self._capacity = capacity
         self._prompt_range = prompt_range
@@ -197,7 +198,8 @@ class Backend:
         self._others, self._others_seen = min(others, self._others_seen), others
         self._high_water = self.sequences
         if not self._waits_for_adapter(reading):
-            self.limit.observe(reading.running, reading.waiting, self.sequences + self._others)
+            proven = self._waits_for_batch(reading, visible_s)
+            self.limit.observe(reading.running, reading.waiting, self.sequences + self._others, proven=proven)
         for adapter in sorted(reading.running_adapters & self._adapters):
             self._touch(adapter)
         self._evict()
@@ -225,6 +227,17 @@ class Backend:
         return any(
             b.request.adapter not in reading.running_adapters for b in self.bookings.values() if b.request.adapter
         )
+
+    def _waits_for_batch(self, reading: Reading, visible_s: float) -> bool:
+        """What waits there waits for a place in the batch: no prompt is being computed, and memory is free for each.
+
+        A step that is full of prompts leaves others waiting beside a small batch, and so does a full KV-cache.
+        """
+        if self._others or reading.kv_used is None or not reading.kv_tokens:
+            return False
+        owed = [b.request for b in self.bookings.values() if not b.started and b.booked_s <= visible_s]
+        free_tokens = (1.0 - reading.kv_used) * reading.kv_tokens
+        return sum(r.sequences for r in owed) <= reading.waiting and all(r.prompt_tokens < free_tokens for r in owed)
 
     # --- what leases bring ---------------------------------------------------------------------------------------
 
@@ -295,16 +308,25 @@ class Backend:
         booking = self.bookings[lease]
         if booking.started or booking.request.stream:
             return not booking.started
+        return not self._others and lease in self._last_waiting()
+
+    def queued(self, now: float) -> Iterator[int]:
+        """Leases in the engine's own queue by a reading that is still believed, the newest first."""
+        return self._last_waiting() if self.view(now).waiting else iter(())
+
+    def _last_waiting(self) -> Iterator[int]:
+        """A queue holds whoever came last: the newest leases that the last reading has seen, up to as many as wait."""
         reading = self.reading
-        if reading is None or self._others or booking.booked_s > reading.taken_at_s - GAUGE_LAG_S:
-            return False
+        if reading is None:
+            return
         last = 0
-        for other, later in reversed(self.bookings.items()):
-            if later.booked_s <= reading.taken_at_s - GAUGE_LAG_S:
-                last += later.request.sequences
-            if other == lease or last > reading.waiting:
-                break
-        return last <= reading.waiting
+        for lease, booking in reversed(self.bookings.items()):
+            if booking.booked_s > reading.taken_at_s - GAUGE_LAG_S:
+                continue
+            last += booking.request.sequences
+            if last > reading.waiting:
+                return
+            yield lease
 
     def view_without(self, leases: list[int], now: float) -> View:
         """The view as it will be when `leases` have been given back."""

@@ -52,7 +52,7 @@ class Reserve:
 
     def keeps_last(self, band: int, views: Sequence[View], now: float) -> bool:
         """Whether one slot is all that the pool has left, and is kept for a band above `band`."""
-        if next(self._above(band, now), None) is None:
+        if not self.used_above(band, now):
             return False
         free, idle = 0, True
         for view in views:
@@ -63,6 +63,10 @@ class Reserve:
                 if free > 1:
                     return False
         return not idle
+
+    def used_above(self, band: int, now: float) -> bool:
+        """A band above `band` is in use."""
+        return next(self._above(band, now), None) is not None
 
     def changes_at(self, now: float) -> float | None:
         """When a band will have been out of use for long enough; None where time alone changes nothing."""

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+from msgspec.structs import replace
+
 from llmproxy.core.admission import Admission
-from llmproxy.core.domain import Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
+from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
 from llmproxy.core.first_fit import Found, Limited, Unmatched, first_fit, head
 from llmproxy.core.first_token import FirstToken
 from llmproxy.core.fleet import Backend, View
@@ -204,6 +206,7 @@ class Scheduler:
         if self._shed:
             decisions += self._shed
             self._shed = []
+        decisions += self._withdrawal.clear(now)
         alive = self.alive()
         self._room.pool_is(alive, now)
         self._more = False
@@ -288,10 +291,14 @@ class Scheduler:
             this.outdated = None
         if not guaranteed and self._reserve.keeps_last(level, this.views, this.now):
             return NO_CAPACITY
+        views = this.views
+        if level < DEFAULT and not guaranteed and self._reserve.used_above(level, this.now):
+            # Who comes from above would stand behind it in the engine's own queue.
+            views = [replace(view, available=False) if view.waiting and not view.probed else view for view in views]
         while True:
             patient = self._room.levels()[-1] == level
             found = first_fit(
-                band, self._placement, this.views, ceiling, self._limits, unmatched, this.now, patient=patient
+                band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient
             )
             if not isinstance(found, Limited):
                 break

@@ -20,7 +20,7 @@ class CapacitySettings:
     `kv_full` (0..1) a KV-cache counts as full. Readings older than `stale_after_s` are not believed.
     """
 
-    start_limit: int = 32
+    start_limit: int = 4
     look_ahead: int | None = None
     kv_full: float = 1.0
     stale_after_s: float = 5.0

@@ -30,6 +30,7 @@ class Withdrawal:
         self._open: dict[int, tuple[Request, Backend]] = {}
         self._by_band: dict[int, dict[int, None]] = {}
         self._pending: dict[int, Backend] = {}
+        self._urgent: dict[int, Backend] = {}
 
     def reconfigure(self, settings: Settings) -> None:
         self._settings = settings
@@ -38,12 +39,31 @@ class Withdrawal:
         if request.band < DEFAULT:
             self._open[lease] = (request, backend)
             self._by_band.setdefault(request.band, {})[lease] = None
+        elif request.band > DEFAULT:
+            self._urgent[lease] = backend
 
     def closed(self, lease: int) -> None:
         """The lease spoke or ended: there is nothing to take back any more."""
         if lease in self._open:
             del self._by_band[self._open.pop(lease)[0].band][lease]
         self._pending.pop(lease, None)
+        self._urgent.pop(lease, None)
+
+    def clear(self, now: float) -> Iterable[Withdraw]:
+        """What to take back out of the engines' own queues, where a lease above `default` came behind it.
+
+        Such an engine had less room than was believed, and nobody inside it can be overtaken.
+        """
+        if not self._open or not self._urgent or not self._settings.withdrawal:
+            return
+        behind = {backend.name: (lease, backend) for lease, backend in self._urgent.items()}
+        for last, backend in behind.values():
+            ahead = [x for x in backend.queued(now) if x in self._open and x < last and backend.unstarted(x)]
+            for lease in sorted(ahead, key=lambda lease: self._open[lease][0].band):
+                if len(self._pending) >= WITHDRAW_MAX:
+                    return
+                if lease not in self._pending:
+                    yield self._take_back(lease)
 
     def choose(self, head: Request, excluded: frozenset[str], waiting: int, now: float) -> Iterable[Withdraw]:
         """What to take back so that `head`, and with it `waiting` requests of its band, find room."""
@@ -54,9 +74,12 @@ class Withdrawal:
             lease = next((x for x in self._newest() if self._makes_room(x, head, excluded, now)), None)
             if lease is None:
                 return
-            request, backend = self._open[lease]
-            self._pending[lease] = backend
-            yield Withdraw(lease, request, backend.name)
+            yield self._take_back(lease)
+
+    def _take_back(self, lease: int) -> Withdraw:
+        request, backend = self._open[lease]
+        self._pending[lease] = backend
+        return Withdraw(lease, request, backend.name)
 
     def _newest(self) -> Iterator[int]:
         lowest_first = (lease for band in sorted(self._by_band) for lease in reversed(self._by_band[band]))

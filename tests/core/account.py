@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from llmproxy.core.domain import DEFAULT, Entry, Grant, Request, Withdraw
@@ -86,12 +86,13 @@ class Waiter:
 
 @dataclass
 class Held:
-    """A lease in this account. `taken_back`: the scheduler has asked for it."""
+    """A lease in this account. `taken_back`: the scheduler has asked for it; `in_the_way`: of one behind it."""
 
     grant: Grant
     excluded: frozenset[str]
     started: bool = False
     taken_back: bool = False
+    in_the_way: bool = False
 
 
 @dataclass
@@ -147,7 +148,14 @@ class Books:
     def roomy(self, pool: str, band: int, rows: Mapping[str, Row]) -> bool:
         """Somebody has room for something of `band`."""
         ceiling = self.ceiling(pool, band)
-        return not self.kept(pool, band, rows) and any(row.has_room(ceiling) for row in rows.values())
+        seen = self.rows_for(pool, band, rows)
+        return not self.kept(pool, band, rows) and any(row.has_room(ceiling) for row in seen.values())
+
+    def rows_for(self, pool: str, band: int, rows: Mapping[str, Row]) -> Mapping[str, Row]:
+        """As a band sees them: none below default is to stand in an engine's queue before a higher one in use."""
+        if band >= DEFAULT or not self.above(pool, band):
+            return rows
+        return {n: replace(r, available=False) if r.view.waiting and not r.half_open else r for n, r in rows.items()}
 
     def rank(self, waiter: Waiter) -> Rank:
         return waiter.rank(self.settings.ordering, self.settings.ageing_s, self.now)
@@ -187,6 +195,7 @@ class Books:
                 return []
             ceiling = self.ceiling(waiter.request.pool, waiter.request.band)
         asked = waiter.request
+        rows = self.rows_for(asked.pool, asked.band, rows)
         below = any(w.request.band < asked.band for w in self.waiting_in(asked.pool))
         if self.settings.placement == "cost" and (self.settings.limits or not below):
             # It may be worth to wait for a backend that is full, and for nothing else; but not above a band that waits.
@@ -207,7 +216,8 @@ class Books:
         self._explained(grant)
         row = rows[grant.placed.backend]
         ceiling = 1.0 if grant.why.guaranteed else self.ceiling(request.pool, request.band)
-        assert self.fits(waiter, row, rows, ceiling), f"{request.id} does not fit {row.view.backend}"
+        seen = rows if grant.why.guaranteed else self.rows_for(request.pool, request.band, rows)
+        assert self.fits(waiter, seen[row.view.backend], seen, ceiling), f"{request.id} does not fit {row.view.backend}"
         if grant.why.guaranteed:
             assert self.settings.min_shares.get(request.band), "no minimum share was promised"
             assert any(w.request.band > request.band for w in self.waiting_in(request.pool)), "nobody waits above"
@@ -257,7 +267,7 @@ class Books:
                 free = self.free_for(other, rows, ceiling)
                 assert not free, f"{asked.id} went before {other.request.id} of its flow"
 
-    def take_back(self, withdraw: Withdraw) -> None:
+    def take_back(self, withdraw: Withdraw, row: Row) -> None:
         held = self.held[withdraw.lease]
         assert self.settings.withdrawal
         assert (held.grant.request, held.grant.placed.backend) == (withdraw.request, withdraw.backend)
@@ -267,8 +277,17 @@ class Books:
         assert not held.grant.why.guaranteed, "a band lost what its minimum share had given it"
         wanting = sum(w.request.band > DEFAULT and not self.limited(w) for w in self.waiting_in(withdraw.request.pool))
         held.taken_back = True
-        outstanding = sum(h.taken_back for h in self.held.values() if h.grant.request.pool == withdraw.request.pool)
-        assert outstanding <= min(WITHDRAW_MAX, wanting), f"{outstanding} leases were taken back for {wanting}"
+        held.in_the_way = self._in_the_way(withdraw, row)
+        taken = [h for h in self.held.values() if h.taken_back and h.grant.request.pool == withdraw.request.pool]
+        assert len(taken) <= WITHDRAW_MAX
+        for_room = sum(not h.in_the_way for h in taken)
+        assert for_room <= wanting, f"{for_room} leases were taken back for {wanting}"
+
+    def _in_the_way(self, withdraw: Withdraw, row: Row) -> bool:
+        """Its engine has a queue of its own, in which one of a band above default stands behind it."""
+        behind = (h for lease, h in self.held.items() if lease > withdraw.lease and not h.started)
+        there = (h.grant for h in behind if h.grant.placed.backend == withdraw.backend)
+        return row.view.waiting > 0 and any(grant.request.band > DEFAULT for grant in there)
 
     # --- what must be done -----------------------------------------------------------------------------------------
 

@@ -13,33 +13,117 @@ class Engine:
     def __init__(self, batch: int, limit: BatchLimit, ceiling: float = 1.0, look_ahead: int = 2) -> None:
         self.batch, self.limit, self.ceiling, self.look_ahead = batch, limit, ceiling, look_ahead
         self.waiting_seen: list[int] = []
+        self.ran: list[int] = []
 
     def saturate(self, readings: int) -> None:
         for _ in range(readings):
             load = slots_under(self.limit.value, self.ceiling, self.look_ahead)
             running = min(self.batch, load)
             self.waiting_seen.append(load - running)
+            self.ran.append(running)
             self.limit.observe(running, load - running, load)
 
 
 def test_it_starts_where_it_is_told_and_stays_there_while_unused() -> None:
-    limit = BatchLimit(None, 32, 2)
+    limit = BatchLimit(None, 32)
     assert limit.value == 32
     for _ in range(50):
         limit.observe(running=3, waiting=0, load=3)
     assert limit.value == 32
 
 
-def test_it_grows_while_used_and_nobody_waits() -> None:
-    limit = BatchLimit(None, 32, 2)
+def test_it_doubles_while_the_engine_follows_and_nobody_waits() -> None:
+    limit = BatchLimit(None, 32)
     limit.observe(running=32, waiting=0, load=34)
-    assert limit.value == 40
+    assert limit.value == 64
+    # It goes no further ahead of what runs than that.
+    limit.observe(running=35, waiting=0, load=66)
+    assert limit.value == 80
+
+
+@pytest.mark.parametrize(("batch", "readings"), [(2, 3), (4, 3), (8, 3), (16, 4), (64, 6), (256, 8), (1024, 10)])
+def test_a_cold_engine_is_filled_within_some_readings(batch: int, readings: int) -> None:
+    limit = BatchLimit(None, 4, lowest_ceiling=0.85)
+    engine = Engine(batch, limit, 0.85)
+    for taken in range(1, 20):
+        engine.saturate(1)
+        if engine.ran[-1] == min(batch, slots_under(limit.value, 0.85, 2)) and limit.value >= batch:
+            break
+    assert taken <= readings
+    engine.saturate(4)
+    assert limit.value == batch
+
+
+def test_once_it_has_settled_it_grows_by_a_quarter() -> None:
+    limit = BatchLimit(None, 4)
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=20, waiting=5, load=25)
+    limit.observe(running=24, waiting=0, load=24)
+    assert limit.value == 30
+
+
+def test_what_can_wait_for_the_batch_alone_proves_its_limit_a_reading_sooner() -> None:
+    limit = BatchLimit(None, 32)
+    limit.observe(running=8, waiting=5, load=13, proven=True)
+    assert limit.value == 32
+    limit.observe(running=8, waiting=5, load=13, proven=True)
+    assert limit.value == 8
+
+
+def test_a_batch_smaller_than_one_that_ran_proves_nothing() -> None:
+    limit = BatchLimit(None, 32)
+    limit.observe(running=20, waiting=0, load=20)
+    for _ in range(PLATEAU_READINGS - 1):
+        limit.observe(running=8, waiting=5, load=13, proven=True)
+    assert limit.value == 32
+
+
+def settled(batch: int, proven: bool) -> BatchLimit:
+    limit = BatchLimit(None, 4, lowest_ceiling=0.85)
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=batch, waiting=5, load=batch + 5, proven=proven)
+    return limit
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_low_bands_try_a_plateau_again_only_where_something_else_may_explain_it(proven: bool) -> None:
+    limit = settled(64, proven)
+    for _ in range(2 * CALM_READINGS_MAX):
+        limit.observe(running=60, waiting=0, load=61)
+        if limit.value > 64:
+            break
+    assert (limit.value > 64) is not proven
+
+
+def test_a_trial_lets_in_one_more_than_the_plateau() -> None:
+    limit = settled(64, proven=False)
+    while limit.value == 64:
+        limit.observe(running=60, waiting=0, load=61)
+    assert slots_under(limit.value, 0.95, 0) <= 64 + 2
+    assert limit.value * 61 / 64 >= 65
+
+
+def test_a_proven_plateau_is_outgrown_by_whoever_may_fill_it() -> None:
+    limit = settled(64, proven=True)
+    limit.observe(running=66, waiting=0, load=66)
+    limit.observe(running=70, waiting=0, load=70)
+    assert limit.value >= 80
+
+
+def test_a_proven_plateau_falls_where_much_less_runs_and_stays_for_little_less() -> None:
+    limit = settled(64, proven=True)
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=62, waiting=3, load=65)
+    assert limit.value == 64
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=30, waiting=3, load=33)
+    assert limit.value == 30
 
 
 @pytest.mark.parametrize("batch", [4, 33, 64, 200, 256])
 @pytest.mark.parametrize("ceiling", [1.0, 0.95, 0.85])
 def test_every_band_teaches_the_limit_of_a_saturated_engine(batch: int, ceiling: float) -> None:
-    limit = BatchLimit(None, 32, 2, lowest_ceiling=0.85)
+    limit = BatchLimit(None, 32, lowest_ceiling=0.85)
     engine = Engine(batch, limit, ceiling)
     engine.saturate(60)
     values = []
@@ -54,7 +138,7 @@ def test_every_band_teaches_the_limit_of_a_saturated_engine(batch: int, ceiling:
 
 
 def test_a_lower_plateau_is_outgrown_when_what_made_it_has_passed() -> None:
-    limit = BatchLimit(None, 32, 2, lowest_ceiling=0.85)
+    limit = BatchLimit(None, 32, lowest_ceiling=0.85)
     engine = Engine(20, limit, 0.95)
     engine.saturate(100)
     assert limit.value <= 23
@@ -64,7 +148,7 @@ def test_a_lower_plateau_is_outgrown_when_what_made_it_has_passed() -> None:
 
 
 def test_a_trial_that_fails_is_over_with_its_first_reading() -> None:
-    engine = Engine(64, BatchLimit(None, 32, 2, lowest_ceiling=0.85), ceiling=0.95)
+    engine = Engine(64, BatchLimit(None, 32, lowest_ceiling=0.85), ceiling=0.95)
     engine.saturate(60)
     tried_from = len(engine.waiting_seen)
     engine.saturate(500)
@@ -74,7 +158,7 @@ def test_a_trial_that_fails_is_over_with_its_first_reading() -> None:
 
 
 def test_one_reading_with_somebody_waiting_is_no_plateau() -> None:
-    limit = BatchLimit(None, 32, 2)
+    limit = BatchLimit(None, 32)
     for _ in range(PLATEAU_READINGS - 1):
         limit.observe(running=10, waiting=5, load=32)
     assert limit.value == 32
@@ -83,20 +167,20 @@ def test_one_reading_with_somebody_waiting_is_no_plateau() -> None:
 
 
 def test_a_batch_that_still_fills_up_is_no_plateau() -> None:
-    limit = BatchLimit(None, 32, 2)
+    limit = BatchLimit(None, 32)
     for running in (4, 8, 12, 16, 20):
         limit.observe(running=running, waiting=32 - running, load=32)
     assert limit.value == 32
 
 
 def test_an_engine_that_runs_more_than_was_thought_is_believed() -> None:
-    limit = BatchLimit(None, 32, 2)
+    limit = BatchLimit(None, 32)
     limit.observe(running=100, waiting=0, load=10)
     assert limit.value == 100
 
 
 def test_frozen_gauges_do_not_invite_more_work() -> None:
-    limit = BatchLimit(None, 32, 2, lowest_ceiling=0.85)
+    limit = BatchLimit(None, 32, lowest_ceiling=0.85)
     for _ in range(100):
         limit.observe(running=1, waiting=0, load=slots_under(limit.value, 1.0, 2))
     assert limit.value == 32
@@ -106,7 +190,7 @@ def test_frozen_gauges_do_not_invite_more_work() -> None:
 
 
 def test_an_operators_word_bounds_what_is_tried_and_a_queue_may_prove_it_too_high() -> None:
-    limit = BatchLimit(8, 32, 2)
+    limit = BatchLimit(8, 32)
     assert limit.value == 8
     engine = Engine(100, limit)
     engine.saturate(50)
@@ -117,7 +201,7 @@ def test_an_operators_word_bounds_what_is_tried_and_a_queue_may_prove_it_too_hig
 
 
 def test_a_busy_answer_takes_the_limit_below_the_load_that_met_it() -> None:
-    limit = BatchLimit(None, 32, 2)
+    limit = BatchLimit(None, 32)
     limit.refused(20)
     assert limit.value == 19
     limit.refused(1)
@@ -125,7 +209,7 @@ def test_a_busy_answer_takes_the_limit_below_the_load_that_met_it() -> None:
 
 
 def test_a_trial_that_fails_again_makes_the_next_one_rarer() -> None:
-    limit = BatchLimit(None, 32, 2)
+    limit = BatchLimit(None, 32)
     engine = Engine(32, limit, look_ahead=0)
     trials: list[int] = []
     for index in range(1500):

@@ -345,7 +345,7 @@ class World:
                     if decision.backend not in self.gone:
                         self._owed_by_one_that_hangs(decision)
                 case Withdraw():
-                    self.books.take_back(decision)
+                    self.books.take_back(decision, rows[request.pool][decision.backend])
                     if not request.stream:
                         self._proven_to_wait(decision)
                 case Grant():
