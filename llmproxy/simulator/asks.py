@@ -155,12 +155,21 @@ def chat_tokens(messages: Sequence[Any]) -> tuple[int, ...]:
     for message in messages:
         if not isinstance(message, dict):
             raise invalid("dict_type", "body.messages.0", "Input should be a valid dictionary", _shown(message))
-        tokens += tokens_of(f"<|{message.get('role', 'user')}|>")
+        role = message.get("role", "user")
+        tokens += tokens_of(f"<|{role}|>")
         content = message.get("content")
         for part in content if isinstance(content, list) else [content]:
-            tokens += _part_tokens(part)
+            tokens += _part_tokens(_without_header(part) if role == "system" else part)
     tokens += tokens_of("<|assistant|>")
     return tuple(tokens)
+
+
+def _without_header(part: object) -> object:
+    """A part of a system message without the line in which Claude Code says who it is, another in each run."""
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str) or not text.startswith("x-anthropic-billing-header"):
+        return part
+    return text.partition("\n")[2]
 
 
 def _part_tokens(part: object) -> Sequence[int]:

@@ -119,6 +119,7 @@ class MessagesAnswer:
     def __init__(self, ask: Ask, head: Head) -> None:
         self._model = ask.model
         self._id = "chatcmpl-" + head.id
+        self._count_details = head.count_details
 
     @staticmethod
     def ask(body: Body, limits: Limits) -> Ask:
@@ -146,7 +147,7 @@ class MessagesAnswer:
     def closing(self, choices: list[Choice], usage: Usage) -> list[bytes]:
         """The end of the block, why the message ended, and its usage."""
         delta = {"stop_reason": _stop_reason(choices[0]), "stop_sequence": None}
-        last = {"type": "message_delta", "delta": delta, "usage": _messages_usage(usage)}
+        last = {"type": "message_delta", "delta": delta, "usage": self._usage(usage)}
         return [
             _block("stop", {}),
             _event("message_delta", last),
@@ -162,12 +163,20 @@ class MessagesAnswer:
             "content": [{"type": "text", "text": choices[0].text}],
             "model": self._model,
             "stop_reason": _stop_reason(choices[0]),
-            "usage": _messages_usage(usage),
+            "usage": self._usage(usage),
         }
 
     def broken(self, error: WireError) -> list[bytes]:
         """An error inside a stream."""
         return [_event("error", error_body(error, anthropic=True))]
+
+    def _usage(self, usage: Usage) -> Body:
+        counted: Body = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.output_tokens}
+        if not self._count_details:
+            return counted
+        counted["input_tokens"] -= usage.created_tokens + usage.cached_tokens
+        cache = {"cache_creation_input_tokens": usage.created_tokens, "cache_read_input_tokens": usage.cached_tokens}
+        return counted | cache
 
 
 def _part(text: str) -> Body:
@@ -176,10 +185,6 @@ def _part(text: str) -> Body:
 
 def _stop_reason(choice: Choice) -> str:
     return "max_tokens" if choice.reason == "length" else "end_turn"
-
-
-def _messages_usage(usage: Usage) -> Body:
-    return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.output_tokens}
 
 
 def _responses_usage(usage: Usage) -> Body:

@@ -22,13 +22,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec import structs
 
 from llmproxy.core import first_fit, scheduler
 from llmproxy.core.domain import Listing, ModelCard, NoCapacity, Reading, Request, Trouble, Verdict
 from llmproxy.core.fairness import fcfs, policies
 from llmproxy.core.fleet import Backend
 from llmproxy.core.ordering import orderings
-from llmproxy.core.placement import presets
+from llmproxy.core.placement import NO_MATCH, presets
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.scheduler import Scheduler
 from tests.core.make import listing
@@ -292,6 +293,23 @@ def exclusion_is_forgotten(patching: pytest.MonkeyPatch) -> None:
     patching.setattr(Scheduler, "submit", lambda self, *given: submit(self, given[0], given[1], frozenset(), given[3]))
 
 
+def own_backend_is_forgotten(patching: pytest.MonkeyPatch) -> None:
+    submit = Scheduler.submit
+    patching.setattr(
+        Scheduler, "submit", lambda self, one, *given: submit(self, structs.replace(one, backend=None), *given)
+    )
+
+
+def own_backend_hides_others(patching: pytest.MonkeyPatch) -> None:
+    own = first_fit._at_its_own
+
+    def in_line(*given: Any) -> Any:
+        found = own(*given)
+        return NO_MATCH if isinstance(found, first_fit.Limited) else found
+
+    patching.setattr(first_fit, "_at_its_own", in_line)
+
+
 def flow_is_offered_twice(patching: pytest.MonkeyPatch) -> None:
     once = fcfs.Fcfs.candidates
 
@@ -313,6 +331,8 @@ def flow_is_offered_twice(patching: pytest.MonkeyPatch) -> None:
         release_is_forgotten,
         deadline_is_missed,
         exclusion_is_forgotten,
+        own_backend_is_forgotten,
+        own_backend_hides_others,
     ],
 )
 def test_a_mutant_is_caught_by_the_independent_account(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,3 +175,26 @@ async def test_where_nobody_looks_at_prefixes_no_prompt_is_hashed(
     monkeypatch.delattr("llmproxy.gateway.desk.chain_of")
     async with priced_house(tmp_path / "log", placement) as (home, _):
         await ask(home, "first", said(LONG))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_two_runs_of_a_coding_agent_meet_at_the_replica_that_has_their_prompt(
+    tmp_path: Path, stream: bool
+) -> None:
+    """77 KB of system behind a first block that is another in each run, which the engine drops."""
+
+    def run(number: int, prompt: str) -> dict[str, Any]:
+        header = f"x-anthropic-billing-header: cc_version=2.1.7.{number:03x}; cc_entrypoint=cli; cch={number:05x};"
+        system = [{"type": "text", "text": text} for text in (header, "You are a coding agent.", prompt * 7)]
+        return said(f"Do {number}.", system=system, stream=stream)
+
+    prompts = [LONG, OTHER]
+    async with priced_house(tmp_path / "log") as (home, log):
+        backends = [(await ask(home, f"run-{n}", run(n, prompts[n % 2]), "/v1/messages")).backend for n in range(2)]
+        for n in range(2, 8):
+            again = await ask(home, f"run-{n}", run(n, prompts[n // 2 % 2]), "/v1/messages")
+            assert again.backend == backends[n // 2 % 2]
+    for n in range(2, 8):
+        found = log[f"run-{n}"]
+        assert found["cached_tokens"] > 20_000
+        assert found["predicted"]["cached_tokens"] == pytest.approx(found["cached_tokens"], rel=0.05)

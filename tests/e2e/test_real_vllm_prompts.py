@@ -6,7 +6,6 @@ They serve `tiny`, were started with VLLM_ENABLE_RESPONSES_API_STORE=1 and `--en
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import AsyncIterator
 from itertools import takewhile
@@ -56,7 +55,6 @@ async def test_the_engine_makes_of_a_pair_what_is_recorded(http: aiohttp.ClientS
 
 async def test_two_runs_of_a_coding_agent_find_one_cache(http: aiohttp.ClientSession) -> None:
     """Whole sessions: the header of each is another, and the replica that has the prompt is the one that gets it."""
-    kib = int(os.environ.get("LLMPROXY_TEST_VLLM_PROMPT_KIB", "8"))
     backends = (BackendConfig(url=url) for url in URLS[:2])
     async with proxy_before(*backends, scheduling=SchedulingConfig(placement="cost")) as proxy:
 
@@ -72,7 +70,7 @@ async def test_two_runs_of_a_coding_agent_find_one_cache(http: aiohttp.ClientSes
 
         for _ in range(4):
             # Two prompts by turns: who went by load alone would send the second run elsewhere half the time.
-            prompts = [f"{secrets.token_hex(8)}: " + "Be careful with files. " * (kib * 1024 // 23) for _ in range(2)]
+            prompts = [f"{secrets.token_hex(8)}: " + "Be careful with files. " * 350 for _ in range(2)]
             firsts = [await run(prompt) for prompt in prompts]
             seconds = [await run(prompt) for prompt in reversed(prompts)][::-1]
             for (backend, cached, _), (again, hit, whole) in zip(firsts, seconds, strict=True):

@@ -243,7 +243,9 @@ async def test_messages_speak_anthropic(replica: Replica, client: aiohttp.Client
     status, whole = await post(client, url, CHAT | {"system": "You are terse."})
     assert status == 200
     assert keys(whole) == ["id", "type", "role", "content", "model", "stop_reason", "usage"]
-    assert (whole["stop_reason"], whole["usage"]) == ("max_tokens", {"input_tokens": 16, "output_tokens": 3})
+    usage = {"input_tokens": 0, "output_tokens": 3}
+    usage |= {"cache_creation_input_tokens": 16, "cache_read_input_tokens": 0}
+    assert (whole["stop_reason"], whole["usage"]) == ("max_tokens", usage)
     _, counted = await post(client, f"{url}/count_tokens", {"messages": CHAT["messages"]})
     assert counted == {"input_tokens": 9, "context_management": {"original_input_tokens": 9}}
     assert await post(client, url, CHAT | {"model": "nope"}) == (
@@ -384,3 +386,22 @@ def test_a_model_longer_than_the_cache_is_refused_unless_its_length_is_left_open
     with pytest.raises(ValueError, match="max_model_len 5000 does not fit the KV cache of 4080 tokens"):
         Replica(ReplicaOptions(kv_tokens=4096, max_model_len=5000))
     Replica(ReplicaOptions(kv_tokens=4096))
+
+
+async def test_a_response_goes_on_from_one_that_is_stored(replica: Replica, client: aiohttp.ClientSession) -> None:
+    url = f"{replica.url}/v1/responses"
+    asked = {"model": "base", "input": "Hello there", "instructions": "Be kind", "max_output_tokens": 2}
+
+    async def answer(**more: Any) -> tuple[int, Any]:
+        async with client.post(url, json=asked | more) as got:
+            return got.status, await got.json()
+
+    _, first = await answer()
+    status, second = await answer(previous_response_id=first["id"], instructions=None)
+    _, third = await answer(previous_response_id=second["id"], instructions=None)
+    assert (status, second["previous_response_id"]) == (200, first["id"])
+    # Instructions are not carried over; what was said and answered is.
+    counted = [one["usage"]["input_tokens"] for one in (second, third)]
+    assert counted[1] > counted[0] > first["usage"]["input_tokens"] - 4
+    status, unknown = await answer(previous_response_id="resp_x")
+    assert (status, unknown["error"]["param"]) == (404, "response_id")
