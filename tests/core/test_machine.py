@@ -29,7 +29,7 @@ from llmproxy.core.domain import Listing, ModelCard, NoCapacity, Reading, Reques
 from llmproxy.core.fairness import fcfs, policies
 from llmproxy.core.fleet import Backend
 from llmproxy.core.ordering import orderings
-from llmproxy.core.placement import NO_MATCH, presets
+from llmproxy.core.placement import presets
 from llmproxy.core.room import WaitingRoom
 from llmproxy.core.scheduler import Scheduler
 from tests.core.make import listing
@@ -300,16 +300,6 @@ def own_backend_is_forgotten(patching: pytest.MonkeyPatch) -> None:
     )
 
 
-def own_backend_hides_others(patching: pytest.MonkeyPatch) -> None:
-    own = first_fit._at_its_own
-
-    def in_line(*given: Any) -> Any:
-        found = own(*given)
-        return NO_MATCH if isinstance(found, first_fit.Limited) else found
-
-    patching.setattr(first_fit, "_at_its_own", in_line)
-
-
 def flow_is_offered_twice(patching: pytest.MonkeyPatch) -> None:
     once = fcfs.Fcfs.candidates
 
@@ -332,7 +322,6 @@ def flow_is_offered_twice(patching: pytest.MonkeyPatch) -> None:
         deadline_is_missed,
         exclusion_is_forgotten,
         own_backend_is_forgotten,
-        own_backend_hides_others,
     ],
 )
 def test_a_mutant_is_caught_by_the_independent_account(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
