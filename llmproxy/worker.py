@@ -121,6 +121,7 @@ class _Worker:
         metrics = RemoteMetrics(channel)
         self._stored = StoredResponses(self._rulebook, self.fleet.backends, upstream, self._dispatcher)
         self._stored.on_made = lambda *made: channel.send(Made(*made))
+        self._stored.catch_up = self._dispatcher.caught_up
         answers = Answers(self._dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
         self.walker = Walker(
             self._rulebook, self.fleet.backends, self._estimator, self._dispatcher, self._stored, answers, metrics,

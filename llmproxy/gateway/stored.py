@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from llmproxy.gateway.headers import to_client
 from llmproxy.gateway.prompt import PREVIOUS
 from llmproxy.gateway.relay import end_saying, end_within, is_encoded, is_event_stream
 from llmproxy.gateway.routes import Dialect
-from llmproxy.gateway.rules import Rulebook
+from llmproxy.gateway.rules import Rulebook, Rules
 from llmproxy.gateway.scan import BadBody
 from llmproxy.upstream import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
 
@@ -69,7 +69,8 @@ class StoredResponses:
     """Response id -> its backend and its tenant, by name.
 
     A response exists for those alone whose request made it first. Beyond IDS_MAX ids, the tenant that has most of them
-    loses the one that was made first. `on_made` hears of each that was made through here.
+    loses the one that was made first. `on_made` hears of each that was made through here. `catch_up` waits until what
+    others made before is known here, None where there are no others.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class StoredResponses:
         self._made_by: dict[str, tuple[str, str]] = {}
         self._ids_of: dict[str, OrderedDict[str, None]] = {}
         self.on_made: Callable[[str, str, str], None] = lambda *_: None
+        self.catch_up: Callable[[], Awaitable[None]] | None = None
 
     @property
     def made_by(self) -> Mapping[str, tuple[str, str]]:
@@ -121,20 +123,27 @@ class StoredResponses:
         backend, owner = self._made_by.get(response_id, (None, tenant.name))
         return backend if owner == tenant.name else None
 
-    def previous(self, kept: Mapping[str, Any], tenant: Tenant, *, owned: bool) -> Previous | None:
+    async def _keeper(self, response_id: str, tenant: Tenant) -> str | None:
+        """Its backend; a client may name what another worker made a moment ago."""
+        if response_id not in self._made_by and self.catch_up is not None:
+            await self.catch_up()
+        return self.backend_of(response_id, tenant)
+
+    async def previous(self, kept: Mapping[str, Any], tenant: Tenant, rules: Rules) -> Previous | None:
         """What a request of `tenant` goes on from, by the members of its body; None where that is nothing.
 
-        What is no text is no id, as the engine says itself. Where responses are `owned`, raises Failure (404) for one
-        that is not known to be the tenant's own, and BadBody for an id of the client's own making: an engine stores the
-        new response under it, in the place of whichever it has under the same.
+        What is no text is no id, as the engine says itself. Where there are tenants, raises Failure (404) for one that
+        is not known to be the tenant's own, and BadBody for an id of the client's own making: an engine stores the new
+        response under it, in the place of whichever it has under the same.
         """
+        owned = bool(rules.config.tenants)
         if owned and REQUEST_ID in kept:
             message = "The field request_id is not taken here: leave it out, and the engine makes an id."
             raise BadBody(message, f"body.{REQUEST_ID}")
         response_id = kept.get(PREVIOUS)
         if not isinstance(response_id, str):
             return None
-        backend = self.backend_of(response_id, tenant)
+        backend = await self._keeper(response_id, tenant)
         if owned and backend is None:
             message = f"Response with id '{response_id[:200]}' not found."
             raise Failure(Outcome.BAD_REQUEST, message, status=404, param=PREVIOUS)
@@ -168,7 +177,7 @@ class StoredResponses:
         `own_id` is the id of this request. Returns what the client was given, what became of it, and the story of that
         where it failed. Raises Failure.
         """
-        name, rules = self.backend_of(response_id, tenant), self._rulebook.current
+        name, rules = await self._keeper(response_id, tenant), self._rulebook.current
         if name is None or name not in self._backends:
             message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
             raise Failure(Outcome.BAD_REQUEST, message, status=404)

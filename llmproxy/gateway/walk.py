@@ -173,7 +173,7 @@ class Walker:
         body = await read_body(http, walk.rules.config.body_bytes_max, walk.rules.config.clients, walk.held)
         walk.body_bytes = len(body)
         sheet = walk.sheet = await walk.rules.read(walk.route, http, body)
-        sheet = self._kept_apart(walk, sheet)
+        sheet = await self._kept_apart(walk, sheet)
         target = walk.target = await self._target(walk, sheet.ask.model)
         self.budget.request()
         if self._answers is not None and walk.route.computes:
@@ -181,10 +181,10 @@ class Walker:
             walk.client.keep = walk.kept.add if walk.kept is not None else None
         await self._attempts(walk, sheet, self._make_request(walk, sheet, target))
 
-    def _kept_apart(self, walk: Walk, sheet: Sheet) -> Sheet:
+    async def _kept_apart(self, walk: Walk, sheet: Sheet) -> Sheet:
         """Keep a tenant from what others left in the engines: their prefixes, and their responses. Raises Failure."""
         if walk.route.dialect is Dialect.RESPONSES:
-            walk.previous = self._stored.previous(sheet.kept, walk.tenant, owned=bool(walk.rules.config.tenants))
+            walk.previous = await self._stored.previous(sheet.kept, walk.tenant, walk.rules)
         if walk.tenant.salt is None or walk.route.path not in SALTED:
             return sheet
         walk.salt = walk.tenant.cache_salt(sheet.text(SALT))

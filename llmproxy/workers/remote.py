@@ -178,6 +178,11 @@ class RemoteDispatcher:
         assert isinstance(resolved, Resolved)
         return resolved.target
 
+    async def caught_up(self) -> None:
+        """Know here what the scheduler knew when it was asked: what it tells comes in order, before any answer."""
+        with suppress(Refused):
+            await self._calls.answer(lambda call: Resolve(call, None, 0.0, 0))
+
     def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
         """See `Dispatcher.direct`."""
         if self.draining:

@@ -242,6 +242,7 @@ async def test_every_worker_knows_who_made_it(tmp_path: Path) -> None:
                 # A connection of its own, which may lead to either worker.
                 async with aiohttp.ClientSession() as http, http.post(url + RESPONSES, json=body) as answer:
                     assert answer.status == 200, await answer.text()
+                    assert answer.headers["x-llmproxy-attempts"] == "1"
                     return (await answer.json())["id"], answer.headers["x-llmproxy-backend"]
 
             for _ in range(8):
