@@ -34,6 +34,13 @@ async def pages(url: str, model: str, node: Path, scratch: Path) -> int:
     return 3
 
 
+async def refused_pages(url: str, model: str, node: Path, scratch: Path) -> int:
+    """Let a page ask a proxy that allows no origins: each preflight is refused, and nothing else is sent."""
+    told = await visited(url, model, node, scratch)
+    assert all("failed" in told[name] for name in ("fetch", "error", "sdk")), told
+    return 3
+
+
 async def visited(url: str, model: str, node: Path, scratch: Path) -> dict[str, Any]:
     """What a page says that asked the proxy at `url`; it comes from a port of its own, which is another origin."""
     told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()

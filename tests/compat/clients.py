@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.compat.browser import pages
+from tests.compat.browser import pages, refused_pages
 from tests.compat.commands import run
 from tests.compat.environments import python_of
 from tests.compat.rig import MODEL, Rig, last_json
@@ -56,14 +56,14 @@ class Bench:
 class Client:
     """One client. `environment` names its pins, None where it has none; `package` whose version is shown.
 
-    `statuses` are those that it is to get beside 200, each once or more. `flags` are the proxy's.
+    `statuses` are those that it is to get, each once or more. `flags` are the proxy's.
     """
 
     name: str
     run: Callable[[Bench], Awaitable[Told]]
     environment: str | None
     package: str = ""
-    statuses: frozenset[int] = frozenset()
+    statuses: frozenset[int] = frozenset({200})
     flags: tuple[str, ...] = ()
     seconds_max: float | None = None
 
@@ -125,13 +125,20 @@ async def browser(bench: Bench) -> Told:
     return Told(requests=await pages(bench.rig.url, MODEL, bench.environment, bench.scratch))
 
 
+async def browser_refused(bench: Bench) -> Told:
+    return Told(requests=await refused_pages(bench.rig.url, MODEL, bench.environment, bench.scratch))
+
+
 async def agents(bench: Bench) -> Told:
     told = await bench.python("agents_and_chains.py", OPENAI_AGENTS_DISABLE_TRACING="1", LANGSMITH_TRACING="false")
     return Told(**last_json(told))
 
 
 async def litellm(bench: Bench) -> Told:
-    return Told(**last_json(await bench.python("litellm_proxy.py", LITELLM_LOCAL_MODEL_COST_MAP="True")))
+    told = last_json(await bench.python("litellm_proxy.py", LITELLM_LOCAL_MODEL_COST_MAP="True"))
+    sessions = [seen.headers.get("x-session-id") for seen in bench.rig.replica.requests_seen]
+    assert "one" in sessions, "it passes header fields of its clients on"
+    return Told(**told)
 
 
 async def lm_eval(bench: Bench, backend: str = "None") -> Told:
@@ -203,14 +210,15 @@ async def vllm_bench(bench: Bench) -> Told:
 
 
 CLIENTS = (
-    Client("openai", openai_python, "openai", "openai", frozenset({404, 499})),
-    Client("openai_retries", openai_retries, "openai", "openai", frozenset({429}), SLOW),
+    Client("openai", openai_python, "openai", "openai", frozenset({200, 404, 499})),
+    Client("openai_retries", openai_retries, "openai", "openai", frozenset({200, 429}), SLOW),
     # With 405 in the place of 426 it takes more than 7 s.
     Client("codex", codex, "codex", "@openai/codex", seconds_max=5.0),
     Client("codex_provider", codex_provider, "codex", "@openai/codex"),
     Client("claude", claude, "claude", "@anthropic-ai/claude-code"),
     Client("node", node, "node", "openai"),
-    Client("browser", browser, "node", "openai", frozenset({404}), ("--clients-allowed-origins", "*")),
+    Client("browser", browser, "node", "openai", frozenset({200, 404}), ("--clients-allowed-origins", "*")),
+    Client("browser_refused", browser_refused, "node", "openai", frozenset({405})),
     Client("agents", agents, "agents", "openai-agents"),
     Client("litellm", litellm, "litellm", "litellm"),
     Client("lm_eval", lm_eval, "lm_eval", "lm-eval"),
