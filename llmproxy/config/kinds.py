@@ -182,7 +182,7 @@ def origin_of(value: str) -> str:
 
 def listed(value: object) -> object:
     """The items of a list that is written as one text, with commas."""
-    return [item for item in re.split(r"\s*,\s*", value.strip()) if item] if isinstance(value, str) else value
+    return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
 def is_api_key(text: str) -> bool:
