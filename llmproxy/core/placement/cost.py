@@ -231,10 +231,14 @@ class CostPlacement:
         displaces = _scarce(self._hit_ratio)
         prompt_tokens, output_tokens, block_tokens = request.prompt_tokens, request.output_tokens, request.prefix_tokens
         adapter, prefix = request.adapter, request.prefix
+        least_load_s = 0.0
+        if adapter is not None and not rates.loads.seen:
+            # Before any load was seen to end, it is known how long those under way have taken.
+            least_load_s = max([station.loading_s(now) for station in stations])
         prices = []
         # Everything is asked of every backend for every request: what follows is most of what a decision takes.
         for view, station, has_room in zip(able, stations, fits, strict=True):
-            station.renew(rates)
+            station.renew(rates, now)
             station.limit, station.max_adapters = view.limit, view.max_adapters
             load, step_factor = view.load, station.step.factor
             cached_tokens = matched.get(view.backend, 0) * block_tokens
@@ -252,18 +256,21 @@ class CostPlacement:
             eviction_s = prefill_s * displaces
             total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
             adapter_s = range_s = memory_s = slot_s = None
-            if adapter is not None and adapter not in station.adapters:
-                load_s, adapter_s = 0.0, answer_s if station.slots_taken else 0.0
+            if adapter is not None and adapter in station.deferred:
+                adapter_s = answer_s
+            elif adapter is not None and adapter not in station.adapters:
+                adapter_s = answer_s if station.slots_taken else 0.0
                 if adapter_s or adapter not in view.resident:
-                    load_s = rates.loads.at(station.load_tier(adapter))
+                    load_s = max(least_load_s, rates.loads.at(station.load_tier(adapter)))
                     adapter_s += load_s
                     # The whole batch stands still while an engine loads, and who waits for a first byte with it; now,
                     # and when what had to go comes back.
                     stall = STREAM * load + (1.0 - STREAM) * station.waiting + scarce
-                    again_s = self._again_s(view, station, able, now) * (1.0 + stall)
+                    again_s = self._again_s(adapter, view, station, able, least_load_s, now) * (1.0 + stall)
                     harm_s += load_s * stall
                     eviction_s += again_s
                     total_s += load_s * stall + again_s
+            if adapter_s is not None:
                 ttft_s += adapter_s
                 total_s += adapter_s
             if view.prompt_range is not None and not view.prompt_range[0] <= prompt_tokens <= view.prompt_range[1]:
@@ -295,13 +302,23 @@ class CostPlacement:
             prices.append(_Row(view.backend, total_s, seconds, ttft_s, tpot_s, cached_tokens, cold, has_room))
         return prices
 
-    def _again_s(self, view: View, station: Station, able: Sequence[View], now: float) -> float:
+    def _again_s(
+        self, adapter: str, view: View, station: Station, able: Sequence[View], least_load_s: float, now: float
+    ) -> float:
         """Loading again what has to go for an adapter, by the chance that it is asked for before it had to go anyway.
 
-        It costs nothing where there is a free slot, or where another backend has it, too.
+        It costs nothing where another backend has it, too. A free slot costs nothing either, but for a second copy
+        where there are adapters enough that are nowhere to fill all free slots.
         """
-        if view.max_adapters is None or len(view.resident) < view.max_adapters:
+        if view.max_adapters is None:
             return 0.0
+        if len(view.resident) < view.max_adapters:
+            somewhere = set().union(*[one.resident for one in able])
+            free = sum([max(0, (one.max_adapters or 0) - len(one.resident)) for one in able])
+            if adapter not in somewhere or len(view.served) - 1 - len(somewhere) < free:
+                # One name is that of the base model.
+                return 0.0
+            return max(least_load_s, self._rates.loads.at(station.load_tier(adapter)))
         displaced = station.displaced(view.resident)
         if displaced is None or displaced not in self._asked:
             return 0.0
@@ -309,7 +326,7 @@ class CostPlacement:
             return 0.0
         asked = self._asked[displaced].at(now)
         chance = asked / (asked + station.turnover.at(now) / view.max_adapters)
-        return chance * self._rates.loads.at(station.load_tier(displaced))
+        return chance * max(least_load_s, self._rates.loads.at(station.load_tier(displaced)))
 
     def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float) -> float:
         """Until a full backend has released a slot for this request and all that wait for it before this one."""
@@ -399,7 +416,7 @@ class CostPlacement:
 
     def _pace(self, backend: str, now: float) -> BackendPace:
         station, index = self._station(backend), self._index
-        station.renew(self._rates)
+        station.renew(self._rates, now)
         return BackendPace(
             backend,
             station.prefill.factor,

@@ -179,6 +179,11 @@ class LoadTimes:
         self._took_s = [LOAD_GUESS_S] * TIERS
         self._known = [LOAD_GUESS_S] * TIERS
 
+    @property
+    def seen(self) -> bool:
+        """Whether any load was seen to its end."""
+        return any(self._seen)
+
     @staticmethod
     def tier(since: int | None) -> int:
         """Of an adapter after whose last use so many others were loaded; None for one that was never there."""

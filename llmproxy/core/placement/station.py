@@ -15,6 +15,8 @@ WORK_S = 30.0
 """How far back the share of time that a backend spends on prompts is looked at."""
 SAME_STEP_S = 0.003
 """First bytes this close come from one step of the engine, and the time that it took is that of all their prompts."""
+TOGETHER_S = 0.05
+"""How far apart requests come at most that an idle engine begins together."""
 ADAPTERS_MAX = 1_024
 """Adapters of which one backend's last use is remembered."""
 OVERDUE = 2.0
@@ -25,9 +27,9 @@ OVERDUE = 2.0
 class Flight:
     """A lease, and what was expected of it when it was booked; `own_tokens` of its prompt were to be computed.
 
-    Its first token was expected after `ttft_s`, the others each `tpot_s`; at `due_s` it is overdue. A cold adapter was
-    of `load_tier`, and expected to be loaded in `load_s`. Where it was `crowded`, the batch was full, and its prompt had
-    to wait for somebody's end; where it was `deferred`, all slots of adapters served others, and those behind it pass.
+    Its first token was expected after `ttft_s`, the others each `tpot_s`; at `due_s` it is overdue. Where it was
+    `crowded`, the batch was full, and its prompt had to wait for somebody's end; where it was `deferred`, all slots of
+    adapters served others, and those behind it pass.
     """
 
     request: Request
@@ -39,8 +41,6 @@ class Flight:
     cold_adapter: bool
     ttft_s: float
     tpot_s: float
-    load_tier: int = 0
-    load_s: float = 0.0
     deferred: bool = False
     crowded: bool = False
     due_s: float = 0.0
@@ -48,7 +48,8 @@ class Flight:
 
 
 class Station:
-    """One backend: `adapters` and `in_use` are those of the requests in flight there, `kv_tokens` what the prefix index
+    """One backend: `adapters` and `in_use` are those of the requests in flight there, `deferred` the adapters among them
+    that wait for a slot, `kv_tokens` what the prefix index
     was told of its size, `limit` the sequences and `max_adapters` the adapters that its batch takes, as far as known;
     `turnover` is how often it loads one.
     """
@@ -57,6 +58,7 @@ class Station:
         self.prefill = Pace()
         self.step = Pace()
         self.adapters: Counter[str] = Counter()
+        self.deferred: set[str] = set()
         self.in_use = InUse()
         self.kv_tokens = 0
         self.limit: int | None = None
@@ -65,7 +67,7 @@ class Station:
         self.in_flight = 0
         self._unstarted: dict[int, Flight] = {}
         self._to_prefill_tokens = 0.0
-        self._to_load_s = 0.0
+        self._loading: dict[int, int] = {}
         self._loads = 0
         self._uses = 0
         self._used: dict[str, tuple[int, int]] = {}
@@ -79,12 +81,15 @@ class Station:
         self._step_known = True
         self._mixed = False
 
-    def renew(self, rates: Rates) -> None:
-        """Bring both paces up to what the pool knows now."""
+    def renew(self, rates: Rates, now: float) -> None:
+        """Bring both paces up to what the pool knows now, and teach it what adapters took that were just loaded."""
         if rates.prefill.seen >= self.prefill.stale_at:
             self.prefill.renew(rates.prefill)
         if rates.step.seen >= self.step.stale_at:
             self.step.renew(rates.step)
+        if self._step_loads and now - self._spoke_s >= SAME_STEP_S:
+            # What loads take is worth knowing before the next first byte: until then more of them would be begun.
+            self._end_step(rates)
 
     def queue_s(self, rates: Rates, now: float) -> float:
         """Until the backend has computed the prompts that it has, with adapters that it loads for them, and once more
@@ -92,13 +97,19 @@ class Station:
         """
         oldest = self._oldest(now) if self._unstarted else None
         token_s = rates.prefill.slope * self.prefill.factor
-        queue_s = rates.prefill.base * self.prefill.factor + self._to_prefill_tokens * token_s + self._to_load_s
+        queue_s = rates.prefill.base * self.prefill.factor + self._to_prefill_tokens * token_s
         if oldest is not None:
             # A part of the oldest is done by now; and what should have begun long ago says more of this backend than
             # all that it did before.
-            own_s = oldest.own_tokens * token_s + oldest.load_s
-            queue_s -= min(now - max(oldest.booked_s, self._spoke_s), own_s)
-            queue_s += max(0.0, now - oldest.due_s)
+            since_s, due_s, own_s = max(oldest.booked_s, self._spoke_s), oldest.due_s, oldest.own_tokens * token_s
+            if self._loading:
+                # One step loads for all that wait.
+                loads_s = sum([rates.loads.at(tier) for tier in self._loading.values()])
+                queue_s += loads_s
+                own_s += loads_s
+                due_s = max(due_s, since_s + OVERDUE * loads_s)
+            queue_s -= min(now - since_s, own_s)
+            queue_s += max(0.0, now - due_s)
         return queue_s
 
     def busy_share(self, now: float) -> float:
@@ -112,26 +123,41 @@ class Station:
             self._busy_s = now
             self._mixed = False
         request = flight.request
-        if request.adapter is not None:
-            if flight.cold_adapter:
-                flight.load_tier = self.load_tier(request.adapter)
-                flight.load_s = rates.loads.at(flight.load_tier)
-                flight.deferred = self.slots_taken
-                self._loads += 1
-                self.turnover.add(now)
-            self.adapters[request.adapter] += 1
-            self._touch(request.adapter)
+        load_s = 0.0 if request.adapter is None else self._book_adapter(request.adapter, lease, flight, rates, now)
         self._unstarted[lease] = flight
         self._to_prefill_tokens += flight.own_tokens
-        self._to_load_s += flight.load_s
-        due_s = rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor + self._to_load_s
-        flight.due_s = now + OVERDUE * due_s
-        work_s = flight.own_tokens * rates.prefill.slope * self.prefill.factor + flight.load_s
+        flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
+        work_s = flight.own_tokens * rates.prefill.slope * self.prefill.factor + load_s
         self._work_s = WORK_S * self.busy_share(now) + work_s
         self._work_at_s = now
         self.in_flight += request.sequences
         flight.crowded = self.limit is not None and self.in_flight > self.limit
         self.in_use.add(request.prefix)
+
+    def _book_adapter(self, adapter: str, lease: int, flight: Flight, rates: Rates, now: float) -> float:
+        """Note who uses an adapter; answer what loading it takes of the backend's time."""
+        load_s = 0.0
+        if adapter not in self.adapters and flight.cold_adapter:
+            tier = self.load_tier(adapter)
+            load_s = rates.loads.at(tier)
+            self._loads += 1
+            self.turnover.add(now)
+            if self.slots_taken:
+                self.deferred.add(adapter)
+            else:
+                self._loading[lease] = tier
+        flight.deferred = adapter in self.deferred
+        self.adapters[adapter] += 1
+        self._touch(adapter)
+        return load_s
+
+    def loading_s(self, now: float) -> float:
+        """How long one load has been under way at least."""
+        if not self._loading:
+            return 0.0
+        booked_s = [self._unstarted[lease].booked_s for lease in self._loading]
+        since_s = max(booked_s[0], self._spoke_s)
+        return (now - since_s) / sum([one <= since_s + TOGETHER_S for one in booked_s])
 
     @property
     def waiting(self) -> int:
@@ -149,9 +175,8 @@ class Station:
         return LoadTimes.tier(None if used is None else self._loads - used[1])
 
     def displaced(self, resident: Set[str]) -> str | None:
-        """Which of the residents has to go for another one: the least recently used of those that serve nobody."""
-        idle = [name for name in resident if name not in self.adapters]
-        return min(idle, key=lambda name: (self._used.get(name, (0, 0)), name), default=None)
+        """Which of the residents has to go for another one: the least recently used, of those that serve nobody first."""
+        return min(resident, key=lambda x: (x in self.adapters, self._used.get(x, (0, 0)), x), default=None)
 
     def _touch(self, adapter: str) -> None:
         self._uses += 1
@@ -172,15 +197,21 @@ class Station:
             if not one.request.stream:
                 # Prompts are computed in their order.
                 self._settle(older, one)
-        mixed = self._mixed
+        mixed, tier = self._mixed, self._loading.get(lease)
         self._settle(lease, flight)
         if now - self._spoke_s >= SAME_STEP_S:
             self._end_step(rates)
             self._step_took_s = now - max(self._spoke_s, self._busy_s)
         self._spoke_s = now
         self._step_tokens += flight.own_tokens
-        if flight.cold_adapter:
-            self._step_loads.append(flight.load_tier)
+        if flight.request.adapter is not None:
+            self.deferred.discard(flight.request.adapter)
+        if tier is not None:
+            self._step_loads.append(tier)
+            # Those that came meanwhile had to wait for it.
+            due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
+            for one in self._unstarted.values():
+                one.due_s = max(one.due_s, due_s)
         self._step_known &= not (flight.deferred or flight.crowded or mixed)
         self._mixed = False
 
@@ -193,6 +224,7 @@ class Station:
             self.adapters[request.adapter] -= 1
             if not self.adapters[request.adapter]:
                 del self.adapters[request.adapter]
+                self.deferred.discard(request.adapter)
             self._touch(request.adapter)
 
     def _oldest(self, now: float) -> Flight | None:
@@ -217,6 +249,6 @@ class Station:
     def _settle(self, lease: int, flight: Flight) -> None:
         if self._unstarted.pop(lease, None) is not None:
             self._to_prefill_tokens -= flight.own_tokens
-            self._to_load_s -= flight.load_s
+            self._loading.pop(lease, None)
             # Nobody knows how much of the time until the next first byte goes into a prompt that shows none.
             self._mixed = True
