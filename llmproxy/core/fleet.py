@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from llmproxy.core.capacity import BatchLimit, slots_under
 from llmproxy.core.domain import Listing, Reading, Request, Trouble, Verdict
-from llmproxy.core.health import Health
+from llmproxy.core.health import Health, Silent
 from llmproxy.core.look_ahead import LookAhead
 from llmproxy.core.settings import CapacitySettings, HealthSettings
-from llmproxy.core.watch import Silent
 
 GAUGE_LAG_S = 0.03
 """vLLM's gauges are set by engine steps, 10-26 ms after the fact; younger work cannot be in a reading."""

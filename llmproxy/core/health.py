@@ -40,6 +40,21 @@ News = Ejected | Back | Spared
 """What a person should know of the health of a backend."""
 
 
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A backend that hangs: since when it is silent, how many first bytes it owes, and how many streams under way have
+    stopped at once, where that is what told it.
+    """
+
+    since_s: float
+    owed: int
+    stopped: int
+
+    def told(self, now: float) -> str:
+        stopped = f", streams that stopped together: {self.stopped}" if self.stopped else ""
+        return f"hung: silent for {now - self.since_s:.1f} s, first bytes owed: {self.owed}{stopped}"
+
+
 class Peers:
     """The backends of one pool, of which what requests met may eject no more than a share.
 

@@ -13,7 +13,7 @@ from statistics import median
 
 from llmproxy.core.adapter_loads import Loads, LoadTime
 from llmproxy.core.domain import Placed, Request
-from llmproxy.core.health import Peers
+from llmproxy.core.health import Peers, Silent
 from llmproxy.core.settings import HealthSettings
 
 LOOK_S = 0.25
@@ -61,7 +61,7 @@ FRESH_S = 5.0
 class _Pulse:
     """One backend. `owed` are streams without a byte, the oldest first, `owed_tokens` what is to be computed of their
     prompts, and `owed_at_most_tokens` what is if nothing of them is cached; `loads` are the adapters that may have to
-    be loaded for them; `under_way` are those with a byte, and `heard_s` is when any stream of it last brought something.
+    be loaded for them; `under_way` are those with a byte, and `heard_s` is when any stream last brought something.
 
     `work_tokens` counts the prompt tokens that it has computed so far, `prompts_s` the time that these may have taken
     until `turn_s`, when it last owed none, brought a first byte or was fast. `best` is the speed of its fastest stream
@@ -137,29 +137,14 @@ class _Stream:
         self.work_tokens, self.loaded, self.prompts_s = self.pulse.work_tokens, self.pulse.loads.done, prompts_s
 
 
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """A backend that hangs: since when it is silent, how many first bytes it owes, and how many streams under way have
-    stopped at once, where that is what told it.
-    """
-
-    since_s: float
-    owed: int
-    stopped: int
-
-    def told(self, now: float) -> str:
-        stopped = f", streams that stopped together: {self.stopped}" if self.stopped else ""
-        return f"hung: silent for {now - self.since_s:.1f} s, first bytes owed: {self.owed}{stopped}"
-
-
 class Watch:
     """Follows the streams of one pool; changes nothing of it.
 
     **Hung** is a backend that owes first bytes and has been silent for `hung_s`, or `LATE` times as long as all that it
     owes was predicted to take, where others of its pool spoke meanwhile. So is one of which `TOGETHER` streams that
     flowed have stopped at once. Fewer streams under way prove nothing: it may be the client who does not read. Long
-    prompts explain long silence, and so do adapters that have to be loaded. Of one that is ejected, what it owes is its probe: that need not wait for others to
-    speak, as the burden of proof is the backend's by then.
+    prompts explain long silence, and so do adapters that have to be loaded. Of one that is ejected, what it owes is its
+    probe: that need not wait for others to speak, as the burden of proof is the backend's by then.
 
     **Slow** is one whose fastest stream takes `slow_factor` times as long as is its rule, beside the median of the
     others by the same measure, for `SLOW_S` in all. A pool that slows down as a whole has no outlier, and one that was

@@ -25,6 +25,7 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.fleet import View
+from llmproxy.core.placement.adapters import Demand
 from llmproxy.core.placement.policy import (
     NO_CAPACITY,
     NO_MATCH,
@@ -33,8 +34,8 @@ from llmproxy.core.placement.policy import (
     presets,
     with_context,
 )
-from llmproxy.core.placement.rates import TIERS, Frequency, Rates
-from llmproxy.core.placement.station import ADAPTERS_MAX, Flight, Station
+from llmproxy.core.placement.rates import Rates
+from llmproxy.core.placement.station import Flight, Station
 from llmproxy.core.prefix import PrefixIndex
 
 LATER = NoMatch(whole_model=False, later=True)
@@ -128,7 +129,7 @@ class CostPlacement:
         self._stations: dict[str, Station] = {}
         self._flights: dict[int, Flight] = {}
         self._hit_ratio = 0.0
-        self._asked: dict[str, Frequency] = {}
+        self._demand = Demand(self._rates.loads)
         self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[_Row]]] = deque(maxlen=EXPLAINED_MAX)
         self._claims: dict[str, dict[str, int]] = {}
         self._claims_at_s = -1.0
@@ -239,7 +240,8 @@ class CostPlacement:
         # Everything is asked of every backend for every request: what follows is most of what a decision takes.
         for view, station, has_room in zip(able, stations, fits, strict=True):
             station.renew(rates, now)
-            station.limit, station.max_adapters = view.limit, view.max_adapters
+            station.limit, slots = view.limit, station.adapters
+            slots.size = view.max_adapters
             load, step_factor = view.load, station.step.factor
             cached_tokens = matched.get(view.backend, 0) * block_tokens
             if cached_tokens > prompt_tokens - 1.0:
@@ -256,17 +258,17 @@ class CostPlacement:
             eviction_s = prefill_s * displaces
             total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
             adapter_s = range_s = memory_s = slot_s = None
-            if adapter is not None and adapter in station.deferred:
+            if adapter is not None and adapter in slots.deferred:
                 adapter_s = answer_s
-            elif adapter is not None and adapter not in station.adapters:
-                adapter_s = answer_s if station.slots_taken else 0.0
+            elif adapter is not None and adapter not in slots.users:
+                adapter_s = answer_s if slots.taken else 0.0
                 if adapter_s or adapter not in view.resident:
-                    load_s = max(least_load_s, rates.loads.at(station.load_tier(adapter)))
+                    load_s = max(least_load_s, rates.loads.at(slots.tier(adapter)))
                     adapter_s += load_s
                     # The whole batch stands still while an engine loads, and who waits for a first byte with it; now,
                     # and when what had to go comes back.
                     stall = STREAM * load + (1.0 - STREAM) * station.waiting + scarce
-                    again_s = self._again_s(adapter, view, station, able, least_load_s, now) * (1.0 + stall)
+                    again_s = self._demand.again_s(adapter, view, slots, able, least_load_s, now) * (1.0 + stall)
                     harm_s += load_s * stall
                     eviction_s += again_s
                     total_s += load_s * stall + again_s
@@ -302,32 +304,6 @@ class CostPlacement:
             prices.append(_Row(view.backend, total_s, seconds, ttft_s, tpot_s, cached_tokens, cold, has_room))
         return prices
 
-    def _again_s(
-        self, adapter: str, view: View, station: Station, able: Sequence[View], least_load_s: float, now: float
-    ) -> float:
-        """Loading again what has to go for an adapter, by the chance that it is asked for before it had to go anyway.
-
-        It costs nothing where another backend has it, too. A free slot costs nothing either, but for a second copy
-        where there are adapters enough that are nowhere to fill all free slots.
-        """
-        if view.max_adapters is None:
-            return 0.0
-        if len(view.resident) < view.max_adapters:
-            somewhere = set().union(*[one.resident for one in able])
-            free = sum([max(0, (one.max_adapters or 0) - len(one.resident)) for one in able])
-            if adapter not in somewhere or len(view.served) - 1 - len(somewhere) < free:
-                # One name is that of the base model.
-                return 0.0
-            return max(least_load_s, self._rates.loads.at(station.load_tier(adapter)))
-        displaced = station.displaced(view.resident)
-        if displaced is None or displaced not in self._asked:
-            return 0.0
-        if any(displaced in other.resident for other in able if other is not view):
-            return 0.0
-        asked = self._asked[displaced].at(now)
-        chance = asked / (asked + station.turnover.at(now) / view.max_adapters)
-        return chance * max(least_load_s, self._rates.loads.at(station.load_tier(displaced)))
-
     def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float) -> float:
         """Until a full backend has released a slot for this request and all that wait for it before this one."""
         slots = min(view.limit, view.slots(ceiling))
@@ -355,11 +331,7 @@ class CostPlacement:
         )
         self._flights[lease] = flight
         if request.adapter is not None:
-            asked = self._asked.pop(request.adapter, None) or Frequency()
-            asked.add(now)
-            self._asked[request.adapter] = asked
-            if len(self._asked) > ADAPTERS_MAX:
-                del self._asked[next(iter(self._asked))]
+            self._demand.add(request.adapter, now)
         station.book(lease, flight, self._rates, now)
         self._hit_ratio += HIT_GAIN * (placed.cached_tokens / request.prompt_tokens - self._hit_ratio)
 
@@ -408,7 +380,7 @@ class CostPlacement:
             prefill_token_s=rates.prefill.slope,
             step_s=rates.step.at(1.0),
             sequence_s=rates.step.slope,
-            adapter_s=rates.loads.at(TIERS - 1),
+            adapter_s=rates.loads.coldest_s,
             ttft_p90_factor=rates.late_ttft.factor,
             tpot_p90_factor=rates.late_tpot.factor,
             backends=tuple(self._pace(backend, now) for backend in backends),

@@ -26,10 +26,9 @@ LOAD_GUESS_S = 0.05
 """What loading an adapter is taken to take before any was loaded."""
 LOAD_GAIN = 0.1
 """Weight of a newer load, once there are as many that it is less than their mean."""
-WINDOW_S = 60.0
 TIERS = 8
 """Doublings of how many others a backend has loaded since it used an adapter last; the last is for those that it never
-had, or more of them ago."""
+had, or after which it loaded more."""
 JITTER_S = 0.02
 """Error of a time that does not grow with it: a scheduling turn, a step of the engine."""
 
@@ -153,19 +152,6 @@ class Late:
         self.factor = min(LATE_MOST, max(1.0, self.factor * (1.0 + 9.0 * LATE_STEP if above else 1.0 - LATE_STEP)))
 
 
-class Frequency:
-    """How often something happens, per second: exponential forgetting over `WINDOW_S`."""
-
-    def __init__(self) -> None:
-        self._per_s = self._at_s = 0.0
-
-    def add(self, now: float) -> None:
-        self._per_s, self._at_s = self.at(now) + 1.0 / WINDOW_S, now
-
-    def at(self, now: float) -> float:
-        return self._per_s * exp((self._at_s - now) / WINDOW_S)
-
-
 class LoadTimes:
     """Seconds that loading an adapter takes, by how many others its backend has loaded since it used that one last.
 
@@ -177,33 +163,32 @@ class LoadTimes:
     def __init__(self) -> None:
         self._seen = [0] * TIERS
         self._took_s = [LOAD_GUESS_S] * TIERS
-        self._known = [LOAD_GUESS_S] * TIERS
+        self._known_s = [LOAD_GUESS_S] * TIERS
 
     @property
     def seen(self) -> bool:
         """Whether any load was seen to its end."""
         return any(self._seen)
 
-    @staticmethod
-    def tier(since: int | None) -> int:
-        """Of an adapter after whose last use so many others were loaded; None for one that was never there."""
-        return TIERS - 1 if since is None else min(TIERS - 1, since.bit_length())
+    @property
+    def coldest_s(self) -> float:
+        """What a load of an adapter is expected to take that the backend never had."""
+        return self._known_s[-1]
 
     def at(self, tier: int) -> float:
         """What a load is expected to take."""
-        return self._known[tier]
+        return self._known_s[tier]
 
     def learn(self, tier: int, took_s: float) -> None:
         """A load took so long."""
         seen = self._seen[tier] = self._seen[tier] + 1
-        known_s = self._took_s[tier]
+        before_s = self._took_s[tier]
         if seen > 1:
-            took_s = min(took_s, OUTLIER * (JITTER_S + known_s))
-        self._took_s[tier] = known_s + max(LOAD_GAIN, 1.0 / seen) * (took_s - known_s)
+            took_s = min(took_s, OUTLIER * (JITTER_S + before_s))
+        self._took_s[tier] = before_s + max(LOAD_GAIN, 1.0 / seen) * (took_s - before_s)
         taught = [other for other in range(TIERS) if self._seen[other]]
         for other in range(TIERS):
-            nearest = next((one for one in taught if one >= other), taught[-1])
-            self._known[other] = self._took_s[nearest]
+            self._known_s[other] = self._took_s[next((one for one in taught if one >= other), taught[-1])]
 
 
 class Rates:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Set
 from dataclasses import dataclass
 from math import exp
 
 from llmproxy.core.domain import Request
-from llmproxy.core.placement.rates import Frequency, LoadTimes, Pace, Rates
+from llmproxy.core.placement.adapters import Slots
+from llmproxy.core.placement.rates import Pace, Rates
 from llmproxy.core.prefix import InUse
 
 WORK_S = 30.0
@@ -17,8 +16,6 @@ SAME_STEP_S = 0.003
 """First bytes this close come from one step of the engine, and the time that it took is that of all their prompts."""
 TOGETHER_S = 0.05
 """How far apart requests come at most that an idle engine begins together."""
-ADAPTERS_MAX = 1_024
-"""Adapters of which one backend's last use is remembered."""
 OVERDUE = 2.0
 """Times its expected time after which a prompt that has no byte says something of its backend."""
 
@@ -48,29 +45,21 @@ class Flight:
 
 
 class Station:
-    """One backend: `adapters` and `in_use` are those of the requests in flight there, `deferred` the adapters among them
-    that wait for a slot, `kv_tokens` what the prefix index
-    was told of its size, `limit` the sequences and `max_adapters` the adapters that its batch takes, as far as known;
-    `turnover` is how often it loads one.
+    """One backend: `adapters` and `in_use` are those of the requests in flight there, `kv_tokens` what the prefix index
+    was told of its size, `limit` the sequences that its batch takes, as far as known.
     """
 
     def __init__(self) -> None:
         self.prefill = Pace()
         self.step = Pace()
-        self.adapters: Counter[str] = Counter()
-        self.deferred: set[str] = set()
+        self.adapters = Slots()
         self.in_use = InUse()
         self.kv_tokens = 0
         self.limit: int | None = None
-        self.max_adapters: int | None = None
-        self.turnover = Frequency()
         self.in_flight = 0
         self._unstarted: dict[int, Flight] = {}
         self._to_prefill_tokens = 0.0
         self._loading: dict[int, int] = {}
-        self._loads = 0
-        self._uses = 0
-        self._used: dict[str, tuple[int, int]] = {}
         self._spoke_s = -1.0
         self._busy_s = 0.0
         self._work_s = 0.0
@@ -122,8 +111,14 @@ class Station:
         if not self._unstarted:
             self._busy_s = now
             self._mixed = False
-        request = flight.request
-        load_s = 0.0 if request.adapter is None else self._book_adapter(request.adapter, lease, flight, rates, now)
+        request, load_s = flight.request, 0.0
+        if request.adapter is not None:
+            tier = self.adapters.book(request.adapter, flight.cold_adapter, now)
+            flight.deferred = request.adapter in self.adapters.deferred
+            if tier is not None:
+                load_s = rates.loads.at(tier)
+                if not flight.deferred:
+                    self._loading[lease] = tier
         self._unstarted[lease] = flight
         self._to_prefill_tokens += flight.own_tokens
         flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
@@ -133,23 +128,6 @@ class Station:
         self.in_flight += request.sequences
         flight.crowded = self.limit is not None and self.in_flight > self.limit
         self.in_use.add(request.prefix)
-
-    def _book_adapter(self, adapter: str, lease: int, flight: Flight, rates: Rates, now: float) -> float:
-        """Note who uses an adapter; answer what loading it takes of the backend's time."""
-        load_s = 0.0
-        if adapter not in self.adapters and flight.cold_adapter:
-            tier = self.load_tier(adapter)
-            load_s = rates.loads.at(tier)
-            self._loads += 1
-            self.turnover.add(now)
-            if self.slots_taken:
-                self.deferred.add(adapter)
-            else:
-                self._loading[lease] = tier
-        flight.deferred = adapter in self.deferred
-        self.adapters[adapter] += 1
-        self._touch(adapter)
-        return load_s
 
     def loading_s(self, now: float) -> float:
         """How long one load has been under way at least."""
@@ -163,27 +141,6 @@ class Station:
     def waiting(self) -> int:
         """How many wait for a first byte."""
         return len(self._unstarted)
-
-    @property
-    def slots_taken(self) -> bool:
-        """Every adapter slot serves somebody: one more waits inside the engine until one of them has nobody left."""
-        return self.max_adapters is not None and len(self.adapters) >= self.max_adapters
-
-    def load_tier(self, adapter: str) -> int:
-        """How cold an adapter is that is not resident."""
-        used = self._used.get(adapter)
-        return LoadTimes.tier(None if used is None else self._loads - used[1])
-
-    def displaced(self, resident: Set[str]) -> str | None:
-        """Which of the residents has to go for another one: the least recently used, of those that serve nobody first."""
-        return min(resident, key=lambda x: (x in self.adapters, self._used.get(x, (0, 0)), x), default=None)
-
-    def _touch(self, adapter: str) -> None:
-        self._uses += 1
-        self._used.pop(adapter, None)
-        self._used[adapter] = self._uses, self._loads
-        if len(self._used) > ADAPTERS_MAX:
-            del self._used[next(iter(self._used))]
 
     def start(self, lease: int, flight: Flight, rates: Rates, now: float) -> None:
         """Its first byte came: learn from the time since the one before, or since there was something to compute."""
@@ -205,7 +162,7 @@ class Station:
         self._spoke_s = now
         self._step_tokens += flight.own_tokens
         if flight.request.adapter is not None:
-            self.deferred.discard(flight.request.adapter)
+            self.adapters.started(flight.request.adapter)
         if tier is not None:
             self._step_loads.append(tier)
             # Those that came meanwhile had to wait for it.
@@ -221,11 +178,7 @@ class Station:
         self.in_flight -= request.sequences
         self.in_use.remove(request.prefix)
         if request.adapter is not None:
-            self.adapters[request.adapter] -= 1
-            if not self.adapters[request.adapter]:
-                del self.adapters[request.adapter]
-                self.deferred.discard(request.adapter)
-            self._touch(request.adapter)
+            self.adapters.release(request.adapter)
 
     def _oldest(self, now: float) -> Flight | None:
         while (lease := next((x for x, one in self._unstarted.items() if not one.deferred), None)) is not None:
