@@ -217,11 +217,11 @@ async def test_who_is_alone_and_finds_room_waits_for_no_turn_of_the_loop() -> No
     await asyncio.sleep(0)
     assert alone.holds() == "a"
     # Where others are decided about in this turn, all of them are decided about together: the higher band goes first.
-    low, high = Client(one, band=SHEDDABLE), Client(one, band=CRITICAL)
+    low, high = Client(one), Client(one, band=CRITICAL)
     await asyncio.sleep(0)
     await turns()
     assert (low.holds(), high.holds()) == ("a", None)
-    later_low, later_high = Client(one, band=SHEDDABLE), Client(one, band=CRITICAL)
+    later_low, later_high = Client(one), Client(one, band=CRITICAL)
     await turns()
     await low.done()
     await turns()

@@ -308,7 +308,7 @@ async def test_a_dead_engine_answers_for_itself_and_is_left_alone() -> None:
 
 async def test_a_request_that_waits_in_a_lost_engine_is_served_by_another() -> None:
     one_at_a_time = replace(FAST, max_num_seqs=1)
-    look_ahead = {"ceilings": {"critical": 1, "default": 1}}
+    look_ahead = {"look_ahead": 2}
     async with house(one_at_a_time, FAST, fixed_limit=1, scheduling=look_ahead) as home:
         home.replicas[1].faults.set("refuse")
         await until(lambda: home.proxy.pools.backends["b1"].health.down)
