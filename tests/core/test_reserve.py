@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmproxy.core.capacity import KEPT_FROM, slots_under
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict
 from llmproxy.core.reserve import Reserve
 from llmproxy.core.settings import CapacitySettings, Settings
@@ -117,6 +118,26 @@ def test_below_the_highest_band_in_use_a_slot_is_always_free(
             assert view.has_room(top)
     one.submit(request(band=highest), 3.0)
     assert [type(decision) for decision in one.decide(3.0)] == [Grant]
+
+
+@pytest.mark.parametrize("limit", range(KEPT_FROM, 65))
+def test_every_backend_of_four_or_more_keeps_a_slot_of_those_that_the_highest_band_may_have(limit: int) -> None:
+    for highest in (1.0, 0.95, 0.9, 0.5, 0.3):
+        slots = slots_under(limit, highest, 0, highest)
+        for percent in range(1, 100):
+            below = slots_under(limit, highest * percent / 100, 0, highest)
+            assert 1 <= below <= max(1, slots - 1)
+
+
+def test_four_sequences_are_enough_for_a_slot_on_each_backend() -> None:
+    one = pools({"a": 4, "b": 4}, TIGHT)
+    one.submit(request(band=CRITICAL), 0.0)
+    (first,) = one.decide(0.0)
+    assert isinstance(first, Grant)
+    one.finish(first, Verdict.SERVED, 0.5)
+    for _ in range(20):
+        one.submit(request(band=DEFAULT), 1.0)
+    assert len(one.decide(1.0)) == 6
 
 
 def test_two_replicas_of_eight_keep_one_slot_each_while_the_band_between_is_idle() -> None:
