@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import floor
+
 TRAVEL_S = 0.02
 """From the end of a sequence to the arrival of the next one inside the engine: two ways of the network, tokenising."""
 STEPS = 1.5
@@ -39,4 +41,4 @@ class LookAhead:
             return 0
         # A step takes what a sequence took, over its tokens.
         on_the_way = limit * (TRAVEL_S / self._sequence_s + STEPS / self._tokens)
-        return min(int(on_the_way), limit // SHARE_MAX)
+        return min(floor(on_the_way + 0.5), limit // SHARE_MAX)

@@ -19,13 +19,13 @@ def learned(sequence_s: float, tokens: float) -> LookAhead:
 
 @pytest.mark.parametrize(
     ("limit", "sequence_s", "tokens", "requests"),
-    [(8, 4.0, 512, 0), (64, 6.0, 512, 0), (256, 8.0, 512, 1), (256, 3.0, 200, 3), (256, 1.0, 50, 12), (8, 0.2, 20, 1)],
+    [(8, 4.0, 512, 0), (64, 6.0, 512, 0), (256, 8.0, 512, 1), (256, 3.0, 200, 4), (256, 1.0, 50, 13), (8, 0.2, 20, 1)],
 )
 def test_it_is_what_a_batch_ends_while_a_request_is_on_its_way(
     limit: int, sequence_s: float, tokens: int, requests: int
 ) -> None:
     way_s = TRAVEL_S + STEPS * sequence_s / tokens
-    assert requests <= limit * way_s / sequence_s < requests + 1
+    assert requests - 0.5 <= limit * way_s / sequence_s < requests + 0.5
     assert learned(sequence_s, tokens).requests(limit) == requests
 
 
@@ -40,7 +40,7 @@ def test_nothing_is_sent_ahead_before_anything_has_ended() -> None:
 
 def test_it_follows_traffic_whose_answers_become_short() -> None:
     ahead = learned(8.0, 512)
-    for _ in range(5 * REMEMBERED):
+    for _ in range(10 * REMEMBERED):
         ahead.ended(0.5, 32)
     assert ahead.requests(64) == learned(0.5, 32).requests(64) > 0
 
