@@ -187,7 +187,7 @@ class Case:
     `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
     (see `rate_balance` in `llmproxy.lab.bounds`), None for the trace's own rate. Of a file, each seed takes `requests`
     of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time are not
-    counted. With `told` the proxy is told every replica's batch limit (`max_in_flight`) and need not learn it. `goals`
+    counted, or before `warmup_s` seconds of it where those are given, beside it too. With `told` the proxy is told every replica's batch limit (`max_in_flight`) and need not learn it. `goals`
     judges what was found at each place, and `plots` draws it, over all places. `quick` cases belong to `make lab`.
     """
 
@@ -208,6 +208,7 @@ class Case:
     quick: bool = True
     quick_loads: tuple[float | None, ...] | None = None
     warmup: float = WARMUP
+    warmup_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,9 @@ class Place:
     def simulation(self, seed: int) -> Simulation:
         """The traffic of one seed."""
         simulation = replace(_simulation(self.case, seed), fleet=self.fleet)
+        if self.case.warmup_s is not None:
+            duration_s = prepared(simulation, seed, self.rate_scale)[1].duration_s
+            simulation = replace(simulation, warmup=min(1.0, self.case.warmup_s / duration_s))
         if not self.case.told:
             return simulation
         backends = tuple(

@@ -18,6 +18,8 @@ TRACE = (
     f"gen:priority_mix,rate=25,duration_s=120,prompt_tokens={PROMPT_TOKENS},shared_tokens={SHARED_TOKENS},"
     f"output_tokens={OUTPUT_TOKENS}"
 )
+LEARNED_IN_S = 10.0
+"""From then on learned limits are to be as good as told ones."""
 ALONE = Beside("critical alone", "cost", Mix(band="critical"))
 LEVEL = Beside("all bands equal, fcfs", "cost(fairness=fcfs,ceilings=1/1/1)", Mix(level=True))
 CEILINGS = (0.6, 0.7, 0.8, 0.9, 1.0)
@@ -129,6 +131,7 @@ SCENARIO = Scenario(
             beside=(ALONE, LEVEL),
             goals=goals,
             quick_loads=(2.0,),
+            warmup_s=LEARNED_IN_S,
         ),
         Case(
             "20/60/20, limits told, 2 x 8B",
@@ -141,6 +144,7 @@ SCENARIO = Scenario(
             beside=(ALONE, LEVEL),
             goals=goals,
             quick_loads=(2.0,),
+            warmup_s=LEARNED_IN_S,
         ),
         Case(
             "ceilings, 2 x 8B",

@@ -48,8 +48,7 @@ class BatchLimit:
 
     "Used" means filled to `lowest_ceiling`: traffic of low bands alone never fills a backend further than that, and
     must be able to teach its limit all the same. A plateau that nothing but the batch explains is the engine's own
-    limit, which no calm changes: it is tried only while as many as that are there, for whom a low band cannot be
-    brought. The reading itself must bear all that out: the gauges of a frozen engine stay as they were, and "nobody
+    limit, which no calm changes: it is tried only after the longest, and only by those who may fill it. The reading itself must bear all that out: the gauges of a frozen engine stay as they were, and "nobody
     waits" is then no invitation to send more.
     """
 
@@ -138,6 +137,8 @@ class BatchLimit:
             plateau, proven = self._plateau or plateau, True
         if plateau != self.value or self._plateau is None:
             self._patience = min(CALM_READINGS_MAX, 2 * self._patience) if same else CALM_READINGS_MIN
+        if proven:
+            self._patience = CALM_READINGS_MAX
         self._plateau = self._settled = plateau
         self._proven = proven
         self._set(plateau)
