@@ -14,6 +14,7 @@ import structlog
 from llmproxy.backends import discovery
 from llmproxy.backends.adapters import AdapterKeeper
 from llmproxy.backends.discovery import Discovery, addresses, services
+from llmproxy.backends.limits_file import LimitsFile
 from llmproxy.backends.names import Names
 from llmproxy.backends.poller import polling_session
 from llmproxy.backends.roster import Roster
@@ -130,10 +131,15 @@ class Proxy:
 
 @asynccontextmanager
 async def running(
-    config: Config, reread: Reread | None = None, sockets: Sockets | None = None, drained: Collection[str] = ()
+    config: Config,
+    reread: Reread | None = None,
+    sockets: Sockets | None = None,
+    drained: Collection[str] = (),
+    limits: LimitsFile | None = None,
 ) -> AsyncIterator[Proxy]:
     """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again,
-    `sockets` may have some that were inherited, and `drained` are backends that a predecessor was told to drain.
+    `sockets` may have some that were inherited, `drained` are backends that a predecessor was told to drain, and
+    `limits` keeps what is learned of backends' batch limits.
 
     Raises ListenError; another OSError when it cannot start workers; ConfigError when it cannot look for backends or
     use a file that it names.
@@ -214,6 +220,9 @@ async def running(
         )  # fmt: skip
         watch.expect(backend.name for backend in _configured(config))
         roster.drain_who_joins(drained)
+        if limits is not None:
+            roster.recall_limits(limits.read())
+            await stack.enter_async_context(in_the_background(limits.follow(roster.known_limits)))
         roster.tell(CONFIGURED, _configured(config))
         sources.reconfigure(config)
         await stack.enter_async_context(in_the_background(roster.follow_authorities()))
@@ -342,6 +351,10 @@ class _Watch:
     def observe(self, backend: str, reading: Reading) -> None:
         self._unread.discard(backend)
         self._dispatcher.observe(backend, reading)
+
+    def published(self, backend: str, limit: int) -> None:
+        self._dispatcher.published(backend, limit)
+        _log.info("backend_publishes_limit", backend=backend, limit=limit)
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
         self._metrics.poll_failed(backend, trouble)

@@ -278,6 +278,10 @@ class Dispatcher:
         self.pools.observe(backend, reading)
         self._decide_soon()
 
+    def published(self, backend: str, limit: int) -> None:
+        self.pools.published(backend, limit)
+        self._decide_soon()
+
     def listed(self, backend: str, listing: Listing) -> None:
         self.pools.listed(backend, listing)
         self._wake_nameless()

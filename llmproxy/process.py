@@ -13,6 +13,7 @@ import uvloop
 
 from llmproxy import early
 from llmproxy.app import Proxy, running
+from llmproxy.backends.limits_file import LimitsFile, place
 from llmproxy.config import Config, ConfigError, idle_settings
 from llmproxy.descriptors import clients_of_process, open_files_max, raise_limit
 from llmproxy.handover import Orders, drained_before, notify, unless
@@ -40,7 +41,9 @@ async def _serve(config: Config, reread: Reread | None) -> int:
     try:
         sockets = Sockets.from_environment(os.environ, os.getpid())
         orders = Orders(sockets)
-        async with running(config, reread, sockets, drained_before(os.environ)) as proxy:
+        state = place(config.state_file, os.environ)
+        limits = None if state is None else LimitsFile(state)
+        async with running(config, reread, sockets, drained_before(os.environ), limits) as proxy:
             # Also where there is no file: whoever wants a reload, and is wrong about that, does not want the end.
             reloader = proxy.reloader
             hang_up = partial(_log.warning, "nothing_to_reload") if reloader is None else reloader.hang_up

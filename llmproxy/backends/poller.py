@@ -24,6 +24,7 @@ import aiohttp
 import structlog
 from yarl import URL
 
+from llmproxy.backends.engine_config import SERVER_INFO_PATH, parse_sequences
 from llmproxy.backends.metrics_text import METRIC_NAMES, is_filtered, parse_reading
 from llmproxy.backends.models import parse_listing
 from llmproxy.backends.names import Names
@@ -41,6 +42,11 @@ FAST_BYTES_MAX = 32 << 10
 HEALTH_INTERVAL_S = 1.0
 REPROBE_INTERVAL_S = 10.0
 """How often a better source of readings is looked for: a backend may be replaced without ever refusing a poll."""
+
+LIMIT_ASKS_MAX = 3
+"""How often the configuration is asked for where no answer comes: vLLM looks its machine over before the first."""
+LIMIT_PAUSE_S = 10.0
+"""Between two such questions, and between two lives of a backend that are worth one each."""
 
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 """What OpenSSL calls an answer that is no TLS."""
@@ -62,6 +68,9 @@ class ReadingSink(Protocol):
 
     def observe(self, backend: str, reading: Reading) -> None:
         """The backend's load. Called before `answered`; never called for a server that publishes no vLLM metrics."""
+
+    def published(self, backend: str, limit: int) -> None:
+        """How many sequences the backend runs at once by its own configuration; called where it publishes that."""
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
         """The backend's load could not be read, which says nothing of its health; the verdict of the lap follows."""
@@ -156,18 +165,23 @@ class Poller:
         self._clock = clock or asyncio.get_running_loop().time
         self._rng = rng or random.Random()
         self._bug: str | None = None
+        self._began = asyncio.Event()
         self._listed_at_s = -inf
         self._start_afresh()
 
     async def run(self) -> None:
         """Poll until cancelled. No answer and no bug of ours ends it."""
-        while True:
-            try:
-                pause_s = await self.lap()
-            except Exception as bug:  # noqa: BLE001 - the fleet must stay visible whatever one answer does to us
-                self._report(bug)
-                pause_s = self._pace.page_interval_s
-            await self._rest(pause_s)
+        asking = asyncio.create_task(self._follow_limit(), name=f"limit of {self._backend}")
+        try:
+            while True:
+                try:
+                    pause_s = await self.lap()
+                except Exception as bug:  # noqa: BLE001 - the fleet must stay visible whatever one answer does to us
+                    self._report(bug)
+                    pause_s = self._pace.page_interval_s
+                await self._rest(pause_s)
+        finally:
+            asking.cancel()
 
     async def list_now(self) -> None:
         """Tell the sink of the backend's models at once, for one who changed them; laps go on beside this.
@@ -176,6 +190,22 @@ class Poller:
         """
         with suppress(_LapFailed):
             await self._ask_models()
+
+    async def _follow_limit(self) -> None:
+        """Ask for the batch limit once in each life of the backend, beside the laps: the answer may take seconds."""
+        while True:
+            await self._began.wait()
+            self._began.clear()
+            for _ in range(LIMIT_ASKS_MAX):
+                try:
+                    status, body = await self._get(SERVER_INFO_PATH)
+                except _LapFailed:
+                    await asyncio.sleep(LIMIT_PAUSE_S)
+                    continue
+                if status == 200 and (limit := parse_sequences(body)) is not None:
+                    self._sink.published(self._backend, limit)
+                break
+            await asyncio.sleep(LIMIT_PAUSE_S)
 
     # --- one lap -------------------------------------------------------------------------------------------------
 
@@ -207,7 +237,7 @@ class Poller:
     def _start_afresh(self) -> None:
         """Forget what was learned of a backend that failed: what comes back may be another server."""
         self._source: _Source | None = None
-        self._idle = False
+        self._idle = self._well = False
         self._health_due_s = self._models_due_s = self._metrics_due_s = self._probe_due_s = -inf
 
     def _jittered(self, interval_s: float) -> float:
@@ -225,6 +255,9 @@ class Poller:
         if self._clock() >= self._metrics_due_s:
             await self._read_load()
         self._sink.answered(self._backend)
+        if not self._well:
+            self._well = True
+            self._began.set()
 
     async def _read_load(self) -> None:
         reading, interval_s = None, self._pace.page_interval_s

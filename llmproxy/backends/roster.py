@@ -20,6 +20,7 @@ from llmproxy.backends.names import Names
 from llmproxy.backends.poller import Poller, ReadingSink
 from llmproxy.backends.tls import PeerTls, peers_tls, renew_trust, settle_trust, unfit
 from llmproxy.config import BackendConfig, PollConfig
+from llmproxy.core.domain import KnownLimit
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 
@@ -96,6 +97,7 @@ class Roster:
         self._pollers: dict[str, Poller] = {}
         self._clashes: set[tuple[str, str]] = set()
         self._drained_before: set[str] = set()
+        self._recalled: Mapping[str, KnownLimit] = {}
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
@@ -146,6 +148,15 @@ class Roster:
     def drain_who_joins(self, names: Iterable[str]) -> None:
         """Drain these as soon as they are members: a predecessor of this process was told to."""
         self._drained_before.update(names)
+
+    def recall_limits(self, known: Mapping[str, KnownLimit]) -> None:
+        """Let those who join start from the batch limits that an earlier process learned, by URL."""
+        self._recalled = known
+
+    def known_limits(self) -> dict[str, KnownLimit]:
+        """What was learned of the batch limits of members, by URL."""
+        known = self._pools.known_limits()
+        return {self._backends[name].url: limit for name, limit in known.items() if name in self._backends}
 
     def drained(self) -> set[str]:
         """The backends that somebody drained, those that are still to join included."""
@@ -200,6 +211,8 @@ class Roster:
 
     def _join(self, backend: BackendConfig, source: str) -> None:
         self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
+        if (known := self._recalled.get(backend.url)) is not None:
+            self._pools.recall_limit(backend.name, known)
         self._backends[backend.name] = backend
         poller = self._poller(backend)
         self._members[backend.name] = _Member(backend, source, _now(), poller, self._start(poller, backend.name))

@@ -20,6 +20,7 @@ NEEDS_RESTART = frozenset(
         "tls",
         "decision_log",
         "decision_log_sample",
+        "state_file",
         "plugins",
         "reload",
         # Policies keep accounts, ranks and learned rates in terms of these, for everything that waits or runs.

@@ -48,8 +48,9 @@ class BatchLimit:
 
     "Used" means filled to `lowest_ceiling`: traffic of low bands alone never fills a backend further than that, and
     must be able to teach its limit all the same. A plateau that nothing but the batch explains is the engine's own
-    limit, which no calm changes: it is tried only after the longest, and only by those who may fill it. The reading itself must bear all that out: the gauges of a frozen engine stay as they were, and "nobody
-    waits" is then no invitation to send more.
+    limit, which no calm changes: it is tried after the longest calm alone, and only by those who may fill it. The
+    reading itself must bear all that out: the gauges of a frozen engine stay as they were, and "nobody waits" is then
+    no invitation to send more.
     """
 
     def __init__(self, fixed: int | None, start: int, lowest_ceiling: float = 1.0) -> None:
@@ -64,9 +65,30 @@ class BatchLimit:
         self._plateau: int | None = None
         self._proven = False
         self._settled = self._ran_most = self._calm = 0
+        self._told = False
         self._patience = CALM_READINGS_MIN
         self._waited.clear()
         self.value = self._cap if self._cap is not None else self._start
+
+    def begin_at(self, limit: int, *, settled: bool) -> None:
+        """Start from what is known from elsewhere; nothing where an operator gave a limit, or this engine's own gauges.
+
+        `settled`: that is all that it runs. The gauges may prove either wrong, as they may what they have taught.
+        """
+        if self._cap is not None or (self._settled and not self._told):
+            return
+        if settled:
+            self._settle(limit, proven=True)
+            self._told = True
+        else:
+            self._set(max(self.value, limit))
+
+    @property
+    def known(self) -> tuple[int, bool] | None:
+        """What `begin_at` may be told of this engine one day; None where there is nothing but the start."""
+        if self._cap is not None or (not self._settled and self.value <= self._start):
+            return None
+        return (self._plateau, True) if self._plateau is not None and self._proven else (self.value, False)
 
     def cap(self, fixed: int | None) -> None:
         """Go by another configured limit; what was learned stays where it does not contradict it."""
@@ -140,6 +162,7 @@ class BatchLimit:
         if proven:
             self._patience = CALM_READINGS_MAX
         self._plateau = self._settled = plateau
+        self._told = False
         self._proven = proven
         self._set(plateau)
 

@@ -149,6 +149,19 @@ class Listing(Struct, frozen=True):
     cards: tuple[ModelCard, ...]
 
 
+class KnownLimit(Struct, frozen=True):
+    """The batch limit of an engine as an earlier process learned it.
+
+    `settled`: the engine was seen to run no more; else it was never seen to be full. It is true of an engine that lists
+    the same base models (sorted), with the same context length.
+    """
+
+    limit: int
+    settled: bool
+    models: tuple[str, ...]
+    max_model_len: int | None = None
+
+
 class Reading(Struct, frozen=True):
     """The numbers of one scrape of one backend; a value the backend does not publish is None.
 

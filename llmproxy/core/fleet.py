@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from llmproxy.core.capacity import BatchLimit, slots_under
-from llmproxy.core.domain import Listing, Reading, Request, Trouble, Verdict
+from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Trouble, Verdict
 from llmproxy.core.health import Health, Silent
 from llmproxy.core.look_ahead import LookAhead
 from llmproxy.core.settings import CapacitySettings, HealthSettings
@@ -112,6 +112,9 @@ class Backend:
         self._look_ahead = LookAhead()
         self._capacity = capacity
         self._prompt_range = prompt_range
+        self._kind: tuple[tuple[str, ...], int | None] | None = None
+        self._recalled: KnownLimit | None = None
+        self._published: int | None = None
         self._served: frozenset[str] = frozenset()
         self._adapters: frozenset[str] = frozenset()
         self._max_model_len: int | None = None
@@ -163,6 +166,8 @@ class Backend:
         """
         self.health.replaced()
         self._forget_process()
+        self.limit.forget()
+        self._kind = self._recalled = self._published = None
 
     # --- what polls bring ----------------------------------------------------------------------------------------
 
@@ -172,9 +177,38 @@ class Backend:
         self._adapters = frozenset(card.name for card in listing.cards if card.parent is not None)
         lengths = [card.max_model_len for card in listing.cards if card.max_model_len is not None]
         self._max_model_len = max(lengths, default=None)
+        bases = tuple(sorted(card.name for card in listing.cards if card.parent is None))
+        self._is_of((bases, self._max_model_len))
         for name in [name for name in self._residents if name not in self._adapters]:
             del self._residents[name]
         self._view = None
+
+    def _is_of(self, kind: tuple[tuple[str, ...], int | None]) -> None:
+        known, before, self._kind = self._recalled, self._kind, kind
+        if before is not None and before != kind:
+            self.limit.forget()
+        elif before is None and known is not None and kind == (known.models, known.max_model_len):
+            self.limit.begin_at(known.limit, settled=known.settled)
+
+    def recall(self, known: KnownLimit) -> None:
+        """Start from this batch limit, should the first listing show the engine that it was learned of."""
+        self._recalled = known
+
+    def published(self, limit: int) -> None:
+        """The engine's own configuration says that it runs so many sequences at once."""
+        if self._published not in (None, limit):
+            self.limit.forget()
+        self._published = limit
+        self.limit.begin_at(limit, settled=True)
+        self._view = None
+
+    @property
+    def known_limit(self) -> KnownLimit | None:
+        """What is worth to be told of its batch limit to a later process; None as long as nothing is."""
+        known = self.limit.known
+        if known is None or self._kind is None or self.reading is None:
+            return None
+        return KnownLimit(*known, *self._kind)
 
     def answered(self, now: float) -> None:
         """A poll found the backend in good health, whether or not it publishes numbers."""

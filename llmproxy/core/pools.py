@@ -14,6 +14,7 @@ from llmproxy.core.domain import (
     Decision,
     Entry,
     Grant,
+    KnownLimit,
     Listing,
     Outcome,
     Reading,
@@ -85,6 +86,15 @@ class Pools:
         )
         backend.health.tell = lambda news: self._news.append((name, news))
 
+    def recall_limit(self, name: str, known: KnownLimit) -> None:
+        """See `Backend.recall`; for a backend that was never read."""
+        self.backends[name].recall(known)
+
+    def known_limits(self) -> dict[str, KnownLimit]:
+        """What was learned of backends' batch limits; see `Backend.known_limit`."""
+        found = ((name, backend.known_limit) for name, backend in self.backends.items())
+        return {name: known for name, known in found if known is not None}
+
     def drain_backend(self, name: str, *, drained: bool = True) -> None:
         """Grant nothing new on a backend, or let it be given work again; what is in flight there runs on.
 
@@ -136,6 +146,10 @@ class Pools:
 
     def answered(self, backend: str, now: float) -> None:
         self.backends[backend].answered(now)
+
+    def published(self, backend: str, limit: int) -> None:
+        """See `Backend.published`."""
+        self.backends[backend].published(limit)
 
     def observe(self, backend: str, reading: Reading) -> None:
         self.backends[backend].observe(reading)

@@ -297,9 +297,7 @@ class Scheduler:
             views = [replace(view, available=False) if view.waiting and not view.probed else view for view in views]
         while True:
             patient = self._room.levels()[-1] == level
-            found = first_fit(
-                band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient
-            )
+            found = first_fit(band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient)
             if not isinstance(found, Limited):
                 break
             # Its tenant or model has enough in flight: it steps aside, and the flow goes on behind it.

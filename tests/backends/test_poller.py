@@ -106,6 +106,8 @@ class Sink:
     listings: list[Listing] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
     enough: asyncio.Event = field(default_factory=asyncio.Event)
 
     def listed(self, backend: str, listing: Listing) -> None:
@@ -117,6 +119,11 @@ class Sink:
         assert backend == "b"
         self.seen.append("observe")
         self.readings.append(reading)
+
+    def published(self, backend: str, limit: int) -> None:
+        assert backend == "b"
+        self.limits.append(limit)
+        self.told.set()
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
         assert backend == "b"

@@ -1,0 +1,61 @@
+"""How many sequences an engine runs at once, by its own configuration, where it publishes that. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+SERVER_INFO_PATH = "/server_info?config_format=json"
+"""vLLM answers it in development mode alone (VLLM_SERVER_DEV_MODE=1), SGLang always, and neither minds the other's
+parameter."""
+SEQUENCES_MAX = 1 << 20
+
+
+class _VllmScheduler(msgspec.Struct):
+    max_num_seqs: int
+    max_num_active_seqs: int | None = None
+
+
+class _VllmParallel(msgspec.Struct):
+    data_parallel_size: int = 1
+    data_parallel_size_local: int = 1
+    data_parallel_external_lb: bool = False
+    data_parallel_hybrid_lb: bool = False
+
+    @property
+    def engines(self) -> int:
+        """How many stand behind this one server."""
+        if self.data_parallel_external_lb:
+            return 1
+        return self.data_parallel_size_local if self.data_parallel_hybrid_lb else self.data_parallel_size
+
+
+class _VllmConfig(msgspec.Struct):
+    scheduler_config: _VllmScheduler
+    parallel_config: _VllmParallel = msgspec.field(default_factory=_VllmParallel)
+
+
+class _Vllm(msgspec.Struct):
+    vllm_config: _VllmConfig
+
+
+class _SglangRank(msgspec.Struct):
+    effective_max_running_requests_per_dp: int
+
+
+class _Sglang(msgspec.Struct):
+    internal_states: list[_SglangRank]
+
+
+def parse_sequences(body: bytes) -> int | None:
+    """The most that runs at once behind one server, all its engines together; None where the answer does not say."""
+    try:
+        config = msgspec.json.decode(body, type=_Vllm).vllm_config
+        scheduler = config.scheduler_config
+        sequences = (scheduler.max_num_active_seqs or scheduler.max_num_seqs) * config.parallel_config.engines
+    except (msgspec.DecodeError, RecursionError):
+        try:
+            ranks = msgspec.json.decode(body, type=_Sglang).internal_states
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        sequences = sum(rank.effective_max_running_requests_per_dp for rank in ranks)
+    return sequences if 0 < sequences <= SEQUENCES_MAX else None
