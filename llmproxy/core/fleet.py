@@ -121,7 +121,7 @@ class Backend:
         self._residents: OrderedDict[str, None] = OrderedDict()
         self._debits: dict[int, int] = {}
         self._debit_tokens = 0
-        self._high_water = 0
+        self._high_water = self._left_queue = 0
         self._others_seen = 0
         self._others = 0
         self._view: View | None = None
@@ -221,7 +221,7 @@ class Backend:
     def observe(self, reading: Reading) -> None:
         if self.reading is not None and reading.taken_at_s < self.reading.taken_at_s:
             return
-        self.reading = reading
+        self.reading, self._left_queue = reading, 0
         visible_s = reading.taken_at_s - GAUGE_LAG_S
         self._settle_debits(visible_s)
         self._notice_started(reading, visible_s)
@@ -299,6 +299,9 @@ class Backend:
         """`output_tokens` are those of the whole answer, 0 where nobody counted them."""
         if verdict is Verdict.BUSY:
             self.limit.refused(self.sequences)
+        if lease in self._last_waiting():
+            # The reading still counts it, and those before it do not wait in its place.
+            self._left_queue += self.bookings[lease].request.sequences
         booking = self.bookings.pop(lease)
         if output_tokens and verdict is Verdict.SERVED and now > booking.booked_s:
             self._look_ahead.ended(now - booking.booked_s, output_tokens / booking.request.sequences)
@@ -352,7 +355,7 @@ class Backend:
         reading = self.reading
         if reading is None:
             return
-        last = 0
+        last = self._left_queue
         for lease, booking in reversed(self.bookings.items()):
             if booking.booked_s > reading.taken_at_s - GAUGE_LAG_S:
                 continue

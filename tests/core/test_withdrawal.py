@@ -290,3 +290,64 @@ def test_nothing_that_failed_or_finished_is_asked_back() -> None:
     urgent(of)
     assert [type(decision) for decision in of.decide(2.0)] == [Grant]
     assert of._schedulers["base"]._withdrawal.open == 0
+
+
+def overfilled(slots: int = 8, of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant]]:
+    """One backend that is believed to run twice what it has, and at the last reading left `of_them` waiting."""
+    of = pools({"a": 2 * slots}, TIGHT)
+    for number in range(slots):
+        of.submit(request(id=f"low{number}", band=SHEDDABLE, stream=stream, flow="low", arrived_s=number / 100), 1.0)
+    held = [decision for decision in of.decide(1.0) if isinstance(decision, Grant)]
+    of.observe("a", reading(1.5, running=slots - of_them, waiting=of_them))
+    return of, held
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_waits_inside_an_engine_makes_way_though_there_seems_to_be_room(stream: bool) -> None:
+    of, held = overfilled(stream=stream)
+    urgent(of)
+    decided = of.decide(2.0)
+    assert [type(decision) for decision in decided] == [Grant]
+    assert taken_back(of, 2.1) == ["low7", "low6"]
+    of.finish(held[7], Verdict.WITHDRAWN, 2.2)
+    of.submit(held[7].request, 2.2, entry=Entry.WITHDRAWN)
+    # It does not go back there, behind whom it made way for.
+    assert of.decide(2.2) == []
+    of.observe("a", reading(2.5, running=7, waiting=0))
+    (granted,) = of.decide(2.6)
+    assert isinstance(granted, Grant)
+    assert granted.request.id == "low7"
+
+
+def test_only_those_before_it_make_way_and_only_while_it_waits() -> None:
+    of, _ = overfilled(of_them=0)
+    urgent(of)
+    (critical,) = (decision for decision in of.decide(2.0) if isinstance(decision, Grant))
+    of.submit(request(id="late", band=SHEDDABLE, stream=True, flow="low"), 2.0)
+    of.decide(2.0)
+    of.observe("a", reading(2.5, running=8, waiting=2))
+    assert taken_back(of, 2.5) == []
+    of.observe("a", reading(2.6, running=7, waiting=3))
+    assert taken_back(of, 2.6) == ["low7"]
+    of.started(critical, 2.7)
+    of.observe("a", reading(2.8, running=4, waiting=6))
+    assert taken_back(of, 2.8) == []
+
+
+def test_nobody_makes_way_inside_an_engine_without_a_queue_or_where_it_is_off() -> None:
+    of, _ = overfilled(of_them=0)
+    urgent(of)
+    of.decide(2.0)
+    assert taken_back(of, 2.1) == []
+    of, _ = overfilled()
+    of.reconfigure(Settings(ceilings={DEFAULT: 1.0}, withdrawal=False), {}, 1.6)
+    urgent(of)
+    of.decide(2.0)
+    assert taken_back(of, 2.1) == []
+
+
+def test_no_more_than_some_make_way_inside_an_engine_at_a_time() -> None:
+    of, _ = overfilled(slots=16, of_them=9)
+    urgent(of)
+    of.decide(2.0)
+    assert len(taken_back(of, 2.1)) == WITHDRAW_MAX
