@@ -128,7 +128,7 @@ def test_nothing_is_left_when_all_leases_have_ended() -> None:
         stand.place(chain(0, 3), [on])
         stand.cost.finished(lease, verdict, None, stand.now)
     station = stand.cost._stations["a"]
-    assert (stand.cost._flights, station._unstarted, dict(station.adapters)) == ({}, {}, {})
+    assert (stand.cost._flights, station._unstarted, dict(station.adapters.users)) == ({}, {}, {})
     assert (station._to_prefill_tokens, station.in_flight, station.in_use._users) == (0, 0, {})
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.core.placement.rates import LATE_MOST, Late, Line, Pace, Rates
+from llmproxy.core.placement.rates import LATE_MOST, TIERS, Late, Line, Pace, Rates
 
 # --- a line -----------------------------------------------------------------------------------------------------------
 
@@ -242,12 +242,12 @@ def test_a_cold_adapter_teaches_its_own_time_and_nothing_of_prompts() -> None:
     rates, pace = Rates(), Pace()
     expected_s = rates.prefill.at(1_000.0)
     for _ in range(50):
-        rates.loaded(pace, 1_000.0, expected_s + 2.0)
-    assert rates.adapter_s == pytest.approx(2.0, rel=0.01)
+        rates.loaded(pace, [TIERS - 1], 1_000.0, expected_s + 2.0)
+    assert rates.loads.coldest_s == pytest.approx(2.0, rel=0.01)
     assert (rates.prefill.at(1_000.0), pace.factor) == (expected_s, 1.0)
-    for _ in range(50):
-        rates.loaded(pace, 1_000.0, expected_s / 2.0)
-    assert 0.0 <= rates.adapter_s < 0.01
+    for _ in range(60):
+        rates.loaded(pace, [TIERS - 1], 1_000.0, expected_s / 2.0)
+    assert 0.0 <= rates.loads.coldest_s < 0.01
 
 
 def test_a_slow_backend_does_not_make_adapters_slow() -> None:
@@ -256,8 +256,8 @@ def test_a_slow_backend_does_not_make_adapters_slow() -> None:
         rates.prefilled(pace, 1_000.0, 3.0 * rates.prefill.at(1_000.0))
         rates.prefilled(Pace(), 1_000.0, rates.prefill.at(1_000.0))
     for _ in range(50):
-        rates.loaded(pace, 1_000.0, rates.prefill.at(1_000.0) * pace.factor + 0.4)
-    assert rates.adapter_s == pytest.approx(0.4, rel=0.05)
+        rates.loaded(pace, [TIERS - 1], 1_000.0, rates.prefill.at(1_000.0) * pace.factor + 0.4)
+    assert rates.loads.coldest_s == pytest.approx(0.4, rel=0.05)
 
 
 def test_prompts_and_streams_are_learned_apart() -> None:

@@ -31,7 +31,7 @@ class Stand:
         self, tokens: float = 1_000.0, cold: bool = False, stream: bool = True, asked: Request | None = None
     ) -> int:
         lease = len(self._flights) + 1
-        asked = asked or request(stream=stream)
+        asked = asked or request(stream=stream, adapter=f"cold-{lease}" if cold else None)
         flight = self._flights[lease] = Flight(asked, "a", self.station, self.now, tokens, 0.0, cold, 0.1, 0.01)
         self.station.book(lease, flight, self.rates, self.now)
         return lease
@@ -49,7 +49,7 @@ class Stand:
 
     def learned(self) -> tuple[float, float, float, float]:
         prefill = self.rates.prefill
-        return prefill.base, prefill.slope, self.station.prefill.factor, self.rates.adapter_s
+        return prefill.base, prefill.slope, self.station.prefill.factor, self.rates.loads.coldest_s
 
 
 def first_bytes(leases: Iterable[int], stand: Stand, after_s: float) -> None:
@@ -234,7 +234,7 @@ def test_a_cold_adapter_teaches_nothing_of_prompts_nor_do_those_of_its_step() ->
         stand.finish(*pair)
         stand.now += 1.0
     assert stand.learned()[:3] == (base, slope, factor)
-    assert stand.rates.adapter_s == pytest.approx(0.7, rel=0.1)
+    assert stand.rates.loads.coldest_s == pytest.approx(0.7, rel=0.1)
 
 
 def test_what_came_before_a_cold_adapter_is_learned_all_the_same() -> None:
@@ -307,12 +307,12 @@ def test_what_is_in_flight_is_known_by_sequence_adapter_and_block() -> None:
         request(prefix=(7,)),
     ]
     leases = [stand.book(asked=one) for one in asked]
-    assert (station.in_flight, dict(station.adapters)) == (4, {"x": 2})
+    assert (station.in_flight, dict(station.adapters.users)) == (4, {"x": 2})
     assert [station.in_use.matched(chain) for chain in ((1, 2, 3, 4), (7, 8), (9,))] == [3, 1, 0]
     stand.finish(leases[1])
-    assert (station.in_flight, dict(station.adapters)) == (3, {"x": 1})
+    assert (station.in_flight, dict(station.adapters.users)) == (3, {"x": 1})
     assert station.in_use.matched((1, 2, 3)) == 2
     stand.finish(leases[0], leases[2])
-    assert (station.in_flight, dict(station.adapters)) == (0, {})
+    assert (station.in_flight, dict(station.adapters.users)) == (0, {})
     assert station.in_use.matched((1, 2)) == station.in_use.matched((7,)) == 0
     assert stand.queue_s() == pytest.approx(BASE_S)

@@ -1,0 +1,161 @@
+"""Silences in which adapters are loaded, and those that they do not explain."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.core.adapter_loads import MOST_S, LoadTime
+from llmproxy.core.domain import Placed, Request
+from llmproxy.core.health import Health, Peers
+from llmproxy.core.settings import HealthSettings
+from llmproxy.core.watch import SPAN_S, Watch
+from tests.core.make import request
+
+HUNG_S = 1.5
+TICK_S = 0.05
+PROMPT = request(stream=True)
+LORA = request(stream=True, adapter="lora")
+
+
+class Stand:
+    """Two backends: `b` speaks all the time, `a` only when it is told to."""
+
+    def __init__(self) -> None:
+        peers = Peers(0.5)
+        peers.members = {name: Health(HealthSettings()) for name in "ab"}
+        self.watch = Watch(HealthSettings(hung_s=HUNG_S, slow_factor=5.0), peers)
+        self.now = 0.0
+        self._leases = 0
+        self._tokens = 1
+        self._speaker = self.start(PROMPT, "b")
+
+    def book(self, asked: Request, backend: str = "a", cold: bool = False) -> int:
+        self._leases += 1
+        self.watch.booked(self._leases, asked, Placed(backend, 0.0, (), 2), cold, self.now)
+        return self._leases
+
+    def start(self, asked: Request, backend: str = "a", cold: bool = False) -> int:
+        lease = self.book(asked, backend, cold)
+        self.watch.started(lease, self.now)
+        return lease
+
+    def load(self, took_s: float) -> None:
+        """One request whose adapter takes so long to load, from its booking to its end."""
+        lease = self.book(LORA, cold=True)
+        assert self.silent_until_hung(took_s) is None
+        self.watch.started(lease, self.now)
+        self.watch.finished(lease, self.now)
+
+    def silent_until_hung(self, limit_s: float, name: str = "a") -> float | None:
+        """Seconds until `name` counts as hung; None where it does not within `limit_s`."""
+        began_s = self.now
+        while self.now < began_s + limit_s:
+            self.now += TICK_S
+            self._tokens += 5
+            self.watch.progress(self._speaker, self._tokens, 1, None, self.now)
+            if name in self.watch.look(self.now)[0]:
+                return self.now - began_s
+        return None
+
+
+def test_who_owes_a_first_byte_of_an_adapter_may_be_loading_it() -> None:
+    stand = Stand()
+    stand.book(LORA, cold=True)
+    found_s = stand.silent_until_hung(60.0)
+    assert found_s is not None
+    # Nothing is known of loads yet, and a frozen backend must be found all the same.
+    assert 5.0 < found_s <= MOST_S + HUNG_S
+    plain = Stand()
+    plain.book(PROMPT)
+    assert plain.silent_until_hung(60.0) == pytest.approx(HUNG_S, abs=0.5)
+
+
+def test_who_is_resident_is_only_believed() -> None:
+    stand = Stand()
+    stand.book(LORA, cold=False)
+    assert stand.silent_until_hung(3.0) is None
+
+
+def test_an_adapter_that_a_stream_uses_need_not_be_loaded() -> None:
+    stand = Stand()
+    stand.start(LORA)
+    stand.book(LORA)
+    assert stand.silent_until_hung(60.0) == pytest.approx(HUNG_S, abs=0.5)
+
+
+@pytest.mark.parametrize("load_s", [0.1, 1.2, 3.0])
+def test_how_long_loads_last_is_learned(load_s: float) -> None:
+    stand = Stand()
+    for _ in range(30):
+        stand.load(load_s)
+    stand.book(LORA, cold=True)
+    found_s = stand.silent_until_hung(60.0)
+    assert found_s is not None
+    assert HUNG_S + load_s < found_s < HUNG_S + 5.0 * load_s + 0.5
+
+
+def test_several_loads_in_one_step_take_their_times_together() -> None:
+    stand = Stand()
+    for _ in range(30):
+        stand.load(0.5)
+    for _ in range(4):
+        stand.book(LORA, cold=True)
+    assert stand.silent_until_hung(HUNG_S + 2.0) is None
+
+
+def test_streams_that_stop_together_beside_a_load_prove_nothing() -> None:
+    stand = Stand()
+    for _ in range(5):
+        stand.start(PROMPT)
+    stand.book(LORA, cold=True)
+    assert stand.silent_until_hung(3.0) is None
+    frozen = Stand()
+    for _ in range(5):
+        frozen.start(PROMPT)
+    assert frozen.silent_until_hung(3.0) is not None
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_load_that_no_first_byte_tells_of_goes_on_all_the_same(stream: bool) -> None:
+    """Its client left, or it is no stream."""
+    stand = Stand()
+    for _ in range(5):
+        stand.start(PROMPT)
+    lease = stand.book(request(stream=stream, adapter="lora"), cold=True)
+    if stream:
+        stand.watch.finished(lease, stand.now)
+    assert stand.silent_until_hung(3.0) is None
+    assert stand.silent_until_hung(60.0) is not None
+
+
+def test_streams_beside_loads_make_nobody_slow() -> None:
+    stand = Stand()
+    lease, tokens = stand.start(PROMPT), 1
+    for _ in range(120):
+        # As fast as the other one, but for a load of a second in every other one.
+        other = stand.book(LORA, cold=True)
+        stand.silent_until_hung(1.0)
+        stand.watch.started(other, stand.now)
+        stand.watch.finished(other, stand.now)
+        for _ in range(2):
+            stand.silent_until_hung(SPAN_S)
+            tokens += round(SPAN_S / TICK_S * 5)
+            stand.watch.progress(lease, tokens, 1, None, stand.now)
+            assert stand.watch.look(stand.now)[1] == {}
+
+
+def test_a_load_time_follows_the_longest_and_forgets_it() -> None:
+    time = LoadTime()
+    for _ in range(20):
+        time.learn(0.1, True)
+    assert time.load_s < 0.5
+    time.learn(2.0, False)
+    assert time.load_s == 2.0
+    # What may have been no load at all is no news.
+    time.learn(0.0, False)
+    assert time.load_s == 2.0
+    for _ in range(300):
+        time.learn(0.1, True)
+    assert time.load_s < 0.2
+    time.learn(1e6, True)
+    assert time.explained_s(1) == MOST_S
