@@ -83,7 +83,8 @@ lab-full: .venv
 
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for
 # building that, and for the tools of `audit`, `sbom`, `hostile` and `compat`. Those are no dependencies of anything. Of the
-# clients, those with most dependencies have pins without hashes: these would be 900 KB. None of them needs torch.
+# clients, those with most dependencies have pins without hashes: these would be 900 KB.
+# Versions of those for Node are raised by hand (`npm install --package-lock-only --omit-lockfile-registry-resolved`).
 COMPILE = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
 lock: .venv
 	$(BIN)/python -m pip install --quiet uv
@@ -95,11 +96,8 @@ lock: .venv
 	echo openai | $(COMPILE) --upgrade - --output-file .ci/compat/openai.txt
 	printf 'anthropic\nlangchain-openai\nopenai-agents\n' | $(COMPILE) --upgrade - --output-file .ci/compat/agents.txt
 	for one in 'aiperf' 'guidellm' 'litellm[proxy]' 'lm_eval[api]'; do \
-	    echo "$$one" | $(filter-out --generate-hashes,$(COMPILE)) --override .ci/compat/overrides.in --upgrade - \
+	    echo "$$one" | $(filter-out --generate-hashes,$(COMPILE)) --upgrade - \
 	        --output-file .ci/compat/$${one%%[*}.txt; \
-	done
-	for one in codex claude node; do \
-	    (cd .ci/compat/$$one && npm update --package-lock-only --omit-lockfile-registry-resolved --no-audit --no-fund); \
 	done
 
 .venv-tools: .ci/tools.txt
