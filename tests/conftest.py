@@ -13,6 +13,12 @@ settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 
+@pytest.fixture(autouse=True)
+def no_state_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a test starts keep nothing for those of another test, which may have the same ports."""
+    monkeypatch.setenv("LLMPROXY_STATE_FILE", "none")
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
     def to_file(text: str | bytes) -> Path:

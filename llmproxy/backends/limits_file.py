@@ -15,8 +15,7 @@ import structlog
 
 from llmproxy.core.domain import KnownLimit
 
-AUTO = "auto"
-"""Where `place` decides."""
+AUTO, NONE = "auto", "none"
 FORMAT = "llmproxy-state/1"
 NAME = "state.json"
 AGE_MAX_S = 7 * 86_400.0
@@ -51,9 +50,9 @@ class _Unusable(Exception):  # noqa: N818 - found in a file, and told
     pass
 
 
-def place(setting: str | None, environ: Mapping[str, str]) -> Path | None:
+def place(setting: str, environ: Mapping[str, str]) -> Path | None:
     """The file that `state_file` means: in systemd's StateDirectory, else by XDG base directories; None for none."""
-    if setting is None:
+    if setting == NONE:
         return None
     if setting != AUTO:
         return Path(setting)
@@ -156,5 +155,5 @@ class LimitsFile:
         why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else f"not a state file: {error}"
         if why != self._told:
             self._told = why
-            hint = "limits are learned anew at each start; state_file names another place, null keeps nothing"
+            hint = "limits are learned anew at each start; state_file names another place, none keeps nothing"
             _log.warning(f"state_not_{what}", path=str(self.path), why=why, hint=hint)

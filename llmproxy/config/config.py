@@ -102,8 +102,8 @@ class Config(Section):
     """File to which decisions are appended, one JSON object a line; null writes none."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """Share of the requests (0..1) whose decisions are written there."""
-    state_file: str | None = "auto"
-    """File that keeps learned batch limits for the next start: auto (the state directory), a path, or null for none."""
+    state_file: str = "auto"
+    """File that keeps learned batch limits for the next start: auto (in the state directory), none, or a path."""
     plugins: tuple[Module, ...] = ()
     """Python modules that are imported first and may register policies of their own."""
     reload: Annotated[str, one_of(RELOADS)] = "watch"

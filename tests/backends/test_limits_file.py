@@ -32,7 +32,7 @@ def test_what_was_written_is_read_by_the_next_process(tmp_path: Path) -> None:
     assert at(path).read() == {}
     at(path).write({"http://a": ONE, "http://b": OTHER})
     assert at(path).read() == {"http://a": ONE, "http://b": OTHER}
-    assert os.listdir(path.parent) == ["state.json"]
+    assert [one.name for one in path.parent.iterdir()] == ["state.json"]
     assert path.stat().st_mode & 0o077 == 0
 
 
@@ -119,7 +119,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatc
     at(path).write({"http://a": OTHER})
     monkeypatch.undo()
     assert at(path).read() == {"http://a": ONE}
-    assert os.listdir(tmp_path) == ["state.json"]
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
 
 
 def test_nothing_is_written_while_nothing_is_new(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
     monkeypatch.setattr(limits_file, "LOOK_S", 0.0)
     path, known = tmp_path / "state.json", {"http://a": ONE}
     following = asyncio.create_task(at(path).follow(lambda: known))
-    while not path.exists():
+    while not path.exists():  # noqa: ASYNC110 - what is waited for has no event of its own
         await asyncio.sleep(0)
     monkeypatch.setattr(limits_file, "LOOK_S", 3_600.0)
     known["http://a"] = OTHER
@@ -155,7 +155,7 @@ async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
 @pytest.mark.parametrize(
     ("setting", "environ", "path"),
     [
-        (None, {"HOME": "/h"}, None),
+        ("none", {"HOME": "/h"}, None),
         ("/x/y.json", {"HOME": "/h", "STATE_DIRECTORY": "/s"}, "/x/y.json"),
         ("auto", {"HOME": "/h", "STATE_DIRECTORY": "/s:/t", "XDG_STATE_HOME": "/x"}, "/s/state.json"),
         ("auto", {"HOME": "/h", "XDG_STATE_HOME": "/x"}, "/x/llmproxy/state.json"),
@@ -164,5 +164,5 @@ async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
         ("auto", {}, None),
     ],
 )
-def test_where_it_lies(setting: str | None, environ: dict[str, str], path: str | None) -> None:
+def test_where_it_lies(setting: str, environ: dict[str, str], path: str | None) -> None:
     assert place(setting, environ) == (None if path is None else Path(path))

@@ -50,6 +50,10 @@ async def hang(_: web.Request) -> web.StreamResponse:
     raise AssertionError
 
 
+async def hang_on() -> None:
+    await asyncio.Event().wait()
+
+
 async def hang_up(request: web.Request) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.abort()
@@ -312,7 +316,8 @@ async def test_one_without_work_is_read_at_once_when_it_is_given_some(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert bench.vllm.asked[:4] == ["/health", "/v1/models", "/metrics/", "/metrics/"]
+    asked = [path for path in bench.vllm.asked if path != "/server_info"]
+    assert asked[:4] == ["/health", "/v1/models", "/metrics/", "/metrics/"]
 
 
 @pytest.mark.parametrize(("path", "looks_s"), [("/metrics/", 0.2), ("/metrics", 1.0)])
@@ -334,6 +339,7 @@ async def test_whether_it_was_given_work_is_looked_at_as_often_as_it_may_be_read
     poller = bench.poller()
     await poller.lap()
     monkeypatch.setattr(asyncio, "sleep", passing)
+    monkeypatch.setattr(poller, "_follow_limit", hang_on)
     with pytest.raises(asyncio.CancelledError):
         await poller.run()
     monkeypatch.undo()
@@ -590,3 +596,54 @@ async def test_a_bug_is_told_once_and_does_not_end_the_task(
         with pytest.raises(asyncio.CancelledError):
             await task
     assert [(entry["event"], entry["backend"]) for entry in logs] == [("poller_bug", "b")]
+
+
+# --- the batch limit by its own configuration -------------------------------------------------------------------------
+
+PUBLISHED = '{"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}}'
+
+
+async def limit_told(bench: Bench) -> None:
+    polling = asyncio.create_task(bench.poller().run())
+    try:
+        await asyncio.wait_for(bench.sink.told.wait(), 5.0)
+        await bench.sink.enough.wait()
+    finally:
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
+
+
+async def test_what_an_engine_publishes_of_its_batch_is_asked_for_once(bench: Bench) -> None:
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    bench.vllm.answers["/server_info"] = saying(PUBLISHED)
+    await limit_told(bench)
+    assert bench.sink.limits == [8]
+    assert bench.vllm.asked.count("/server_info") == 1
+
+
+async def test_it_is_asked_again_where_no_answer_came(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+
+    async def then_well(request: web.Request) -> web.StreamResponse:
+        bench.vllm.answers["/server_info"] = saying(PUBLISHED)
+        return await hang_up(request)
+
+    bench.vllm.answers["/server_info"] = then_well
+    await limit_told(bench)
+    assert bench.vllm.asked.count("/server_info") == 2
+
+
+async def test_a_server_that_does_not_publish_it_is_left_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    polling = asyncio.create_task(bench.poller().run())
+    await bench.sink.enough.wait()
+    while "/server_info" not in bench.vllm.asked:  # noqa: ASYNC110 - what is waited for has no event of its own
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    polling.cancel()
+    await asyncio.gather(polling, return_exceptions=True)
+    assert bench.vllm.asked.count("/server_info") == 1
+    assert bench.sink.limits == []

@@ -22,6 +22,7 @@ from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.app import Proxy, running
+from llmproxy.backends.limits_file import LimitsFile
 from llmproxy.config import Config, WatchedFile, load
 from llmproxy.reload import Reread
 from llmproxy.simulator.replica import Replica, ReplicaOptions, SeenRequest
@@ -215,12 +216,14 @@ async def house(
     extra: Sequence[str] = (),
     wait: bool = True,
     file: Path | None = None,
+    limits: LimitsFile | None = None,
     **config: Any,
 ) -> AsyncIterator[House]:
     """Open a house over one replica for each of `options`; `config` goes over the quick settings of tests.
 
     `fixed_limit` is every backend's `max_in_flight`. `extra` are URLs of further backends. With `wait`, every backend
-    was read when the house opens. With a `file`, the configuration stands there, and can be read again.
+    was read when the house opens. With a `file`, the configuration stands there, and can be read again. `limits` keeps
+    what is learned of batch limits.
     """
     async with nothing_left(), AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(Replica(o)) for o in options]
@@ -228,7 +231,7 @@ async def house(
         backends = [{"url": url, "name": f"b{i}", "max_in_flight": fixed_limit} for i, url in enumerate(urls)]
         told = _merged(_QUICK | {"backends": backends}, config)
         reread = _written(file, told) if file is not None else None
-        proxy = await stack.enter_async_context(running(Config.model_validate(told), reread))
+        proxy = await stack.enter_async_context(running(Config.model_validate(told), reread, limits=limits))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         opened = House(proxy, replicas, http, told)
         if wait:
@@ -245,8 +248,11 @@ def _written(file: Path, told: Mapping[str, Any]) -> Reread:
     return Reread(watched, partial(load, file))
 
 
+POLLED = ("/health", "/v1/models", "/metrics", "/metrics/", "/server_info")
+
+
 def is_poll(seen: SeenRequest) -> bool:
-    return seen.method == "GET" and seen.path.partition("?")[0] in ("/health", "/v1/models", "/metrics", "/metrics/")
+    return seen.method == "GET" and seen.path.partition("?")[0] in POLLED
 
 
 def all_up(opened: House) -> bool:

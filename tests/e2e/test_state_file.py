@@ -1,0 +1,38 @@
+"""What one process learned of a batch limit is where the next one begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmproxy.backends.limits_file import LimitsFile
+from llmproxy.core.domain import KnownLimit
+from llmproxy.simulator.replica import ReplicaOptions
+from tests.e2e.house import house, until
+
+
+async def test_the_next_process_begins_at_what_was_learned(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    async with house(ReplicaOptions(), limits=LimitsFile(path)) as opened:
+        url = opened.replicas[0].url
+        backend = opened.proxy.pools.backends["b0"]
+        await until(lambda: backend.reading is not None)
+        backend.limit.begin_at(7, settled=True)
+    (known,) = LimitsFile(path).read().items()
+    assert known[0] == url
+    assert (known[1].limit, known[1].settled) == (7, True)
+
+
+async def test_a_backend_begins_at_what_is_remembered_of_its_url(tmp_path: Path) -> None:
+    class Remembered(LimitsFile):
+        def read(self) -> dict[str, KnownLimit]:
+            return remembered
+
+    remembered: dict[str, KnownLimit] = {}
+    async with house(ReplicaOptions(), ReplicaOptions()) as one:
+        models, length = one.proxy.pools.backends["b0"]._kind or ((), None)
+        urls = [replica.url for replica in one.replicas]
+        remembered[urls[0]] = KnownLimit(7, True, models, length)
+        remembered[urls[1]] = KnownLimit(7, True, ("another",), length)
+        async with house(extra=urls, limits=Remembered(tmp_path / "state.json")) as next_one:
+            limits = {name: backend.limit.value for name, backend in next_one.proxy.pools.backends.items()}
+            assert limits == {"b0": 7, "b1": next_one.proxy.pools.settings.capacity.start_limit}
