@@ -1,4 +1,4 @@
-"""What loading an adapter costs on each backend, in seconds: its own time, that of others, and what has to go for it."""
+"""What loading an adapter costs on each backend, in seconds: its own, those of others, and what has to go for it."""
 
 from __future__ import annotations
 
@@ -55,6 +55,16 @@ def test_what_has_to_go_is_dear_where_nobody_else_has_it() -> None:
     assert stand.place(asked(4), views).backend != "a"
     price = {one.backend: dict(one.terms)["eviction"] for one in stand.cost.explained()[-1].prices}
     assert price == {"a": pytest.approx(2.0, rel=0.3), "b": 0.0, "c": 0.0}
+
+
+def test_who_serves_somebody_is_not_the_one_that_has_to_go() -> None:
+    stand = taught(2.0)
+    stand.start(asked(0), slotted("a", 0, 1))
+    stand.serve(asked(1), slotted("a", 0, 1))
+    # The other backend has the one that is idle: to load it again costs nothing.
+    stand.place(asked(2), [slotted("a", 0, 1), slotted("b", 1)])
+    price = {one.backend: dict(one.terms)["eviction"] for one in stand.cost.explained()[-1].prices}
+    assert price["a"] == 0.0
 
 
 def test_a_free_slot_costs_nothing_unless_a_second_copy_takes_it_from_those_that_are_nowhere() -> None:

@@ -486,8 +486,9 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
             assert not one._placement._flights
             assert one._placement._stations.keys() <= one._backends.keys()
             for station in one._placement._stations.values():
-                left = station.in_flight, station._unstarted, station.in_use._users, dict(station.adapters)
+                left = station.in_flight, station._unstarted, station.in_use._users, station._loading
                 assert left == (0, {}, {}, {})
+                assert (dict(station.adapters.users), station.adapters.deferred) == ({}, set())
         for band in room._bands.values():
             assert not band.flows
             assert not list(band.fairness.candidates(now))
