@@ -16,7 +16,7 @@ and in where they come from, and the longest of them must not pass for a hang.""
 LEAST = 0.5
 """Times what is believed that one observation counts at least."""
 SAME_STEP_S = 0.05
-"""How far apart requests come at most that an idle engine begins together."""
+"""How far apart requests come at most that an idle engine begins together, and their first bytes."""
 
 
 class LoadTime:
@@ -30,11 +30,11 @@ class LoadTime:
         """The longest silence of a backend that has so many adapters to load."""
         return min(MOST_S, LATE * self.load_s * loads)
 
-    def learn(self, took_s: float, cold: bool) -> None:
-        """A load took so long at most. Where it was not `cold`, it may have been none: then only more is news."""
+    def learn(self, took_s: float, sure: bool) -> None:
+        """A load took so long. Where that is not `sure`, it may have been none, or part of one: only more is news."""
         if took_s > self.load_s:
             self.load_s = min(took_s, MOST_S / LATE)
-        elif cold:
+        elif sure:
             self._seen += 1
             self.load_s *= max(LEAST, took_s / self.load_s) ** max(FADE, 1.0 / self._seen)
 
@@ -51,7 +51,7 @@ class Loads:
         self.time = time
         self.done = 0
         self._owed: dict[int, tuple[float, bool]] = {}
-        self._until_s = -inf
+        self._until_s = self._heard_s = -inf
 
     def __len__(self) -> int:
         return len(self._owed)
@@ -75,7 +75,11 @@ class Loads:
         since_s = max(silent_since_s, booked_s)
         # Those that came after the step had begun wait for the next one.
         loads = sum(other_s <= since_s + SAME_STEP_S for other_s, _ in self._owed.values())
-        self.time.learn(max(0.0, now - since_s - prompts_s) / loads, cold)
+        # Others may have waited for a slot meanwhile, and of one step only the first byte ends a silence: that loads
+        # last less than is believed is told by those alone that come alone.
+        alone = loads == 1 and now >= self._heard_s + SAME_STEP_S
+        self.time.learn(max(0.0, now - since_s - prompts_s) / loads, cold and alone)
+        self._heard_s = now
         del self._owed[lease]
         self.done += cold
 

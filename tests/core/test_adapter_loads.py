@@ -106,6 +106,20 @@ def test_several_loads_in_one_step_take_their_times_together() -> None:
     assert stand.silent_until_hung(HUNG_S + 2.0) is None
 
 
+def test_first_bytes_of_one_step_do_not_make_loads_seem_short() -> None:
+    stand = Stand()
+    for _ in range(30):
+        stand.load(2.0)
+    for _ in range(50):
+        leases = [stand.book(LORA, cold=True) for _ in range(4)]
+        stand.silent_until_hung(8.0)
+        for lease in leases:
+            stand.watch.started(lease, stand.now)
+            stand.watch.finished(lease, stand.now)
+    stand.book(LORA, cold=True)
+    assert stand.silent_until_hung(HUNG_S + 4.0) is None
+
+
 def test_streams_that_stop_together_beside_a_load_prove_nothing() -> None:
     stand = Stand()
     for _ in range(5):

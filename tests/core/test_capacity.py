@@ -221,6 +221,6 @@ def test_a_trial_that_fails_again_makes_the_next_one_rarer() -> None:
 
 @pytest.mark.parametrize("start", [2, 3])
 def test_low_bands_teach_a_small_limit_although_its_last_slot_is_kept_from_them(start: int) -> None:
-    limit = BatchLimit(None, start, 2, lowest_ceiling=0.85)
+    limit = BatchLimit(None, start, lowest_ceiling=0.85)
     limit.observe(running=start - 1, waiting=0, load=start - 1)
     assert limit.value > start

@@ -1,4 +1,4 @@
-"""What loading an adapter costs on each backend, in seconds: its own, those of others, and what has to go for it."""
+"""What loading an adapter costs on each backend: its own time, that of others, and what has to go for it."""
 
 from __future__ import annotations
 
