@@ -195,7 +195,7 @@ class Watch:
         stream = _Stream(pulse, now, request.prompt_tokens, own_tokens, pulse.owed_tokens, now, adapter, cold)
         self._streams[lease] = pulse.owed[lease] = stream
         # Which adapters are resident is known by and large: a stream that flows proves it.
-        if adapter is not None and (cold or all(one.adapter != adapter for one in pulse.under_way.values())):
+        if adapter is not None and (cold or _unused(adapter, pulse)):
             pulse.loads.owed(lease, cold, now)
         stream.ahead_loads = len(pulse.loads)
 
@@ -296,6 +296,11 @@ class Watch:
         stream.pulse.under_way.pop(lease, None)
         self._owes_no_more(lease, stream, now)
         stream.pulse.loads.ended(lease, now)
+        if stream.adapter is not None and _unused(stream.adapter, stream.pulse):
+            # What waits for it since may find it gone.
+            for other, one in stream.pulse.owed.items():
+                if one.adapter == stream.adapter and other not in stream.pulse.loads:
+                    stream.pulse.loads.owed(other, one.cold, now)
 
     def forget(self, backend: str) -> None:
         """Another process may come in its place. What is still in flight there ends unseen."""
@@ -397,6 +402,11 @@ class Watch:
             assert abs(pulse.owed_tokens - sum(stream.own_tokens for stream in pulse.owed.values())) < 1e-3
             assert pulse.owed_at_most_tokens == sum(stream.prompt_tokens for stream in pulse.owed.values())
             assert pulse.owed.keys() | pulse.under_way.keys() <= self._streams.keys()
+
+
+def _unused(adapter: str, pulse: _Pulse) -> bool:
+    """Whether no stream under way uses an adapter."""
+    return all(one.adapter != adapter for one in pulse.under_way.values())
 
 
 def _nearer(known: float, seen: float, gain: float) -> float:

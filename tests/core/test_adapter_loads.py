@@ -86,6 +86,14 @@ def test_an_adapter_that_a_stream_uses_need_not_be_loaded() -> None:
     assert stand.silent_until_hung(60.0) == pytest.approx(HUNG_S, abs=0.5)
 
 
+def test_an_adapter_that_nobody_uses_any_more_may_be_gone() -> None:
+    stand = Stand()
+    used = stand.start(LORA)
+    stand.book(LORA)
+    stand.watch.finished(used, stand.now)
+    assert stand.silent_until_hung(3.0) is None
+
+
 @pytest.mark.parametrize("load_s", [0.1, 1.2, 3.0])
 def test_how_long_loads_last_is_learned(load_s: float) -> None:
     stand = Stand()
