@@ -25,12 +25,13 @@ def loading(cold_s: float) -> Shape:
 
 def kept(found: Found) -> list[Goal]:
     """As good as whoever is best, and nobody taken for hung or slow because it loads."""
-    others = {name: mean(runs, GOODPUT.of) or 0.0 for name, runs in found.runs.items() if name not in UNRANKED}
-    best = max(others, key=others.__getitem__)
-    ejections = [worst(runs, lambda run: float(run.ejections)) or 0.0 for runs in found.runs.values()]
+    others = {name: mean(runs, GOODPUT.of) for name, runs in found.runs.items() if name not in UNRANKED}
+    known = [(goodput, name) for name, goodput in others.items() if goodput is not None]
+    best_goodput, best = max(known, default=(0.0, ""))
+    ejections = worst([run for runs in found.runs.values() for run in runs], lambda run: float(run.ejections))
     return [
-        Goal("goodput", mean(found.runs["cost"], GOODPUT.of), others[best], True, f"that of {best}"),
-        Goal("ejections under any policy", max(ejections), 0.0, False),
+        Goal("goodput", mean(found.runs["cost"], GOODPUT.of), best_goodput, True, f"that of {best}" if best else ""),
+        Goal("ejections under any policy", ejections, 0.0, False),
     ]
 
 
