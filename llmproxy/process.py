@@ -13,7 +13,7 @@ import uvloop
 
 from llmproxy import early
 from llmproxy.app import Proxy, running
-from llmproxy.backends.limits_file import LimitsFile, place
+from llmproxy.backends.limits_file import NONE, LimitsFile, place
 from llmproxy.config import Config, ConfigError, idle_settings
 from llmproxy.descriptors import clients_of_process, open_files_max, raise_limit
 from llmproxy.handover import Orders, drained_before, notify, unless
@@ -73,6 +73,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
                 workers=config.workers,
                 clients=clients,
                 open_files=open_files_max(),
+                state_file=str(state) if state else NONE,
             )
             # What lives by now lives for good: the collector need not look at it again with every young generation.
             gc.freeze()

@@ -121,6 +121,12 @@ async def test_it_tells_of_settings_that_do_nothing(backend: Replica, tmp_path: 
         assert str(told["setting"]).startswith("scheduling.fairness: slo has nothing to go by")
 
 
+async def test_it_says_where_it_keeps_what_it_learned(backend: Replica, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.json")
+    async with served(tmp_path / "log", "--port", "0", "--state-file", path, backend.url) as process:
+        assert (await process.event("listening"))["state_file"] == path
+
+
 # --- signals before it serves -----------------------------------------------------------------------------------------
 
 
