@@ -27,7 +27,16 @@ from llmproxy.config import (
     load,
     warnings_of,
 )
-from llmproxy.flags import CONFIG_VARIABLE, FLAGS, LIST_SEPARATORS, flag_of, from_environment, from_flags, unknown_flags
+from llmproxy.flags import (
+    BACKENDS,
+    CONFIG_VARIABLE,
+    FLAGS,
+    LIST_SEPARATORS,
+    flag_of,
+    from_environment,
+    from_flags,
+    unknown_flags,
+)
 
 NO_BACKENDS = (
     "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`,"
@@ -40,7 +49,8 @@ def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     fields = keys()
-    for flag in FLAGS:
+    # Whoever asks for help the first time looks for the servers, which stand last in the schema.
+    for flag in sorted(FLAGS, key=lambda flag: flag != BACKENDS):
         described, panel = f"The same as {' and '.join(map(flag_of, flag.keys))}.", LAST
         if flag.name == flag_of(flag.keys[0]):
             described = with_default(fields[flag.keys[0]])
@@ -101,7 +111,7 @@ class _Serve(PanelHelp):
 @_takes_flags
 def serve(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="URL", help="Base URLs of vLLM servers, as --backend.")
+        list[str] | None, typer.Argument(metavar="URL", help="Base URLs of vLLM servers; the same as --backend URL.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE", envvar=CONFIG_VARIABLE, help="A YAML file.")
@@ -139,7 +149,8 @@ def serve(
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file.")]) -> None:
     """Say everything that is wrong with a configuration file, and start nothing. Exits with 2 if anything is.
 
-    Settings that do nothing beside the others are told as well, and are not wrong.
+    Settings that do nothing beside the others are told as well, and are not wrong. Only the file is looked at, no
+    LLMPROXY_* variable.
     """
     try:
         config = load(file)

@@ -217,6 +217,7 @@ def test_help_names_every_flag_once() -> None:
     assert titles[:2] == ["Arguments", "Options"]
     assert titles[2:-1] == sorted({key.partition(".")[0] for flag in FLAGS for key in flag.keys if "." in key})
     assert titles[-1] == "Other names"
+    assert re.findall(r"^│ (-.*?) ", text, re.MULTILINE)[:2] == ["-c,", "--backends"], "what nobody can do without"
     assert "[65536]" in text
     assert max(map(len, text.splitlines())) == 80
 
