@@ -17,8 +17,9 @@ _ROWS = (
     (
         "--service-discovery",
         f"{PRODUCTION_STACK} and vllm-router",
-        "name each server with `--backend http://gpu-0:8000`, all addresses of a name with"
-        " `--backend dns+http://vllm.svc:8000`, or a list that changes with `--discovery-file backends.yaml`",
+        "leave static out, servers are named with `--backend http://gpu-0:8000`; in the place of k8s, write"
+        " `--backend dns+http://vllm.svc:8000` for all addresses of a name, or `--discovery-file backends.yaml` for a"
+        " list that changes",
     ),
     (
         "--k8s-* --selector --service-discovery-*",
