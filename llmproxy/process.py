@@ -22,6 +22,7 @@ from llmproxy.sockets import ListenError, Sockets
 from llmproxy.telemetry import logs
 
 GC_THRESHOLDS = (20_000, 20, 50)
+NO_FILE = "only a file is read again, and none was named with --config; flags and variables are read once"
 
 _log = structlog.get_logger()
 
@@ -46,7 +47,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
         async with running(config, reread, sockets, drained_before(os.environ), limits) as proxy:
             # Also where there is no file: whoever wants a reload, and is wrong about that, does not want the end.
             reloader = proxy.reloader
-            hang_up = partial(_log.warning, "nothing_to_reload") if reloader is None else reloader.hang_up
+            hang_up = partial(_log.warning, "nothing_to_reload", hint=NO_FILE) if reloader is None else reloader.hang_up
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
             orders.take_restarts(proxy.roster.drained)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"

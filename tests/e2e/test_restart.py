@@ -125,6 +125,8 @@ async def test_it_says_where_it_keeps_what_it_learned(backend: Replica, tmp_path
     path = str(tmp_path / "state.json")
     async with served(tmp_path / "log", "--port", "0", "--state-file", path, backend.url) as process:
         assert (await process.event("listening"))["state_file"] == path
+        process.process.send_signal(signal.SIGHUP)
+        assert "--config" in str((await process.event("nothing_to_reload"))["hint"])
 
 
 # --- signals before it serves -----------------------------------------------------------------------------------------
