@@ -24,7 +24,7 @@ import aiohttp
 import pytest
 from rich.console import Console
 
-from llmproxy.demo import GUIDE, SCRIPT, _adapters
+from llmproxy.demo import GUIDE, SCRIPT, _adapters, _demo
 from llmproxy.demo.children import Children, DemoError, held_port
 from llmproxy.demo.display import Display, Replica, parsed, picture, summed
 from llmproxy.demo.visitors import ADAPTERS, MODEL, Fared, Visitors
@@ -97,6 +97,20 @@ def test_the_demo_leaves_nothing_behind(number: signal.Signals) -> None:
         assert all(len(line) <= 80 for line in (guide + rest).splitlines())
         for url in (base[1], *(f"http://{replica}" for replica in replicas)):
             wait_until_refused(url)
+
+
+async def test_the_demo_keeps_out_of_the_state_file_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    async def start(_: Children, name: str, *arguments: str) -> None:
+        started.append(" ".join(arguments))
+        if name == "proxy":
+            raise DemoError("that is enough")
+
+    monkeypatch.setattr(Children, "start", start)
+    with pytest.raises(DemoError, match="enough"):
+        await _demo(0, 2, Display())
+    assert "--state-file none" in started[-1]
 
 
 async def test_a_child_that_dies_ends_the_demo_with_its_last_words() -> None:

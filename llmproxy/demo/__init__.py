@@ -99,7 +99,9 @@ async def _demo(port: int, count: int, display: Display) -> None:
                 await _start(children, replica)
             backends = [word for replica in replicas for word in ("--backend", replica.url)]
             limits = ("--scheduling-start-limit", str(BATCH), "--queue-requests-max", str(QUEUE_REQUESTS_MAX))
-            await children.start("proxy", "serve", "--host", HOST, "--port", str(port), *limits, *backends)
+            # The state file is that of the person's own proxy, too.
+            place = ("--host", HOST, "--port", str(port), "--state-file", "none")
+            await children.start("proxy", "serve", *place, *limits, *backends)
             await children.unless_one_dies(_serving(session))
             display.say(GUIDE.format(base=base, models=", ".join((MODEL, *ADAPTERS)), count=count, model=MODEL))
             await children.unless_one_dies(_play(session, children, replicas, display))

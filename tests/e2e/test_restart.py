@@ -85,7 +85,7 @@ async def served(
         process = await asyncio.create_subprocess_exec(
             *before, sys.executable, "-m", "llmproxy", "serve", *QUICK, *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            pass_fds=pass_fds, env=environment | variables,
+            pass_fds=pass_fds, env=environment | {"LLMPROXY_STATE_FILE": "none"} | variables,
         )  # fmt: skip
     try:
         yield Served(process, log)
