@@ -292,8 +292,7 @@ class Scheduler:
         if not guaranteed and self._reserve.keeps_last(level, this.views, this.now):
             return NO_CAPACITY
         views = this.views
-        if level < DEFAULT and not guaranteed and self._reserve.used_above(level, this.now):
-            # Who comes from above would stand behind it in the engine's own queue.
+        if not guaranteed and self._keeps_queues_free(level, this.now):
             views = [replace(view, available=False) if view.waiting and not view.probed else view for view in views]
         while True:
             patient = self._room.levels()[-1] == level
@@ -334,10 +333,15 @@ class Scheduler:
         queued = head(band, this.now)
         this.decisions += self._withdrawal.choose(queued.request, queued.excluded, band.size, this.now)
 
+    def _keeps_queues_free(self, level: int, now: float) -> bool:
+        """Whether a band goes to no engine that has a queue: who comes from above would stand behind it there."""
+        return level < DEFAULT and self._reserve.used_above(level, now)
+
     def _room_on(self, name: str, level: int, now: float) -> int:
         """How many more requests of the band `level` a backend has room for."""
         view = self._backends[name].view(now)
-        if not view.has_room(self._reserve.ceiling(level, now)):
+        queue = view.waiting and not view.probed and self._keeps_queues_free(level, now)
+        if queue or not view.has_room(self._reserve.ceiling(level, now)):
             return 0
         return max(1, view.limit + view.look_ahead - view.load)
 

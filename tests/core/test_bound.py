@@ -23,7 +23,7 @@ from llmproxy.core.placement import presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import listing, pools, request
+from tests.core.make import listing, pools, reading, request
 
 ROOMY = Settings(capacity=CapacitySettings(look_ahead=0))
 
@@ -162,3 +162,17 @@ def test_nobody_is_let_in_for_a_backend_that_does_not_serve_the_model() -> None:
     with pytest.raises(Refused) as told:
         of.submit(request(adapter="x", backend="a"), 0.0)
     assert told.value.outcome is Outcome.BAD_REQUEST
+
+
+def test_who_may_not_be_put_into_its_engines_own_queue_waits_until_that_is_empty() -> None:
+    of = pools({"a": 20, "b": 20})
+    of.submit(request(band=CRITICAL, backend="a"), 1.0)
+    of.decide(1.0)
+    of.observe("a", reading(1.0, running=4, waiting=1))
+    of.observe("b", reading(1.0, running=5))
+    of.submit(request(id="bound", band=SHEDDABLE, backend="a", arrived_s=1.1), 1.1)
+    of.submit(request(id="free", band=SHEDDABLE, arrived_s=1.2), 1.1)
+    assert grants(of.decide(1.1)) == {"free": "b"}
+    assert of.next_wakeup(1.1) != 1.1, "it asks for pass after pass, and nothing has changed"
+    of.observe("a", reading(1.2, running=5))
+    assert grants(of.decide(1.2)) == {"bound": "a"}
