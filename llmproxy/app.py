@@ -358,6 +358,7 @@ class _Watch:
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
         self._metrics.poll_failed(backend, trouble)
+        self._pools.unread(backend)
         if backend not in self._unread:
             self._unread.add(backend)
             _log.warning("backend_unread", backend=backend, why=f"{trouble}: {detail}")

@@ -70,6 +70,11 @@ class BatchLimit:
         self._waited.clear()
         self.value = self._cap if self._cap is not None else self._start
 
+    def restarted(self) -> None:
+        """A new process of the same engine, which may run less: what the old one ran proves nothing of it."""
+        self._ran_most = 0
+        self._waited.clear()
+
     def begin_at(self, limit: int, *, settled: bool) -> None:
         """Start from what is known from elsewhere; nothing where an operator gave a limit, or this engine's own gauges.
 
@@ -121,22 +126,35 @@ class BatchLimit:
         self._waited.clear()
         if running > self.value:
             self._set(running)
-        ceiling = 1.0 if self._proven else self.lowest_ceiling
-        used_from = slots_under(self.value, ceiling, 0)
-        if ceiling < 1.0:
-            used_from = max(1, min(used_from, self.value - 1))
+        used_from = self._used_from()
         # Half, because short requests spend much of their time outside the batch, on their way in and out.
         if load >= used_from and 2 * running >= used_from:
             self._grow(running, load)
 
-    def unpublished(self) -> None:
-        """The backend lives and publishes no numbers: nothing can be learned, and a low guess would stay for ever."""
-        if self._cap is None and self._plateau is None:
-            self._set(max(self.value, UNPUBLISHED))
+    def unpublished(self, load: int) -> None:
+        """The backend lives with so much and publishes no numbers: a low guess would stay for ever.
+
+        So would what it once refused; more is tried after a calm, and another refusal makes the next calm longer.
+        """
+        if self._plateau is None:
+            if self._cap is None:
+                self._set(max(self.value, UNPUBLISHED))
+        elif load >= self._used_from():
+            self._calm += 1
+            if self._calm >= self._patience:
+                self._calm = 0
+                self._set(min(self.value + max(1, self.value // 4), max(self.value, UNPUBLISHED)))
 
     def refused(self, load: int) -> None:
         """The engine turned a request away as busy while `load` sequences were at it."""
+        self._calm = 0
         self._settle(max(1, min(self.value, load - 1)), proven=False)
+
+    def _used_from(self) -> int:
+        """From how many on it is filled: to the brim where its limit is proven, else as far as any band may."""
+        if self._proven or self.lowest_ceiling >= 1.0:
+            return self.value
+        return max(1, min(slots_under(self.value, self.lowest_ceiling, 0), self.value - 1))
 
     def _grow(self, running: int, load: int) -> None:
         if self._plateau is not None and running > self._plateau:

@@ -20,6 +20,8 @@ GAUGE_LAG_S = 0.03
 """vLLM's gauges are set by engine steps, 10-26 ms after the fact; younger work cannot be in a reading."""
 STARTED_AFTER_S = 1.0
 """A request without a stream has no byte until its end; after this long it is taken to be running."""
+UNREAD_MAX = 10
+"""Polls in good health before a backend whose numbers cannot be read is taken for one that has none."""
 RESIDENT_ADAPTERS_MAX = 1_024
 """Bound of the residency list of an engine that does not publish how many adapters it holds."""
 
@@ -124,6 +126,8 @@ class Backend:
         self._high_water = self._left_queue = 0
         self._others_seen = 0
         self._others = 0
+        self._unread = False
+        self._numberless = 0
         self._view: View | None = None
         self._view_until_s = self._changes_s = -inf
 
@@ -214,9 +218,15 @@ class Backend:
         """A poll found the backend in good health, whether or not it publishes numbers."""
         self.health.answered(now)
         if self.reading is None:
-            self.limit.unpublished()
+            self._numberless += 1
+            if not self._unread or self._numberless > UNREAD_MAX:
+                self.limit.unpublished(self.sequences)
         self._notice_running(now)
         self._view = None
+
+    def unread(self) -> None:
+        """Its numbers could not be read: it may well have some."""
+        self._unread = True
 
     def observe(self, reading: Reading) -> None:
         if self.reading is not None and reading.taken_at_s < self.reading.taken_at_s:
@@ -250,7 +260,9 @@ class Backend:
         self.reading = None
         self._look_ahead = LookAhead()
         self._residents.clear()
-        self._others = self._others_seen = 0
+        self._others = self._others_seen = self._numberless = 0
+        self._unread = False
+        self.limit.restarted()
         self._view = None
 
     def _waits_for_adapter(self, reading: Reading) -> bool:
@@ -298,7 +310,7 @@ class Backend:
     def release(self, lease: int, verdict: Verdict, now: float, output_tokens: int = 0) -> None:
         """`output_tokens` are those of the whole answer, 0 where nobody counted them."""
         if verdict is Verdict.BUSY:
-            self.limit.refused(self.sequences)
+            self.limit.refused(self.sequences + self._others)
         if lease in self._last_waiting():
             # The reading still counts it, and those before it do not wait in its place.
             self._left_queue += self.bookings[lease].request.sequences

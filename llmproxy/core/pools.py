@@ -147,6 +147,10 @@ class Pools:
     def answered(self, backend: str, now: float) -> None:
         self.backends[backend].answered(now)
 
+    def unread(self, backend: str) -> None:
+        """See `Backend.unread`."""
+        self.backends[backend].unread()
+
     def published(self, backend: str, limit: int) -> None:
         """See `Backend.published`."""
         self.backends[backend].published(limit)

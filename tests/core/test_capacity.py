@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from llmproxy.core.capacity import CALM_READINGS_MAX, PLATEAU_READINGS, BatchLimit, slots_under
+from llmproxy.core.capacity import CALM_READINGS_MAX, PLATEAU_READINGS, UNPUBLISHED, BatchLimit, slots_under
 
 
 class Engine:
@@ -224,3 +224,44 @@ def test_low_bands_teach_a_small_limit_although_its_last_slot_is_kept_from_them(
     limit = BatchLimit(None, start, lowest_ceiling=0.85)
     limit.observe(running=start - 1, waiting=0, load=start - 1)
     assert limit.value > start
+
+
+@pytest.mark.parametrize("given", [None, 64])
+def test_what_an_engine_without_numbers_once_refused_is_tried_again_ever_more_rarely(given: int | None) -> None:
+    limit = BatchLimit(given, 4, lowest_ceiling=0.85)
+    for load in range(40, 0, -1):
+        limit.refused(load)
+    assert limit.value == 1
+    refused_at: list[int] = []
+    for poll in range(3_000):
+        limit.unpublished(limit.value)
+        if limit.value > 32:
+            limit.refused(33)
+            refused_at.append(poll)
+    assert limit.value >= 32
+    gaps = [later - earlier for earlier, later in pairwise(refused_at)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= CALM_READINGS_MAX
+    for _ in range(5_000):
+        limit.unpublished(limit.value)
+    assert limit.value == (given or UNPUBLISHED)
+
+
+def test_an_engine_without_numbers_that_is_not_full_is_not_tried() -> None:
+    limit = BatchLimit(None, 4, lowest_ceiling=0.85)
+    limit.unpublished(0)
+    limit.refused(21)
+    for _ in range(1_000):
+        limit.unpublished(10)
+    assert limit.value == 20
+
+
+def test_a_new_process_may_prove_that_it_runs_less_than_the_old_one() -> None:
+    limit = BatchLimit(None, 4, lowest_ceiling=0.85)
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=256, waiting=5, load=261, proven=True)
+    limit.restarted()
+    assert limit.value == 256
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=240, waiting=16, load=256, proven=True)
+    assert limit.value == 240

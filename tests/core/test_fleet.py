@@ -4,7 +4,7 @@ import pytest
 
 from llmproxy.core.capacity import UNPUBLISHED
 from llmproxy.core.domain import Reading, Trouble, Verdict
-from llmproxy.core.fleet import GAUGE_LAG_S, RESIDENT_ADAPTERS_MAX, STARTED_AFTER_S, Backend
+from llmproxy.core.fleet import GAUGE_LAG_S, RESIDENT_ADAPTERS_MAX, STARTED_AFTER_S, UNREAD_MAX, Backend
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 from tests.core.make import listing, reading, request, view
 
@@ -202,6 +202,32 @@ def test_a_backend_that_publishes_nothing_is_not_held_to_a_first_guess() -> None
     busy.release(9, Verdict.BUSY, 0.1)
     busy.answered(1.0)
     assert busy.limit.value == 9, "what a refusal taught is not forgotten"
+
+
+def test_a_backend_whose_numbers_could_not_be_read_at_first_begins_small_and_not_for_ever() -> None:
+    one = Backend("a", CapacitySettings(start_limit=4), HealthSettings())
+    one.unread()
+    one.answered(0.0)
+    assert one.limit.value == 4, "the next reading may come at once"
+    one.observe(reading(1.0, running=4))
+    one.answered(1.0)
+    assert one.limit.value == 4
+    assert [one.troubled(Trouble.REFUSED) for _ in range(2)] == [False, True]
+    one.unread()
+    for at_s in range(UNREAD_MAX):
+        one.answered(2.0 + at_s)
+    assert one.limit.value == 4
+    one.answered(20.0)
+    assert one.limit.value == UNPUBLISHED
+
+
+def test_a_refusal_counts_others_that_the_engine_serves() -> None:
+    one = backend(max_in_flight=None, start_limit=64)
+    one.observe(reading(1.0, running=40))
+    one.observe(reading(2.0, running=40))
+    one.book(1, request(), 2.0)
+    one.release(1, Verdict.BUSY, 2.1)
+    assert one.limit.value == 40
 
 
 # --- what a death takes along -----------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.polls import POLL_FAULTS, PollFault, watch
+from tests.e2e.house import house
+from tests.e2e.scripted import answering, scripted
+from tests.faults.polls import BODY, POLL_FAULTS, PollFault, huge, watch
 
 
 @pytest.mark.parametrize("fault", POLL_FAULTS, ids=lambda fault: fault.name)
@@ -15,3 +17,11 @@ async def test_a_replica_that(fault: PollFault) -> None:
         assert seen.running == fault.running
     told = [line["event"] for line in seen.log]
     assert told == ["backend_down"] * (not fault.up) + ["backend_unread"] * fault.unread, "once, and nothing else"
+
+
+async def test_a_replica_whose_numbers_cannot_be_read_at_first_is_not_given_all_that_waits() -> None:
+    async with scripted(answering(BODY)) as backend:
+        backend.polls[b"/metrics"] = huge
+        async with house(extra=[backend.url]) as home:
+            pools = home.proxy.pools
+            assert pools.backends["b0"].limit.value == pools.settings.capacity.start_limit
