@@ -13,6 +13,7 @@ from tempfile import NamedTemporaryFile
 import msgspec
 import structlog
 
+from llmproxy.backends.engine_config import SEQUENCES_MAX
 from llmproxy.core.domain import KnownLimit
 
 AUTO, NONE = "auto", "none"
@@ -117,11 +118,13 @@ class LimitsFile:
             self.write(known())
 
     def _entries(self) -> dict[str, _Entry]:
-        try:
-            with self.path.open("rb") as file:
-                content = file.read(FILE_BYTES_MAX + 1)
-        except FileNotFoundError:
+        if not self.path.exists():
             return {}
+        if not self.path.is_file():
+            # To read a pipe may take for ever, and a device such as /dev/null would have a file in its place.
+            raise _Unusable("it is no regular file")
+        with self.path.open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
         if not content:
             return {}
         try:
@@ -135,17 +138,21 @@ class LimitsFile:
         # A clock that was set back makes nobody immortal.
         now = self._clock()
         return {
-            url: entry for url, entry in read.limits.items() if entry.limit > 0 and abs(now - entry.seen_s) < AGE_MAX_S
+            url: entry
+            for url, entry in read.limits.items()
+            if 0 < entry.limit <= SEQUENCES_MAX and abs(now - entry.seen_s) < AGE_MAX_S
         }
 
     def _replace(self, content: bytes) -> None:
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=self.path.parent, prefix=f".{self.path.name}.", delete=False) as file:
+        # A link stays one: what it leads to may be on a volume that outlasts the place where the link is.
+        path = Path(os.path.realpath(self.path))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:
                 file.write(content + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-                Path(file.name).replace(self.path)
+                Path(file.name).replace(path)
             except BaseException:
                 with suppress(OSError):
                     Path(file.name).unlink()

@@ -9,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.backends import limits_file
+from llmproxy.backends.engine_config import SEQUENCES_MAX
 from llmproxy.backends.limits_file import AGE_MAX_S, ENTRIES_MAX, FILE_BYTES_MAX, FORMAT, LimitsFile, place
 from llmproxy.core.domain import KnownLimit
 
@@ -96,6 +97,37 @@ def test_an_empty_file_is_one_to_write_into(tmp_path: Path) -> None:
     assert at(path).read() == {}
     at(path).write({"http://a": ONE})
     assert at(path).read() == {"http://a": ONE}
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    link, path = tmp_path / "state.json", tmp_path / "volume" / "kept.json"
+    link.symlink_to(path)
+    at(link).write({"http://a": ONE})
+    assert link.is_symlink()
+    assert at(path).read() == {"http://a": ONE}
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    at(loop).write({"http://a": ONE})
+    assert at(loop).read() == {"http://a": ONE}
+
+
+def test_what_is_no_file_is_told_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with capture_logs() as logs:
+        one = at(path)
+        assert one.read() == {}
+        one.write({"http://a": ONE})
+    assert path.is_fifo()
+    assert [(line["event"], line["why"]) for line in logs] == [
+        ("state_not_read", "not a state file: it is no regular file")
+    ]
+
+
+def test_a_limit_that_no_engine_has_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    at(path).write({"http://a": KnownLimit(SEQUENCES_MAX + 1, True, ("tiny",), 4096), "http://b": ONE})
+    assert at(path).read() == {"http://b": ONE}
 
 
 def test_where_nothing_can_be_written_it_is_a_warning_and_no_error(tmp_path: Path) -> None:
