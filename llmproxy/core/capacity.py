@@ -66,6 +66,7 @@ class BatchLimit:
         self._proven = False
         self._settled = self._ran_most = self._calm = 0
         self._told = False
+        self._beginning: tuple[int, bool] | None = None
         self._patience = CALM_READINGS_MIN
         self._waited.clear()
         self.value = self._cap if self._cap is not None else self._start
@@ -80,6 +81,8 @@ class BatchLimit:
 
         `settled`: that is all that it runs. The gauges may prove either wrong, as they may what they have taught.
         """
+        if self._cap is not None:
+            self._beginning = limit, settled
         if self._cap is not None or (self._settled and not self._told):
             return
         if settled:
@@ -100,7 +103,12 @@ class BatchLimit:
         if fixed == self._cap:
             return
         self._cap = fixed
-        if fixed is not None:
+        if fixed is None and self._plateau is None:
+            # An operator's word that was taken back is nothing that was learned.
+            self.value = max(self._start, self._ran_most)
+            if self._beginning is not None:
+                self.begin_at(self._beginning[0], settled=self._beginning[1])
+        elif fixed is not None:
             if self._plateau is not None and self._plateau > fixed:
                 self._plateau = None
             self.value = self._plateau or fixed

@@ -265,3 +265,18 @@ def test_a_new_process_may_prove_that_it_runs_less_than_the_old_one() -> None:
     for _ in range(PLATEAU_READINGS):
         limit.observe(running=240, waiting=16, load=256, proven=True)
     assert limit.value == 240
+
+
+def test_an_operators_word_that_is_taken_back_leaves_what_was_seen_or_told() -> None:
+    limit = BatchLimit(512, 4)
+    limit.cap(None)
+    assert (limit.value, limit.known) == (4, None)
+    limit = BatchLimit(512, 4)
+    limit.observe(running=40, waiting=0, load=40)
+    limit.cap(None)
+    assert limit.value == 40
+    limit = BatchLimit(512, 4)
+    limit.begin_at(8, settled=True)
+    assert limit.value == 512
+    limit.cap(None)
+    assert (limit.value, limit.known) == (8, (8, True))
