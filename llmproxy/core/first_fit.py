@@ -77,8 +77,8 @@ def first_fit(
             try:
                 # A head that fits nowhere must not hold up those behind it while lower bands are served.
                 for queued in islice(line, FLOW_LOOK_MAX):
-                    if queued.request.limits and (limit := limits.full(queued.request)) is not None:
-                        return Limited(queued, limit)
+                    if (held := limited(queued, limits)) is not None:
+                        return held
                     if queued.request.backend is not None:
                         own = _at_its_own(queued, placement, views, ceiling, passed_over, now)
                         if not isinstance(own, NoMatch):
@@ -155,6 +155,12 @@ def _at_its_own(
     if isinstance(placed, NoCapacity) and any(view.has_room(ceiling) for view in views):
         return Limited(queued, f"{OF_BACKEND}{queued.request.backend}")
     return Found(queued, placed, passed_over) if isinstance(placed, Placed) else placed
+
+
+def limited(queued: Queued, limits: UsageLimits) -> Limited | None:
+    """The usage limit that keeps a request waiting whose turn it is, if one does."""
+    limit = limits.full(queued.request) if queued.request.limits else None
+    return None if limit is None else Limited(queued, limit)
 
 
 def head(band: Band, now: float) -> Queued:

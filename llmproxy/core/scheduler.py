@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from llmproxy.core.admission import Admission
 from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
-from llmproxy.core.first_fit import Found, Limited, Unmatched, first_fit, head
+from llmproxy.core.first_fit import Found, Limited, Unmatched, first_fit, head, limited
 from llmproxy.core.first_token import FirstToken
 from llmproxy.core.fleet import Backend, View
 from llmproxy.core.health import Peers
@@ -233,6 +233,9 @@ class Scheduler:
             band, unmatched = self._room.band(level), Unmatched()
             # Who comes back may make a band below one that is owed a share.
             while (band.size or self._unpark(level, this)) and self._grant_guaranteed(this):
+                if not band.size:
+                    # Its last one went by its minimum share.
+                    continue
                 granted = self._grant_one(level, self._reserve.ceiling(level, this.now), this, unmatched)
                 if isinstance(granted, NoCapacity):
                     self._withdraw(level, this)
@@ -289,14 +292,19 @@ class Scheduler:
         if this.outdated is not None:
             this.views[self._index[this.outdated.name]] = this.outdated.view(this.now)
             this.outdated = None
-        if not guaranteed and self._reserve.keeps_last(level, this.views, this.now):
-            return NO_CAPACITY
+        kept = not guaranteed and self._reserve.keeps_last(level, this.views, this.now)
         views = this.views
         if not guaranteed and self._keeps_queues_free(level, this.now):
             views = [replace(view, available=False) if view.waiting and not view.probed else view for view in views]
         while True:
-            patient = self._room.levels()[-1] == level
-            found = first_fit(band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient)
+            found: Found | Limited | NoCapacity | None
+            if kept:
+                found = limited(head(band, this.now), self._limits) or NO_CAPACITY
+            else:
+                patient = self._room.levels()[-1] == level
+                found = first_fit(
+                    band, self._placement, views, ceiling, self._limits, unmatched, this.now, patient=patient
+                )
             if not isinstance(found, Limited):
                 break
             # Its tenant or model has enough in flight: it steps aside, and the flow goes on behind it.

@@ -342,7 +342,7 @@ def test_a_mutant_is_caught_by_the_schedulers_own_check(mutation: Mutation, monk
 # --- same seed, same trace --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(8), 102, 156, 288])
 def test_a_random_walk_keeps_every_promise_and_drains(seed: int) -> None:
     world = random_walk(seed, 300)
     assert len(world.ended) > 50

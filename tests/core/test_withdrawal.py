@@ -13,7 +13,7 @@ from llmproxy.core.domain import (
     Withdraw,
 )
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from llmproxy.core.withdrawal import LOOK_MAX, WITHDRAW_MAX
 from tests.core.make import listing, pools, reading, request
 
@@ -351,3 +351,20 @@ def test_no_more_than_some_make_way_inside_an_engine_at_a_time() -> None:
     urgent(of)
     of.decide(2.0)
     assert len(taken_back(of, 2.1)) == WITHDRAW_MAX
+
+
+def test_nothing_is_taken_back_for_one_whom_a_usage_limit_keeps_where_the_last_slot_is_kept() -> None:
+    settings = Settings(limits={"t": UsageLimit(in_flight=1)})
+    of = pools({"a": 1, "b": 1, "c": 1}, settings)
+    of.submit(request(id="above", band=CRITICAL), 1.0)
+    of.submit(request(id="first", band=7, limits=("t",)), 1.0)
+    above, first = (one for one in of.decide(1.0) if isinstance(one, Grant))
+    of.started(first, 1.1)
+    of.finish(above, Verdict.SERVED, 1.2)
+    of.submit(request(id="low", band=SHEDDABLE), 1.3)
+    assert [one.request.id for one in of.decide(1.3)] == ["low"]
+    of.submit(request(id="second", band=7, limits=("t",)), 1.4)
+    assert of.decide(1.4) == []
+    assert of.parked() == {"t": 1}
+    of.finish(first, Verdict.SERVED, 1.5)
+    assert [one.request.id for one in of.decide(1.5)] == ["second"]
