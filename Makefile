@@ -99,6 +99,8 @@ lock: .venv
 	    echo "$$one" | $(filter-out --generate-hashes,$(COMPILE)) --upgrade - \
 	        --output-file .ci/compat/$${one%%[*}.txt; \
 	done
+	sed -i -E -e '/^(torch|triton|nvidia-|cuda-)/d' -e '1i # Without torch and what it needs: which build of it there is depends on the machine.' \
+	    .ci/compat/guidellm.txt
 
 .venv-tools: .ci/tools.txt
 	$(PYTHON) -m venv .venv-tools

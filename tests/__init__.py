@@ -1,0 +1,6 @@
+"""Tests of llmproxy."""
+
+import os
+
+# What is tried here, by pytest or without it, is not to be remembered for the proxy of whoever tries.
+os.environ.setdefault("LLMPROXY_STATE_FILE", "none")

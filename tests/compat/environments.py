@@ -26,9 +26,10 @@ async def ready(name: str) -> Path:
     folder.mkdir(parents=True)
     if pins.exists():
         await run([sys.executable, "-m", "venv", str(folder)], limit_s=INSTALL_MAX_S)
-        pip = [python_of(folder), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        # The pins are complete.
-        await run([*pip, "-r", str(pins)], limit_s=INSTALL_MAX_S)
+        pip = [python_of(folder), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # Where the pins are complete, a resolver has nothing to find, and refuses hashes beside extras.
+        complete = [] if pins.read_text().startswith("#") else ["--no-deps"]
+        await run([*pip, *complete, "-r", str(pins)], limit_s=INSTALL_MAX_S)
     else:
         for file in files:
             shutil.copy(file, folder)
