@@ -64,7 +64,7 @@ class BatchLimit:
         """Another engine is behind it: begin anew."""
         self._plateau: int | None = None
         self._proven = False
-        self._settled = self._ran_most = self._calm = 0
+        self._settled = self._ran_most = self._ran_freely = self._calm = 0
         self._told = False
         self._beginning: tuple[int, bool] | None = None
         self._patience = CALM_READINGS_MIN
@@ -89,7 +89,29 @@ class BatchLimit:
             self._settle(limit, proven=True)
             self._told = True
         else:
+            self._ran_freely = limit
             self._set(max(self.value, limit))
+
+    def believe(self, limit: int) -> None:
+        """Another engine that seems to be of its kind runs `limit`: taken for its own until a calm of five readings."""
+        self._settle(limit, proven=False)
+
+    @property
+    def sure(self) -> int:
+        """How many it was seen to run while nobody waited, or is said to; at most its limit."""
+        if self._cap is not None:
+            return self.value
+        return min(self.value, self._plateau or max(self._start, self._ran_freely))
+
+    @property
+    def settled(self) -> bool:
+        """It has met an end of what it runs, if only for now."""
+        return self._cap is not None or self._plateau is not None
+
+    @property
+    def proven(self) -> bool:
+        """That end is the batch itself, or an operator's word."""
+        return self._cap is not None or (self._plateau is not None and self._proven)
 
     @property
     def known(self) -> tuple[int, bool] | None:
@@ -113,10 +135,10 @@ class BatchLimit:
                 self._plateau = None
             self.value = self._plateau or fixed
 
-    def observe(self, running: int, waiting: int, load: int, *, proven: bool = False) -> None:
+    def observe(self, running: int, waiting: int, load: int, *, proven: bool = False, bound: int | None = None) -> None:
         """Learn from one reading; `load` is how many sequences are thought to be at the engine.
 
-        `proven`: those that wait can wait for nothing but a place in the batch.
+        `proven`: those that wait can wait for nothing but a place in the batch. `bound`: as far as it may grow for now.
         """
         self._ran_most = max(self._ran_most, running)
         if waiting > 0:
@@ -132,12 +154,13 @@ class BatchLimit:
                 self._settle(max(last), proven)
             return
         self._waited.clear()
+        self._ran_freely = max(self._ran_freely, running)
         if running > self.value:
             self._set(running)
         used_from = self._used_from()
         # Half, because short requests spend much of their time outside the batch, on their way in and out.
         if load >= used_from and 2 * running >= used_from:
-            self._grow(running, load)
+            self._grow(running, load, bound)
 
     def unpublished(self, load: int) -> None:
         """The backend lives with so much and publishes no numbers: a low guess would stay for ever.
@@ -147,6 +170,7 @@ class BatchLimit:
         if self._plateau is None:
             if self._cap is None:
                 self._set(max(self.value, UNPUBLISHED))
+                self._ran_freely = self.value
         elif load >= self._used_from():
             self._calm += 1
             if self._calm >= self._patience:
@@ -164,13 +188,14 @@ class BatchLimit:
             return self.value
         return max(1, min(slots_under(self.value, self.lowest_ceiling, 0), self.value - 1))
 
-    def _grow(self, running: int, load: int) -> None:
+    def _grow(self, running: int, load: int, bound: int | None) -> None:
         if self._plateau is not None and running > self._plateau:
             self._plateau, self._proven = None, False
         if self._plateau is None or self.value < self._plateau:
             quarter = self.value + max(1, self.value // 4)
             filled = min(self.value, ceil(running / self.lowest_ceiling))
-            self._set(quarter if self._settled else max(quarter, 2 * filled))
+            grown = quarter if self._settled else max(quarter, 2 * filled)
+            self._set(grown if bound is None else max(self.value, min(grown, bound)))
             return
         self._calm += 1
         if self._calm >= self._patience:

@@ -8,7 +8,7 @@ from itertools import islice
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llmproxy.core.domain import NoCapacity, NoMatch, Placed
+from llmproxy.core.domain import DEFAULT, NoCapacity, NoMatch, Placed
 from llmproxy.core.fleet import View
 from llmproxy.core.limits import UsageLimits
 from llmproxy.core.parking import OF_BACKEND
@@ -88,6 +88,8 @@ def first_fit(
                     if unmatched.covers(queued):
                         continue
                     placed = _as_probe(queued, placement, views, ceiling, now) if trials and patient else None
+                    if not isinstance(placed, Placed) and queued.request.band > DEFAULT and (some := _sure(ready)):
+                        placed = placement.place(queued.request, some, ceiling, queued.excluded, now)
                     if not isinstance(placed, Placed):
                         placed = placement.place(queued.request, ready, ceiling, queued.excluded, now)
                     if ready is not views and not isinstance(placed, Placed):
@@ -125,6 +127,14 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
         replace(view, available=False) if view.load >= max(1, round(view.limit * view.warmth / top)) else view
         for view in views
     ]
+
+
+def _sure(views: Sequence[View]) -> Sequence[View]:
+    """`views` without room where it is not known that one more would run at once; empty where that is known of all."""
+    doubtful = [view.doubtful for view in views]
+    if not any(doubtful) or all(doubtful):
+        return ()
+    return [replace(view, available=False) if doubt else view for view, doubt in zip(views, doubtful, strict=True)]
 
 
 def _as_probe(

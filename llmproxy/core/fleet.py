@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from llmproxy.core.capacity import BatchLimit, slots_under
 from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Trouble, Verdict
+from llmproxy.core.exploration import Exploration
 from llmproxy.core.health import Health, Silent
 from llmproxy.core.look_ahead import LookAhead
 from llmproxy.core.settings import CapacitySettings, HealthSettings
@@ -34,8 +35,8 @@ class View(Struct, frozen=True):
     `kv_tokens` is the size of the KV-cache. It is meant for prompts of `prompt_range` tokens, None for any. `reading`
     is the last one as it came, while it is fresh enough to be believed. `warmth` (0..1] is the share of its limit that
     it should have by now where it came back lately, and others have room. `highest_ceiling` is that of the highest
-    band. It is `probed` while it is ejected and its
-    pause is over: one request is to find out, a stream where it is a `stream_probe`.
+    band. So many as `sure` were seen to run at once, there or at a twin; 0 where nobody can say. It is `probed` while
+    it is ejected and its pause is over: one request is to find out, a stream where it is a `stream_probe`.
     """
 
     backend: str
@@ -55,6 +56,7 @@ class View(Struct, frozen=True):
     reading: Reading | None
     warmth: float = 1.0
     highest_ceiling: float = 1.0
+    sure: int = 0
     probed: bool = False
     stream_probe: bool = False
 
@@ -68,6 +70,11 @@ class View(Struct, frozen=True):
         if self.load >= self.limit + self.look_ahead:
             return False
         return self.load < self.slots(ceiling) and self.kv_used < self.kv_full * ceiling
+
+    @property
+    def doubtful(self) -> bool:
+        """One more might have to wait inside the engine: no more than it holds were ever seen to run."""
+        return 0 < self.sure <= self.load
 
     def slots(self, ceiling: float) -> int:
         """How many sequences a band of this ceiling may bring it to, the look-ahead among them."""
@@ -109,6 +116,7 @@ class Backend:
         self.bookings: dict[int, Booking] = {}
         self.sequences = 0
         self._drained = False
+        self.exploration: Exploration | None = None
         lowest_ceiling, self._highest_ceiling = ceiling_range
         self.limit = BatchLimit(max_in_flight, capacity.start_limit, lowest_ceiling)
         self._look_ahead = LookAhead()
@@ -242,7 +250,7 @@ class Backend:
         self._high_water = self.sequences
         if not self._waits_for_adapter(reading):
             proven = self._waits_for_batch(reading, visible_s)
-            self.limit.observe(reading.running, reading.waiting, self.sequences + self._others, proven=proven)
+            self.limit.observe(reading.running, reading.waiting, self.in_flight, proven=proven, bound=self._bound())
         for adapter in sorted(reading.running_adapters & self._adapters):
             self._touch(adapter)
         self._evict()
@@ -255,6 +263,26 @@ class Backend:
             self._forget_process()
         self._view = None
         return gone
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences there, ours and other clients'."""
+        return self.sequences + self._others
+
+    def _bound(self) -> int | None:
+        """How far its limit may grow for now, by what is known of its pool."""
+        if self.exploration is None or self.limit.settled:
+            return None
+        if (end := self.exploration.end_of_a_twin(self)) is not None:
+            self.limit.believe(end)
+        return self.exploration.bound(self)
+
+    def _sure(self) -> int:
+        """How many may be there and run without a doubt: what others of its pool run, until it has met its own end."""
+        own = self.limit.sure
+        if self.limit.settled or self.exploration is None:
+            return own
+        return min(self.limit.value, max(own, self.exploration.sure))
 
     def _forget_process(self) -> None:
         self.reading = None
@@ -469,6 +497,7 @@ class Backend:
             reading=reading,
             warmth=health.warmth(now),
             highest_ceiling=self._highest_ceiling,
+            sure=self._sure(),
             probed=available and health.ejected,
             stream_probe=health.stream_probe,
         )

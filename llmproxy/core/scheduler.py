@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from llmproxy.core.admission import Admission
 from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
+from llmproxy.core.exploration import Exploration
 from llmproxy.core.first_fit import Found, Limited, Unmatched, first_fit, head, limited
 from llmproxy.core.first_token import FirstToken
 from llmproxy.core.fleet import Backend, View
@@ -79,6 +80,7 @@ class Scheduler:
         self._backends: dict[str, Backend] = {}
         self._peers = Peers(settings.health.ejected_max)
         self._watch = Watch(settings.health, self._peers)
+        self._exploration = Exploration()
         self._index: dict[str, int] = {}
         self.faults = Faults()
         self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on)
@@ -123,13 +125,16 @@ class Scheduler:
         self._backends[backend.name] = backend
         self.leases.attach(backend.name)
         backend.health.peers = self._peers
+        backend.exploration = self._exploration
+        self._exploration.members[backend.name] = backend
         self._peers.members[backend.name] = backend.health
         self._index = {name: index for index, name in enumerate(self._backends)}
 
     def detach(self, backend: str) -> None:
         """Stop granting to a backend; its leases run on, and whoever waits for it alone waits in vain."""
         self.lost_kept(backend)
-        del self._backends[backend]
+        self._backends.pop(backend).exploration = None
+        del self._exploration.members[backend]
         self._peers.members.pop(backend).peers = None
         self.leases.detach(backend)
         self._index = {name: index for index, name in enumerate(self._backends)}
@@ -206,7 +211,7 @@ class Scheduler:
         if self._shed:
             decisions += self._shed
             self._shed = []
-        decisions += self._withdrawal.clear(now)
+        decisions += self._withdrawal.clear(self._backends.values(), now)
         alive = self.alive()
         self._room.pool_is(alive, now)
         self._more = False
@@ -294,8 +299,10 @@ class Scheduler:
             this.outdated = None
         kept = not guaranteed and self._reserve.keeps_last(level, this.views, this.now)
         views = this.views
-        if not guaranteed and self._keeps_queues_free(level, this.now):
-            views = [replace(view, available=False) if view.waiting and not view.probed else view for view in views]
+        if not guaranteed and any(self._queue_closes(view, level, this.now) for view in views):
+            views = [
+                replace(view, available=False) if self._queue_closes(view, level, this.now) else view for view in views
+            ]
         while True:
             found: Found | Limited | NoCapacity | None
             if kept:
@@ -341,15 +348,20 @@ class Scheduler:
         queued = head(band, this.now)
         this.decisions += self._withdrawal.choose(queued.request, queued.excluded, band.size, this.now)
 
-    def _keeps_queues_free(self, level: int, now: float) -> bool:
-        """Whether a band goes to no engine that has a queue: who comes from above would stand behind it there."""
-        return level < DEFAULT and self._reserve.used_above(level, now)
+    def _queue_closes(self, view: View, level: int, now: float) -> bool:
+        """Whether a band goes to a backend no more because somebody waits inside its engine.
+
+        Below `default` it does not while a higher band is in use, which would stand behind it there. Above `default` it
+        goes there no further than the engine was seen to run: it would stand behind others, and here it is first.
+        """
+        if not view.waiting or view.probed or level == DEFAULT:
+            return False
+        return self._reserve.used_above(level, now) if level < DEFAULT else view.doubtful
 
     def _room_on(self, name: str, level: int, now: float) -> int:
         """How many more requests of the band `level` a backend has room for."""
         view = self._backends[name].view(now)
-        queue = view.waiting and not view.probed and self._keeps_queues_free(level, now)
-        if queue or not view.has_room(self._reserve.ceiling(level, now)):
+        if self._queue_closes(view, level, now) or not view.has_room(self._reserve.ceiling(level, now)):
             return 0
         return max(1, view.limit + view.look_ahead - view.load)
 

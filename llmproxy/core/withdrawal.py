@@ -18,10 +18,11 @@ LOOK_MAX = 64
 
 
 class Withdrawal:
-    """Leases of bands below `default` that have not answered a byte.
+    """Leases of bands up to `default` that have not answered a byte.
 
     The lowest band is taken back first, and of it the newest, for which least has been done. Whoever is granted the
-    room decides the pass that follows the release.
+    room decides the pass that follows the release. One of `default` is taken back only out of an engine's own queue,
+    where a reading proves that nothing was done for it.
     """
 
     def __init__(self, settings: Settings, reserve: Reserve) -> None:
@@ -36,7 +37,7 @@ class Withdrawal:
         self._settings = settings
 
     def booked(self, lease: int, request: Request, backend: Backend) -> None:
-        if request.band < DEFAULT:
+        if request.band <= DEFAULT:
             self._open[lease] = (request, backend)
             self._by_band.setdefault(request.band, {})[lease] = None
         elif request.band > DEFAULT:
@@ -49,21 +50,34 @@ class Withdrawal:
         self._pending.pop(lease, None)
         self._urgent.pop(lease, None)
 
-    def clear(self, now: float) -> Iterable[Withdraw]:
-        """What to take back out of the engines' own queues, where a lease above `default` came behind it.
+    def clear(self, backends: Iterable[Backend], now: float) -> Iterable[Withdraw]:
+        """What to take back out of the engines' own queues while a band above `default` is in use.
 
-        Such an engine had less room than was believed, and nobody inside it can be overtaken.
+        Such an engine had less room than was believed, and nobody inside it can be overtaken: what stands before a
+        lease above `default` goes, and what is there beyond the limit that was learned since.
         """
-        if not self._open or not self._urgent or not self._settings.withdrawal:
+        if not self._open or not self._settings.withdrawal or not self._reserve.used_above(DEFAULT, now):
             return
-        behind = {backend.name: (lease, backend) for lease, backend in self._urgent.items()}
-        for last, backend in behind.values():
-            ahead = [x for x in backend.queued(now) if x in self._open and x < last and backend.unstarted(x)]
-            for lease in sorted(ahead, key=lambda lease: self._open[lease][0].band):
+        behind = {backend.name: lease for lease, backend in self._urgent.items()}
+        for backend in backends:
+            last, beyond = behind.get(backend.name, -1), self._beyond(backend, now)
+            if last < 0 and beyond <= 0:
+                continue
+            queued = [x for x in backend.queued(now) if x in self._open and backend.unstarted(x)]
+            for lease in sorted(queued, key=lambda lease: self._open[lease][0].band):
                 if len(self._pending) >= WITHDRAW_MAX:
                     return
-                if lease not in self._pending:
+                if lease not in self._pending and (lease < last or beyond > 0):
+                    beyond -= self._open[lease][0].sequences
                     yield self._take_back(lease)
+
+    def _beyond(self, backend: Backend, now: float) -> int:
+        """Sequences at a backend above its limit, those not counted that are being taken back."""
+        if backend.reading is None or not backend.reading.waiting:
+            return 0
+        view = backend.view(now)
+        leaving = sum(self._open[x][0].sequences for x, owner in self._pending.items() if owner is backend)
+        return view.load - leaving - view.limit - view.look_ahead
 
     def choose(self, head: Request, excluded: frozenset[str], waiting: int, now: float) -> Iterable[Withdraw]:
         """What to take back so that `head`, and with it `waiting` requests of its band, find room."""
@@ -82,7 +96,8 @@ class Withdrawal:
         return Withdraw(lease, request, backend.name)
 
     def _newest(self) -> Iterator[int]:
-        lowest_first = (lease for band in sorted(self._by_band) for lease in reversed(self._by_band[band]))
+        below = (band for band in sorted(self._by_band) if band < DEFAULT)
+        lowest_first = (lease for band in below for lease in reversed(self._by_band[band]))
         return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
 
     def _makes_room(self, lease: int, head: Request, excluded: frozenset[str], now: float) -> bool:

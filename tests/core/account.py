@@ -152,8 +152,17 @@ class Books:
         return not self.kept(pool, band, rows) and any(row.has_room(ceiling) for row in seen.values())
 
     def rows_for(self, pool: str, band: int, rows: Mapping[str, Row]) -> Mapping[str, Row]:
-        """As a band sees them: none below default is to stand in an engine's queue before a higher one in use."""
-        if band >= DEFAULT or not self.above(pool, band):
+        """As a band sees them: none below default is to stand in an engine's queue before a higher one in use, and none
+        above default behind others, where it could be first in the room.
+        """
+        if band > DEFAULT:
+            return {
+                n: replace(r, available=False)
+                if r.view.waiting and 0 < r.view.sure <= r.load and not r.half_open
+                else r
+                for n, r in rows.items()
+            }
+        if band == DEFAULT or not self.above(pool, band):
             return rows
         return {n: replace(r, available=False) if r.view.waiting and not r.half_open else r for n, r in rows.items()}
 
@@ -271,7 +280,8 @@ class Books:
         held = self.held[withdraw.lease]
         assert self.settings.withdrawal
         assert (held.grant.request, held.grant.placed.backend) == (withdraw.request, withdraw.backend)
-        assert withdraw.request.band < DEFAULT
+        assert withdraw.request.band <= DEFAULT
+        assert withdraw.request.band < DEFAULT or row.view.waiting > 0
         assert not held.started, "a lease was taken back that had spoken"
         assert not held.taken_back, "a lease was taken back twice"
         assert not held.grant.why.guaranteed, "a band lost what its minimum share had given it"
@@ -285,7 +295,9 @@ class Books:
         assert for_room <= wanting, f"{for_room} leases were taken back for {wanting}"
 
     def _in_the_way(self, withdraw: Withdraw, row: Row) -> bool:
-        """Its engine has a queue of its own, in which one of a band above default stands behind it."""
+        """Its engine has a queue of its own, and more than it is believed to run, or one above default behind it."""
+        if row.view.waiting > 0 and row.load > row.view.limit + row.view.look_ahead:
+            return bool(self.above(withdraw.request.pool, DEFAULT))
         behind = (h for lease, h in self.held.items() if lease > withdraw.lease and not h.started)
         there = (h.grant for h in behind if h.grant.placed.backend == withdraw.backend)
         return row.view.waiting > 0 and any(grant.request.band > DEFAULT for grant in there)
