@@ -13,6 +13,8 @@ def main() -> None:
         from llmproxy.telemetry.logs import write_by_thread
 
         write_by_thread()
+    elif sys.argv[1:2] == ["demo"]:
+        early.end_at_once()
     from llmproxy.cli import main as command
 
     command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
+from typing import NoReturn
 
 _LATER = (signal.SIGHUP, signal.SIGUSR2)
 
@@ -20,10 +21,15 @@ def remember() -> None:
 
     SIGHUP and SIGUSR2 wait for `send_again`.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
+    end_at_once()
     for number in _LATER:
         signal.signal(number, _keep)
+
+
+def end_at_once() -> None:
+    """From now on SIGTERM and SIGINT end this process with exit code 0, wherever it is."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
 
 
 def send_again() -> None:
@@ -32,8 +38,9 @@ def send_again() -> None:
         os.kill(os.getpid(), _came.pop())
 
 
-def _end(_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(0)
+def _end(_number: int, _frame: FrameType | None) -> NoReturn:
+    # Without an exception: those raised while a callback or an extension module runs are lost, and some crash it.
+    os._exit(0)
 
 
 def _keep(number: int, _frame: FrameType | None) -> None:

@@ -32,6 +32,9 @@ LINGER_S = 10.0
 MISLED_S = 1.0
 """How long a client that began in another protocol may take to close."""
 
+HTTP2_IN_PIECES = "Pause on PRI/Upgrade"
+"""What the parser says of a preface of HTTP/2 that did not come whole. What clients sent stands behind its reasons."""
+
 PLAIN_END = b"\r\n0\r\n\r\n"
 """The last chunk without extension or trailer, behind the end of the one before it."""
 
@@ -297,8 +300,7 @@ def _told(error: HttpProcessingError) -> Failure:
         return Failure(Outcome.BAD_REQUEST, "The request line or a header field is too long.", status=431)
     if error.message == "Too many headers received":
         return Failure(Outcome.BAD_REQUEST, "The request has too many header fields.", status=431)
-    if "PRI" in error.message and (wrong := wrong_protocol(HTTP2_PREFACE)) is not None:
-        # The parser knows it too, where it comes in pieces.
+    if error.message.startswith(HTTP2_IN_PIECES) and (wrong := wrong_protocol(HTTP2_PREFACE)) is not None:
         return wrong
     if isinstance(error, InvalidURLError):
         why = "its target is no path"

@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
 import trustme
 from structlog.testing import capture_logs
 
@@ -72,6 +73,28 @@ async def test_http2_that_has_asked_nothing_yet_is_answered_in_http1() -> None:
     async with house() as home:
         got = await answered(home.url, HTTP2_PREFACE + SETTINGS)
     assert got.startswith(b"HTTP/1.1 505 ")
+
+
+async def test_http2_is_told_of_in_whatever_pieces_it_comes() -> None:
+    async with house() as home:
+        for cut in (1, 3, 15):
+            got = await answered(home.url, HTTP2_PREFACE[:cut], HTTP2_PREFACE[cut:])
+            assert "began with HTTP/2" in told(got.partition(b"\r\n\r\n")[2])
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"PRINT / HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /PRIVATE\x00 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nX-PRI\x01ORITY: 1\r\n\r\n",
+    ],
+)
+async def test_a_broken_request_that_only_names_it_is_told_what_is_broken(broken: bytes) -> None:
+    async with house() as home:
+        head, _, body = (await answered(home.url, broken)).partition(b"\r\n\r\n")
+    assert b" 400 " in head.partition(b"\r\n")[0]
+    assert "This is no HTTP/1.1 request" in told(body)
 
 
 def test_what_only_resembles_them_may_be_a_request() -> None:
