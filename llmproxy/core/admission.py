@@ -57,7 +57,7 @@ class Admission:
 
         Raises Refused; see `Scheduler.submit`.
         """
-        excluded, held = self._servable(request, excluded, now)
+        excluded, held = self._servable(request, excluded, entry, now)
         service_s = self._first_token.expected_s(request.prompt_tokens)
         # Policies may raise, also when one is made for a band: nobody was refused or shed for this request yet.
         rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
@@ -75,7 +75,9 @@ class Admission:
         self._room.enter(request, rank, excluded, now, held=held)
         return shed
 
-    def _servable(self, request: Request, excluded: frozenset[str], now: float) -> tuple[frozenset[str], bool]:
+    def _servable(
+        self, request: Request, excluded: frozenset[str], entry: Entry, now: float
+    ) -> tuple[frozenset[str], bool]:
         """`excluded`, and whether the request has to be held; then less those that may come back as new processes."""
         if request.backend is not None:
             return excluded, self._held_for_its_own(request, request.backend)
@@ -83,6 +85,9 @@ class Admission:
             if backend.up and backend.serves(request.model) and backend.name not in excluded:
                 return excluded, False
         able = [backend for backend in self._backends.values() if backend.serves(request.model)]
+        if entry is Entry.SEEKING:
+            # What is sought has ended with a process that is gone.
+            able = [backend for backend in able if not backend.health.gone and backend.name not in excluded]
         resting = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
         if resting and self._settings.queue.hold_s:
             return excluded - resting, True

@@ -128,6 +128,7 @@ class Entry(StrEnum):
     NEW = "new"
     RETRY = "retry"
     WITHDRAWN = "withdrawn"
+    SEEKING = "seeking"  # For the backend that keeps what it refers to; those that were asked have it not.
 
 
 # --- what backends say ------------------------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ class Walker:
             if not self._retries(walk, attempt):
                 await self._deliver_failure(walk, attempt)
                 return
-            entry = Entry.RETRY
+            entry = Entry.SEEKING if walk.previous is not None and walk.previous.sought(attempt) else Entry.RETRY
             # A busy backend is full, not broken: it may well be the first to have room again.
             if attempt.verdict is not Verdict.BUSY and request.backend is None:
                 walk.excluded.add(lease.backend)

@@ -251,3 +251,12 @@ async def test_every_worker_knows_who_made_it(tmp_path: Path) -> None:
                 for _ in range(3):
                     response_id, at = await ask(further(response_id))
                     assert at == backend
+
+
+async def test_one_that_nobody_has_is_not_held_for_a_process_that_is_gone() -> None:
+    async with house(*THREE, scheduling=AROUND, queue=HOLD) as home:
+        home.replicas[1].faults.set("refuse")
+        await until(lambda: home.proxy.pools.backends["b1"].health.gone)
+        async with asyncio.timeout(HOLD["hold_s"] / 3):
+            answer = await go_on(home, "resp_unknown")
+        assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (404, "2")
