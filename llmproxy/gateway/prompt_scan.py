@@ -215,10 +215,14 @@ class _Reader:
             self._next(_SEPARATORS)
             if name == CACHE_CONTROL:
                 yield from self._json(len)  # Read and thrown away.
+                if self._due():
+                    yield
                 continue
             self._write(between + orjson.dumps(name) + b":")
             between = b","
             yield from self._json(self._write, 2)
+            if self._due():
+                yield
         self._write(b"}")
         self._at += 1
 

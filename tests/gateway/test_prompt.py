@@ -306,6 +306,14 @@ def test_a_body_of_nothing_but_values_is_given_up() -> None:
     assert sum(1 for _ in slices) < 200
 
 
+@pytest.mark.parametrize("name", ["k%d", "cache_control"])
+def test_a_tool_of_nothing_but_members_is_given_up(name: str) -> None:
+    tool = ",".join(f'"{name.replace("%d", str(number))}":1' for number in range(200_000))
+    body = b'{"tools":[{%b}],"messages":[]}' % tool.encode()
+    slices = chain_of_large(body, drain(scan_members(body, ("tools", "messages"))), BodyKind.CHAT)
+    assert 50 < sum(1 for _ in slices) < 200
+
+
 def test_a_long_member_is_read_in_pieces() -> None:
     body = orjson.dumps({"messages": [said("user", [{"type": "image_url", "image_url": "A" * 5_000_000}])]})
     slices = chain_of_large(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT)
