@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -98,11 +99,16 @@ class LimitsFile:
         if not known or (known == self._written and now < self._written_s + REFRESH_S):
             return
         try:
-            entries = self._entries() | {
-                url: _Entry(one.limit, one.settled, one.models, one.max_model_len, now) for url, one in known.items()
-            }
-            last = sorted(entries.items(), key=lambda item: item[1].seen_s)[-ENTRIES_MAX:]
-            self._replace(msgspec.json.format(msgspec.json.encode(_Content(FORMAT, dict(sorted(last))))))
+            with self._alone():
+                entries = self._entries() | {
+                    url: _Entry(one.limit, one.settled, one.models, one.max_model_len, now)
+                    for url, one in known.items()
+                }
+                last = sorted(entries.items(), key=lambda item: item[1].seen_s)[-ENTRIES_MAX:]
+                self._replace(msgspec.json.format(msgspec.json.encode(_Content(FORMAT, dict(sorted(last))))))
+        except BlockingIOError:
+            # Another proxy writes just now; nobody waits for one that was stopped meanwhile.
+            return
         except (OSError, _Unusable) as error:
             self._warn("written", error)
             return
@@ -116,6 +122,18 @@ class LimitsFile:
                 await asyncio.to_thread(self.write, known())
         finally:
             self.write(known())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else writes here meanwhile. Raises BlockingIOError where somebody does."""
+        parent = Path(os.path.realpath(self.path)).parent
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = os.open(parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(folder)
 
     def _entries(self) -> dict[str, _Entry]:
         if not self.path.exists():
@@ -146,7 +164,6 @@ class LimitsFile:
     def _replace(self, content: bytes) -> None:
         # A link stays one: what it leads to may be on a volume that outlasts the place where the link is.
         path = Path(os.path.realpath(self.path))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:
                 file.write(content + b"\n")

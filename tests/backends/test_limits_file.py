@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -128,6 +129,21 @@ def test_a_limit_that_no_engine_has_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     at(path).write({"http://a": KnownLimit(SEQUENCES_MAX + 1, True, ("tiny",), 4096), "http://b": ONE})
     assert at(path).read() == {"http://b": ONE}
+
+
+def test_what_two_write_at_the_same_time_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    at(path).write({"http://a": ONE})
+    busy = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(busy, fcntl.LOCK_EX)
+    one = at(path)
+    with capture_logs() as logs:
+        one.write({"http://b": OTHER})
+    assert at(path).read() == {"http://a": ONE}
+    os.close(busy)
+    one.write({"http://b": OTHER})
+    assert at(path).read() == {"http://a": ONE, "http://b": OTHER}
+    assert logs == []
 
 
 def test_where_nothing_can_be_written_it_is_a_warning_and_no_error(tmp_path: Path) -> None:
