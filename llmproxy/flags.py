@@ -102,12 +102,16 @@ def _items(separator: re.Pattern[str], text: str) -> list[str]:
 
 
 def from_environment(environment: Mapping[str, str]) -> list[Override]:
-    """What variables put over the file; an empty one says nothing. Raises ConfigError for each that is not known."""
+    """What variables put over the file. Raises ConfigError for each that is not known.
+
+    An empty one says nothing, but for that of the keys: a secret that came out empty must not let everybody in.
+    """
     ours = {name: text for name, text in environment.items() if name.startswith(PREFIX) and not _injected(name, text)}
     known = {flag.variable: flag for flag in FLAGS}
     if unknown := sorted(ours.keys() - known.keys() - OTHER_VARIABLES):
         raise ConfigError([f"{name}: {_of_variable(name, [*known, CONFIG_VARIABLE])}" for name in unknown])
-    return _overrides((flag, name, [ours[name]]) for name, flag in known.items() if ours.get(name))
+    said = {name: text for name, text in ours.items() if text or (name in known and known[name].keys == ("api_keys",))}
+    return _overrides((flag, name, [said[name]]) for name, flag in known.items() if name in said)
 
 
 def _injected(name: str, text: str) -> bool:

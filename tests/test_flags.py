@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.config import ConfigError, Override, keys_of_files
+from llmproxy.config import ConfigError, Override, keys_of_files, load
 from llmproxy.flags import FLAGS, flag_of, from_environment, unknown_flags
 from llmproxy.handover import DRAINED
 from llmproxy.sockets import PREDECESSOR
@@ -36,8 +36,15 @@ def test_a_port_of_ours_is_a_number_and_nothing_else_is_forgiven_an_address() ->
 
 
 def test_empty_variables_and_those_for_a_successor_say_nothing() -> None:
-    given = {"LLMPROXY_API_KEY": "", PREDECESSOR: "{}", DRAINED: "[]", "LLMPROXY_CONFIG": "c.yaml", "OTHER": "1"}
+    given = {"LLMPROXY_PORT": "", PREDECESSOR: "{}", DRAINED: "[]", "LLMPROXY_CONFIG": "c.yaml", "OTHER": "1"}
     assert from_environment(given) == []
+
+
+@pytest.mark.parametrize("variable", ["LLMPROXY_API_KEY", "LLMPROXY_API_KEYS"])
+def test_a_secret_that_came_out_empty_is_refused(variable: str) -> None:
+    overrides = from_environment({variable: ""})
+    with pytest.raises(ConfigError, match=rf"{variable}: api_keys\[0\]: should be printable"):
+        load(None, overrides)
 
 
 @pytest.mark.parametrize(
