@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from math import ceil, floor
+from typing import Protocol
 
 PLATEAU_READINGS = 3
 """Waiting must persist this long to be a queue: a request that arrived between two steps waits for one reading."""
@@ -33,6 +34,16 @@ def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.
     if ceiling < highest and limit >= KEPT_FROM:
         return max(1, min(slots, slots_under(limit, highest, 0) - 1))
     return slots
+
+
+class Twins(Protocol):
+    """What is known of the other engines of a pool, see `core.exploration`."""
+
+    def bound(self, of: BatchLimit) -> int | None:
+        """How far a limit may grow; None while no other engine is being tried."""
+
+    def end_of_a_twin(self, of: BatchLimit) -> int | None:
+        """Where another limit was proven, taken for this one's end until a calm of five readings; None for none."""
 
 
 class BatchLimit:
@@ -92,10 +103,6 @@ class BatchLimit:
             self._ran_freely = limit
             self._set(max(self.value, limit))
 
-    def believe(self, limit: int) -> None:
-        """Another engine that seems to be of its kind runs `limit`: taken for its own until a calm of five readings."""
-        self._settle(limit, proven=False)
-
     @property
     def sure(self) -> int:
         """How many it was seen to run while nobody waited, or is said to; at most its limit."""
@@ -135,10 +142,12 @@ class BatchLimit:
                 self._plateau = None
             self.value = self._plateau or fixed
 
-    def observe(self, running: int, waiting: int, load: int, *, proven: bool = False, bound: int | None = None) -> None:
+    def observe(
+        self, running: int, waiting: int, load: int, *, proven: bool = False, pool: Twins | None = None
+    ) -> None:
         """Learn from one reading; `load` is how many sequences are thought to be at the engine.
 
-        `proven`: those that wait can wait for nothing but a place in the batch. `bound`: as far as it may grow for now.
+        `proven`: those that wait can wait for nothing but a place in the batch. `pool` is asked when it is to grow.
         """
         self._ran_most = max(self._ran_most, running)
         if waiting > 0:
@@ -160,7 +169,7 @@ class BatchLimit:
         used_from = self._used_from()
         # Half, because short requests spend much of their time outside the batch, on their way in and out.
         if load >= used_from and 2 * running >= used_from:
-            self._grow(running, load, bound)
+            self._grow(running, load, pool)
 
     def unpublished(self, load: int) -> None:
         """The backend lives with so much and publishes no numbers: a low guess would stay for ever.
@@ -188,7 +197,13 @@ class BatchLimit:
             return self.value
         return max(1, min(slots_under(self.value, self.lowest_ceiling, 0), self.value - 1))
 
-    def _grow(self, running: int, load: int, bound: int | None) -> None:
+    def _grow(self, running: int, load: int, pool: Twins | None) -> None:
+        bound = None
+        if pool is not None and not self.settled:
+            if (end := pool.end_of_a_twin(self)) is not None:
+                self._settle(end, proven=False)
+                return
+            bound = pool.bound(self)
         if self._plateau is not None and running > self._plateau:
             self._plateau, self._proven = None, False
         if self._plateau is None or self.value < self._plateau:

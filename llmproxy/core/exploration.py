@@ -31,20 +31,29 @@ class Exploration:
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
-
-    @property
-    def sure(self) -> int:
+        self.sure = 0
         """The most that any of them was seen to run."""
-        return max((member.limit.sure for member in self.members.values()), default=0)
+        self._by: BatchLimit | None = None
 
-    def bound(self, of: Member) -> int | None:
+    def learned(self, limit: BatchLimit) -> None:
+        """One of the limits may have changed."""
+        if limit.sure >= self.sure:
+            self.sure, self._by = limit.sure, limit
+        elif limit is self._by:
+            self.look()
+
+    def look(self) -> None:
+        """Members came or went, or less is known than was."""
+        self._by = max((member.limit for member in self.members.values()), key=lambda limit: limit.sure, default=None)
+        self.sure = 0 if self._by is None else self._by.sure
+
+    def bound(self, of: BatchLimit) -> int | None:
         """How far the limit of a member may grow; None while no other is being tried."""
-        sure = self.sure
-        others = (one for one in self.members.values() if one is not of and one.up)
-        tried = any(one.in_flight > max(sure, one.limit.sure) for one in others)
-        return sure if tried else None
+        others = (one for one in self.members.values() if one.limit is not of and one.up)
+        tried = any(one.in_flight > max(self.sure, one.limit.sure) for one in others)
+        return self.sure if tried else None
 
-    def end_of_a_twin(self, of: Member) -> int | None:
-        """Where another has met its end, no sooner than this member was seen to run; None where none has."""
-        ends = (one.limit.sure for one in self.members.values() if one is not of and one.limit.proven)
-        return min((end for end in ends if end >= of.limit.sure), default=None)
+    def end_of_a_twin(self, of: BatchLimit) -> int | None:
+        """Where another has met its end, no sooner than this one was seen to run; None where none has."""
+        ends = (one.limit.sure for one in self.members.values() if one.limit is not of and one.limit.proven)
+        return min((end for end in ends if end >= of.sure), default=None)

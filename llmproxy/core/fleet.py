@@ -250,7 +250,9 @@ class Backend:
         self._high_water = self.sequences
         if not self._waits_for_adapter(reading):
             proven = self._waits_for_batch(reading, visible_s)
-            self.limit.observe(reading.running, reading.waiting, self.in_flight, proven=proven, bound=self._bound())
+            self.limit.observe(reading.running, reading.waiting, self.in_flight, proven=proven, pool=self.exploration)
+        if self.exploration is not None:
+            self.exploration.learned(self.limit)
         for adapter in sorted(reading.running_adapters & self._adapters):
             self._touch(adapter)
         self._evict()
@@ -268,14 +270,6 @@ class Backend:
     def in_flight(self) -> int:
         """Sequences there, ours and other clients'."""
         return self.sequences + self._others
-
-    def _bound(self) -> int | None:
-        """How far its limit may grow for now, by what is known of its pool."""
-        if self.exploration is None or self.limit.settled:
-            return None
-        if (end := self.exploration.end_of_a_twin(self)) is not None:
-            self.limit.believe(end)
-        return self.exploration.bound(self)
 
     def _sure(self) -> int:
         """How many may be there and run without a doubt: what others of its pool run, until it has met its own end."""

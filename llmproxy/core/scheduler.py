@@ -127,6 +127,7 @@ class Scheduler:
         backend.health.peers = self._peers
         backend.exploration = self._exploration
         self._exploration.members[backend.name] = backend
+        self._exploration.look()
         self._peers.members[backend.name] = backend.health
         self._index = {name: index for index, name in enumerate(self._backends)}
 
@@ -135,6 +136,7 @@ class Scheduler:
         self.lost_kept(backend)
         self._backends.pop(backend).exploration = None
         del self._exploration.members[backend]
+        self._exploration.look()
         self._peers.members.pop(backend).peers = None
         self.leases.detach(backend)
         self._index = {name: index for index, name in enumerate(self._backends)}
