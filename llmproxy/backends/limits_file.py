@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from threading import Lock
 
 import msgspec
 import structlog
@@ -81,6 +82,8 @@ class LimitsFile:
         self._told: str | None = None
         self._written: Mapping[str, KnownLimit] = {}
         self._written_s = 0.0
+        # The last write may come while a thread is still at the one before it.
+        self._one_of_ours = Lock()
 
     def read(self) -> dict[str, KnownLimit]:
         """What was known when it was written, by URL, less what is too old."""
@@ -99,7 +102,7 @@ class LimitsFile:
         if not known or (known == self._written and now < self._written_s + REFRESH_S):
             return
         try:
-            with self._alone():
+            with self._one_of_ours, self._alone():
                 entries = self._entries() | {
                     url: _Entry(one.limit, one.settled, one.models, one.max_model_len, now)
                     for url, one in known.items()

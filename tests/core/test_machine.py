@@ -64,6 +64,7 @@ class Machine(RuleBasedStateMachine):
 
     own_checks = True
     only_ceilings: Mapping[int, float] | None = None
+    only_fleet: Mapping[str, tuple[int | None, Listing]] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Machine(RuleBasedStateMachine):
     )
     def build(self, fleet: Any, ceilings: Any, **given: Any) -> None:
         settings = world_settings(ceilings=self.only_ceilings or ceilings, **given)
-        self.world = World(fleet, settings, own_checks=self.own_checks)
+        self.world = World(self.only_fleet or fleet, settings, own_checks=self.own_checks)
 
     # --- clients -------------------------------------------------------------------------------------------------
 
@@ -243,6 +244,8 @@ def blocked_band_lets_the_lower_one_go_on(patching: pytest.MonkeyPatch) -> None:
     patching.setattr(Scheduler, "_grant_one", lax)
     # While ceilings fall with priority, the band below finds no room either; here it would.
     patching.setattr(Machine, "only_ceilings", RISING_CEILINGS)
+    # And on a batch of some size it has room for long.
+    patching.setattr(Machine, "only_fleet", {"a": (8, listing("x", max_model_len=1000))})
 
 
 def low_bands_go_first(patching: pytest.MonkeyPatch) -> None:

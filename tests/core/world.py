@@ -54,7 +54,7 @@ SLOS = (None, Slo(tpot_s=0.1), Slo(ttft_s=0.5), Slo(ttft_s=3.0))
 MIN_SHARES: tuple[Mapping[int, float], ...] = ({}, {DEFAULT: 0.2, SHEDDABLE: 0.1})
 
 # No sane configuration: strict priority must not rest on the ceilings being in order.
-RISING_CEILINGS: Mapping[int, float] = {CRITICAL: 0.5, DEFAULT: 0.75, SHEDDABLE: 1.0}
+RISING_CEILINGS: Mapping[int, float] = {CRITICAL: 0.3, DEFAULT: 0.6, SHEDDABLE: 1.0}
 CEILINGS: tuple[Mapping[int, float], ...] = (
     {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85},
     {DEFAULT: 1.0},
