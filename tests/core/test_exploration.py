@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict, Withdraw
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
@@ -53,21 +55,22 @@ def limit(of: Pools, name: str) -> int:
     return of.backends[name].limit.value
 
 
-def test_one_engine_is_tried_and_the_other_follows_what_it_has_run() -> None:
+@pytest.mark.parametrize(("tried", "other"), [("a", "b"), ("b", "a")])
+def test_one_engine_is_tried_and_the_other_follows_what_it_has_run(tried: str, other: str) -> None:
     of = unknown_pool("a", "b")
     flood(of, 100, SHEDDABLE, 1.0)
-    runs(of, "a", 1.2, 8)
-    assert limit(of, "a") == 8
+    runs(of, tried, 1.2, 8)
+    assert limit(of, tried) == 8
     granted(of, 1.2)
-    runs(of, "b", 1.25, 8)
-    # "a" holds more than anybody was seen to run: "b" stays where that was.
-    assert of.backends["a"].in_flight > 4
-    assert limit(of, "b") == 4
-    runs(of, "a", 1.4, 8)
+    runs(of, other, 1.25, 8)
+    # The first holds more than anybody was seen to run: the other stays where that was.
+    assert of.backends[tried].in_flight > 4
+    assert limit(of, other) == 4
+    runs(of, tried, 1.4, 8)
     granted(of, 1.4)
-    runs(of, "b", 1.45, 8)
-    assert limit(of, "a") > 8
-    assert limit(of, "b") == 7
+    runs(of, other, 1.45, 8)
+    assert limit(of, tried) > 8
+    assert limit(of, other) == 7
 
 
 def test_the_end_that_one_has_met_is_believed_of_its_twin() -> None:
