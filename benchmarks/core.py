@@ -31,6 +31,7 @@ from functools import partial
 from random import Random
 from time import thread_time
 
+from llmproxy.core.backends.backend import View
 from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
@@ -46,9 +47,8 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.first_fit import Found, Unmatched, first_fit
-from llmproxy.core.fleet import View
 from llmproxy.core.placement import NO_CAPACITY, Placement, Unobserved, make
+from llmproxy.core.placement.first_fit import Found, Unmatched, first_fit
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
 

@@ -23,13 +23,13 @@ from rich.table import Table
 from benchmarks.scenarios.scenario import Place, placed
 from benchmarks.scenarios.w7_mixed_fleet import SCENARIO
 from llmproxy.core.domain import Learned, Outcome
-from llmproxy.lab.account import Account
-from llmproxy.lab.objectives import scaled_profile
-from llmproxy.lab.policies import plan_named
-from llmproxy.lab.record import Record
-from llmproxy.lab.replay import SETTLE_S, Run, Setup
-from llmproxy.lab.runs import Simulation, prepared
-from llmproxy.lab.virtual_time import run
+from llmproxy.lab.policies.by_name import plan_named
+from llmproxy.lab.results.account import Account
+from llmproxy.lab.results.objectives import scaled_profile
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.run.replay import SETTLE_S, Run, Setup
+from llmproxy.lab.run.runs import Simulation, prepared
+from llmproxy.lab.run.virtual_time import run
 
 AFTER_ANSWERS = (25, 50, 100, 150, 200, 300, 500, 1_000)
 PROMPT_TOKENS = 1_000

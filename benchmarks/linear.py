@@ -19,22 +19,23 @@ from math import log2
 from aiohttp.test_utils import make_mocked_request
 
 from benchmarks.patterns import EXPONENT_MAX, Found, cpu_s, found_patterns, slowest
-from llmproxy.backends.adapters import ANSWER_BYTES_MAX as ADAPTER_BYTES_MAX
-from llmproxy.backends.adapters import _message
-from llmproxy.backends.metrics_text import is_filtered, parse_reading
-from llmproxy.backends.models import parse_listing
-from llmproxy.backends.poller import BODY_BYTES_MAX as PAGE_BYTES_MAX
 from llmproxy.config import Config
-from llmproxy.gateway.answers import ANSWER_BYTES_MAX, answer_of
-from llmproxy.gateway.auth import Keys
-from llmproxy.gateway.body import PARSE_BYTES_MAX, BodyKind, parses_at_once
-from llmproxy.gateway.desk import read_form, read_large, read_small
-from llmproxy.gateway.errors import Failure
-from llmproxy.gateway.headers import named_in_connection, to_client
-from llmproxy.gateway.identity import Identity, parse_duration_s, request_id
-from llmproxy.gateway.prompt import chain_of
-from llmproxy.gateway.scan import BadBody, drain
-from llmproxy.gateway.sse import HELD_BYTES_MAX, USAGE_TAIL_BYTES, StreamTap, usage_of_tail
+from llmproxy.fleet.adapter_keeper import ANSWER_BYTES_MAX as ADAPTER_BYTES_MAX
+from llmproxy.fleet.adapter_keeper import _message
+from llmproxy.fleet.metrics_text import is_filtered, parse_reading
+from llmproxy.fleet.models import parse_listing
+from llmproxy.fleet.poller import BODY_BYTES_MAX as PAGE_BYTES_MAX
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.headers import named_in_connection, to_client
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.proxying.answers import ANSWER_BYTES_MAX, answer_of
+from llmproxy.gateway.proxying.sse import HELD_BYTES_MAX, USAGE_TAIL_BYTES, StreamTap, usage_of_tail
+from llmproxy.gateway.request.auth import Keys
+from llmproxy.gateway.request.body import PARSE_BYTES_MAX, parses_at_once
+from llmproxy.gateway.request.body_reader import read_form, read_large, read_small
+from llmproxy.gateway.request.identity import Identity, parse_duration_s, request_id
+from llmproxy.gateway.request.json_scan import BadBody, drain
+from llmproxy.gateway.request.prefix_hash import chain_of
 
 MIB = 1 << 20
 LENGTHS = 4

@@ -23,14 +23,14 @@ import orjson
 from msgspec.structs import replace
 
 from benchmarks.core import CYCLES, ROUNDS, Times
+from llmproxy.core.backends.backend import View
 from llmproxy.core.domain import DEFAULT, Placed, Request, Usage, Verdict
-from llmproxy.core.fleet import View
 from llmproxy.core.placement.cost import CostPlacement
-from llmproxy.core.prefix import PrefixIndex
-from llmproxy.gateway.body import BodyKind
-from llmproxy.gateway.prompt import BLOCK_BYTES, PROMPT_MEMBERS, Chain, chain_of
-from llmproxy.gateway.prompt_scan import chain_of_large
-from llmproxy.gateway.scan import drain, scan_members
+from llmproxy.core.placement.prefix_index import PrefixIndex
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.request.json_scan import drain, scan_members
+from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, PROMPT_MEMBERS, Chain, chain_of
+from llmproxy.gateway.request.prefix_hash_large import chain_of_large
 
 PLACE_GOALS_US = {8: 60, 32: 150, 64: 300}
 HASH_GOALS_US = {2_000: 30, 32_000: 300}

@@ -23,11 +23,11 @@ from typing import Any
 import orjson
 from xxhash import xxh64_intdigest
 
-from llmproxy.core.prefix import PrefixIndex
-from llmproxy.gateway.body import BodyKind
-from llmproxy.gateway.prompt import BLOCK_BYTES, PROMPT_MEMBERS, chain_of
-from llmproxy.gateway.prompt_scan import chain_of_large
-from llmproxy.gateway.scan import drain, scan_members
+from llmproxy.core.placement.prefix_index import PrefixIndex
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.request.json_scan import drain, scan_members
+from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, PROMPT_MEMBERS, chain_of
+from llmproxy.gateway.request.prefix_hash_large import chain_of_large
 
 BYTES_PER_TOKEN = 4.3
 ROUNDS = 9

@@ -54,7 +54,7 @@ class Kind:
     failed: Counter[str] = field(default_factory=Counter)
 
 
-class Clients:
+class ClientLimits:
     """All clients of one run. They stop between two requests, once `over` is set."""
 
     def __init__(self, url: str, seed: int) -> None:
@@ -146,7 +146,7 @@ async def main() -> int:
     replace = by_successor if options.how == "successor" else by_stopping
     loop = asyncio.get_running_loop()
     async with fleet(3, REPLICA_FLAGS, ("--drain-timeout-s", DRAIN_TIMEOUT_S)) as running:
-        clients, pids, took_s = Clients(running.url, options.seed), [running.proxy.child.pid], list[float]()
+        clients, pids, took_s = ClientLimits(running.url, options.seed), [running.proxy.child.pid], list[float]()
         load = asyncio.create_task(clients.run())
         end_s = loop.time() + options.seconds
         try:

@@ -19,13 +19,13 @@ from rich.table import Table
 from benchmarks.learning import p99
 from benchmarks.scenarios.scenario import GOODPUT, Case, Place, Scenario, befallen, both, placed, sized
 from llmproxy.config import Config
-from llmproxy.lab.account import Account
-from llmproxy.lab.fleet import FaultKind
-from llmproxy.lab.policies import plan_named
-from llmproxy.lab.record import Record
-from llmproxy.lab.replay import Run, Setup
-from llmproxy.lab.runs import Simulation, prepared
-from llmproxy.lab.virtual_time import run
+from llmproxy.lab.policies.by_name import plan_named
+from llmproxy.lab.results.account import Account
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.run.fleet import FaultKind
+from llmproxy.lab.run.replay import Run, Setup
+from llmproxy.lab.run.runs import Simulation, prepared
+from llmproxy.lab.run.virtual_time import run
 
 AWAY_S = 5.0
 FIRST_S = 30.0

@@ -50,7 +50,7 @@ GROWTH_BYTES_MAX = 50.0
 # --- the clients, a process of their own ------------------------------------------------------------------------------
 
 
-class Clients:
+class ClientLimits:
     """Sends requests and counts how each ended for its client; the seed decides who leaves, and when."""
 
     def __init__(self, url: str, requests: int, seed: int) -> None:
@@ -239,7 +239,7 @@ def main() -> int:
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if options.clients_of:
-            sending = Clients(options.clients_of, options.requests, options.seed)
+            sending = ClientLimits(options.clients_of, options.requests, options.seed)
             runner.run(sending.run())
             print(json.dumps(sending.ends))
             return 0

@@ -11,44 +11,44 @@ from random import Random
 
 import structlog
 
-from llmproxy.backends import discovery
-from llmproxy.backends.adapters import AdapterKeeper
-from llmproxy.backends.discovery import Discovery, addresses, services
-from llmproxy.backends.limits_file import LimitsFile
-from llmproxy.backends.names import Names
-from llmproxy.backends.poller import polling_session
-from llmproxy.backends.roster import Roster
-from llmproxy.backends.tls import PeerTls, peers_tls
-from llmproxy.backends.upstream import HttpUpstream
 from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
+from llmproxy.config.reload import Reloader, Reread
 from llmproxy.core.adapters import Adapters
+from llmproxy.core.backends.health import Ejected, News, Spared
 from llmproxy.core.domain import Listing, Reading, Trouble
-from llmproxy.core.health import Ejected, News, Spared
 from llmproxy.core.placement import make, presets
 from llmproxy.core.pools import Pools
-from llmproxy.descriptors import clients_of_admin_port, clients_of_process, connections_max
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.front import Front, Here, in_the_background, listen
-from llmproxy.gateway.adapters import AdapterRoutes
-from llmproxy.gateway.admin import AdminPages
-from llmproxy.gateway.admin_backends import BackendRoutes
-from llmproxy.gateway.answers import Answers
-from llmproxy.gateway.clients import Clients
-from llmproxy.gateway.listener import Listener
+from llmproxy.fleet import discovery
+from llmproxy.fleet.adapter_keeper import AdapterKeeper
+from llmproxy.fleet.discovery import Discovery, addresses, services
+from llmproxy.fleet.limits_file import LimitsFile
+from llmproxy.fleet.poller import polling_session
+from llmproxy.fleet.registry import BackendRegistry
+from llmproxy.gateway.admin.adapters import AdapterRoutes
+from llmproxy.gateway.admin.backends import BackendRoutes
+from llmproxy.gateway.admin.debug import AdminPages
+from llmproxy.gateway.front import Front, Here, in_the_background, listen
+from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.listener import Listener
+from llmproxy.gateway.http.tls import ClientTls
 from llmproxy.gateway.pages import OwnPages
-from llmproxy.gateway.rules import Rulebook, Rules
+from llmproxy.gateway.proxying.answers import Answers
+from llmproxy.gateway.proxying.handler import RequestHandler
+from llmproxy.gateway.proxying.rules import Rulebook, Rules
+from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.server import AdminDoor, FrontDoor
-from llmproxy.gateway.stored import StoredResponses
-from llmproxy.gateway.tls import ClientTls
-from llmproxy.gateway.walk import Walker
-from llmproxy.handover import unless
-from llmproxy.reload import Reloader, Reread
-from llmproxy.sockets import Sockets
+from llmproxy.lifecycle.descriptors import clients_of_admin_port, clients_of_process, connections_max
+from llmproxy.lifecycle.handover import unless
+from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.decisions import DecisionLog, appended
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
-from llmproxy.workers.crew import Crew
+from llmproxy.upstream.client import HttpUpstream
+from llmproxy.upstream.resolver import Names
+from llmproxy.upstream.tls import PeerTls, peers_tls
 from llmproxy.workers.page import answer_page
+from llmproxy.workers.supervisor import WorkerSupervisor
 
 CONFIGURED = "config"
 """The source of backends that is the configuration itself."""
@@ -65,11 +65,11 @@ class Proxy:
     admin_listener: Listener | None
     pools: Pools
     dispatcher: Dispatcher
-    walker: Walker
+    walker: RequestHandler
     metrics: Metrics
-    roster: Roster
+    registry: BackendRegistry
     reloader: Reloader | None
-    clients: Clients
+    clients: ClientLimits
 
     @property
     def config(self) -> Config:
@@ -92,7 +92,7 @@ class Proxy:
         return self.front.walking
 
     def leave(self, *, replaced: bool = False) -> None:
-        """See `Walker.leave`."""
+        """See `RequestHandler.leave`."""
         self.walker.leave(replaced=replaced)
         self.front.leave(replaced=replaced)
 
@@ -157,7 +157,10 @@ async def running(
     )
     metrics = Metrics(
         lambda: _state(
-            dispatcher, rulebook.current.band_names, (walker.bodies if crew is None else crew).held_bytes, loop.time()
+            dispatcher,
+            rulebook.current.band_names,
+            (walker.bodies if supervisor is None else supervisor).held_bytes,
+            loop.time(),
         )
     )
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=_tell_news)
@@ -172,22 +175,24 @@ async def running(
             stack.push_async_callback(asyncio.to_thread, decisions.close)
         session = await stack.enter_async_context(polling_session(names))
         watch = _Watch(pools, dispatcher, metrics)
-        roster = Roster(dispatcher, session, watch, config.poll, config.backend_api_key, tls, names)
-        stack.push_async_callback(roster.close)
-        stored = StoredResponses(rulebook, roster.backends, upstream, dispatcher)
+        registry = BackendRegistry(dispatcher, session, watch, config.poll, config.backend_api_key, tls, names)
+        stack.push_async_callback(registry.close)
+        stored = StoredResponses(rulebook, registry.backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached) if presets.hears_answers(settings.placement) else None
-        walker = Walker(
-            rulebook, roster.backends, pools.estimator, dispatcher, stored, answers, metrics, decisions
+        walker = RequestHandler(
+            rulebook, registry.backends, pools.estimator, dispatcher, stored, answers, metrics, decisions
         )  # fmt: skip
         adapters = Adapters(pools)
         keeper = AdapterKeeper(
-            adapters, pools, roster.backends, config.backend_api_key, upstream, roster.pollers, config.timeouts,
+            adapters, pools, registry.backends, config.backend_api_key, upstream, registry.pollers, config.timeouts,
             metrics.adapter_told,
         )  # fmt: skip
         stack.push_async_callback(keeper.close)
         watch.on_listed = keeper.listed
-        roster.on_gone = [watch.forget, keeper.forget, metrics.forget_backend]
-        sources = Discovery(roster, dispatcher.expects_backends, metrics.looked, (partial(addresses, names), services))
+        registry.on_gone = [watch.forget, keeper.forget, metrics.forget_backend]
+        sources = Discovery(
+            registry, dispatcher.expects_backends, metrics.looked, (partial(addresses, names), services)
+        )
         stack.push_async_callback(sources.close)
         admin = AdminPages(config, dispatcher, adapters, loop.time)
         changes = AdapterRoutes(adapters, keeper, dispatcher, rulebook)
@@ -204,28 +209,28 @@ async def running(
             admin.reconfigure(new)
             keeper.reconfigure(new.backend_api_key, new.timeouts)
             pools.reconfigure(settings, _aliases(new), loop.time())
-            roster.reconfigure(new.poll, new.backend_api_key)
-            roster.tell(CONFIGURED, _configured(new))
+            registry.reconfigure(new.poll, new.backend_api_key)
+            registry.tell(CONFIGURED, _configured(new))
             sources.reconfigure(new)
-            if crew is not None:
-                crew.go_by()
+            if supervisor is not None:
+                supervisor.go_by()
 
-        crew: Crew | None = None
+        supervisor: WorkerSupervisor | None = None
         reloader = Reloader(config, reread, go_by, metrics.reloaded) if reread is not None else None
         pages = OwnPages(
-            rulebook, pools, walker, metrics, admin, changes, BackendRoutes(roster, reloader, loop.time)
+            rulebook, pools, walker, metrics, admin, changes, BackendRoutes(registry, reloader, loop.time)
         )  # fmt: skip
         door = FrontDoor(
             rulebook, walker, stored, metrics, pages, _clients(config), config.clients.head_bytes_max
         )  # fmt: skip
         watch.expect(backend.name for backend in _configured(config))
-        roster.drain_who_joins(drained)
+        registry.drain_who_joins(drained)
         if limits is not None:
-            roster.recall_limits(limits.read())
-            await stack.enter_async_context(in_the_background(limits.follow(roster.known_limits)))
-        roster.tell(CONFIGURED, _configured(config))
+            registry.recall_limits(limits.read())
+            await stack.enter_async_context(in_the_background(limits.follow(registry.known_limits)))
+        registry.tell(CONFIGURED, _configured(config))
         sources.reconfigure(config)
-        await stack.enter_async_context(in_the_background(roster.follow_authorities()))
+        await stack.enter_async_context(in_the_background(registry.follow_authorities()))
         if reloader is not None and config.reload == "watch":
             await stack.enter_async_context(in_the_background(reloader.watch()))
         # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.
@@ -239,24 +244,24 @@ async def running(
         opened, held = sockets.listening(config.host, config.port, config.workers)
         front: Front
         if config.workers > 1:
-            front = crew = Crew(
-                rulebook, dispatcher, roster.backends, stored, metrics, decisions,
+            front = supervisor = WorkerSupervisor(
+                rulebook, dispatcher, registry.backends, stored, metrics, decisions,
                 partial(answer_page, door), held,
             )  # fmt: skip
-            stack.push_async_callback(crew.close)
-            await crew.start(opened)
+            stack.push_async_callback(supervisor.close)
+            await supervisor.start(opened)
         else:
             listener = await listen(stack, door, config, client_tls, opened, held=held)
             front = Here(walker, listener, listener.url, held)
         admin_listener = None
         if config.admin.port is not None:
-            admin_door = AdminDoor(door, Clients(clients_of_admin_port(config)))
+            admin_door = AdminDoor(door, ClientLimits(clients_of_admin_port(config)))
             opened, held = sockets.listening(config.admin.host, config.admin.port)
             admin_listener = await listen(stack, admin_door, config, client_tls, opened, held=held)
         stack.callback(walker.cut)
         stack.callback(dispatcher.close)
         proxy = Proxy(
-            rulebook, front, admin_listener, pools, dispatcher, walker, metrics, roster, reloader, door.clients
+            rulebook, front, admin_listener, pools, dispatcher, walker, metrics, registry, reloader, door.clients
         )  # fmt: skip
         yield proxy
 
@@ -280,9 +285,9 @@ def _aliases(config: Config) -> dict[str, str]:
     return {model.name: model.target for model in config.models if model.target is not None}
 
 
-def _clients(config: Config) -> Clients:
+def _clients(config: Config) -> ClientLimits:
     """What addresses use of this process; where workers have the clients, they count them."""
-    return Clients(clients_of_process(config) if config.workers == 1 else ClientsConfig())
+    return ClientLimits(clients_of_process(config) if config.workers == 1 else ClientsConfig())
 
 
 def _state(dispatcher: Dispatcher, names: Mapping[int, str], held_body_bytes: int, now: float) -> LiveState:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from llmproxy.core.admission import refusal
-from llmproxy.core.catalogue import Target
+from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.backends.health import News
 from llmproxy.core.domain import (
     Decision,
     Drop,
@@ -17,16 +17,16 @@ from llmproxy.core.domain import (
     Grant,
     Listing,
     Outcome,
+    Preempt,
     Reading,
     Refused,
     Request,
     Trouble,
     Usage,
     Verdict,
-    Withdraw,
 )
-from llmproxy.core.health import News
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.admission import refusal
 
 DRAIN_RETRY_S = 1.0
 
@@ -359,7 +359,7 @@ class Dispatcher:
         else:
             lease = self._leases.get((decision.request.pool, decision.lease))
             if lease is not None:
-                lease.cut(revoked=not isinstance(decision, Withdraw))
+                lease.cut(revoked=not isinstance(decision, Preempt))
 
     # --- drain --------------------------------------------------------------------------------------------------------
 

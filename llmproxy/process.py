@@ -11,17 +11,16 @@ from functools import partial
 import structlog
 import uvloop
 
-from llmproxy import early
 from llmproxy.app import Proxy, running
-from llmproxy.backends.limits_file import NONE, LimitsFile, place
 from llmproxy.config import Config, ConfigError, idle_settings
-from llmproxy.descriptors import clients_of_process, open_files_max, raise_limit
-from llmproxy.handover import Orders, drained_before, notify, unless
-from llmproxy.reload import Reread
-from llmproxy.sockets import ListenError, Sockets
+from llmproxy.config.reload import Reread
+from llmproxy.fleet.limits_file import NONE, LimitsFile, place
+from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
+from llmproxy.lifecycle.descriptors import clients_of_process, open_files_max, raise_limit
+from llmproxy.lifecycle.handover import Orders, drained_before, notify, unless
+from llmproxy.lifecycle.sockets import ListenError, Sockets
 from llmproxy.telemetry import logs
 
-GC_THRESHOLDS = (20_000, 20, 50)
 NO_FILE = "only a file is read again, and none was named with --config; flags and variables are read once"
 
 _log = structlog.get_logger()
@@ -49,7 +48,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             reloader = proxy.reloader
             hang_up = partial(_log.warning, "nothing_to_reload", hint=NO_FILE) if reloader is None else reloader.hang_up
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
-            orders.take_restarts(proxy.roster.drained)
+            orders.take_restarts(proxy.registry.drained)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             admin = proxy.admin_url or proxy.url
             for setting in idle_settings(config):
@@ -83,7 +82,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             gc.set_threshold(*GC_THRESHOLDS)
             notify("READY=1")
             sockets.serving()
-            early.send_again()
+            early_signals.send_again()
             await orders.over.wait()
             finished = await _leave(proxy, orders)
             _log.info("stopped", all_requests_finished=finished, cut=proxy.walking)

@@ -13,7 +13,7 @@ from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
 from llmproxy.dispatcher import Dispatcher, Lease, Leasing
-from llmproxy.lab.virtual_time import run
+from llmproxy.lab.run.virtual_time import run
 from tests.core.make import listing, request
 from tests.core.world import assert_nothing_left
 

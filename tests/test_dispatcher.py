@@ -10,11 +10,11 @@ from random import Random
 import pytest
 
 from llmproxy.core import scheduler
-from llmproxy.core.catalogue import Target
+from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Outcome, Reading, Refused, Trouble, Usage, Verdict
-from llmproxy.core.fairness.fair_share import FairShare
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.settings import QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher
 from tests.core.make import listing, request

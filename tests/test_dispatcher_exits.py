@@ -11,7 +11,7 @@ import pytest
 from llmproxy.core.domain import CRITICAL, DEFAULT, Reading, Refused, Trouble, Usage, Verdict
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.lab.virtual_time import run
+from llmproxy.lab.run.virtual_time import run
 from tests.core.make import listing, request
 from tests.dispatching import Client, dispatcher, empty, now, turns, virtual
 

@@ -18,7 +18,7 @@ from benchmarks.peers.cases import Case
 from benchmarks.peers.competitors import PEERS
 from benchmarks.peers.table import DIRECT, Round, figures, kept, values
 from benchmarks.peers.table import Figure as Column
-from llmproxy.lab.drawing import INK, MUTED, SERIES, WIDTH_IN, minor_label, style
+from llmproxy.lab.results.drawing import INK, MUTED, SERIES, WIDTH_IN, minor_label, style
 
 PEER_NAMES = frozenset(peer.name for peer in PEERS)
 ROW_IN = 0.19

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from benchmarks.scenarios.scenario import Place
-from llmproxy.lab.objectives import scaled_profile
-from llmproxy.lab.result import GroupResult, RunResult
+from llmproxy.lab.results.objectives import scaled_profile
+from llmproxy.lab.results.result import GroupResult, RunResult
 
 Figure = Callable[[RunResult], float | None]
 

@@ -30,7 +30,7 @@ from benchmarks.scenarios.scenario import Place, places
 from benchmarks.scenarios.store import Store
 from benchmarks.scenarios.tables import print_goals, print_place, print_verdicts, told, write_pages
 from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
-from llmproxy.lab.runs import Finished, Point, Simulation, run_all
+from llmproxy.lab.run.runs import Finished, Point, Simulation, run_all
 
 HERE = Path(__file__).resolve().parents[1]
 PREFILL_SCALES = (1.0, 1.9)

@@ -9,15 +9,15 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from llmproxy.config import BackendConfig, Config, Override, load
-from llmproxy.lab.bounds import all_bounds
-from llmproxy.lab.fleet import Fault, FaultKind, Fleet
-from llmproxy.lab.fleet_file import fleet_named
-from llmproxy.lab.result import Bound, RunResult
-from llmproxy.lab.runs import Point, Simulation, prepared
+from llmproxy.lab.policies.bounds import all_bounds
+from llmproxy.lab.results.result import Bound, RunResult
+from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
+from llmproxy.lab.run.fleet_file import fleet_named
+from llmproxy.lab.run.runs import Point, Simulation, prepared
 from llmproxy.lab.traces.mix import AS_IT_IS, Mix
 
 if TYPE_CHECKING:
-    from llmproxy.lab.plots import Plot
+    from llmproxy.lab.results.plots import Plot
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 OURS = ("cost", "blend")
@@ -185,10 +185,10 @@ class Case:
     """One trace on one fleet.
 
     `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
-    (see `rate_balance` in `llmproxy.lab.bounds`), None for the trace's own rate. Of a file, each seed takes `requests`
-    of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time are not
-    counted, or before `warmup_s` seconds of it where those are given, beside it too. With `told` the proxy is told the
-    batch limit of every replica (`max_in_flight`) and need not learn it. `goals` judges what was found at each place,
+    (see `rate_balance` in `llmproxy.lab.policies.bounds`), None for the trace's own rate. Of a file, each seed takes
+    `requests` of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time are
+    not counted, or before `warmup_s` seconds of it where those are given, beside it too. With `told` the proxy is told
+    the batch limit of every replica (`max_in_flight`) and need not learn it. `goals` judges what was found at each place,
     and `plots` draws it, over all places. `quick` cases belong to `make lab`.
     """
 

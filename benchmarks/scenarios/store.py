@@ -11,9 +11,9 @@ from pathlib import Path
 import orjson
 
 import llmproxy
-from llmproxy.lab.policies import is_own
-from llmproxy.lab.result import RunResult, Trail
-from llmproxy.lab.runs import Finished, Point, Simulation
+from llmproxy.lab.policies.by_name import is_own
+from llmproxy.lab.results.result import RunResult, Trail
+from llmproxy.lab.run.runs import Finished, Point, Simulation
 
 PACKAGE = Path(llmproxy.__file__).parent
 ROOMS = ("core", "config", "simulator", "lab", "dispatcher.py")

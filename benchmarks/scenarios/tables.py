@@ -13,10 +13,10 @@ from rich.table import Table
 from benchmarks.scenarios.scenario import OURS, Found, Place
 from benchmarks.scenarios.statistics import Ratio, paired_ratio
 from benchmarks.scenarios.tuning import Runs, Tuned
-from llmproxy.lab.policies import ORACLE
-from llmproxy.lab.report import Extra, ExtraTable, ReportUnavailable, write_report
-from llmproxy.lab.result import SimulationResult, load_label, write_result
-from llmproxy.lab.runs import Finished
+from llmproxy.lab.policies.by_name import ORACLE
+from llmproxy.lab.results.report import Extra, ExtraTable, ReportUnavailable, write_report
+from llmproxy.lab.results.result import SimulationResult, load_label, write_result
+from llmproxy.lab.run.runs import Finished
 
 BOUNDS = ("utilisation", "ttft_p99_pooled", "ttft_p99_floor", "hit_pooled_lru", "lora_static_hit", "vtc_difference")
 

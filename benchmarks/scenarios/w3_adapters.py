@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from benchmarks.scenarios.goals import mean, worst
 from benchmarks.scenarios.scenario import GOODPUT, TELLING, Case, Found, Goal, Scenario, Shape, both, sized
-from llmproxy.lab.fleet import Fleet
+from llmproxy.lab.run.fleet import Fleet
 
 SIZES = sized(max_num_seqs=32, max_loras=8, max_cpu_loras=32)
 SMALL = sized(max_num_seqs=32, max_loras=4, max_cpu_loras=4)

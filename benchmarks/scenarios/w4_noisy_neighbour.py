@@ -7,7 +7,7 @@ from statistics import median
 
 from benchmarks.scenarios.goals import Figure, least, mean, versus, worst
 from benchmarks.scenarios.scenario import VICTIMS_GOODPUT, Beside, Case, Found, Goal, Scenario, config_of, sized
-from llmproxy.lab.result import RunResult
+from llmproxy.lab.results.result import RunResult
 from llmproxy.lab.traces.mix import Mix
 
 FCFS, ROUND_ROBIN = "cost(fairness=fcfs)", "cost(fairness=round_robin)"

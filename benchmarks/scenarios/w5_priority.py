@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from benchmarks.scenarios.goals import full_step_s, in_band, mean, versus
 from benchmarks.scenarios.scenario import CRITICAL_GOODPUT, Beside, Case, Found, Goal, Scenario, sized
-from llmproxy.lab.result import RunResult
+from llmproxy.lab.results.result import RunResult
 from llmproxy.lab.traces.mix import Mix
 
 if TYPE_CHECKING:
-    from llmproxy.lab.plots import Plot
+    from llmproxy.lab.results.plots import Plot
 
 PROMPT_TOKENS, SHARED_TOKENS, OUTPUT_TOKENS = 1_000, 500, 512
 TRACE = (
@@ -83,8 +83,8 @@ def goals(found: Found) -> list[Goal]:
 
 def frontier(all_found: Sequence[Found]) -> list[Plot]:
     """Ceiling against throughput against the first token of critical requests, one panel for each cost of a prompt."""
-    from llmproxy.lab.drawing import MUTED, SERIES, new_figure
-    from llmproxy.lab.plots import Plot
+    from llmproxy.lab.results.drawing import MUTED, SERIES, new_figure
+    from llmproxy.lab.results.plots import Plot
 
     figure = new_figure(3.6)
     axes = figure.subplots(1, len(all_found), squeeze=False)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.scenarios.goals import in_band, mean, of_tenant
 from benchmarks.scenarios.scenario import Beside, Case, Found, Goal, Metric, Scenario, sized
-from llmproxy.lab.result import GroupResult
+from llmproxy.lab.results.result import GroupResult
 from llmproxy.lab.traces.mix import Mix
 
 SEQUENCES = 8

@@ -18,8 +18,8 @@ from benchmarks.scenarios.scenario import (
     sized,
 )
 from llmproxy.core.domain import Outcome
-from llmproxy.lab.fleet import Fault, FaultKind, Fleet
-from llmproxy.lab.result import RunResult
+from llmproxy.lab.results.result import RunResult
+from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
 
 KEPT = "cost(withdrawal=false)"
 LEVEL, LEVEL_KEPT = "cost(reserve_s=0)", "cost(reserve_s=0,withdrawal=false)"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.scenarios.goals import mean
 from benchmarks.scenarios.scenario import GOODPUT, Case, Found, Goal, Scenario, befallen, both, sized
-from llmproxy.lab.fleet import FaultKind
-from llmproxy.lab.result import RunResult
+from llmproxy.lab.results.result import RunResult
+from llmproxy.lab.run.fleet import FaultKind
 
 BLIND = "cost(without=objectives)"
 

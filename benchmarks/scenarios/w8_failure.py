@@ -19,8 +19,8 @@ from benchmarks.scenarios.scenario import (
     sized,
 )
 from llmproxy.core.domain import Outcome
-from llmproxy.lab.fleet import Fault, FaultKind, Fleet
-from llmproxy.lab.result import RunResult
+from llmproxy.lab.results.result import RunResult
+from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
 
 SIZES = sized(max_num_seqs=16)
 WITHIN_S = {FaultKind.KILL: 1.0, FaultKind.RESTART: 1.0, FaultKind.HANG: 2.0, FaultKind.SLOW: 5.0}

@@ -14,7 +14,7 @@ from benchmarks.scenarios.scenario import (
     plain,
     sized,
 )
-from llmproxy.lab.fleet import FaultKind
+from llmproxy.lab.run.fleet import FaultKind
 
 SIZES = sized(max_num_seqs=16)
 

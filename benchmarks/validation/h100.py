@@ -50,12 +50,12 @@ from statistics import fmean
 
 from benchmarks.validation.replayed import Check, percentile, print_table, records_of, report_broken, trace_of
 from llmproxy.config import load
-from llmproxy.lab.arrival import Arrival, Trace
-from llmproxy.lab.fleet import Fleet
-from llmproxy.lab.fleet_file import fleet_named
-from llmproxy.lab.policies import plan_named
-from llmproxy.lab.record import Record
-from llmproxy.lab.replay import Setup
+from llmproxy.lab.policies.by_name import plan_named
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.run.arrival import Arrival, Trace
+from llmproxy.lab.run.fleet import Fleet
+from llmproxy.lab.run.fleet_file import fleet_named
+from llmproxy.lab.run.replay import Setup
 from llmproxy.lab.traces import trace_named
 from llmproxy.lab.traces.generators import B2B_STAGES
 

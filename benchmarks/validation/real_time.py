@@ -44,11 +44,11 @@ from benchmarks.fleet import Fleet as Processes
 from benchmarks.fleet import fleet as processes
 from benchmarks.validation.replayed import Check, percentile, print_table, records_of, report_broken, trace_of
 from llmproxy.config import Config, load
-from llmproxy.lab.arrival import Arrival
-from llmproxy.lab.fleet import Fleet
-from llmproxy.lab.fleet_file import fleet_named
-from llmproxy.lab.policies import own_name, plan_named
-from llmproxy.lab.replay import SETTLE_S, Setup
+from llmproxy.lab.policies.by_name import own_name, plan_named
+from llmproxy.lab.run.arrival import Arrival
+from llmproxy.lab.run.fleet import Fleet
+from llmproxy.lab.run.fleet_file import fleet_named
+from llmproxy.lab.run.replay import SETTLE_S, Setup
 from llmproxy.simulator.text import TOKEN_BYTES
 
 MODEL = "sim"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmproxy.lab.account import Account
-from llmproxy.lab.arrival import Arrival, Trace
-from llmproxy.lab.record import Record
-from llmproxy.lab.replay import Run, Setup
-from llmproxy.lab.virtual_time import run
+from llmproxy.lab.results.account import Account
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.run.arrival import Arrival, Trace
+from llmproxy.lab.run.replay import Run, Setup
+from llmproxy.lab.run.virtual_time import run
 
 
 class _Keeping(Account):

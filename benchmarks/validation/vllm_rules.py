@@ -41,9 +41,9 @@ import aiohttp
 
 from benchmarks.validation.request_list import Part, recorded_list
 from benchmarks.validation.vllm_replica import Answer, Replica, Settings, State, UnfitError
-from llmproxy.simulator.engine import Engine, EngineRequest
-from llmproxy.simulator.kv_cache import block_hashes
-from llmproxy.simulator.profiles import profile_named
+from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.kv_cache import block_hashes
+from llmproxy.simulator.engine.profiles import profile_named
 
 SEED = 7
 PART_WITHIN_S = 180.0

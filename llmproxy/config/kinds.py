@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from llmproxy.core.registry import Registry
+from llmproxy.core.policy_registry import Registry
 
 Network = IPv4Network | IPv6Network
 TRUST_WORDS: Mapping[str, tuple[Network, ...]] = {

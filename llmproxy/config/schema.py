@@ -39,10 +39,10 @@ from llmproxy.config.kinds import (
     salt_of,
 )
 from llmproxy.config.other_routers import PLACEMENTS
-from llmproxy.core.charge import charges
-from llmproxy.core.fairness import policies
-from llmproxy.core.ordering import orderings
 from llmproxy.core.placement import presets
+from llmproxy.core.queueing.charge import charges
+from llmproxy.core.queueing.fairness import policies
+from llmproxy.core.queueing.ordering import orderings
 
 
 class Section(BaseModel):

@@ -54,7 +54,7 @@ class Outcome(StrEnum):
 # --- what clients ask -------------------------------------------------------------------------------------------------
 
 
-class Ask(Struct, frozen=True):
+class RequestFacts(Struct, frozen=True):
     """What one request body said, as far as scheduling needs it.
 
     `model` is None when the body names none (absent, null or empty). `prompt_bytes` counts the UTF-8 bytes of the text
@@ -377,7 +377,7 @@ class Revoke(Struct, frozen=True):
     backend: str
 
 
-class Withdraw(Struct, frozen=True):
+class Preempt(Struct, frozen=True):
     """A lease to be given back before its first byte, in favour of a waiting request of a higher band.
 
     Its request loses nothing: it comes back to the head of its flow, with its waiting time kept.
@@ -388,7 +388,7 @@ class Withdraw(Struct, frozen=True):
     backend: str
 
 
-Decision = Grant | Drop | Revoke | Withdraw
+Decision = Grant | Drop | Revoke | Preempt
 
 
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not an error of this code

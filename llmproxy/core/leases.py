@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmproxy.core.charge import charges
+from llmproxy.core.backends.backend import Backend
+from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.domain import Placed, Request, Revoke, Usage, Verdict
-from llmproxy.core.fairness import FairnessPolicy
-from llmproxy.core.first_token import FirstToken
-from llmproxy.core.fleet import Backend
-from llmproxy.core.limits import UsageLimits
-from llmproxy.core.min_share import MinShares
+from llmproxy.core.estimates.first_token import FirstToken
 from llmproxy.core.placement import Placement
-from llmproxy.core.registry import Faults
-from llmproxy.core.room import WaitingRoom
+from llmproxy.core.policy_registry import Faults
+from llmproxy.core.preemption import Preemption
+from llmproxy.core.queueing.charge import charges
+from llmproxy.core.queueing.fairness import FairnessPolicy
+from llmproxy.core.queueing.min_share import MinShares
+from llmproxy.core.queueing.usage_limits import UsageLimits
+from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
-from llmproxy.core.watch import Watch
-from llmproxy.core.withdrawal import Withdrawal
 
 
 @dataclass(slots=True)
@@ -53,9 +53,9 @@ class Leases:
         serial: Iterator[int],
         room: WaitingRoom,
         placement: Placement,
-        watch: Watch,
+        watch: OutlierDetection,
         limits: UsageLimits,
-        withdrawal: Withdrawal,
+        withdrawal: Preemption,
         min_shares: MinShares,
         first_token: FirstToken,
         faults: Faults,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from llmproxy.core.admission import RETRY_EMPTY_S
-from llmproxy.core.catalogue import Catalogue, Target
+from llmproxy.core.backends.backend import Backend, View
+from llmproxy.core.backends.catalogue import Catalogue, Target
+from llmproxy.core.backends.health import News
 from llmproxy.core.domain import (
-    Ask,
     Decision,
     Entry,
     Grant,
@@ -20,16 +20,16 @@ from llmproxy.core.domain import (
     Reading,
     Refused,
     Request,
+    RequestFacts,
     Trouble,
     Usage,
     Verdict,
 )
-from llmproxy.core.estimate import Estimator
-from llmproxy.core.fleet import Backend, View
-from llmproxy.core.health import News
-from llmproxy.core.limits import UsageLimits
-from llmproxy.core.occupancy import Occupancy
+from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.placement import Placement
+from llmproxy.core.queueing.admission import RETRY_EMPTY_S
+from llmproxy.core.queueing.occupancy import Occupancy
+from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.scheduler import Scheduler
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import (
@@ -189,7 +189,7 @@ class Pools:
         """See `Catalogue.resolve`; raises Refused."""
         return self.catalogue.resolve(name)
 
-    def tokens(self, target: Target, ask: Ask) -> tuple[int, int]:
+    def tokens(self, target: Target, ask: RequestFacts) -> tuple[int, int]:
         """Expected (prompt tokens, output tokens) of `ask`."""
         return self.estimator.tokens(target.model, ask)
 

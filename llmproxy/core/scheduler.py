@@ -8,26 +8,26 @@ from math import inf
 
 from msgspec.structs import replace
 
-from llmproxy.core.admission import Admission
+from llmproxy.core.backends.backend import Backend, View
+from llmproxy.core.backends.exploration import Exploration
+from llmproxy.core.backends.health import Peers
+from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
-from llmproxy.core.exploration import Exploration
-from llmproxy.core.first_fit import Found, Limited, Unmatched, first_fit, head, limited
-from llmproxy.core.first_token import FirstToken
-from llmproxy.core.fleet import Backend, View
-from llmproxy.core.health import Peers
+from llmproxy.core.estimates.first_token import FirstToken
 from llmproxy.core.leases import Leases
-from llmproxy.core.limits import UsageLimits
-from llmproxy.core.min_share import MinShares
-from llmproxy.core.occupancy import DrainRate, Occupancy
-from llmproxy.core.parking import Key
 from llmproxy.core.placement import NO_CAPACITY, Placement
-from llmproxy.core.registry import Faults
-from llmproxy.core.reserve import Reserve
-from llmproxy.core.room import WaitingRoom
+from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited
+from llmproxy.core.policy_registry import Faults
+from llmproxy.core.preemption import Preemption
+from llmproxy.core.queueing.admission import Admission
+from llmproxy.core.queueing.blocked import Key
+from llmproxy.core.queueing.headroom import Headroom
+from llmproxy.core.queueing.min_share import MinShares
+from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
+from llmproxy.core.queueing.usage_limits import UsageLimits
+from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import Look, PoolChoices, PoolSnapshot, Position
-from llmproxy.core.watch import Watch
-from llmproxy.core.withdrawal import Withdrawal
 
 PASS_MAX = 64
 """Drops or grants of one pass; the rest follow in a pass asked for at once, so that a mass release never holds the
@@ -79,19 +79,19 @@ class Scheduler:
         self._placement = placement
         self._backends: dict[str, Backend] = {}
         self._peers = Peers(settings.health.ejected_max)
-        self._watch = Watch(settings.health, self._peers)
+        self._watch = OutlierDetection(settings.health, self._peers)
         self._exploration = Exploration()
         self._index: dict[str, int] = {}
         self.faults = Faults()
         self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on)
         self._drain = DrainRate()
         self._first_token = FirstToken()
-        self._reserve = Reserve(settings)
+        self._headroom = Headroom(settings)
         self._admission = Admission(
-            settings, self._backends, self._room, self._reserve, limits, self._drain, self._first_token
+            settings, self._backends, self._room, self._headroom, limits, self._drain, self._first_token
         )
         self._min_shares = MinShares(settings.min_shares)
-        self._withdrawal = Withdrawal(settings, self._reserve)
+        self._withdrawal = Preemption(settings, self._headroom)
         self.leases = Leases(
             settings,
             lease_serial,
@@ -116,7 +116,7 @@ class Scheduler:
         self._min_shares.reconfigure(settings.min_shares)
         self._peers.ejected_max = settings.health.ejected_max
         self._watch.settings = settings.health
-        for part in (self._reserve, self._admission, self._withdrawal):
+        for part in (self._headroom, self._admission, self._withdrawal):
             part.reconfigure(settings)
 
     # --- backends ------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class Scheduler:
                 if not band.size:
                     # Its last one went by its minimum share.
                     continue
-                granted = self._grant_one(level, self._reserve.ceiling(level, this.now), this, unmatched)
+                granted = self._grant_one(level, self._headroom.ceiling(level, this.now), this, unmatched)
                 if isinstance(granted, NoCapacity):
                     self._withdraw(level, this)
                     # Lower bands see a lower ceiling: where this one finds no room, neither may they.
@@ -288,7 +288,7 @@ class Scheduler:
         if not self._room.waiting:
             return self._watch.due_s
         times = [self._watch.due_s, *(backend.changes_at(now) for backend in self._backends.values())]
-        times += [self._room.next_deadline(now), self._reserve.changes_at(now)]
+        times += [self._room.next_deadline(now), self._headroom.changes_at(now)]
         return min([time for time in times if time is not None], default=None)
 
     def _grant_one(
@@ -299,7 +299,7 @@ class Scheduler:
         if this.outdated is not None:
             this.views[self._index[this.outdated.name]] = this.outdated.view(this.now)
             this.outdated = None
-        kept = not guaranteed and self._reserve.keeps_last(level, this.views, this.now)
+        kept = not guaranteed and self._headroom.keeps_last(level, this.views, this.now)
         views = this.views
         if not guaranteed and any(self._queue_closes(view, level, this.now) for view in views):
             views = [
@@ -358,12 +358,12 @@ class Scheduler:
         """
         if not view.waiting or view.probed or level == DEFAULT:
             return False
-        return self._reserve.used_above(level, now) if level < DEFAULT else view.doubtful
+        return self._headroom.used_above(level, now) if level < DEFAULT else view.doubtful
 
     def _room_on(self, name: str, level: int, now: float) -> int:
         """How many more requests of the band `level` a backend has room for."""
         view = self._backends[name].view(now)
-        if self._queue_closes(view, level, now) or not view.has_room(self._reserve.ceiling(level, now)):
+        if self._queue_closes(view, level, now) or not view.has_room(self._headroom.ceiling(level, now)):
             return 0
         return max(1, view.limit + view.look_ahead - view.load)
 
@@ -413,7 +413,7 @@ class Scheduler:
         return self._room.parked_by()
 
     def _look(self, now: float) -> Look:
-        return Look(self.pool, now, self._settings, self._room, self._reserve, self._first_token)
+        return Look(self.pool, now, self._settings, self._room, self._headroom, self._first_token)
 
     def check(self, now: float) -> None:
         """Raise AssertionError when two accounts of the same thing differ."""

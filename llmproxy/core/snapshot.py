@@ -12,12 +12,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
+from llmproxy.core.backends.backend import View
 from llmproxy.core.domain import Explained, Learned
-from llmproxy.core.first_token import FirstToken
-from llmproxy.core.fleet import View
-from llmproxy.core.queue import FLOW_LOOK_MAX, Band, Queued
-from llmproxy.core.reserve import Reserve
-from llmproxy.core.room import WaitingRoom
+from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.queueing.headroom import Headroom
+from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, Band, Queued
+from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
 FLOWS_MAX = 100
@@ -154,7 +154,7 @@ class Look:
     now: float
     settings: Settings
     room: WaitingRoom
-    reserve: Reserve
+    headroom: Headroom
     first_token: FirstToken
 
     def shown(
@@ -169,9 +169,9 @@ class Look:
             bands.append(self._band(level, of_band, min(FLOWS_MAX, flows_max)))
             flows_max -= len(bands[-1].shown)
         ceilings = [
-            (level, self.reserve.ceiling(level, self.now))
+            (level, self.headroom.ceiling(level, self.now))
             for level in levels
-            if not self.reserve.keeps_last(level, views, self.now)
+            if not self.headroom.keeps_last(level, views, self.now)
         ]
         backends = [
             BackendSnapshot(view, tuple(level for level, ceiling in ceilings if view.has_room(ceiling)))
@@ -196,7 +196,7 @@ class Look:
         )
 
     def _band(self, level: int, parked: Mapping[str, int], flows_max: int) -> BandSnapshot:
-        ceiling, min_share = self.reserve.ceiling(level, self.now), self.settings.min_shares.get(level, 0.0)
+        ceiling, min_share = self.headroom.ceiling(level, self.now), self.settings.min_shares.get(level, 0.0)
         if level not in self.room.order:
             return BandSnapshot(level, ceiling, min_share, 0, parked, 0, ())
         band = self.room.band(level)

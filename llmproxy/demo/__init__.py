@@ -1,7 +1,7 @@
 """The demo: simulated replicas, the proxy before them, and one table of what becomes of traffic that is too much.
 
-Everything it starts runs as a `llmproxy.child`, which ends when its standard input does. The other end of that pipe is
-held by the demo alone, so nothing outlives it, however it ends.
+Everything it starts runs as a `llmproxy.cli.child`, which ends when its standard input does. The demo alone holds the
+other end of that pipe, so nothing outlives it.
 """
 
 from __future__ import annotations

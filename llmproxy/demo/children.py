@@ -83,7 +83,7 @@ class Children:
         # Settings of the person's own shell are meant for their proxy, not for this one.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMPROXY_")}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "llmproxy.child", *arguments),
+            *(sys.executable, "-m", "llmproxy.cli.child", *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -13,13 +13,13 @@ from aiohttp import web
 from llmproxy import __version__
 from llmproxy.core.domain import Outcome
 from llmproxy.core.pools import Pools
-from llmproxy.gateway.adapters import AdapterRoutes
-from llmproxy.gateway.admin import ADAPTERS, EXPLAIN, QUEUE, AdminPages
-from llmproxy.gateway.admin_backends import BackendRoutes
-from llmproxy.gateway.errors import Failure, nothing_at
-from llmproxy.gateway.routes import LOAD_ADAPTER, METRICS, MODELS, PING, ROOT, UNLOAD_ADAPTER
-from llmproxy.gateway.rules import Rulebook
-from llmproxy.gateway.walk import Walker
+from llmproxy.gateway.admin.adapters import AdapterRoutes
+from llmproxy.gateway.admin.backends import BackendRoutes
+from llmproxy.gateway.admin.debug import ADAPTERS, EXPLAIN, QUEUE, AdminPages
+from llmproxy.gateway.http.errors import Failure, nothing_at
+from llmproxy.gateway.http.routes import LOAD_ADAPTER, METRICS, MODELS, PING, ROOT, UNLOAD_ADAPTER
+from llmproxy.gateway.proxying.handler import RequestHandler
+from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
 
 READY_RETRY_S = 1.0
@@ -47,7 +47,7 @@ class OwnPages:
         self,
         rulebook: Rulebook,
         pools: Pools,
-        walker: Walker,
+        walker: RequestHandler,
         metrics: Metrics,
         admin: AdminPages,
         adapters: AdapterRoutes,

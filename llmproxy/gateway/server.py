@@ -10,18 +10,18 @@ import structlog
 from aiohttp import web
 
 from llmproxy.core.domain import Outcome
-from llmproxy.gateway.auth import Tenant
-from llmproxy.gateway.clients import Clients
-from llmproxy.gateway.errors import INTERNAL_MESSAGE, Failure, nothing_at
-from llmproxy.gateway.hygiene import asks_for_websocket, no_websocket
-from llmproxy.gateway.hygiene import check as check_hygiene
-from llmproxy.gateway.identity import id_for_error, request_id
+from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, nothing_at
+from llmproxy.gateway.http.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
+from llmproxy.gateway.http.strictness import asks_for_websocket, no_websocket
+from llmproxy.gateway.http.strictness import check as check_hygiene
+from llmproxy.gateway.http.wrong_protocol import WrongProtocol
 from llmproxy.gateway.pages import OWN, PROBES, Pages, only
-from llmproxy.gateway.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
-from llmproxy.gateway.rules import Rulebook
-from llmproxy.gateway.stored import StoredResponses
-from llmproxy.gateway.walk import Walker
-from llmproxy.gateway.wrong_protocol import WrongProtocol
+from llmproxy.gateway.proxying.handler import RequestHandler
+from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.gateway.proxying.stored import StoredResponses
+from llmproxy.gateway.request.auth import Tenant
+from llmproxy.gateway.request.identity import id_for_error, request_id
 from llmproxy.telemetry.exit import ExitSink, RequestExit
 from llmproxy.telemetry.logs import log_exit, log_internal
 
@@ -37,11 +37,11 @@ class FrontDoor:
     def __init__(
         self,
         rulebook: Rulebook,
-        walker: Walker,
+        walker: RequestHandler,
         stored: StoredResponses,
         metrics: ExitSink,
         pages: Pages,
-        clients: Clients,
+        clients: ClientLimits,
         head_bytes_max: int,
     ) -> None:
         self.clients = clients
@@ -198,7 +198,7 @@ class AdminDoor:
     """The door on the port for those who run the proxy: connections of clients do not count there."""
 
     front: FrontDoor
-    clients: Clients
+    clients: ClientLimits
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self.front.handle_admin(request)

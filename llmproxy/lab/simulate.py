@@ -14,15 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llmproxy import __version__
 from llmproxy.config import Config
-from llmproxy.lab.arrival import Trace, TraceError
-from llmproxy.lab.bounds import all_bounds
-from llmproxy.lab.fleet import Fleet
-from llmproxy.lab.fleet_file import FleetError, fleet_named
-from llmproxy.lab.policies import ORACLE, Plan, is_own, own_name, plan_named
-from llmproxy.lab.report import ReportUnavailable, write_report
-from llmproxy.lab.result import Bound, SimulationResult, load_label, write_result
-from llmproxy.lab.runs import Finished, Point, Simulation, points, prepared, run_all
-from llmproxy.lab.table import print_tables
+from llmproxy.lab.policies.bounds import all_bounds
+from llmproxy.lab.policies.by_name import ORACLE, Plan, is_own, own_name, plan_named
+from llmproxy.lab.results.report import ReportUnavailable, write_report
+from llmproxy.lab.results.result import Bound, SimulationResult, load_label, write_result
+from llmproxy.lab.results.table import print_tables
+from llmproxy.lab.run.arrival import Trace, TraceError
+from llmproxy.lab.run.fleet import Fleet
+from llmproxy.lab.run.fleet_file import FleetError, fleet_named
+from llmproxy.lab.run.runs import Finished, Point, Simulation, points, prepared, run_all
 from llmproxy.lab.traces import Survey
 
 FILES = ("result.json", "report.html")

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmproxy.simulator.asks import WireError
-from llmproxy.simulator.engine import Engine, EngineRequest
-from llmproxy.simulator.metrics import Metrics
+from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.http.metrics import Metrics
+from llmproxy.simulator.http.requests import WireError
 
 # A loop that was kept from running may catch up this much; beyond it the time is lost, as on a real machine.
 _LAG_MAX_S = 0.05

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from llmproxy.simulator.engine import Engine
-from llmproxy.simulator.face import Face
+from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.faults import FaultKind, Faults
+from llmproxy.simulator.http.routes import Face
 from llmproxy.simulator.service import ReplicaOptions, Service
 
 __all__ = ["FaultKind", "Replica", "ReplicaOptions", "SeenRequest", "serve_replica"]

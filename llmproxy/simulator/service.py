@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmproxy.simulator.asks import Ask, Body, Limits, WireError, items, resolve
-from llmproxy.simulator.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.kv_cache import block_hashes
+from llmproxy.simulator.engine.profiles import Noise, profile_named
 from llmproxy.simulator.faults import FaultKind, Faults
-from llmproxy.simulator.kv_cache import block_hashes
-from llmproxy.simulator.metrics import Metrics, unix_now_s
+from llmproxy.simulator.http.metrics import Metrics, unix_now_s
+from llmproxy.simulator.http.requests import Body, GenerationRequest, Limits, WireError, items, resolve
 from llmproxy.simulator.pacer import Job, Pacer
-from llmproxy.simulator.profiles import Noise, profile_named
 from llmproxy.simulator.text import seed_of, tokens_of, words
 
 BLOCK_SIZE = 16
@@ -156,7 +156,7 @@ class Service:
             if not self.in_flight:
                 self.idle.set()
 
-    def job(self, ask: Ask, request_id: str, arrived_s: float) -> Job:
+    def job(self, ask: GenerationRequest, request_id: str, arrived_s: float) -> Job:
         """The sequences of an ask, one per prompt and choice, in the order of their index."""
         sequences: list[EngineRequest] = []
         reasons: list[str] = []
@@ -195,7 +195,7 @@ class Service:
             message = f"Response with id '{response_id}' not found."
             raise WireError(404, message, "invalid_request_error", "response_id") from None
 
-    def _length(self, ask: Ask, seed: int) -> tuple[int, str]:
+    def _length(self, ask: GenerationRequest, seed: int) -> tuple[int, str]:
         """How long the answer gets, and why it ends there."""
         least, most = self.options.reply_tokens
         natural = max(least + seed % (most - least + 1), ask.min_tokens)

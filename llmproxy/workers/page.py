@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from llmproxy.config import ClientsConfig
-from llmproxy.gateway.clients import Clients
-from llmproxy.gateway.connection import ClientServer
-from llmproxy.gateway.errors import Failure
-from llmproxy.gateway.routes import Dialect
+from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.connection import ClientServer
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.server import FrontDoor
-from llmproxy.workers.wire import Page, Shown
+from llmproxy.workers.protocol import Page, Shown
 
 CUT_AFTER_S = 0.1
 """How long what still runs behind an answer, or for nobody, gets before it is cut."""
@@ -32,7 +32,7 @@ class _Hatch:
     """A door for one request, behind which the answer to it stays."""
 
     front: FrontDoor
-    clients: Clients
+    clients: ClientLimits
     page: Page
     answer: asyncio.Future[Shown]
 
@@ -60,7 +60,7 @@ class _Hatch:
 async def answer_page(front: FrontDoor, page: Page) -> Shown:
     """What the front door answers to a page that a client of a worker asked for; 100 where it waits for a body."""
     loop = asyncio.get_running_loop()
-    hatch = _Hatch(front, Clients(ClientsConfig()), page, loop.create_future())
+    hatch = _Hatch(front, ClientLimits(ClientsConfig()), page, loop.create_future())
     server = ClientServer(hatch, _ANY_SIZE)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)

@@ -11,22 +11,22 @@ from types import MappingProxyType
 
 from aiohttp import web
 
-from llmproxy.backends.names import Names
-from llmproxy.backends.roster import LOOK_S
-from llmproxy.backends.tls import PeerTls, renew_trust, settle_trust
 from llmproxy.config import BackendConfig
-from llmproxy.core.catalogue import Target
+from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Grant, Refused, Request, Usage, Verdict
-from llmproxy.core.estimate import Estimator
+from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.dispatcher import Admitted, Lease, shutting_down
-from llmproxy.gateway.adapters import BODY_BYTES_MAX
-from llmproxy.gateway.client_leg import read_body
-from llmproxy.gateway.errors import Failure
-from llmproxy.gateway.rules import Rulebook
+from llmproxy.fleet.registry import LOOK_S
+from llmproxy.gateway.admin.adapters import BODY_BYTES_MAX
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.proxying.response_writer import read_body
+from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.workers.wire import (
-    Ask,
+from llmproxy.upstream.resolver import Names
+from llmproxy.upstream.tls import PeerTls, renew_trust, settle_trust
+from llmproxy.workers.protocol import (
+    Admit,
     Attempted,
     Cached,
     Cancel,
@@ -154,7 +154,7 @@ class RemoteDispatcher:
     async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
         """The lease of a request; see `admit`."""
         asked_s = _now()
-        granted = await self._calls.answer(lambda call: Ask(call, request, excluded, entry))
+        granted = await self._calls.answer(lambda call: Admit(call, request, excluded, entry))
         assert isinstance(granted, Granted)
         # Loops read the clock once a turn: that of the scheduler may have done so before this one asked.
         at_s = max(asked_s, granted.at_s)
@@ -329,7 +329,7 @@ class RemoteFleet:
         settle_trust(self._tls, told)
 
     async def follow_authorities(self) -> None:
-        """See `Roster.follow_authorities`, which says in the log what it finds."""
+        """See `BackendRegistry.follow_authorities`, which says in the log what it finds."""
         while True:
             await asyncio.sleep(LOOK_S)
             for backend in self._backends.values():

@@ -14,7 +14,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.simulator.replica import Replica, ReplicaOptions
-from tests.e2e.house import is_poll, until
+from tests.e2e.proxies import is_poll, until
 from tests.e2e.test_restart import Served, served
 
 MODEL = "sim-8b"

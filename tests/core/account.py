@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from llmproxy.core.domain import DEFAULT, Entry, Grant, Request, Withdraw
-from llmproxy.core.fleet import View
-from llmproxy.core.queue import FLOW_LOOK_MAX
+from llmproxy.core.backends.backend import View
+from llmproxy.core.domain import DEFAULT, Entry, Grant, Preempt, Request
+from llmproxy.core.preemption import WITHDRAW_MAX
+from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import Settings
-from llmproxy.core.withdrawal import WITHDRAW_MAX
 
 Rank = tuple[float, float]
 
@@ -276,7 +276,7 @@ class Books:
                 free = self.free_for(other, rows, ceiling)
                 assert not free, f"{asked.id} went before {other.request.id} of its flow"
 
-    def take_back(self, withdraw: Withdraw, row: Row) -> None:
+    def take_back(self, withdraw: Preempt, row: Row) -> None:
         held = self.held[withdraw.lease]
         assert self.settings.withdrawal
         assert (held.grant.request, held.grant.placed.backend) == (withdraw.request, withdraw.backend)
@@ -294,7 +294,7 @@ class Books:
         for_room = sum(not h.in_the_way and not h.started for h in taken)
         assert for_room <= wanting, f"{for_room} leases were taken back for {wanting}"
 
-    def _in_the_way(self, withdraw: Withdraw, row: Row) -> bool:
+    def _in_the_way(self, withdraw: Preempt, row: Row) -> bool:
         """Its engine has a queue of its own, and more than it is believed to run, or one above default behind it."""
         if row.view.waiting > 0 and row.load > row.view.limit + row.view.look_ahead:
             return bool(self.above(withdraw.request.pool, DEFAULT))

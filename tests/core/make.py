@@ -8,8 +8,8 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from llmproxy.core.backends.backend import View
 from llmproxy.core.domain import DEFAULT, Listing, ModelCard, Reading, Request
-from llmproxy.core.fleet import View
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings

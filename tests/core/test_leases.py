@@ -7,22 +7,22 @@ from itertools import count
 
 import pytest
 
+from llmproxy.core.backends.backend import Backend, View
+from llmproxy.core.backends.health import Peers
+from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.domain import NoCapacity, Placed, Request, Usage, Verdict
-from llmproxy.core.fairness.fair_share import FairShare
-from llmproxy.core.first_token import FirstToken
-from llmproxy.core.fleet import Backend, View
-from llmproxy.core.health import Peers
+from llmproxy.core.estimates.first_token import FirstToken
 from llmproxy.core.leases import Leases
-from llmproxy.core.limits import UsageLimits
-from llmproxy.core.min_share import MinShares
-from llmproxy.core.occupancy import Occupancy
 from llmproxy.core.placement import NO_CAPACITY, Unobserved
-from llmproxy.core.registry import Faults
-from llmproxy.core.reserve import Reserve
-from llmproxy.core.room import WaitingRoom
+from llmproxy.core.policy_registry import Faults
+from llmproxy.core.preemption import Preemption
+from llmproxy.core.queueing.fairness.fair_share import FairShare
+from llmproxy.core.queueing.headroom import Headroom
+from llmproxy.core.queueing.min_share import MinShares
+from llmproxy.core.queueing.occupancy import Occupancy
+from llmproxy.core.queueing.usage_limits import UsageLimits
+from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
-from llmproxy.core.watch import Watch
-from llmproxy.core.withdrawal import Withdrawal
 from tests.core.make import request
 
 SETTINGS = Settings(input_weight=1.0, output_weight=2.0)
@@ -57,9 +57,9 @@ class Ledger:
             count(1),
             self.room,
             self.placement,
-            Watch(SETTINGS.health, Peers(0.5)),
+            OutlierDetection(SETTINGS.health, Peers(0.5)),
             limits,
-            Withdrawal(SETTINGS, Reserve(SETTINGS)),
+            Preemption(SETTINGS, Headroom(SETTINGS)),
             MinShares({}),
             FirstToken(),
             self.faults,

@@ -24,16 +24,16 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
-from llmproxy.core import first_fit, scheduler
+from llmproxy.core import scheduler
+from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import Listing, ModelCard, NoCapacity, Reading, Request, Trouble, Verdict
-from llmproxy.core.fairness import fcfs, policies
-from llmproxy.core.fleet import Backend
-from llmproxy.core.ordering import orderings
-from llmproxy.core.placement import presets
-from llmproxy.core.room import WaitingRoom
+from llmproxy.core.placement import first_fit, presets
+from llmproxy.core.queueing.fairness import fcfs, policies
+from llmproxy.core.queueing.ordering import orderings
+from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.scheduler import Scheduler
 from tests.core.make import listing
-from tests.core.walk import random_walk
+from tests.core.random_events import random_walk
 from tests.core.world import (
     ADAPTERS,
     BANDS,
@@ -370,7 +370,7 @@ def test_one_seed_gives_one_trace_under_any_hash_seed() -> None:
 
     def trace(hash_seed: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.core.walk"],
+            [sys.executable, "-m", "tests.core.random_events"],
             cwd=root,
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,

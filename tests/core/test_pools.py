@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Trouble, Usage, Verdict
-from llmproxy.core.fairness import policies
 from llmproxy.core.placement import Placement, make
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from tests.core.make import listing, pools, request

@@ -147,7 +147,7 @@ def test_removing_forgets_the_one_and_keeps_what_was_learned_of_the_others() -> 
     assert isinstance(placement, CostPlacement)
     assert placement._index.match((7, 8, 9)).keys() == {"b"}
     assert "a" not in placement._index.match((1, 2, 3))
-    assert placement._stations.keys() == {"b"}
+    assert placement._backend_loads.keys() == {"b"}
     assert one._schedulers["base"].leases._void.keys() == {"b"}
 
 

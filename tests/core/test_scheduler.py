@@ -7,7 +7,6 @@ from random import Random
 import pytest
 
 from llmproxy.core import scheduler
-from llmproxy.core.admission import RETRY_EMPTY_S
 from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
@@ -24,6 +23,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.placement import Unobserved, make
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 from tests.core.make import listing, pools, reading, request
 

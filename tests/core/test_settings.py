@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.capacity import slots_under
+from llmproxy.core.backends.batch_limit import slots_under
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE
 from llmproxy.core.settings import Settings
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core import queue, snapshot
+from llmproxy.core import snapshot
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Refused, Request, Slo, Trouble, Verdict
 from llmproxy.core.pools import Pools
+from llmproxy.core.queueing import queue
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from llmproxy.core.snapshot import BandSnapshot, PoolSnapshot
 from tests.core.make import listing, pools, reading, request

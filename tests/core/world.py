@@ -18,6 +18,7 @@ from llmproxy.core.domain import (
     Grant,
     Listing,
     Outcome,
+    Preempt,
     Reading,
     Refused,
     Request,
@@ -26,7 +27,6 @@ from llmproxy.core.domain import (
     Trouble,
     Usage,
     Verdict,
-    Withdraw,
 )
 from llmproxy.core.placement import make
 from llmproxy.core.placement.cost import CostPlacement
@@ -344,7 +344,7 @@ class World:
                     assert self.held[decision.lease].grant.placed.backend == decision.backend
                     if decision.backend not in self.gone:
                         self._owed_by_one_that_hangs(decision)
-                case Withdraw():
+                case Preempt():
                     self.books.take_back(decision, rows[request.pool][decision.backend])
                     if not request.stream:
                         self._proven_to_wait(decision)
@@ -378,7 +378,7 @@ class World:
         told = self._alive(waiter.request.pool) and not waiter.held
         return Outcome.EXPIRED if told else Outcome.EXPIRED_NO_BACKENDS
 
-    def _proven_to_wait(self, withdraw: Withdraw) -> None:
+    def _proven_to_wait(self, withdraw: Preempt) -> None:
         reading = self.pools.backends[withdraw.backend].reading
         assert reading is not None
         assert reading.waiting > 0
@@ -478,17 +478,22 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         room = one._room
         assert not room.waiting
         assert not room._labels
-        assert not room._parking.size
+        assert not room._blocked.size
         assert not one.leases
         assert not one.leases._revoked
         assert one._withdrawal.open == one._withdrawal.pending == 0
         if isinstance(one._placement, CostPlacement):
             assert not one._placement._flights
-            assert one._placement._stations.keys() <= one._backends.keys()
-            for station in one._placement._stations.values():
-                left = station.in_flight, station._unstarted, station.in_use._users, station._loading
+            assert one._placement._backend_loads.keys() <= one._backends.keys()
+            for backend_load in one._placement._backend_loads.values():
+                left = (
+                    backend_load.in_flight,
+                    backend_load._unstarted,
+                    backend_load.in_use._users,
+                    backend_load._loading,
+                )
                 assert left == (0, {}, {}, {})
-                assert (dict(station.adapters.users), station.adapters.deferred) == ({}, set())
+                assert (dict(backend_load.adapters.users), backend_load.adapters.deferred) == ({}, set())
         for band in room._bands.values():
             assert not band.flows
             assert not list(band.fairness.candidates(now))

@@ -12,8 +12,8 @@ import pytest
 import structlog
 
 from llmproxy.telemetry import logs
-from tests.e2e.house import FAST, House, house
 from tests.e2e.leftovers import CountingLoop
+from tests.e2e.proxies import FAST, House, house
 
 HERE = Path(__file__).parent
 

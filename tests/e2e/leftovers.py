@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 
-from tests.backends.raw_server import Peer
+from tests.upstream.raw_server import Peer
 
 TESTS = str(Path(__file__).parents[1])
 LIMIT_S = 5.0

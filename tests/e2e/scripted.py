@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ssl import SSLContext
 
-from tests.backends.raw_server import Peer
+from tests.upstream.raw_server import Peer
 
 Script = Callable[[Peer, bytes], Awaitable[None]]
 """Is given the connection and the bytes of one request, head and body; a connection that it closes is closed."""

@@ -16,7 +16,7 @@ from aiohttp import web
 from llmproxy.config import hash_of
 from llmproxy.core import adapters as memory
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import FAST, HELLO, Answer, House, house, until
+from tests.e2e.proxies import FAST, HELLO, Answer, House, house, until
 
 LOAD, UNLOAD, PAGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/debug/adapters"
 KEY = {"authorization": "Bearer for-admins"}

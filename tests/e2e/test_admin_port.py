@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llmproxy.config import hash_of
-from llmproxy.gateway.routes import LOAD_ADAPTER, UNLOAD_ADAPTER, is_administrative
-from tests.e2e.house import CHAT, FAST, HELLO, house
+from llmproxy.gateway.http.routes import LOAD_ADAPTER, UNLOAD_ADAPTER, is_administrative
+from tests.e2e.proxies import CHAT, FAST, HELLO, house
 
 KEY = {"authorization": "Bearer for-admins"}
 AFAR = {"x-forwarded-for": "1.2.3.4"}

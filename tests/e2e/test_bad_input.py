@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from tests.e2e.house import CHAT, FAST, HELLO, Answer, House, house, raw_post
+from tests.e2e.proxies import CHAT, FAST, HELLO, Answer, House, house, raw_post
 
 MESSAGES = "/v1/messages"
 PATHS = [CHAT, "/v1/completions", "/v1/responses", MESSAGES, "/tokenize"]

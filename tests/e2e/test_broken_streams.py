@@ -11,11 +11,11 @@ from typing import Any
 import openai
 import pytest
 
-from llmproxy.gateway.client_leg import ClientLeg
-from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, raw_post, until
+from llmproxy.gateway.proxying.response_writer import ResponseWriter
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, raw_post, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 from tests.faults.rig import read_answer
+from tests.upstream.raw_server import Peer
 
 TEXT = "Hello there"
 DIALECTS = {
@@ -256,11 +256,11 @@ async def test_a_backend_that_goes_while_its_client_does_not_read() -> None:
 
 
 async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def for_ever(_: ClientLeg, **_how: bool) -> None:
+    async def for_ever(_: ResponseWriter, **_how: bool) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("llmproxy.gateway.relay.GOODBYE_S", 0.05)
-    monkeypatch.setattr(ClientLeg, "end", for_ever)
+    monkeypatch.setattr("llmproxy.gateway.proxying.relay.GOODBYE_S", 0.05)
+    monkeypatch.setattr(ResponseWriter, "end", for_ever)
     async with house(FAST) as home, home.stream() as response:
         await response.content.readany()
         home.replicas[0].faults.set("refuse")
@@ -294,14 +294,14 @@ async def test_an_answer_in_one_piece_that_its_client_does_not_read_has_an_end()
 
 
 async def test_a_complete_stream_that_broke_and_is_not_read_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def for_ever(_: ClientLeg) -> None:
+    async def for_ever(_: ResponseWriter) -> None:
         await asyncio.Event().wait()
 
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(STREAM_HEAD + chunk(EVENT + b"data: [DONE]\n\n"))
         peer.reset()
 
-    monkeypatch.setattr(ClientLeg, "drained", for_ever)
+    monkeypatch.setattr(ResponseWriter, "drained", for_ever)
     async with (
         scripted(script) as backend,
         house(extra=[backend.url], timeouts={"stall_s": 0.2}) as home,
@@ -316,11 +316,11 @@ async def test_a_backend_that_goes_when_all_of_its_answer_came(monkeypatch: pyte
     answer = STREAM_HEAD + chunk(EVENT + b"data: [DONE]\n\n") + STREAM_END if stream else whole(b"{}")
     slow, caught_up = asyncio.Event(), asyncio.Event()
 
-    async def slowly(_: ClientLeg) -> None:
+    async def slowly(_: ResponseWriter) -> None:
         slow.set()
         await caught_up.wait()
 
-    monkeypatch.setattr(ClientLeg, "drained", slowly)
+    monkeypatch.setattr(ResponseWriter, "drained", slowly)
     async with scripted(answering(answer)) as backend, house(extra=[backend.url]) as home:
         async with home.wire(raw_post(STREAM if stream else HELLO)) as (reader, writer):
             await slow.wait()
@@ -340,8 +340,8 @@ async def test_a_backend_that_goes_when_all_of_its_answer_came(monkeypatch: pyte
 
 
 async def test_a_client_that_leaves_at_the_sight_of_the_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.gateway.relay.GOODBYE_S", 60.0)
-    monkeypatch.setattr("llmproxy.gateway.relay.LAST_WORDS_S", 60.0)
+    monkeypatch.setattr("llmproxy.gateway.proxying.relay.GOODBYE_S", 60.0)
+    monkeypatch.setattr("llmproxy.gateway.proxying.relay.LAST_WORDS_S", 60.0)
     async with house(FAST) as home:
         async with home.stream() as response:
             home.replicas[0].faults.set("refuse")

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, raw_post, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, raw_post, until
 
 
 async def left(task: asyncio.Task[object]) -> None:

@@ -9,7 +9,7 @@ from random import Random
 
 import aiohttp
 
-from tests.e2e.house import CHAT, FAST, House, all_of, all_up, house, until
+from tests.e2e.proxies import CHAT, FAST, House, all_of, all_up, house, until
 
 REQUESTS = 2000
 AT_ONCE = 60

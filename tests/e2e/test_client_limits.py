@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from llmproxy.config import ClientsConfig
-from llmproxy.front import Here
-from llmproxy.gateway.connection import ClientConnection, ClientServer
+from llmproxy.gateway.front import Here
+from llmproxy.gateway.http.connection import ClientConnection, ClientServer
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, House, house, raw_post, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, House, house, raw_post, until
 from tests.e2e.scripted import answering, scripted, whole
 from tests.e2e.test_restart import START_MAX_S, served
 from tests.hygiene.wire import connected
@@ -159,7 +159,7 @@ async def test_many_fields_that_are_too_large_together() -> None:
 
 @pytest.mark.parametrize("key", ["body_silence_s", "body_timeout_s"])
 async def test_a_body_that_stops_arriving(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.gateway.connection.LINGER_S", 0.05)
+    monkeypatch.setattr("llmproxy.gateway.http.connection.LINGER_S", 0.05)
     async with house(FAST, clients={key: 0.05}) as home:
         async with home.wire(HEAD + b"content-length: 99\r\n\r\n{") as (reader, _):
             status, message = await refusal(reader)
@@ -256,7 +256,7 @@ async def is_no_json(writer: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize("ends", [leaves, goes_silent, breaks_its_framing, sends_too_much, is_no_json])
 async def test_a_body_that_ends_in_any_way_is_held_no_more(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.gateway.connection.LINGER_S", 0.05)
+    monkeypatch.setattr("llmproxy.gateway.http.connection.LINGER_S", 0.05)
     begun = HEAD + b"transfer-encoding: chunked\r\n\r\n3e8\r\n" + b"x" * 1_000 + b"\r\n"
     limits = BODIES | ({"clients": {"body_silence_s": 0.2}} if ends is goes_silent else {})
     async with house(FAST, **limits) as home, home.wire(begun) as (_, writer):

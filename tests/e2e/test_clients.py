@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.house import FAST, House, house
+from tests.e2e.proxies import FAST, House, house
 from tests.hygiene.wire import connected
 
 MODEL = "sim-8b"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from llmproxy.config import hash_of
-from llmproxy.gateway.cors import EXPOSED
-from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house
+from llmproxy.gateway.http.cors import EXPOSED
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, House, house
 from tests.e2e.scripted import answering, scripted, whole
+from tests.upstream.raw_server import Peer
 
 APP, OTHER = "https://app.example", "https://other.example"
 ASKED = {

@@ -12,12 +12,13 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-from llmproxy import cli, process
+from llmproxy import process
+from llmproxy.cli import commands as cli
 from llmproxy.config import Config, ConfigError, hash_of
-from llmproxy.lab import runs
-from llmproxy.lab.result import SimulationResult
+from llmproxy.lab.results.result import SimulationResult
+from llmproxy.lab.run import runs
 from llmproxy.lab.traces import open_trace, survey
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, House, house, until
 
 QUEUE = "/debug/queue"
 EXPLAIN = "/debug/explain"

@@ -13,14 +13,14 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.backends.names import Address
 from llmproxy.core.domain import DEFAULT, Verdict
-from llmproxy.core.estimate import OUTPUT_TOKENS
-from llmproxy.core.fairness.fair_share import FairShare
+from llmproxy.core.estimates.tokens import OUTPUT_TOKENS
+from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.retry import RetryBudget
-from tests.backends.raw_server import Peer
-from tests.e2e.house import FAST, HELLO, House, all_up, house, raw_post, until
+from llmproxy.upstream.resolver import Address
+from tests.e2e.proxies import FAST, HELLO, House, all_up, house, raw_post, until
 from tests.e2e.scripted import STREAM_HEAD, chunk, scripted, whole
+from tests.upstream.raw_server import Peer
 
 STREAM = HELLO | {"stream": True}
 
@@ -88,9 +88,9 @@ async def test_a_silent_name_server_takes_nobody_down_whose_address_is_known(mon
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr("llmproxy.backends.names.ask_system", look_up)
-    monkeypatch.setattr("llmproxy.backends.names.REFRESH_S", 0.01)
-    monkeypatch.setattr("llmproxy.backends.names.ANSWER_MAX_S", 0.05)
+    monkeypatch.setattr("llmproxy.upstream.resolver.ask_system", look_up)
+    monkeypatch.setattr("llmproxy.upstream.resolver.REFRESH_S", 0.01)
+    monkeypatch.setattr("llmproxy.upstream.resolver.ANSWER_MAX_S", 0.05)
 
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(whole(b'{"object":"chat.completion","choices":[]}', extra=b"connection: close\r\n"))

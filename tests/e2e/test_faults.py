@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.gateway import relay
-from llmproxy.gateway.passing import HELD_BYTES_MAX
+from llmproxy.gateway.proxying import relay
+from llmproxy.gateway.proxying.stream_relay import HELD_BYTES_MAX
 from llmproxy.simulator.faults import FaultKind
-from llmproxy.upstream import Exchange
-from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
+from llmproxy.upstream.port import Exchange
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
+from tests.upstream.raw_server import Peer
 
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
 """The first request goes to b0, the second to b1."""
@@ -161,7 +161,7 @@ async def test_an_error_as_the_first_event_is_passed_on_to_its_last_byte(monkeyp
         await seen.wait()
         await peer.send(chunk(b": [DONE]\n\n") + STREAM_END)
 
-    monkeypatch.setattr("llmproxy.gateway.relay._read_held", noticed)
+    monkeypatch.setattr("llmproxy.gateway.proxying.relay._read_held", noticed)
     async with scripted(script) as backend, house(extra=[backend.url]) as home:
         assert (await home.chat(STREAM)).body == ERROR_FIRST + DONE
 

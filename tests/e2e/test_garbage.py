@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, all_of, house
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, all_of, house
 
 ASKS: dict[str, dict[str, Any]] = {
     CHAT: HELLO,
@@ -24,7 +24,7 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 
 
-OURS = ("llmproxy.gateway", "llmproxy.backends", "llmproxy.dispatcher", "llmproxy.core")
+OURS = ("llmproxy.gateway", "llmproxy.fleet", "llmproxy.dispatcher", "llmproxy.core")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import replace
 from structlog.testing import capture_logs
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import FAST, HELLO, STREAM, House, all_of, house, until
+from tests.e2e.proxies import FAST, HELLO, STREAM, House, all_of, house, until
 
 HOLD = {"hold_s": 10.0}
 TTL = "x-llm-d-inference-ttl"

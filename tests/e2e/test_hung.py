@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
-from tests.e2e.house import FAST, STREAM, House, house, until
+from tests.e2e.proxies import FAST, STREAM, House, house, until
 
 HUNG_S = 0.2
 OWED = STREAM | {"max_tokens": 16}

@@ -11,8 +11,8 @@ import pytest
 
 from llmproxy.app import running
 from llmproxy.config import Config, hash_of
-from llmproxy.sockets import Sockets
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, until
+from llmproxy.lifecycle.sockets import Sockets
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, until
 
 GUARDED = replace(FAST, api_key="engine-key")
 PRIVILEGES = {

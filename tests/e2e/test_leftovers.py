@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import pytest
 
-from tests.e2e.house import FAST, house
 from tests.e2e.leftovers import nothing_left
+from tests.e2e.proxies import FAST, house
 
 kept: list[object] = []
 

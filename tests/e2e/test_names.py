@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import FAST, HELLO, House, house, until
+from tests.e2e.proxies import FAST, HELLO, House, house, until
 
 OTHER = replace(FAST, model="other", adapters=("lora-9",))
 UNKNOWN = HELLO | {"model": "not-yet"}

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.e2e.house import FAST, House, house
+from tests.e2e.proxies import FAST, House, house
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello there"}]
 

@@ -15,13 +15,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy import __version__
-from llmproxy.front import Here
-from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
-from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, is_poll, until
+from llmproxy.gateway.front import Here
+from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, House, house, is_poll, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Scripted, answering, chunk, scripted, whole
 from tests.e2e.vllm_requests import PATHS
 from tests.gateway.test_small_rooms import MANAGEMENT
+from tests.upstream.raw_server import Peer
 
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 3}
 
@@ -306,7 +306,7 @@ async def test_a_stored_response_is_asked_for_again_where_a_kept_connection_was_
         else:
             await peer.send(whole(STORED))
 
-    monkeypatch.setattr("llmproxy.backends.upstream.IDLE_DROP_S", 10.0)
+    monkeypatch.setattr("llmproxy.upstream.client.IDLE_DROP_S", 10.0)
     async with scripted(answering(whole(STORED))) as backend, house(extra=[backend.url]) as home:
         backend.polls[b"/v1/responses/resp_1"] = ask
         await home.post("/v1/responses", RESPONSES)
@@ -410,13 +410,13 @@ async def test_the_stream_of_a_stored_response_that_outlives_the_drain_is_cut() 
 
 async def test_a_backend_leaves_when_the_stream_of_its_stored_response_has_ended() -> None:
     async with a_running_stream() as one:
-        roster = one.home.proxy.roster
-        roster.tell("config", ())
+        registry = one.home.proxy.registry
+        registry.tell("config", ())
         await asyncio.sleep(0.1)
-        assert [(standing.state, standing.in_flight) for standing in roster.standings()] == [("leaving", 1)]
+        assert [(standing.state, standing.in_flight) for standing in registry.standings()] == [("leaving", 1)]
         one.go_on.set()
         await one.reader.readuntil(STREAM_END)
-        await until(lambda: not roster.standings())
+        await until(lambda: not registry.standings())
 
 
 async def test_the_stream_of_a_stored_response_ends_with_its_backend() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Grant, Usage
-from llmproxy.gateway.answers import Answers, KeptAnswer
-from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, Answer, House, house, until
+from llmproxy.gateway.proxying.answers import Answers, KeptAnswer
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, House, house, until
 from tests.e2e.scripted import scripted, whole
+from tests.upstream.raw_server import Peer
 
 KINDS = ("expected", "cached", "both")
 # About 3,000 tokens: before anything is learned, their prefill is priced at a fifth of a second, far above a tie.
@@ -172,7 +172,7 @@ async def test_the_presets_of_the_endpoint_picker_know_prefixes_too(tmp_path: Pa
 async def test_where_nobody_looks_at_prefixes_no_prompt_is_hashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
-    monkeypatch.delattr("llmproxy.gateway.desk.chain_of")
+    monkeypatch.delattr("llmproxy.gateway.request.body_reader.chain_of")
     async with priced_house(tmp_path / "log", placement) as (home, _):
         await ask(home, "first", said(LONG))
 

@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 
 from llmproxy.config import BackendConfig, SchedulingConfig
-from llmproxy.gateway.body import BodyKind
+from llmproxy.gateway.http.routes import BodyKind
 from tests.e2e.test_real_vllm import MODEL, URLS, proxy_before
-from tests.gateway.prompt_pairs import FACTS, PAIRS, Body, texts, user
+from tests.gateway.request.prompt_pairs import FACTS, PAIRS, Body, texts, user
 
 pytestmark = [
     pytest.mark.vllm,

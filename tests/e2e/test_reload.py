@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from llmproxy import reload
-from llmproxy.config import ConfigError, hash_of
+from llmproxy.config import ConfigError, hash_of, reload
 from llmproxy.simulator.replica import ReplicaOptions
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, House, all_up, house, is_poll, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, House, all_up, house, is_poll, until
 
 ADMIN = {"authorization": "Bearer admin-1"}
 KEYED: dict[str, Any] = {"admin_key": hash_of("admin-1"), "reload": "signal"}
@@ -225,7 +224,7 @@ async def test_every_part_goes_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 async def test_a_reload_that_cannot_be_gone_by_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.backends.discovery.find_spec", lambda _: None)
+    monkeypatch.setattr("llmproxy.fleet.discovery.find_spec", lambda _: None)
     async with reloadable(tmp_path, FAST) as home:
         with pytest.raises(ConfigError, match="dnspython"):
             await rewrite(home, backends=["srv+http://_vllm._tcp.svc"], api_keys=["k"])
@@ -298,7 +297,7 @@ async def test_without_a_file_there_is_nothing_to_reload() -> None:
 
 
 async def test_backends_come_and_go_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmproxy.backends.discovery.FileSource.interval_s", 0.01)
+    monkeypatch.setattr("llmproxy.fleet.discovery.FileSource.interval_s", 0.01)
     listed = tmp_path / "backends.yaml"
     async with house(FAST, FAST, file=tmp_path / "c.yaml", discovery={"file": str(listed)}, **KEYED) as home:
         one, other = home.told["backends"]
@@ -308,7 +307,9 @@ async def test_backends_come_and_go_with_a_file(tmp_path: Path, monkeypatch: pyt
         listed.write_text(json.dumps({"backends": [other]}))
         await until(lambda: not pools.catalogue.expecting)
         await rewrite(home, backends=[one])
-        await until(lambda: {s.name: s.source for s in home.proxy.roster.standings()} == {"b0": "config", "b1": "file"})
+        await until(
+            lambda: {s.name: s.source for s in home.proxy.registry.standings()} == {"b0": "config", "b1": "file"}
+        )
         assert (await home.chat(HELLO | {"model": "elsewhere"})).status == 404
         listed.write_text("backends: [nonsense://x]")
         await until(lambda: home.metric("llmproxy_discovery_looks_total", source="file", ok="false") > 0)

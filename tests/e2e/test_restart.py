@@ -18,7 +18,7 @@ import pytest
 
 from llmproxy.config import hash_of
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, STREAM, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, until
 
 QUICK = ("--host", "127.0.0.1", "--log-format", "json", "--poll-interval-s", "0.05", "--poll-page-interval-s", "0.05")
 

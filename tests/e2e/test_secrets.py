@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from llmproxy.config import ConfigError, hash_of, load
-from llmproxy.gateway.walk import Walker
-from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, House, house, until
+from llmproxy.gateway.proxying.handler import RequestHandler
+from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, House, house, until
 from tests.e2e.scripted import answering, scripted, whole
 
 GUARDED = replace(FAST, api_key="secret-of-the-engine")
@@ -111,7 +111,7 @@ async def test_not_even_a_bug_shows_a_key(log: io.StringIO) -> None:
             assert (await home.chat(headers=ACME)).status == 500
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Walker, "_make_request", fail)
+        patch.setattr(RequestHandler, "_make_request", fail)
         with pytest.raises(AssertionError, match="a bug of its own"):
             await provoke()
     assert "RuntimeError: a bug" in log.getvalue()

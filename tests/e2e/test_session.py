@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.house import FAST, HELLO, Answer, House, house
+from tests.e2e.proxies import FAST, HELLO, Answer, House, house
 
 
 async def ask(home: House, place: str, user: str) -> Answer:

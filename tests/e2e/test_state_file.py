@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmproxy.backends.limits_file import LimitsFile
 from llmproxy.core.domain import KnownLimit
+from llmproxy.fleet.limits_file import LimitsFile
 from llmproxy.simulator.replica import ReplicaOptions
-from tests.e2e.house import house, until
+from tests.e2e.proxies import house, until
 
 
 async def test_the_next_process_begins_at_what_was_learned(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import FAST, Answer, House, house, until
+from tests.e2e.proxies import FAST, Answer, House, house, until
 from tests.e2e.test_reload import ADMIN, KEYED, reloadable, rewrite
 from tests.e2e.test_restart import served
 from tests.e2e.test_workers import TWO

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from llmproxy.config import hash_of
-from llmproxy.gateway.body import BodyKind
-from llmproxy.gateway.routes import SALTED, SCHEDULED
-from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house
+from llmproxy.gateway.http.routes import SALTED, SCHEDULED, BodyKind
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, House, house
 from tests.e2e.scripted import answering, scripted, whole
+from tests.upstream.raw_server import Peer
 
 TENANTS: list[dict[str, Any]] = [
     {"name": name, "keys": [hash_of(name)], "cache_salt": salt, "trusted": name == "boss"}

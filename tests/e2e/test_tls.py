@@ -24,8 +24,8 @@ from structlog.testing import capture_logs
 
 from llmproxy.app import running
 from llmproxy.config import Config, ConfigError, TlsConfig
-from llmproxy.gateway.tls import ClientTls
-from tests.e2e.house import FAST, STREAM, House, all_up, house, until
+from llmproxy.gateway.http.tls import ClientTls
+from tests.e2e.proxies import FAST, STREAM, House, all_up, house, until
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 
 HOST = "127.0.0.1"
@@ -130,7 +130,7 @@ async def shown(home: House, trusting: ssl.SSLContext) -> bytes | None:
 async def test_a_renewed_certificate_is_shown_to_new_connections(
     files: Files, trusting: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmproxy.gateway.tls.LOOK_S", 0.01)
+    monkeypatch.setattr("llmproxy.gateway.http.tls.LOOK_S", 0.01)
     async with house(FAST, tls=files.config) as home:
         first = await shown(home, trusting)
         assert await shown(home, trusting) == first
@@ -284,7 +284,7 @@ async def test_new_authorities_are_believed_and_old_ones_no_more(
     gpu: Callable[[], AbstractAsyncContextManager[Scripted]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("llmproxy.backends.roster.LOOK_S", 0.01)
+    monkeypatch.setattr("llmproxy.fleet.registry.LOOK_S", 0.01)
     file, other = tmp_path / "authorities.pem", trustme.CA()
     file.write_bytes(other.cert_pem.bytes())
     tls = {"ca": str(file), "server_name": "gpu.internal"}
@@ -347,7 +347,7 @@ async def test_trust_follows_a_backend_through_a_reload(tmp_path: Path, change: 
             assert reloader is not None
             reloader.file.write_text(json.dumps({**home.told, "backends": after}))
             await reloader.reload("test")
-            await until(lambda: {one["name"] for one in after} == home.proxy.roster.backends.keys() and all_up(home))
+            await until(lambda: {one["name"] for one in after} == home.proxy.registry.backends.keys() and all_up(home))
             for backend in (first, second):
                 backend.requests.clear()
             statuses = {(await home.chat()).status for _ in range(8)}

@@ -13,12 +13,11 @@ import pytest
 from yarl import URL
 
 from llmproxy.dispatcher import Lease
-from llmproxy.gateway import passing
-from llmproxy.gateway.body import BodyKind
-from llmproxy.gateway.routes import SCHEDULED
-from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, Answer, House, house, raw_post
+from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
+from llmproxy.gateway.proxying import stream_relay as passing
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, House, house, raw_post
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
+from tests.upstream.raw_server import Peer
 
 POSTED = [route for route in SCHEDULED.values() if route.method == "POST"]
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 4}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.fairness.fair_share import FairShare
-from llmproxy.gateway.routes import SCHEDULED, Route, Work
+from llmproxy.core.queueing.fairness.fair_share import FairShare
+from llmproxy.gateway.http.routes import SCHEDULED, Route, Work
 from llmproxy.telemetry.exit import RequestExit
-from tests.backends.raw_server import Peer
-from tests.e2e.house import House, house
+from tests.e2e.proxies import House, house
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, scripted, whole
+from tests.upstream.raw_server import Peer
 
 HUGE = "1" + "0" * 400
 LIES = {
@@ -77,7 +77,7 @@ async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, strea
 async def test_usage_that_is_not_believed_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     async with scripted(telling(LIES["10^15"])) as backend, house(extra=[backend.url], **LIMITED) as home:
         ended: list[RequestExit] = []
-        monkeypatch.setattr("llmproxy.gateway.walk.log_exit", ended.append)
+        monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
         await home.chat(BODY)
         await home.settled()
         (told,) = ended
@@ -153,7 +153,7 @@ async def test_what_an_engine_did_is_believed_however_it_was_asked_for(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[RequestExit] = []
-    monkeypatch.setattr("llmproxy.gateway.walk.log_exit", ended.append)
+    monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
     path, body = GENERATED[case]
     script = telling('{"prompt_tokens": 6, "input_tokens": 6, "completion_tokens": 3900, "output_tokens": 3900}')
     if path == "/v1/rerank":

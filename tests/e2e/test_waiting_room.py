@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from llmproxy.config import hash_of
-from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, Answer, House, house, until
+from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, Answer, House, house, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS = "x-llm-d-inference-fairness-id"

@@ -10,8 +10,8 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 
-from llmproxy.gateway.wrong_protocol import HTTP2_PREFACE, wrong_protocol
-from tests.e2e.house import house
+from llmproxy.gateway.http.wrong_protocol import HTTP2_PREFACE, wrong_protocol
+from tests.e2e.proxies import house
 from tests.hygiene.wire import connected
 
 GREETING = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(505)

@@ -17,9 +17,9 @@ from typing import NoReturn
 import structlog
 
 from benchmarks.soak import rss_bytes
-from llmproxy.descriptors import connections_max
-from tests.e2e.house import FAST, house
+from llmproxy.lifecycle.descriptors import connections_max
 from tests.e2e.leftovers import CountingLoop
+from tests.e2e.proxies import FAST, house
 from tests.faults.clients import CLIENT_FAULTS, observe
 from tests.faults.misbehaviours import MISBEHAVIOURS
 from tests.faults.polls import POLL_FAULTS, watch

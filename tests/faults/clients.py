@@ -12,10 +12,10 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, ENDLESS, HELLO, STREAM, House, house, raw_post, until
+from tests.e2e.proxies import CHAT, ENDLESS, HELLO, STREAM, House, house, raw_post, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk, scripted, whole
 from tests.faults.rig import read_answer
+from tests.upstream.raw_server import Peer
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
 EVENT = b'data: {"id":"1","choices":[{"delta":{"content":"%b"}}]}\n\n'

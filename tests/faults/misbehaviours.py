@@ -6,9 +6,9 @@ import asyncio
 import gzip
 
 from llmproxy.simulator.faults import FaultKind
-from tests.backends.raw_server import Peer
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, whole
 from tests.faults.rig import SHORT, Misbehaviour
+from tests.upstream.raw_server import Peer
 
 EVENT = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"

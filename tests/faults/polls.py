@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.backends.raw_server import Peer
-from tests.e2e.house import house, until
+from tests.e2e.proxies import house, until
 from tests.e2e.scripted import Script, answering, scripted, whole
 from tests.faults.misbehaviours import says
+from tests.upstream.raw_server import Peer
 
 BODY = whole(b'{"id":"1"}')
 PAGE = b'vllm:num_requests_running{model_name="base"} %b\nvllm:num_requests_waiting{model_name="base"} %b\n'
@@ -65,7 +65,7 @@ async def watch(fault: PollFault) -> Polled:
 
     config: dict[str, Any] = {"poll": {"timeout_s": fault.timeout_s}, "queue": {"hold_s": 0.0}}
     with capture_logs() as log, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmproxy.backends.poller.REPROBE_INTERVAL_S", 0.02)
+        patch.setattr("llmproxy.fleet.poller.REPROBE_INTERVAL_S", 0.02)
         async with scripted(answering(BODY)) as backend, house(extra=[backend.url], **config) as home:
             backend.polls[fault.path] = counted
             known = home.proxy.pools.backends["b0"]

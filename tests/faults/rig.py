@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.simulator.faults import FaultKind
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, raw_post, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, House, house, raw_post, until
 from tests.e2e.scripted import Script, Scripted, scripted
 
 QUICK: dict[str, Any] = {

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.backends.names import Address
 from llmproxy.simulator.replica import Replica
-from tests.e2e.house import ENDLESS, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
+from llmproxy.upstream.resolver import Address
+from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
 
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
 """Every other request would go to the replica that is in trouble."""
@@ -304,7 +304,7 @@ async def dns_change(stage: Stage) -> Story:
             assert host == NAME
             return [(AddressFamily.AF_INET, (address, 0)) for address in found]
 
-        patch.setattr("llmproxy.backends.names.ask_system", look_up)
+        patch.setattr("llmproxy.upstream.resolver.ask_system", look_up)
         config: dict[str, Any] = {
             "backends": [{"url": f"dns+http://{NAME}:{old.port}"}],
             "discovery": {"dns_interval_s": 0.05, "gone_after": 2},

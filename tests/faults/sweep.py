@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from llmproxy.gateway.routes import Route
-from llmproxy.gateway.walk import Walker
+from llmproxy.gateway.http.routes import Route
+from llmproxy.gateway.proxying.handler import RequestHandler
 
 
 class Moment(Enum):
@@ -26,15 +26,15 @@ class Moment(Enum):
 class Swept:
     """Runs a coroutine and cancels its task at its `at`-th wait. `waits` counts them."""
 
-    def __init__(self, walk: Any, at: int, moment: Moment) -> None:
-        self._walk = walk
+    def __init__(self, context: Any, at: int, moment: Moment) -> None:
+        self._walk = context
         self._at = at
         self._moment = moment
         self.waits = 0
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        walk = self._walk.__await__()
-        resume: Callable[[], Any] = lambda: next(walk)  # noqa: E731 - it is replaced for every resumption
+        context = self._walk.__await__()
+        resume: Callable[[], Any] = lambda: next(context)  # noqa: E731 - it is replaced for every resumption
         while True:
             try:
                 waited_for = resume()
@@ -46,9 +46,9 @@ class Swept:
             try:
                 value = yield waited_for
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the walk
-                resume = lambda error=error: walk.throw(error)  # type: ignore[misc]  # noqa: E731
+                resume = lambda error=error: context.throw(error)  # type: ignore[misc]  # noqa: E731
             else:
-                resume = lambda value=value: walk.send(value)  # type: ignore[misc]  # noqa: E731
+                resume = lambda value=value: context.send(value)  # type: ignore[misc]  # noqa: E731
 
     def _cancel(self, waited_for: Any) -> None:
         task = asyncio.current_task()
@@ -60,7 +60,7 @@ class Swept:
         waited_for.add_done_callback(lambda _: task.cancel())
 
 
-def sweep(patch: pytest.MonkeyPatch, walker: Walker, at: int, moment: Moment) -> list[Swept]:
+def sweep(patch: pytest.MonkeyPatch, walker: RequestHandler, at: int, moment: Moment) -> list[Swept]:
     """Cancel the next walks at their `at`-th wait; the walks are in the list."""
     serve: Callable[[Route, Any], Awaitable[Any]] = type(walker).serve.__get__(walker)
     walks: list[Swept] = []

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from llmproxy.gateway.relay import Relay
-from llmproxy.gateway.sse import StreamTap
-from tests.e2e.house import CHAT, ENDLESS, FAST, HELLO, Answer, house, raw_post
+from llmproxy.gateway.proxying.relay import Relay
+from llmproxy.gateway.proxying.sse import StreamTap
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, house, raw_post
 from tests.faults.rig import receive
 
 
@@ -50,7 +50,7 @@ async def test_a_bug_on_the_walk(path: str, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_bug_at_the_end_of_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(FAST) as home:
         with monkeypatch.context() as patch, capture_logs() as log:
-            patch.setattr("llmproxy.gateway.walk.log_exit", boom)
+            patch.setattr("llmproxy.gateway.proxying.handler.log_exit", boom)
             received = await receive(home, raw_post(HELLO))
         assert not received.whole or received.status == 200
         assert [line["event"] for line in log].count("internal") == 1

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from tests.backends.raw_server import Peer
-from tests.e2e.house import house
+from tests.e2e.proxies import house
 from tests.e2e.scripted import scripted, whole
+from tests.upstream.raw_server import Peer
 
 MINE = whole(b'{"for":"you"}')
 POISON = whole(b'{"for":"somebody else"}')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.house import house
+from tests.e2e.proxies import house
 from tests.e2e.scripted import answering, scripted
 from tests.faults.polls import BODY, POLL_FAULTS, PollFault, huge, watch
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.house import CHAT, FAST, HELLO, STREAM, House, house, raw_post
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, House, house, raw_post
 from tests.e2e.scripted import answering, scripted, whole
 from tests.faults.misbehaviours import status
 from tests.faults.rig import read_answer
@@ -86,7 +86,7 @@ async def test_leaving_at_every_wait(case: Case, moment: Moment, monkeypatch: py
             assert len(walks) == case.crowd
             home.check()
             assert sum(home.outcomes().values()) == sent, "one outcome for each, whoever left"
-            if max(walk.waits for walk in walks) < at:
+            if max(context.waits for context in walks) < at:
                 break
         else:
             pytest.fail("no end of waits")

@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmproxy.gateway.answers import answer_of
-from llmproxy.gateway.body import BodyKind
-from llmproxy.gateway.prompt import answer_bytes, empty_chain
-from llmproxy.gateway.scan import drain
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.proxying.answers import answer_of
+from llmproxy.gateway.request.json_scan import drain
+from llmproxy.gateway.request.prefix_hash import answer_bytes, empty_chain
 from tests.fuzz.profile import FUZZED
 
 KINDS = st.sampled_from([BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.MESSAGES, BodyKind.RESPONSES])

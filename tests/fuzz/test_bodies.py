@@ -9,9 +9,9 @@ import orjson
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmproxy.gateway.body import BodyKind
-from llmproxy.gateway.desk import Sheet, read_large, read_small
-from llmproxy.gateway.scan import BadBody, drain
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.request.body_reader import ParsedBody, read_large, read_small
+from llmproxy.gateway.request.json_scan import BadBody, drain
 from tests.fuzz.profile import FUZZED
 
 JSON_KINDS = [kind for kind in BodyKind if kind is not BodyKind.FORM]
@@ -73,17 +73,17 @@ def mutated(body: bytes, cuts: list[tuple[int, int, bytes]]) -> bytes:
     return body
 
 
-def both(body: bytes, kind: BodyKind) -> list[Sheet | None]:
+def both(body: bytes, kind: BodyKind) -> list[ParsedBody | None]:
     """What the two ways of reading make of a body, None where one refuses it."""
-    sheets: list[Sheet | None] = []
+    found: list[ParsedBody | None] = []
     for parsed in (True, False):
         try:
-            sheets.append(read_small(body, kind, "user") if parsed else drain(read_large(body, kind, True, "user")))
+            found.append(read_small(body, kind, "user") if parsed else drain(read_large(body, kind, True, "user")))
         except BadBody as bad:
             assert bad.message
             assert bad.status in (400, 413)
-            sheets.append(None)
-    return sheets
+            found.append(None)
+    return found
 
 
 def engines_view(body: bytes) -> dict[str, Any] | None:
@@ -114,12 +114,12 @@ def test_both_readings_find_what_the_engine_finds(
         # A large body may hold broken values that nobody here asked for, never the other way round.
         assert large is not None
         assert engine is not None
-        assert (small.ask.model, small.ask.stream) == (large.ask.model, large.ask.stream)
-        assert (small.ask.max_tokens, small.sessions) == (large.ask.max_tokens, large.sessions)
-    for sheet in (small, large):
-        if sheet is not None and engine is not None:
-            assert (sheet.ask.model or "") == (engine.get("model") or "")
-            assert sheet.ask.stream or engine.get("stream") is not True
+        assert (small.facts.model, small.facts.stream) == (large.facts.model, large.facts.stream)
+        assert (small.facts.max_tokens, small.sessions) == (large.facts.max_tokens, large.sessions)
+    for parsed in (small, large):
+        if parsed is not None and engine is not None:
+            assert (parsed.facts.model or "") == (engine.get("model") or "")
+            assert parsed.facts.stream or engine.get("stream") is not True
 
 
 @FUZZED
@@ -144,21 +144,21 @@ def test_a_spliced_body_is_the_clients_with_the_edits_and_nothing_else(
     salt: str | None,
 ) -> None:
     body = written(members, space, ascii_only)
-    for sheet in both(body, kind):
-        if sheet is None:
+    for parsed in both(body, kind):
+        if parsed is None:
             continue
-        spliced = sheet.spliced(model=model, want_usage=True, priority=priority, salt=salt)
+        spliced = parsed.spliced(model=model, want_usage=True, priority=priority, salt=salt)
         expected = orjson.loads(body)
-        if model is not None and sheet.ask.model is not None:
+        if model is not None and parsed.facts.model is not None:
             expected["model"] = model
         if priority is not None and kind in (BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES):
             expected["priority"] = priority
         if salt is not None:
-            own = sheet.text("cache_salt")
+            own = parsed.text("cache_salt")
             assert own == (expected.get("cache_salt") if isinstance(expected.get("cache_salt"), str) else None)
             expected["cache_salt"] = salt
         if spliced.hides_usage:
-            assert sheet.ask.stream
+            assert parsed.facts.stream
             assert kind in (BodyKind.CHAT, BodyKind.COMPLETION)
             options = expected.get("stream_options") or {}
             assert not options.get("include_usage")
@@ -177,10 +177,10 @@ def test_a_body_in_another_encoding_is_refused(
 ) -> None:
     text = written(members, "", True)
     body = before + (text if doubled else b"") + text.decode().encode(encoding)
-    for sheet in both(body, BodyKind.CHAT):
+    for parsed in both(body, BodyKind.CHAT):
         engine = engines_view(body)
-        if sheet is not None and engine is not None:
-            assert (sheet.ask.model or "") == (engine.get("model") or "")
+        if parsed is not None and engine is not None:
+            assert (parsed.facts.model or "") == (engine.get("model") or "")
     assert both(text.decode().encode(encoding), BodyKind.CHAT) == [None, None]
 
 

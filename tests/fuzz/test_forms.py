@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from starlette.datastructures import FormData, Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from llmproxy.gateway.multipart import scan_form
-from llmproxy.gateway.scan import BadBody, drain
+from llmproxy.gateway.request.json_scan import BadBody, drain
+from llmproxy.gateway.request.multipart import scan_form
 from tests.fuzz.profile import FUZZED
 
 TYPE = "multipart/form-data; boundary=cut"

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmproxy.config import hash_of
-from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED
-from tests.e2e.house import CHAT, FAST, House, house
+from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED
+from tests.e2e.proxies import CHAT, FAST, House, house
 from tests.fuzz.profile import FUZZED
 
 METHODS = st.sampled_from([b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"get", b"P\x00ST", b""])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from llmproxy.config import BackendConfig, Config, hash_of
-from llmproxy.gateway.auth import Keys
-from llmproxy.gateway.errors import Failure
-from llmproxy.gateway.headers import PRIVILEGED, check, named_in_connection, to_client
-from llmproxy.gateway.identity import Identity, id_for_error, parse_duration_s, request_id
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.headers import PRIVILEGED, check, named_in_connection, to_client
+from llmproxy.gateway.request.auth import Keys
+from llmproxy.gateway.request.identity import Identity, id_for_error, parse_duration_s, request_id
 from tests.fuzz.profile import FUZZED
 
 NAMES = st.sampled_from(

@@ -12,10 +12,10 @@ import uvloop
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.backends.raw_server import Peer
-from tests.e2e.house import CHAT, House, house
+from tests.e2e.proxies import CHAT, House, house
 from tests.e2e.scripted import Scripted, scripted, whole
 from tests.fuzz.profile import FUZZED
+from tests.upstream.raw_server import Peer
 
 TOKEN = b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'

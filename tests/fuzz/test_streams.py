@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmproxy.core.domain import Usage
-from llmproxy.gateway.sse import StreamTap, usage_of_tail
+from llmproxy.gateway.proxying.sse import StreamTap, usage_of_tail
 from tests.fuzz.profile import FUZZED
 
 COUNTS = st.none() | st.integers(-1, 9) | st.text(max_size=2) | st.booleans()

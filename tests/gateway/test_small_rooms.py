@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.backends.adapters import PATHS
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
-from llmproxy.gateway.auth import Tenant
-from llmproxy.gateway.body import Bodies, HeldBody
-from llmproxy.gateway.errors import STATUS, Failure, error_body, error_event, nothing_at
-from llmproxy.gateway.headers import PRIVILEGED, to_backend, to_client
-from llmproxy.gateway.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dialect, dialect_of
-from llmproxy.gateway.rules import Rulebook, Rules
-from llmproxy.gateway.stored import IDS_MAX, StoredResponses
-from llmproxy.upstream import Exchange
+from llmproxy.fleet.adapter_keeper import PATHS
+from llmproxy.gateway.http.errors import STATUS, Failure, error_body, error_event, nothing_at
+from llmproxy.gateway.http.headers import PRIVILEGED, to_backend, to_client
+from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dialect, dialect_of
+from llmproxy.gateway.proxying.rules import Rulebook, Rules
+from llmproxy.gateway.proxying.stored import IDS_MAX, StoredResponses
+from llmproxy.gateway.request.auth import Tenant
+from llmproxy.gateway.request.body import Bodies, HeldBody
+from llmproxy.upstream.port import Exchange
 from tests.dispatching import dispatcher
 
 MANAGEMENT = (

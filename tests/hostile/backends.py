@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tests.e2e.house import House
+from tests.e2e.proxies import House
 from tests.e2e.scripted import Scripted
 from tests.hygiene.answers import NEXT, Got, answer_bench, observe_answer
 from tests.hygiene.reading import End, Message, Reading, answers_of

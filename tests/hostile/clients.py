@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from llmproxy.gateway.routes import SCHEDULED
-from tests.e2e.house import House, house, until
+from llmproxy.gateway.http.routes import SCHEDULED
+from tests.e2e.proxies import House, house, until
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hostile.requests import SENTINEL
 from tests.hygiene.answers import CONFIG
@@ -45,7 +45,7 @@ class Seen:
 @asynccontextmanager
 async def bench() -> AsyncIterator[tuple[House, Scripted]]:
     """A proxy that waits for nobody over a backend that answers soundly and keeps the bytes that reach it."""
-    with patch("llmproxy.gateway.connection.LINGER_S", 0.1):
+    with patch("llmproxy.gateway.http.connection.LINGER_S", 0.1):
         async with (
             scripted(answering(whole(ANSWER))) as backend,
             house(extra=[backend.url], body_bytes_max=100_000, clients=LIMITS, **CONFIG) as home,

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.backends.raw_server import Peer
-from tests.e2e.house import STREAM, House, house, raw_post
+from tests.e2e.proxies import STREAM, House, house, raw_post
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hygiene.reading import End, answers_of
 from tests.hygiene.vector import post
 from tests.hygiene.wire import connected
+from tests.upstream.raw_server import Peer
 
 BODY = b'{"a":1}'
 SIZE = b"content-length: %d\r\n" % len(BODY)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from tests.e2e.house import House, house
+from tests.e2e.proxies import House, house
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hygiene.vector import Vector
 from tests.hygiene.wire import connected
@@ -43,7 +43,7 @@ async def bench(*, hasty: bool = False) -> AsyncIterator[tuple[House, Scripted]]
 
 @asynccontextmanager
 async def _lingering(seconds: float) -> AsyncIterator[None]:
-    with patch("llmproxy.gateway.connection.LINGER_S", seconds):
+    with patch("llmproxy.gateway.http.connection.LINGER_S", seconds):
         yield
 
 

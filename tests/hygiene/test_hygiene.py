@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.house import house, until
+from tests.e2e.proxies import house, until
 from tests.hygiene.answers import ANSWERS, answer_bench, answer_differences, answer_row, observe_answer
 from tests.hygiene.observe import bench, differences, observe
 from tests.hygiene.table import PAGE, page, row

@@ -8,10 +8,10 @@ from random import Random
 from pydantic import JsonValue
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome
-from llmproxy.lab.account import Account
-from llmproxy.lab.arrival import Arrival
-from llmproxy.lab.record import Record
-from llmproxy.lab.result import Bound, RunKey, RunResult, SimulationResult, Trail, load_label
+from llmproxy.lab.results.account import Account
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.results.result import Bound, RunKey, RunResult, SimulationResult, Trail, load_label
+from llmproxy.lab.run.arrival import Arrival
 
 DURATION_S = 600.0
 TWELVE = (

@@ -8,13 +8,13 @@ from random import Random
 from typing import Any
 
 from llmproxy.config import Config
-from llmproxy.lab.arrival import Arrival, Trace
-from llmproxy.lab.fleet import Fault, Fleet, ReplicaSpec
-from llmproxy.lab.policies import plan_named
-from llmproxy.lab.record import Record
-from llmproxy.lab.replay import Run, Setup
-from llmproxy.lab.virtual_time import run
-from llmproxy.simulator.profiles import profile_named
+from llmproxy.lab.policies.by_name import plan_named
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.run.arrival import Arrival, Trace
+from llmproxy.lab.run.fleet import Fault, Fleet, ReplicaSpec
+from llmproxy.lab.run.replay import Run, Setup
+from llmproxy.lab.run.virtual_time import run
+from llmproxy.simulator.engine.profiles import profile_named
 
 
 def fleet(count: int = 3, faults: Iterable[Fault] = (), proxies: int = 1, **given: Any) -> Fleet:

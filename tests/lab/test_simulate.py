@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from llmproxy import cli
-from llmproxy.lab import runs
-from llmproxy.lab.result import RunKey, SimulationResult, load_label
+from llmproxy.cli import commands as cli
+from llmproxy.lab.results.result import RunKey, SimulationResult, load_label
+from llmproxy.lab.run import runs
 
 FLEET = "2xtiny"
 

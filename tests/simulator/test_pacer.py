@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from llmproxy.simulator.engine import Counters, Engine, EngineRequest, Gauges
-from llmproxy.simulator.metrics import Metrics
+from llmproxy.simulator.engine.engine import Counters, Engine, EngineRequest, Gauges
+from llmproxy.simulator.engine.profiles import PROFILES
+from llmproxy.simulator.http.metrics import Metrics
 from llmproxy.simulator.pacer import Job, Pacer
-from llmproxy.simulator.profiles import PROFILES
 from tests.simulator.conftest import until
 
 TINY = PROFILES["tiny"]

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from llmproxy.config import Config
 from llmproxy.core.domain import Verdict
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.gateway.rules import Rulebook, Rules
+from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.workers.desk import Desk, House
-from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
-from llmproxy.workers.wire import (
+from llmproxy.workers.protocol import (
     TO_WORKER,
     Channel,
     Cut,
@@ -26,6 +24,8 @@ from llmproxy.workers.wire import (
     Standing,
     ToWorker,
 )
+from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
+from llmproxy.workers.session import SchedulerContext, WorkerSession
 
 
 class Nowhere:
@@ -55,15 +55,15 @@ class Told:
     def worker_lost(self) -> None:
         self.lost += 1
 
-    def house(self, dispatcher: Dispatcher, settle: Callable[[], None]) -> House:
+    def house(self, dispatcher: Dispatcher, settle: Callable[[], None]) -> SchedulerContext:
         async def page(page: Page) -> Shown:
             return Shown(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
 
-        def made(one: Made, _: Desk) -> None:
+        def made(one: Made, _: WorkerSession) -> None:
             self.made.append(one)
 
         rulebook = Rulebook(Rules.of(Config(), Nowhere()))  # type: ignore[arg-type]
-        return House(rulebook, dispatcher, self, None, settle, page, self.learned.append, made)
+        return SchedulerContext(rulebook, dispatcher, self, None, settle, page, self.learned.append, made)
 
 
 class Pipe(asyncio.Transport):
@@ -105,7 +105,7 @@ class Line:
         self, dispatcher: Dispatcher, told: Told | None = None, settle: Callable[[], None] = lambda: None
     ) -> None:
         self.told = told or Told()
-        self.desk = Desk(self.told.house(dispatcher, settle))
+        self.desk = WorkerSession(self.told.house(dispatcher, settle))
         self.channel: Channel[ToWorker] = Channel(TO_WORKER, self._hear, self._lost)
         self.calls = Calls(self.channel)
         self.remote = RemoteDispatcher(self.channel, self.calls)

@@ -8,11 +8,11 @@ import pytest
 from aiohttp import web
 
 from llmproxy.core.domain import Outcome
-from llmproxy.gateway.client_leg import read_body
-from llmproxy.gateway.errors import Failure
-from llmproxy.gateway.routes import Dialect
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.routes import Dialect
+from llmproxy.gateway.proxying.response_writer import read_body
 from llmproxy.workers.page import answer_page
-from llmproxy.workers.wire import Page, Shown
+from llmproxy.workers.protocol import Page, Shown
 
 
 @dataclass(slots=True)

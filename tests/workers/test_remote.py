@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from llmproxy.backends.names import Names
-from llmproxy.backends.tls import PeerTls
 from llmproxy.config import BackendConfig, BackendTlsConfig
 from llmproxy.core.domain import (
     CRITICAL,
@@ -32,8 +30,10 @@ from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import RequestExit
+from llmproxy.upstream.resolver import Names
+from llmproxy.upstream.tls import PeerTls
+from llmproxy.workers.protocol import FROM_WORKER, TO_WORKER, Channel, Fleet, Granted, Page, Shown, Standing
 from llmproxy.workers.remote import RemoteFleet
-from llmproxy.workers.wire import FROM_WORKER, TO_WORKER, Channel, Fleet, Granted, Page, Shown, Standing
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
 from tests.workers.line import Line, Told

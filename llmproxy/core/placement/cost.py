@@ -10,6 +10,7 @@ from random import Random
 from msgspec import Struct
 from msgspec.structs import replace
 
+from llmproxy.core.backends.backend import View
 from llmproxy.core.domain import (
     BackendPace,
     Explained,
@@ -24,8 +25,8 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.fleet import View
-from llmproxy.core.placement.adapters import Demand
+from llmproxy.core.placement.adapter_demand import Demand
+from llmproxy.core.placement.backend_load import BackendLoad, InFlight
 from llmproxy.core.placement.policy import (
     NO_CAPACITY,
     NO_MATCH,
@@ -34,9 +35,8 @@ from llmproxy.core.placement.policy import (
     presets,
     with_context,
 )
+from llmproxy.core.placement.prefix_index import PrefixIndex
 from llmproxy.core.placement.rates import Rates
-from llmproxy.core.placement.station import Flight, Station
-from llmproxy.core.prefix import PrefixIndex
 
 LATER = NoMatch(whole_model=False, later=True)
 TIE_S = 0.005
@@ -126,8 +126,8 @@ class CostPlacement:
         self._without = without
         self._index = index or PrefixIndex()
         self._rates = Rates()
-        self._stations: dict[str, Station] = {}
-        self._flights: dict[int, Flight] = {}
+        self._backend_loads: dict[str, BackendLoad] = {}
+        self._flights: dict[int, InFlight] = {}
         self._hit_ratio = 0.0
         self._demand = Demand(self._rates.loads)
         self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[_Row]]] = deque(maxlen=EXPLAINED_MAX)
@@ -167,7 +167,7 @@ class CostPlacement:
         told = request.id, request.label, model, now, request.prompt_tokens, chosen.backend
         self._explained.append((told, prices))
         rates = self._rates
-        held_blocks = self._station(chosen.backend).in_use.matched(request.prefix)
+        held_blocks = self._backend_load(chosen.backend).in_use.matched(request.prefix)
         return Placed(
             chosen.backend,
             chosen.total_s,
@@ -211,22 +211,22 @@ class CostPlacement:
             found.append(replace(price, seconds=tuple(seconds), total_s=total_s))
         return found
 
-    def _matched(self, request: Request, able: Sequence[View], stations: Sequence[Station]) -> dict[str, int]:
+    def _matched(self, request: Request, able: Sequence[View], backend_loads: Sequence[BackendLoad]) -> dict[str, int]:
         """Blocks of the prompt by backend, from an index as large as each one's cache."""
         if not request.prefix:
             return {}
-        for view, station in zip(able, stations, strict=True):
-            if view.kv_tokens and view.kv_tokens != station.kv_tokens:
-                station.kv_tokens = view.kv_tokens
+        for view, backend_load in zip(able, backend_loads, strict=True):
+            if view.kv_tokens and view.kv_tokens != backend_load.kv_tokens:
+                backend_load.kv_tokens = view.kv_tokens
                 self._index.resize(view.backend, int(view.kv_tokens / request.prefix_tokens))
         return self._index.match(request.prefix)
 
     def _prices(
         self, request: Request, able: Sequence[View], fits: Sequence[bool], ceiling: float, now: float
     ) -> list[_Row]:
-        known = self._stations
-        stations = [known.get(view.backend) or self._station(view.backend) for view in able]
-        matched = self._matched(request, able, stations)
+        known = self._backend_loads
+        backend_loads = [known.get(view.backend) or self._backend_load(view.backend) for view in able]
+        matched = self._matched(request, able, backend_loads)
         rates, without = self._rates, self._without
         token_s, step_base_s, step_slope_s = rates.prefill.slope, rates.step.base, rates.step.slope
         displaces = _scarce(self._hit_ratio)
@@ -235,25 +235,25 @@ class CostPlacement:
         least_load_s = 0.0
         if adapter is not None and not rates.loads.seen:
             # Before any load was seen to end, it is known how long those under way have taken.
-            least_load_s = max([station.loading_s(now) for station in stations])
+            least_load_s = max([backend_load.loading_s(now) for backend_load in backend_loads])
         prices = []
         # Everything is asked of every backend for every request: what follows is most of what a decision takes.
-        for view, station, has_room in zip(able, stations, fits, strict=True):
-            station.renew(rates, now)
-            station.limit, slots = view.limit, station.adapters
+        for view, backend_load, has_room in zip(able, backend_loads, fits, strict=True):
+            backend_load.renew(rates, now)
+            backend_load.limit, slots = view.limit, backend_load.adapters
             slots.size = view.max_adapters
-            load, step_factor = view.load, station.step.factor
+            load, step_factor = view.load, backend_load.step.factor
             cached_tokens = matched.get(view.backend, 0) * block_tokens
             if cached_tokens > prompt_tokens - 1.0:
                 cached_tokens = prompt_tokens - 1.0
-            queue_s = station.queue_s(rates, now)
-            prefill_s = (prompt_tokens - cached_tokens) * token_s * station.prefill.factor
+            queue_s = backend_load.queue_s(rates, now)
+            prefill_s = (prompt_tokens - cached_tokens) * token_s * backend_load.prefill.factor
             tpot_s = (step_base_s + step_slope_s * load) * step_factor
             answer_s = output_tokens * tpot_s
             crowd_s = output_tokens * load * step_slope_s * step_factor
             ttft_s = queue_s + prefill_s
             stream_s = STREAM * answer_s
-            scarce = _scarce(station.busy_share(now))
+            scarce = _scarce(backend_load.busy_share(now))
             harm_s = STREAM * (crowd_s + load * prefill_s) + prefill_s * scarce
             eviction_s = prefill_s * displaces
             total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
@@ -267,7 +267,7 @@ class CostPlacement:
                     adapter_s += load_s
                     # The whole batch stands still while an engine loads, and who waits for a first byte with it; now,
                     # and when what had to go comes back.
-                    stall = STREAM * load + (1.0 - STREAM) * station.waiting + scarce
+                    stall = STREAM * load + (1.0 - STREAM) * backend_load.waiting + scarce
                     again_s = self._demand.again_s(adapter, view, slots, able, least_load_s, now) * (1.0 + stall)
                     harm_s += load_s * stall
                     eviction_s += again_s
@@ -279,7 +279,7 @@ class CostPlacement:
                 range_s = ASIDE_S
                 total_s += range_s
             if view.kv_tokens:
-                taken_tokens = prompt_tokens - station.in_use.matched(prefix) * block_tokens
+                taken_tokens = prompt_tokens - backend_load.in_use.matched(prefix) * block_tokens
                 memory_s = answer_s * taken_tokens / view.kv_tokens * _scarce(view.kv_used)
                 total_s += memory_s
             if not has_room:
@@ -317,11 +317,11 @@ class CostPlacement:
         own_tokens = request.prompt_tokens - placed.cached_tokens
         assert placed.ttft is not None, "another placement chose it"
         assert placed.tpot is not None, "another placement chose it"
-        station = self._station(placed.backend)
-        flight = Flight(
+        backend_load = self._backend_load(placed.backend)
+        flight = InFlight(
             request,
             placed.backend,
-            station,
+            backend_load,
             now,
             own_tokens,
             placed.cached_tokens,
@@ -332,7 +332,7 @@ class CostPlacement:
         self._flights[lease] = flight
         if request.adapter is not None:
             self._demand.add(request.adapter, now)
-        station.book(lease, flight, self._rates, now)
+        backend_load.book(lease, flight, self._rates, now)
         self._hit_ratio += HIT_GAIN * (placed.cached_tokens / request.prompt_tokens - self._hit_ratio)
 
     def started(self, lease: int, now: float) -> None:
@@ -340,18 +340,18 @@ class CostPlacement:
         if flight.started_s is not None:
             return
         flight.started_s = now
-        station = flight.station
-        station.start(lease, flight, self._rates, now)
+        backend_load = flight.backend_load
+        backend_load.start(lease, flight, self._rates, now)
         if flight.request.stream:
             self._rates.late_ttft.learn(flight.ttft_s, now - flight.booked_s)
         # Only now is it sure that the prompt was computed, and where; a process that is gone has nothing cached.
-        if self._stations.get(flight.backend) is station:
+        if self._backend_loads.get(flight.backend) is backend_load:
             self._index.record(flight.backend, flight.request.prefix)
 
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
         flight = self._flights.pop(lease)
-        station = flight.station
-        station.finish(lease, flight)
+        backend_load = flight.backend_load
+        backend_load.finish(lease, flight)
         if verdict is not Verdict.SERVED or usage is None:
             return
         if usage.cached_tokens is not None:
@@ -359,7 +359,7 @@ class CostPlacement:
         steps = usage.output_tokens / flight.request.sequences - 1.0
         if flight.request.stream and flight.started_s is not None and steps > 0.0:
             tpot_s = (now - flight.started_s) / steps
-            self._rates.streamed(station.step, station.in_flight, tpot_s)
+            self._rates.streamed(backend_load.step, backend_load.in_flight, tpot_s)
             self._rates.late_tpot.learn(flight.tpot_s, tpot_s)
 
     def cached(self, backend: str, hashes: Sequence[int]) -> None:
@@ -368,7 +368,7 @@ class CostPlacement:
     def lost(self, backend: str) -> None:
         self._index.forget(backend)
         # What is still in flight there ends with the station that it began with.
-        self._stations.pop(backend, None)
+        self._backend_loads.pop(backend, None)
 
     def explained(self) -> Sequence[Explained]:
         return tuple(Explained(*told, tuple(row.price() for row in rows)) for told, rows in self._explained)
@@ -387,20 +387,20 @@ class CostPlacement:
         )
 
     def _pace(self, backend: str, now: float) -> BackendPace:
-        station, index = self._station(backend), self._index
-        station.renew(self._rates, now)
+        backend_load, index = self._backend_load(backend), self._index
+        backend_load.renew(self._rates, now)
         return BackendPace(
             backend,
-            station.prefill.factor,
-            station.step.factor,
-            station.busy_share(now),
-            station.in_flight,
+            backend_load.prefill.factor,
+            backend_load.step.factor,
+            backend_load.busy_share(now),
+            backend_load.in_flight,
             index.size(backend),
             index.limit(backend),
         )
 
-    def _station(self, backend: str) -> Station:
-        station = self._stations.get(backend)
-        if station is None:
-            station = self._stations[backend] = Station()
-        return station
+    def _backend_load(self, backend: str) -> BackendLoad:
+        backend_load = self._backend_loads.get(backend)
+        if backend_load is None:
+            backend_load = self._backend_loads[backend] = BackendLoad()
+        return backend_load

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from llmproxy.core.backends.backend import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.fleet import View
 from llmproxy.core.placement.policy import Ledger, Unobserved, fitting, highest, presets
-from llmproxy.core.prefix import PrefixIndex
+from llmproxy.core.placement.prefix_index import PrefixIndex
 
 PROMPT_TOKENS_MAX = 131_072
 """Of a longer prompt only the beginning is looked up and recorded."""

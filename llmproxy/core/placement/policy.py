@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Protocol
 
+from llmproxy.core.backends.backend import View
 from llmproxy.core.domain import Explained, Learned, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.fleet import View
-from llmproxy.core.registry import Registry
+from llmproxy.core.policy_registry import Registry
 
 NO_CAPACITY = NoCapacity()
 NO_MATCH = NoMatch(whole_model=False)

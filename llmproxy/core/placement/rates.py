@@ -137,7 +137,7 @@ class Pace:
         self.factor = max(0.05, self._short.drawn_to(self._long.drawn_to(1.0, line), line))
 
 
-class Late:
+class QuantileTracker:
     """How many times its prediction a time exceeds in one case of ten: a quantile that follows what is observed.
 
     Stochastic approximation (Robbins and Monro, 1951) on the logarithm: up by nine steps for each that is above, down
@@ -204,8 +204,8 @@ class Rates:
         self.step = Line(0.01, 1e-4, 64.0, 1e-3)
         self._usual = 1.0
         self.loads = LoadTimes()
-        self.late_ttft = Late()
-        self.late_tpot = Late()
+        self.late_ttft = QuantileTracker()
+        self.late_tpot = QuantileTracker()
 
     def prefilled(self, pace: Pace, tokens: float, took_s: float) -> None:
         """`tokens` more were computed in `took_s`."""

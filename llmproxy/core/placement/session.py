@@ -7,8 +7,8 @@ from random import Random
 
 from xxhash import xxh64_intdigest
 
+from llmproxy.core.backends.backend import View
 from llmproxy.core.domain import Placed, Request
-from llmproxy.core.fleet import View
 from llmproxy.core.placement.policy import Pick, picking
 from llmproxy.core.placement.simple import least_request
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from llmproxy.core.backends.backend import View
 from llmproxy.core.domain import Placed, Request
-from llmproxy.core.fleet import View
 from llmproxy.core.placement.policy import Pick, picking
 
 BLEND_WEIGHTS = {"queue": 2.0, "kv": 1.0, "load": 2.0, "lora": 1.0}

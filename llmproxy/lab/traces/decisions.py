@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from llmproxy.lab.arrival import Arrival, TraceError
+from llmproxy.lab.run.arrival import Arrival, TraceError
 from llmproxy.lab.traces.formats import LineError, count_of, object_of, optionals_of, seconds_of
 
 HEADER = "llmproxy_decisions"

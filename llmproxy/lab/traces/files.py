@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from llmproxy.lab.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.run.arrival import Arrival, Trace, TraceError
 from llmproxy.lab.traces import decisions
 from llmproxy.lab.traces.formats import Layout, LineError, recognise
 

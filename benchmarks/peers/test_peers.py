@@ -1,0 +1,447 @@
+"""The benchmark beside other proxies: its arithmetic, its loads, and the two programs that make them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from benchmarks.peers import measure, table
+from benchmarks.peers.__main__ import parse_options
+from benchmarks.peers.cases import CASES, CHUNKS, NUMBER, Case
+from benchmarks.peers.competitors import PEERS, Competitor, Launch, Peer, Site, commanded, llmproxy
+from benchmarks.peers.measure import Bench, Books, Running, Spread, Window, measured
+from benchmarks.peers.stage import Stage
+from benchmarks.proxy import BenchError, Child, core_times_s
+from llmproxy.fleet.metrics_text import is_filtered, parse_reading
+from llmproxy.gateway.request.json_scan import drain
+
+SSE = Case(name="sse", title="streams", clients=8, chunks=20, gap_us=1000)
+LINE = {
+    "window_s": 2.0,
+    "requests": 10,
+    "chunks": 1000,
+    "bytes": 1,
+    "skipped": 0,
+    "streams": 5,
+    "latency": None,
+    "ttft": {"count": 3, "p50_us": 100.0, "p99_us": 200.0, "max_us": 300.0},
+    "transit": None,
+    "gap": None,
+    "failures": {},
+}
+
+
+def window(cpu_s: float = 0.1, ttft_us: float = 100.0, disturbed: float = 0.0) -> Window:
+    books = Books(cpu_s, 0.5, 0.0, cpu_s, 0.5, 0.0)
+    seen = Window.parse(json.dumps(LINE), books, cores=1, realtime=False)
+    return replace(seen, ttft=Spread(3, ttft_us, ttft_us, ttft_us), disturbed_share=disturbed)
+
+
+def of(case: Case, name: str) -> table.Figure:
+    return next(figure for figure in table.figures(case) if figure.name == name)
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_is_taken_inside_each_round() -> None:
+    rounds = [
+        {"a": window(0.1), "b": window(0.1)},
+        {"a": window(0.4), "b": window(0.2)},
+        {"a": window(0.9), "b": window(0.3)},
+    ]
+    assert table.ratios(of(SSE, "CPU/chunk, µs"), rounds, "a", "b") == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_a_round_without_one_of_both_gives_no_ratio() -> None:
+    rounds = [{"a": window(0.1)}, {"a": window(0.4), "b": window(0.2)}]
+    assert table.ratios(of(SSE, "CPU/chunk, µs"), rounds, "a", "b") == pytest.approx([2.0])
+
+
+def test_what_is_added_is_taken_off_the_direct_access_of_the_same_round() -> None:
+    rounds = [
+        {"direct": window(ttft_us=40), "a": window(ttft_us=100)},
+        {"direct": window(ttft_us=90), "a": window(ttft_us=110)},
+    ]
+    figure = of(SSE, "added TTFT p50, µs")
+    assert table.values(figure, rounds, "a") == pytest.approx([60.0, 20.0])
+    assert table.values(figure, rounds, "direct") == pytest.approx([40.0, 90.0])
+
+
+def test_cost_is_cpu_time_by_what_was_served() -> None:
+    assert table.values(of(SSE, "CPU/chunk, µs"), [{"a": window(0.1)}], "a") == pytest.approx([100.0])
+    json_case = replace(SSE, chunks=0)
+    assert table.values(of(json_case, "CPU/request, µs"), [{"a": window(0.1)}], "a") == pytest.approx([10_000.0])
+
+
+def test_memory_of_a_stream_is_what_it_added() -> None:
+    fresh = replace(SSE, fresh=True)
+    held = replace(window(), rss_before_bytes=1_000_000, rss_bytes=1_200_000)
+    assert table.values(of(fresh, "RSS/stream, kB"), [{"a": held}], "a") == pytest.approx([40.0])
+
+
+def test_disturbed_windows_are_dropped_unless_there_are_no_others() -> None:
+    rounds = [
+        {"a": window(0.1, disturbed=0.5), "b": window(disturbed=0.5)},
+        {"a": window(0.2), "b": window(disturbed=0.9)},
+    ]
+    kept = table.kept(rounds)
+    assert [sorted(one) for one in kept] == [["b"], ["a", "b"]]
+
+
+def test_the_least_disturbed_window_is_taken() -> None:
+    shares = iter([0.5, 0.3, 0.4])
+    assert measured(lambda: window(disturbed=next(shares)), tries=3).disturbed_share == 0.3
+
+
+def test_no_window_is_repeated_that_nobody_disturbed() -> None:
+    shares = iter([0.5, 0.01])
+    assert measured(lambda: window(disturbed=next(shares)), tries=5).disturbed_share == 0.01
+
+
+def test_others_are_who_is_neither_the_proxy_nor_the_harness() -> None:
+    books = Books(proxy_s=1.0, harness_s=0.8, harness_here_s=0.8, busy_s=2.4, harness_busy_s=1.5, stolen_s=0.1)
+    both_cores = Window.parse(json.dumps(LINE), books, cores=2, realtime=False)
+    assert both_cores.foreign_s == pytest.approx(0.6)
+    assert both_cores.harness_foreign_s is None
+    assert both_cores.disturbed_share == pytest.approx((0.6 / 2 + 0.1) / 2.0)
+
+
+def test_in_real_time_only_the_hypervisor_disturbs() -> None:
+    books = Books(proxy_s=1.0, harness_s=0.0, harness_here_s=0.0, busy_s=1.9, harness_busy_s=2.0, stolen_s=0.1)
+    seen = Window.parse(json.dumps(LINE), books, cores=1, realtime=True)
+    assert seen.disturbed_share == pytest.approx(0.05)
+    assert seen.harness_foreign_s is None
+
+
+def test_books_of_two_moments_give_what_was_used_between() -> None:
+    before, after = Books(1.0, 2.0, 0.0, 3.0, 5.0, 0.5), Books(1.5, 2.25, 0.0, 4.0, 7.0, 0.75)
+    assert after.since(before) == Books(0.5, 0.25, 0.0, 1.0, 2.0, 0.25)
+    assert replace(after, proxy_s=None).since(replace(before, proxy_s=None)).proxy_s is None
+
+
+def test_stolen_time_is_no_busy_time() -> None:
+    times = core_times_s(
+        "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 100 0 0 5 5 0 0 0 0 0\ncpu1 100 100 100 5 5 100 100 300 0 0\nintr 5\n"
+    )
+    tick_s = times[0][0] / 100
+    assert times[0] == pytest.approx((100 * tick_s, 0.0))
+    assert times[1] == pytest.approx((500 * tick_s, 300 * tick_s))
+
+
+def test_the_table_has_a_row_and_a_ratio_for_each_proxy() -> None:
+    rounds = [{"direct": window(), "a": window(0.4), "b": window(0.2)} for _ in range(3)]
+    text = table.render(SSE, rounds, bases=("b", "nobody"))
+    assert "| CPU/chunk ÷ b |" in text
+    assert "nobody" not in text
+    assert [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| a |")] == [
+        "400 [400..400]",
+        "2.00 [2.00..2.00]",
+    ]
+
+
+def test_others_beside_the_load_generator_are_told() -> None:
+    books = Books(proxy_s=1.0, harness_s=0.8, harness_here_s=0.0, busy_s=1.0, harness_busy_s=1.4, stolen_s=0.0)
+    seen = Window.parse(json.dumps(LINE), books, cores=1, realtime=False)
+    assert seen.harness_foreign_s == pytest.approx(0.6)
+    assert table.doubts(SSE, [{"a": seen}]) == [
+        "sse, round 1, a: others had 30% of a core of the load generator, so its times are late"
+    ]
+    assert table.doubts(SSE, [{"a": replace(seen, harness_foreign_s=0.1)}]) == []
+
+
+def test_failed_requests_are_told() -> None:
+    bad: Mapping[str, Window] = {"a": replace(window(), failures={"status": 3})}
+    assert table.doubts(SSE, [bad]) == ["sse, round 1, a: 3 FAILED: status"]
+
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_requests_are_whole_and_as_long_as_they_say(case: Case, tmp_path: Path) -> None:
+    case = replace(case, prompt_bytes=min(case.prompt_bytes, 10_000))
+    systems = set()
+    for file in case.requests(tmp_path):
+        head, _, body = file.read_bytes().partition(b"\r\n\r\n")
+        assert f"content-length: {len(body)}".encode() in head
+        assert body.count(NUMBER.encode()) == 1
+        ask = json.loads(body.replace(CHUNKS.encode(), b"   17"))
+        assert ask.get("max_tokens", 17) == 17
+        assert ask.get("stream", False) == bool(case.chunks)
+        *system, user = ask["messages"]
+        assert user["content"].startswith(NUMBER)
+        systems.add(system[0]["content"] if system else "")
+        assert len(body) == pytest.approx(case.prompt_bytes, abs=300)
+    assert len(systems) == (8 if case.shared_bytes else 1)
+
+
+def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--case", "json64,nothing"])
+    assert "unknown case: nothing" in capsys.readouterr().err
+
+
+def test_options_take_lists() -> None:
+    options = parse_options(["--case", "sse64,json64", "--workers", "1,2", "--only", "nginx", "--only", "haproxy"])
+    assert [case.name for case in options.cases] == ["sse64", "json64"]
+    assert options.workers == [1, 2]
+    assert options.only == ["nginx", "haproxy"]
+
+
+def test_two_workers_are_a_proxy_of_their_own() -> None:
+    one = Competitor("x", "", lambda site: Launch([], site.folder))
+    assert one.with_workers(1) is one
+    assert (one.with_workers(2).name, one.with_workers(2).workers) == ("x@2", 2)
+
+
+def test_a_command_needs_a_name() -> None:
+    assert commanded("mine=serve --port {port}").name == "mine"
+    with pytest.raises(BenchError, match="NAME=COMMAND"):
+        commanded("serve --port 1")
+
+
+def site(folder: Path, workers: int = 1) -> Site:
+    return Site(folder, 8123, 8124, tuple(f"http://127.0.0.1:{port}" for port in range(9001, 9005)), workers)
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_peer_is_told_its_port_and_every_backend(peer: Peer, tmp_path: Path) -> None:
+    launch = peer.launch("/bin/peer")(site(tmp_path))
+    told = " ".join([*launch.argv, *(file.read_text() for file in tmp_path.iterdir())])
+    assert launch.argv[0] == "/bin/peer"
+    assert launch.cwd == tmp_path
+    assert all(f"127.0.0.1:{port}" in told for port in range(9001, 9005))
+    assert "8123" in told
+
+
+def test_llmproxy_runs_from_its_tree(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    one, two = (llmproxy("x", tree).launch(site(tmp_path, workers)) for workers in (1, 2))
+    assert one.cwd == tree
+    assert one.env["PYTHONPATH"].split(os.pathsep)[0] == str(tree)
+    assert "--workers" not in one.argv
+    assert two.argv[-2:] == ["--workers", "2"]
+
+
+def test_two_programs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for name, module in (("rust", "vllm_router.launch_router"), ("python", "vllm_router.app")):
+        script = tmp_path / name / "bin" / "vllm-router"
+        script.parent.mkdir(parents=True)
+        script.write_text(f"from {module} import main")
+        script.chmod(0o755)
+    found = {peer.name: peer.find([tmp_path / "rust" / "bin", tmp_path / "python" / "bin"]) for peer in PEERS}
+    assert found["vllm-router"] == found["vllm-router-ca"] == str(tmp_path / "rust" / "bin" / "vllm-router")
+    assert found["production-stack"] == str(tmp_path / "python" / "bin" / "vllm-router")
+    assert found["nginx"] is None
+
+
+# --- the programs -----------------------------------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("bin")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "BUILT", folder)
+        for name in ("mockd", "loadgen"):
+            measure.built(name)
+        yield folder
+
+
+@pytest.fixture
+def replica(programs: Path, tmp_path: Path) -> Iterator[int]:
+    """The port of one mock replica."""
+    mock = Child([str(programs / "mockd"), "1"], os.sched_getaffinity(0), tmp_path / "mock.log", piped=True)
+    try:
+        yield int(mock.line())
+    finally:
+        mock.stop()
+
+
+def answered(port: int, path: str, body: bytes | None = None) -> bytes:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("GET" if body is None else "POST", path, body)
+        response = connection.getresponse()
+        assert response.status == 200
+        return response.read()
+
+
+def loaded(programs: Path, case: Case, port: int, files: Sequence[Path]) -> tuple[list[str], str]:
+    """The lines and the complaints of one load; a machine too busy to serve in a short window gets longer ones."""
+    for seconds in (0.1, 1.0, 10.0):
+        argv = [str(programs / "loadgen"), *case.load_argv(port, seconds), *map(str, files)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        lines = done.stdout.splitlines()
+        told = json.loads(lines[2])
+        if told["requests"] or told["failures"]:
+            break
+    return lines, done.stderr
+
+
+@needs_compiler
+def test_a_mock_replica_streams_as_many_chunks_as_it_is_asked_for(replica: int) -> None:
+    ask = b'{"model":"mock","stream":true,"max_tokens":   5,"seed":100,"stream_options":{"include_usage":true}}'
+    events = answered(replica, "/v1/chat/completions", ask).decode().split("\n\n")
+    assert [event[:6] for event in events[:-1]] == ["data: "] * 8
+    *chunks, last, usage = (json.loads(event[6:]) for event in events[:7])
+    assert all(len(chunk["choices"][0]["delta"]["content"]) == 21 for chunk in chunks)
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert usage["usage"]["completion_tokens"] == 5
+    assert events[7] == "data: [DONE]"
+
+
+@needs_compiler
+def test_a_mock_replica_takes_a_large_body_and_reads_its_end(replica: int) -> None:
+    ask = b'{"model":"mock","messages":["' + b"x" * 3_000_000 + b'"],"stream":true,"max_tokens":2}'
+    assert answered(replica, "/v1/chat/completions", ask).count(b"data: ") == 4
+
+
+@needs_compiler
+def test_a_mock_replica_answers_what_a_poller_asks(replica: int) -> None:
+    page = answered(replica, "/metrics/?name[]=x")
+    reading = drain(parse_reading(page, taken_at_s=1.0))
+    assert reading is not None
+    assert (reading.running, reading.waiting, reading.kv_tokens) == (0, 0, 16_000_000)
+    assert is_filtered(page)
+    assert json.loads(answered(replica, "/v1/models"))["data"][0]["id"] == "mock"
+    assert answered(replica, "/health") == b""
+    assert json.loads(answered(replica, "/v1/chat/completions", b"{}"))["usage"]["completion_tokens"] == 8
+
+
+@needs_compiler
+def test_prompts_that_begin_alike_have_tokens_that_begin_alike(replica: int) -> None:
+    one, other = (
+        json.loads(answered(replica, "/v1/chat/completions/render", b"same " * 20 + end))["token_ids"]
+        for end in (b"this", b"that")
+    )
+    assert one[:25] == other[:25]
+    assert one[25:] != other[25:]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "case", [SSE, replace(SSE, chunks=0), replace(SSE, chunks=0, rate=500.0), replace(SSE, gap_us=0)]
+)
+def test_the_load_generator_counts_what_a_replica_sends(
+    case: Case, programs: Path, replica: int, tmp_path: Path
+) -> None:
+    case = replace(case, ramp_s=0.0, warmup_s=0.0)
+    (begin, end, line), _ = loaded(programs, case, replica, case.requests(tmp_path))
+    assert (begin, end) == ("begin", "end")
+    seen = Window.parse(line, Books(None, 0.0, 0.0, 0.0, 0.0, 0.0), cores=1, realtime=False)
+    assert seen.failures == {}
+    assert seen.requests > 0
+    assert (seen.chunks > 0) == bool(case.chunks)
+    assert (seen.transit is not None) == bool(case.chunks)
+
+
+@needs_compiler
+def test_the_load_generator_counts_refusals(programs: Path, replica: int, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.http"
+    wrong.write_bytes(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+    case = replace(SSE, clients=1, chunks=0, ramp_s=0.0, warmup_s=0.0)
+    lines, complaint = loaded(programs, case, replica, [wrong])
+    assert json.loads(lines[2])["failures"]["status"] > 0
+    assert "404 Not Found" in complaint
+
+
+@needs_compiler
+def test_a_stream_that_ends_early_is_a_failure(programs: Path, replica: int, tmp_path: Path) -> None:
+    short = tmp_path / "short.http"
+    ask = b'{"model":"mock","messages":[],"stream":true,"max_tokens":3}'
+    short.write_bytes(b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(ask), ask))
+    case = replace(SSE, clients=1, chunks=10_000, ramp_s=0.0, warmup_s=0.0)
+    lines, _ = loaded(programs, case, replica, [short])
+    assert list(json.loads(lines[2])["failures"]) == ["chunks missing"]
+
+
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
+class FakeBench:
+    """Starts nobody; the proxies named in `broken` cannot be started, those in `weak` fail in their first window."""
+
+    direct = Running("direct", 1)
+
+    def __init__(self, broken: Sequence[str] = (), weak: Sequence[str] = ()) -> None:
+        self.started: list[str] = []
+        self.measured: list[str] = []
+        self._broken = broken
+        self._weak = list(weak)
+
+    def start(self, competitor: Competitor) -> Running:
+        if competitor.name in self._broken:
+            raise BenchError(f"{competitor.name} does not answer\nits log")
+        self.started.append(competitor.name)
+        return Running(competitor.name, 2)
+
+    def measure(self, case: Case, running: Running, seconds: float) -> Window:
+        assert seconds == 1.0
+        self.measured.append(running.name)
+        if running.name in self._weak:
+            self._weak.remove(running.name)
+            raise BenchError(f"{running.name} ended during {case.name}")
+        return window()
+
+
+def staged(
+    bench: FakeBench, case: Case = SSE, rounds: int = 2, required: str = ""
+) -> tuple[list[list[str]], list[str]]:
+    """Who was measured in each round, and what was said of the others."""
+    everybody = [
+        Competitor(name, "", lambda site: Launch([], site.folder), required=name == required) for name in ("a", "b")
+    ]
+    failures: list[str] = []
+    stage = Stage(cast(Bench, bench), everybody, seconds=1.0, tries=1, failures=failures)
+    results: dict[str, list[dict[str, Window]]] = {case.name: []}
+    with stage.open():
+        stage.rounds([case], rounds, results)
+    return [list(one) for one in results[case.name]], failures
+
+
+def test_every_second_round_takes_the_proxies_in_reverse() -> None:
+    bench = FakeBench()
+    rounds, failures = staged(bench)
+    assert bench.measured == ["direct", "a", "b", "direct", "b", "a"]
+    assert rounds == [["direct", "a", "b"]] * 2
+    assert not failures
+
+
+def test_a_proxy_that_cannot_be_started_is_left_out() -> None:
+    rounds, failures = staged(FakeBench(broken="b"))
+    assert rounds == [["direct", "a"]] * 2
+    assert failures == ["b FAILED: b does not answer"]
+
+
+def test_a_proxy_that_fails_in_a_case_is_started_anew() -> None:
+    bench = FakeBench(weak="a")
+    rounds, failures = staged(bench)
+    assert rounds == [["direct", "b"], ["direct", "a", "b"]]
+    assert bench.started == ["a", "b", "a"]
+    assert failures == ["a FAILED: a ended during sse"]
+
+
+def test_a_proxy_that_is_required_must_not_fail() -> None:
+    with pytest.raises(BenchError, match="does not answer"):
+        staged(FakeBench(broken="a"), required="a")
+    with pytest.raises(BenchError, match="ended during"):
+        staged(FakeBench(weak="a"), required="a")
+
+
+def test_a_case_for_fresh_processes_starts_each_anew() -> None:
+    bench = FakeBench()
+    staged(bench, replace(SSE, fresh=True), rounds=1)
+    assert bench.started == ["a", "b", "a", "b"]

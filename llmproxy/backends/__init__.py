@@ -1,1 +1,0 @@
-"""The vLLM leg: upstream connections, and the side window through which the fleet's state is read."""

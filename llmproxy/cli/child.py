@@ -1,0 +1,33 @@
+"""`python -m llmproxy.cli.child ARGS` is `llmproxy ARGS` that also ends when its standard input does.
+
+A parent that holds the other end of that pipe cannot leave this process behind, however the parent ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from llmproxy.cli import main
+
+STOP_TIMEOUT_S = 10.0
+
+
+def _end_with_standard_input() -> None:
+    """End this process, by SIGTERM and then by force, once nobody holds the other end of its standard input."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(STOP_TIMEOUT_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    _end_with_standard_input()
+    main()

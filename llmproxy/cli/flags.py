@@ -1,0 +1,157 @@
+"""The flags of `serve` and the variables beside them: the key that each sets, and words for those that set none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from llmproxy.config import PLACEMENT_PRESETS, ConfigError, Override, instead_of, keys, keys_of_files, nearest
+from llmproxy.lifecycle.handover import DRAINED
+from llmproxy.lifecycle.sockets import PREDECESSOR
+
+PREFIX = "LLMPROXY_"
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+"""Names the file, as --config does."""
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, DRAINED, PREDECESSOR})
+"""Variables that set no key; by all but the first a process speaks to its successor."""
+OF_KUBERNETES = re.compile(
+    rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+"""What every pod gets for a Service whose name begins with llmproxy; nobody's wish, as is a port like tcp://..."""
+ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "--backend": ("backends",),
+    "--static-backends": ("backends",),
+    "--worker-urls": ("backends",),
+    "--api-key": ("api_keys",),
+    "--placement": ("scheduling.placement",),
+    "--policy": ("scheduling.placement",),
+    "--routing-logic": ("scheduling.placement",),
+    "--fairness": ("scheduling.fairness",),
+    "--queue-size": ("queue.requests_max",),
+    "--queue-timeout-secs": ("queue.ttl_s",),
+    "--request-timeout-secs": ("timeouts.total_s",),
+    "--max-payload-size": ("body_bytes_max",),
+    "--drain-timeout": ("drain_timeout_s",),
+    "--engine-stats-interval": ("poll.interval_s", "poll.page_interval_s"),
+    "--cb-failure-threshold": ("health.failures",),
+    "--health-failure-threshold": ("health.unreachable_after",),
+    "--retry-max-retries": ("retry.extra_attempts",),
+    "--max-instance-failover-reroute-attempts": ("retry.extra_attempts",),
+}
+"""Shorter names of flags, and those that users of other routers know, with the keys that mean the same here."""
+
+PLACEMENTS_ELSEWHERE = {"roundrobin": "round_robin"} | {name.replace("_", "-"): name for name in PLACEMENT_PRESETS}
+LIST_SEPARATORS = {"backends": re.compile(r"[,\s]+"), "api_keys": re.compile(r"\s+")}
+"""What divides the items of a list in one text; a comma may well be part of somebody's API key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag of `serve`, its variable, and the keys that it overrides."""
+
+    name: str
+    keys: tuple[str, ...]
+
+    @property
+    def parameter(self) -> str:
+        return self.name.strip("-").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.parameter.upper()
+
+
+def flag_of(key: str) -> str:
+    """The name of the flag of a dotted key."""
+    return "--" + re.sub(r"[._]", "-", key)
+
+
+FLAGS = tuple(Flag(flag_of(key), (key,)) for key in keys()) + tuple(Flag(name, ALIASES[name]) for name in ALIASES)
+
+BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
+
+
+def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
+    """What flags or variables, each with its origin and texts, put over the file. Raises ConfigError."""
+    found: dict[str, Override] = {}
+    for flag, origin, texts in given:
+        for key in flag.keys:
+            earlier = found.get(key)
+            if key in LIST_SEPARATORS:
+                # An empty text stays an item, to be refused: `--api-key ""` must not quietly let everybody in.
+                items = [item for text in texts for item in (_items(LIST_SEPARATORS[key], text) or [text])]
+                if earlier:
+                    items, origin = [*earlier.value, *items], f"{earlier.origin}, {origin}"
+                found[key] = Override(key, items, origin)
+                continue
+            if earlier:
+                raise ConfigError([f"{origin}: {key}: is set by {earlier.origin} too; give only one of them"])
+            text = texts[-1]
+            if key == "scheduling.placement":
+                text = PLACEMENTS_ELSEWHERE.get(text.lower(), text)
+            found[key] = Override(key, text, origin)
+    return list(found.values())
+
+
+def _items(separator: re.Pattern[str], text: str) -> list[str]:
+    return [item for item in separator.split(text) if item]
+
+
+def from_environment(environment: Mapping[str, str]) -> list[Override]:
+    """What variables put over the file. Raises ConfigError for each that is not known.
+
+    An empty one says nothing, but for that of the keys: a secret that came out empty must not let everybody in.
+    """
+    ours = {name: text for name, text in environment.items() if name.startswith(PREFIX) and not _injected(name, text)}
+    known = {flag.variable: flag for flag in FLAGS}
+    if unknown := sorted(ours.keys() - known.keys() - OTHER_VARIABLES):
+        raise ConfigError([f"{name}: {_of_variable(name, [*known, CONFIG_VARIABLE])}" for name in unknown])
+    said = {name: text for name, text in ours.items() if text or (name in known and known[name].keys == ("api_keys",))}
+    return _overrides((flag, name, [said[name]]) for name, flag in known.items() if name in said)
+
+
+def _injected(name: str, text: str) -> bool:
+    return OF_KUBERNETES.fullmatch(name) is not None or (name.endswith("_PORT") and ADDRESS.match(text) is not None)
+
+
+def _of_variable(name: str, known: Sequence[str]) -> str:
+    words = name.removeprefix(PREFIX)
+    likest = nearest(words, [one.removeprefix(PREFIX).lower() for one in known])
+    told = what_to_write("--" + words.lower().replace("_", "-"))
+    return told or f'is not a known variable (nearest known variable: "{PREFIX}{likest.upper()}")'
+
+
+def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:
+    """What flags, by their parameters, and plain arguments put over the file. Raises ConfigError."""
+    given = [(flag, flag.name, flags.get(flag.parameter)) for flag in FLAGS]
+    texts = [(flag, name, [value] if isinstance(value, str) else value or []) for flag, name, value in given]
+    return _overrides(one for one in [*texts, (BACKENDS, "URL", urls)] if one[2])
+
+
+def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """One line for each of `arguments` that is a flag of other programs or of a key that only a file can hold."""
+    names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
+    return [f"{name}: {told}" for name in names if name not in known and (told := what_to_write(name))]
+
+
+def what_to_write(flag: str) -> str | None:
+    """What to write instead of a flag that `serve` has not; None where only its spelling can be wrong."""
+    if places := _ONLY_IN_FILES.get(flag):
+        return f"only a file can hold {' or '.join(places)}: write it into the one that --config names"
+    return instead_of(flag)
+
+
+def _only_in_files() -> dict[str, list[str]]:
+    """Keys that no flag can hold, by the names that one might try: the whole key, or its last part."""
+    found: dict[str, list[str]] = {}
+    for key in keys_of_files():
+        for name in dict.fromkeys((flag_of(key.replace("[]", "")), flag_of(key.rpartition(".")[2]))):
+            found.setdefault(name, []).append(key)
+    return {name: places for name, places in found.items() if name not in {flag.name for flag in FLAGS}}
+
+
+_ONLY_IN_FILES = _only_in_files()

@@ -1,0 +1,1 @@
+"""What is known of each backend: load, batch limit, health, models."""

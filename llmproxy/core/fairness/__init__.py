@@ -1,6 +1,0 @@
-"""Who goes next: which flow of a band is offered to the backends first. One file for each policy."""
-
-from llmproxy.core.fairness import fair_share, fcfs, locality_fair_share, round_robin, slo
-from llmproxy.core.fairness.policy import Fairness, FairnessPolicy, policies
-
-__all__ = ["Fairness", "FairnessPolicy", "fair_share", "fcfs", "locality_fair_share", "policies", "round_robin", "slo"]

@@ -1,0 +1,207 @@
+"""What is known of one backend beside its view: its pace, and the prompts that it was given and has not answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp
+
+from llmproxy.core.domain import Request
+from llmproxy.core.placement.adapter_demand import Slots
+from llmproxy.core.placement.prefix_index import InUse
+from llmproxy.core.placement.rates import Pace, Rates
+
+WORK_S = 30.0
+"""How far back the share of time that a backend spends on prompts is looked at."""
+SAME_STEP_S = 0.003
+"""First bytes this close come from one step of the engine, and the time that it took is that of all their prompts."""
+TOGETHER_S = 0.05
+"""How far apart requests come at most that an idle engine begins together."""
+OVERDUE = 2.0
+"""Times its expected time after which a prompt that has no byte says something of its backend."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A lease, and what was expected of it when it was booked; `own_tokens` of its prompt were to be computed.
+
+    Its first token was expected after `ttft_s`, the others each `tpot_s`; at `due_s` it is overdue. Where it was
+    `crowded`, the batch was full, and its prompt had to wait for somebody's end; where it was `deferred`, all slots of
+    adapters served others, and those behind it pass.
+    """
+
+    request: Request
+    backend: str
+    backend_load: BackendLoad
+    booked_s: float
+    own_tokens: float
+    cached_tokens: float
+    cold_adapter: bool
+    ttft_s: float
+    tpot_s: float
+    deferred: bool = False
+    crowded: bool = False
+    due_s: float = 0.0
+    started_s: float | None = None
+
+
+class BackendLoad:
+    """One backend: `adapters` and `in_use` are those of the requests in flight there, `kv_tokens` what the prefix index
+    was told of its size, `limit` the sequences that its batch takes, as far as known.
+    """
+
+    def __init__(self) -> None:
+        self.prefill = Pace()
+        self.step = Pace()
+        self.adapters = Slots()
+        self.in_use = InUse()
+        self.kv_tokens = 0
+        self.limit: int | None = None
+        self.in_flight = 0
+        self._unstarted: dict[int, InFlight] = {}
+        self._to_prefill_tokens = 0.0
+        self._loading: dict[int, int] = {}
+        self._spoke_s = -1.0
+        self._busy_s = 0.0
+        self._work_s = 0.0
+        self._work_at_s = 0.0
+        self._step_tokens = 0.0
+        self._step_took_s = 0.0
+        self._step_loads: list[int] = []
+        self._step_known = True
+        self._mixed = False
+
+    def renew(self, rates: Rates, now: float) -> None:
+        """Bring both paces up to what the pool knows now, and teach it what adapters took that were just loaded."""
+        if rates.prefill.seen >= self.prefill.stale_at:
+            self.prefill.renew(rates.prefill)
+        if rates.step.seen >= self.step.stale_at:
+            self.step.renew(rates.step)
+        if self._step_loads and now - self._spoke_s >= SAME_STEP_S:
+            # What loads take is worth knowing before the next first byte: until then more of them would be begun.
+            self._end_step(rates)
+
+    def queue_s(self, rates: Rates, now: float) -> float:
+        """Until the backend has computed the prompts that it has, with adapters that it loads for them, and once more
+        what every prompt takes at least.
+        """
+        oldest = self._oldest(now) if self._unstarted else None
+        token_s = rates.prefill.slope * self.prefill.factor
+        queue_s = rates.prefill.base * self.prefill.factor + self._to_prefill_tokens * token_s
+        if oldest is not None:
+            # A part of the oldest is done by now; and what should have begun long ago says more of this backend than
+            # all that it did before.
+            since_s, due_s, own_s = max(oldest.booked_s, self._spoke_s), oldest.due_s, oldest.own_tokens * token_s
+            if self._loading:
+                # One step loads for all that wait.
+                loads_s = sum([rates.loads.at(tier) for tier in self._loading.values()])
+                queue_s += loads_s
+                own_s += loads_s
+                due_s = max(due_s, since_s + OVERDUE * loads_s)
+            queue_s -= min(now - since_s, own_s)
+            queue_s += max(0.0, now - due_s)
+        return queue_s
+
+    def busy_share(self, now: float) -> float:
+        """The share of its time that lately went into prompts and into loading adapters; more than 1 where it was given
+        more than it can do.
+        """
+        return self._work_s / WORK_S * exp((self._work_at_s - now) / WORK_S)
+
+    def book(self, lease: int, flight: InFlight, rates: Rates, now: float) -> None:
+        if not self._unstarted:
+            self._busy_s = now
+            self._mixed = False
+        request, load_s = flight.request, 0.0
+        if request.adapter is not None:
+            tier = self.adapters.book(request.adapter, flight.cold_adapter, now)
+            flight.deferred = request.adapter in self.adapters.deferred
+            if tier is not None:
+                load_s = rates.loads.at(tier)
+                if not flight.deferred:
+                    self._loading[lease] = tier
+        self._unstarted[lease] = flight
+        self._to_prefill_tokens += flight.own_tokens
+        flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
+        work_s = flight.own_tokens * rates.prefill.slope * self.prefill.factor + load_s
+        self._work_s = WORK_S * self.busy_share(now) + work_s
+        self._work_at_s = now
+        self.in_flight += request.sequences
+        flight.crowded = self.limit is not None and self.in_flight > self.limit
+        self.in_use.add(request.prefix)
+
+    def loading_s(self, now: float) -> float:
+        """How long one load has been under way at least."""
+        if not self._loading:
+            return 0.0
+        booked_s = [self._unstarted[lease].booked_s for lease in self._loading]
+        since_s = max(booked_s[0], self._spoke_s)
+        return (now - since_s) / sum([one <= since_s + TOGETHER_S for one in booked_s])
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a first byte."""
+        return len(self._unstarted)
+
+    def start(self, lease: int, flight: InFlight, rates: Rates, now: float) -> None:
+        """Its first byte came: learn from the time since the one before, or since there was something to compute."""
+        if not flight.request.stream:
+            # This byte is one of its last, and says nothing of when its prompt was computed.
+            self._settle(lease, flight)
+            return
+        for older, one in list(self._unstarted.items()):
+            if older == lease:
+                break
+            if not one.request.stream:
+                # Prompts are computed in their order.
+                self._settle(older, one)
+        mixed, tier = self._mixed, self._loading.get(lease)
+        self._settle(lease, flight)
+        if now - self._spoke_s >= SAME_STEP_S:
+            self._end_step(rates)
+            self._step_took_s = now - max(self._spoke_s, self._busy_s)
+        self._spoke_s = now
+        self._step_tokens += flight.own_tokens
+        if flight.request.adapter is not None:
+            self.adapters.started(flight.request.adapter)
+        if tier is not None:
+            self._step_loads.append(tier)
+            # Those that came meanwhile had to wait for it.
+            due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
+            for one in self._unstarted.values():
+                one.due_s = max(one.due_s, due_s)
+        self._step_known &= not (flight.deferred or flight.crowded or mixed)
+        self._mixed = False
+
+    def finish(self, lease: int, flight: InFlight) -> None:
+        self._settle(lease, flight)
+        request = flight.request
+        self.in_flight -= request.sequences
+        self.in_use.remove(request.prefix)
+        if request.adapter is not None:
+            self.adapters.release(request.adapter)
+
+    def _oldest(self, now: float) -> InFlight | None:
+        while (lease := next((x for x, one in self._unstarted.items() if not one.deferred), None)) is not None:
+            oldest = self._unstarted[lease]
+            if oldest.request.stream or now < oldest.due_s:
+                return oldest
+            # Without a stream there is no byte before the end; by now it is taken to be running.
+            self._settle(lease, oldest)
+        return None
+
+    def _end_step(self, rates: Rates) -> None:
+        """No more first bytes of the last step will come. Where adapters were loaded, it says nothing of prompts."""
+        if self._step_tokens and self._step_known:
+            if self._step_loads:
+                rates.loaded(self.prefill, self._step_loads, self._step_tokens, self._step_took_s)
+            else:
+                rates.prefilled(self.prefill, self._step_tokens, self._step_took_s)
+        self._step_tokens, self._step_known = 0.0, True
+        self._step_loads.clear()
+
+    def _settle(self, lease: int, flight: InFlight) -> None:
+        if self._unstarted.pop(lease, None) is not None:
+            self._to_prefill_tokens -= flight.own_tokens
+            self._loading.pop(lease, None)
+            # Nobody knows how much of the time until the next first byte goes into a prompt that shows none.
+            self._mixed = True

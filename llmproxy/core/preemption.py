@@ -1,0 +1,119 @@
+"""Which leases may be taken back for a request of a higher band, while nothing is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from llmproxy.core.backends.backend import Backend
+from llmproxy.core.domain import DEFAULT, Preempt, Request
+from llmproxy.core.placement import context_tokens
+from llmproxy.core.queueing.headroom import Headroom
+from llmproxy.core.settings import Settings
+
+WITHDRAW_MAX = 4
+"""Leases being taken back at a time, so that one burst does not empty the engines of all that they have begun."""
+LOOK_MAX = 64
+"""Leases looked at by one pass."""
+
+
+class Preemption:
+    """Leases of bands up to `default` that have not answered a byte.
+
+    The lowest band is taken back first, and of it the newest, for which least has been done. Whoever is granted the
+    room decides the pass that follows the release. One of `default` is taken back only out of an engine's own queue,
+    where a reading proves that nothing was done for it.
+    """
+
+    def __init__(self, settings: Settings, headroom: Headroom) -> None:
+        self._settings = settings
+        self._headroom = headroom
+        self._open: dict[int, tuple[Request, Backend]] = {}
+        self._by_band: dict[int, dict[int, None]] = {}
+        self._pending: dict[int, Backend] = {}
+        self._urgent: dict[int, Backend] = {}
+
+    def reconfigure(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def booked(self, lease: int, request: Request, backend: Backend) -> None:
+        if request.band <= DEFAULT:
+            self._open[lease] = (request, backend)
+            self._by_band.setdefault(request.band, {})[lease] = None
+        elif request.band > DEFAULT:
+            self._urgent[lease] = backend
+
+    def closed(self, lease: int) -> None:
+        """The lease spoke or ended: there is nothing to take back any more."""
+        if lease in self._open:
+            del self._by_band[self._open.pop(lease)[0].band][lease]
+        self._pending.pop(lease, None)
+        self._urgent.pop(lease, None)
+
+    def clear(self, backends: Iterable[Backend], now: float) -> Iterable[Preempt]:
+        """What to take back out of the engines' own queues while a band above `default` is in use.
+
+        Such an engine had less room than was believed, and nobody inside it can be overtaken: what stands before a
+        lease above `default` goes, and what is there beyond the limit that was learned since.
+        """
+        if not self._open or not self._settings.withdrawal or not self._headroom.used_above(DEFAULT, now):
+            return
+        behind = {backend.name: lease for lease, backend in self._urgent.items()}
+        for backend in backends:
+            last, beyond = behind.get(backend.name, -1), self._beyond(backend, now)
+            if last < 0 and beyond <= 0:
+                continue
+            queued = [x for x in backend.queued(now) if x in self._open and backend.unstarted(x)]
+            for lease in sorted(queued, key=lambda lease: self._open[lease][0].band):
+                if len(self._pending) >= WITHDRAW_MAX:
+                    return
+                if lease not in self._pending and (lease < last or beyond > 0):
+                    beyond -= self._open[lease][0].sequences
+                    yield self._take_back(lease)
+
+    def _beyond(self, backend: Backend, now: float) -> int:
+        """Sequences at a backend above its limit, those not counted that are being taken back."""
+        if backend.reading is None or not backend.reading.waiting:
+            return 0
+        view = backend.view(now)
+        leaving = sum(self._open[x][0].sequences for x, owner in self._pending.items() if owner is backend)
+        return view.load - leaving - view.limit - view.look_ahead
+
+    def choose(self, head: Request, excluded: frozenset[str], waiting: int, now: float) -> Iterable[Preempt]:
+        """What to take back so that `head`, and with it `waiting` requests of its band, find room."""
+        if head.band <= DEFAULT or not self._settings.withdrawal:
+            return
+        while len(self._pending) < min(WITHDRAW_MAX, waiting):
+            # Each is looked for anew, as one that is taken back may be what the room for a newer one was short of.
+            lease = next((x for x in self._newest() if self._makes_room(x, head, excluded, now)), None)
+            if lease is None:
+                return
+            yield self._take_back(lease)
+
+    def _take_back(self, lease: int) -> Preempt:
+        request, backend = self._open[lease]
+        self._pending[lease] = backend
+        return Preempt(lease, request, backend.name)
+
+    def _newest(self) -> Iterator[int]:
+        below = (band for band in sorted(self._by_band) if band < DEFAULT)
+        lowest_first = (lease for band in below for lease in reversed(self._by_band[band]))
+        return (lease for lease in islice(lowest_first, LOOK_MAX) if lease not in self._pending)
+
+    def _makes_room(self, lease: int, head: Request, excluded: frozenset[str], now: float) -> bool:
+        backend = self._open[lease][1]
+        if backend.name in excluded or head.backend not in (None, backend.name):
+            return False
+        if not backend.serves(head.model) or not backend.unstarted(lease):
+            return False
+        view = backend.view_without([*(x for x, owner in self._pending.items() if owner is backend), lease], now)
+        fits = view.max_model_len is None or view.max_model_len >= context_tokens(head)
+        return fits and view.has_room(self._headroom.ceiling(head.band, now))
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def open(self) -> int:
+        return len(self._open)

@@ -1,0 +1,160 @@
+"""Who is let into the waiting room of a pool, who is refused, and who makes room for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+
+from llmproxy.core.backends.backend import Backend
+from llmproxy.core.domain import Drop, Entry, Outcome, Refused, Request
+from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.queueing.headroom import Headroom
+from llmproxy.core.queueing.occupancy import DrainRate
+from llmproxy.core.queueing.ordering import orderings
+from llmproxy.core.queueing.queue import Queued, head_rank
+from llmproxy.core.queueing.usage_limits import UsageLimits
+from llmproxy.core.queueing.waiting_room import WaitingRoom
+from llmproxy.core.settings import Settings
+
+SHED_MAX = 64
+"""Requests that make room for one of a higher band, which may be as large as all of them."""
+RETRY_EMPTY_S = 2.0
+"""Retry-After while no backend is up: about the time in which a poll finds one that came back."""
+
+
+class Admission:
+    """The door of one waiting room, `room`. The rest is what it judges by; all of it belongs to the scheduler."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        backends: Mapping[str, Backend],
+        room: WaitingRoom,
+        headroom: Headroom,
+        limits: UsageLimits,
+        drain: DrainRate,
+        first_token: FirstToken,
+    ) -> None:
+        self._settings = settings
+        self._backends = backends
+        self._room = room
+        self._headroom = headroom
+        self._limits = limits
+        self._drain = drain
+        self._first_token = first_token
+        self._ordering = orderings.get(settings.ordering)(settings)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Judge by other settings; the ordering stays, as the ranks of those that wait are its own."""
+        self._settings = settings
+
+    def enter(self, request: Request, excluded: frozenset[str], entry: Entry, now: float) -> list[Drop]:
+        """Let a request in and answer who was shed for it; where it is refused, nothing has changed.
+
+        One that comes back after a failed attempt, or that was withdrawn, was let in once and is not held to limits
+        anew: those are few, and turning them away would lose what a retry is there to save. Where a total is reached,
+        the newest request of the lowest band makes room for one of a higher band.
+
+        Raises Refused; see `Scheduler.submit`.
+        """
+        excluded, held = self._servable(request, excluded, entry, now)
+        service_s = self._first_token.expected_s(request.prompt_tokens)
+        # Policies may raise, also when one is made for a band: nobody was refused or shed for this request yet.
+        rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
+        band = self._room.band(request.band)
+        shed: list[Drop] = []
+        if entry is Entry.NEW:
+            self._refuse_late(request, service_s, now)
+            victims = self._in_the_way(request, now)
+            self._limits.admit(request, now)
+            shed = [self._shed(victim, now) for victim in victims]
+            band.entered(request, now)
+            self._headroom.used(request.band, now)
+        else:
+            self._drain.came_back(request.id)
+        self._room.enter(request, rank, excluded, now, held=held)
+        return shed
+
+    def _servable(
+        self, request: Request, excluded: frozenset[str], entry: Entry, now: float
+    ) -> tuple[frozenset[str], bool]:
+        """`excluded`, and whether the request has to be held; then less those that may come back as new processes."""
+        if request.backend is not None:
+            return excluded, self._held_for_its_own(request, request.backend)
+        for backend in self._backends.values():
+            if backend.up and backend.serves(request.model) and backend.name not in excluded:
+                return excluded, False
+        able = [backend for backend in self._backends.values() if backend.serves(request.model)]
+        if entry is Entry.SEEKING:
+            # What is sought has ended with a process that is gone.
+            able = [backend for backend in able if not backend.health.gone and backend.name not in excluded]
+        resting = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
+        if resting and self._settings.queue.hold_s:
+            return excluded - resting, True
+        message = f"No backend of `{request.model}` is up. Try again shortly."
+        if excluded:
+            message = f"Every backend of `{request.model}` that is up has failed this request."
+        raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
+
+    def _held_for_its_own(self, request: Request, name: str) -> bool:
+        """Whether a request that may go to one backend alone has to be held until that one is up."""
+        backend = self._backends.get(name)
+        if backend is None or backend.health.gone or not backend.serves(request.model):
+            raise _bereft(request)
+        if not backend.up and not self._settings.queue.hold_s:
+            message = "The backend that keeps what this request refers to is not up. Try again shortly."
+            raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
+        return not backend.up
+
+    def _refuse_late(self, request: Request, service_s: float, now: float) -> None:
+        if not self._settings.refuse_late or request.slo is None or request.slo.ttft_s is None:
+            return
+        ceiling = self._headroom.ceiling(request.band, now)
+        able = [one for one in self._backends.values() if request.backend in (None, one.name)]
+        roomy = any(backend.view(now).has_room(ceiling) for backend in able)
+        room_s = 0.0 if roomy else self._drain.interval_s(now) or 0.0
+        late_s = now + room_s + service_s - request.arrived_s - request.slo.ttft_s
+        if late_s > 0.0:
+            message = (
+                f"The first token is due within {request.slo.ttft_s:g} s and would come {late_s:.2f} s late even if"
+                " this request were served next. Try elsewhere, or later."
+            )
+            retry_after_s = self._drain.retry_after_s(self._room.ahead_of(request.band), now)
+            raise Refused(Outcome.REJECTED_DEADLINE, message, retry_after_s)
+
+    def _in_the_way(self, request: Request, now: float) -> list[Queued]:
+        """Whom to shed for `request` to fit into the waiting room. Raises Refused where shedding cannot help."""
+        victims: list[Queued] = []
+        if self._room.full(request) is None:
+            return victims
+        with closing(self._room.newest_below(request.band)) as below:
+            while (full := self._room.full(request, victims)) is not None:
+                victim = next(below, None) if full.total and len(victims) < SHED_MAX else None
+                if victim is None:
+                    message = f"The queue is full: {full.name} ({full.limit}) is reached. Try again later."
+                    retry_after_s = self._drain.retry_after_s(self._room.ahead_of(request.band), now)
+                    raise Refused(Outcome.REJECTED_CAPACITY, message, retry_after_s)
+                victims.append(victim)
+        return victims
+
+    def _shed(self, victim: Queued, now: float) -> Drop:
+        self._room.leave(victim)
+        return Drop(victim.request, Outcome.SHED, self._drain.retry_after_s(len(self._room), now))
+
+
+def _bereft(request: Request) -> Refused:
+    message = f"No backend of `{request.model}` keeps it: the one that did is gone, or serves that model no more."
+    return Refused(Outcome.BAD_REQUEST, message)
+
+
+def refusal(drop: Drop) -> Refused:
+    """What is told of a request that had to leave the waiting room."""
+    if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
+        message = f"No backend of `{drop.request.pool}` came up before the request's time to wait was over."
+    elif drop.outcome is Outcome.BAD_REQUEST:
+        return _bereft(drop.request)
+    elif drop.outcome is Outcome.EXPIRED:
+        message = "The request's time to wait in the queue was over before a backend had room. Try again later."
+    else:
+        message = "The request was removed from the queue to make room for one of higher priority. Try again later."
+    return Refused(drop.outcome, message, drop.retry_after_s)

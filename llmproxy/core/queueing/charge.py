@@ -1,0 +1,109 @@
+"""What the counting fairness policies share out: tokens, requests, or KV-cache held over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from llmproxy.core.domain import Request, Usage
+from llmproxy.core.policy_registry import Registry
+from llmproxy.core.settings import Settings
+
+HELD_S = 5.0
+"""Seconds from dispatch to end before any end was seen: an answer of 256 tokens at 20 ms each."""
+GAIN = 0.05
+
+
+class Charge(Protocol):
+    """What one attempt costs its flow, in the unit of the charged resource: expected, so far, and in the end.
+
+    `held_s` is the seconds since dispatch, which is how long its backend has held the request.
+    """
+
+    def estimate(self, request: Request) -> float:
+        """Expected when dispatched."""
+
+    def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
+        """Known for certain while the answer streams, of which `output_tokens` have come."""
+
+    def final(self, request: Request, usage: Usage, held_s: float) -> float:
+        """Known at the end, also of an answer that was cut short. Asked once for each attempt, and learned from."""
+
+
+charges: Registry[Callable[[Settings], Charge]] = Registry("charged resource")
+
+
+@charges.register("tokens")
+class Tokens:
+    """Weighted tokens that the engine computed: uncached prompt tokens and output tokens.
+
+    What is cached is known only at the end; until then the whole prompt counts.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._input_weight = settings.input_weight
+        self._output_weight = settings.output_weight
+
+    def estimate(self, request: Request) -> float:
+        return self._weighted(request.prompt_tokens, request.output_tokens)
+
+    def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
+        del held_s
+        return self._weighted(request.prompt_tokens, output_tokens)
+
+    def final(self, request: Request, usage: Usage, held_s: float) -> float:
+        del request, held_s
+        return self._weighted(max(0, usage.prompt_tokens - (usage.cached_tokens or 0)), usage.output_tokens)
+
+    def _weighted(self, prompt_tokens: int, output_tokens: int) -> float:
+        return self._input_weight * prompt_tokens + self._output_weight * output_tokens
+
+
+@charges.register("requests")
+class Requests:
+    """One for each request, whatever its size."""
+
+    def __init__(self, settings: Settings) -> None:
+        del settings
+
+    def estimate(self, request: Request) -> float:
+        del request
+        return 1.0
+
+    def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
+        del request, output_tokens, held_s
+        return 1.0
+
+    def final(self, request: Request, usage: Usage, held_s: float) -> float:
+        del request, usage, held_s
+        return 1.0
+
+
+@charges.register("kv_seconds")
+class KvSeconds:
+    """Tokens in the KV-cache times the seconds they are held: cached ones as well, for they occupy it too.
+
+    Answers grow about evenly, so that on average half of one is there: held_s x (prompt + output / 2). How long a
+    request is held is learned from earlier ones, as an exponentially weighted mean.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        del settings
+        self._held_s = HELD_S
+        self._seen = 0
+
+    def estimate(self, request: Request) -> float:
+        return self._held(request.prompt_tokens, request.output_tokens, self._held_s)
+
+    def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
+        return self._held(request.prompt_tokens, output_tokens, held_s)
+
+    def final(self, request: Request, usage: Usage, held_s: float) -> float:
+        del request
+        self._seen += 1
+        # The first ones count in full, so that the guess is forgotten at once.
+        self._held_s += max(GAIN, 1.0 / self._seen) * (held_s - self._held_s)
+        return self._held(usage.prompt_tokens, usage.output_tokens, held_s)
+
+    def _held(self, prompt_tokens: int, output_tokens: int, held_s: float) -> float:
+        return held_s * (prompt_tokens + output_tokens / 2)

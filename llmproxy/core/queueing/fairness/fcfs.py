@@ -1,0 +1,29 @@
+"""First come, first served, over all flows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmproxy.core.domain import Request
+from llmproxy.core.queueing.fairness.policy import Fairness, policies
+from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
+from llmproxy.core.settings import Settings
+
+
+@policies.register("fcfs")
+class Fcfs(Fairness):
+    """The flow whose head arrived first."""
+
+    def __init__(self, settings: Settings) -> None:
+        del settings
+        self._flows = SortedFlows()
+
+    def backlogged(self, flow: str, head: Request) -> None:
+        self._flows.set(flow, head.arrived_s)
+
+    def emptied(self, flow: str) -> None:
+        self._flows.discard(flow)
+
+    def candidates(self, now: float) -> Iterator[str]:
+        del now
+        return iter(self._flows)

@@ -1,0 +1,119 @@
+"""Weighted fairness by quanta, within which a flow keeps its turn and its cached prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from math import inf
+
+from llmproxy.core.domain import Request
+from llmproxy.core.queueing.fairness.accounts import Accounts
+from llmproxy.core.queueing.fairness.policy import Fairness, policies
+from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
+from llmproxy.core.settings import Settings
+
+
+@dataclass(slots=True)
+class _Account:
+    counter: float = -inf
+    turn: int = -1
+
+
+@policies.register("locality_fair_share")
+class LocalityFairShare(Fairness):
+    """Fair share that lets a flow go on while it has deficit left, so that its cached prefix stays warm.
+
+    After the deficit longest prefix match of Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (2025, arXiv
+    2501.14312). Every flow has a deficit, what it may still be charged in this round. Among backlogged flows with a
+    positive deficit the one served last goes first, as a proxy's best guess of whose prefix is warm. When none is
+    positive, all backlogged flows are refilled by `quantum_tokens` times their weight, as many rounds at once as make
+    one of them positive. The others follow by what they were charged, so that a flow alone is never stopped.
+
+    A flow that becomes backlogged has at most the quantum of the round that is running: credit does not pile up while
+    idle. Debt stays; it is worked off by the rounds that pass, as if the flow had waited.
+
+    Refilling thousands of flows costs nothing, because not the deficits are kept but their difference to the level of
+    the round: `level` is the quanta granted so far, a flow's counter what it was charged, both per unit of weight.
+    deficit = level - counter, and a flow that comes back is lifted to level - quantum.
+
+    Bounds. Let Q be the quantum, U_f the most that requests of flow f dispatched and unfinished at one time are charged
+    per unit of weight, each with the highest charge of its life, and U = U_f + U_g. While the first candidate is the
+    one dispatched, at any time:
+
+    1. The counters of two backlogged flows differ by at most U + Q. f is dispatched only below the level, which never
+       falls, and gains after that only what it has in flight: counter_f <= level + U_f. At each refill, and on coming
+       back, counter_g >= level - Q, and it loses after that at most what estimates then in flight were too high by:
+       counter_g >= level - Q - U_g.
+    2. The service per unit of weight that two flows receive in any interval in which both are backlogged differs by at
+       most 2 (U + Q): both lines hold as well for counters less what is charged and not yet delivered.
+
+    With tokens charged U_f <= max(w_p L, w_q M) as in `fair_share`, for M tokens of f alone, per unit of weight. Both
+    flows' requests count because, unlike there, the moments at which they are in flight may differ. A large quantum
+    gives warm prefixes, a small one comes near `fair_share`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._quantum = settings.quantum_tokens
+        self._level = settings.quantum_tokens
+        self._turns = 0
+        self._accounts = Accounts(_Account)
+        self._positive = SortedFlows()
+        self._spent = SortedFlows()
+
+    def backlogged(self, flow: str, head: Request) -> None:
+        del head
+        account = self._accounts.wait(flow)
+        if flow not in self._positive and flow not in self._spent:
+            account.counter = max(account.counter, self._level - self._quantum)
+            self._list(flow, account)
+
+    def emptied(self, flow: str) -> None:
+        self._positive.discard(flow)
+        self._spent.discard(flow)
+        self._accounts.rest(flow)
+
+    def candidates(self, now: float) -> Generator[str, None, None]:
+        del now
+        self._refill()
+        yield from self._positive
+        yield from self._spent
+
+    def dispatched(self, flow: str) -> None:
+        account = self._accounts.of(flow)
+        if account.turn == self._turns:
+            return
+        self._turns += 1
+        account.turn = self._turns
+        if flow in self._positive:
+            self._list(flow, account)
+
+    def charge(self, flow: str, cost: float) -> None:
+        account = self._accounts.of(flow)
+        account.counter += cost
+        was_positive = flow in self._positive
+        if flow in self._spent or (was_positive and account.counter >= self._level):
+            self._positive.discard(flow)
+            self._spent.discard(flow)
+            self._list(flow, account)
+
+    def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
+        """The deficit in units of the charged resource per unit of weight, and the rounds of quanta granted so far."""
+        account = self._accounts.find(flow)
+        deficit = self._quantum if account is None else self._level - account.counter
+        if flow not in self._positive and flow not in self._spent:
+            deficit = min(deficit, self._quantum)
+        return (("deficit", deficit), ("rounds", self._level / self._quantum))
+
+    def _list(self, flow: str, account: _Account) -> None:
+        if account.counter < self._level:
+            self._positive.set(flow, -account.turn)
+        else:
+            self._spent.set(flow, account.counter)
+
+    def _refill(self) -> None:
+        if self._positive or (least := self._spent.least()) is None:
+            return
+        rounds = (least[0] - self._level) // self._quantum + 1
+        self._level += rounds * self._quantum
+        for flow in self._spent.take_below(self._level):
+            self._positive.set(flow, -self._accounts.of(flow).turn)

@@ -1,0 +1,183 @@
+"""Service-level objectives: the flow that keeps its own least goes next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from llmproxy.core.domain import Request
+from llmproxy.core.queueing.fairness.accounts import Accounts
+from llmproxy.core.queueing.fairness.policy import Fairness, policies
+from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
+from llmproxy.core.settings import Settings
+
+BUCKETS = 60
+"""Parts of the window. Records leave together with their part, so that a flow needs at most 61 numbers, however much
+it sends; a record counts for between one window and one part more."""
+
+
+@dataclass(slots=True)
+class _Account:
+    counted: int = 0
+    missed: int = 0
+    weight: float = 1.0
+    due_s: float = inf
+    arrived_s: float = 0.0
+
+    @property
+    def miss_share(self) -> float:
+        return self.missed / self.counted if self.counted else 0.0
+
+
+@dataclass(slots=True)
+class _Tally:
+    counted: int = 0
+    missed: int = 0
+
+
+@policies.register("slo")
+class SloAdherence(Fairness):
+    """The flow with the lowest adherence to its objective in the rolling window goes next.
+
+    Adherence is the share of the requests counted in the last `slo_window_s` that met their objective; 1 where none
+    was counted, or none has an objective, as nothing is owed then. Repeatedly serving the lowest is the greedy way to
+    max-min fairness of adherence. No published scheduler takes this quantity; its definitions are these:
+
+    * A request is counted once: at its end, or as missed when its first byte has not come by `ttft_s` after its
+      arrival, at the first event or look after that. A flow that is starved thus cannot look like one that asks for
+      nothing. A request that ends without merit or fault (`met` is None) is not counted, unless it was late before.
+    * Weights multiply misses: flows are ordered by weight x (1 - adherence), the largest first.
+    * Ties, flows without an objective among them: the flow whose head must have its first token soonest, a head
+      without that objective last; then the one whose head arrived first.
+    * A flow whose head is past its `ttft_s` goes behind all flows whose head is not. Its miss is certain: serving it
+      first would only make others late as well. Where such heads should not hold up what waits behind them, the
+      ordering inside the flow must say so (`least_slack`), or a deadline must remove them.
+
+    An account is forgotten when the last record of an idle flow has left the window. Every record enters and leaves
+    once, each for one change of a sorted key, so that a look costs O(log n) for n flows, amortised.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._bucket_s = settings.slo_window_s / BUCKETS
+        self._accounts = Accounts(_Account, self._erase)
+        self._flows = SortedFlows()
+        self._buckets: deque[tuple[int, dict[str, _Tally]]] = deque()
+        self._unstarted: set[str] = set()
+        self._counted_late: set[str] = set()
+        self._alarms: list[tuple[float, str, str]] = []
+        self._now = -inf
+
+    def entered(self, request: Request, now: float) -> None:
+        self._advance(now)
+        self._watch(request)
+
+    def backlogged(self, flow: str, head: Request) -> None:
+        account = self._accounts.wait(flow)
+        account.weight = head.weight
+        account.due_s = _due_s(head)
+        account.arrived_s = head.arrived_s
+        self._rank(flow, account)
+        # One that was thought to have started may be back after a failed attempt: it waits once more.
+        self._watch(head)
+
+    def emptied(self, flow: str) -> None:
+        self._flows.discard(flow)
+        account = self._accounts.find(flow)
+        if account is not None and account.counted:
+            self._accounts.rest(flow)
+        else:
+            self._accounts.drop(flow)
+
+    def candidates(self, now: float) -> Iterator[str]:
+        self._advance(now)
+        return iter(self._flows)
+
+    def started(self, request: Request, now: float) -> None:
+        self._advance(now)
+        self._unstarted.discard(request.id)
+
+    def ended(self, request: Request, met: bool | None, now: float) -> None:
+        self._advance(now)
+        self._unstarted.discard(request.id)
+        if request.id in self._counted_late:
+            self._counted_late.discard(request.id)
+        elif met is not None:
+            self._count(request.flow, met)
+
+    def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
+        account = self._accounts.find(flow) or _Account()
+        return (
+            ("adherence", 1.0 - account.miss_share),
+            ("counted", float(account.counted)),
+            ("missed", float(account.missed)),
+        )
+
+    def _rank(self, flow: str, account: _Account) -> None:
+        late = float(self._now > account.due_s)
+        self._flows.set(flow, late, -account.weight * account.miss_share, account.due_s, account.arrived_s)
+
+    # --- the window ----------------------------------------------------------------------------------------------
+
+    def _count(self, flow: str, met: bool) -> None:
+        index = self._bucket()
+        if not self._buckets or self._buckets[-1][0] != index:
+            self._buckets.append((index, {}))
+        account = self._accounts.of(flow)
+        for tally in (account, self._buckets[-1][1].setdefault(flow, _Tally())):
+            tally.counted += 1
+            tally.missed += not met
+        if flow in self._flows:
+            self._rank(flow, account)
+
+    def _bucket(self) -> int:
+        return int(self._now // self._bucket_s)
+
+    def _advance(self, now: float) -> None:
+        """Take note of what time alone has changed; a `now` before the last one changes nothing."""
+        if now <= self._now:
+            return
+        self._now = now
+        while self._buckets and self._buckets[0][0] < self._bucket() - BUCKETS:
+            self._leave(self._buckets.popleft()[1])
+        while self._alarms and self._alarms[0][0] < now:
+            _, request_id, flow = heappop(self._alarms)
+            if request_id in self._unstarted:
+                self._unstarted.discard(request_id)
+                self._counted_late.add(request_id)
+                self._count(flow, met=False)
+
+    def _leave(self, bucket: dict[str, _Tally]) -> None:
+        for flow, tally in bucket.items():
+            account = self._accounts.of(flow)
+            account.counted -= tally.counted
+            account.missed -= tally.missed
+            if flow in self._flows:
+                self._rank(flow, account)
+            elif not account.counted:
+                self._accounts.drop(flow)
+
+    def _erase(self, flow: str) -> None:
+        for _, bucket in self._buckets:
+            bucket.pop(flow, None)
+
+    # --- requests that may come too late -------------------------------------------------------------------------
+
+    def _watch(self, request: Request) -> None:
+        due_s = _due_s(request)
+        if due_s == inf or request.id in self._unstarted or request.id in self._counted_late:
+            return
+        self._unstarted.add(request.id)
+        heappush(self._alarms, (due_s, request.id, request.flow))
+        # Most requests start in time; without this the alarms of those would outnumber the requests still watched.
+        if len(self._alarms) > 64 + 4 * len(self._unstarted):
+            self._alarms = list({alarm for alarm in self._alarms if alarm[1] in self._unstarted})
+            heapify(self._alarms)
+
+
+def _due_s(request: Request) -> float:
+    """When the first token must have come, on the clock of `now`; infinity without such an objective."""
+    ttft_s = None if request.slo is None else request.slo.ttft_s
+    return inf if ttft_s is None else request.arrived_s + ttft_s

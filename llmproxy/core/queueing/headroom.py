@@ -1,0 +1,84 @@
+"""How far each band may fill a backend: its ceiling, while somebody above it might need the rest."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from math import inf
+
+from llmproxy.core.backends.backend import View
+from llmproxy.core.settings import BELOW_HIGHEST, Settings
+
+
+class Headroom:
+    """The ceilings of one pool.
+
+    What a ceiling keeps free is for the bands above it. A band that had no request for `reserve_s` is not waited for:
+    those below it may fill backends as far as it may, up to the next band that is in use. Its next request brings the
+    ceilings back, and waits for one release at most where everything was full.
+
+    Below the highest band in use one slot is always kept: of each backend of four sequences or more (`View.slots`), and
+    of the whole pool where all are smaller (`keeps_last`), but for a pool of a single slot.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._used_s: dict[int, float] = {}
+        self.reconfigure(settings)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Keep room by other ceilings from now on."""
+        self._settings = settings
+        self._levels = sorted(settings.ceilings)
+        self._own: dict[int, float] = {}
+        self._highest = settings.ceiling_range[1]
+
+    def used(self, band: int, now: float) -> None:
+        """A request of `band` came."""
+        if band not in self._used_s:
+            self._used_s = {other: used_s for other, used_s in self._used_s.items() if self._lasts(used_s, now)}
+        self._used_s[band] = now
+
+    def ceiling(self, band: int, now: float) -> float:
+        """The saturation (0..1] at which `band` waits now."""
+        ceiling = self._own.get(band)
+        if ceiling is None:
+            ceiling = self._own[band] = self._settings.ceiling(band)
+        above = min(self._above(band, now), default=None)
+        # What the next band in use goes by is the ceiling of the level at or below it.
+        end = len(self._levels) if above is None else bisect_right(self._levels, above) - 1
+        for level in self._levels[bisect_right(self._levels, band) : end]:
+            ceiling = max(ceiling, self._settings.ceilings[level])
+        return ceiling if above is None else min(ceiling, BELOW_HIGHEST * self._highest)
+
+    def keeps_last(self, band: int, views: Sequence[View], now: float) -> bool:
+        """Whether one slot is all that the pool has left, and is kept for a band above `band`."""
+        if not self.used_above(band, now):
+            return False
+        free, idle = 0, True
+        for view in views:
+            if view.available:
+                idle = idle and not view.load
+                if view.has_room(self._highest):
+                    free += max(0, min(view.limit, view.slots(self._highest)) - view.load)
+                if free > 1:
+                    return False
+        return not idle
+
+    def used_above(self, band: int, now: float) -> bool:
+        """A band above `band` is in use."""
+        return next(self._above(band, now), None) is not None
+
+    def changes_at(self, now: float) -> float | None:
+        """When a band will have been out of use for long enough; None where time alone changes nothing."""
+        ends_s = [used_s + self._settings.reserve_s for used_s in self._used_s.values()]
+        return min((end_s for end_s in ends_s if now < end_s < inf), default=None)
+
+    def _above(self, band: int, now: float) -> Iterator[int]:
+        """The bands above `band` that are in use."""
+        if self._settings.reserve_s == inf:
+            yield from (level for level in self._levels if level > band)
+        if self._levels:
+            yield from (other for other, used_s in self._used_s.items() if other > band and self._lasts(used_s, now))
+
+    def _lasts(self, used_s: float, now: float) -> bool:
+        return now < used_s + self._settings.reserve_s

@@ -1,0 +1,93 @@
+"""Which request of a flow goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Protocol
+
+from msgspec import Struct
+
+from llmproxy.core.domain import Request
+from llmproxy.core.policy_registry import Registry
+from llmproxy.core.settings import Settings
+
+Key = tuple[float, float]
+
+
+class Rank(Struct, frozen=True):
+    """Where a request stands in its flow, least key first; from `turns_s` on, `then` is its key."""
+
+    key: Key
+    turns_s: float = inf
+    then: Key = (0.0, 0.0)
+
+
+class Ordering(Protocol):
+    """Ranks the requests of a flow. Most requests keep one key for as long as they wait; one change is allowed for."""
+
+    def rank(self, request: Request, service_s: float) -> Rank:
+        """The rank of `request`, whose first token is expected `service_s` after it is granted a backend."""
+
+
+orderings: Registry[Callable[[Settings], Ordering]] = Registry("ordering policy")
+
+
+@orderings.register("fcfs")
+class Fcfs:
+    """First come, first served."""
+
+    def __init__(self, settings: Settings) -> None:
+        del settings
+
+    def rank(self, request: Request, service_s: float) -> Rank:
+        del service_s
+        return Rank((0.0, request.arrived_s))
+
+
+@orderings.register("edf")
+class EarliestDeadline:
+    """Earliest deadline first: when the first token is due by its objective, else when its time to wait is over."""
+
+    def __init__(self, settings: Settings) -> None:
+        del settings
+
+    def rank(self, request: Request, service_s: float) -> Rank:
+        del service_s
+        slo = request.slo
+        due_s = request.deadline_s if slo is None or slo.ttft_s is None else request.arrived_s + slo.ttft_s
+        return Rank((due_s, request.arrived_s))
+
+
+@orderings.register("least_slack")
+class LeastSlack:
+    """The least time to spare first: objective less time waited less time that serving will take.
+
+    A request that can no longer make it goes last, because serving it first would only make others late as well.
+    One without an objective for its first token stands between the two.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        del settings
+
+    def rank(self, request: Request, service_s: float) -> Rank:
+        if request.slo is None or request.slo.ttft_s is None:
+            return Rank((inf, request.arrived_s))
+        # All slacks shrink alike, so the order of the latest moments to start is the order of slacks at any time.
+        start_by_s = request.arrived_s + request.slo.ttft_s - service_s
+        return Rank((start_by_s, request.arrived_s), start_by_s, (inf, inf))
+
+
+@orderings.register("shortest")
+class Shortest:
+    """The least estimated work first; a request that has waited for `ageing_s` goes before all that have not."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._input_weight = settings.input_weight
+        self._output_weight = settings.output_weight
+        self._ageing_s = settings.ageing_s
+
+    def rank(self, request: Request, service_s: float) -> Rank:
+        del service_s
+        work = self._input_weight * request.prompt_tokens + self._output_weight * request.output_tokens
+        return Rank((work, request.arrived_s), request.arrived_s + self._ageing_s, (-inf, request.arrived_s))

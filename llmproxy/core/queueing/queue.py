@@ -1,0 +1,221 @@
+"""Bands, flows and lines: who waits, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
+from typing import Generic, TypeVar
+
+from llmproxy.core.domain import Request
+from llmproxy.core.policy_registry import Faults
+from llmproxy.core.queueing.fairness import FairnessPolicy
+from llmproxy.core.queueing.ordering import Key, Rank
+
+FLOW_LOOK_MAX = 8
+"""Requests of one flow that are looked at when the first of them fit nowhere; bounds the time of a pass."""
+
+BEFORE_LOOK_MAX = 20_000
+"""Entries of a heap that are counted to say how many come before one of them: some milliseconds of work."""
+
+
+def head_rank(request: Request) -> Rank:
+    """The rank of a request that was withdrawn: it had its turn already, and goes before all that had not."""
+    return Rank((-inf, request.arrived_s))
+
+
+@dataclass(slots=True, eq=False)
+class Queued:
+    """A request in the waiting room, with the backends that already failed it.
+
+    `due_s` are its deadlines on the two clocks of `core.patience`. `key` is its place in its flow now. `parked` names
+    the usage limit for which it stands outside its flow, `back_from` the one for which it did before. A `held` one came
+    while no backend of its own was up. `gone` and `key` tell the heaps which of their entries still count, so an object
+    that is gone never comes back: its request gets a new one.
+    """
+
+    request: Request
+    rank: Rank
+    excluded: frozenset[str] = frozenset()
+    due_s: tuple[float, float] = (inf, inf)
+    key: Key = (0.0, 0.0)
+    parked: str | None = None
+    held: bool = False
+    back_from: str | None = None
+    gone: bool = False
+
+
+K = TypeVar("K", bound=tuple[float, ...] | float)
+Entry = tuple[K, int, Queued]
+
+
+class LazyHeap(Generic[K]):
+    """A heap from which entries are not taken out when they stop to count, but dropped when they surface.
+
+    Putting one in is O(log n), leaving is free; `counts` says whether an entry still does.
+    """
+
+    __slots__ = ("_counts", "_entries", "_serial")
+
+    def __init__(self, counts: Callable[[K, Queued], bool]) -> None:
+        self._entries: list[Entry[K]] = []
+        self._counts = counts
+        self._serial = count()
+
+    def push(self, key: K, queued: Queued, live: int) -> None:
+        """Put in an entry; `live` is about how many count, beyond a multiple of which the rest is cleared out."""
+        heappush(self._entries, (key, next(self._serial), queued))
+        if len(self._entries) > 64 + 2 * live:
+            self._entries = [entry for entry in self._entries if self._counts(entry[0], entry[2])]
+            heapify(self._entries)
+
+    def least(self) -> Entry[K] | None:
+        """The least entry that counts."""
+        entries = self._entries
+        while entries and not self._counts(entries[0][0], entries[0][2]):
+            heappop(entries)
+        return entries[0] if entries else None
+
+    def pop(self) -> Queued:
+        """Take out the entry that `least` has just answered."""
+        return heappop(self._entries)[2]
+
+    def before(self, queued: Queued) -> int | None:
+        """How many come before `queued`, None where there are more than `BEFORE_LOOK_MAX` entries to count."""
+        if len(self._entries) > BEFORE_LOOK_MAX:
+            return None
+        own = next(entry for entry in self._entries if entry[2] is queued and self._counts(entry[0], queued))
+        return sum(1 for entry in self._entries if entry < own and self._counts(entry[0], entry[2]))
+
+    def __iter__(self) -> Generator[Queued, None, None]:
+        """Those that count, least key first. Close the iterator before changing anything."""
+        taken: list[Entry[K]] = []
+        try:
+            while (entry := self.least()) is not None:
+                # The first is asked for almost always and those behind it hardly ever: it stays where it is till then.
+                yield entry[2]
+                taken.append(heappop(self._entries))
+        finally:
+            for entry in taken:
+                heappush(self._entries, entry)
+
+
+def _in_place(key: Key, queued: Queued) -> bool:
+    return not queued.gone and queued.key == key
+
+
+class _Line(LazyHeap[Key]):
+    """The waiting requests of one flow, in the order of their ranks."""
+
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        super().__init__(_in_place)
+        self.size = 0
+
+    def put(self, queued: Queued, key: Key) -> None:
+        queued.key = key
+        self.push(key, queued, self.size + 1)
+
+    def head(self) -> Queued | None:
+        entry = self.least()
+        return None if entry is None else entry[2]
+
+
+class Band:
+    """The flows of one priority level. A flow is listed while it has a request waiting, in the order of its ranks."""
+
+    def __init__(self, fairness: FairnessPolicy, faults: Faults) -> None:
+        self.fairness = fairness
+        self._tell = faults.tell
+        self.size = 0
+        self._lines: dict[str, _Line] = {}
+        self._turns: LazyHeap[float] = LazyHeap(lambda _, queued: not queued.gone)
+
+    @property
+    def flows(self) -> int:
+        return len(self._lines)
+
+    def entered(self, request: Request, now: float) -> None:
+        """A request came into the waiting room for the first time."""
+        self._tell(self.fairness.entered, request, now)
+
+    def ended(self, request: Request, met: bool | None, now: float) -> None:
+        """A request of this band is over; see `FairnessPolicy.ended`."""
+        self._tell(self.fairness.ended, request, met, now)
+
+    def push(self, queued: Queued, now: float) -> None:
+        request, rank = queued.request, queued.rank
+        line = self._lines.get(request.flow)
+        if line is None:
+            line = self._lines[request.flow] = _Line()
+        if rank.turns_s <= now:
+            line.put(queued, rank.then)
+        else:
+            line.put(queued, rank.key)
+            if rank.turns_s < inf:
+                self._turns.push(rank.turns_s, queued, self.size + 1)
+        line.size += 1
+        self.size += 1
+        if line.size == 1 or line.head() is queued:
+            self._tell(self.fairness.backlogged, request.flow, request)
+
+    def remove(self, queued: Queued) -> None:
+        request = queued.request
+        line = self._lines[request.flow]
+        line.size -= 1
+        self.size -= 1
+        if not line.size:
+            queued.gone = True
+            del self._lines[request.flow]
+            self._tell(self.fairness.emptied, request.flow)
+            return
+        was_head = line.head() is queued
+        queued.gone = True
+        if was_head:
+            self._tell_head(request.flow, line)
+
+    def settle(self, now: float) -> None:
+        """Give those whose rank turns with time their new one. The order of a line is as of the last call."""
+        while (entry := self._turns.least()) is not None and entry[0] <= now:
+            queued = self._turns.pop()
+            line = self._lines[queued.request.flow]
+            before = line.head()
+            line.put(queued, queued.rank.then)
+            if line.head() is not before:
+                self._tell_head(queued.request.flow, line)
+
+    def _tell_head(self, flow: str, line: _Line) -> None:
+        head = line.head()
+        assert head is not None
+        self._tell(self.fairness.backlogged, flow, head.request)
+
+    def first(self, flow: str) -> Generator[Queued, None, None]:
+        """The requests of `flow` in their order. Close the iterator before changing anything."""
+        return self._lines[flow].__iter__()
+
+    def before(self, queued: Queued) -> int | None:
+        """How many of its flow come before `queued`, None where they are too many to count."""
+        return self._lines[queued.request.flow].before(queued)
+
+    def waiting_in(self, flow: str) -> int:
+        line = self._lines.get(flow)
+        return 0 if line is None else line.size
+
+    def requests(self) -> list[Request]:
+        """All that wait, flow by flow, each in its order; for looking in, as it takes its time."""
+        return [queued.request for line in self._lines.values() for queued in list(line)]
+
+    def check(self, now: float) -> None:
+        """Raise AssertionError when two accounts of the same thing differ."""
+        assert self.size == sum(line.size for line in self._lines.values())
+        for flow, line in self._lines.items():
+            queued = list(line)
+            assert len(queued) == line.size > 0, f"{flow} lists {len(queued)} requests and counts {line.size}"
+            assert all(one.request.flow == flow for one in queued)
+            assert [one.key for one in queued] == sorted(one.key for one in queued), f"{flow} is out of order"
+        offered = list(self.fairness.candidates(now))
+        assert len(offered) == len(set(offered)), "a flow is listed twice"
+        assert set(offered) == set(self._lines), "the policy offers other flows than those that wait"

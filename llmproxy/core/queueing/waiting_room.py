@@ -1,0 +1,229 @@
+"""The waiting room of one pool: who is in it, in which order, for how long, and who must leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+
+from llmproxy.core.domain import Request
+from llmproxy.core.policy_registry import Faults
+from llmproxy.core.queueing.blocked import OF_BACKEND, BlockedRequests, Key
+from llmproxy.core.queueing.deadlines import Deadlines
+from llmproxy.core.queueing.fairness import policies
+from llmproxy.core.queueing.occupancy import Full, Occupancy
+from llmproxy.core.queueing.ordering import Rank
+from llmproxy.core.queueing.queue import Band, LazyHeap, Queued
+from llmproxy.core.queueing.usage_limits import UsageLimits
+from llmproxy.core.settings import Settings
+
+
+class WaitingRoom:
+    """Bands of flows, the deadlines of all that wait, and those that are parked for a limit of their tenant or model.
+
+    `occupancy` and `limits` are shared by all pools of the process; `faults` notes what policies raise. `room_on` says
+    how many more requests of a band a backend has room for at a time. Every request that waits is in `waiting` by its
+    id.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        occupancy: Occupancy,
+        limits: UsageLimits,
+        faults: Faults,
+        room_on: Callable[[str, int, float], int],
+    ) -> None:
+        self._settings = settings
+        self._room_on = room_on
+        self._faults = faults
+        self._occupancy = occupancy
+        self._limits = limits
+        self._bands: dict[int, Band] = {}
+        self._newest: dict[int, LazyHeap[float]] = {}
+        self._blocked = BlockedRequests()
+        self._deadlines = Deadlines(settings.queue.hold_s)
+        self._labels: dict[str, str] = {}
+        self.waiting: dict[str, Queued] = {}
+        self.order: list[int] = []
+
+    def reconfigure(self, settings: Settings, now: float) -> None:
+        """Go by other settings; bands and those in them stay as they are."""
+        self._settings = settings
+        self._deadlines.reconfigure(settings.queue.hold_s, self.waiting.values(), now)
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def band(self, level: int) -> Band:
+        """The band of a priority level, made when it is first asked for."""
+        band = self._bands.get(level)
+        if band is None:
+            fairness = policies.get(self._settings.fairness)(self._settings)
+            band = self._bands[level] = Band(fairness, self._faults)
+            self._newest[level] = LazyHeap(lambda _, queued: not queued.gone)
+            self.order = sorted(self._bands, reverse=True)
+        return band
+
+    def levels(self) -> list[int]:
+        """The bands whose flows have something to offer, highest first."""
+        return [level for level in self.order if self._bands[level].size]
+
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """(Band, requests) of those that have something to offer, highest first."""
+        return tuple([(level, size) for level in self.order if (size := self._bands[level].size)])
+
+    def ahead_of(self, level: int) -> int:
+        """Requests that go before one that comes into the band `level` now."""
+        return sum(band.size for other, band in self._bands.items() if other >= level)
+
+    # --- in and out --------------------------------------------------------------------------------------------------
+
+    def pool_is(self, up: bool, now: float) -> None:
+        """The pool has a backend that is `up`, or it has none and what waits is held. To be told before all else."""
+        self._deadlines.pool_is(up, now)
+
+    def enter(self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, held: bool = False) -> None:
+        """Let `request` in; a `held` one waits for a backend of its own to come up, though the pool has others."""
+        queued = Queued(request, rank, excluded, held=held)
+        self.waiting[request.id] = queued
+        self._labels[request.label] = request.id
+        self._occupancy.enter(request)
+        left_s = request.deadline_s - now
+        if held:
+            left_s = min(left_s, self._settings.queue.hold_s)
+        self._deadlines.enter(queued, now, len(self.waiting), left_s)
+        self._place(queued).push(queued, now)
+
+    def leave(self, queued: Queued) -> None:
+        request = queued.request
+        del self.waiting[request.id]
+        if self._labels.get(request.label) == request.id:
+            del self._labels[request.label]
+        self._take_out(queued)
+        self._occupancy.leave(request)
+
+    def full(self, request: Request, without: Iterable[Queued] = ()) -> Full | None:
+        """The limit that `request` would break, were those of lower bands in `without` not here; None if it fits."""
+        return self._occupancy.full(request, [queued.request for queued in without])
+
+    def bound_to(self, backend: str) -> list[Queued]:
+        """Those that may go to `backend` alone."""
+        return [queued for queued in self.waiting.values() if queued.request.backend == backend]
+
+    def newest_below(self, level: int) -> Generator[Queued, None, None]:
+        """The requests of bands below `level`, the lowest band and in it the last that came first.
+
+        Close the iterator before changing anything.
+        """
+        for lower in reversed(self.order):
+            if lower < level:
+                yield from self._newest[lower]
+
+    def due(self, now: float, most: int) -> list[Queued]:
+        """Let those whose time to wait is over leave, at most so many, and answer them."""
+        due = self._deadlines.due(now, most)
+        for queued in due:
+            self.leave(queued)
+        return due
+
+    def next_deadline(self, now: float) -> float | None:
+        """When the next time to wait is over if nothing changes, None without any."""
+        return self._deadlines.next(now)
+
+    # --- beside the flows, and back ----------------------------------------------------------------------------------
+
+    def park(self, queued: Queued, limit: str) -> None:
+        """Let a request stand aside for as long as the usage limit `limit` is reached, or its backend has no room."""
+        self._take_out(queued)
+        self._blocked.park(limit, self._anew(queued))
+
+    def settle(self, now: float) -> None:
+        """What time and released leases change: ranks that turn, and requests whose limit has room again."""
+        self.unpark(now)
+        for band in self._bands.values():
+            band.settle(now)
+
+    def unpark(self, now: float, lowest: int | None = None) -> int:
+        """Let those back into their flows that `BlockedRequests.next` answers; how many those are."""
+        if not self._blocked.size:
+            return 0
+        back = self._blocked.next(lambda line, band: self._free(line, band, now), lowest)
+        for parked in back:
+            anew = self._anew(parked)
+            anew.back_from = parked.parked
+            self._bands[parked.request.band].push(anew, now)
+        return len(back)
+
+    def _free(self, line: str, band: int, now: float) -> int:
+        if line.startswith(OF_BACKEND):
+            return self._room_on(line.removeprefix(OF_BACKEND), band, now)
+        return self._limits.free(line)
+
+    def first_parked(self) -> Key:
+        """See `BlockedRequests.first`."""
+        return self._blocked.first(self._limits)
+
+    def _take_out(self, queued: Queued) -> None:
+        if queued.parked is not None:
+            self._blocked.remove(queued)
+        else:
+            self._bands[queued.request.band].remove(queued)
+            if queued.back_from is not None:
+                self._blocked.left(queued.back_from)
+
+    def _anew(self, queued: Queued) -> Queued:
+        anew = Queued(queued.request, queued.rank, queued.excluded, queued.due_s, held=queued.held)
+        self.waiting[queued.request.id] = anew
+        self._deadlines.keep(anew, len(self.waiting))
+        self._place(anew)
+        return anew
+
+    def _place(self, queued: Queued) -> Band:
+        request = queued.request
+        band = self.band(request.band)
+        self._newest[request.band].push(-request.arrived_s, queued, len(self.waiting))
+        return band
+
+    # --- looking in --------------------------------------------------------------------------------------------------
+
+    def requests(self) -> Iterator[Request]:
+        """All that wait in flows, the highest band first."""
+        for level in self.order:
+            yield from self._bands[level].requests()
+
+    def find(self, name: str) -> Queued | None:
+        """The request that is labelled `name`, the last that came where several are, or whose id that is."""
+        return self.waiting.get(self._labels.get(name, name))
+
+    def own_left_s(self, queued: Queued, now: float) -> float:
+        """See `Deadlines.own_left_s`."""
+        return self._deadlines.own_left_s(queued, now)
+
+    def left_s(self, queued: Queued, now: float) -> float:
+        """Seconds that `queued` may still wait if nothing changes."""
+        return self._deadlines.left_s(queued, now)
+
+    def before(self, queued: Queued) -> int | None:
+        """How many of its flow, or of its parking line, come before `queued`; None where too many to count."""
+        if queued.parked is not None:
+            return self._blocked.before(queued)
+        return self._bands[queued.request.band].before(queued)
+
+    def parked_by(self) -> dict[tuple[int, str], int]:
+        """(Band, limit) -> requests parked."""
+        return self._blocked.counts()
+
+    def parked(self) -> list[Queued]:
+        return [queued for queued in self.waiting.values() if queued.parked is not None]
+
+    def check(self, now: float) -> None:
+        """Raise AssertionError when two accounts of the same thing differ."""
+        self._occupancy.check()
+        for band in self._bands.values():
+            band.check(now)
+        parked = [queued.request.id for queued in self.parked()]
+        self._blocked.check()
+        assert len(parked) == self._blocked.size
+        queued = [request.id for request in self.requests()]
+        assert sorted(queued + parked) == sorted(self.waiting), "the bands and the index of waiting requests differ"
+        assert set(self._labels.values()) <= self.waiting.keys(), "a request that left is still known by its label"
+        assert not any(one.gone for one in self.waiting.values()), "a request that left is still waiting"

@@ -1,0 +1,1 @@
+"""Who the backends are and how they are: registry, discovery, polls, adapters."""

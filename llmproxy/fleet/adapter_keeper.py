@@ -1,0 +1,191 @@
+"""Tells backends to load and unload adapters: all at once when somebody asks, and again whoever comes back without.
+
+A backend is told one thing at a time. After each its models are read anew, so that an adapter can be asked for as soon
+as its loading was reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
+
+import orjson
+import structlog
+
+from llmproxy.config import BackendConfig, TimeoutsConfig
+from llmproxy.core.adapters import Adapters, Change, Plan, Reply, Report
+from llmproxy.core.pools import Pools
+from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
+
+PATHS = {"load": "/v1/load_lora_adapter", "unload": "/v1/unload_lora_adapter"}
+ANSWER_BYTES_MAX = 64 << 10
+MESSAGE_CHARS_MAX = 500
+
+T = TypeVar("T")
+_log = structlog.get_logger()
+
+
+class Lister(Protocol):
+    """Who can read a backend's models at once; a poller."""
+
+    async def list_now(self) -> None: ...
+
+
+class AdapterKeeper:
+    """Carries out changes of adapters, and sees to it that they stay carried out.
+
+    `backends` and `listers` are by name, and may change. `on_told` hears of every telling: backend, kind of change,
+    whether it was a repetition, and whether the backend took it. Ended by `close`.
+    """
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        pools: Pools,
+        backends: Mapping[str, BackendConfig],
+        backend_api_key: str | None,
+        upstream: Upstream,
+        listers: Mapping[str, Lister],
+        timeouts: TimeoutsConfig,
+        on_told: Callable[[str, str, bool, bool], None],
+    ) -> None:
+        self._adapters = adapters
+        self._pools = pools
+        self._backends = backends
+        self._backend_api_key = backend_api_key
+        self._upstream = upstream
+        self._listers = listers
+        self._timeouts = timeouts
+        self._on_told = on_told
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._catching_up: set[str] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def carry_out(self, plan: Plan) -> Report:
+        """Tell all backends of a plan, at the same time. It is carried out to its end, whoever waits for it or not."""
+        return await asyncio.shield(self._spawn(self._carry_out(plan)))
+
+    def listed(self, backend: str) -> None:
+        """A backend's listing was taken in: tell it what it lacks."""
+        if backend not in self._catching_up and self._adapters.due(backend, _now()):
+            self._catching_up.add(backend)
+            self._spawn(self._catch_up(backend))
+
+    def reconfigure(self, backend_api_key: str | None, timeouts: TimeoutsConfig) -> None:
+        """Tell with another key, or more or less patiently, from now on."""
+        self._backend_api_key, self._timeouts = backend_api_key, timeouts
+
+    def forget(self, backend: str) -> None:
+        """A backend is no more, and is told nothing any more."""
+        self._turns.pop(backend, None)
+        self._adapters.forget(backend)
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _carry_out(self, plan: Plan) -> Report:
+        try:
+            tellings = (self._tell_if_up(plan.change, backend) for backend in plan.backends)
+            replies = await asyncio.gather(*tellings)
+        except BaseException:
+            self._adapters.abandon(plan)
+            raise
+        report = self._adapters.end(plan, tuple(replies), _now())
+        for reply in report.replies:
+            self._say(plan.change, reply, repeated=False)
+        return report
+
+    async def _tell_if_up(self, change: Change, backend: str) -> Reply:
+        known = self._pools.backends.get(backend)
+        if known is None or known.health.down:
+            return Reply(backend, None, taken=False, message="The backend is down.")
+        async with self._turns[backend]:
+            return await self._tell(change, backend)
+
+    async def _catch_up(self, backend: str) -> None:
+        """Tell a backend what is due, up to the first failure: what is left has its turn after the next listing."""
+        try:
+            for change in self._adapters.due(backend, _now()):
+                async with self._turns[backend]:
+                    if change not in self._adapters.due(backend, _now()):
+                        continue
+                    reply = await self._tell(change, backend)
+                    self._adapters.told(change, reply, _now())
+                self._say(change, reply, repeated=True)
+                if not reply.taken:
+                    return
+        finally:
+            self._catching_up.discard(backend)
+
+    def _say(self, change: Change, reply: Reply, *, repeated: bool) -> None:
+        self._on_told(reply.backend, change.kind, repeated, reply.taken)
+        facts = {"adapter": change.name, "backend": reply.backend, "change": change.kind, "repeated": repeated}
+        if reply.taken:
+            _log.info("adapter_changed", **facts)
+        else:
+            _log.warning("adapter_not_changed", **facts, status=reply.status, why=reply.message)
+
+    # --- one backend --------------------------------------------------------------------------------------------------
+
+    async def _tell(self, change: Change, backend: str) -> Reply:
+        told = self._backends.get(backend)
+        if told is None:
+            return Reply(backend, None, taken=False, message="The backend was removed.")
+        try:
+            async with asyncio.timeout(self._timeouts.adapter_s):
+                status, body = await self._post(told, change)
+        except (ConnectFailed, UpstreamBroken) as error:
+            return Reply(backend, None, taken=False, message=str(error)[:MESSAGE_CHARS_MAX])
+        except TimeoutError:
+            message = f"No answer within {self._timeouts.adapter_s:g} s (timeouts.adapter_s)."
+            return Reply(backend, None, taken=False, message=message)
+        if backend in self._listers:
+            await self._listers[backend].list_now()
+        # One that has it already refuses a load, one that has not an unload; which that was, its listing tells.
+        taken = 200 <= status < 300 or self._adapters.is_met(change, backend)
+        return Reply(backend, status, taken, _message(status, body))
+
+    async def _post(self, backend: BackendConfig, change: Change) -> tuple[int, bytes]:
+        key = backend.api_key or self._backend_api_key
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        body = (orjson.dumps(change.fields),)
+        exchange = await self._upstream.open(
+            backend.url, "POST", PATHS[change.kind], headers, body, self._timeouts.connect_s
+        )
+        try:
+            answer = b""
+            while len(answer) < ANSWER_BYTES_MAX and (piece := await exchange.chunk()):
+                answer += piece
+        finally:
+            exchange.close()
+        return exchange.status, answer
+
+
+def _message(status: int, body: bytes) -> str:
+    """What an answer says, in one piece of text: vLLM tells of success in plain words, of errors in JSON."""
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        text = body.decode("utf-8", "replace").strip()
+        return text[:MESSAGE_CHARS_MAX] or f"status {status}"
+    error = told.get("error") if isinstance(told, dict) else None
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        return str(error["message"])[:MESSAGE_CHARS_MAX]
+    if status == 404:
+        return "Not Found: is VLLM_ALLOW_RUNTIME_LORA_UPDATING=True set for the engine?"
+    return body.decode("utf-8", "replace")[:MESSAGE_CHARS_MAX]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

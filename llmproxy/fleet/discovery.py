@@ -1,0 +1,241 @@
+"""Backends that are found while the proxy runs: in a file that others write, or by names in DNS.
+
+Every source answers the whole set that it knows, again and again; what becomes of the differences is the roster's
+affair. A source that fails changes nothing: what it told last still holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import structlog
+
+from llmproxy.config import DNS, SRV, BackendConfig, Config, ConfigError, WatchedFile, load_backends
+from llmproxy.fleet.registry import BackendRegistry
+from llmproxy.upstream.resolver import Names
+
+FILE_LOOK_S = 1.0
+LOOK_UP_TIMEOUT_S = 5.0
+EMPTY_TIMES = 4
+"""How many times as long an answer without any address has to hold: whole services vanish from DNS by mistake."""
+BACKENDS_MAX = 1_024
+"""Most backends of one source."""
+
+Address = tuple[str, int]
+LookUp = Callable[[str, int], Awaitable[list[Address]]]
+"""Answers (host, port) of everything behind a name, none where it does not exist. Raises SourceFailedError."""
+
+_log = structlog.get_logger()
+
+
+class SourceFailedError(Exception):
+    """A source could not be asked, or what it said makes no sense."""
+
+
+class Source(Protocol):
+    """Somebody who knows backends."""
+
+    @property
+    def interval_s(self) -> float:
+        """Time between two looks."""
+
+    async def look(self) -> Sequence[BackendConfig] | None:
+        """All backends that there should be, None where nothing has changed since the last look. Raises
+        SourceFailedError."""
+
+
+class FileSource:
+    """A file with a list of backends, as in the configuration itself."""
+
+    interval_s = FILE_LOOK_S
+
+    def __init__(self, file: WatchedFile) -> None:
+        self._file = file
+        self._was_read = False
+
+    async def look(self) -> Sequence[BackendConfig] | None:
+        return await asyncio.to_thread(self._look)
+
+    def _look(self) -> Sequence[BackendConfig] | None:
+        if self._was_read and not self._file.has_changed():
+            return None
+        try:
+            self._file.take()
+            backends = load_backends(self._file.path)
+        except ConfigError as error:
+            raise SourceFailedError("; ".join(error.problems)) from None
+        self._was_read = True
+        return backends
+
+
+class DnsSource:
+    """All servers behind one name, each of them configured like `template`.
+
+    A server is called by its address and port, so that it keeps its name however answers are ordered. One that is
+    missing from `gone_after` answers in a row is gone; where answers are empty, from four times as many.
+    """
+
+    def __init__(self, template: BackendConfig, interval_s: float, gone_after: int, look_up: LookUp) -> None:
+        self.interval_s = interval_s
+        self._template = template
+        self._gone_after = gone_after
+        self._look_up = look_up
+        self._prefix = DNS if template.url.startswith(DNS) else SRV
+        url = urlsplit(template.url.removeprefix(self._prefix))
+        self._scheme, self._host = url.scheme, url.hostname or ""
+        self._port = url.port or 80
+        self._misses: dict[Address, int] = {}
+
+    async def look(self) -> Sequence[BackendConfig]:
+        try:
+            async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
+                found = set(await self._look_up(self._host, self._port))
+        except TimeoutError:
+            raise SourceFailedError(f"no answer about {self._host} within {LOOK_UP_TIMEOUT_S:g} s") from None
+        if len(found) > BACKENDS_MAX:
+            raise SourceFailedError(f"{self._host} has {len(found)} addresses, and {BACKENDS_MAX} are the most")
+        patience = self._gone_after if found else self._gone_after * EMPTY_TIMES
+        missed = {address: times + 1 for address, times in self._misses.items() if address not in found}
+        kept = {address: times for address, times in missed.items() if times < patience}
+        self._misses = dict.fromkeys(found, 0) | kept
+        return [self._backend(*address) for address in sorted(self._misses)]
+
+    def _backend(self, host: str, port: int) -> BackendConfig:
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return self._template.model_copy(update={"url": f"{self._scheme}://{place}", "name": place})
+
+
+async def addresses(names: Names, host: str, port: int) -> list[Address]:
+    """Everything behind A and AAAA records."""
+    try:
+        found = await names.look_up(host)
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
+            return []
+        raise SourceFailedError(f"{host} cannot be looked up: {error.strerror}") from None
+    except OSError as error:
+        raise SourceFailedError(f"{host} cannot be looked up: {error}") from None
+    return [(str(place[0]), port) for _, place in found]
+
+
+async def services(name: str, _: int) -> list[Address]:
+    """Everything that SRV records name; the most urgent priority alone, as RFC 2782 wants it. Weights are not for us:
+    how much each server gets is what the scheduler decides."""
+    from dns import asyncresolver, exception, resolver
+
+    try:
+        answer = await asyncresolver.resolve(name, "SRV", lifetime=LOOK_UP_TIMEOUT_S)
+    except (resolver.NXDOMAIN, resolver.NoAnswer):
+        return []
+    except (exception.DNSException, OSError) as error:
+        raise SourceFailedError(f"{name} cannot be looked up: {error}") from None
+    first = min(record.priority for record in answer)
+    return [(str(record.target).rstrip("."), record.port) for record in answer if record.priority == first]
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for a source that cannot be asked with what is installed."""
+    if find_spec("dns") is None:
+        lacking = [b.url for b in config.backends if b.url.startswith(SRV)]
+        if lacking:
+            need = "SRV records need dnspython, which is not installed: pip install 'llmproxy-lb[srv]'"
+            raise ConfigError([f"backends: {url}: {need}" for url in lacking])
+
+
+@dataclass(slots=True)
+class _Running:
+    definition: object
+    task: asyncio.Task[None]
+
+
+class Discovery:
+    """Asks every source in its own time and tells the roster. Started by `reconfigure`, ended by `close`.
+
+    `expects` is told whether some source has not answered yet, so that a name which nobody lists may still turn up.
+    `on_look` hears of every look: the source, and whether it came to anything. `look_ups` are for A and AAAA records,
+    and for SRV.
+    """
+
+    def __init__(
+        self,
+        registry: BackendRegistry,
+        expects: Callable[[bool], None],
+        on_look: Callable[[str, bool], None],
+        look_ups: tuple[LookUp, LookUp],
+    ) -> None:
+        self._registry = registry
+        self._expects = expects
+        self._on_look = on_look
+        self._look_ups = look_ups
+        self._running: dict[str, _Running] = {}
+        self._silent: set[str] = set()
+
+    def reconfigure(self, config: Config) -> None:
+        """Ask these sources from now on. What was found by one that is no more leaves."""
+        chosen = config.discovery
+        wanted: dict[str, tuple[object, Callable[[], Source]]] = {}
+        if (file := chosen.file) is not None:
+            wanted["file"] = file, lambda: FileSource(WatchedFile(file))
+        for backend in config.backends:
+            if backend.looked_up:
+                wanted[backend.url] = (backend, chosen), self._dns(backend, chosen.dns_interval_s, chosen.gone_after)
+        for name in [name for name in self._running if name not in wanted]:
+            self._running.pop(name).task.cancel()
+            self._silent.discard(name)
+            self._registry.withdraw(name)
+        for name, (definition, make) in wanted.items():
+            running = self._running.get(name)
+            if running is not None and running.definition == definition:
+                continue
+            if running is not None:
+                running.task.cancel()
+            else:
+                self._silent.add(name)
+            self._running[name] = _Running(definition, asyncio.create_task(self._ask(name, make()), name=f"ask {name}"))
+        self._expects(bool(self._silent))
+
+    def _dns(self, template: BackendConfig, interval_s: float, gone_after: int) -> Callable[[], Source]:
+        look_up = self._look_ups[0] if template.url.startswith(DNS) else self._look_ups[1]
+        return lambda: DnsSource(template, interval_s, gone_after, look_up)
+
+    async def _ask(self, name: str, source: Source) -> None:
+        wrong, found_some = "", True
+        while True:
+            try:
+                backends = await source.look()
+                if backends is not None:
+                    self._silent.discard(name)
+                    self._expects(bool(self._silent))
+                    self._registry.tell(name, backends)
+                    self._on_look(name, True)
+                    if wrong:
+                        _log.info("discovery_recovered", source=name)
+                    wrong = ""
+                    if found_some and not backends:
+                        _log.warning("discovery_found_nothing", source=name)
+                    found_some = bool(backends)
+            except (SourceFailedError, ConfigError) as failed:
+                self._failed(name, str(failed), wrong)
+                wrong = str(failed)
+            except Exception as bug:  # noqa: BLE001 - one answer that nobody thought of must not end the looking
+                self._failed(name, repr(bug), wrong)
+                wrong = repr(bug)
+            await asyncio.sleep(source.interval_s)
+
+    def _failed(self, name: str, why: str, told: str) -> None:
+        self._on_look(name, False)
+        if why != told:
+            _log.warning("discovery_failed", source=name, why=why)
+
+    async def close(self) -> None:
+        """Ask nobody any more; what was found stays."""
+        tasks = [running.task for running in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

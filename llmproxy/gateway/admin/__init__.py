@@ -1,0 +1,1 @@
+"""Pages for the people who run the proxy."""

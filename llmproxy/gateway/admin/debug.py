@@ -1,0 +1,300 @@
+"""Pages for the people who run the proxy and nobody else.
+
+`GET /debug/queue`: what waits, why it waits and who has room. `GET /debug/explain`: where the last requests went, and
+why not elsewhere. `GET /debug/adapters`: what was loaded through the proxy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from hmac import compare_digest
+from ipaddress import ip_address
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from llmproxy.config import Config
+from llmproxy.core.adapters import Adapters, AdapterState
+from llmproxy.core.domain import Outcome
+from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.admin.explained import pages_of
+from llmproxy.gateway.http.errors import Failure, error_body, nothing_at
+from llmproxy.gateway.http.routes import METRICS, Dialect
+from llmproxy.gateway.request.auth import digest_of, presented
+
+QUEUE = "/debug/queue"
+ADAPTERS = "/debug/adapters"
+EXPLAIN = "/debug/explain"
+CHOICES = 10
+"""Choices shown of each pool where nobody says how many."""
+CHOICES_MAX = 100
+PAGES_PER_S = 5.0
+BURST = 10.0
+"""Pages that may be asked for at once after a pause. Each is built on the loop that serves everybody."""
+
+UNSTORED = {"Cache-Control": "no-store"}
+FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
+"""Fields that tell of a proxy before this one: then the peer's address is not the client's."""
+
+WRONG_ADMIN_KEY = "This needs the admin key of the proxy (admin_key), as `Authorization: Bearer KEY`."
+NO_ADMIN_KEY = (
+    "This needs an admin key, and the proxy has none: `llmproxy hash-key --new` makes one,"
+    " and its hash is the proxy's admin_key."
+)
+
+
+class AdminPages:
+    """Who may look, how often, and what they are shown. `clock` is that of the scheduler, in seconds."""
+
+    def __init__(self, config: Config, dispatcher: Dispatcher, adapters: Adapters, clock: Callable[[], float]) -> None:
+        self._dispatcher = dispatcher
+        self._adapters = adapters
+        self._pools = dispatcher.pools
+        self._clock = clock
+        self._has_port = config.admin.port is not None
+        self._bound = {config.host.lower(), config.admin.host.lower()}
+        self.reconfigure(config)
+        self._allowance = BURST
+        self._at_s = clock()
+
+    def reconfigure(self, config: Config) -> None:
+        """Go by another admin key, other names of bands and other tenants from now on."""
+        self._digest = None if config.admin_key is None else digest_of(config.admin_key)
+        self._names = config.band_names()
+        self._has_tenants = bool(config.tenants)
+
+    def admits(self, request: web.BaseRequest) -> bool:
+        """True for a client on this machine, and for one that presents the admin key.
+
+        A page from elsewhere in a browser on this machine is no such client, although its requests come from here. It
+        is known by its `Origin`, or where its own name was made to lead here (DNS rebinding), by `Host`.
+        """
+        if self.has_key(request):
+            return True
+        if not _is_local(request.remote) or not FORWARDED.isdisjoint(name.lower() for name in request.headers):
+            return False
+        host, origin = request.headers.get("host", "").lower(), request.headers.get("origin")
+        return self._names_us(host) and (origin is None or origin.lower().partition("://")[2] == host)
+
+    def _names_us(self, host: str) -> bool:
+        """Whether a `Host` means this machine to itself, or is that on which the proxy listens; no page sends none."""
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if name in ("", "localhost") or name in self._bound:
+            return True
+        try:
+            return _is_local(name)
+        except ValueError:
+            return False
+
+    def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
+        """Raise Failure for whoever may not do this at this administrative path: the one rule for all of them.
+
+        404, as if there were no such path, for clients who may not look and where another port is for it; 401 for those
+        who may look but have not the key that a change needs. Metrics are for everybody, but where they name tenants.
+        """
+        if self._has_port is not on_admin_port:
+            raise nothing_at(path)
+        if path == METRICS:
+            if self._has_tenants and not on_admin_port and not self.admits(request):
+                message = "Where there are tenants, metrics need the admin key of the proxy (admin_key)."
+                raise Failure(Outcome.UNAUTHORIZED, message)
+            return
+        if not self.admits(request):
+            raise nothing_at(path)
+        if path.startswith("/debug") or request.method in ("GET", "HEAD"):
+            return
+        # A page in somebody's browser can post to this machine as well: being local is not enough to change things.
+        if not self.has_key(request):
+            raise Failure(Outcome.UNAUTHORIZED, NO_ADMIN_KEY if self._digest is None else WRONG_ADMIN_KEY)
+
+    def has_key(self, request: web.BaseRequest) -> bool:
+        """True for a client that presents the admin key."""
+        return self._digest is not None and compare_digest(presented(request.headers), self._digest)
+
+    def adapters(self) -> web.Response:
+        """What was loaded through the proxy, and how it stands with each on each backend; 429 as for `queue`."""
+        if not self._may(self._clock()):
+            return _too_often()
+        states, more = self._adapters.states()
+        return shown({"adapters": [_adapter(state) for state in states], "more": more})
+
+    def queue(self, request: web.BaseRequest) -> web.Response:
+        """The page, or with `?request=` where one waiting request stands (404 where none of that name waits).
+
+        429 to those who ask too often. No look is a request of the metrics or the log: it is of another kind.
+        """
+        now, wanted = self._clock(), request.query.get("request")
+        if not self._may(now):
+            return _too_often()
+        if not wanted:
+            return shown(self._everything(now))
+        position = self._pools.position(wanted, now)
+        if position is None:
+            return _refusal(404, f"No request `{wanted[:256]}` waits.")
+        return shown(self._position(position))
+
+    def explain(self, request: web.BaseRequest) -> web.Response:
+        """The last choices of each pool: `?limit=` of them (1 to 100), or `?request=` those for one request.
+
+        404 where none for that request is remembered, 429 as for `queue`.
+        """
+        now, wanted = self._clock(), request.query.get("request")
+        if not self._may(now):
+            return _too_often()
+        asked = request.query.get("limit")
+        if asked is not None and not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= CHOICES_MAX):
+            return _refusal(400, f"`limit` should be an integer from 1 to {CHOICES_MAX}.")
+        limit = int(asked) if asked is not None else CHOICES
+        pools = pages_of(self._pools.choices(now), now, limit, wanted or None)
+        if wanted and not any(pool["choices"] for pool in pools):
+            return _refusal(404, f"No choice for a request `{wanted[:256]}` is remembered.")
+        return shown({"placement": self._pools.settings.placement, "pools": pools})
+
+    def _may(self, now: float) -> bool:
+        self._allowance = min(BURST, self._allowance + (now - self._at_s) * PAGES_PER_S)
+        self._at_s = now
+        if self._allowance < 1.0:
+            return False
+        self._allowance -= 1.0
+        return True
+
+    def _name(self, level: int) -> str:
+        return self._names.get(level, str(level))
+
+    def _everything(self, now: float) -> dict[str, Any]:
+        seen = self._pools.snapshot(now)
+        limits = [
+            {
+                "limit": one.name,
+                "in_flight": one.in_flight,
+                "in_flight_max": one.in_flight_max,
+                "requests_left": _rounded(one.requests_left, 1),
+                "tokens_left": _rounded(one.tokens_left, 1),
+            }
+            for one in seen.limits
+        ]
+        pools = [self._pool(pool) for pool in seen.pools]
+        return {
+            "nameless": self._dispatcher.nameless,
+            "pools": pools,
+            "usage_limits": limits,
+            "more_usage_limits": seen.limits_more,
+        }
+
+    def _pool(self, pool: PoolSnapshot) -> dict[str, Any]:
+        return {
+            "pool": pool.pool,
+            "alive": pool.alive,
+            "held": pool.held,
+            "in_flight": pool.leases,
+            "being_withdrawn": pool.withdrawing,
+            "bands": [self._band(band) for band in pool.bands],
+            "backends": [self._backend(backend) for backend in pool.backends],
+        }
+
+    def _band(self, band: BandSnapshot) -> dict[str, Any]:
+        return {
+            "band": self._name(band.level),
+            "level": band.level,
+            "ceiling": band.ceiling,
+            "min_share": band.min_share,
+            "waiting": band.waiting,
+            "parked": dict(band.parked),
+            "flows": [_flow(flow) for flow in band.shown],
+            "more": band.flows - len(band.shown),
+        }
+
+    def _backend(self, backend: BackendSnapshot) -> dict[str, Any]:
+        view = backend.view
+        return {
+            "backend": view.backend,
+            "available": view.available,
+            "load": view.load,
+            "limit": view.limit,
+            "saturation": _rounded(view.saturation),
+            "kv_used": _rounded(view.kv_used),
+            "waiting_in_engine": view.waiting,
+            "room_for": [self._name(level) for level in backend.room_for],
+        }
+
+    def _position(self, position: Position) -> dict[str, Any]:
+        return {
+            "request": position.label,
+            "id": position.id,
+            "pool": position.pool,
+            "band": self._name(position.band),
+            "flow": position.flow,
+            "ahead_in_higher_bands": position.ahead_in_bands,
+            "ahead_in_flow": position.ahead_in_flow,
+            "waited_s": _rounded(position.waited_s),
+            "left_s": _rounded(position.left_s),
+            "parked_for": position.parked,
+        }
+
+
+def _flow(flow: FlowSnapshot) -> dict[str, Any]:
+    head = flow.head
+    return {
+        "flow": flow.flow,
+        "waiting": flow.waiting,
+        "oldest_age_s": _rounded(flow.oldest_age_s),
+        "head": {
+            "request": head.label,
+            "id": head.id,
+            "age_s": _rounded(head.age_s),
+            "left_s": _rounded(head.left_s),
+            "prompt_tokens": head.prompt_tokens,
+            "slack_s": _rounded(head.slack_s),
+        },
+        "standing": {name: _rounded(value) for name, value in flow.standing},
+    }
+
+
+def _adapter(state: AdapterState) -> dict[str, Any]:
+    return {
+        "adapter": state.name,
+        "model": state.pool,
+        "path": state.path,
+        "later_ones_too": state.joining,
+        "replicas": [
+            {"backend": one.backend, "wanted": one.wanted, "done": one.done, "failures": one.failures}
+            for one in state.standings
+        ],
+    }
+
+
+def shown(page: dict[str, Any], *, status: int = 200) -> web.Response:
+    """A page for people to read, which nothing on the way may keep."""
+    return web.Response(status=status, body=_dumped(page), content_type="application/json", headers=UNSTORED)
+
+
+def _dumped(page: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(page, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        # A header that was no UTF-8 named a flow.
+        return json.dumps(page, indent=2).encode() + b"\n"
+
+
+def _too_often() -> web.Response:
+    return _refusal(429, "Too many looks at this page. Try again.", {"Retry-After": "1"})
+
+
+def _refusal(status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
+    body = error_body(Dialect.OPENAI, status, message)
+    return web.Response(status=status, body=body, content_type="application/json", headers={**UNSTORED, **headers})
+
+
+def _is_local(peer: str | None) -> bool:
+    if peer is None:
+        return False
+    address = ip_address(peer.partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,0 +1,1 @@
+"""HTTP/1 on the client's side: connections, TLS, limits, header fields, errors, routes."""

@@ -1,0 +1,82 @@
+"""What one client's address may use of the front door: connections, and requests a second.
+
+An address is that of the connection; what `X-Forwarded-For` says is not believed. All addresses of one IPv6 network of
+64 bits are one, because whoever has one of them has them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from ipaddress import IPv6Address, ip_address
+
+from llmproxy.config import ClientsConfig
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.errors import Failure
+
+ADDRESSES_MAX = 10_000
+"""Addresses whose rate is remembered; one that is forgotten, the least recently seen, begins anew."""
+RETRY_S = 1.0
+
+
+class ClientLimits:
+    """Counts connections and requests by address. `now` is seconds on a monotonic clock."""
+
+    def __init__(self, limits: ClientsConfig) -> None:
+        self._limits = limits
+        self._open = 0
+        self._open_by: Counter[str] = Counter()
+        self._full_at_s: OrderedDict[str, float] = OrderedDict()
+
+    def opened(self, address: str) -> Failure | None:
+        """Count a connection of `address`, until it is `closed`; or say why it is to be closed at once, uncounted."""
+        limits, key = self._limits, network_of(address)
+        if self._open >= limits.connections_max:
+            message = "Too many connections are open here (clients.connections_max, or the limit of open files)."
+            return Failure(Outcome.REJECTED_CAPACITY, message, status=503, retry_after_s=RETRY_S)
+        if limits.address_connections_max is not None and self._open_by[key] >= limits.address_connections_max:
+            message = "Too many connections of this address are open (clients.address_connections_max)."
+            return Failure(Outcome.RATE_LIMITED, message, retry_after_s=RETRY_S)
+        self._open += 1
+        self._open_by[key] += 1
+        return None
+
+    def closed(self, address: str) -> None:
+        key = network_of(address)
+        self._open -= 1
+        self._open_by[key] -= 1
+        if not self._open_by[key]:
+            del self._open_by[key]
+
+    def ask(self, address: str, now: float) -> None:
+        """Count a request. Raises Failure (429) where the address has used up its rate.
+
+        A token bucket that holds a second's worth, kept as the one time at which it will be full again (the generic
+        cell rate algorithm, ITU-T I.371).
+        """
+        rate = self._limits.address_requests_per_s
+        if rate is None:
+            return
+        key, token_s = network_of(address), 1.0 / rate
+        full_at_s = max(now, self._full_at_s.get(key, now))
+        wait_s = full_at_s + token_s - now - max(1.0, token_s)
+        if wait_s > 1e-9:
+            message = f"This address may send {rate:g} requests a second (clients.address_requests_per_s). Try again."
+            raise Failure(Outcome.RATE_LIMITED, message, retry_after_s=wait_s)
+        self._full_at_s[key] = full_at_s + token_s
+        self._full_at_s.move_to_end(key)
+        if len(self._full_at_s) > ADDRESSES_MAX:
+            self._full_at_s.popitem(last=False)
+
+    @property
+    def open(self) -> int:
+        """Connections that are open."""
+        return self._open
+
+
+def network_of(address: str) -> str:
+    """Whom an address stands for: itself, or its network of 64 bits where it is one of IPv6."""
+    if ":" not in address:
+        return address
+    parsed = ip_address(address.partition("%")[0])
+    assert isinstance(parsed, IPv6Address)
+    return str(parsed.ipv4_mapped) if parsed.ipv4_mapped is not None else parsed.packed[:8].hex()

@@ -1,0 +1,76 @@
+"""Which web pages of other origins may read answers (the CORS protocol of the Fetch standard).
+
+A browser sends where a page comes from, asks first where a request is none that a form could send (the preflight), and
+shows the page an answer only where the answer says that it may. It protects people who use browsers, not servers: who
+uses none may read everything.
+"""
+
+from __future__ import annotations
+
+import re
+
+from aiohttp import web
+
+from llmproxy.config import Config
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.headers import Headers
+
+METHODS = "GET, HEAD, POST"
+EXPOSED = "retry-after, x-request-id, x-llmproxy-attempts, x-llmproxy-backend, x-llmproxy-queue-ms"
+"""Fields of answers that pages may read, beside the few that they always may."""
+MAX_AGE_S = 600
+"""How long a browser may remember that it has asked."""
+
+_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:[ \t]*,[ \t]*[\w!#$%&'*+.^`|~-]+)*+", re.ASCII)
+
+
+class Cors:
+    """What pages of some origins are let do. Credentials of the browser's own (cookies) are never let through."""
+
+    def __init__(self, origins: tuple[str, ...]) -> None:
+        self._any = "*" in origins
+        self._origins = frozenset(origins)
+
+    @classmethod
+    def of(cls, config: Config) -> Cors | None:
+        """None where no origin is allowed: all answers are then as if there were no such thing."""
+        return cls(config.clients.allowed_origins) if config.clients.allowed_origins else None
+
+    def preflight(self, request: web.BaseRequest) -> web.Response | None:
+        """The answer to a browser that asks whether a page may send a request; None for any other request.
+
+        Every field may be sent: those that count here say nothing that a page could not know, and SDKs add their own.
+        Raises Failure (403) for a page of an origin that is not allowed.
+        """
+        asked = request.headers
+        origin = asked.get("origin")
+        if request.method != "OPTIONS" or origin is None or "access-control-request-method" not in asked:
+            return None
+        if not self._any and origin not in self._origins:
+            message = f"Pages of {origin[:200]} may not ask here: it is not among clients.allowed_origins."
+            raise Failure(Outcome.BAD_REQUEST, message, status=403, param="origin")
+        fields = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": str(MAX_AGE_S)}
+        names = asked.get("access-control-request-headers", "")
+        if _NAMES.fullmatch(names):
+            fields["Access-Control-Allow-Headers"] = names
+            fields["Vary"] = "Access-Control-Request-Headers"
+        if asked.get("access-control-request-private-network") == "true":
+            fields["Access-Control-Allow-Private-Network"] = "true"
+        return web.Response(status=204, headers=fields)
+
+    def answered(self, origin: str | None, varies: str = "") -> Headers:
+        """What an answer to a page of `origin` says of who may read it; `varies` are its own Vary fields."""
+        fields: Headers = []
+        if not self._any and not {"origin", "*"} & {name.strip() for name in varies.lower().split(",")}:
+            fields.append(("Vary", "Origin"))
+        if self._any or origin in self._origins:
+            fields.append(("Access-Control-Allow-Origin", "*" if self._any else str(origin)))
+            fields.append(("Access-Control-Expose-Headers", EXPOSED))
+        return fields
+
+    def passed_on(self, origin: str | None, fields: Headers) -> Headers:
+        """The fields of a backend's answer with ours in the place of its own: two of them would be as good as none."""
+        kept = [field for field in fields if not field[0].lower().startswith("access-control-")]
+        varies = ",".join(value for name, value in kept if name.lower() == "vary")
+        return kept + self.answered(origin, varies)

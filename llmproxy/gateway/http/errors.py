@@ -1,0 +1,157 @@
+"""Errors as clients of each API expect them: a JSON body before the first byte, one SSE event after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from math import ceil
+
+import orjson
+from aiohttp import web
+from multidict import CIMultiDict
+
+from llmproxy.core.domain import Outcome, Refused
+from llmproxy.gateway.http.routes import MODELS, SCHEDULED, Dialect
+
+STATUS: dict[Outcome, int] = {
+    Outcome.BAD_REQUEST: 400,
+    Outcome.UNKNOWN_MODEL: 404,
+    Outcome.UNAUTHORIZED: 401,
+    Outcome.TOO_LARGE: 413,
+    Outcome.REJECTED_CAPACITY: 429,
+    Outcome.REJECTED_NO_BACKENDS: 503,
+    Outcome.EXPIRED: 429,
+    Outcome.EXPIRED_NO_BACKENDS: 503,
+    Outcome.SHED: 429,
+    Outcome.REJECTED_DEADLINE: 429,
+    Outcome.RATE_LIMITED: 429,
+    Outcome.CANCELLED: 499,
+    Outcome.CONNECT_FAILED: 502,
+    Outcome.UPSTREAM_TIMEOUT: 504,
+    Outcome.UPSTREAM_STATUS: 502,
+    Outcome.BROKEN_STREAM: 502,
+    Outcome.DRAINING: 503,
+    Outcome.INTERNAL: 500,
+}
+
+INTERNAL_MESSAGE = "The proxy failed; its log has the story of this id."
+
+_OPENAI_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    417: "ExpectationFailedError",
+    426: "UpgradeRequiredError",
+    429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLargeError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+    505: "HTTPVersionNotSupportedError",
+}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    426: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class Failure(Exception):  # noqa: N818 - it is what the client is told, which need not be an error of this code
+    """A request that ends with an answer of the proxy's own, before any byte of a backend's answer.
+
+    `message` is for the client, `detail` for the log alone: addresses are nobody else's business.
+    """
+
+    def __init__(
+        self,
+        outcome: Outcome,
+        message: str,
+        *,
+        status: int | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: dict[str, str] | None = None,
+        detail: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.detail = detail
+        self.outcome = outcome
+        self.message = message
+        self.status = STATUS[outcome] if status is None else status
+        self.param = param
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, ceil(retry_after_s)))
+
+    @classmethod
+    def of(cls, refused: Refused) -> Failure:
+        return cls(refused.outcome, refused.message, retry_after_s=refused.retry_after_s)
+
+    def response(self, dialect: Dialect, headers: Mapping[str, str]) -> web.Response:
+        """What the client is told; `headers` go with it, under those of the failure itself."""
+        body = error_body(dialect, self.status, self.message, self.param)
+        fields = CIMultiDict({**headers, **self.headers})
+        response = web.Response(status=self.status, body=body, content_type="application/json", headers=fields)
+        if "close" in self.headers.get("Connection", ""):
+            response.force_close()
+        return response
+
+    def raw(self) -> bytes:
+        """The same below HTTP, for a connection that ends with it."""
+        body = error_body(Dialect.OPENAI, self.status, self.message, self.param)
+        fields = {**self.headers, "Connection": "close", "Content-Length": len(body)}
+        told = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        line = f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\nContent-Type: application/json\r\n"
+        return f"{line}{told}\r\n".encode() + body
+
+
+def nothing_at(path: str) -> Failure:
+    """What is told of a path that does not exist, or not for whoever asks.
+
+    Some SDKs add the /v1 of a path to their base URL and others expect it there: one too few or too many is named.
+    """
+    message = f"There is nothing at {path[:200]}."
+    for meant in (f"/v1{path}", path.removeprefix("/v1")):
+        if meant != path and (meant in SCHEDULED or meant == MODELS):
+            message = f"There is nothing at {path}; {meant} is what you may mean."
+    return Failure(Outcome.BAD_REQUEST, message, status=404)
+
+
+def error_body(dialect: Dialect, status: int, message: str, param: str | None = None) -> bytes:
+    """The JSON body of an error: Anthropic's shape under its routes, vLLM's form of OpenAI's everywhere else."""
+    if dialect is Dialect.ANTHROPIC:
+        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+    return orjson.dumps({"error": error_fields(status, message, param)})
+
+
+def error_fields(status: int, message: str, param: str | None = None) -> dict[str, object]:
+    """What stands under `error` in vLLM's form of OpenAI's errors."""
+    kind = _OPENAI_TYPES.get(status, "InternalServerError")
+    return {"message": message, "type": kind, "param": param, "code": status}
+
+
+def error_event(dialect: Dialect, message: str) -> bytes:
+    """One well-formed SSE event that ends a stream which broke after its first byte."""
+    if dialect is Dialect.ANTHROPIC:
+        return b"event: error\ndata: " + error_body(dialect, 500, message) + b"\n\n"
+    if dialect is Dialect.RESPONSES:
+        event = {"type": "error", "code": "server_error", "message": message, "param": None}
+        return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
+    return b"data: " + error_body(dialect, 502, message) + b"\n\n"

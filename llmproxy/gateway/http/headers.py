@@ -1,0 +1,131 @@
+"""Which header fields travel from one leg to the other (RFC 9110, section 7.6.1)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Set
+
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.errors import Failure
+
+Headers = list[tuple[str, str]]
+
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie"})
+"""Fields by which a client says who it is: to the proxy, and to backends only where that is configured."""
+_NOTHING: frozenset[str] = frozenset()
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id", "accept-encoding"})
+SERVER = ("Server", "llmproxy")
+"""What this server calls itself (RFC 9110, section 10.2.4): no versions, its own or those below it, which would help
+whoever looks for servers with a known hole."""
+_OURS_DOWNSTREAM = frozenset(
+    {"server", "x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"}
+)
+_DROPPED_BUT_CREDENTIALS = _HOP_BY_HOP | _REPLACED_UPSTREAM
+_DROPPED_UPSTREAM = _DROPPED_BUT_CREDENTIALS | CREDENTIALS
+_DROPPED_DOWNSTREAM = _HOP_BY_HOP | _OURS_DOWNSTREAM
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+# Where llm-d's sidecar, which may stand before an engine, is to fetch the prefill or the encoded media from.
+_DISAGGREGATION_HEADERS = ("x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port")
+PRIVILEGED = frozenset(
+    {
+        "x-vllm-priority",
+        "x-data-parallel-rank",
+        *_DISAGGREGATION_HEADERS,
+        *OBJECTIVE_HEADERS,
+        *FAIRNESS_HEADERS,
+        *TTFT_HEADERS,
+        *TPOT_HEADERS,
+    }
+)
+"""Fields by which a client could choose its own place in a queue or in a fleet; passed on for those who are trusted
+only."""
+
+
+def to_backend(
+    fields: Iterable[tuple[str, str]],
+    *,
+    request_id: str,
+    withheld: Set[str],
+    authorization: str | None,
+    keep_credentials: bool,
+) -> Headers:
+    """The client's end-to-end fields, with the proxy's request id and the backend's key in place of the client's.
+
+    Answers are asked for as they are, whatever the client takes: what compresses a stream holds back its tokens.
+    Fields named in `withheld` (lower case) stay here.
+    CREDENTIALS stay here too, unless `keep_credentials`; even then `authorization` replaces the client's own key.
+    """
+    fields = list(fields)
+    dropped = _DROPPED_UPSTREAM if not keep_credentials else _DROPPED_BUT_CREDENTIALS
+    if named := named_in_connection(fields):
+        dropped |= named
+    if keep_credentials and authorization is not None:
+        dropped |= {"authorization", "x-api-key"}
+    kept = [(name, value) for name, value in fields if (lower := name.lower()) not in dropped and lower not in withheld]
+    kept += [("x-request-id", request_id), ("accept-encoding", "identity")]
+    if authorization is not None:
+        kept.append(("authorization", authorization))
+    return kept
+
+
+def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
+    """A backend's end-to-end fields, without those that the proxy answers itself.
+
+    Control characters, a line break above all, become spaces (RFC 9110, section 5.5).
+    """
+    # What is printable ASCII, as nearly everything is, needs no second look.
+    fields = [(name, value if value.isascii() and value.isprintable() else _clean(value)) for name, value in fields]
+    dropped = _DROPPED_DOWNSTREAM
+    if named := named_in_connection(fields):
+        dropped |= named
+    kept = [(name, value) for name, value in fields if name.lower() not in dropped]
+    kept.append(SERVER)
+    return kept
+
+
+def reason_to_client(reason: str) -> str:
+    """A backend's reason phrase; control characters become spaces (RFC 9112, section 4)."""
+    return reason if reason.isascii() and reason.isprintable() else _clean(reason)
+
+
+def check(fields: Iterable[tuple[str, str]]) -> None:
+    """Raise Failure (400) for a field whose bytes are not UTF-8: it could not be passed on as it is."""
+    for name, value in fields:
+        if not value.isascii() and _writable(value) is not value:
+            raise Failure(Outcome.BAD_REQUEST, f"The value of the header field {name} is not UTF-8.", param=name)
+
+
+def _clean(value: str) -> str:
+    return _CONTROL.sub(" ", _writable(value))
+
+
+def _writable(value: str) -> str:
+    """`value` itself where it can be written as UTF-8, else its bytes read as Latin-1: better than leaving them out."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogateescape").decode("latin-1")
+    return value
+
+
+def named_in_connection(fields: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """Names that a `Connection` field declares to be meant for this hop only."""
+    said = [value for name, value in fields if name.lower() == "connection"]
+    return frozenset(token.strip().lower() for value in said for token in value.split(",")) if said else _NOTHING

@@ -1,0 +1,141 @@
+"""The one table of what can be reached through the proxy. What is not in it does not exist for a client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class BodyKind(StrEnum):
+    """How the body of a route is to be read.
+
+    `CHAT` and `COMPLETION` streams can be asked for usage; `OTHER` is any JSON body of an endpoint whose engine does
+    not vet `stream`; `FORM` is multipart/form-data.
+    """
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    OTHER = "other"
+    FORM = "form"
+
+
+class Dialect(StrEnum):
+    """How a client of a route expects to be told of an error."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    ANTHROPIC = "anthropic"
+
+
+class Work(StrEnum):
+    """What an engine does for a request of a route, and so what the request is charged.
+
+    `GENERATES`: it runs the prompt and answers with tokens. `READS`: it runs the prompt only. Both are charged what the
+    answer's own `usage` says, as far as that can be, else what was expected. `NOTHING`: it runs no model. That costs
+    nothing, whatever the answer says: it may be the client's own numbers.
+    """
+
+    GENERATES = "prompt and answer"
+    READS = "prompt"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One scheduled route, its method, how its bodies are read (a GET has none), what its requests are charged."""
+
+    path: str
+    kind: BodyKind = BodyKind.OTHER
+    dialect: Dialect = Dialect.OPENAI
+    work: Work = Work.GENERATES
+    method: str = "POST"
+
+    @property
+    def computes(self) -> bool:
+        """Whether the engine runs the prompt, which is then found in the prefix cache."""
+        return self.work is not Work.NOTHING
+
+
+SCHEDULED: dict[str, Route] = {
+    route.path: route
+    for route in (
+        Route("/v1/chat/completions", BodyKind.CHAT),
+        Route("/v1/completions", BodyKind.COMPLETION),
+        Route("/v1/responses", BodyKind.RESPONSES, Dialect.RESPONSES),
+        Route("/v1/messages", BodyKind.MESSAGES, Dialect.ANTHROPIC),
+        Route("/v1/messages/count_tokens", BodyKind.MESSAGES, Dialect.ANTHROPIC, Work.NOTHING),
+        Route("/v1/embeddings", work=Work.READS),
+        Route("/v2/embed", work=Work.READS),
+        Route("/pooling", work=Work.READS),
+        Route("/classify", work=Work.READS),
+        Route("/score", work=Work.READS),
+        Route("/v1/score", work=Work.READS),
+        Route("/rerank", work=Work.READS),
+        Route("/v1/rerank", work=Work.READS),
+        Route("/v2/rerank", work=Work.READS),
+        Route("/tokenize", work=Work.NOTHING),
+        Route("/detokenize", work=Work.NOTHING),
+        Route("/tokenizer_info", work=Work.NOTHING, method="GET"),
+        Route("/generative_scoring", work=Work.READS),
+        Route("/v1/systemone"),
+        Route("/v1/chat/completions/batch"),
+        Route("/v1/chat/completions/render", work=Work.NOTHING),
+        Route("/v1/completions/render", work=Work.NOTHING),
+        Route("/v1/messages/render", BodyKind.MESSAGES, Dialect.ANTHROPIC, Work.NOTHING),
+        Route("/v1/responses/render", work=Work.NOTHING),
+        Route("/v1/chat/completions/derender", work=Work.NOTHING),
+        Route("/v1/completions/derender", work=Work.NOTHING),
+        Route("/inference/v1/generate"),
+        Route("/v1/audio/transcriptions", BodyKind.FORM),
+        Route("/v1/audio/translations", BodyKind.FORM),
+        Route("/v1/audio/speech"),
+    )
+}
+
+SALTED: frozenset[str] = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/pooling",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/generative_scoring",
+        "/v1/systemone",
+        "/inference/v1/generate",
+    }
+)
+"""Where vLLM takes a `cache_salt` for a prompt that it runs."""
+
+STORED_RESPONSES = "/v1/responses/"
+"""`GET {id}` and `POST {id}/cancel` below it go to the backend that made the response."""
+
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
+
+METRICS = "/metrics"
+MODELS = "/v1/models"
+ROOT = "/"
+PING = "/ping"
+
+
+def is_administrative(path: str) -> bool:
+    """Whether a path is for those who run the proxy and not for their clients."""
+    if path.startswith(("/debug/", "/admin/")):
+        return True
+    return path in (METRICS, LOAD_ADAPTER, UNLOAD_ADAPTER, "/debug", "/admin")
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect in which an error about `path` is written, whether or not the path exists."""
+    if path.startswith("/v1/messages"):
+        return Dialect.ANTHROPIC
+    return Dialect.OPENAI

@@ -1,0 +1,1 @@
+"""One request from its body to its last byte: attempts, relay, what is told at the end."""

@@ -1,0 +1,252 @@
+"""Answers, kept while they pass and read once they have ended: the next turn of a conversation sends them back.
+
+A backend holds the blocks of an answer as well as those of its prompt, so the chain of both is told as soon as it is
+known; an index of prompts alone learns of an answer one turn late. What is read is what a client will send back: the
+message of the first choice, joined from the events of a stream. An answer after reasoning tells nothing, because
+templates leave out the reasoning of turns gone by: what was computed after it is found by no later prompt.
+
+While an answer passes it costs a reference to each of its chunks. It is parsed once, when its lease is returned and its
+exit told, between the turns of the loop: its client has it already, and nobody waits for the reading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from llmproxy.core.domain import Grant
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.request.body import parses_at_once
+from llmproxy.gateway.request.body_reader import TURN_S, ParsedBody
+from llmproxy.gateway.request.json_scan import Slices
+from llmproxy.gateway.request.prefix_hash import BLOCKS_MAX, PROMPT_MEMBERS, Chain, answer_bytes
+
+ANSWER_BYTES_MAX = 1 << 20
+"""Of one answer as it is sent: 5,000 tokens of a chat stream, which take 10 ms to read, in turns of 2."""
+KEPT_BYTES_MAX = 64 << 20
+"""Of all answers that are kept at one time; what does not fit is not read."""
+
+EVENTS_BYTES = 4096
+"""Of a stream that was kept: events of about so many bytes are parsed in one go."""
+
+_RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete"})
+
+
+class KeptAnswer:
+    """The bytes of one answer, until they are too many. `chain` is that of its prompt."""
+
+    __slots__ = ("_answers", "_bytes", "chain", "chunks", "kind")
+
+    def __init__(self, answers: Answers, chain: Chain, kind: BodyKind) -> None:
+        self._answers = answers
+        self._bytes = 0
+        self.chain = chain
+        self.kind = kind
+        self.chunks: list[bytes] | None = []
+
+    def add(self, data: bytes) -> None:
+        """Keep a reference to the next bytes of the answer."""
+        if self.chunks is None:
+            return
+        self.chunks.append(data)
+        self._bytes += len(data)
+        self._answers.kept_bytes += len(data)
+        if self._bytes > ANSWER_BYTES_MAX or self._answers.kept_bytes > KEPT_BYTES_MAX:
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the bytes, and take no more."""
+        self._answers.kept_bytes -= self._bytes
+        self._bytes = 0
+        self.chunks = None
+
+
+class Answers:
+    """Keeps the answers of one event loop and reads those that were completed.
+
+    `told` hears of each the grant by which it came and the hashes of prompt and answer together, as `Request.prefix`
+    has those of the prompt. It is called later, never by what is called here.
+    """
+
+    def __init__(self, told: Callable[[Grant, Sequence[int]], None]) -> None:
+        self._told = told
+        self._due: deque[tuple[KeptAnswer, Slices[None]]] = deque()
+        self.kept_bytes = 0
+
+    def keep(self, parsed: ParsedBody) -> KeptAnswer | None:
+        """Where to put the answer to what the desk read; None where no prompt could go on from it.
+
+        Of several choices, or prompts, nobody knows which one the client goes on with. A chain of token ids does not
+        go on with text, and one that is full not at all.
+        """
+        chain, facts = parsed.chain, parsed.facts
+        if chain is None or parsed.kind not in PROMPT_MEMBERS or facts.sequences > 1 or facts.prompt_tokens is not None:
+            return None
+        return None if len(chain.hashes) == BLOCKS_MAX else KeptAnswer(self, chain, parsed.kind)
+
+    def ended(self, kept: KeptAnswer, grant: Grant | None) -> None:
+        """The answer is over: complete, by this grant, or of no use. To be called once of each that is kept."""
+        if grant is None or not kept.chunks:
+            kept.drop()
+            return
+        self._due.append((kept, self._read(kept, kept.chunks, grant)))
+        if len(self._due) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        loop, until_s = asyncio.get_running_loop(), time.perf_counter() + TURN_S
+        while self._due:
+            kept, slices = self._due[0]
+            try:
+                next(slices)
+            except StopIteration:
+                self._due.popleft()
+                kept.drop()
+            except Exception as error:  # noqa: BLE001 - the request is served, and must not fail by what is learned of it
+                self._due.popleft()
+                kept.drop()
+                loop.call_exception_handler({"message": "an answer could not be indexed", "exception": error})
+            if time.perf_counter() >= until_s:
+                break
+        if self._due:
+            loop.call_soon(self._turn)
+
+    def _read(self, kept: KeptAnswer, chunks: Sequence[bytes], grant: Grant) -> Slices[None]:
+        answer = yield from answer_of(b"".join(chunks), kept.kind)
+        if answer is None:
+            return
+        text = answer_bytes(answer, kept.kind)
+        yield
+        chain = kept.chain.extended(text)
+        if len(chain.hashes) > len(kept.chain.hashes):
+            yield
+            self._told(grant, chain.hashes_on(grant.request.model, grant.request.adapter))
+
+
+class _UnreadError(Exception):
+    """An answer that no later prompt goes on from, or one that would take too long to read."""
+
+
+def answer_of(raw: bytes, kind: BodyKind) -> Slices[Any]:
+    """What a client will send back of an answer, a JSON body or a stream, as `prompt.answer_bytes` takes it.
+
+    None where it is not known. Yields after some events; neither they, nor a body, hold the loop for more than 2 ms.
+    """
+    try:
+        if raw.lstrip().startswith(b"{"):
+            return _of_body(_parsed(raw), kind)
+        return (yield from _STREAMS[kind](raw))
+    except (_UnreadError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # Whatever it is, it is not what engines send.
+
+
+def _parsed(data: bytes) -> Any:
+    if not parses_at_once(data):
+        raise _UnreadError
+    return orjson.loads(data)
+
+
+def _of_body(fields: dict[str, Any], kind: BodyKind) -> Any:
+    if kind is BodyKind.MESSAGES:
+        return _known(fields["content"], "text", "tool_use")
+    if kind is BodyKind.RESPONSES:
+        return _known(fields["output"], "message", "function_call")
+    choice = fields["choices"][0]
+    return choice["text"] if kind is BodyKind.COMPLETION else _unreasoned(choice["message"])
+
+
+def _known(items: list[dict[str, Any]], *types: str) -> list[dict[str, Any]]:
+    if any(item["type"] not in types for item in items):
+        raise _UnreadError
+    return items
+
+
+def _unreasoned(message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("reasoning") or message.get("reasoning_content"):
+        raise _UnreadError
+    return message
+
+
+def _events(raw: bytes) -> Iterator[list[Any]]:
+    """The data of the events, some at a time: one call of the parser for many costs a third of one for each.
+
+    Engines write the data of an event in one line.
+    """
+    lines = [line[5:].strip() for line in raw.split(b"\n") if line.startswith(b"data:")]
+    if lines and lines[-1] == b"[DONE]":
+        lines.pop()
+    start, size_bytes = 0, 0
+    for end, line in enumerate(lines, 1):
+        size_bytes += len(line)
+        if size_bytes >= EVENTS_BYTES or end == len(lines):
+            yield _parsed(b"[%b]" % b",".join(lines[start:end]))
+            start, size_bytes = end, 0
+
+
+def _chat(raw: bytes) -> Slices[dict[str, Any]]:
+    content: list[str] = []
+    calls: dict[int, tuple[list[str], list[str]]] = {}
+    for events in _events(raw):
+        for choice in [choice for event in events for choice in event["choices"]]:
+            delta = _unreasoned(choice["delta"])
+            content.append(delta.get("content") or "")
+            for part in delta.get("tool_calls") or ():
+                name, arguments = calls.setdefault(part["index"], ([], []))
+                name.append(part["function"].get("name") or "")
+                arguments.append(part["function"].get("arguments") or "")
+        yield
+    functions = [
+        {"name": "".join(name), "arguments": "".join(arguments)} for _, (name, arguments) in sorted(calls.items())
+    ]
+    tool_calls = [{"function": function} for function in functions]
+    return {"content": "".join(content), "tool_calls": tool_calls, "role": "assistant"}
+
+
+def _completion(raw: bytes) -> Slices[str]:
+    text: list[str] = []
+    for events in _events(raw):
+        text += [choice["text"] for event in events for choice in event["choices"]]
+        yield
+    return "".join(text)
+
+
+def _message(raw: bytes) -> Slices[list[dict[str, Any]]]:
+    blocks: dict[int, dict[str, Any]] = {}
+    grown: dict[int, list[str]] = {}
+    for events in _events(raw):
+        for event in events:
+            if event["type"] == "content_block_start":
+                blocks[event["index"]], grown[event["index"]] = event["content_block"], []
+            elif event["type"] == "content_block_delta":
+                delta = event["delta"]
+                grown[event["index"]].append(delta["text"] if delta["type"] == "text_delta" else delta["partial_json"])
+        yield
+    for at, block in blocks.items():
+        more = "".join(grown[at])
+        if block["type"] == "text":
+            block["text"] += more
+        elif more:
+            block["input"] = orjson.loads(more)
+    return _known([blocks[at] for at in sorted(blocks)], "text", "tool_use")
+
+
+def _response(raw: bytes) -> Slices[Any]:
+    """The last event has it all; those before it are not parsed."""
+    yield
+    event = _parsed(raw[raw.rindex(b"\ndata:") + 6 :])
+    if event["type"] not in _RESPONSE_ENDS:
+        raise _UnreadError
+    return _of_body(event["response"], BodyKind.RESPONSES)
+
+
+_STREAMS: dict[BodyKind, Callable[[bytes], Slices[Any]]] = {
+    BodyKind.CHAT: _chat,
+    BodyKind.COMPLETION: _completion,
+    BodyKind.MESSAGES: _message,
+    BodyKind.RESPONSES: _response,
+}

@@ -1,0 +1,255 @@
+"""The client's side: reading its body within its bound, and sending an answer byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from email.utils import formatdate
+from http.client import responses
+from io import BytesIO
+from typing import Protocol, cast
+
+from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
+
+from llmproxy.config import ClientsConfig
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.connection import ClientConnection
+from llmproxy.gateway.http.cors import Cors
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.headers import Headers, reason_to_client
+from llmproxy.gateway.request.body import Bodies, HeldBody
+from llmproxy.upstream import http1
+
+_PATIENCE = ClientsConfig()
+RETRY_HELD_S = 1.0
+"""Retry-After where there is no room for a body: other bodies are gone, or have arrived, within about that time."""
+_BODILESS = frozenset({204, 304})
+
+
+class Source(Protocol):
+    """Where the bytes of an answer come from."""
+
+    def pause(self) -> None:
+        """The client is slower: send it no more for now."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+
+async def read_body(
+    request: web.BaseRequest, bytes_max: int, patience: ClientsConfig = _PATIENCE, held: HeldBody | None = None
+) -> bytes:
+    """The whole request body, whose bytes are `held` as they come.
+
+    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 429 when it is not to be held, 408 when it
+    stops arriving or takes longer than `patience` allows, 400 where its framing is broken.
+    """
+    held = HeldBody(Bodies()) if held is None else held
+    length = request.content_length
+    if length is not None and length > bytes_max:
+        raise _too_large(bytes_max, sized=True)
+    _invite(request)
+    content = request.content
+    if content.is_eof() and content.exception() is None:
+        # Most bodies have come with their head, and need no watch on how they arrive.
+        whole = content.read_nowait()
+        if len(whole) > bytes_max:
+            raise _too_large(bytes_max, sized=length is not None)
+        if not held.came(len(whole)):
+            raise _no_room()
+        return whole
+    body = BytesIO()
+    now = asyncio.get_running_loop().time
+    silence_s, latest_s = patience.body_silence_s, now() + patience.body_timeout_s
+    limit = asyncio.timeout_at(min(now() + silence_s, latest_s))
+    try:
+        async with limit:
+            held.arriving(lambda: None if limit.expired() else limit.reschedule(now()))
+            while piece := await content.readany():
+                if body.tell() + len(piece) > bytes_max:
+                    raise _too_large(bytes_max, sized=length is not None)
+                if not held.grown(len(piece)):
+                    raise _no_room(closes=True)
+                body.write(piece)
+                limit.reschedule(min(now() + silence_s, latest_s))
+    except web.RequestPayloadError as broken:
+        message = str(broken) or "The request body ended early."
+        raise Failure(Outcome.BAD_REQUEST, message, headers={"Connection": "close"}) from None
+    except TimeoutError:
+        if held.refused:
+            raise _no_room(closes=True) from None
+        # Not by the clock: timers of the loop go off up to a millisecond early.
+        if limit.when() != latest_s:
+            message = f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_silence_s)."
+        else:
+            message = f"The request body took more than {patience.body_timeout_s:g} s (clients.body_timeout_s)."
+        raise Failure(Outcome.BAD_REQUEST, message, status=408, headers={"Connection": "close"}) from None
+    if not held.arrived():
+        raise _no_room(closes=True)
+    # Unlike joining a list of pieces, this hands out the bytes gathered so far without one more copy of all of them.
+    return body.getvalue()
+
+
+def _too_large(bytes_max: int, *, sized: bool) -> Failure:
+    message = f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
+    # The rest of a body is read and forgotten only where it is known how much that is.
+    return Failure(Outcome.TOO_LARGE, message, headers={} if sized else {"Connection": "close"})
+
+
+def _no_room(*, closes: bool = False) -> Failure:
+    message = "The proxy holds as many bytes of request bodies as it may (body_bytes_total_max). Try again later."
+    headers = {"Connection": "close"} if closes else None
+    return Failure(Outcome.REJECTED_CAPACITY, message, retry_after_s=RETRY_HELD_S, headers=headers)
+
+
+def _invite(request: web.BaseRequest) -> None:
+    """Tell a client that asked first whether to send its body: some wait for this for ever."""
+    if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+class _PassedOn(web.StreamResponse):
+    """What the server library is given of an answer whose bytes go past it: it has nothing left to send."""
+
+    persistent = True
+    prepared = True
+
+    @property
+    def keep_alive(self) -> bool | None:
+        """Whether the connection may be used once more."""
+        return self.persistent
+
+    def force_close(self) -> None:
+        self.persistent = False
+
+    async def prepare(self, _request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, _data: bytes = b"") -> None:
+        return None
+
+
+class ResponseWriter:
+    """The client's side of one request: its answer goes straight to the transport, head and first bytes in one write.
+
+    `extra` are the proxy's own header fields, added to whichever answer is committed. `on_commit` is called when an
+    answer begins, before the client can have seen any of it. `keep` is given each piece of the body, unless it is
+    encoded. An answer that begins while `leaving()` asks the client to close its connection. `source` is told to pause
+    while the client is slower. `cors` says which pages may read the answer; None where that is no question.
+    """
+
+    __slots__ = (
+        "_chunked", "_connection", "_cors", "_drained", "_extra", "_head", "_leaving", "_request", "_transport", "keep",
+        "on_commit", "response", "sent_bytes", "source", "status",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: web.BaseRequest,
+        extra: dict[str, str],
+        leaving: Callable[[], bool] = lambda: False,
+        cors: Cors | None = None,
+    ) -> None:
+        self._cors = cors
+        self._request = request
+        self._extra = extra
+        self._leaving = leaving
+        self._transport: asyncio.Transport | None = None
+        self._connection: ClientConnection | None = None
+        self._head = b""
+        self._chunked = False
+        self._drained: asyncio.Future[None] | None = None
+        self.response: _PassedOn | None = None
+        self.on_commit: Callable[[], None] | None = None
+        self.keep: Callable[[bytes], None] | None = None
+        self.source: Source | None = None
+        self.status = 0
+        self.sent_bytes = 0
+
+    def commit(self, status: int, reason: str, headers: Headers) -> None:
+        """Make the head, which goes out with the first bytes. From here on the request cannot be repeated."""
+        request = self._request
+        fields = [*headers, *self._extra.items()]
+        if self._cors is not None:
+            fields = self._cors.passed_on(request.headers.get("origin"), fields)
+        known = {name.lower(): value for name, value in fields}
+        self.response, self.status = _PassedOn(status=status), status
+        if self.on_commit is not None:
+            self.on_commit()
+        if known.get("content-encoding", "identity").lower() != "identity":
+            self.keep = None
+        modern = request.version >= HttpVersion11
+        delimited = "content-length" in known or status in _BODILESS
+        if not delimited and modern:
+            self._chunked = True
+            fields.append(("Transfer-Encoding", "chunked"))
+        keep_alive = request.keep_alive and (delimited or modern) and not self._leaving()
+        if not keep_alive:
+            self.response.force_close()
+        if keep_alive is not modern:
+            fields.append(("Connection", "keep-alive" if keep_alive else "close"))
+        if "date" not in known:
+            fields.append(("Date", formatdate(usegmt=True)))
+        version = "1.1" if modern else "1.0"
+        phrase = reason_to_client(reason) or responses.get(status, "")
+        self._head = http1.head(f"HTTP/{version} {status} {phrase}", fields)
+        self._transport = request.transport
+        self._connection = cast(ClientConnection, request.protocol)
+        self._connection.writer = self
+        if self._connection.writing_paused:
+            self.pause_writing()
+
+    def write(self, data: bytes) -> None:
+        """Hand bytes on. Raises ConnectionError when the client is gone."""
+        self.sent_bytes += len(data)
+        if self.keep is not None:
+            self.keep(data)
+        if self._chunked and data:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._send(data)
+
+    async def drained(self) -> None:
+        """Wait while the client is slower."""
+        if self._drained is not None:
+            await self._drained
+
+    async def end(self, *, whole: bool = True) -> None:
+        """The answer ends. One that is not whole has no mark of its end, and its connection is closed behind it."""
+        if not whole and self.response is not None:
+            self.response.force_close()
+        self._send(b"0\r\n\r\n" if self._chunked and whole else b"")
+        await self.drained()
+        if self._connection is not None:
+            self._connection.writer = None
+
+    async def abort(self) -> None:
+        """The answer cannot be completed: let the client see that by closing its connection."""
+        if self.response is not None:
+            self.response.force_close()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _send(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+            # It tells the server library that there is no place for another answer any more.
+            self._request.writer.output_size = len(data)
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("its connection is closed")
+        if data:
+            self._transport.write(data)
+
+    # --- what its connection tells ------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        self._drained = asyncio.get_running_loop().create_future()
+        if self.source is not None:
+            self.source.pause()
+
+    def resume_writing(self) -> None:
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+        if self.source is not None:
+            self.source.resume()

@@ -1,0 +1,71 @@
+"""What the gateway goes by, made from one configuration and replaced whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from llmproxy.config import Config
+from llmproxy.core.domain import Outcome, RequestFacts
+from llmproxy.core.placement import presets
+from llmproxy.gateway.http.cors import Cors
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.routes import BodyKind, Route
+from llmproxy.gateway.proxying.relay import Relay
+from llmproxy.gateway.request.auth import Keys
+from llmproxy.gateway.request.body_reader import BodyReader, ParsedBody
+from llmproxy.gateway.request.identity import Identity
+from llmproxy.upstream.port import Upstream
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Who may come in, what they are worth, how bodies are read and how attempts are made.
+
+    A request keeps those under which it came until its end, so that it never meets half of one configuration and half
+    of another.
+    """
+
+    config: Config
+    keys: Keys
+    identity: Identity
+    body_reader: BodyReader
+    relay: Relay
+    band_names: Mapping[int, str]
+    cors: Cors | None
+
+    @classmethod
+    def of(cls, config: Config, upstream: Upstream) -> Rules:
+        identity = Identity(config)
+        # For a placement that does not look at prefixes, prompts need not be hashed.
+        prefixes = presets.reads_prefixes(config.scheduling.placement)
+        body_reader = BodyReader(prefixes=prefixes, session_members=identity.session_members)
+        return cls(
+            config,
+            Keys(config),
+            identity,
+            body_reader,
+            Relay(upstream, config.timeouts),
+            config.band_names(),
+            Cors.of(config),
+        )
+
+    async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> ParsedBody:
+        """What a request whose body has arrived asks for. Raises Failure (400) and BadBody."""
+        if route.method == "GET":
+            # A GET says in its query which model it is about, where there are several.
+            return ParsedBody(RequestFacts(http.rel_url.query.get("model") or None), route.kind, b"")
+        content_type = http.headers.get("content-type", "")
+        wanted = "multipart/form-data" if route.kind is BodyKind.FORM else "application/json"
+        if content_type.partition(";")[0].strip().lower() != wanted:
+            raise Failure(Outcome.BAD_REQUEST, f"Unsupported media type: the content type of this route is {wanted}.")
+        return await self.body_reader.read(body, route.kind, content_type)
+
+
+@dataclass(slots=True)
+class Rulebook:
+    """The rules for requests that come now. A reload replaces them in one assignment."""
+
+    current: Rules

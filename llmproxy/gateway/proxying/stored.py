@@ -1,0 +1,252 @@
+"""Stored responses live in the engine that made them: which one that is, and the way there.
+
+Whoever fetches or cancels one goes there past the waiting room, as nothing is to be computed. Whoever goes on from one
+(`previous_response_id`) waits for that backend as for any, and may have no other. Engines keep responses in memory
+alone: they end with their process. One that is not known here, as after a restart of the proxy, is looked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from llmproxy.config import BackendConfig
+from llmproxy.core.domain import Outcome, Refused
+from llmproxy.dispatcher import Leasing
+from llmproxy.gateway.http.errors import Failure, error_event
+from llmproxy.gateway.http.headers import to_client
+from llmproxy.gateway.http.routes import Dialect
+from llmproxy.gateway.proxying.attempt import Attempt
+from llmproxy.gateway.proxying.relay import end_saying, end_within, is_encoded, is_event_stream
+from llmproxy.gateway.proxying.response_writer import ResponseWriter
+from llmproxy.gateway.proxying.rules import Rulebook, Rules
+from llmproxy.gateway.request.auth import NO_TENANT, Tenant
+from llmproxy.gateway.request.body_reader import REQUEST_ID, ParsedBody
+from llmproxy.gateway.request.json_scan import BadBody
+from llmproxy.gateway.request.prefix_hash import PREVIOUS
+from llmproxy.upstream.port import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
+
+IDS_MAX = 10_000
+
+
+def _up_to(name: bytes) -> bytes:
+    """A pattern: a JSON object up to the value of its member `name`, which only plain values may stand before."""
+    plain = rb'(?!"%b")"[^"\\]*+"\s*+:\s*+(?:"[^"\\]*+"|[-+.\w]++)\s*+,\s*+'
+    return (rb"\s*+\{\s*+(?:" + plain + rb')*+"%b"\s*+:') % (name, name)
+
+
+# By its place, and not wherever it stands: instructions and metadata, which an answer repeats, are the client's words.
+_EVENT = rb"(?:(?:event|id|retry)?+:[^\r\n]*+[\r\n]++)*+data:" + _up_to(b"response")
+_ID = re.compile(b"(?:" + _EVENT + b")?+" + _up_to(b"id") + rb'\s*+"(resp_[A-Za-z0-9_-]{1,256})"')
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """The response that a request goes on from, and the backend that has it; None where that is not known here."""
+
+    id: str
+    backend: str | None
+
+    def sought(self, attempt: Attempt) -> bool:
+        """Whether another backend may have it: nobody knows which one, and this one has not."""
+        return self.backend is None and attempt.status == 404
+
+    def unreachable(self, refused: Refused) -> Failure:
+        """What is told where its backend is gone, so that waiting is of no use."""
+        message = (
+            f"Response with id '{self.id[:200]}' is lost. {refused.message} Send the whole conversation as `input`."
+        )
+        return Failure(Outcome.BAD_REQUEST, message, status=404, param=PREVIOUS)
+
+
+class StoredResponses:
+    """Response id -> its backend and its tenant, by name.
+
+    A response exists for those alone whose request made it first. Beyond IDS_MAX ids, the tenant that has most of them
+    loses the one that was made first. `on_made` hears of each that was made through here. `catch_up` waits until what
+    others made before is known here, None where there are no others.
+    """
+
+    def __init__(
+        self, rulebook: Rulebook, backends: Mapping[str, BackendConfig], upstream: Upstream, dispatcher: Leasing
+    ) -> None:
+        self._rulebook = rulebook
+        self._backends = backends
+        self._upstream = upstream
+        self._dispatcher = dispatcher
+        self._made_by: dict[str, tuple[str, str]] = {}
+        self._ids_of: dict[str, OrderedDict[str, None]] = {}
+        self.on_made: Callable[[str, str, str], None] = lambda *_: None
+        self.catch_up: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def made_by(self) -> Mapping[str, tuple[str, str]]:
+        """Backend and tenant of every response that is known, in the order in which they were made."""
+        return self._made_by
+
+    def remember(self, head: bytes, backend: str, tenant: Tenant = NO_TENANT) -> None:
+        """Note the id of the response whose first bytes, as JSON or as the first event of a stream, are `head`."""
+        found = _ID.match(head)
+        if found is None:
+            return
+        self.made(found[1].decode(), backend, tenant)
+
+    def made(self, response_id: str, backend: str, tenant: Tenant = NO_TENANT) -> None:
+        """Know of one response, and let others know."""
+        if self.note(response_id, backend, tenant.name):
+            self.on_made(response_id, backend, tenant.name)
+
+    def note(self, response_id: str, backend: str, tenant: str, *, settled: bool = False) -> bool:
+        """Know of one response, and the name of its tenant. False where it is known to be another tenant's, and stays.
+
+        `settled` says that whose it is was decided elsewhere, and counts whatever was noted here.
+        """
+        _, owner = self._made_by.get(response_id, ("", tenant))
+        if owner != tenant:
+            if not settled:
+                return False
+            del self._ids_of[owner][response_id]
+        self._made_by[response_id] = backend, tenant
+        self._ids_of.setdefault(tenant, OrderedDict())[response_id] = None
+        if len(self._made_by) > IDS_MAX:
+            first, _ = max(self._ids_of.values(), key=len).popitem(last=False)
+            del self._made_by[first]
+        return True
+
+    def backend_of(self, response_id: str, tenant: Tenant = NO_TENANT) -> str | None:
+        backend, owner = self._made_by.get(response_id, (None, tenant.name))
+        return backend if owner == tenant.name else None
+
+    async def _keeper(self, response_id: str, tenant: Tenant) -> str | None:
+        """Its backend; a client may name what another worker made a moment ago."""
+        if response_id not in self._made_by and self.catch_up is not None:
+            await self.catch_up()
+        return self.backend_of(response_id, tenant)
+
+    async def previous(self, kept: Mapping[str, Any], tenant: Tenant, rules: Rules) -> Previous | None:
+        """What a request of `tenant` goes on from, by the members of its body; None where that is nothing.
+
+        What is no text is no id, as the engine says itself. Where there are tenants, raises Failure (404) for one that
+        is not known to be the tenant's own, and BadBody for an id of the client's own making: an engine stores the new
+        response under it, in the place of whichever it has under the same.
+        """
+        owned = bool(rules.config.tenants)
+        if owned and REQUEST_ID in kept:
+            message = "The field request_id is not taken here: leave it out, and the engine makes an id."
+            raise BadBody(message, f"body.{REQUEST_ID}")
+        response_id = kept.get(PREVIOUS)
+        if not isinstance(response_id, str):
+            return None
+        backend = await self._keeper(response_id, tenant)
+        if owned and backend is None:
+            message = f"Response with id '{response_id[:200]}' not found."
+            raise Failure(Outcome.BAD_REQUEST, message, status=404, param=PREVIOUS)
+        return Previous(response_id, backend)
+
+    def noting(
+        self, attempt: Attempt, backend: str, tenant: Tenant, previous: Previous | None, parsed: ParsedBody
+    ) -> Callable[[], None]:
+        """What is to be done when the answer of an attempt begins; a client may name it as soon as it has its head."""
+        stores = parsed.stores
+
+        def note() -> None:
+            if stores:
+                self.remember(attempt.head, backend, tenant)
+            if previous is not None and previous.backend is None and 200 <= attempt.status < 300:
+                self.made(previous.id, backend, tenant)
+
+        return note
+
+    async def serve(
+        self,
+        path: str,
+        request: web.BaseRequest,
+        response_id: str,
+        own_id: str,
+        tenant: Tenant,
+        leaving: Callable[[], bool],
+    ) -> tuple[web.StreamResponse, Outcome, str | None]:
+        """Pass a request of `tenant` about one response to the backend that made it: only that one has it.
+
+        `own_id` is the id of this request. Returns what the client was given, what became of it, and the story of that
+        where it failed. Raises Failure.
+        """
+        name, rules = await self._keeper(response_id, tenant), self._rulebook.current
+        if name is None or name not in self._backends:
+            message = f"Response with id '{response_id[:200]}' not found: no backend here is known to have made it."
+            raise Failure(Outcome.BAD_REQUEST, message, status=404)
+        backend = self._backends[name]
+        extra = {"x-request-id": own_id}
+        if rules.identity.shows_backend(request.remote, tenant):
+            extra["x-llmproxy-backend"] = name
+        client = ResponseWriter(request, extra, leaving, rules.cors)
+        headers = rules.identity.to_backend(request, own_id, backend, tenant)
+        query = request.rel_url.raw_query_string
+        exchange = None
+        gone = ""
+
+        def cut() -> None:
+            nonlocal gone
+            gone = "It is gone: nothing is expected of it any more."
+            if not scope.expired():
+                scope.reschedule(0.0)
+
+        try:
+            async with asyncio.timeout(rules.config.timeouts.total_s) as scope:
+                with self._dispatcher.direct(name, cut):
+                    try:
+                        exchange = await self._upstream.open(
+                            backend.url,
+                            request.method,
+                            f"{path}?{query}" if query else path,
+                            headers,
+                            (),
+                            rules.config.timeouts.connect_s,
+                        )
+                        if not (200 <= exchange.status < 300 or exchange.status >= 400):
+                            message = f"The backend answered {exchange.status}, which is not passed on."
+                            raise Failure(Outcome.UPSTREAM_STATUS, message, status=502)
+                        client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
+                        while data := await exchange.chunk():
+                            client.write(data)
+                            await _taken(client, rules.config.timeouts.stall_s)
+                    finally:
+                        if exchange is not None:
+                            exchange.close()
+                await end_within(client, rules.config.timeouts.stall_s)
+        except Refused as refused:
+            raise Failure.of(refused) from None
+        except LocalFailure as error:
+            raise Failure(
+                Outcome.REJECTED_CAPACITY, error.message, status=503, retry_after_s=1.0, detail=str(error)
+            ) from error
+        except (ConnectFailed, UpstreamBroken, TimeoutError) as error:
+            message = "The backend that made this response failed."
+            if client.response is None:
+                raise Failure(Outcome.CONNECT_FAILED, message, detail=gone or str(error)) from error
+            if exchange is not None and is_event_stream(exchange) and not is_encoded(exchange):
+                # Nobody followed where its events end; an empty one is none.
+                await end_saying(b"\n\n" + error_event(Dialect.RESPONSES, f"The stream broke: {message}"), client)
+            else:
+                await client.abort()
+            return client.response, Outcome.BROKEN_STREAM, f"{message} {gone or error}"
+        assert client.response is not None
+        if client.status >= 400:
+            return client.response, Outcome.UPSTREAM_STATUS, "the backend's own answer"
+        return client.response, Outcome.COMPLETED, None
+
+
+async def _taken(client: ResponseWriter, limit_s: float) -> None:
+    """Wait until a client has taken what was written. Raises ConnectionAbortedError for one that does not."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await client.drained()
+    except TimeoutError:
+        await client.abort()
+        raise ConnectionAbortedError("it stopped reading") from None

@@ -1,0 +1,156 @@
+"""An answer that has begun, on its way from its backend to its client."""
+
+from __future__ import annotations
+
+from llmproxy.core.domain import Outcome, Verdict
+from llmproxy.dispatcher import Lease
+from llmproxy.gateway.http.headers import Headers, to_client
+from llmproxy.gateway.proxying.attempt import Attempt, Client
+from llmproxy.gateway.proxying.attempt_timer import AttemptTimer
+from llmproxy.gateway.proxying.sse import StreamTap
+from llmproxy.upstream.port import Exchange
+
+HELD_BYTES_MAX = 1 << 20
+"""Of an error answer, or of a stream's first event: what is looked at before it is passed on."""
+TAIL_BYTES = 64 << 10
+"""The end of an answer without a stream, where its `usage` stands."""
+PROGRESS_EVENTS = 32
+"""How many stream events pass between two reports to the scheduler."""
+PROGRESS_S = 0.5
+"""How much time passes between them at most, as long as there are events: an engine that has become slow shows so."""
+
+
+class ResponseRelay:
+    """An answer on its way from a backend to a client, byte by byte, in the callback in which the bytes arrive."""
+
+    __slots__ = ("_attempt", "_client", "_exchange", "_timer")
+
+    def __init__(self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: Client) -> None:
+        self._attempt = attempt
+        self._timer = timer
+        self._exchange = exchange
+        self._client = client
+        client.source = self
+
+    def take(self, data: bytes) -> None:
+        attempt = self._attempt
+        attempt.chunks += 1
+        attempt.body_bytes += len(data)
+        attempt.tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (attempt.tail + data)[-TAIL_BYTES:]
+        self._client.write(data)
+        self._timer.alive(self._timer.now())
+
+    async def end(self) -> None:
+        """All of it was handed on: the rest is for the client to take."""
+        self._attempt.writing = self._attempt.ended = True
+        # An answer that came in one piece was under no limit yet but that of the whole.
+        self._timer.streaming(self._timer.now())
+        await self._client.end()
+
+    def pause(self) -> None:
+        self._attempt.writing = True
+        self._exchange.pause()
+
+    def resume(self) -> None:
+        self._attempt.writing = False
+        # While nothing was read, the backend could not be heard.
+        self._timer.alive(self._timer.now())
+        self._exchange.resume()
+
+
+class StreamRelay(ResponseRelay):
+    """The events of a stream on their way. What they tell is noted as they pass.
+
+    The answer begins, and is committed to, with the first whole event or comment: that may be an error, and another
+    backend is asked then. In that case the flow halts, and `first` is what came.
+    """
+
+    __slots__ = ("_lease", "_reported", "_reported_s", "_tap", "first")
+
+    def __init__(
+        self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: Client, tap: StreamTap, lease: Lease
+    ) -> None:
+        super().__init__(attempt, timer, exchange, client)
+        self._tap = tap
+        self._lease = lease
+        self._reported = 0
+        self._reported_s = 0.0
+        self.first = b""
+
+    def take(self, data: bytes) -> None:
+        attempt, timer = self._attempt, self._timer
+        if not attempt.committed:
+            self._hold(data)
+            return
+        now = timer.now()
+        gap_s = now - attempt.last_byte_s
+        if gap_s > attempt.max_gap_s:
+            attempt.max_gap_s = gap_s
+        attempt.last_byte_s = now
+        timer.alive(now)
+        self._pass_on(self._tap.feed(data), now)
+
+    def _hold(self, data: bytes) -> None:
+        attempt, tap = self._attempt, self._tap
+        attempt.head = (attempt.head + data)[:4096]
+        self.first += tap.feed(data)
+        if tap.error_first:
+            self._exchange.halt()
+        elif tap.first_event_complete or len(self.first) > HELD_BYTES_MAX:
+            self._begin()
+
+    def _begin(self) -> None:
+        check_kept(self._lease)
+        attempt, exchange, now = self._attempt, self._exchange, self._timer.now()
+        self._lease.committed()
+        attempt.committed = True
+        self._client.commit(exchange.status, exchange.reason, event_fields(exchange))
+        self._reported_s = attempt.last_byte_s = now
+        first, self.first = self.first, b""
+        self._pass_on(first, now)
+
+    def _pass_on(self, data: bytes, now: float) -> None:
+        """Hand on what the tap lets through, which may be nothing."""
+        attempt, tap = self._attempt, self._tap
+        if attempt.first_token_s is None and tap.first_token_seen:
+            attempt.first_token_s = now
+            attempt.max_gap_s = 0.0
+            self._lease.started()
+            self._timer.streaming(now)
+        if data:
+            attempt.chunks += 1
+            attempt.body_bytes += len(data)
+            self._client.write(data)
+        if tap.done_seen and not tap.error_seen:
+            # Many clients leave as soon as they have read the end mark; nothing is missing from what they got.
+            attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
+        events = tap.data_events
+        if events - self._reported >= PROGRESS_EVENTS or now - self._reported_s >= PROGRESS_S:
+            self._reported, self._reported_s = events, now
+            self._lease.progress(events)
+
+    def flush(self) -> None:
+        """The stream has ended, perhaps in the middle of an event."""
+        held = self._tap.flush()
+        if not self._attempt.committed:
+            self.first += held
+            self._begin()
+        elif held:
+            self._client.write(held)
+
+
+def event_fields(exchange: Exchange) -> Headers:
+    """The header fields of a stream as its client gets them.
+
+    Events are taken out and added, so a length that the backend told would not be that of what the client gets.
+    """
+    return [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
+
+
+def check_kept(lease: Lease) -> None:
+    """Raise TimeoutError for a lease that was taken back in the very turn in which its first byte came.
+
+    The timer that ends the attempt is running already, and must not go off between two bytes of an answer.
+    """
+    if lease.withdrawn or lease.revoked:
+        raise TimeoutError

@@ -1,0 +1,1 @@
+"""The bytes of a request become facts: parsed body, prefix hashes, tenant, band, flow."""

@@ -1,0 +1,135 @@
+"""Which clients may come in, and whose they are: keys compared with known hashes in constant time."""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64encode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from hashlib import sha256
+from hmac import compare_digest, digest
+from typing import NoReturn
+
+from llmproxy.config import AUTO_SALT, Config, TenantConfig, hash_of
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.errors import Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose request it is, as its key tells, and what its tenant may do.
+
+    `band` is that of its requests where no trusted header names one, None where the model decides; none of them gets
+    above `band_max`. `models` are the names that it may ask for, None for all. `salt` is the secret that keeps its
+    prefixes apart in the caches of engines, None where it shares them.
+    """
+
+    name: str = ""
+    band: int | None = None
+    band_max: int | None = None
+    weight: float = 1.0
+    models: frozenset[str] | None = None
+    trusted: bool = False
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    salt: bytes | None = field(default=None, repr=False)
+
+    def cache_salt(self, own: str | None) -> str | None:
+        """What stands for `cache_salt` in its requests; `own` is what the client says there, None without a salt.
+
+        An HMAC (RFC 2104) under the tenant's secret, of which the client chooses the message alone: whatever it writes,
+        it hits upon no prefix of another tenant. It has 43 characters, the length that vLLM advises.
+        """
+        if self.salt is None:
+            return None
+        said = b"" if own is None else own.encode("utf-8", "surrogatepass")
+        return urlsafe_b64encode(digest(self.salt, said, "sha256")).decode().rstrip("=")
+
+    def allows(self, name: str) -> bool:
+        """Whether its clients may ask for `name`; any other is to be answered like a name that nobody serves."""
+        return self.models is None or name in self.models
+
+
+NO_TENANT = Tenant()
+"""Whose the clients are that present a plain key, or none where none is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    digest: bytes
+    tenant: Tenant
+    expires: datetime | None = None
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Keys:
+    """The client keys, kept as digests so that no dump or log of this object shows one.
+
+    `wall_clock` is asked for nothing but whether a key has expired, which is a date: everything else in this program
+    runs on a monotonic clock.
+    """
+
+    def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
+        self._wall_clock = wall_clock
+        self._known = [_Known(digest_of(hash_of(key)), NO_TENANT) for key in config.api_keys]
+        for entry in config.tenants:
+            tenant = _tenant(config, entry)
+            self._known += [_Known(digest_of(key.hash), tenant, key.expires) for key in entry.keys]
+
+    def check(self, headers: Mapping[str, str]) -> Tenant:
+        """The tenant whose key the request presents. Raises Failure (401) for an unknown or expired one.
+
+        The key is a bearer token, as OpenAI's clients send it, or stands in `x-api-key`, as Anthropic's send it.
+        """
+        if not self._known:
+            return NO_TENANT
+        digest = presented(headers)
+        # Every key is compared, so that the time taken does not tell which one was close.
+        found = [known for known in self._known if compare_digest(digest, known.digest)]
+        if not found:
+            _refuse("Missing or wrong API key: send one that this proxy accepts as `Authorization: Bearer KEY`.")
+        if found[0].expires is not None and self._wall_clock() >= found[0].expires:
+            _refuse("This API key has expired.")
+        return found[0].tenant
+
+
+def presented(headers: Mapping[str, str]) -> bytes:
+    """The digest of the key that a request presents, be it an empty one."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return sha256(given.encode("utf-8", "surrogateescape")).digest()
+
+
+def digest_of(key_hash: str) -> bytes:
+    """The digest in what a configuration holds instead of a key."""
+    return bytes.fromhex(key_hash.removeprefix("sha256:"))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Failure(Outcome.UNAUTHORIZED, message, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _tenant(config: Config, entry: TenantConfig) -> Tenant:
+    return Tenant(
+        name=entry.name,
+        band=None if entry.criticality is None else config.band(entry.criticality),
+        band_max=None if entry.band_max is None else config.band(entry.band_max),
+        weight=entry.weight,
+        models=None if entry.models is None else frozenset(entry.models),
+        trusted=entry.trusted,
+        ttft_s=entry.ttft_s,
+        tpot_s=entry.tpot_s,
+        salt=_salt(entry),
+    )
+
+
+def _salt(entry: TenantConfig) -> bytes | None:
+    """The secret of a tenant, the same in every process that has this configuration."""
+    if entry.cache_salt is None:
+        return None
+    # Who has this key can make the secret, and gains by it no more than the key gives.
+    text = f"{entry.name}\0{entry.keys[0].hash}" if entry.cache_salt == AUTO_SALT else entry.cache_salt
+    return sha256(f"llmproxy cache salt\0{text}".encode()).digest()

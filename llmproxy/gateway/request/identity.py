@@ -1,0 +1,284 @@
+"""Whose request it is, how urgent, what it may expect, how long it may wait: from keys, headers and configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from math import isfinite
+from uuid import uuid4
+
+from aiohttp import web
+from xxhash import xxh64_hexdigest
+
+from llmproxy.config import BackendConfig, Config, ModelConfig, Network, model_limit, settings_of, tenant_limit
+from llmproxy.core.domain import BAND_NAMES, DEFAULT, Outcome, Slo
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.headers import (
+    FAIRNESS_HEADERS,
+    OBJECTIVE_HEADERS,
+    PRIVILEGED,
+    TPOT_HEADERS,
+    TTFT_HEADERS,
+    Headers,
+    to_backend,
+)
+from llmproxy.gateway.request.auth import NO_TENANT, Tenant
+
+TTL_HEADER = "x-llm-d-inference-ttl"
+REQUEST_ID_HEADER = "x-request-id"
+FLOW_CHARS_MAX = 256
+TIME_CHARS_MAX = 64  # Of a header that says a time; every part that Go itself would write fits in 32.
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+# What has matched is never given back: digits that could be split in n ways cost time by the power of n.
+_NUMBER = r"\d++(?:\.\d*+)?|\.\d++"
+_MILLISECONDS = re.compile(rf"\s*+({_NUMBER})\s*+", re.ASCII)
+_DURATION_PART = re.compile(rf"({_NUMBER})(ns|us|µs|μs|ms|s|m|h)", re.ASCII)  # Go writes micro with either sign.
+_UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a request is worth to the waiting room.
+
+    Its band, its flow with the share `weight`, how long it may wait (seconds), its tenant ("" for none), its objective,
+    and the names of the usage limits that it counts against. `unknown_objective` is what its header asked for where
+    nobody configured that.
+    """
+
+    band: int
+    flow: str
+    ttl_s: float
+    tenant: str = ""
+    weight: float = 1.0
+    slo: Slo | None = None
+    limits: tuple[str, ...] = ()
+    unknown_objective: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    """What a name in a header, or one that clients ask for, says; None leaves to others what it is silent about."""
+
+    band: int | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+_SILENT = _Objective()
+
+
+class Identity:
+    """Reads a request's standing. Headers that give advantage count only from those who are trusted."""
+
+    def __init__(self, config: Config) -> None:
+        self._trusted: Sequence[Network] = config.trust_headers
+        self._ttl_s = config.queue.ttl_s
+        self._band_ttls_s = config.by_band(config.queue.band_ttl_s)
+        self._models = {model.name: _of_model(config, model) for model in config.models}
+        self._objectives = {name: _Objective(band) for name, band in {**BAND_NAMES, **config.bands}.items()}
+        for entry in config.objectives:
+            band = None if entry.criticality is None else config.band(entry.criticality)
+            self._objectives[entry.name] = _Objective(band, entry.ttft_s, entry.tpot_s)
+        self._limits = settings_of(config).limits
+        self._weights = config.scheduling.weights
+        self._flow = config.scheduling.flow
+        own = (self._flow.removeprefix("header:"),) if self._flow.startswith("header:") else ()
+        self._flow_headers = FAIRNESS_HEADERS + own
+        named = [place.partition(":") for place in config.scheduling.session]
+        self._session_names = [(place, name) for place, _, name in named]
+        self._privileged = PRIVILEGED.union(own)
+        self._peers: dict[str, bool] = {}
+        self._backend_key = config.backend_api_key
+        self._keeps_credentials = config.forward_credentials
+
+    def trusts(self, peer: str | None, tenant: Tenant = NO_TENANT) -> bool:
+        """True when headers of this peer address, or of this tenant from anywhere, count.
+
+        A peer that is gone already has no address, and is nobody.
+        """
+        if tenant.trusted:
+            return True
+        if not peer:
+            return False
+        known = self._peers.get(peer)
+        if known is None:
+            if len(self._peers) >= 10_000:
+                self._peers.clear()
+            known = self._peers[peer] = self._in_networks(peer)
+        return known
+
+    def _in_networks(self, peer: str) -> bool:
+        address = ip_address(peer.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        return any(mapped in network for network in self._trusted if network.version == mapped.version)
+
+    def to_backend(
+        self, http: web.BaseRequest, request_id: str, backend: BackendConfig, tenant: Tenant = NO_TENANT
+    ) -> Headers:
+        """The header fields of a request as `backend` gets them: its own key, and no privilege that is not trusted."""
+        key = backend.api_key or self._backend_key
+        return to_backend(
+            http.headers.items(),
+            request_id=request_id,
+            withheld=frozenset() if self.trusts(http.remote, tenant) else self._privileged,
+            authorization=f"Bearer {key}" if key else None,
+            keep_credentials=self._keeps_credentials,
+        )
+
+    def key_hint(self, backend: BackendConfig) -> str:
+        """What the log says of a backend that takes no request without another key."""
+        if backend.api_key or self._backend_key:
+            return f"{backend.name} does not accept the key that is configured for it (api_key or backend_api_key)"
+        return f"{backend.name} wants a key: set backend_api_key, or its own api_key; those of clients are not sent on"
+
+    def shows_backend(self, peer: str | None, tenant: Tenant) -> bool:
+        """Whether answers name their backend: to all but tenants whose word counts for nothing."""
+        return not tenant.name or self.trusts(peer, tenant)
+
+    @property
+    def session_members(self) -> tuple[str, ...]:
+        """The members of bodies that may name the session of a request."""
+        return tuple(name for place, name in self._session_names if place == "body")
+
+    def session(self, http: web.BaseRequest, in_body: Mapping[str, str], tenant: Tenant = NO_TENANT) -> str | None:
+        """The session of a request, as a hash that is the same in every process; None where it names none.
+
+        The first of the configured names that it gives counts; `in_body` are its texts of `session_members`. Tenants
+        share no sessions, however they name them.
+        """
+        for place, name in self._session_names:
+            if place == "header":
+                named = http.headers.get(name)
+            else:
+                named = http.cookies.get(name) if place == "cookie" else in_body.get(name)
+            if named:
+                return xxh64_hexdigest(f"{tenant.name}\0{named}".encode("utf-8", "surrogatepass"))
+        return None
+
+    def standing(
+        self, headers: Mapping[str, str], trusted: bool, requested: str, target: str, tenant: Tenant = NO_TENANT
+    ) -> Standing:
+        """The standing of a request of `tenant` for `requested`, which means `target`.
+
+        The first that says something decides: a trusted header, the tenant, the model. Nothing lifts a request above
+        its tenant's highest band. Raises Failure (400) for a header that counts and cannot be understood.
+        """
+        asked = _first(headers, OBJECTIVE_HEADERS) if trusted else None
+        objective, unknown = _SILENT, None
+        if asked is not None:
+            known = self._objectives.get(asked[1])
+            objective = _Objective(DEFAULT) if known is None else known
+            unknown = asked[1][:FLOW_CHARS_MAX] if known is None else None
+        said = [objective, _Objective(tenant.band, tenant.ttft_s, tenant.tpot_s)]
+        said += [self._models.get(name, _SILENT) for name in (requested, target)]
+        band = next((one.band for one in said if one.band is not None), DEFAULT)
+        if tenant.band_max is not None:
+            band = min(band, tenant.band_max)
+        ttft_s = _milliseconds(headers, TTFT_HEADERS) if trusted else None
+        tpot_s = _milliseconds(headers, TPOT_HEADERS) if trusted else None
+        if ttft_s is None:
+            ttft_s = next((one.ttft_s for one in said if one.ttft_s is not None), None)
+        if tpot_s is None:
+            tpot_s = next((one.tpot_s for one in said if one.tpot_s is not None), None)
+        flow = self._flow_of(headers, trusted, requested, tenant)
+        return Standing(
+            band=band,
+            flow=flow,
+            ttl_s=self.ttl_s(headers, band),
+            tenant=tenant.name,
+            weight=self._weights.get(flow, tenant.weight),
+            slo=None if ttft_s is None and tpot_s is None else Slo(ttft_s, tpot_s),
+            limits=tuple(self._limits_of(tenant.name, requested, target)),
+            unknown_objective=unknown,
+        )
+
+    def _flow_of(self, headers: Mapping[str, str], trusted: bool, requested: str, tenant: Tenant) -> str:
+        named = _first(headers, self._flow_headers) if trusted else None
+        if named is not None:
+            flow = named[1]
+        elif self._flow == "tenant":
+            flow = tenant.name
+        elif self._flow == "tenant+model":
+            flow = f"{tenant.name}+{requested}"
+        else:
+            flow = requested
+        return flow[:FLOW_CHARS_MAX]
+
+    def _limits_of(self, tenant: str, requested: str, target: str) -> Iterator[str]:
+        names = (tenant_limit(tenant), model_limit(requested), model_limit(target))
+        # An alias for nothing is its own target, and counts once.
+        return (name for name in dict.fromkeys(names) if name in self._limits)
+
+    def ttl_s(self, headers: Mapping[str, str], band: int = DEFAULT) -> float:
+        """How long a request of `band` may wait, in seconds. Raises Failure (400) for a header that says no time."""
+        ttl_s, text = self._band_ttls_s.get(band, self._ttl_s), headers.get(TTL_HEADER)
+        if text is None:
+            return ttl_s
+        duration_s = parse_duration_s(text)
+        if duration_s is None or duration_s <= 0:
+            message = f"{TTL_HEADER} should be a positive duration such as 1.5s, 300ms or 1m30s"
+            raise Failure(Outcome.BAD_REQUEST, message, param=TTL_HEADER)
+        return min(ttl_s, duration_s)
+
+
+def _of_model(config: Config, model: ModelConfig) -> _Objective:
+    band = None if model.criticality is None else config.band(model.criticality)
+    return _Objective(band, model.ttft_s, model.tpot_s)
+
+
+def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
+    """Seconds of the first of these headers, which say milliseconds; None without any. Raises Failure (400)."""
+    given = _first(headers, names)
+    if given is None:
+        return None
+    header, text = given
+    number = float(text) if len(text) <= TIME_CHARS_MAX and _MILLISECONDS.fullmatch(text) else 0.0
+    if number == 0.0 or not isfinite(number):
+        message = f"{header} should be a positive number of milliseconds, such as 500"
+        raise Failure(Outcome.BAD_REQUEST, message, param=header)
+    return number / 1e3
+
+
+def parse_duration_s(text: str) -> float | None:
+    """Seconds of a duration in Go's notation (`1h2m3.5s`), None where it is none."""
+    body = text.strip().removeprefix("+")
+    if body == "0":
+        return 0.0
+    if not 0 < len(body) <= TIME_CHARS_MAX:
+        return None
+    total_s, end = 0.0, 0
+    while end < len(body):
+        part = _DURATION_PART.match(body, end)
+        if part is None:
+            return None
+        total_s += float(part[1]) * _UNIT_S[part[2]]
+        end = part.end()
+    return total_s
+
+
+def request_id(headers: Mapping[str, str]) -> str | None:
+    """The client's own request id, None where it sent none. Raises Failure (400) for one unfit for a log line."""
+    given = headers.get(REQUEST_ID_HEADER)
+    if given is None:
+        return None
+    if not _REQUEST_ID.fullmatch(given):
+        message = f"{REQUEST_ID_HEADER} should be 1 to 256 printable ASCII characters without spaces"
+        raise Failure(Outcome.BAD_REQUEST, message, param=REQUEST_ID_HEADER)
+    return given
+
+
+def id_for_error(headers: Mapping[str, str]) -> str:
+    """The id under which a refusal is told and logged: the client's where it is fit for that, else a new one."""
+    given = headers.get(REQUEST_ID_HEADER)
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid4().hex
+
+
+def _first(headers: Mapping[str, str], names: Sequence[str]) -> tuple[str, str] | None:
+    for name in names:
+        value = headers.get(name)
+        if value:
+            return name, value
+    return None

@@ -1,0 +1,390 @@
+"""The identity of a prompt in a large body: the chain that `prompt` gives the parsed one, read in slices.
+
+A parser would hold the loop, so the canonical bytes are written while one pass goes over the JSON, value by value and
+long strings piece by piece. The chain is bounded, hence so is the reading: two megabytes of text, whatever the body's
+size, and what is skipped or hashed between.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from xxhash import xxh64, xxh64_hexdigest
+
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.request.body import PARSE_BYTES_MAX
+from llmproxy.gateway.request.json_scan import SLICE_BYTES, Member, Slices
+from llmproxy.gateway.request.prefix_hash import (
+    BLOCKS_MAX,
+    CACHE_CONTROL,
+    CALLS,
+    DEPTH_MAX,
+    LAST,
+    MEDIA,
+    MEDIUM,
+    MEMBER,
+    MESSAGE,
+    MESSAGE_DEPTH,
+    MESSAGE_MEMBERS,
+    PART,
+    PREVIOUS,
+    PROMPT_MEMBERS,
+    ROLES,
+    SALT,
+    SKIPPED,
+    TEXT,
+    Chain,
+    SystemText,
+    empty_chain,
+)
+
+# A body small enough to be parsed cannot hold more values than this; a larger one that does is not worth the time.
+_VALUES_MAX = 1 << 17
+_VALUES_PER_SLICE = 1024
+_JSON_DEPTH_MAX = 254  # As deep as orjson writes.
+
+_BLANKS = re.compile(rb"[ \t\r\n]*")
+_SEPARATORS = re.compile(rb"[ \t\r\n,:]*")
+_EMPTY = re.compile(rb"\[[ \t\r\n]*\]|\{[ \t\r\n]*\}|null")
+_NOTHING = re.compile(_EMPTY.pattern + rb'|""')
+_LITERAL = re.compile(rb"[-+.0-9A-Za-z]+")
+_IDS = re.compile(rb"\[[ \t\r\n]*(?:\[[ \t\r\n]*)?[0-9]")
+# Whole characters and escapes only; the two halves of a surrogate pair are one.
+_STRING = re.compile(
+    rb'(?:[^"\\]+|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*+', re.DOTALL
+)
+
+
+def chain_of_large(
+    body: bytes, members: Mapping[str, Member], kind: BodyKind, slice_bytes: int = SLICE_BYTES
+) -> Slices[Chain]:
+    """The chain of a body of any size, given where its PROMPT_MEMBERS, PREVIOUS and SALT lie.
+
+    Equal to `chain_of`, but where an object has two members of one name, or a body more than PIECES_MAX pieces; no
+    client sends either. It ends early where the JSON cannot be read, or holds more than _VALUES_MAX values; the engine
+    says what is wrong with it. Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
+    """
+    try:
+        begin = empty_chain(_salt(body, members.get(SALT)))
+    except orjson.JSONDecodeError:
+        return empty_chain(None)
+    reader = _Reader(body, begin, slice_bytes)
+    try:
+        for name in PROMPT_MEMBERS.get(kind, ()):
+            if name == "input" and PREVIOUS in members and not body.startswith(b"null", members[PREVIOUS].start):
+                break
+            member = members.get(name)
+            if member is not None and not _NOTHING.match(body, member.start, member.end):
+                yield from reader.read(name, member)
+    except _NoPromptError:
+        return begin
+    except (_EndError, orjson.JSONDecodeError):
+        pass
+    return reader.chain()
+
+
+def _salt(body: bytes, member: Member | None) -> Any:
+    if member is None:
+        return None
+    if member.end - member.start > PARSE_BYTES_MAX:
+        # No small body has one of this size, so its spelling may count.
+        return xxh64_hexdigest(body[member.start : member.start + PARSE_BYTES_MAX])
+    return orjson.loads(body[member.start : member.end])
+
+
+class _EndError(Exception):
+    """The chain ends here: it is full, or what follows cannot be read."""
+
+
+class _NoPromptError(Exception):
+    """The prompt is nothing that an engine takes; it has no chain at all, however far it was read."""
+
+
+_Sink = Callable[[bytes], object]
+
+
+class _Reader:
+    """Writes the canonical bytes of members of a body, value by value, without parsing any of them as a whole."""
+
+    def __init__(self, body: bytes, begin: Chain, slice_bytes: int) -> None:
+        self._body = body
+        self._slice_bytes = slice_bytes
+        self._at = self._end = 0
+        self._chain = begin
+        self._written: list[bytes] = []
+        self._written_bytes, self._bytes_due = 0, slice_bytes
+        self._between = b""  # To be written before whatever is written next.
+        self._values = 0
+        self._values_due = _VALUES_PER_SLICE
+
+    def chain(self) -> Chain:
+        """The chain of what was read."""
+        self._chain = self._chain.extended(b"".join(self._written))
+        self._written = []
+        return self._chain
+
+    def read(self, name: str, member: Member) -> Slices[None]:
+        self._at, self._end = member.start, member.end
+        if name == "tools":
+            yield from self._tools()
+        elif name == "prompt":
+            yield from self._prompt()
+        elif name in ("messages", "input"):
+            yield from self._messages()
+        else:
+            self._write(MEMBER)
+            yield from self._system()
+
+    def _write(self, text: bytes) -> None:
+        if self._between and text:
+            text, self._between = self._between + text, b""
+        self._written.append(text)
+        self._written_bytes += len(text)
+
+    def _due(self) -> bool:
+        """Whether it is time for a pause; what was written goes into the chain before one."""
+        if self._values < self._values_due and self._written_bytes < self._bytes_due:
+            return False
+        if self._values > _VALUES_MAX or len(self.chain().hashes) == BLOCKS_MAX:
+            raise _EndError
+        self._values_due = self._values + _VALUES_PER_SLICE
+        self._bytes_due = self._written_bytes + self._slice_bytes
+        return True
+
+    def _next(self, skipped: re.Pattern[bytes]) -> int:
+        """Go to the next byte that is not `skipped`, and answer it."""
+        match = skipped.match(self._body, self._at, min(self._at + PARSE_BYTES_MAX, self._end))
+        assert match is not None  # The patterns match the empty string too.
+        self._at = match.end()
+        # Nowhere do as many blanks follow each other in a small body.
+        if self._at == self._end or self._at - match.start() == PARSE_BYTES_MAX:
+            raise _EndError
+        self._values += 1
+        return self._body[self._at]
+
+    def _messages(self) -> Slices[None]:
+        if self._next(_BLANKS) != 0x5B:
+            self._write(MESSAGE)
+            yield from self._content(2)
+            self._write(MEMBER + b'role"user"')
+            return
+        self._at += 1
+        while self._next(_SEPARATORS) != 0x5D:
+            self._write(MESSAGE)
+            yield from self._content(1)
+            if self._due():
+                yield
+
+    def _system(self) -> Slices[None]:
+        if self._next(_BLANKS) != 0x5B:
+            yield from self._content(1, system=True)
+            return
+        self._at += 1
+        while self._next(_SEPARATORS) != 0x5D:
+            yield from self._content(1, system=True)
+            if self._due():
+                yield
+
+    def _tools(self) -> Slices[None]:
+        self._write(MEMBER)
+        if self._next(_BLANKS) != 0x5B:
+            yield from self._json(self._write)
+            return
+        self._at += 1
+        between = b"["
+        while self._next(_SEPARATORS) != 0x5D:
+            self._write(between)
+            between = b","
+            yield from self._tool()
+            if self._due():
+                yield
+        self._write(b"]")
+
+    def _tool(self) -> Slices[None]:
+        if self._next(_SEPARATORS) != 0x7B:
+            yield from self._json(self._write, 1)
+            return
+        self._at += 1
+        between = b""
+        self._write(b"{")
+        while self._next(_SEPARATORS) != 0x7D:
+            name = self._name()
+            self._next(_SEPARATORS)
+            if name == CACHE_CONTROL:
+                yield from self._json(len)  # Read and thrown away.
+                if self._due():
+                    yield
+                continue
+            self._write(between + orjson.dumps(name) + b":")
+            between = b","
+            yield from self._json(self._write, 2)
+            if self._due():
+                yield
+        self._write(b"}")
+        self._at += 1
+
+    def _prompt(self) -> Slices[None]:
+        first = self._next(_BLANKS)
+        if ids := _IDS.match(self._body, self._at, self._at + PARSE_BYTES_MAX):
+            self._at = ids.end() - 1
+            yield from self._ids()
+            return
+        if first == 0x5B:
+            self._at += 1
+            first = self._next(_BLANKS)
+        if first == 0x22:
+            yield from self._string(self._write, as_json=False)
+
+    def _ids(self) -> Slices[None]:
+        end = -1
+        while end < 0:
+            stop = min(self._at + SLICE_BYTES, self._end)
+            end = self._body.find(b"]", self._at, stop)
+            to = self._body.rfind(b",", self._at, stop) if end < 0 else end
+            if to < 0:
+                raise _EndError
+            try:
+                ids = array("I", orjson.loads(b"[" + self._body[self._at : to] + b"]"))
+            except (TypeError, OverflowError, orjson.JSONDecodeError):
+                raise _NoPromptError from None
+            self._write(ids.tobytes())
+            self._at = to + 1
+            if self._due():
+                yield
+
+    def _content(self, depth: int, *, system: bool = False) -> Slices[None]:
+        first = self._next(_SEPARATORS)
+        if first == 0x22 and system:
+            text = SystemText(self._write)
+            yield from self._string(text.add, as_json=False)
+            text.end()
+        elif first == 0x22:
+            yield from self._string(self._write, as_json=False)
+        elif first not in b"[{":
+            self._literal()  # No text.
+        elif depth == DEPTH_MAX:
+            self._write(MEMBER)
+            yield from self._json(self._write)
+        elif first == 0x7B:
+            yield from self._item(depth, system=system)
+        else:
+            self._at += 1
+            begin = self._written_bytes
+            while self._next(_SEPARATORS) != 0x5D:
+                before = self._written_bytes
+                if before > begin:
+                    self._between = PART
+                yield from self._content(depth + 1, system=system)
+                if begin < before == self._written_bytes:
+                    self._between = b""
+                if self._due():
+                    yield
+            self._at += 1
+
+    def _item(self, depth: int, *, system: bool) -> Slices[None]:
+        last: dict[str, list[bytes] | None] = dict.fromkeys(LAST)
+        self._at += 1
+        while self._next(_SEPARATORS) != 0x7D:
+            name = self._name()
+            self._next(_SEPARATORS)
+            if name in TEXT:
+                yield from self._content(depth + 1, system=system)
+            elif name in SKIPPED:
+                yield from self._json(len)  # Read and thrown away.
+            elif empty := _EMPTY.match(self._body, self._at, self._at + PARSE_BYTES_MAX):
+                self._at = empty.end()
+            elif name in MEDIA:
+                digest = xxh64()
+                yield from self._json(digest.update)
+                self._write(MEDIUM + digest.digest())
+            elif name in last:
+                said = last[name] = [MEMBER, name.encode()]
+                yield from self._json(said.append)
+                if name == "role":
+                    system = b"".join(said) == ROLES["system"]
+            elif name in CALLS:
+                self._write(MEMBER + name.encode())
+                yield from self._content(depth + 1)
+            elif depth == MESSAGE_DEPTH and name not in MESSAGE_MEMBERS:
+                yield from self._json(len)
+            else:
+                self._write(MEMBER + name.encode())
+                yield from self._json(self._write)
+            if self._due():
+                yield
+        self._at += 1
+        for written in last.values():
+            if written:
+                self._write(b"".join(written))
+
+    def _json(self, sink: _Sink, outside: int = 0) -> Slices[None]:
+        """Give `sink` the value that follows as orjson would write it, which stands so deep in what is written."""
+        depth = 0
+        while True:
+            first = self._next(_BLANKS)
+            if first == 0x22:
+                sink(b'"')
+                yield from self._string(sink, as_json=True)
+                sink(b'"')
+            elif first in b"[]{},:":
+                depth += (first in b"[{") - (first in b"]}")
+                if depth + outside > _JSON_DEPTH_MAX:
+                    raise _NoPromptError
+                sink(self._body[self._at : self._at + 1])
+                self._at += 1
+            else:
+                sink(self._literal())
+            if depth <= 0:
+                return
+            if self._due():
+                yield
+
+    def _name(self) -> str:
+        match = _STRING.match(self._body, self._at + 1, self._at + PARSE_BYTES_MAX)
+        if self._body[self._at] != 0x22 or match is None or self._body[match.end() : match.end() + 1] != b'"':
+            raise _EndError
+        raw = self._body[self._at : match.end() + 1]
+        self._at = match.end() + 1
+        return str(orjson.loads(raw))
+
+    def _literal(self) -> bytes:
+        match = _LITERAL.match(self._body, self._at, self._at + PARSE_BYTES_MAX)
+        if match is None:
+            raise _EndError
+        self._at = match.end()
+        return bytes(memoryview(orjson.dumps(orjson.loads(match.group()))))  # A copy, as in `prompt`.
+
+    def _string(self, sink: _Sink, *, as_json: bool) -> Slices[None]:
+        """Give `sink` the text of the string that follows, without its quotes, and escaped as orjson would."""
+        body, end = self._body, self._end
+        self._at += 1
+        while True:
+            at = self._at
+            stop = min(at + self._slice_bytes, end)
+            to = body.find(b'"', at, stop)
+            closed = to >= 0
+            if not closed:
+                to = stop
+            escaped = body.find(b"\\", at, to) >= 0
+            if escaped:
+                match = _STRING.match(body, at, stop)
+                to = at if match is None else match.end()
+                closed = to < stop and body[to] == 0x22
+            while not closed and to > at and 0x80 <= body[to] < 0xC0:
+                to -= 1  # No piece may end within a character.
+            if escaped:
+                text = orjson.loads(b'"' + body[at:to] + b'"')
+                sink(orjson.dumps(text)[1:-1] if as_json else text.encode())
+            else:
+                sink(body[at:to])
+            if to == at and not closed:
+                raise _EndError
+            self._at = to + closed
+            if closed:
+                return
+            self._due()
+            yield

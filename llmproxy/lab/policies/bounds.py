@@ -1,0 +1,300 @@
+"""What no policy, or hardly any, can beat on a trace and a fleet: computed from both, without a simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from dataclasses import field as data_field
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+from llmproxy.lab.policies.pooled_cache import PooledCache
+from llmproxy.lab.policies.pooled_server import (
+    PooledServer,
+    QueueBounds,
+    Served,
+    Work,
+    balance_rps,
+    queue_bounds,
+    work_of,
+)
+from llmproxy.lab.results.result import Bound
+from llmproxy.lab.results.service import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from llmproxy.lab.run.arrival import Arrival, Trace
+from llmproxy.lab.run.fleet import Fleet
+from llmproxy.lab.run.fleet_file import room_tokens
+
+BLOCKS_MAX = 1 << 21
+"""Distinct blocks that a cache without end may hold; about 200 MB."""
+ADAPTERS_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class HitBound:
+    """Shares of all prompt tokens that are found cached; None where no prompt is counted.
+
+    `endless_exact` is False where the trace has more distinct blocks than `BLOCKS_MAX`: then `endless` is too low.
+    """
+
+    pooled: float | None
+    endless: float | None
+    endless_exact: bool
+
+
+def pooled_lru(trace: Trace, capacity_tokens: int, warmup_s: float = 0.0) -> HitBound:
+    """The hits of the trace's prompts, one after the other, in one cache of `capacity_tokens` and in one without end.
+
+    A prompt hits up to its first missing block; the block that was used longest ago goes first, and of one prompt the
+    tail before the head. A partial block counts as a whole one, and all of a prompt may be a hit.
+
+    *Pooled* is what perfect placement over caches of that size together could come to. It takes no account of running
+    requests, whose answers need room as well and whose prompts are there only once they are computed, so it mostly
+    errs upwards; but a policy that orders its queue by prefix, or that keeps one-shot prompts apart, can beat it, as
+    evicting with knowledge of the future would by far. *Endless* is a strict bound for all policies.
+    """
+    return _Tally.of(_Walk(trace, capacity_tokens, warmup_s=warmup_s)).hits()
+
+
+def vtc_bound_tokens(longest_prompt_tokens: int, fleet: Fleet) -> float:
+    """2 max(w_p L, w_q M): the most by which the weighted service of two backlogged tenants may differ under VTC.
+
+    From "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), with its weights 1 per prompt and 2 per
+    output token. L is the longest prompt. M, there the tokens of a batch, is for a proxy all that can be dispatched and
+    unfinished, and more than all KV-caches together hold does not run: work that waits inside of engines comes on top,
+    so a proxy that dispatches early can do worse. With a smaller window of dispatched work it stays far below.
+    """
+    unfinished_tokens = sum(spec.kv_tokens for spec in fleet.replicas)
+    return 2 * max(PROMPT_WEIGHT * longest_prompt_tokens, OUTPUT_WEIGHT * unfinished_tokens)
+
+
+def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | None:
+    """The share of requests whose adapter is resident when the `slots` most popular ones stay where they are.
+
+    Every adapter is in one slot of one replica, and load is not looked at. It is the best of all static placements, and
+    of all others while popularity does not change and requests are independent; where it drifts, one that follows it
+    can do better. None without requests.
+    """
+    total = sum(requests_by_adapter.values())
+    resident = sum(sorted(requests_by_adapter.values(), reverse=True)[:slots])
+    return resident / total if total else None
+
+
+def all_bounds(trace: Trace, fleet: Fleet, prefill_scale: float = 1.0, warmup_s: float = 0.0) -> dict[str, Bound]:
+    """Every bound by name, in the order in which they should be told. Requests before `warmup_s` are not counted.
+
+    The trace is read twice, and nothing is kept of it but the blocks in the caches. All replicas are taken to be there
+    and well all the time. Requests longer than every replica's context are refused by all policies and do no work;
+    they count in `goodput_max` alone. Raises TraceError.
+    """
+    longest = max(min(spec.max_model_len, room_tokens(spec.kv_tokens, spec.block_size)) for spec in fleet.replicas)
+    cache_tokens = sum(spec.kv_tokens for spec in fleet.replicas)
+    tally = _Tally.of(_Walk(trace, cache_tokens, longest, warmup_s))
+    queue, balance = QueueBounds(), None
+    if tally.fitting:
+        balance = balance_rps(fleet, prefill_scale, tally.work)
+        server = PooledServer(fleet, prefill_scale, tally.work)
+        again = _Walk(trace, cache_tokens, longest, warmup_s)
+        queue = queue_bounds(again.fitting(), server, timed=not tally.closed, since_s=warmup_s)
+    return _queue_told(tally, queue, balance) | _cache_told(tally) | _fairness_told(tally, fleet)
+
+
+def _queue_told(tally: _Tally, queue: QueueBounds, balance: float | None) -> dict[str, Bound]:
+    untimed = "; not computed: later turns arrive when earlier answers end" if tally.closed else ""
+    bounds = {
+        "goodput_max": Bound(
+            value=tally.fitting / tally.offered if tally.offered else None,
+            unit="share",
+            about="requests that fit into the context of a replica; all others are refused by every policy",
+        ),
+        "rate_max": Bound(
+            value=queue.requests_per_s,
+            unit="requests/s",
+            about="no policy that hits no more than hit_pooled_lru sustains more: engines without waste, as one server",
+        ),
+        "rate_balance": Bound(
+            value=balance,
+            unit="requests/s",
+            about="engines that prefill in full steps and decode in the largest batch, in turns; an estimate, no bound",
+        ),
+        "utilisation": Bound(
+            value=queue.utilisation,
+            unit="share",
+            about="work that the trace offers over what the fleet can do at rate_max" + untimed,
+        ),
+        "service_s": Bound(
+            value=queue.service_s, unit="s", about="mean time of the whole fleet per request, at rate_max"
+        ),
+    }
+    for quantile, pooled_s, floor_s in (
+        ("p50", queue.pooled_ttft_p50_s, queue.floor_ttft_p50_s),
+        ("p99", queue.pooled_ttft_p99_s, queue.floor_ttft_p99_s),
+    ):
+        bounds[f"ttft_{quantile}_pooled"] = Bound(
+            value=pooled_s,
+            unit="s",
+            about="one queue, one server as fast as the fleet, then an idle replica's prefill (Lindley); not strict"
+            + untimed,
+        )
+        bounds[f"ttft_{quantile}_floor"] = Bound(
+            value=floor_s,
+            unit="s",
+            about="a central queue for nothing but prompts; no policy that serves in order of arrival is below"
+            + untimed,
+        )
+    return bounds
+
+
+def _cache_told(tally: _Tally) -> dict[str, Bound]:
+    hits = tally.hits()
+    excess = "" if hits.endless_exact else f"; too low, since only {BLOCKS_MAX:,} distinct blocks are remembered"
+    return {
+        "hit_pooled_lru": Bound(
+            value=hits.pooled,
+            unit="share",
+            about="prompt tokens found in one LRU cache as large as all together, in order of arrival; not strict",
+        ),
+        "hit_endless": Bound(
+            value=hits.endless, unit="share", about=f"prompt tokens that an earlier request had{excess}"
+        ),
+    }
+
+
+def _fairness_told(tally: _Tally, fleet: Fleet) -> dict[str, Bound]:
+    bounds = {
+        "vtc_difference": Bound(
+            value=vtc_bound_tokens(tally.longest_prompt_tokens, fleet),
+            unit="tokens",
+            about="weighted service of two backlogged tenants under VTC: 2 max(longest prompt, 2 x KV of the fleet)",
+        )
+    }
+    if tally.adapters:
+        excess = f"; not computed: more than {ADAPTERS_MAX:,} adapters" if tally.unlisted else ""
+        slots = sum(spec.max_loras for spec in fleet.replicas)
+        bounds["lora_static_hit"] = Bound(
+            value=None if tally.unlisted else static_lora(tally.adapters, slots),
+            unit="share",
+            about=f"requests whose adapter is resident when the {slots} most popular ones stay{excess}",
+        )
+    return bounds
+
+
+# --- the trace in order -----------------------------------------------------------------------------------------------
+
+
+def in_order(arrivals: Iterator[Arrival]) -> Iterator[tuple[float, Arrival]]:
+    """All arrivals, later turns of closed loops included, each with the earliest time at which it can come.
+
+    A later turn comes `think_s` after the one before: as if answers took no time, which only a run can tell. Those of
+    one time take turns, so that loops without a pause go on side by side.
+    """
+    serial = count()
+    coming: list[tuple[float, int, Arrival]] = []
+    for arrival in arrivals:
+        while coming and coming[0][0] < arrival.at_s:
+            yield _next_turn(coming, serial)
+        heappush(coming, (arrival.at_s, next(serial), arrival))
+    while coming:
+        yield _next_turn(coming, serial)
+
+
+def _next_turn(coming: list[tuple[float, int, Arrival]], serial: Iterator[int]) -> tuple[float, Arrival]:
+    at_s, _, arrival = heappop(coming)
+    if arrival.then is not None:
+        heappush(coming, (at_s + arrival.think_s, next(serial), arrival.then))
+    return at_s, arrival
+
+
+class _EndlessCache:
+    """Every block ever seen, up to `BLOCKS_MAX`; `full` says that newer ones are not taken."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._seen: set[int] = set()
+
+    @property
+    def full(self) -> bool:
+        return len(self._seen) >= BLOCKS_MAX
+
+    def serve(self, blocks: tuple[int, ...], prompt_tokens: int) -> int:
+        seen = self._seen
+        hits = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+        if not self.full:
+            seen.update(blocks)
+        return min(hits * self._block_tokens, prompt_tokens)
+
+
+class _Walk:
+    """All requests of a trace in order, each with what it finds in two caches; those that fit no replica touch none."""
+
+    def __init__(self, trace: Trace, cache_tokens: int, room_tokens: float = inf, warmup_s: float = 0.0) -> None:
+        self.endless = _EndlessCache(trace.block_tokens)
+        self._trace = trace
+        self._pooled = PooledCache(cache_tokens, trace.block_tokens)
+        self._room_tokens = room_tokens
+        self._warmup_s = warmup_s
+
+    def all(self) -> Iterator[tuple[Served, bool]]:
+        """(request, whether it fits)"""
+        for at_s, arrival in in_order(self._trace.arrivals()):
+            counted = at_s >= self._warmup_s
+            if arrival.prompt_tokens + arrival.output_tokens > self._room_tokens:
+                yield Served(arrival, at_s, 0, 0, counted), False
+                continue
+            blocks = arrival.own_blocks()
+            hit_tokens = self._pooled.serve(blocks, arrival.prompt_tokens)
+            yield Served(arrival, at_s, hit_tokens, self.endless.serve(blocks, arrival.prompt_tokens), counted), True
+
+    def fitting(self) -> Iterator[Served]:
+        return (served for served, fits in self.all() if fits)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one walk adds up over the requests that are counted; `unlisted` ones have adapters beyond `ADAPTERS_MAX`."""
+
+    offered: int = 0
+    fitting: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    known_tokens: int = 0
+    longest_prompt_tokens: int = 0
+    work: Work = data_field(default_factory=Work)
+    adapters: Counter[str] = data_field(default_factory=Counter)
+    unlisted: int = 0
+    closed: bool = False
+    endless_exact: bool = True
+
+    @classmethod
+    def of(cls, walk: _Walk) -> _Tally:
+        tally = cls()
+        for served, fits in walk.all():
+            tally.closed |= served.arrival.then is not None
+            if served.counted:
+                tally.offered += 1
+                if fits:
+                    tally._count(served)
+        tally.endless_exact = not walk.endless.full
+        return tally
+
+    def _count(self, served: Served) -> None:
+        arrival = served.arrival
+        self.fitting += 1
+        self.prompt_tokens += arrival.prompt_tokens
+        self.hit_tokens += served.hit_tokens
+        self.known_tokens += served.known_tokens
+        self.longest_prompt_tokens = max(self.longest_prompt_tokens, arrival.prompt_tokens)
+        self.work = self.work.plus(work_of(served))
+        if arrival.adapter is not None:
+            if arrival.adapter in self.adapters or len(self.adapters) < ADAPTERS_MAX:
+                self.adapters[arrival.adapter] += 1
+            else:
+                self.unlisted += 1
+
+    def hits(self) -> HitBound:
+        if not self.prompt_tokens:
+            return HitBound(None, None, self.endless_exact)
+        return HitBound(
+            self.hit_tokens / self.prompt_tokens, self.known_tokens / self.prompt_tokens, self.endless_exact
+        )

@@ -1,0 +1,184 @@
+"""A second account of what a waiting room did: who was passed over, and how far apart the flows' counters came.
+
+It hears what the core hears and says, and keeps its own books, so that it holds for every policy alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from llmproxy.core.domain import Decision, Drop, Entry, Grant, Request, Usage, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.charge import charges
+from llmproxy.core.settings import Settings
+
+FLOWS_MAX = 40
+"""Backlogged flows of a band whose counters are compared, the first ones: a pass must stay cheap in a crowd."""
+COUNTERS_MAX = 10_000
+"""Counters that are kept; when there are more, those of flows with nothing here are forgotten."""
+
+Flow = tuple[int, str]
+"""(band, fairness key)"""
+
+
+class _Lease:
+    __slots__ = ("charged", "request", "tokens")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.charged = 0.0
+        self.tokens = request.prompt_tokens + request.output_tokens
+
+
+class Audit:
+    """The books of one waiting room.
+
+    `inversions` counts grants to a backend that a waiting request of a higher band could have had. Ceilings do not rise
+    as priority falls, so where a lower band found room, the higher one had it too, and could have gone unless the
+    backend had failed it before, or its context is too short. Requests under a usage limit, and grants by a minimum
+    share, are not counted.
+
+    `counter_difference` is the most by which the virtual token counters (Sheng et al., "Fairness in Serving Large
+    Language Models", OSDI 2024) of two backlogged flows of one band differed: all charges of a flow per unit of its
+    weight, lifted when it becomes backlogged. None where no two flows ever were. `unfinished_tokens_most` is the most
+    that was dispatched and unfinished at a time: prompts, and answers as estimated or as delivered, whichever is more.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.inversions = 0
+        self.counter_difference: float | None = None
+        self.unfinished_tokens_most = 0
+        self.waiting: dict[str, tuple[Request, frozenset[str]]] = {}
+        self._bands: Counter[int] = Counter()
+        self._backlogged: dict[int, Counter[str]] = {}
+        self._counters: dict[Flow, float] = {}
+        self._floors: dict[int, float] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._unfinished_tokens = 0
+        self._charge = charges.get(settings.charged)(settings)
+
+    # --- in and out -----------------------------------------------------------------------------------------------
+
+    def entered(self, request: Request, excluded: frozenset[str]) -> None:
+        self.waiting[request.id] = request, excluded
+        self._bands[request.band] += 1
+        flows = self._backlogged.setdefault(request.band, Counter())
+        if not flows[request.flow]:
+            flow = request.band, request.flow
+            others = [self._counters[request.band, name] for name, waiting in flows.items() if waiting]
+            floor = min(others) if others else self._floors.get(request.band, 0.0)
+            self._counters[flow] = max(self._counters.get(flow, 0.0), floor)
+            if len(self._counters) > COUNTERS_MAX:
+                self._forget()
+        flows[request.flow] += 1
+
+    def left(self, request: Request) -> None:
+        if self.waiting.pop(request.id, None) is None:
+            return
+        self._bands[request.band] -= 1
+        flows = self._backlogged[request.band]
+        flows[request.flow] -= 1
+        if not flows[request.flow]:
+            del flows[request.flow]
+            if not flows:
+                self._floors[request.band] = self._counters[request.band, request.flow]
+
+    def granted(self, grant: Grant, context_tokens: int | None) -> None:
+        """`context_tokens` is the longest context of the backend that was granted, None where it has no such limit."""
+        request = grant.request
+        self.left(request)
+        if not grant.why.guaranteed:
+            self.inversions += any(
+                not other.limits
+                and grant.placed.backend not in excluded
+                and (context_tokens is None or other.prompt_tokens < context_tokens)
+                for other, excluded in self._above(request.band)
+            )
+        lease = self._leases[grant.lease] = _Lease(request)
+        self._unfinished_tokens += lease.tokens
+        self.unfinished_tokens_most = max(self.unfinished_tokens_most, self._unfinished_tokens)
+        self._charge_to(lease, self._charge.estimate(request))
+
+    def progressed(self, grant: Grant, output_tokens: int, now: float) -> None:
+        lease = self._leases[grant.lease]
+        self._grow(lease, lease.request.prompt_tokens + output_tokens)
+        so_far = self._charge.so_far(lease.request, output_tokens, now - grant.at_s)
+        self._charge_to(lease, max(so_far, lease.charged))
+
+    def finished(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None) -> None:
+        lease = self._leases.pop(grant.lease)
+        if usage is not None:
+            self._grow(lease, usage.prompt_tokens + usage.output_tokens)
+            self._charge_to(lease, self._charge.final(lease.request, usage, now - grant.at_s))
+        elif verdict is not Verdict.SERVED:
+            self._charge_to(lease, 0.0)
+        self._unfinished_tokens -= lease.tokens
+
+    def compare(self) -> None:
+        """Look how far apart the counters of those that wait are."""
+        for band, flows in self._backlogged.items():
+            if len(flows) > 1:
+                counters = [self._counters[band, flow] for flow in islice(flows, FLOWS_MAX)]
+                self.counter_difference = max(self.counter_difference or 0.0, max(counters) - min(counters))
+
+    def _above(self, band: int) -> Iterator[tuple[Request, frozenset[str]]]:
+        if any(waiting for level, waiting in self._bands.items() if level > band):
+            yield from (entry for entry in self.waiting.values() if entry[0].band > band)
+
+    def _forget(self) -> None:
+        here = {(request.band, request.flow) for request, _ in self.waiting.values()}
+        here.update((lease.request.band, lease.request.flow) for lease in self._leases.values())
+        self._counters = {flow: counter for flow, counter in self._counters.items() if flow in here}
+
+    def _grow(self, lease: _Lease, tokens: int) -> None:
+        more = max(0, tokens - lease.tokens)
+        lease.tokens += more
+        self._unfinished_tokens += more
+        self.unfinished_tokens_most = max(self.unfinished_tokens_most, self._unfinished_tokens)
+
+    def _charge_to(self, lease: _Lease, cost: float) -> None:
+        flow = lease.request.band, lease.request.flow
+        self._counters[flow] += (cost - lease.charged) / lease.request.weight
+        lease.charged = cost
+
+
+class AuditedPools(Pools):
+    """The production pools, every word with them overheard by an `Audit`."""
+
+    def __init__(self, settings: Settings, *others: Any) -> None:
+        super().__init__(settings, *others)
+        self.audit = Audit(settings)
+
+    def submit(
+        self, request: Request, now: float, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
+    ) -> None:
+        super().submit(request, now, excluded, entry)
+        self.audit.entered(request, excluded)
+
+    def cancel(self, request: Request) -> None:
+        super().cancel(request)
+        self.audit.left(request)
+
+    def decide(self, now: float) -> list[Decision]:
+        decisions = super().decide(now)
+        for decision in decisions:
+            if isinstance(decision, Grant):
+                listing = self.backends[decision.placed.backend].listing
+                lengths = [card.max_model_len for card in listing.cards] if listing is not None else []
+                self.audit.granted(decision, max((x for x in lengths if x is not None), default=None))
+            elif isinstance(decision, Drop):
+                self.audit.left(decision.request)
+        if decisions:
+            self.audit.compare()
+        return decisions
+
+    def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
+        super().progress(grant, output_tokens, now)
+        self.audit.progressed(grant, output_tokens, now)
+
+    def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
+        super().finish(grant, verdict, now, usage)
+        self.audit.finished(grant, verdict, now, usage)

@@ -1,0 +1,65 @@
+"""What counts as a good answer: the objectives of time to first token and of time per output token."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+
+from llmproxy.lab.run.arrival import Arrival
+from llmproxy.lab.run.fleet import Fleet, ReplicaSpec
+from llmproxy.simulator.engine.profiles import Profile
+
+TTFT_LEAST_S = 1.0
+TTFT_FACTOR = 3.0
+TPOT_SMALL_S = 0.040
+TPOT_LARGE_S = 0.075
+SMALL = re.compile(r"(?:^|[^0-9a-z.])8b(?:$|[^0-9a-z])", re.IGNORECASE)
+"""What the name of a profile of an 8B model looks like."""
+PROMPTS_KEPT = 65_536
+"""Prompt lengths whose unloaded times are remembered; beyond it those not asked for of late are computed anew."""
+
+
+def scaled_profile(spec: ReplicaSpec, prefill_scale: float) -> Profile:
+    """The replica's step times when a prefill token costs `prefill_scale` times what the profile says."""
+    return replace(spec.profile, prefill_factor=prefill_scale)
+
+
+def prefill_s(profile: Profile, step_tokens: int, first: int, end: int) -> float:
+    """Seconds that an idle engine takes for the prompt positions from `first` to `end`, in chunks of `step_tokens`."""
+    starts = range(first, end, step_tokens)
+    return sum(profile.step_s(0, 0, [(start, min(start + step_tokens, end))]) for start in starts)
+
+
+class Objectives:
+    """The objectives of a fleet.
+
+    The first token should be there within 1 s, or within three times what an idle replica, the fastest of the fleet
+    for this prompt, takes for it with nothing cached. The mean time per output token should be at most 40 ms where
+    every replica serves an 8B model, by the name of its profile, and 75 ms elsewhere. An arrival that names its own
+    objectives gets those.
+    """
+
+    def __init__(self, fleet: Fleet, prefill_scale: float) -> None:
+        # Of a thousand equal replicas one answers for all.
+        alike = dict.fromkeys((scaled_profile(spec, prefill_scale), spec.step_tokens) for spec in fleet.replicas)
+        self._engines = tuple(alike)
+        self._tpot_s = TPOT_SMALL_S if all(SMALL.search(r.profile_name) for r in fleet.replicas) else TPOT_LARGE_S
+        self._unloaded_s = lru_cache(maxsize=PROMPTS_KEPT)(self._unloaded)
+
+    def of(self, arrival: Arrival) -> tuple[float, float]:
+        """(time to first token, mean time per output token) that `arrival` should not exceed, in seconds."""
+        ttft_s, tpot_s = arrival.ttft_slo_s, arrival.tpot_slo_s
+        if ttft_s is None:
+            ttft_s = max(TTFT_LEAST_S, TTFT_FACTOR * self.unloaded_ttft_s(arrival.prompt_tokens))
+        return ttft_s, self._tpot_s if tpot_s is None else tpot_s
+
+    def unloaded_ttft_s(self, prompt_tokens: int) -> float:
+        """Seconds to the first token on an idle replica, the fastest for such a prompt, with nothing cached."""
+        return self._unloaded_s(prompt_tokens)
+
+    def _unloaded(self, prompt_tokens: int) -> float:
+        return min(
+            profile.frontend_s + prefill_s(profile, step_tokens, 0, prompt_tokens)
+            for profile, step_tokens in self._engines
+        )

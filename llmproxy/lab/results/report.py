@@ -1,0 +1,274 @@
+"""The report of a simulation: one HTML file that needs no network, to be opened in a browser and shown to others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmproxy.lab.results.result import LoadPoint, Row, RunKey, SimulationResult, Trail, load_points, policies_of
+from llmproxy.lab.results.table import (
+    COLUMNS,
+    MISSING,
+    ORACLE_NOTE,
+    REFERENCES,
+    bound_value,
+    bounds_told,
+    has_oracle,
+    is_best,
+    write,
+)
+
+if TYPE_CHECKING:
+    from llmproxy.lab.results.plots import Plot
+
+FACTS_FIRST = ("workload", "case", "trace", "requests", "trace_duration_s", "fleet", "replicas", "proxies", "seeds")
+FACT_MAX = 120
+"""Longer values of the configuration are told in full below the plots only."""
+HIT_BOUNDS = ("hit_pooled_lru",)
+RULES = (
+    "Every policy met the same arrivals. Goodput is the share of all <em>offered</em> requests that were completed "
+    "within both of their objectives, time to first token and mean time per output token: refusals, timeouts and "
+    "failures are misses. Quantiles are nearest-rank, over completed requests, within 0.5 %. Figures of several seeds "
+    "are averaged. Times are virtual: no GPU was run, and latencies deep in overload should not be taken as absolute."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraTable:
+    """A table of one's own: plain text in every cell."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What a page shows beyond the figures of its runs; `draw` is called where plots can be drawn."""
+
+    tables: Sequence[ExtraTable] = ()
+    draw: Callable[[], Sequence[Plot]] | None = None
+
+
+NOTHING_MORE = Extra()
+
+
+class ReportUnavailable(Exception):  # noqa: N818 - something is missing, nothing went wrong
+    """The report cannot be drawn on this installation. The message says what to install."""
+
+
+def write_report(
+    path: Path,
+    result: SimulationResult,
+    trails: Mapping[RunKey, Trail],
+    title: str = "llmproxy simulate",
+    own: Collection[str] = (),
+    references: Collection[str] = REFERENCES,
+    hit_bounds: Collection[str] = HIT_BOUNDS,
+    extra: Extra = NOTHING_MORE,
+) -> None:
+    """Write `result` as a page to `path`. Equal arguments give equal bytes.
+
+    `trails` are those of the runs that plots over time and distributions may choose from. `own` policies are drawn
+    thicker, `references` are yardsticks that cannot win, `hit_bounds` names the bounds that are hit ratios.
+    Raises ReportUnavailable without matplotlib, OSError when the file cannot be written.
+    """
+    path.write_text(page(result, trails, title, own, references, hit_bounds, extra), encoding="utf-8")
+
+
+def page(
+    result: SimulationResult,
+    trails: Mapping[RunKey, Trail],
+    title: str,
+    own: Collection[str] = (),
+    references: Collection[str] = REFERENCES,
+    hit_bounds: Collection[str] = HIT_BOUNDS,
+    extra: Extra = NOTHING_MORE,
+) -> str:
+    """The page that `write_report` writes."""
+    figures = _figures(result, trails, own, references, hit_bounds, extra)
+    policies = policies_of(result, references)
+    points = load_points(result, references)
+    tables = "".join(_load(point, policies, own, references) for point in points) or "<p>Nothing was run.</p>"
+    rules = f"{RULES} {ORACLE_NOTE}" if has_oracle(points) else RULES
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{_CSS}</style></head><body>
+<header><h1>{escape(title)}</h1>{_facts(result, points, policies)}<p class="rules">{rules}</p></header>
+<main><section><h2>Results</h2>{tables}</section>{"".join(map(_extra_table, extra.tables))}{_bounds(points)}
+{figures}
+<section><h2>Configuration</h2><details><summary>All that the runs depend on</summary><pre>{_config(result)}</pre>
+</details></section></main><script>{_SCRIPT}</script></body></html>
+"""
+
+
+def _figures(
+    result: SimulationResult,
+    trails: Mapping[RunKey, Trail],
+    own: Collection[str],
+    references: Collection[str],
+    hit_bounds: Collection[str],
+    extra: Extra,
+) -> str:
+    try:
+        from llmproxy.lab.results import drawing, plots
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("llmproxy"):
+            raise
+        raise ReportUnavailable(f"the report needs {error.name}: pip install 'llmproxy-lb[lab]'") from error
+    with drawing.style():
+        drawn = [*(extra.draw() if extra.draw is not None else ())]
+        drawn += plots.draw_all(result, trails, own, references, hit_bounds)
+        svgs = [drawing.to_svg(plot.figure, i) if plot.figure else "" for i, plot in enumerate(drawn)]
+    return "\n".join(_figure(plot, svg) for plot, svg in zip(drawn, svgs, strict=True))
+
+
+def _figure(plot: Plot, svg: str) -> str:
+    caption = escape(plot.caption)
+    if not svg:
+        return f"<section><h2>{escape(plot.title)}</h2><p class=absent>{caption}</p></section>"
+    return f"<section><h2>{escape(plot.title)}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure></section>"
+
+
+# --- words and tables -------------------------------------------------------------------------------------------------
+
+
+def _facts(result: SimulationResult, points: list[LoadPoint], policies: list[str]) -> str:
+    """What was simulated, in short: the plain values of the configuration, and what the runs themselves tell."""
+    facts = {name: _plain(value) for name, value in result.config.items()}
+    ranks = {name: rank for rank, name in enumerate(FACTS_FIRST)}
+    ordered = sorted(facts, key=lambda name: ranks.get(name, len(ranks)))
+    facts = {name: text for name in ordered if (text := facts[name]) is not None}
+    facts |= {
+        "policies": str(len(policies)),
+        "rate_scale": ", ".join(f"{rate:g}" for rate in sorted({point.rate_scale for point in points})),
+        "prefill_scale": ", ".join(f"{prefill:g}" for prefill in sorted({point.prefill_scale for point in points})),
+        "runs": f"{len(result.runs):,}",
+        "requests simulated": f"{sum(run.offered for run in result.runs):,}",
+    }
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text or MISSING)}</dd></div>" for name, text in facts.items()
+    )
+    return f"<dl>{items}</dl>"
+
+
+def _extra_table(table: ExtraTable) -> str:
+    heads = "".join(f"<th class=text>{escape(head)}</th>" for head in table.heads)
+    rows = "".join(f"<tr>{''.join(f'<td class=text>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return (
+        f"<section><h2>{escape(table.title)}</h2><div class=wide><table class=bounds><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _plain(value: object) -> str | None:
+    """A value on one line, None for what is too long or too deep for it."""
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        text = ", ".join(str(_rounded(item)) for item in value)
+    elif isinstance(value, str | int | float):
+        text = str(_rounded(value))
+    else:
+        return None
+    return text if len(text) <= FACT_MAX else None
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six digits, however deep they are: the rest is what the arithmetic of machines leaves."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _load(point: LoadPoint, policies: list[str], own: Collection[str], references: Collection[str]) -> str:
+    rivals = [row for row in point.rows if row.policy not in references]
+    heads = "".join(f"<th>{_head(column.title)}</th>" for column in COLUMNS)
+    rows = "".join(_row(row, rivals, policies.index(row.policy), own, references) for row in point.rows)
+    seeds = max(row.seeds for row in point.rows)
+    note = f", mean of {seeds} seeds" if seeds > 1 else ""
+    return (
+        f"<h3>{escape(point.label)}{note}</h3><div class=wide><table><thead><tr><th>policy</th>{heads}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _head(title: str) -> str:
+    unit = {"TTFT": " s", "TPOT": " ms", "queue": " s"}.get(title.split("\n")[0], "")
+    return escape(title.replace("-\n", "").replace("\n", " ") + unit)
+
+
+def _row(row: Row, rivals: list[Row], number: int, own: Collection[str], references: Collection[str]) -> str:
+    kind = "own" if row.policy in own else "reference" if row.policy in references else "baseline"
+    cells = "".join(
+        f"<td class=best>{write(column, row)}</td>"
+        if is_best(column, row, rivals)
+        else f"<td>{write(column, row)}</td>"
+        for column in COLUMNS
+    )
+    return f'<tr class="{kind} series s{number}"><th>{escape(row.policy)}</th>{cells}</tr>'
+
+
+def _bounds(points: list[LoadPoint]) -> str:
+    told = bounds_told(points)
+    if not told:
+        return ""
+    loads = "".join(f"<th>rate {point.rate_scale:g}<br>prefill {point.prefill_scale:g}</th>" for point in points)
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th>"
+        + "".join(f"<td>{bound_value(point.bounds.get(name))}</td>" for point in points)
+        + f"<td class=text>{escape(bound.unit)}</td><td class=text>{escape(bound.about)}</td></tr>"
+        for name, bound in told.items()
+    )
+    head = f"<tr><th>bound</th>{loads}<th class=text>unit</th><th class=text>what it bounds</th></tr>"
+    return (
+        "<section><h2>Bounds</h2><div class=wide><table class=bounds>"
+        f"<thead>{head}</thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _config(result: SimulationResult) -> str:
+    return escape(json.dumps(_rounded(result.config), indent=2, ensure_ascii=False))
+
+
+# --- the look of the page ---------------------------------------------------------------------------------------------
+
+_CSS = """
+:root{--ink:#1b1f24;--muted:#5f6b76;--grid:#d8dee5;--page:#fff;--card:#f5f7f9;
+--c0:#0060c0;--c1:#c8500a;--c2:#00805a;--c3:#a8447f;--c4:#2f9ac6;--c5:#a87900;--c6:#7a4b2a}
+@media screen and (prefers-color-scheme:dark){:root{--ink:#e6e9ed;--muted:#9aa5b1;--grid:#39424c;--page:#14181d;
+--card:#1d2329;--c0:#5aa9ff;--c1:#ff8a4c;--c2:#3cc99a;--c3:#e58fc4;--c4:#86d6f7;--c5:#f0c04a;--c6:#cfa07c}}
+*{box-sizing:border-box}body{margin:0 auto;max-width:1120px;padding:24px 20px 64px;background:var(--page);
+color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
+h1{font-size:26px;margin:0 0 12px;line-height:1.25;overflow-wrap:anywhere}h2{font-size:19px;margin:40px 0 8px}
+h3{font-size:14px;margin:20px 0 4px;color:var(--muted);font-weight:600}
+dl{display:flex;flex-wrap:wrap;gap:8px;margin:0 0 14px}dl div{background:var(--card);border-radius:8px;padding:7px 12px}
+dt{font-size:12px;color:var(--muted)}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
+.rules,.absent,figcaption{color:var(--muted);max-width:88ch}figure{margin:0}figcaption{font-size:14px;margin-top:6px}
+svg{display:block;width:100%;height:auto}svg image{image-rendering:pixelated}
+.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:13px}
+th,td{padding:4px 6px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
+thead th{color:var(--muted);font-weight:600;border-bottom-width:2px}
+th:first-child{text-align:left}tbody th{font-weight:400}tr.own th{font-weight:700}tr.own{background:var(--card)}
+tr.reference{font-style:italic;color:var(--muted)}td.best{font-weight:700}
+table.bounds{margin-top:10px;font-size:13px}th.text,td.text{text-align:left}td.text:last-child{white-space:normal;min-width:32ch}
+pre{overflow:auto;background:var(--card);padding:12px;border-radius:8px;font-size:12.5px}summary{cursor:pointer}
+.focus svg .series:not(.on){opacity:.12}.focus tr.on{outline:2px solid var(--c0);outline-offset:-2px}
+@media print{body{max-width:none;padding:0;font-size:11px}section{break-inside:avoid}.wide{overflow:visible}
+th,td{padding:2px 5px}tr.own,dl div,pre{background:none;border:1px solid var(--grid)}}
+"""
+_SCRIPT = """
+let last=null;
+addEventListener('pointerover',event=>{
+  const at=event.target.closest('.series'),name=at?[...at.classList].find(c=>/^s\\d+$/.test(c)):null;
+  if(name===last)return;
+  last=name;
+  document.body.classList.toggle('focus',!!name);
+  document.querySelectorAll('.series').forEach(e=>e.classList.toggle('on',!!name&&e.classList.contains(name)));
+});
+"""
+"""Who points at a policy, in a table or a plot, sees it stand out everywhere."""

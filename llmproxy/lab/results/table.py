@@ -1,0 +1,146 @@
+"""The results as a table for a terminal, 80 columns wide or more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from llmproxy.lab.results.result import Bound, LoadPoint, Row, SimulationResult, best, load_points
+
+REFERENCES = frozenset({"oracle"})
+"""Yardsticks among the policies: they see what no policy can, so being better than the others is no merit."""
+NOTE = (
+    "Goodput is of all offered requests: a refusal or a failure is a miss. Latencies are of completed requests, "
+    "in seconds, TPOT in milliseconds. Bold: best of its column."
+)
+ORACLE_NOTE = (
+    "The oracle knows lengths, caches and engines, but gives each request what is best at that moment: a policy that "
+    "keeps caches warm for those to come may beat it. The bounds are what none can beat, as far as each says."
+)
+MISSING = "-"
+LOADS_ACROSS = 5
+"""Loads whose bounds stand side by side in 80 columns."""
+
+
+class Column(NamedTuple):
+    """One figure of a row: its name over two lines, the field of `Row`, and how it is written."""
+
+    title: str
+    field: str
+    write: Callable[[float], str]
+
+
+def seconds(value: float) -> str:
+    """Three digits, at most five characters below 100,000 s."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.9995 else f"{value:.3f}"
+
+
+def milliseconds(value: float) -> str:
+    value *= 1000
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def ratio(value: float) -> str:
+    return f"{value:.2f}"
+
+
+COLUMNS = (
+    Column("good-\nput", "goodput", percent),
+    Column("TTFT\np50", "ttft_p50_s", seconds),
+    Column("TTFT\np99", "ttft_p99_s", seconds),
+    Column("TPOT\np50", "tpot_p50_s", milliseconds),
+    Column("TPOT\np99", "tpot_p99_s", milliseconds),
+    Column("queue\np99", "queue_wait_p99_s", seconds),
+    Column("hit", "hit", percent),
+    Column("imba-\nlance", "imbalance", ratio),
+    Column("re-\nfused", "refused", percent),
+    Column("fail-\ned", "failed", percent),
+)
+
+
+def write(column: Column, row: Row) -> str:
+    """The figure of `row` in `column`, as people read it."""
+    value = getattr(row, column.field)
+    return MISSING if value is None else column.write(value)
+
+
+def is_best(column: Column, row: Row, rivals: Collection[Row]) -> bool:
+    """Whether `row` reads as the best of `rivals` in `column`. Where most of them do, none is worth pointing at."""
+    winner = best(rivals, column.field)
+    if winner is None:
+        return False
+    winners = [rival for rival in rivals if write(column, rival) == column.write(winner)]
+    return row in winners and 2 * len(winners) <= len(rivals)
+
+
+def print_tables(result: SimulationResult, console: Console, references: Collection[str] = REFERENCES) -> None:
+    """One table for each load, and below them the bounds of all loads together."""
+    points = load_points(result, references)
+    if not points:
+        console.print("Nothing was run.")
+        return
+    for point in points:
+        console.print(_table(point, references, console.width))
+    console.print(Text(NOTE, style="dim"))
+    if has_oracle(points):
+        console.print(Text(ORACLE_NOTE, style="dim"))
+    bounded = [point for point in points if point.bounds]
+    for first in range(0, len(bounded), LOADS_ACROSS):
+        console.print(_bounds(bounded[first : first + LOADS_ACROSS]))
+    for name, bound in bounds_told(points).items():
+        console.print(Text(f"{name}: {bound.about}", style="dim"))
+
+
+def has_oracle(points: Sequence[LoadPoint]) -> bool:
+    """Whether there is anything that looks as if it could not be beaten."""
+    return any(row.policy == "oracle" for point in points for row in point.rows)
+
+
+def bounds_told(points: Sequence[LoadPoint]) -> dict[str, Bound]:
+    """Every bound that any load has, by name, for its unit and its meaning."""
+    return {name: bound for point in reversed(points) for name, bound in point.bounds.items()}
+
+
+def _table(point: LoadPoint, references: Collection[str], width: int) -> Table:
+    seeds = max(row.seeds for row in point.rows)
+    title = point.label + (f", mean of {seeds} seeds" if seeds > 1 else "")
+    wide = width >= 100
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1 if wide else 0))
+    table.add_column("policy", overflow="fold")
+    for column in COLUMNS:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    rivals = [row for row in point.rows if row.policy not in references]
+    for row in point.rows:
+        cells = [Text(write(column, row), style="bold" if is_best(column, row, rivals) else "") for column in COLUMNS]
+        table.add_row(Text(row.policy), *cells, style="italic" if row.policy in references else "")
+    return table
+
+
+def _bounds(points: Sequence[LoadPoint]) -> Table:
+    """One row for each bound, one column for each load."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("bound", overflow="fold")
+    table.add_column("unit", no_wrap=True)
+    for point in points:
+        table.add_column(f"rate {point.rate_scale:g}\nprefill {point.prefill_scale:g}", justify="right", no_wrap=True)
+    for name, told in bounds_told(points).items():
+        table.add_row(Text(name), Text(told.unit), *(bound_value(point.bounds.get(name)) for point in points))
+    return table
+
+
+def bound_value(bound: Bound | None) -> str:
+    """The value of a bound to four digits."""
+    if bound is None or bound.value is None:
+        return MISSING
+    return f"{bound.value:.4g}" if bound.value < 10_000 else f"{bound.value:,.0f}"

@@ -1,0 +1,1 @@
+"""One run: a trace through the production scheduler onto simulated engines."""

@@ -1,0 +1,341 @@
+"""One proxy of a replay: the production dispatcher and core, with pollers and clients that live in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from random import Random
+
+from msgspec.structs import replace
+
+from llmproxy.config import Config
+from llmproxy.core.domain import (
+    Entry,
+    Listing,
+    ModelCard,
+    Outcome,
+    Reading,
+    Refused,
+    Request,
+    RequestFacts,
+    Trouble,
+    Usage,
+    Verdict,
+)
+from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
+from llmproxy.dispatcher import Dispatcher, Lease
+from llmproxy.lab.policies.baseline import Surroundings
+from llmproxy.lab.policies.by_name import Plan
+from llmproxy.lab.results.audit import AuditedPools
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.run.arrival import BASE_MODEL, Arrival
+from llmproxy.lab.run.kv_events import KvEvents
+from llmproxy.lab.run.replica import Broken, Job, Leaving, Refusing, Replica, TooLong
+from llmproxy.lab.run.standing import Standings
+from llmproxy.lab.run.world import World
+
+BYTES_PER_TOKEN = 4.3
+"""Of the prompts of a replay, on average; the proxy has to learn it from the answers' usage, as in production."""
+BYTES_SIGMA = 0.1
+PROGRESS_S = 0.3
+"""How often the tokens of open streams are counted; the gateway does it every 32 tokens."""
+HEALTH_INTERVAL_S = 1.0
+"""How often a policy that reads no metrics looks whether its backends live."""
+
+
+class LabProxy:
+    """Serves arrivals with the production waiting room and placement seam.
+
+    What it is told of an arrival is what a gateway can read from a request: names, tenant, band, and the bytes of the
+    prompt. The length of the answer goes to the engine alone. `on_record` gets every request's end.
+    """
+
+    def __init__(self, config: Config, plan: Plan, world: World, rng: Random) -> None:
+        self._config = config
+        self._world = world
+        self._replicas = world.replicas
+        self._scrape_s = plan.scrape_s
+        self._rng = rng
+        self._budget = RetryBudget(config.retry.budget_ratio)
+        self._standings = Standings(config)
+        self._loop = asyncio.get_running_loop()
+        around = Surroundings(
+            Random(rng.getrandbits(32)),
+            self._loop.time,
+            world.prompts,
+            world.blocks.block_tokens,
+            lambda: KvEvents(world, self._loop.time).cached_tokens,
+        )
+        told = {backend.name: backend.max_in_flight for backend in config.backends}
+        limits = {name: told.get(name) for name in self._replicas}
+        self.pools = AuditedPools(plan.settings, limits, {}, lambda: plan.make_placement(around, world))
+        self.dispatcher = Dispatcher(self.pools)
+        cards = [ModelCard(name, BASE_MODEL, None) for name in world.adapters]
+        self._cards = {
+            name: (ModelCard(BASE_MODEL, None, replica.spec.max_model_len), *cards)
+            for name, replica in self._replicas.items()
+        }
+        self._streams: dict[str, tuple[Lease, Job, Replica]] = {}
+        self._stopped = False
+
+    # --- the side window ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to poll every replica."""
+        for name in self._replicas:
+            self._poll(name, None)
+        self._loop.call_later(PROGRESS_S, self._count_streams)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.dispatcher.close()
+
+    def _poll(self, name: str, listed: float | None) -> None:
+        """One lap of the poller; `listed` is when the models were last asked for, None after a failure."""
+        if self._stopped:
+            return
+        now, poll = self._loop.time(), self._config.poll
+        interval_s = HEALTH_INTERVAL_S if self._scrape_s is None else self._scrape_s
+        try:
+            gauges = self._replicas[name].scrape()
+        except (Refusing, Leaving) as failed:
+            trouble = Trouble.REFUSED if isinstance(failed, Refusing) else Trouble.UNHEALTHY
+            self.dispatcher.troubled(name, trouble, "")
+            self._loop.call_later(self._jittered(interval_s), self._poll, name, None)
+            return
+        except TimeoutError:
+            self._loop.call_later(poll.timeout_s, self._silent, name)
+            return
+        if listed is None or now - listed >= poll.models_interval_s:
+            self.dispatcher.listed(name, Listing(now, self._cards[name]))
+            listed = now
+        if gauges is not None and self._scrape_s is not None:
+            engine = self._replicas[name].engine
+            reading = Reading(
+                taken_at_s=now,
+                running=gauges.running,
+                waiting=gauges.waiting,
+                kv_used=gauges.kv_used,
+                kv_tokens=engine.kv_blocks * engine.block_size,
+                running_adapters=frozenset(gauges.running_adapters),
+                max_adapters=engine.max_loras if len(self._cards[name]) > 1 else None,
+            )
+            self.dispatcher.observe(name, reading)
+        self.dispatcher.answered(name)
+        self._loop.call_later(self._jittered(interval_s), self._poll, name, listed)
+
+    def _silent(self, name: str) -> None:
+        if not self._stopped:
+            self.dispatcher.troubled(name, Trouble.TIMEOUT, "")
+            self._loop.call_later(self._jittered(self._config.poll.page_interval_s), self._poll, name, None)
+
+    def _count_streams(self) -> None:
+        """Tell the policy how far the answers are, as the relay does while it passes them on."""
+        if self._stopped:
+            return
+        now, stall_s = self._loop.time(), self._config.timeouts.stall_s
+        for lease, job, replica in self._streams.values():
+            answered_tokens = replica.answered_tokens(job)
+            if answered_tokens > job.heard_tokens:
+                job.heard_tokens, job.heard_s = answered_tokens, now
+                lease.progress(answered_tokens)
+            elif answered_tokens and now - job.heard_s >= stall_s:
+                job.break_off(by_timeout=True)
+        self._loop.call_later(PROGRESS_S, self._count_streams)
+
+    def answers(self) -> Iterator[tuple[str, int]]:
+        """(Request id, tokens so far) of every answer that has begun."""
+        for request_id, (_, job, replica) in self._streams.items():
+            if job.first_s is not None:
+                yield request_id, replica.answered_tokens(job)
+
+    def band(self, arrival: Arrival) -> int:
+        """The band in which it is served."""
+        return self._standings.band(arrival)
+
+    def _jittered(self, interval_s: float) -> float:
+        return interval_s * self._rng.uniform(0.8, 1.0)
+
+    # --- the walk of one request --------------------------------------------------------------------------------------
+
+    async def serve(self, arrival: Arrival) -> Record:
+        """Take one request through the house; never raises for what can befall a request."""
+        now = self._loop.time()
+        record = Record(arrival, now, self.band(arrival))
+        request_id = self._world.enter(arrival)
+        try:
+            await self._walk(request_id, record)
+        except Refused as refused:
+            self._refuse(record, refused)
+        finally:
+            self._world.leave(request_id)
+            record.ended_s = self._loop.time()
+        return record
+
+    async def _walk(self, request_id: str, record: Record) -> None:
+        arrival = record.arrival
+        if self._too_long_for_all(arrival):
+            record.outcome = Outcome.BAD_REQUEST
+            return
+        prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
+        ask = RequestFacts(arrival.adapter or BASE_MODEL, stream=True, prompt_bytes=prompt_bytes)
+        target = await self.dispatcher.resolve(ask.model, self._config.queue.hold_s, prompt_bytes)
+        self._budget.request()
+        prompt_tokens, output_tokens = self.pools.tokens(target, ask)
+        standing = self._standings.of(arrival, target, record.band)
+        request = Request(
+            id=request_id,
+            pool=target.pool,
+            model=target.model,
+            adapter=target.adapter,
+            band=record.band,
+            flow=standing.flow,
+            arrived_s=record.arrived_s,
+            deadline_s=record.arrived_s + standing.ttl_s,
+            body_bytes=prompt_bytes,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            stream=True,
+            tenant=standing.tenant,
+            weight=standing.weight,
+            slo=standing.slo,
+            limits=standing.limits,
+            prefix=self._world.prompts[request_id].blocks[: arrival.prompt_tokens // self._world.blocks.block_tokens],
+            prefix_tokens=self._world.blocks.block_tokens * prompt_tokens / arrival.prompt_tokens,
+            session=arrival.session,
+        )
+        try:
+            await self._attempts(request, record, standing.ttl_s)
+        except Refused as refused:
+            self._refuse(record, refused)
+        finally:
+            self.dispatcher.ended(request, _met(request, record))
+
+    def _refuse(self, record: Record, refused: Refused) -> None:
+        # A retry that finds nobody else tells what went wrong first, as the gateway does.
+        if record.outcome is Outcome.INTERNAL:
+            record.outcome = refused.outcome
+            record.queue_wait_s = self._loop.time() - record.arrived_s
+
+    async def _attempts(self, request: Request, record: Record, ttl_s: float) -> None:
+        """The waiting room and the engines, as often as it takes. Raises Refused."""
+        excluded: set[str] = set()
+        waited_s, left_s, entry = 0.0, ttl_s, Entry.NEW
+        while True:
+            now = self._loop.time()
+            if entry is not Entry.NEW:
+                left_s = max(left_s, RETRY_WAIT_MIN_S)
+            request = replace(request, deadline_s=now + left_s)
+            async with self.dispatcher.admit(request, frozenset(excluded), entry) as lease:
+                waited_s += lease.grant.at_s - now
+                left_s = lease.grant.left_s
+                record.queue_wait_s = waited_s
+                record.attempts += 1
+                record.backend = lease.backend
+                retryable = await self._attempt(request, record, lease)
+            if record.outcome is Outcome.COMPLETED:
+                usage = lease.usage
+                assert usage is not None
+                self.pools.estimator.learn(request.model, request.body_bytes, 1, usage)
+                self.dispatcher.cached(lease.grant, self._world.blocks.cached(record.arrival))
+                return
+            if lease.verdict is Verdict.WITHDRAWN:
+                # It had its turn taken back, through nobody's fault: that is no attempt.
+                record.attempts -= 1
+                record.withdrawals += 1
+                entry = Entry.WITHDRAWN
+                continue
+            if not retryable or record.attempts > self._config.retry.extra_attempts:
+                return
+            if not self._budget.take(lease.verdict):
+                return
+            entry = Entry.RETRY
+            excluded.add(lease.backend)
+
+    async def _attempt(self, request: Request, record: Record, lease: Lease) -> bool:
+        """One try on one backend; whether another one may be made. Writes outcome, verdict and usage."""
+        arrival, replica = record.arrival, self._replicas[lease.backend]
+        record.predicted_ttft, record.predicted_tpot = lease.grant.placed.ttft, lease.grant.placed.tpot
+        if lease.withdrawn and not lease.revoked:
+            lease.verdict = Verdict.WITHDRAWN
+            return True
+        sequence = self._world.sequence(request.id, f"{request.id}.{record.attempts}.{record.withdrawals}")
+        timers: list[asyncio.TimerHandle] = []
+
+        def first() -> None:
+            lease.started()
+            timers.pop().cancel()
+
+        try:
+            job = replica.open(sequence, first)
+        except (Refusing, Leaving) as failed:
+            leaving = isinstance(failed, Leaving)
+            lease.verdict = Verdict.DRAINING if leaving else Verdict.CONNECT_FAILED
+            record.outcome = Outcome.UPSTREAM_STATUS if leaving else Outcome.CONNECT_FAILED
+            return True
+        except TooLong:
+            lease.verdict, record.outcome = Verdict.SERVED, Outcome.UPSTREAM_STATUS
+            lease.usage = Usage(0, 0)
+            return False
+        timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off, True))
+
+        def cut() -> None:
+            # What has begun to answer is not withdrawn any more; a dead backend is left in any case.
+            if lease.revoked or job.first_s is None:
+                job.break_off()
+                # The engine drops the sequence at once: no token of it may come between now and the task's turn.
+                replica.leave(job)
+
+        lease.on_cut = cut
+        self._streams[request.id] = lease, job, replica
+        try:
+            async with asyncio.timeout(self._config.timeouts.total_s):
+                await job.ended
+        except Broken as broken:
+            return self._broke(request, record, lease, job, broken.by_timeout)
+        except TimeoutError:
+            return self._broke(request, record, lease, job, by_timeout=True)
+        finally:
+            lease.on_cut = None
+            del self._streams[request.id]
+            replica.leave(job)
+            for timer in timers:
+                timer.cancel()
+        lease.verdict, record.outcome = Verdict.SERVED, Outcome.COMPLETED
+        self._measure(record, lease, job, arrival.output_tokens)
+        lease.usage = Usage(arrival.prompt_tokens, arrival.output_tokens, job.hit_tokens)
+        return False
+
+    def _broke(self, request: Request, record: Record, lease: Lease, job: Job, by_timeout: bool) -> bool:
+        if lease.withdrawn and not lease.revoked and job.first_s is None:
+            lease.verdict = Verdict.WITHDRAWN
+            return True
+        lease.verdict = Verdict.LOST if lease.revoked else Verdict.FAILED
+        if job.first_s is None:
+            record.outcome = Outcome.UPSTREAM_TIMEOUT if by_timeout else Outcome.CONNECT_FAILED
+            return True
+        record.outcome = Outcome.BROKEN_STREAM
+        self._measure(record, lease, job, job.heard_tokens)
+        # What got through was work, and is charged as far as it was seen.
+        lease.usage = Usage(request.prompt_tokens, job.heard_tokens)
+        return False
+
+    def _measure(self, record: Record, lease: Lease, job: Job, output_tokens: int) -> None:
+        assert job.first_s is not None
+        record.hit_tokens = job.hit_tokens or 0
+        record.ttft_s = job.first_s - record.arrived_s
+        record.backend_ttft_s = job.first_s - lease.grant.at_s
+        record.output_tokens = output_tokens
+        if output_tokens > 1:
+            record.tpot_s = (self._loop.time() - job.first_s) / (output_tokens - 1)
+
+    def _too_long_for_all(self, arrival: Arrival) -> bool:
+        total_tokens = arrival.prompt_tokens + arrival.output_tokens
+        return all(total_tokens > replica.context_tokens for replica in self._replicas.values())
+
+
+def _met(request: Request, record: Record) -> bool | None:
+    """Whether the request kept the objective that the proxy knows of; None as in the gateway."""
+    if request.slo is None or record.outcome is Outcome.RATE_LIMITED:
+        return None
+    return record.outcome is Outcome.COMPLETED and request.slo.met(record.ttft_s, record.tpot_s)

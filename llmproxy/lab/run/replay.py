@@ -1,0 +1,240 @@
+"""One run: a trace through the production scheduler onto simulated engines, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+from llmproxy.config import Config
+from llmproxy.core.domain import Outcome
+from llmproxy.lab.policies.by_name import Plan
+from llmproxy.lab.results.account import Account
+from llmproxy.lab.results.objectives import Objectives
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.results.service import LOOK_EVERY_S, OUTPUT_WEIGHT, PROMPT_WEIGHT
+from llmproxy.lab.run.arrival import Arrival, Trace
+from llmproxy.lab.run.faults import schedule
+from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
+from llmproxy.lab.run.proxy import LabProxy
+from llmproxy.lab.run.replica import Replica
+from llmproxy.lab.run.virtual_time import run
+from llmproxy.lab.run.world import Blocks, World
+
+SETTLE_S = 2.0
+"""How long the pollers may read the fleet before the first arrival, as a proxy that was started before its clients."""
+SAMPLES = 120
+"""Looks at every replica's load over the length of a trace; as often until the last answer."""
+SAMPLE_LEAST_S = 0.05
+NOTICE_S = 0.02
+"""How often one looks whether a fault is known."""
+NOTICED = frozenset({FaultKind.KILL, FaultKind.RESTART, FaultKind.HANG, FaultKind.SLOW})
+"""Faults that a proxy should know of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All that one run depends on: two runs of equal setups give equal bytes.
+
+    `duration_s` is the trace's length, and `adapters` are the LoRA names that its arrivals ask for.
+    """
+
+    trace: Trace
+    fleet: Fleet
+    plan: Plan
+    config: Config
+    seed: int
+    prefill_scale: float
+    duration_s: float
+    adapters: tuple[str, ...]
+    warmup_s: float = 0.0
+
+
+def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> Account:
+    """Run it. `progress` is told the number of requests that ended, now and then. Raises TraceError."""
+    frozen = gc.get_threshold()
+    # Live requests are many and die without cycles; looking at them often finds nothing.
+    gc.set_threshold(100_000, 20, 20)
+    try:
+        return run(Run(setup, progress).go())
+    finally:
+        gc.set_threshold(*frozen)
+
+
+class Run:
+    """One run; `account` is its book, and `proxies` are there once it goes."""
+
+    def __init__(self, setup: Setup, progress: Callable[[int], None]) -> None:
+        self._setup = setup
+        self._progress = progress
+        self._rng = Random(setup.seed)
+        self.account = Account(setup.duration_s, [r.name for r in setup.fleet.replicas], setup.warmup_s)
+        self._objectives = Objectives(setup.fleet, setup.prefill_scale)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: BaseException | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._over = False
+        self._ended = 0
+        self._output_tokens: Counter[int] = Counter()
+
+    async def go(self) -> Account:
+        setup, loop = self._setup, asyncio.get_running_loop()
+        replicas = {
+            spec.name: Replica(spec, setup.prefill_scale, self._rng.getrandbits(32), loop)
+            for spec in setup.fleet.replicas
+        }
+        for spec in setup.fleet.replicas:
+            if spec.joins_s > 0:
+                loop.call_at(SETTLE_S + spec.joins_s, replicas[spec.name].start)
+            else:
+                replicas[spec.name].start()
+        blocks = Blocks(setup.trace.block_tokens, setup.fleet.replicas[0].block_size)
+        self._replicas = replicas
+        self._world = World(replicas, setup.adapters, blocks)
+        self.proxies = self._start_proxies(self._world)
+        schedule(setup.fleet.faults, replicas, SETTLE_S)
+        for fault in setup.fleet.faults:
+            if fault.kind in NOTICED and fault.replica is not None:
+                loop.call_at(SETTLE_S + fault.at_s, self._watch_for, loop, fault, fault.replica)
+        loop.call_at(SETTLE_S, self._sample, loop, 0)
+        loop.call_at(SETTLE_S + max(LOOK_EVERY_S, setup.warmup_s), self._look_at_service, loop)
+        for at_s in (setup.warmup_s, setup.duration_s):
+            loop.call_at(SETTLE_S + at_s, self._look_at_output)
+        await self._feed(loop)
+        if self._tasks:
+            self._drained = loop.create_future()
+            await self._drained
+        self._over = True
+        for proxy in self.proxies:
+            proxy.stop()
+            self.account.audited(proxy.pools.audit)
+            self.account.ejected(sum(backend.health.ejected_times for backend in proxy.pools.backends.values()))
+        for name, replica in replicas.items():
+            self.account.counted(name, replica.counters)
+        if self._failed is not None:
+            raise self._failed
+        self._progress(self._ended)
+        return self.account
+
+    def _start_proxies(self, world: World) -> list[LabProxy]:
+        setup = self._setup
+        proxies = [
+            LabProxy(setup.config, setup.plan, world, Random(self._rng.getrandbits(32)))
+            for _ in range(1 if setup.plan.central else setup.fleet.proxies)
+        ]
+        for proxy in proxies:
+            proxy.start()
+        return proxies
+
+    def _watch_for(self, loop: asyncio.AbstractEventLoop, fault: Fault, replica: str) -> None:
+        """Look until some proxy knows of a fault, or it is over."""
+        passed_s = loop.time() - SETTLE_S - fault.at_s
+        healths = [proxy.pools.backends[replica].health for proxy in self.proxies]
+        if any(health.down or health.ejected for health in healths):
+            self.account.noticed(fault, replica, passed_s)
+        elif self._over or passed_s > _lasts_s(fault):
+            self.account.noticed(fault, replica, None)
+        else:
+            loop.call_later(NOTICE_S, self._watch_for, loop, fault, replica)
+
+    def _sample(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        """Look at every replica's load, and ask to look again while anybody is there."""
+        if self._over:
+            return
+        queued: dict[int, int] = {}
+        for proxy in self.proxies:
+            for band, (requests, _) in proxy.pools.queued().items():
+                queued[band] = queued.get(band, 0) + requests
+        load = {name: replica.load() for name, replica in self._replicas.items()}
+        self.account.sample(loop.time() - SETTLE_S, load, queued)
+        every_s = max(SAMPLE_LEAST_S, self._setup.duration_s / SAMPLES)
+        loop.call_at(SETTLE_S + (number + 1) * every_s, self._sample, loop, number + 1)
+
+    def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Who has been served how much by now, and who has to wait, for as long as anybody is there."""
+        under_way: dict[str, float] = {}
+        waiting: dict[str, None] = {} if self._setup.plan.late else dict.fromkeys(self._world.arrivals)
+        for proxy in self.proxies:
+            if self._setup.plan.late:
+                waiting.update(dict.fromkeys(proxy.pools.audit.waiting))
+            for request_id, answered_tokens in proxy.answers():
+                arrival = self._world.arrivals[request_id]
+                service = PROMPT_WEIGHT * arrival.prompt_tokens + OUTPUT_WEIGHT * answered_tokens
+                under_way[arrival.tenant] = under_way.get(arrival.tenant, 0.0) + service
+                waiting.pop(request_id, None)
+        self.account.service.look(under_way, {self._world.arrivals[one].tenant: None for one in waiting})
+        if not self._over:
+            loop.call_later(LOOK_EVERY_S, self._look_at_service, loop)
+
+    def _look_at_output(self) -> None:
+        """How many tokens were streamed by now, by band."""
+        tokens = self._output_tokens.copy()
+        for proxy in self.proxies:
+            for request_id, answered_tokens in proxy.answers():
+                tokens[proxy.band(self._world.arrivals[request_id])] += answered_tokens
+        self.account.output(tokens)
+
+    # --- arrivals -----------------------------------------------------------------------------------------------------
+
+    async def _feed(self, loop: asyncio.AbstractEventLoop) -> None:
+        for arrival in self._setup.trace.arrivals():
+            due_s = SETTLE_S + arrival.at_s
+            if due_s > loop.time():
+                await asyncio.sleep(due_s - loop.time())
+            if self._failed is not None:
+                return
+            self._begin(arrival)
+
+    def _begin(self, arrival: Arrival) -> None:
+        proxy = self.proxies[0] if len(self.proxies) == 1 else self._rng.choice(self.proxies)
+        task = asyncio.get_running_loop().create_task(self._serve(proxy, arrival))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def _serve(self, proxy: LabProxy, arrival: Arrival) -> None:
+        record = await proxy.serve(arrival)
+        # The books count from the beginning of the trace.
+        record.arrived_s -= SETTLE_S
+        record.ended_s -= SETTLE_S
+        self._judge(record)
+        self._output_tokens[record.band] += record.output_tokens
+        self.account.add(record)
+        self._ended += 1
+        if self._ended % 256 == 0:
+            self._progress(self._ended)
+        if arrival.then is None:
+            return
+        if record.outcome is Outcome.COMPLETED:
+            await asyncio.sleep(arrival.think_s)
+            self._begin(arrival.then)
+        else:
+            self._give_up(arrival.then, record)
+
+    def _give_up(self, turn: Arrival | None, failed: Record) -> None:
+        """The turns that a failed one leaves unasked count as offered and missed, or failing would pay."""
+        while turn is not None:
+            self.account.add(Record(turn, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
+            turn = turn.then
+
+    def _judge(self, record: Record) -> None:
+        """Say whether the answer kept its objectives."""
+        if record.outcome is Outcome.COMPLETED and record.ttft_s is not None:
+            ttft_slo_s, tpot_slo_s = self._objectives.of(record.arrival)
+            record.met = record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks and self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        if not task.cancelled() and task.exception() is not None:
+            self._failed = self._failed or task.exception()
+
+
+def _lasts_s(fault: Fault) -> float:
+    if fault.kind is FaultKind.RESTART:
+        return fault.value
+    return inf if fault.until_s is None else fault.until_s - fault.at_s

@@ -1,0 +1,199 @@
+"""Many runs: every policy at every load with every seed, on all cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import c_longlong
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from llmproxy.config import Config
+from llmproxy.lab.policies.by_name import plan_named
+from llmproxy.lab.results.result import RunResult, Trail
+from llmproxy.lab.run.arrival import Trace
+from llmproxy.lab.run.fleet import Fleet
+from llmproxy.lab.run.replay import Setup, replay
+from llmproxy.lab.traces import PREFIX, Survey, replicated, scaled, sliced, survey, trace_named
+from llmproxy.lab.traces.mix import AS_IT_IS, Mix, mixed
+
+LOOK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What is to be simulated, in words that another process can read: `trace` is a file or a generator as
+    `trace_named` takes it, of which `requests` are used from number `skip` on (None for all), replicated `replicate`
+    times. `mix` says which of them are played. `warmup` is the share of the trace's time whose requests are not
+    counted.
+    """
+
+    trace: str
+    fleet: Fleet
+    config: Config
+    skip: int = 0
+    requests: int | None = None
+    replicate: int = 1
+    warmup: float = 0.0
+    mix: Mix = AS_IT_IS
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a simulation."""
+
+    policy: str
+    seed: int
+    rate_scale: float = 1.0
+    prefill_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run, and what its plots need."""
+
+    point: Point
+    run: RunResult
+    trail: Trail
+
+
+def points(
+    policies: Sequence[str], seeds: Sequence[int], rate_scales: Sequence[float], prefill_scales: Sequence[float]
+) -> list[Point]:
+    """Every combination, in the order in which results are told."""
+    return [Point(p, s, r, f) for r, f, p, s in product(rate_scales, prefill_scales, policies, seeds)]
+
+
+def prepared(simulation: Simulation, seed: int, rate_scale: float) -> tuple[Trace, Survey]:
+    """The trace of one run, and what one pass over it found. Raises TraceError.
+
+    A part of a trace takes as long as the whole, so that both warm up together.
+    """
+    # A file without copies is the same for every seed, and reading a large one again takes a while.
+    loud = simulation.mix.loud
+    seeded = simulation.trace.startswith(PREFIX) or simulation.replicate > 1 or loud is not None
+    whole = Mix(loud=loud, factor=simulation.mix.factor)
+    trace, found = _prepared(
+        simulation.trace, simulation.skip, simulation.requests, simulation.replicate, whole, seed if seeded else 0
+    )
+    if simulation.mix != whole:
+        trace = mixed(trace, replace(simulation.mix, loud=None), seed)
+    if rate_scale == 1.0:
+        return trace, found
+    return scaled(trace, rate_scale), replace(found, duration_s=found.duration_s / rate_scale)
+
+
+@lru_cache(maxsize=64)
+def _prepared(
+    text: str, skip: int, requests: int | None, replicate: int, whole: Mix, seed: int
+) -> tuple[Trace, Survey]:
+    trace = trace_named(text, seed)
+    if skip or requests is not None:
+        trace = sliced(trace, skip, requests)
+    if replicate > 1:
+        trace = replicated(trace, replicate, seed)
+    if whole.loud is not None:
+        trace = mixed(trace, whole, seed)
+    return trace, survey(trace)
+
+
+def run_one(simulation: Simulation, point: Point, progress: Callable[[int], None] = lambda _: None) -> Finished:
+    """Simulate one point. Raises TraceError, and ValueError for an unknown policy."""
+    trace, found = prepared(simulation, point.seed, point.rate_scale)
+    setup = Setup(
+        trace=trace,
+        fleet=simulation.fleet,
+        plan=plan_named(point.policy, simulation.config),
+        config=simulation.config,
+        seed=point.seed,
+        prefill_scale=point.prefill_scale,
+        duration_s=found.duration_s,
+        adapters=tuple(sorted(found.adapters)),
+        warmup_s=simulation.warmup * found.duration_s,
+    )
+    account = replay(setup, progress)
+    run = account.result(point.policy, point.seed, point.rate_scale, point.prefill_scale)
+    return Finished(point, run, account.trail())
+
+
+def run_all(
+    tasks: Sequence[tuple[Simulation, Point]],
+    workers: int | None = None,
+    progress: Callable[[Sequence[int]], None] = lambda _: None,
+) -> Iterator[tuple[int, Finished]]:
+    """Simulate all tasks and answer (index, result) as each is ready. `progress` is told, now and then, how many
+    requests of each task have ended.
+    """
+    workers = min(len(tasks), workers or os.cpu_count() or 1)
+    if workers <= 1:
+        yield from _one_by_one(tasks, progress)
+        return
+    context = multiprocessing.get_context("spawn")
+    ended: Any = context.Array(c_longlong, len(tasks), lock=False)
+    todo = iter(enumerate(tasks))
+    # Each worker has a pipe of its own: they share no lock that a worker could take with it when it is ended.
+    busy: dict[Connection, SpawnProcess] = {}
+    try:
+        for _ in range(workers):
+            here, there = context.Pipe()
+            busy[here] = context.Process(target=_work, args=(there, ended), daemon=True)
+            busy[here].start()
+            there.close()
+            here.send(next(todo))
+        while busy:
+            for one in wait(list(busy), LOOK_EVERY_S):
+                assert isinstance(one, Connection)
+                try:
+                    answer = one.recv()
+                except EOFError:
+                    raise RuntimeError(f"a worker died: {busy[one]}") from None
+                if isinstance(answer, BaseException):
+                    raise answer
+                if (task := next(todo, None)) is None:
+                    idle = busy.pop(one)
+                    one.close()
+                    idle.join()
+                else:
+                    one.send(task)
+                yield answer
+            progress(list(ended))
+    finally:
+        # Whoever stops listening, by Ctrl-C or by an error, stops the runs too.
+        for process in busy.values():
+            process.kill()
+            process.join()
+
+
+def _one_by_one(
+    tasks: Sequence[tuple[Simulation, Point]], progress: Callable[[Sequence[int]], None]
+) -> Iterator[tuple[int, Finished]]:
+    ended = [0] * len(tasks)
+    for index, (simulation, point) in enumerate(tasks):
+
+        def tell(count: int, index: int = index) -> None:
+            ended[index] = count
+            progress(ended)
+
+        yield index, run_one(simulation, point, tell)
+
+
+def _work(asked: Connection, ended: Any) -> None:
+    """A worker: runs one task after the other until the other end is closed."""
+    while True:
+        try:
+            index, (simulation, point) = asked.recv()
+        except EOFError:
+            return
+
+        def tell(count: int, index: int = index) -> None:
+            ended[index] = count
+
+        try:
+            asked.send((index, run_one(simulation, point, tell)))
+        except Exception as error:  # noqa: BLE001 - whatever went wrong is for the caller to hear
+            asked.send(error)

@@ -1,0 +1,424 @@
+"""A model of the vLLM V1 engine: which tokens each step computes and how long the step takes. Pure, in virtual time.
+
+The rules are those of vLLM V1's scheduler: running requests first, then waiting ones first come first served; chunked
+prefill under a token budget; a new request is admitted only when its whole prompt fits in the free KV blocks; when a
+running request finds no block, the youngest running one is preempted and computed again later; a request whose adapter
+does not fit the batch waits while others pass it. Step times come from `profiles`.
+
+A step costs time in what *changes*: requests admitted, finished or entering a new block. A decoding request is not
+touched between two blocks, since everything about it follows from the number of the step; while nothing but decoding
+happens, any number of steps can be done at once.
+
+Left out is the overlap of vLLM's asynchronous scheduling, which plans a step while the one before it runs: there, who
+arrives, ends or makes room during a step is noticed one step later than here.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from itertools import islice
+
+from llmproxy.simulator.engine.adapter_slots import AdapterSlots
+from llmproxy.simulator.engine.kv_cache import Changes, KvCache
+from llmproxy.simulator.engine.profiles import Noise, Profile
+from llmproxy.simulator.engine.reports import Counters, Gauges, StepResult
+from llmproxy.simulator.engine.sequence import Decodes, EngineRequest, LiveSequence, Waiting
+
+__all__ = ["Counters", "Engine", "EngineRequest", "Gauges", "StepResult"]
+
+# A stretch of steps that ends this much after a moment has ended at that moment: sums of floats are not exact.
+_SAME_MOMENT_S = 1e-9
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What the step `now` has decided so far; `ready` are the prompts that it completes."""
+
+    now: int
+    budget: int = 0
+    load_s: float = 0.0
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    ready: list[LiveSequence] = field(default_factory=list)
+    admitted: list[tuple[str, int]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
+class Engine:
+    """One engine. `add` and `abort` at any time, `step` whenever `busy`; a request ends by finishing or by `abort`."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        max_num_seqs: int = 256,
+        max_loras: int = 4,
+        max_cpu_loras: int | None = None,
+        kv_tokens: int | None = None,
+        block_size: int = 16,
+        step_tokens: int = 8192,
+        noise: Noise | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`step_tokens` is the token budget of a step, `kv_tokens` defaults to the profile's. Without `noise` every
+        step takes exactly what the profile says. Raises ValueError for numbers that vLLM would refuse, too.
+        """
+        if not 1 <= max_num_seqs <= step_tokens:
+            raise ValueError(f"max_num_seqs must be from 1 to the step's {step_tokens} tokens, got {max_num_seqs}")
+        self.profile = profile
+        self.max_num_seqs = max_num_seqs
+        self.max_loras = max_loras
+        self.block_size = block_size
+        self.counters = Counters()
+        self._step_tokens = step_tokens
+        self._noise = noise
+        self._random = random.Random(seed)
+        self._cache = KvCache((profile.kv_tokens if kv_tokens is None else kv_tokens) // block_size)
+        self._live: dict[str, LiveSequence] = {}
+        self._waiting = Waiting()
+        self._asked: tuple[EngineRequest, int] | None = None
+        self._found = 0
+        # Whether those that wait were found to have to: whoever may come in is looked for again only when a request
+        # came or left. Decoding alone makes room for nobody.
+        self._blocked = False
+        # In order of admission. At most one, and then the last, is still in prefill: a chunk is cut only where the
+        # budget ends, so nobody is admitted behind it.
+        self._running: dict[str, LiveSequence] = {}
+        self._prefilling: LiveSequence | None = None
+        self._decodes = Decodes(block_size)
+        self._slots = AdapterSlots(max_loras, max_loras if max_cpu_loras is None else max_cpu_loras, profile)
+
+    # --- what callers ask and tell ------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._live)
+
+    @property
+    def kv_blocks(self) -> int:
+        """All blocks, the one that is never used included, as vLLM's `num_gpu_blocks`."""
+        return self._cache.blocks
+
+    @property
+    def kv_room_tokens(self) -> int:
+        """The longest sequence that can ever be computed."""
+        return (self._cache.blocks - 1) * self.block_size
+
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """How many tokens of its prompt a request would find cached now."""
+        # Who waits for room is asked for again and again, between steps that change nothing here.
+        asked = request, self._cache.version
+        if asked != self._asked:
+            self._asked, self._found = asked, len(self._cached(request, request.prompt_tokens))
+        return self.block_size * self._found
+
+    def answered_tokens(self, request_id: str) -> int | None:
+        """How many tokens a request has got, None where it is not (or no longer) in the engine."""
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        if request_id not in self._running or sequence is self._prefilling:
+            return sequence.emitted
+        return sequence.request.output_tokens - (sequence.last_step - self.counters.steps)
+
+    def tell_kv_events(self) -> None:
+        """Tell from now on, with each step, which blocks became cached and which went."""
+        self._cache.changes = Changes()
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. ValueError for one that could never finish or whose id is alive."""
+        if request.id in self._live:
+            raise ValueError(f"request {request.id!r} is already in the engine")
+        if request.prompt_tokens < 1 or request.output_tokens < 1:
+            raise ValueError(f"request {request.id!r} needs at least one prompt and one output token")
+        total_tokens = request.prompt_tokens + request.output_tokens
+        if total_tokens > self.kv_room_tokens:
+            raise ValueError(f"request {request.id!r} has {total_tokens} tokens, the cache {self.kv_room_tokens}")
+        if request.adapter is not None and self.max_loras < 1:
+            raise ValueError(f"request {request.id!r} asks for an adapter and the engine has no adapter slot")
+        sequence = LiveSequence(request)
+        self._live[request.id] = sequence
+        self._waiting.add(sequence)
+        self._blocked = False
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request, queued or running, at once; False where it is not (or no longer) in the engine."""
+        sequence = self._live.pop(request_id, None)
+        if sequence is None:
+            return False
+        if request_id in self._running:
+            self._stop(sequence)
+        else:
+            self._waiting.remove(sequence)
+            self._blocked = False
+        return True
+
+    def gauges(self) -> Gauges:
+        """The state now. vLLM shows it to the world only after a step, which is for the caller to imitate."""
+        return Gauges(
+            running=len(self._running),
+            waiting=len(self._live) - len(self._running),
+            deferred=self._waiting.deferred,
+            kv_used=self._cache.usage,
+            running_adapters=self._slots.in_batch,
+        )
+
+    def step(self) -> StepResult:
+        """Do one step. Where nobody runs or waits it does nothing and takes no time."""
+        if not self._live:
+            return StepResult(0.0)
+        self.counters.steps += 1
+        plan = _Plan(self.counters.steps)
+        self._grow_decodes(plan)
+        decodes, context_tokens = len(self._decodes), self._decodes.context_tokens(plan.now)
+        plan.budget = self._step_tokens - decodes
+        self._continue_prefill(plan)
+        self._admit(plan)
+        step_s = self.profile.step_s(decodes, context_tokens, plan.chunks, adapters=bool(self._slots.in_batch))
+        noise = 1.0 if self._noise is None else self._noise.factor(self._random)
+        duration_s = plan.load_s + step_s * noise
+        running = tuple(self._running)
+        return StepResult(
+            duration_s=duration_s,
+            emitted=running if self._prefilling is None else running[:-1],
+            finished=self._emit(plan),
+            admitted=tuple(plan.admitted),
+            preempted=tuple(plan.preempted),
+            prefill_tokens=sum(end - first for first, end in plan.chunks),
+            decode_tokens=decodes,
+            kv_events=self._changes(duration_s),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless all books agree with a recount; for tests."""
+        self._cache.check([(one.blocks, one.request.hashes, one.stored) for one in self._live.values()])
+        waiting = list(self._waiting)
+        self._waiting.check()
+        assert len(waiting) + len(self._running) == len(self._live), "a request is in no list or in two"
+        assert all(not sequence.blocks for sequence in waiting), "a waiting request holds blocks"
+        self._decodes.check([one for one in self._running.values() if one is not self._prefilling])
+        assert len(self._running) <= self.max_num_seqs, "more run than max_num_seqs"
+        self._slots.check([s.request.adapter for s in self._running.values() if s.request.adapter is not None])
+        if self._prefilling is not None:
+            assert next(reversed(self._running.values())) is self._prefilling, "somebody runs behind a cut prefill"
+
+    # --- many steps at once -------------------------------------------------------------------------------------------
+
+    def stable_steps(self) -> int:
+        """How many further steps are certain to do nothing but decode, for the same sequences up to and including the
+        last of them, which may be the last one of some. 0 where the next step is for `step`.
+        """
+        nobody_waits = len(self._live) == len(self._running)
+        if self._prefilling is not None or not self._decodes or not (nobody_waits or self._blocked):
+            return 0
+        return self._decodes.steady_steps(self.counters.steps, self._cache.free)
+
+    def stretch_s(self, steps: int) -> float:
+        """Seconds that the next `steps` steps, all of them stable, take without noise."""
+        return _series(*self._decode_s(), steps)
+
+    def steps_within(self, seconds: float) -> int:
+        """How many of the stable steps have ended `seconds` from now, without noise."""
+        limit_s = max(seconds, 0.0) + _SAME_MOMENT_S
+        first_s, growth_s = self._decode_s()
+        # The positive root of `_series(n) == limit_s`, in the form that stands no growth and loses no digits.
+        half_s = first_s - growth_s / 2
+        root = 2 * limit_s / (half_s + math.sqrt(half_s * half_s + 2 * growth_s * limit_s))
+        steps = min(int(root) + 1, self.stable_steps())
+        while _series(first_s, growth_s, steps) > limit_s:
+            steps -= 1
+        return steps
+
+    def advance(self, steps: int) -> StepResult:
+        """Do that many stable steps, after which everything is as `step` would have left it.
+
+        `duration_s` is without noise. Nobody is named as `emitted`: whoever decodes got a token with every step, and
+        some `finished` with the last one. ValueError for more steps than are stable.
+        """
+        if not 1 <= steps <= self.stable_steps():
+            raise ValueError(f"{steps} steps were to be done at once and {self.stable_steps()} are stable")
+        first_s, growth_s = self._decode_s()
+        duration_s = _series(first_s, growth_s, steps)
+        kv_events: tuple[tuple[float, Changes], ...] = ()
+        decodes, done = len(self._decodes), self.counters.steps
+        for now in range(done + 1, done + steps + 1):
+            for sequence in self._decodes.entering(now):
+                self._grow(sequence, now)
+            if now < done + steps and self._cache.changes:
+                kv_events += self._changes(_series(first_s, growth_s, now - done))
+        self.counters.steps += steps
+        self.counters.generation += decodes * (steps - 1)
+        finished = self._emit(_Plan(self.counters.steps))
+        kv_events += self._changes(duration_s)
+        return StepResult(duration_s, finished=finished, decode_tokens=decodes * steps, kv_events=kv_events)
+
+    def _changes(self, after_s: float) -> tuple[tuple[float, Changes], ...]:
+        """The batch of KV events of a step that ends in `after_s`, if there is one."""
+        changes = self._cache.changes
+        if not changes:
+            return ()
+        self._cache.changes = Changes()
+        return ((after_s, changes),)
+
+    def _decode_s(self) -> tuple[float, float]:
+        """Seconds of the next step if it only decodes, and how much longer each one after it takes."""
+        decodes, adapters = len(self._decodes), bool(self._slots.in_batch)
+        context_tokens = self._decodes.context_tokens(self.counters.steps + 1)
+        first_s = self.profile.step_s(decodes, context_tokens, [], adapters)
+        second_s = self.profile.step_s(decodes, context_tokens + decodes, [], adapters)
+        return first_s, second_s - first_s
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def _grow_decodes(self, plan: _Plan) -> None:
+        """Give a block to each decode that enters one, preempting the youngest while there is none."""
+        for sequence in list(self._decodes.entering(plan.now)):
+            if sequence.request.id not in self._running:
+                continue
+            while not self._grow(sequence, plan.now):
+                youngest = next(reversed(self._running.values()))
+                self._preempt(youngest, plan)
+                if youngest is sequence:
+                    break
+
+    def _continue_prefill(self, plan: _Plan) -> None:
+        """Compute the next chunk of the prompt that the last step cut."""
+        sequence = self._prefilling
+        if sequence is not None and not self._prefill(sequence, plan):
+            self._preempt(sequence, plan)
+
+    def _admit(self, plan: _Plan) -> None:
+        """Let waiting requests in, first come first served among those whose adapter fits the batch. Not in a step that
+        has preempted somebody.
+        """
+        if self._blocked or plan.preempted:
+            return
+        while plan.budget > 0 and self._prefilling is None and len(self._running) < len(self._live):
+            full = len(self._running) >= self.max_num_seqs
+            sequence = None if full else self._waiting.first(self._slots.fits)
+            if sequence is None or not self._enter(sequence, plan):
+                self._blocked = True
+                return
+            self._prefill(sequence, plan)
+
+    def _enter(self, sequence: LiveSequence, plan: _Plan) -> bool:
+        """Take a request from the queue into the batch; False where the free blocks do not hold all of it."""
+        request, length = sequence.request, sequence.length
+        hits = self._cached(request, length)
+        missing = math.ceil(length / self.block_size) - len(hits)
+        if missing + self._cache.unused(hits) > self._cache.free:
+            return False
+        self._waiting.remove(sequence)
+        self._cache.share(hits)
+        sequence.blocks = hits
+        sequence.stored = len(hits)
+        sequence.computed = self.block_size * len(hits)
+        if not sequence.seen:
+            sequence.seen = True
+            self.counters.prefix_queries += length
+            self.counters.prefix_hits += sequence.computed
+        plan.admitted.append((request.id, sequence.computed))
+        load_s = self._slots.enter(request.adapter)
+        plan.load_s += load_s
+        self.counters.adapter_requests += request.adapter is not None
+        self.counters.adapter_loads += load_s > 0.0
+        self._running[request.id] = self._prefilling = sequence
+        return True
+
+    def _cached(self, request: EngineRequest, length: int) -> list[int]:
+        # Nobody starts from a cached prompt alone: its last token must be computed to get the next one.
+        return self._cache.match(islice(request.hashes, (length - 1) // self.block_size))
+
+    def _prefill(self, sequence: LiveSequence, plan: _Plan) -> bool:
+        """Compute as much of the prompt as the budget allows; the end of it is the first token of the answer. False
+        where there are too few blocks.
+        """
+        first, end = sequence.computed, min(sequence.length, sequence.computed + plan.budget)
+        if not self._extend(sequence, end):
+            return False
+        plan.chunks.append((first, end))
+        plan.budget -= end - first
+        sequence.computed = end
+        self._store(sequence, end)
+        if end == sequence.length:
+            self._prefilling = None
+            plan.ready.append(sequence)
+        return True
+
+    def _emit(self, plan: _Plan) -> tuple[str, ...]:
+        """Hand out this step's tokens, end who got the last one, and let the finished prefills decode from now on."""
+        self.counters.generation += len(self._decodes) + len(plan.ready)
+        done = self._decodes.ending(plan.now)
+        for sequence in plan.ready:
+            if sequence.emitted == 0:
+                self.counters.prompt += sequence.request.prompt_tokens
+            sequence.emitted += 1
+            left = sequence.request.output_tokens - sequence.emitted
+            if left == 0:
+                done.append(sequence)
+            # The first decode step is the next one, and it computes the token emitted now.
+            sequence.mark = sequence.computed - (plan.now + 1)
+            sequence.last_step = plan.now + left
+            self._decodes.add(sequence)
+        for sequence in done:
+            self._store(sequence, sequence.request.prompt_tokens + sequence.request.output_tokens - 1)
+            self._stop(sequence)
+            del self._live[sequence.request.id]
+        return tuple(sequence.request.id for sequence in done)
+
+    # --- the life of one sequence -------------------------------------------------------------------------------------
+
+    def _extend(self, sequence: LiveSequence, end: int) -> bool:
+        """Blocks for the tokens up to `end`; False where there are too few."""
+        blocks = self._cache.allocate(math.ceil(end / self.block_size) - len(sequence.blocks))
+        if blocks is None:
+            return False
+        sequence.blocks += blocks
+        return True
+
+    def _grow(self, sequence: LiveSequence, now: int) -> bool:
+        """The next block for a decode that filled one with the step before `now`; False where there is none."""
+        blocks = self._cache.allocate(1)
+        if blocks is None:
+            return False
+        sequence.blocks += blocks
+        self._store(sequence, sequence.mark + now)
+        return True
+
+    def _store(self, sequence: LiveSequence, computed: int) -> None:
+        """Cache the blocks that `computed` tokens fill."""
+        full = computed // self.block_size
+        new = slice(sequence.stored, full)
+        self._cache.store(sequence.blocks[new], sequence.request.hashes[new])
+        sequence.stored = full
+
+    def _stop(self, sequence: LiveSequence) -> None:
+        """Take a sequence out of the batch and free its blocks."""
+        request = sequence.request
+        del self._running[request.id]
+        if sequence is self._prefilling:
+            self._prefilling = None
+        else:
+            self._decodes.remove(sequence)
+        self._slots.leave(request.adapter)
+        self._cache.release(sequence.blocks, request.hashes, sequence.stored)
+        sequence.blocks = []
+        sequence.stored = 0
+        self._blocked = False
+
+    def _preempt(self, sequence: LiveSequence, plan: _Plan) -> None:
+        """Back to the head of the queue, with all its tokens to compute anew."""
+        if sequence is not self._prefilling:
+            sequence.emitted = sequence.request.output_tokens - (sequence.last_step - plan.now + 1)
+        self._stop(sequence)
+        sequence.computed = 0
+        self._waiting.add_first(sequence)
+        self.counters.preemptions += 1
+        plan.preempted.append(sequence.request.id)
+
+
+def _series(first: float, growth: float, count: int) -> float:
+    """The sum of `count` numbers of which each is `growth` more than the one before."""
+    return count * (first + growth * (count - 1) / 2)

@@ -1,0 +1,1 @@
+"""The HTTP side of a simulated replica, as a real vLLM answers."""

@@ -1,0 +1,220 @@
+"""One generation request from acceptance to its last byte, streamed or in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import struct
+from dataclasses import dataclass, replace
+from email.utils import formatdate
+from typing import Protocol
+
+import orjson
+from aiohttp import web
+
+from llmproxy.simulator.faults import FaultKind
+from llmproxy.simulator.http.answer_events import ResponsesAnswer
+from llmproxy.simulator.http.answers import KEEP_ALIVE, Answer, Choice, Head, Usage
+from llmproxy.simulator.http.metrics import unix_now_s
+from llmproxy.simulator.http.requests import Body, GenerationRequest, Limits, items
+from llmproxy.simulator.pacer import Job
+from llmproxy.simulator.service import BLOCK_SIZE, Service, engine_dead
+from llmproxy.simulator.text import seed_of, words
+
+STREAM_TYPE = "text/event-stream; charset=utf-8"
+
+
+class Dialect(Protocol):
+    """The class of an `Answer`."""
+
+    def __call__(self, ask: GenerationRequest, head: Head) -> Answer: ...
+    def ask(self, body: Body, limits: Limits) -> GenerationRequest: ...
+
+
+def headers_of(
+    service: Service, request: web.BaseRequest, content_type: str | None, length: int | None = None
+) -> dict[str, str]:
+    """Response headers in vLLM's order and case; a stream has no `length`."""
+    headers = {"date": formatdate(usegmt=True), "server": "uvicorn"}
+    if length is not None:
+        headers["content-length"] = str(length)
+    if content_type is not None:
+        headers["content-type"] = content_type
+    headers["vary"] = "Origin"
+    if service.options.request_id_headers:
+        headers["x-request-id"] = request.headers.get("x-request-id") or secrets.token_hex(16)
+    return headers
+
+
+async def generate(service: Service, request: web.BaseRequest, dialect: Dialect, body: Body) -> web.StreamResponse:
+    """Answer one request. WireError where it is refused; a client that leaves cancels this, which aborts the work."""
+    if dialect is ResponsesAnswer:
+        body = service.continued(body)
+    ask = dialect.ask(body, service.limits)
+    service.refuse_if_told()
+    arrived_s = asyncio.get_running_loop().time()
+    request_id = request.headers.get("x-request-id") or body.get("request_id") or secrets.token_hex(8)
+    head = Head(str(request_id), int(unix_now_s()), service.options.prompt_tokens_details)
+    job = service.job(ask, f"{request_id}-{secrets.token_hex(4)}", arrived_s)
+    exchange = _Exchange(service, request, ask, job, dialect(ask, head))
+    with service.counted():
+        try:
+            await asyncio.sleep(service.frontend_s)
+            if service.faults.kind is FaultKind.ENGINE_DEAD:
+                raise engine_dead()
+            return await (exchange.stream() if ask.stream else exchange.whole())
+        finally:
+            service.pacer.drop(job)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How much of one choice is on the wire: tokens looked at, and tokens whose text was sent."""
+
+    seed: int
+    tokens: int = 0
+    text_tokens: int = 0
+
+
+class _Exchange:
+    """One accepted request."""
+
+    def __init__(
+        self, service: Service, request: web.BaseRequest, ask: GenerationRequest, job: Job, answer: Answer
+    ) -> None:
+        self._service = service
+        self._request = request
+        self._ask = ask
+        self._job = job
+        self._answer = answer
+        self._sent = [_Sent(seed_of(p, ask.model, c)) for p in ask.prompts for c in range(ask.choices)]
+        self._opened = False
+        # None until a reset is due after so many more bytes of the body.
+        self._bytes_to_reset: int | None = None
+
+    async def whole(self) -> web.StreamResponse:
+        """The answer in one piece: nothing is sent before its end."""
+        if self._service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
+            raise engine_dead()
+        self._service.pacer.submit(self._job)
+        while not self._job.ended:
+            await self._job.news()
+        if self._job.error is not None:
+            raise self._job.error
+        body = self._answer.whole(self._choices(), self._usage())
+        self._keep(body)
+        data = orjson.dumps(body)
+        response = web.StreamResponse(headers=headers_of(self._service, self._request, "application/json", len(data)))
+        await self._prepare(response)
+        await self._write(response, data)
+        return response
+
+    async def stream(self) -> web.StreamResponse:
+        """Head at acceptance, events as the tokens come, an error as an event."""
+        response = web.StreamResponse(headers=headers_of(self._service, self._request, STREAM_TYPE))
+        await self._prepare(response)
+        if self._service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
+            await self._events(response, self._answer.broken(engine_dead()))
+            return response
+        self._service.pacer.submit(self._job)
+        await self._events(response, self._answer.prologue())
+        while not self._job.ended:
+            await self._news(response)
+            await self._events(response, self._fresh_events())
+        if self._job.error is not None:
+            await self._events(response, self._answer.broken(self._job.error))
+            return response
+        choices, usage = self._choices(), self._usage()
+        await self._events(response, self._answer.closing(choices, usage))
+        self._keep(self._answer.whole(choices, usage))
+        return response
+
+    async def _news(self, response: web.StreamResponse) -> None:
+        """Wait for tokens, with comments in the meantime where they are switched on."""
+        pause_s = self._service.options.sse_keep_alive_s
+        while True:
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._job.news()
+            except TimeoutError:
+                await self._write(response, KEEP_ALIVE)
+            else:
+                return
+
+    def _fresh_events(self) -> list[bytes]:
+        """Events for the tokens that came since the last ones; several of a choice become one delta, as in vLLM."""
+        events: list[bytes] = []
+        for index, (sent, progress) in enumerate(zip(self._sent, self._job.progress, strict=True)):
+            if progress.tokens == sent.tokens:
+                continue
+            if not self._opened:
+                self._opened = True
+                events += self._answer.opening(replace(self._usage(), output_tokens=0))
+            sent.tokens = progress.tokens
+            reason = self._job.reasons[index] if progress.finished else None
+            turn = (sent.seed + sent.tokens) % 8 if self._service.options.ragged_deltas and reason is None else -1
+            if turn == 0:
+                continue
+            text = "" if turn == 1 else words(sent.seed, sent.text_tokens, sent.tokens)
+            if turn != 1:
+                sent.text_tokens = sent.tokens
+            events += self._answer.delta(index, text, reason, self._usage())
+        return events
+
+    def _choices(self) -> list[Choice]:
+        return [
+            Choice(words(sent.seed, 0, progress.tokens), reason)
+            for sent, progress, reason in zip(self._sent, self._job.progress, self._job.reasons, strict=True)
+        ]
+
+    def _usage(self) -> Usage:
+        firsts = self._job.progress[:: self._ask.choices]
+        cached_tokens = sum(progress.cached_tokens for progress in firsts)
+        full_tokens = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in self._ask.prompts)
+        output_tokens = sum(progress.tokens for progress in self._job.progress)
+        created_tokens = max(full_tokens - cached_tokens, 0)
+        return Usage(self._ask.prompt_tokens, output_tokens, cached_tokens, created_tokens)
+
+    def _keep(self, body: Body) -> None:
+        if isinstance(self._answer, ResponsesAnswer) and self._ask.body.get("store", True):
+            self._service.keep_response(self._answer.id, body, [*items(self._ask.body["input"]), *body["output"]])
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    async def _prepare(self, response: web.StreamResponse) -> None:
+        await response.prepare(self._request)
+        if self._service.faults.hits(FaultKind.RESET):
+            self._bytes_to_reset = self._service.faults.after_bytes
+            if self._bytes_to_reset == 0:
+                await self._reset()
+
+    async def _events(self, response: web.StreamResponse, events: list[bytes]) -> None:
+        for event in events:
+            await self._write(response, event)
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        if self._bytes_to_reset is not None:
+            data = data[: self._bytes_to_reset]
+            self._bytes_to_reset -= len(data)
+        try:
+            await response.write(data)
+        except ConnectionResetError:
+            await _until_cancelled()
+        if self._bytes_to_reset == 0:
+            await self._reset()
+
+    async def _reset(self) -> None:
+        """End the connection with RST. What was written gets a moment to arrive, or it would be thrown away."""
+        await asyncio.sleep(0.02)
+        transport = self._request.transport
+        if transport is not None:
+            linger_on_for_zero_s = struct.pack("ii", 1, 0)
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_on_for_zero_s)
+            transport.abort()
+        await _until_cancelled()
+
+
+async def _until_cancelled() -> None:
+    """The connection is lost and the server about to cancel this handler; any other end would be logged as a bug."""
+    await asyncio.Event().wait()

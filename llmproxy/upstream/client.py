@@ -1,0 +1,206 @@
+"""The client behind the upstream port: connections of our own to the backends, the idle ones kept for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import sys
+from collections.abc import Mapping
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import aiohappyeyeballs
+from yarl import URL
+
+from llmproxy.lifecycle.descriptors import lack_of
+from llmproxy.upstream import http1
+from llmproxy.upstream.connection import BackendConnection, ConnectionDropped, HttpExchange
+from llmproxy.upstream.port import Body, ConnectFailed, Headers, LocalFailure
+from llmproxy.upstream.resolver import Names
+from llmproxy.upstream.tls import PeerTls
+
+IDLE_MAX_S = 4.0
+"""Idle connections are dropped after this; vLLM itself closes them after exactly 5 s."""
+
+IDLE_DROP_S = 0.1
+"""How soon a kept connection must break to be one that the backend had already dropped: about a round trip."""
+
+OTHER_ADDRESS_AFTER_S = 0.25
+"""How long the first address of a name is tried alone (RFC 8305, section 5)."""
+
+
+_Way = tuple[str, PeerTls | None]
+"""Where connections lead: a base URL, and whom it was trusted to be."""
+
+
+class HttpUpstream:
+    """The upstream port over HTTP/1.1. Closed by `close` or by leaving its block.
+
+    `tls` says, by base URL, how to trust a backend; any other is trusted as this machine trusts anybody. Of
+    `connections_max`, those that are idle make room for one that is needed. `names` says what hosts mean.
+    """
+
+    def __init__(
+        self,
+        tls: Mapping[str, PeerTls] | None = None,
+        connections_max: int = sys.maxsize,
+        names: Names | None = None,
+    ) -> None:
+        self._names = names or Names()
+        self._connections_max = connections_max
+        self._tls = tls if tls is not None else {}
+        self._connections: set[BackendConnection] = set()
+        # The freshest last, and taken first: the others may then go when they are not needed. None is used where a
+        # backend is trusted otherwise than it was when the connection was opened.
+        self._idle: dict[_Way, list[BackendConnection]] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections, those in use too."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in list(self._connections):
+            connection.abort()
+        if self._connections:
+            # A transport tells of its end in a later turn of the loop.
+            self._closed = asyncio.get_running_loop().create_future()
+            await self._closed
+
+    async def open(
+        self,
+        base_url: str,
+        method: str,
+        path_qs: str,
+        headers: Headers,
+        body: Body,
+        connect_timeout_s: float,
+    ) -> HttpExchange:
+        url = URL(base_url)
+        size_bytes = sum(map(len, body))
+        head = _head(url, method, path_qs, headers, size_bytes)
+        way = base_url, self._tls.get(base_url)
+        kept = self._kept(way)
+        if kept is not None:
+            sent_s = asyncio.get_running_loop().time()
+            try:
+                return await _asked(kept, head, body, size_bytes)
+            except ConnectionDropped:
+                # One that breaks later did see the request, and may have worked on it since.
+                if asyncio.get_running_loop().time() - sent_s > IDLE_DROP_S:
+                    raise
+        return await _asked(await self._connect(way, url, connect_timeout_s), head, body, size_bytes)
+
+    async def _connect(self, way: _Way, url: URL, timeout_s: float) -> BackendConnection:
+        loop = asyncio.get_running_loop()
+        base_url, peer = way
+        context = None
+        if url.scheme == "https":
+            context = peer.context if peer is not None else ssl.create_default_context()
+        if len(self._connections) >= self._connections_max:
+            self._drop_oldest()
+        name = (peer.server_name if peer is not None else None) or url.host
+        found: list[aiohappyeyeballs.AddrInfoType] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await self._names.connectable(url.raw_host or "", url.port or 80)
+                sock = await aiohappyeyeballs.start_connection(
+                    found, happy_eyeballs_delay=OTHER_ADDRESS_AFTER_S, loop=loop
+                )
+                _, connection = await loop.create_connection(
+                    lambda: BackendConnection(base_url, partial(self._freed, way), partial(self._lost, way)),
+                    sock=sock,
+                    ssl=context,
+                    server_hostname=name if context is not None else None,
+                )
+        except OSError as error:
+            # TimeoutError is one of them, and says nothing by itself.
+            story = f"{base_url}: {error or f'no connection within {timeout_s:g} s'}"
+            lack = lack_of(error) if found else "the name of the backend does not resolve"
+            raise LocalFailure(lack, story) if lack is not None else ConnectFailed(story) from error
+        self._connections.add(connection)
+        return connection
+
+    # --- connections that wait for their next request -----------------------------------------------------------------
+
+    def _kept(self, way: _Way) -> BackendConnection | None:
+        idle = self._idle.get(way)
+        now = asyncio.get_running_loop().time()
+        while idle:
+            connection = idle.pop()
+            if connection.usable and now - connection.free_since_s < IDLE_MAX_S:
+                return connection
+            connection.abort()
+        return None
+
+    def _freed(self, way: _Way, connection: BackendConnection) -> None:
+        loop = asyncio.get_running_loop()
+        connection.free_since_s = loop.time()
+        self._idle.setdefault(way, []).append(connection)
+        if self._sweep is None:
+            self._sweep = loop.call_later(IDLE_MAX_S, self._drop_old)
+
+    def _lost(self, way: _Way, connection: BackendConnection) -> None:
+        self._connections.discard(connection)
+        if self._closed is not None and not self._connections and not self._closed.done():
+            self._closed.set_result(None)
+        idle = self._idle.get(way)
+        if idle and connection in idle:
+            idle.remove(connection)
+
+    def _drop_oldest(self) -> None:
+        oldest = min((idle[0] for idle in self._idle.values() if idle), key=lambda one: one.free_since_s, default=None)
+        if oldest is not None:
+            oldest.abort()
+
+    def _drop_old(self) -> None:
+        self._sweep = None
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - IDLE_MAX_S
+        for way, idle in list(self._idle.items()):
+            kept = [connection for connection in idle if connection.free_since_s > oldest_s]
+            for connection in idle[: len(idle) - len(kept)]:
+                connection.abort()
+            if kept:
+                self._idle[way] = kept
+            else:
+                del self._idle[way]
+        if self._idle:
+            self._sweep = loop.call_later(IDLE_MAX_S, self._drop_old)
+
+
+async def _asked(connection: BackendConnection, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
+    """The answer to one request, as soon as its head is there."""
+    exchange = connection.begin()
+    try:
+        await connection.send(head, body, size_bytes)
+        await exchange.head()
+    except BaseException:
+        exchange.close()
+        raise
+    return exchange
+
+
+def _head(url: URL, method: str, path_qs: str, headers: Headers, size_bytes: int) -> bytes:
+    """The head of a request. Raises ValueError for what would read as more than was meant."""
+    fields = [
+        field
+        for field in (headers.items() if isinstance(headers, Mapping) else headers)
+        if field[0].lower() != "content-length"
+    ]
+    if not any(name.lower() == "host" for name, _ in fields):
+        fields.insert(0, ("Host", url.host_port_subcomponent or ""))
+    fields.append(("Content-Length", str(size_bytes)))
+    target = url.raw_path.rstrip("/") + path_qs
+    if " " in target:
+        raise ValueError("a space in a path")
+    return http1.head(f"{method} {target} HTTP/1.1", fields)

@@ -1,0 +1,376 @@
+"""One connection to a backend: a request goes out, and its answer comes in as it arrives.
+
+The framing of HTTP/1.1 is followed by llhttp, the parser of Node.js, in its strict mode: what one party could read as
+one answer and another party as two is refused. Bytes are handed on in the very callback in which they arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from select import POLLIN, poll
+from typing import cast
+
+import httptools
+
+from llmproxy.upstream.port import Body, UpstreamBroken
+
+READ_BUFFER_BYTES = 128 << 10
+"""Of a body that is pulled and not fetched: reading from the backend pauses beyond this."""
+HEAD_BYTES_MAX = 256 << 10
+"""The longest head of an answer, the interim ones (1xx) before it included."""
+WHOLE_BODY_BYTES_MAX = 1 << 20
+"""Request bodies up to this are handed to the transport in one piece, larger ones in slices as it drains."""
+SLICE_BYTES = 256 << 10
+
+_SWITCHING_PROTOCOLS = 101
+
+
+class ConnectionDropped(UpstreamBroken):
+    """A kept connection broke, and nothing at all had come in answer to this request.
+
+    Most likely the backend dropped it in the same instant, which says nothing of its health.
+    """
+
+
+class BackendConnection(asyncio.Protocol):
+    """A connection that carries one exchange at a time. `on_free` is told when it may carry another one, and `on_lost`
+    when it never will.
+    """
+
+    __slots__ = (
+        "_complete",
+        "_drained",
+        "_exchange",
+        "_head_bytes",
+        "_heard",
+        "_on_free",
+        "_on_lost",
+        "_parser",
+        "_paused",
+        "_persistent",
+        "_pieces",
+        "_sent",
+        "_surplus",
+        "_transport",
+        "_unread",
+        "free_since_s",
+        "name",
+        "used",
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, on_free: Callable[[BackendConnection], None], on_lost: Callable[[BackendConnection], None]
+    ) -> None:
+        self.name = name
+        self._on_free = on_free
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._exchange: HttpExchange | None = None
+        self._pieces: list[bytes] = []
+        self._drained: asyncio.Future[None] | None = None
+        self._paused = False
+        self._sent = self._heard = self._complete = self._surplus = self._persistent = False
+        self._head_bytes = 0
+        self._unread = poll()
+        self.used = False
+        self.free_since_s = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request may go out on it."""
+        if self._exchange is not None or self._transport is None or self._transport.is_closing():
+            return False
+        # What has come and was not read yet, an end or bytes, came before this request, and is no answer to it.
+        return not self._unread.poll(0)
+
+    def begin(self) -> HttpExchange:
+        """The exchange that is carried from now on."""
+        exchange = self._exchange = HttpExchange(self, self.used)
+        self.used = True
+        self._sent = self._heard = self._complete = self._surplus = self._persistent = False
+        self._head_bytes = 0
+        return exchange
+
+    async def send(self, head: bytes, body: Body, size_bytes: int) -> None:
+        """Write one request; a large body in slices, until the backend has answered. Raises UpstreamBroken."""
+        if size_bytes <= WHOLE_BODY_BYTES_MAX:
+            self._write(b"".join((head, *body)))
+            self._sent = True
+            return
+        self._write(head)
+        for piece in body:
+            for start in range(0, len(piece), SLICE_BYTES):
+                if self._drained is not None:
+                    await self._drained
+                exchange = self._exchange
+                if exchange is None or exchange.status:
+                    return
+                self._write(piece[start : start + SLICE_BYTES])
+                # The writer waits for a slow backend alone; with a fast one, everybody else must have a turn.
+                await asyncio.sleep(0)
+        self._sent = True
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self._transport is None or self._transport.is_closing():
+            dropped = self._exchange is not None and self._exchange.reused and not self._heard
+            raise _broken(f"{self.name}: the connection was lost", dropped)
+        self._transport.write(data)
+
+    def pause(self) -> None:
+        if self._transport is not None and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None and self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Cut it. A mere close would first wait for the peer to read what is still buffered, for ever if it hangs."""
+        self._exchange = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- what the transport calls -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._unread.register(transport.get_extra_info("socket"), POLLIN)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        # It holds this connection in turn, and a circle would be left to the garbage collector.
+        del self._parser
+        self.resume_writing()
+        exchange, self._exchange = self._exchange, None
+        self._on_lost(self)
+        if exchange is None:
+            return
+        if exc is None and exchange.ends_with_connection:
+            exchange.end()
+        else:
+            exchange.failed(str(exc or "the connection was closed"), dropped=exchange.reused and not self._heard)
+
+    def pause_writing(self) -> None:
+        self._drained = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            # Bytes came while nobody asked: they would pass for the answer to the next request.
+            self.abort()
+            return
+        self._heard = True
+        broken = ""
+        if not exchange.status:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._complete = self._surplus = True
+        except httptools.HttpParserCallbackError as error:
+            broken = str(error.__context__)
+        except httptools.HttpParserError as error:
+            broken = str(error) or type(error).__name__
+        if not exchange.status and self._head_bytes > HEAD_BYTES_MAX:
+            broken = f"the head of its answer is longer than {HEAD_BYTES_MAX} bytes"
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            exchange.arrived(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if self._complete:
+            self._end(exchange, keep=not broken)
+        elif broken and self._exchange is exchange:
+            self.abort()
+            exchange.failed(broken)
+
+    def _end(self, exchange: HttpExchange, *, keep: bool) -> None:
+        if self._exchange is not exchange:
+            # Whoever took the last bytes has cut the connection.
+            return
+        self._exchange = None
+        exchange.end()
+        if keep and self._sent and not self._surplus and self._persistent:
+            self.resume()
+            self._on_free(self)
+        elif self._transport is not None:
+            self._transport.abort()
+
+    # --- what the parser calls ----------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._surplus = self._complete
+
+    def on_status(self, reason: bytes) -> None:
+        if self._exchange is not None and not self._exchange.status:
+            self._exchange.reason += _text(reason)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # What comes behind the body, the fields of a trailer, is not passed on.
+        if self._exchange is not None and not self._exchange.status:
+            self._exchange.headers.append((_text(name), _text(value)))
+
+    def on_headers_complete(self) -> None:
+        status, exchange = self._parser.get_status_code(), self._exchange
+        if exchange is None or self._complete:
+            return
+        if status < 100:
+            raise ValueError(f"{status:03} is no status")
+        if status < 200 and status != _SWITCHING_PROTOCOLS:
+            exchange.reason = ""
+            exchange.headers.clear()
+        else:
+            codings = [value for name, value in exchange.headers if name.lower() == "transfer-encoding"]
+            if codings and (len(codings) > 1 or codings[0].strip(" ").lower() != "chunked"):
+                # The parser takes off the chunks of these alone: what it does not know would pass for the body.
+                raise ValueError("its transfer-encoding is another one than chunked")
+            exchange.answered(status)
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        # An interim answer is complete too, and the one that counts is still to come.
+        if self._exchange is not None and self._exchange.status:
+            self._complete = True
+            # Asked in here, because the parser forgets it with the message.
+            self._persistent = self._parser.should_keep_alive()
+
+
+class HttpExchange:
+    """One answer; see `upstream.Exchange`."""
+
+    __slots__ = (
+        "_broken", "_connection", "_held", "_held_bytes", "_sink", "_sink_error", "_woken", "ended", "headers",
+        "reason", "reused", "status",
+    )  # fmt: skip
+
+    def __init__(self, connection: BackendConnection, reused: bool) -> None:
+        self._connection: BackendConnection | None = connection
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._sink: Callable[[bytes], None] | None = None
+        self._woken: asyncio.Future[None] | None = None
+        self._broken: tuple[str, bool] | None = None
+        self._sink_error: Exception | None = None
+        self.ended = False
+        self.status = 0
+        self.reason = ""
+        self.headers: list[tuple[str, str]] = []
+        self.reused = reused
+
+    async def head(self) -> None:
+        """Wait for the head of the answer. Raises UpstreamBroken."""
+        while not self.status:
+            await self._more()
+
+    async def chunk(self) -> bytes:
+        while not self._held:
+            if self.ended:
+                return b""
+            await self._more()
+        held, self._held, self._held_bytes = self._held, [], 0
+        self.resume()
+        return held[0] if len(held) == 1 else b"".join(held)
+
+    async def flow(self, sink: Callable[[bytes], None]) -> None:
+        held = await self.chunk() if self._held else b""
+        self._sink = sink
+        try:
+            if held:
+                sink(held)
+            while self._sink is not None and not self.ended:
+                await self._more()
+        finally:
+            self._sink = None
+
+    def halt(self) -> None:
+        self._sink = None
+        self._wake()
+
+    def pause(self) -> None:
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.abort()
+            self.failed("the connection was closed from here")
+
+    async def _more(self) -> None:
+        """Wait until something is new. Raises what went wrong."""
+        # What is raised refers to the frames that it passes, and by them to this exchange: it must not be kept here.
+        if self._sink_error is not None:
+            error, self._sink_error = self._sink_error, None
+            raise error
+        if self._broken is not None:
+            raise _broken(*self._broken)
+        self._woken = asyncio.get_running_loop().create_future()
+        try:
+            await self._woken
+        finally:
+            self._woken = None
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    # --- what its connection tells ------------------------------------------------------------------------------------
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether the end of the connection, and nothing else, is that of the body."""
+        if not self.status:
+            return False
+        fields = {name.lower(): value.lower() for name, value in self.headers}
+        return "content-length" not in fields and "chunked" not in fields.get("transfer-encoding", "")
+
+    def answered(self, status: int) -> None:
+        self.status = status
+        self._wake()
+
+    def arrived(self, data: bytes) -> None:
+        if self._sink is None:
+            self._held.append(data)
+            self._held_bytes += len(data)
+            if self._held_bytes > READ_BUFFER_BYTES:
+                self.pause()
+            self._wake()
+            return
+        try:
+            self._sink(data)
+        except Exception as error:  # noqa: BLE001 - it is told to whoever awaits the flow
+            self.close()
+            self._sink_error = error
+
+    def end(self) -> None:
+        self.ended = True
+        self._connection = None
+        self._wake()
+
+    def failed(self, why: str, *, dropped: bool = False) -> None:
+        """`dropped` says that the connection had been kept, and broke without a word on this request."""
+        name = self._connection.name if self._connection is not None else ""
+        self._broken = f"{name}: {why}", dropped
+        self._connection = None
+        self._wake()
+
+
+def _broken(why: str, dropped: bool) -> UpstreamBroken:
+    return ConnectionDropped(why) if dropped else UpstreamBroken(why)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")

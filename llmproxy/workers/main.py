@@ -1,0 +1,254 @@
+"""One relay worker: `python -m llmproxy.workers.main FD`; FD is its end of the socket to the scheduler process.
+
+It accepts clients, reads their requests and carries bytes; every lease comes from the other end. It follows the process
+that started it: signals for the proxy are not for the worker, and when the other end is gone it cuts what it has and
+ends, because nobody would know any more what runs where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import structlog
+import uvloop
+
+from llmproxy.config import Config, ConfigError
+from llmproxy.core.placement import presets
+from llmproxy.gateway.front import in_the_background, listen
+from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.listener import Listener
+from llmproxy.gateway.http.tls import ClientTls
+from llmproxy.gateway.proxying.answers import Answers
+from llmproxy.gateway.proxying.handler import RequestHandler
+from llmproxy.gateway.proxying.rules import Rulebook, Rules
+from llmproxy.gateway.proxying.stored import StoredResponses
+from llmproxy.gateway.server import FrontDoor
+from llmproxy.lifecycle import GC_THRESHOLDS
+from llmproxy.lifecycle.descriptors import clients_of_process, connections_max
+from llmproxy.telemetry import logs
+from llmproxy.upstream.client import HttpUpstream
+from llmproxy.upstream.port import Upstream
+from llmproxy.upstream.resolver import Names
+from llmproxy.upstream.tls import PeerTls
+from llmproxy.workers.protocol import (
+    TO_WORKER,
+    Begin,
+    Channel,
+    Cut,
+    Estimates,
+    Fleet,
+    GoBy,
+    Granted,
+    Holds,
+    Idle,
+    Listening,
+    Made,
+    Refuse,
+    Resolved,
+    Shown,
+    Standing,
+    Stop,
+    ToWorker,
+)
+from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteFleet, RemoteMetrics, RemotePages
+
+HELD_S = 1.0
+"""How old the number of held bytes in the metrics may be."""
+
+_log = structlog.get_logger()
+
+
+class _Line:
+    """The line to the scheduler. Messages wait until there is somebody to hear them, and are heard in their order."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        """There is nothing more to do: the worker was told to stop, or the scheduler is gone."""
+        self.lost = asyncio.Event()
+        self.begun: asyncio.Future[tuple[Begin, Config]] = asyncio.get_running_loop().create_future()
+        self.channel: Channel[ToWorker] = Channel(TO_WORKER, self._take, self._lost)
+        self._early: list[ToWorker] = []
+        self._begin: Begin | None = None
+        self._hear: Callable[[ToWorker], None] | None = None
+        self._on_lost: Callable[[], None] = lambda: None
+
+    def hear(self, hear: Callable[[ToWorker], None], on_lost: Callable[[], None]) -> None:
+        """From now on `hear` is told everything, first what came already, and `on_lost` of the end."""
+        self._hear, self._on_lost = hear, on_lost
+        for message in self._early:
+            hear(message)
+        self._early.clear()
+
+    def _take(self, message: ToWorker) -> None:
+        if isinstance(message, Stop):
+            self.over.set()
+        elif isinstance(message, Begin):
+            self._begin = message
+        elif isinstance(message, GoBy) and self._begin is not None and not self.begun.done():
+            self.begun.set_result((self._begin, pickle.loads(message.config)))
+        elif self._hear is None:
+            self._early.append(message)
+        else:
+            self._hear(message)
+
+    def _lost(self) -> None:
+        self.lost.set()
+        self.begun.cancel()
+        self._on_lost()
+        self.over.set()
+
+
+class _Worker:
+    """The parts of a worker, and what each message does to them."""
+
+    def __init__(
+        self, name: str, config: Config, channel: Channel[ToWorker], upstream: Upstream, fleet: RemoteFleet
+    ) -> None:
+        self._channel = channel
+        self._upstream = upstream
+        self._rulebook = Rulebook(Rules.of(config, upstream))
+        self._calls = Calls(channel)
+        self._dispatcher = RemoteDispatcher(channel, self._calls)
+        self._estimator = RemoteEstimator(channel)
+        self.fleet = fleet
+        metrics = RemoteMetrics(channel)
+        self._stored = StoredResponses(self._rulebook, self.fleet.backends, upstream, self._dispatcher)
+        self._stored.on_made = lambda *made: channel.send(Made(*made))
+        self._stored.catch_up = self._dispatcher.caught_up
+        answers = Answers(self._dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
+        self.walker = RequestHandler(
+            self._rulebook, self.fleet.backends, self._estimator, self._dispatcher, self._stored, answers, metrics,
+            None, ids=f"{name}-",
+        )  # fmt: skip
+        self.door = FrontDoor(
+            self._rulebook, self.walker, self._stored, metrics, RemotePages(self._calls, self._rulebook),
+            ClientLimits(clients_of_process(config)), config.clients.head_bytes_max,
+        )  # fmt: skip
+        self.listener: Listener | None = None
+        self._seeing_off: asyncio.Task[None] | None = None
+
+    def hear(self, message: ToWorker) -> None:
+        match message:
+            case Granted() | Refuse() | Resolved() | Shown():
+                self._calls.answered(message)
+            case Cut():
+                self._dispatcher.cut(message)
+            case Estimates(models):
+                for model, estimate in models.items():
+                    self._estimator.take(model, estimate)
+            case Made(response_id, backend, tenant):
+                self._stored.note(response_id, backend, tenant, settled=True)
+            case Fleet():
+                self._dispatcher.names(message)
+                try:
+                    self.fleet.take(message)
+                except ConfigError as error:
+                    _log.error("backend_not_trusted", problems=list(error.problems))
+            case GoBy(config):
+                self._go_by(pickle.loads(config))
+            case Standing():
+                self._stand(message)
+            case _:
+                raise NotImplementedError(type(message).__name__)
+
+    def lost(self) -> None:
+        """There is no scheduler any more."""
+        self._dispatcher.lost()
+
+    def _go_by(self, new: Config) -> None:
+        if new.log_level != self._rulebook.current.config.log_level:
+            logs.configure(new.log_format, new.log_level)
+        self._rulebook.current = Rules.of(new, self._upstream)
+        self.walker.reconfigure(new)
+
+    def _stand(self, standing: Standing) -> None:
+        self._dispatcher.standing = standing
+        if standing.leaving:
+            self.walker.leave(replaced=standing.replaced)
+        if standing.draining or standing.closed:
+            if self._seeing_off is not None:
+                self._seeing_off.cancel()
+            self._seeing_off = asyncio.create_task(self._see_off(standing))
+
+    async def tell_held(self) -> None:
+        """Say what this worker holds of request bodies whenever that has changed, once in a while."""
+        told = 0
+        while True:
+            await asyncio.sleep(HELD_S)
+            if (held := self.walker.bodies.held_bytes) != told:
+                self._channel.send(Holds(held))
+                told = held
+
+    async def _see_off(self, standing: Standing) -> None:
+        if self.listener is not None and standing.closed:
+            await self.listener.close()
+        if self.listener is not None and standing.replaced and not standing.draining:
+            await self.listener.deserted()
+        else:
+            await self.walker.idle.wait()
+        self._channel.send(Idle())
+
+
+async def _serve(end: socket.socket) -> int:
+    line = _Line()
+    await asyncio.get_running_loop().create_unix_connection(lambda: line.channel, sock=end)
+    try:
+        begin, config = await line.begun
+    except asyncio.CancelledError:
+        return 1
+    logs.configure(config.log_format, config.log_level)
+    try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(_hung_up, line)
+            tls: dict[str, PeerTls] = {}
+            names = Names()
+            stack.push_async_callback(names.close)
+            upstream = await stack.enter_async_context(HttpUpstream(tls, connections_max(), names))
+            worker = _Worker(begin.name, config, line.channel, upstream, RemoteFleet(tls, names))
+            line.hear(worker.hear, worker.lost)
+            await stack.enter_async_context(in_the_background(worker.fleet.follow_authorities()))
+            await stack.enter_async_context(in_the_background(worker.tell_held()))
+            stack.push_async_callback(worker.walker.idle.wait)
+            opened = [socket.socket(fileno=fd) for fd in begin.fds]
+            worker.listener = await listen(stack, worker.door, config, ClientTls.of(config.tls), opened)
+            stack.callback(worker.walker.cut)
+            gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
+            line.channel.send(Listening(worker.listener.url))
+            await line.over.wait()
+            if line.lost.is_set():
+                _log.error("scheduler_lost", requests=worker.walker.walking, hint="this worker ends")
+    except ConfigError as error:
+        for problem in error.problems:
+            _log.error("cannot_start", problem=problem)
+        return 2
+    return int(line.lost.is_set())
+
+
+async def _hung_up(line: _Line) -> None:
+    """All that there is to tell is on its way, and then nothing more will be."""
+    if not line.lost.is_set():
+        line.channel.close()
+        await line.lost.wait()
+
+
+def main() -> None:
+    logs.write_by_thread()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    end.setblocking(False)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(_serve(end))
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""The command line: every flag and variable lands on its key, and every mistake ends with 2 and a line that helps."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from llmproxy import __version__
+from llmproxy.cli import commands as cli
+from llmproxy.cli.flags import FLAGS, Flag
+from llmproxy.config import Config, hash_of, keys
+
+Serve = Callable[..., Config]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LLMPROXY_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """What `serve` would have run, which it does not: its exit code is 3."""
+    configs: list[Config] = []
+    process = ModuleType("llmproxy.process")
+
+    def run(config: Config, _: object) -> int:
+        configs.append(config)
+        return 3
+
+    process.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "llmproxy.process", process)
+    return configs
+
+
+@pytest.fixture
+def serve(served: list[Config]) -> Serve:
+    def run(*arguments: str) -> Config:
+        result = CliRunner().invoke(cli.app, ["serve", *arguments])
+        assert (result.exit_code, result.output) == (3, "")
+        return served.pop()
+
+    return run
+
+
+def refused(arguments: Sequence[str]) -> str:
+    """What a command that ends with 2 says on standard error, and nowhere else."""
+    result = CliRunner().invoke(cli.app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def value_at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+# --- serve ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["http://a", "http://b"],
+        ["--backend", "http://a", "--backend", "http://b"],
+        ["--backend", "http://a,http://b"],
+        ["--backends", "http://a", "http://b"],
+        ["--static-backends", "http://a, http://b,"],
+        ["--worker-urls", "http://a", "http://b"],
+        ["--worker-urls", "http://a http://b"],
+        ["--port", "1", "--worker-urls", "http://a", "http://b", "--host", "::"],
+    ],
+)
+def test_backends_are_given_in_the_ways_people_know(serve: Serve, arguments: list[str]) -> None:
+    assert [backend.url for backend in serve(*arguments).backends] == ["http://a", "http://b"]
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.keys == ("backends",)], ids=lambda flag: flag.name)
+def test_backends_are_given_by_variables(serve: Serve, monkeypatch: pytest.MonkeyPatch, flag: Flag) -> None:
+    monkeypatch.setenv(flag.variable, "http://a,http://b http://c")
+    assert [backend.url for backend in serve().backends] == ["http://a", "http://b", "http://c"]
+    assert [backend.url for backend in serve(flag.name, "http://d", "http://e").backends] == ["http://d", "http://e"]
+
+
+OTHER_THAN_DEFAULT = {
+    "host": "::1",
+    "log_format": "json",
+    "log_level": "debug",
+    "reload": "signal",
+    "drain_queued": "finish",
+    "trust_headers": "all",
+    "scheduling.fairness": "fcfs",
+    "scheduling.placement": "random",
+    "scheduling.flow": "header:x-tenant",
+    "scheduling.session": "cookie:SID",
+    "clients.allowed_origins": "https://app.example,http://localhost:3000",
+    "scheduling.ordering": "edf",
+    "scheduling.charged": "requests",
+    "scheduling.withdrawal": "false",
+    "scheduling.refuse_late": "true",
+    "scheduling.kv_full": "0.5",
+    "retry.budget_ratio": "0.5",
+    "health.ejected_max": "0.4",
+    "body_bytes_total_max": "99999999",
+    "queue.bytes_max": "99999999",
+    "queue.band_bytes_max": "99999999",
+    "queue.flow_bytes_max": "99999999",
+    "admin_key": hash_of("k"),
+    "forward_credentials": "true",
+    "decision_log_sample": "0.5",
+}
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.keys != ("backends",)], ids=lambda flag: flag.name)
+def test_every_flag_and_its_variable_reach_their_keys(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, flag: Flag
+) -> None:
+    text = OTHER_THAN_DEFAULT.get(flag.keys[0], "7")
+    by_flag = serve("http://a", flag.name, text)
+    monkeypatch.setenv(flag.variable, text)
+    assert serve("http://a") == by_flag
+    settable = list(keys())
+    changed = {key for key in settable if value_at(by_flag, key) != value_at(Config(), key)}
+    assert changed == {"backends", *flag.keys}
+
+
+def test_flags_beat_variables_which_beat_the_file_which_beats_the_defaults(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("backends: [http://f]\nport: 1\nqueue: {ttl_s: 1, requests_max: 1, bytes_max: 99999999}\n")
+    monkeypatch.setenv("LLMPROXY_QUEUE_TTL_S", "2")
+    monkeypatch.setenv("LLMPROXY_QUEUE_SIZE", "2")
+    config = serve("--config", str(file), "--queue-timeout-secs", "3")
+    assert (config.queue.ttl_s, config.queue.requests_max, config.queue.bytes_max, config.port) == (3, 2, 99999999, 1)
+    assert config.queue.band_requests_max == 10_000
+    monkeypatch.setenv("LLMPROXY_CONFIG", str(file))
+    assert serve().backends[0].url == "http://f"
+
+
+def test_a_variable_or_a_flag_that_sets_nothing_is_refused(
+    served: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refused(["serve", "http://a", "--weight=1"]) == (
+        "--weight: only a file can hold tenants[].weight: write it into the one that --config names\n"
+    )
+    monkeypatch.setenv("LLMPROXY_BAKCENDS", "http://a")
+    assert refused(["serve", "http://a"]) == (
+        'LLMPROXY_BAKCENDS: is not a known variable (nearest known variable: "LLMPROXY_BACKENDS")\n'
+    )
+    assert not served
+
+
+@pytest.mark.parametrize(
+    ("word", "preset"),
+    [("roundrobin", "round_robin"), ("round-robin", "round_robin"), ("POWER_OF_TWO", "power_of_two"), ("random",) * 2],
+)
+def test_policies_are_known_by_their_names_elsewhere(serve: Serve, word: str, preset: str) -> None:
+    for flag in ("--routing-logic", "--policy", "--placement"):
+        assert serve("http://a", flag, word).scheduling.placement == preset
+
+
+def test_api_keys_are_divided_by_spaces_alone(serve: Serve) -> None:
+    assert serve("http://a", "--api-key", "a,b c", "--api-key", "d").api_keys == ("a,b", "c", "d")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`"),
+        (["gpu-0:8000"], "URL: backends[0].url: 'gpu-0:8000' should start with http:// or https://"),
+        (["http://a", "--port", "x"], "--port: port: should be a valid integer, not 'x'"),
+        (["http://a", "--host", ""], "--host: host: should have at least 1 character"),
+        (["http://a", "--api-key", ""], "--api-key: api_keys[0]: should be printable ASCII characters without spaces"),
+        (["http://a", "--backend", ""], "--backend, URL: backends[0].url: '' should start with http://"),
+        (
+            ["http://a", "--policy", "cache_aware"],
+            "--policy: scheduling.placement: 'cache_aware' is none of cost, epp_blend, epp_sticky, blend, ",
+        ),
+        (
+            ["http://a", "--queue-size", "1", "--queue-requests-max", "1"],
+            "--queue-size: queue.requests_max: is set by --queue-requests-max too; give only one of them",
+        ),
+        (["http://a", "--config", "/none.yaml"], "/none.yaml: cannot be read: No such file or directory"),
+        (["http://a", "--prot", "1"], "No such option: --prot"),
+    ],
+)
+def test_serve_refuses_in_words(served: list[Config], arguments: list[str], told: str) -> None:
+    assert told in refused(["serve", *arguments])
+    assert not served
+
+
+def test_a_wrong_variable_is_named(served: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMPROXY_LOG_FORMAT", "xml")
+    assert refused(["serve", "http://a"]).startswith("LLMPROXY_LOG_FORMAT: log_format: 'xml' is none of text, json")
+    assert not served
+
+
+def test_help_names_every_flag_once() -> None:
+    text = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "80"}).stdout
+    for flag in FLAGS:
+        assert len(re.findall(rf"^│ {flag.name} VALUE +│$", text, re.MULTILINE)) == 1
+    titles = re.findall(r"^╭─ ([\w ]+) ─+╮$", text, re.MULTILINE)
+    assert titles[:2] == ["Arguments", "Options"]
+    assert titles[2:-1] == sorted({key.partition(".")[0] for flag in FLAGS for key in flag.keys if "." in key})
+    assert titles[-1] == "Other names"
+    assert re.findall(r"^│ (-.*?) ", text, re.MULTILINE)[:2] == ["-c,", "--backends"], "what nobody can do without"
+    assert "[65536]" in text
+    assert max(map(len, text.splitlines())) == 80
+
+
+@pytest.mark.parametrize("command", ["check", "hash-key", "replica", "demo", "simulate", ""])
+def test_help_is_whole_at_80_columns(command: str) -> None:
+    done = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    assert max(map(len, done.stdout.splitlines())) == 80
+    assert "…" not in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "│ --help " in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
+    # A shell asks by a variable, which the command only looks at under its own name.
+    def told(**environment: str) -> str:
+        command = [sys.executable, "-m", "llmproxy", *([] if environment else ["--show-completion", shell])]
+        asked = {
+            **os.environ,
+            "HOME": str(tmp_path),
+            "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+            **environment,
+        }
+        return subprocess.run(command, env=asked, capture_output=True, text=True, check=True).stdout
+
+    assert "_LLMPROXY_COMPLETE" in told()
+    words = {
+        "bash": {"COMP_WORDS": "llmproxy si", "COMP_CWORD": "1"},
+        "zsh": {"_TYPER_COMPLETE_ARGS": "llmproxy si"},
+        "fish": {"_TYPER_COMPLETE_ARGS": "llmproxy si", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }[shell]
+    assert "simulate" in told(_LLMPROXY_COMPLETE=f"complete_{shell}", **words)
+
+
+# --- check ------------------------------------------------------------------------------------------------------------
+
+
+def test_check_tells_what_a_sound_file_means(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "port: 81\nbackends: [{url: http://a, name: left, max_in_flight: 4}]\nscheduling: {fairness: fcfs}\n"
+    )
+    result = CliRunner().invoke(cli.app, ["check", str(file)])
+    assert (result.exit_code, result.stderr) == (0, "")
+    for part in (
+        f"{file}: fine",
+        "0.0.0.0:81",
+        "left",
+        "http://a, at most 4 in flight",
+        "fairness fcfs",
+        "critical at 1,",
+    ):
+        assert part in result.stdout
+
+
+def test_check_tells_whether_a_key_is_needed(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    for text, told in (
+        ("", "without API keys"),
+        ("api_keys: [k]", "with API keys"),
+        (f"tenants: [{{name: a, keys: [{hash_of('k')}]}}]", "with API keys"),
+    ):
+        file.write_text(text)
+        assert f"0.0.0.0:8080, {told}\n" in CliRunner().invoke(cli.app, ["check", str(file)]).stdout
+
+
+def test_check_does_not_need_backends_which_flags_may_bring(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("")
+    result = CliRunner().invoke(cli.app, ["check", str(file)])
+    assert result.exit_code == 0
+    assert "none here" in result.stdout
+    file.write_text("discovery: {file: /etc/llmproxy/backends.yaml}")
+    result = CliRunner().invoke(cli.app, ["check", str(file)])
+    assert "those in /etc/llmproxy/backends.yaml" in result.stdout
+
+
+def test_check_prints_every_problem_and_ends_with_2(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("prot: 1\nport: x\n")
+    assert refused(["check", str(file)]).splitlines() == [
+        f'{file}:1: prot: is not a known key (nearest known key: "port")',
+        f"{file}:2: port: should be a valid integer, not 'x'",
+    ]
+
+
+# --- hash-key ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["s3cret", "s3cret\n", "s3cret\r\n"])
+def test_hash_key_prints_what_a_configuration_holds_instead_of_a_key(line: str) -> None:
+    result = CliRunner().invoke(cli.app, ["hash-key"], input=line)
+    known = "sha256:1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0"
+    assert (result.exit_code, result.stdout, result.stderr) == (0, known + "\n", "")
+
+
+def test_hash_key_makes_a_new_key_that_is_never_the_same() -> None:
+    printed = [CliRunner().invoke(cli.app, ["hash-key", "--new"]).stdout.splitlines() for _ in range(2)]
+    assert printed[0] != printed[1]
+    for key, told in printed:
+        assert told == hash_of(key)
+        assert len(key) > 40
+        assert Config.model_validate({"api_keys": [key]}).api_keys == (key,)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "two words\n", "one\ntwo\n", "s3cret \n", "\u00e9\n", b"\xff", "x" * 4097])
+def test_hash_key_refuses_what_no_client_can_present_and_does_not_repeat_it(text: str | bytes) -> None:
+    result = CliRunner().invoke(cli.app, ["hash-key"], input=text)
+    assert (result.exit_code, result.stdout) == (2, "")
+    told = "llmproxy hash-key: the key should be one line of printable ASCII characters without spaces"
+    assert result.stderr.startswith(told)
+    assert result.stderr.strip() == told
+
+
+def test_hash_key_does_not_show_what_is_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(cli, "getpass", lambda prompt: f"typed-at-{prompt.strip(': ')}")
+    cli.hash_key()
+    assert capsys.readouterr().out == hash_of("typed-at-key") + "\n"
+
+
+def test_hash_key_takes_no_key_as_an_argument() -> None:
+    assert "unexpected extra argument" in refused(["hash-key", "s3cret"])
+
+
+# --- replica ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--profile", "none"], "llmproxy replica: there is no engine profile 'none'; known: llama-"),
+        (["--model", "a", "--adapter", "a"], "llmproxy replica: the model and its adapters need different names"),
+        (["--kv-tokens", "1024", "--max-model-len", "2048"], "llmproxy replica: max_model_len 2048 does not fit"),
+        (["--shutdown", "later"], "'later' is not one of 'now', 'hang'"),
+    ],
+)
+def test_replica_refuses_in_words(arguments: list[str], told: str) -> None:
+    assert told in refused(["replica", "--port", "0", *arguments])
+
+
+def test_replica_says_when_it_cannot_listen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli.app, ["replica", "--port", str(port)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"llmproxy replica: cannot listen on 127.0.0.1:{port}: ")
+
+
+# --- the command itself -----------------------------------------------------------------------------------------------
+
+
+def test_the_module_is_the_command() -> None:
+    told = subprocess.run([sys.executable, "-m", "llmproxy", "--version"], capture_output=True, text=True, check=True)
+    assert (told.stdout, told.stderr) == (f"llmproxy {__version__}\n", "")
+
+
+def test_demo_starts_nothing_when_its_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncio.create_subprocess_exec", None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli.app, ["demo", "--port", str(port)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"llmproxy demo: port {port} cannot be used (address already in use); try another one with --port" in (
+        result.stderr
+    )

@@ -1,0 +1,139 @@
+"""Settings that are sound and do nothing: what `llmproxy check` tells of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from llmproxy.cli import commands as cli
+from llmproxy.config import hash_of, load, warnings_of
+
+TENANT = f"tenants:\n  - name: acme\n    keys: [{hash_of('k')}]\n"
+NOTHING_TO_GO_BY = "has nothing to go by: no model, tenant or objective has ttft_s or tpot_s"
+
+
+def warned(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    return [line.replace(str(file), "FILE") for line in warnings_of(file, load(file))]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            TENANT + "    weight: 2\n",
+            "FILE:4: warning: tenants[0].weight: does not set tenants apart: a flow is a model",
+        ),
+        (
+            TENANT + "    weight: 2\nscheduling: {flow: tenant, fairness: fcfs}\n",
+            "FILE:4: warning: tenants[0].weight: has no effect: fairness fcfs looks at no weights",
+        ),
+        (
+            "scheduling:\n  fairness: round_robin\n  weights: {m: 2}\n",
+            "FILE:3: warning: scheduling.weights: has no effect: fairness round_robin looks at no weights",
+        ),
+        (
+            "tls:\n  client_ca: ca.pem\n",
+            "FILE:2: warning: tls.client_ca: has no effect without tls.cert: llmproxy serve does not start",
+        ),
+        ("scheduling:\n  fairness: slo\n", f"FILE:2: warning: scheduling.fairness: slo {NOTHING_TO_GO_BY}"),
+        (
+            "scheduling:\n  ordering: least_slack\n",
+            f"FILE:2: warning: scheduling.ordering: least_slack {NOTHING_TO_GO_BY}",
+        ),
+        ("scheduling:\n  refuse_late: true\n", "FILE:2: warning: scheduling.refuse_late: has no effect: no model,"),
+        (
+            "scheduling:\n  session: body:user\n",
+            "FILE:2: warning: scheduling.session: has no effect: placement is cost, which looks at no sessions",
+        ),
+        (
+            "scheduling:\n  fairness: fcfs\n  charged: requests\n",
+            "FILE:3: warning: scheduling.charged: has no effect: fairness is fcfs, which shares out nothing",
+        ),
+        (
+            "scheduling: {quantum_tokens: 1}\n",
+            "FILE:1: warning: scheduling.quantum_tokens: has no effect: fairness is fair_share, not locality_fair",
+        ),
+        (
+            "scheduling: {slo_window_s: 1}\n",
+            "FILE:1: warning: scheduling.slo_window_s: has no effect: fairness is fair_share, not slo",
+        ),
+        (
+            "scheduling: {ageing_s: 1}\n",
+            "FILE:1: warning: scheduling.ageing_s: has no effect: ordering is fcfs, not shortest",
+        ),
+        (
+            "scheduling: {charged: requests, input_weight: 3}\n",
+            "FILE:1: warning: scheduling.input_weight: has no effect: no tokens are charged (fairness is fair_share,",
+        ),
+        (
+            "scheduling: {fairness: fcfs, output_weight: 3}\n",
+            "FILE:1: warning: scheduling.output_weight: has no effect: no tokens are charged (fairness is fcfs,",
+        ),
+        (
+            "decision_log_sample: 0.5\n",
+            "FILE:1: warning: decision_log_sample: has no effect: there is no decision_log",
+        ),
+        (
+            "scheduling: {placement: random}\nbackends:\n- url: http://a\n  prompt_tokens: [1, 2]\n",
+            "FILE:4: warning: backends[0].prompt_tokens: has no effect: placement is random, not cost",
+        ),
+        ("admin: {host: '::1'}\n", "FILE:1: warning: admin.host: has no effect: there is no admin.port"),
+        (
+            "retry: {extra_attempts: 0, budget_ratio: 0.5}\n",
+            "FILE:1: warning: retry.budget_ratio: has no effect: retry.extra_attempts is 0",
+        ),
+        (
+            "backends: [http://a]\ndiscovery: {gone_after: 9}\n",
+            "FILE:2: warning: discovery.gone_after: has no effect: the url of no backend begins with dns+ or srv+",
+        ),
+    ],
+)
+def test_a_setting_that_does_nothing_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    (line,) = warned(tmp_path, text)
+    assert line.startswith(told)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        TENANT,
+        "scheduling: {fairness: fcfs}\n",
+        "scheduling: {weights: {m: 2}}\n",
+        TENANT + "    weight: 2\nscheduling: {flow: tenant}\n",
+        TENANT + "    weight: 2\nscheduling: {flow: tenant+model}\n",
+        TENANT + "    weight: 2\nscheduling: {flow: 'header:x-team'}\n",
+        TENANT + "    ttft_s: 1\nscheduling: {fairness: slo, refuse_late: true}\n",
+        "models: [{name: m, tpot_s: 1}]\nscheduling: {fairness: slo, ordering: least_slack}\n",
+        "objectives: [{name: quick, ttft_s: 1}]\nscheduling: {fairness: slo}\n",
+        "scheduling: {placement: session, session: 'body:user'}\n",
+        "scheduling: {fairness: fcfs, charged: requests, min_shares: {sheddable: 0.1}}\n",
+        "scheduling: {fairness: locality_fair_share, quantum_tokens: 1, input_weight: 2}\n",
+        "scheduling: {fairness: fcfs, ordering: shortest, ageing_s: 1, output_weight: 3}\n",
+        "scheduling: {session: 'body:user', quantum_tokens: 1}\nplugins: [json]\n",
+        "decision_log: d.jsonl\ndecision_log_sample: 0.5\nadmin: {host: '::1', port: 9090}\n",
+        "discovery: {dns_interval_s: 9}\n",
+        "backends: [{url: http://a, prompt_tokens: [1, 2]}]\n",
+        "backends: ['dns+http://a']\ndiscovery: {dns_interval_s: 9, gone_after: 9}\n",
+    ],
+)
+def test_a_setting_that_does_something_is_not_told(tmp_path: Path, text: str) -> None:
+    assert warned(tmp_path, text) == []
+
+
+def test_the_example_has_no_setting_that_does_nothing() -> None:
+    file = Path(__file__).parent.parent / "config.example.yaml"
+    assert warnings_of(file, load(file)) == []
+
+
+def test_check_tells_them_in_the_order_of_the_file_and_calls_it_fine(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(TENANT + "    weight: 2\nscheduling:\n  fairness: slo\n")
+    result = CliRunner().invoke(cli.app, ["check", str(file)])
+    assert result.exit_code == 0
+    assert [line.split(": ")[2] for line in result.stderr.splitlines()] == ["tenants[0].weight", "scheduling.fairness"]
+    assert f"{file}: fine" in result.stdout

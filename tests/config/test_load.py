@@ -1,0 +1,442 @@
+"""The configuration says everything that is wrong with it, and where, and its example file stays true."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from llmproxy.config import (
+    BackendConfig,
+    Config,
+    ConfigError,
+    Override,
+    hash_of,
+    keys,
+    load,
+    settings_of,
+)
+from llmproxy.config.load import Document
+from llmproxy.config.schema import Section
+from llmproxy.core.placement import presets
+from llmproxy.core.queueing.charge import charges
+from llmproxy.core.queueing.fairness import policies
+from llmproxy.core.queueing.ordering import orderings
+
+EXAMPLE = Path(__file__).parent.parent / "config.example.yaml"
+
+
+def problems(path: Path | None, *overrides: Override) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return [problem.replace(f"{path}:", "FILE:") for problem in caught.value.problems]
+
+
+# --- the example file -------------------------------------------------------------------------------------------------
+
+
+def described(section: type[Section]) -> list[tuple[str, str | None]]:
+    """Every key below `section` with its description, in the order of the schema."""
+    found: list[tuple[str, str | None]] = []
+    for name, field in section.model_fields.items():
+        found.append((name, field.description))
+        inner = [field.annotation, *get_args(field.annotation)]
+        inner += [argument for one in inner for argument in get_args(one)]
+        for one in inner:
+            if isinstance(one, type) and issubclass(one, Section):
+                found += described(one)
+                break
+    return found
+
+
+@pytest.fixture
+def full_example(write: Any) -> Path:
+    """The example with the tenant in it that is commented out, because with tenants everybody needs a key."""
+    text = re.sub(r"^#(?=  )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
+    path: Path = write(text.replace("tenants: []", "tenants:"))
+    return path
+
+
+def test_example_shows_every_key_under_its_description(full_example: Path) -> None:
+    shown = re.findall(r"# (.+)\n *(?:- )?(\w+):", full_example.read_text())
+    assert [(key, comment) for comment, key in shown] == described(Config)
+
+
+def test_example_lets_everybody_in() -> None:
+    assert not load(EXAMPLE).needs_key()
+
+
+def test_example_holds_the_defaults(full_example: Path) -> None:
+    document = Document(full_example).values
+    shown, defaults = load(full_example), Config()
+    lists = {name: document.pop(name) for name in ("backends", "models", "objectives", "tenants")}
+    assert document.pop("trust_headers") == "loopback"
+    assert document == defaults.model_dump(mode="json", exclude={*lists, "trust_headers"})
+    assert shown.model_copy(update=dict.fromkeys(lists, ())) == defaults
+    for name, entries in lists.items():
+        assert [entry.model_dump(mode="json") for entry in getattr(shown, name)] == entries
+    assert shown.backends == (BackendConfig(url="http://localhost:8000"),)
+    for entry in (*shown.models, *shown.tenants):
+        needed = {"name", "keys"} & entry.model_fields_set
+        bare = type(entry).model_validate({name: getattr(entry, name) for name in needed})
+        assert entry == bare
+
+
+def test_descriptions_name_every_policy() -> None:
+    for key, registry in (
+        ("fairness", policies),
+        ("ordering", orderings),
+        ("placement", presets),
+        ("charged", charges),
+    ):
+        description = keys()[f"scheduling.{key}"].description or ""
+        assert set(re.findall(r"\w+", description)) >= set(registry.names())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("Header:X-User", "header:x-user"), ("COOKIE:SessionId", "cookie:SessionId"), ("body:userId", "body:userId")],
+)
+def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any, text: str, told: str) -> None:
+    assert load(write(f"scheduling: {{session: '{text}'}}")).scheduling.session == (told,)
+
+
+# --- what is wrong, and where -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("prot: 1", 'FILE:1: prot: is not a known key (nearest known key: "port")'),
+        ("\n\nttl_s: 1", 'FILE:3: ttl_s: is not a known key (nearest known key: "queue.ttl_s")'),
+        ("queue:\n  ttl: 1", 'FILE:2: queue.ttl: is not a known key (nearest known key: "ttl_s")'),
+        (
+            "backends:\n  - url: http://a\n    max_inflight: 3",
+            'FILE:3: backends[0].max_inflight: is not a known key (nearest known key: "max_in_flight")',
+        ),
+        ("7: 1", "FILE:1: 7: is not a known key"),
+        ("port: abc", "FILE:1: port: should be a valid integer, not 'abc'"),
+        ("port: 70000", "FILE:1: port: should be less than or equal to 65535, not 70000"),
+        ("port: true", "FILE:1: port: should be a number, not true"),
+        ("drain_timeout_s: .inf", "FILE:1: drain_timeout_s: should be a valid number"),
+        ("host: 3", "FILE:1: host: should be a valid string, not 3"),
+        ("queue: 5", "FILE:1: queue: should be a section"),
+        ("backends: http://a", "FILE:1: backends: should be a list"),
+        ("backends:\n- {max_in_flight: 1}", "FILE:2: backends[0].url: is missing"),
+        ("backends: [7]", "FILE:1: backends[0]: should be a section"),
+        ("backends:\n- url: http://a\n  max_in_flight: 0", "FILE:3: backends[0].max_in_flight: should be greater"),
+        ("backends: ['gpu-0:8000']", "backends[0].url: 'gpu-0:8000' should start with http:// or https://"),
+        ("backends: ['http://']", "backends[0].url: 'http://' names no host"),
+        ("backends: ['http://a:b']", "backends[0].url: 'http://a:b' is no URL"),
+        ("backends: ['http://a/x']", "backends[0].url: 'http://a/x' should end after the port"),
+        (
+            "backends:\n- url: http://a\n  tls: {ca: x}",
+            "FILE:3: backends[0].tls: has no effect: http://a is no https URL",
+        ),
+        (
+            "backends:\n- url: https://a\n  tls: {ca: x, insecure_skip_verify: true}",
+            "FILE:3: backends[0].tls: insecure_skip_verify looks at neither ca nor server_name",
+        ),
+        ("backends: ['http://a?x=1']", "should end after the port"),
+        ("backends:\n- http://a:1\n- http://A:1/v1/", "FILE:3: backends[1].url: 'http://a:1' is given twice"),
+        ("backends:\n- {url: http://a, name: x}\n- {url: http://b, name: x}", "FILE:3: backends[1].name: 'x' is given"),
+        ("models:\n- {name: a}\n- {name: a}", "FILE:3: models[1].name: 'a' is given twice"),
+        ("models:\n- {name: a, target: a}", "FILE:2: models[0].target: 'a' is an alias for itself"),
+        ("models:\n- {name: a, target: b}\n- {name: b, target: c}", "FILE:2: models[0].target: 'b' is an alias too"),
+        ("models:\n- name: a\n  criticality: critcal", "FILE:3: models[0].criticality: 'critcal' is no band"),
+        ("models:\n- name: a\n  criticality: critcal", '(nearest: "critical")'),
+        ("models:\n- name: a\n  criticality: 1.5", "FILE:3: models[0].criticality: should be the name of a band or an"),
+        ("objectives:\n- {name: a, ttft_s: 0}", "FILE:2: objectives[0].ttft_s: should be greater than 0, not 0"),
+        (
+            "objectives: [{name: a, criticality: 1}, {name: a, criticality: 1}]",
+            "objectives[1].name: 'a' is given twice",
+        ),
+        ("objectives:\n- {name: a, criticality: urgent}", "FILE:2: objectives[0].criticality: 'urgent' is no band"),
+        ("bands: {critical: 7}", "FILE:1: bands.critical: is already the name of another band"),
+        ("bands: {a: 1, A: 2}", "FILE:1: bands.A: is already the name of another band"),
+        ("bands: {5: 7}", "FILE:1: bands.5: should be a name"),
+        ("scheduling:\n  fairness: fair", "FILE:2: scheduling.fairness: 'fair' is none of "),
+        ("scheduling:\n  placement: roundrobin", '(nearest: "round_robin")'),
+        ("scheduling: {flow: team}", 'scheduling.flow: \'team\' should be "model", "tenant", "tenant+model" or'),
+        (
+            "scheduling: {flow: 'header:Authorization'}",
+            "FILE:1: scheduling.flow: 'header:Authorization' would write keys",
+        ),
+        ("scheduling: {flow: 'header:x-api-key'}", "scheduling.flow: 'header:x-api-key' would write keys into logs"),
+        ("scheduling: {flow: 'header:a b'}", "scheduling.flow: 'header:a b' should be"),
+        (
+            "scheduling:\n  session: heder:x-user",
+            'FILE:2: scheduling.session[0]: \'heder:x-user\' should be "header:NAME", "cookie:NAME" or "body:NAME", '
+            'such as body:user (nearest: "header:NAME")',
+        ),
+        ("scheduling:\n  session:\n    - header:a\n    - user", "FILE:4: scheduling.session[1]: 'user' should be"),
+        (
+            "clients:\n  allowed_origins: ['*', 'https://app.example/']",
+            "FILE:2: clients.allowed_origins[1]: 'https://app.example/' has a path: an origin ends after its host and "
+            "port; write https://app.example",
+        ),
+        ("clients: {allowed_origins: 'https://App.example:443/x?y'}", "write https://app.example"),
+        ("clients: {allowed_origins: app.example}", "'app.example' should be a scheme and a host, in ASCII"),
+        ("clients: {allowed_origins: 'https://*.example'}", "should be one origin, or * alone"),
+        ("clients: {allowed_origins: 'https://bücher.example'}", "should be a scheme and a host, in ASCII"),
+        ("clients: {allowed_origins: 'https://a:b@app.example'}", "should be a scheme and a host, in ASCII"),
+        ("clients: {allowed_origins: 'https://app.example:http'}", "is no origin: Port could not be cast"),
+        ("scheduling: {session: user}", "scheduling.session[0]: 'user' should be"),
+        ("scheduling: {session: 'cookie:'}", "scheduling.session[0]: 'cookie:' should be"),
+        ("scheduling: {session: 'header:a b'}", "scheduling.session[0]: 'header:a b' should be"),
+        ("scheduling: {weights: {a: 0}}", "scheduling.weights.a: should be greater than 0"),
+        ("scheduling: {ceilings: {critical: 1.5}}", "scheduling.ceilings.critical: should be less than or equal to 1"),
+        ("scheduling: {ceilings: {urgent: 1}}", "scheduling.ceilings.urgent: 'urgent' is no band"),
+        ("scheduling: {ceilings: {default: 1, standard: 1}}", "ceilings.standard: is the same band as 'default'"),
+        (
+            "scheduling:\n  ceilings:\n    critical: 0.9\n    sheddable: 0.5",
+            "FILE:3: scheduling.ceilings.critical: band 0 would wait at 0.95, above band 100 at 0.9: "
+            "ceilings must not rise as priority falls",
+        ),
+        ("bands: {urgent: 50}\nscheduling: {ceilings: {urgent: 0.5}}", "ceilings must not rise as priority falls"),
+        ("trust_headers: everyone", "FILE:1: trust_headers: 'everyone' does not appear to be an IPv4 or IPv6 network"),
+        ("trust_headers: [10.0.0.1/8]", "FILE:1: trust_headers: 10.0.0.1/8 has host bits set"),
+        ("trust_headers: [7]", "FILE:1: trust_headers: should be loopback, all, none, or a list of networks"),
+        ("\nhealth: {backoff_s: 50}", "FILE:2: health.backoff_max_s: 30 should not be below backoff_s, which is 50"),
+        ("body_bytes_max: 2000000000", "queue.bytes_max: 1073741824 is below body_bytes_max 2000000000"),
+        (
+            "health: {backoff_s: 5, backoff_max_s: 4}",
+            "health.backoff_max_s: 4 should not be below backoff_s, which is 5",
+        ),
+        ("body_bytes_max: 9\nqueue:\n  band_bytes_max: 8", "FILE:3: queue.band_bytes_max: 8 is below body_bytes_max 9"),
+        (
+            f"tenants:\n- {{name: a, keys: ['{hash_of('a')}'], cache_salt: short}}",
+            "FILE:2: tenants[0].cache_salt: should be auto, or a secret of 16 characters or more",
+        ),
+        ("port: 80\nadmin:\n  port: 80", "FILE:3: admin.port: 80 is the port of clients"),
+        ("body_bytes_total_max: 9", "FILE:1: body_bytes_total_max: 9 is below body_bytes_max 67108864"),
+        ("body_bytes_max: 9\nqueue:\n  bytes_max: 8", "FILE:3: queue.bytes_max: 8 is below body_bytes_max 9"),
+    ],
+)
+def test_problem_names_line_key_and_reason(write: Any, text: str, told: str) -> None:
+    assert told in "\n".join(problems(write(text)))
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_file(write: Any) -> None:
+    path = write("queue: {ttl_s: -1}\nmodels: [{name: a, target: a}]\nport: x\nport: y\nprot: 1\nbackends: [x]\n")
+    told = problems(path, Override("log_format", "xml", "--log-format"))
+    places = [" ".join(problem.split()[:2]) for problem in told]
+    assert places == [
+        "--log-format: log_format:",
+        "FILE:1: queue.ttl_s:",
+        "FILE:2: models[0].target:",
+        "FILE:4: port:",
+        "FILE:4: port:",
+        "FILE:5: prot:",
+        "FILE:6: backends[0].url:",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: 1\nb: [\n", "FILE:3: is no valid YAML: "),
+        ("port: 1\n\tq: 2\n", "FILE:2: is no valid YAML: "),
+        ("port: 1\n---\nport: 2\n", "FILE:2: is no valid YAML: "),
+        ("port: !!int x\n", "FILE:1: is no valid YAML: 'x' is not what its tag"),
+        ("port: !!timestamp x\n", "FILE:1: is no valid YAML: 'x' is not what its tag"),
+        ("port: !!python/name:os.system\n", "FILE:1: is no valid YAML: could not determine a constructor"),
+        ("\n? [a]\n: 1\n", "FILE:2: is no valid YAML: "),
+        ("port: 1\n\x07", "FILE:2: holds a character that YAML does not allow"),
+        (b"port: 1\nhost: \xff\n", "FILE:2: is not UTF-8 text"),
+        ("- a\n", "FILE:1: should be lines of the form `key: value`"),
+        ("just text", "FILE:1: should be lines of the form `key: value`"),
+        ("[" * 5000, "is nested too deeply"),
+        ("#" * (5 << 20), "too large for a configuration"),
+        ("queue: {ttl_s: 1,\n ttl_s: 2}", "FILE:2: queue.ttl_s: is given twice, first in line 1"),
+        ("backends:\n- url: http://a\n  url: http://b", "FILE:3: backends[0].url: is given twice, first in line 2"),
+        ("x: &x [*x]", 'FILE:1: x: is not a known key (nearest known key: "'),
+    ],
+)
+def test_broken_files_name_the_line(write: Any, text: str | bytes, told: str) -> None:
+    assert told in "\n".join(problems(write(text)))
+
+
+def test_unreadable_files_are_a_problem_too(tmp_path: Path) -> None:
+    assert problems(tmp_path / "none.yaml") == ["FILE: cannot be read: No such file or directory"]
+    assert problems(tmp_path) == ["FILE: cannot be read: Is a directory"]
+
+
+def test_keys_and_passwords_are_never_repeated(write: Any) -> None:
+    path = write("api_keys: [s3cret word]\nbackend_api_key: [s3cret]\nbackends: ['http://u:s3cret@a', 's3cret@b']")
+    told = problems(path)
+    assert len(told) == 4
+    assert "s3cret" not in "\n".join(told)
+    config = load(write("api_keys: [s3cret]\nbackend_api_key: s3cret\nbackends: [{url: http://a, api_key: s3cret}]"))
+    assert "s3cret" not in repr(config)
+    assert config.api_keys == ("s3cret",)
+
+
+CONFIGURATIONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["http://a", "a"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(sorted({key for key, _ in described(Config)})) | st.text(max_size=3), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(CONFIGURATIONS.map(yaml.safe_dump), st.text(alphabet="a:-[]{}&*!|>\"'#%@\n\t ,1.", max_size=40)))
+def test_any_text_is_a_configuration_or_a_told_problem(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text)
+    told: tuple[str, ...] | None = None
+    try:
+        load(path)
+    except ConfigError as error:
+        told = error.problems
+    assert told is None or (told and all(problem.startswith(f"{path}:") for problem in told))
+
+
+# --- what it means ----------------------------------------------------------------------------------------------------
+
+
+def test_overrides_beat_the_file_which_beats_the_defaults(write: Any) -> None:
+    path = write("port: 1\nqueue: {ttl_s: 2, requests_max: 3}\nbackends: [http://a, http://b]")
+    variable, flag = (
+        Override("queue.ttl_s", "4", "LLMPROXY_QUEUE_TTL_S"),
+        Override("queue.ttl_s", "5.5", "--queue-ttl-s"),
+    )
+    assert load(path).queue.ttl_s == 2
+    assert load(path, [variable]).queue.ttl_s == 4
+    config = load(path, [variable, flag, Override("backends", ["http://c"], "--backend")])
+    assert config.queue.ttl_s == 5.5
+    assert (config.port, config.queue.requests_max, config.queue.bytes_max) == (1, 3, 1 << 30)
+    assert [backend.url for backend in config.backends] == ["http://c"]
+
+
+def test_overridden_values_are_not_looked_at_but_their_sections_are(write: Any) -> None:
+    port = Override("port", "9", "--port")
+    assert load(write("port: nonsense"), [port]).port == 9
+    told = problems(write("queue: 7"), Override("queue.ttl_s", "9", "--queue-ttl-s"))
+    assert told == ["FILE:1: queue: should be a section: lines of the form `key: value`, indented below it"]
+    assert problems(None, Override("backends", ["http://a", "b"], "--backend"))[0].startswith("--backend: backends[1]")
+
+
+OTHER_THAN_DEFAULT: dict[str, str | list[str]] = {
+    "trust_headers": "all",
+    "backend_api_key": "k",
+    "admin_key": hash_of("k"),
+    "admin.port": "9100",
+    "decision_log": "decisions.jsonl",
+    "clients.address_requests_per_s": "0.5",
+    "api_keys": ["k"],
+    "backends": ["http://a"],
+}
+
+
+def test_every_key_outside_lists_can_be_overridden() -> None:
+    for key, field in keys().items():
+        same = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
+        value = OTHER_THAN_DEFAULT.get(key, "99999999" if field.default is None else same)
+        config: Any = load(None, [Override(key, value, "here")])
+        for part in key.split("."):
+            config = getattr(config, part)
+        if isinstance(field.default, tuple) and key not in ("trust_headers", *OTHER_THAN_DEFAULT):
+            assert config == field.default
+        else:
+            assert (
+                config != field.default if isinstance(value, list) or key == "trust_headers" else str(config) == value
+            )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("https://App.Example", "https://app.example"),
+        ("HTTPS://app.example:443", "https://app.example"),
+        ("http://app.example:443", "http://app.example:443"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("chrome-extension://abcdef", "chrome-extension://abcdef"),
+        ("*", "*"),
+    ],
+)
+def test_an_origin_is_written_as_browsers_send_it(write: Any, text: str, told: str) -> None:
+    assert load(write(f"clients: {{allowed_origins: ['{text}']}}")).clients.allowed_origins == (told,)
+    several = load(write(f"clients: {{allowed_origins: '{text}, https://b.example'}}"))
+    assert several.clients.allowed_origins == (told, "https://b.example")
+
+
+def test_what_is_all_commented_out_has_its_default(write: Any) -> None:
+    assert load(write("queue:\nbackends:\ntrust_headers:\nscheduling: {weights: }\nplugins: null\n")) == Config()
+    assert load(write("")) == load(write("# nothing\n")) == load() == Config()
+
+
+def test_plain_texts_stay_texts(write: Any) -> None:
+    config = load(write("models: [{name: no}, {name: 12:30}, {name: 2024-01-01}, {name: 0123}]"))
+    assert [model.name for model in config.models] == ["no", "12:30", "2024-01-01", "0123"]
+
+
+def test_anchors_and_merges_work(write: Any) -> None:
+    config = load(write("backends:\n- &b {url: http://a, max_in_flight: 3}\n- {<<: *b, url: http://b}"))
+    assert [(backend.url, backend.max_in_flight) for backend in config.backends] == [("http://a", 3), ("http://b", 3)]
+
+
+def test_backends_are_named_and_their_urls_end_at_the_port() -> None:
+    urls = ["http://GPU-0:8000/v1/", "https://gpu.example/", "http://[::1]:80"]
+    backends = load(None, [Override("backends", urls, "--backend")]).backends
+    assert [(backend.url, backend.name) for backend in backends] == [
+        ("http://gpu-0:8000", "gpu-0:8000"),
+        ("https://gpu.example", "gpu.example"),
+        ("http://[::1]:80", "[::1]:80"),
+    ]
+
+
+def test_bands_have_names_and_integers(write: Any) -> None:
+    config = load(write("bands: {Urgent: 50}\nmodels: [{name: a, criticality: URGENT}, {name: b, criticality: '7'}]"))
+    assert [config.band(model.criticality) for model in config.models] == [50, 7]
+    assert [config.band(word) for word in ("Critical", "default", "standard", "sheddable", "urgent", 3, None)] == [
+        *(100, 0, 0, -100, 50, 3, 0)
+    ]
+    with pytest.raises(ValueError, match="known: critical, default, standard, sheddable, urgent"):
+        config.band("batch")
+
+
+def test_ceilings_are_by_band_over_the_defaults(write: Any) -> None:
+    config = load(write("bands: {urgent: 50}\nscheduling: {ceilings: {urgent: 0.97, Sheddable: 0.5, -200: 0.1}}"))
+    assert config.ceilings() == {100: 1.0, 50: 0.97, 0: 0.95, -100: 0.5, -200: 0.1}
+    assert Config().ceilings() == {100: 1.0, 0: 0.95, -100: 0.85}
+
+
+@pytest.mark.parametrize(
+    ("text", "networks"),
+    [
+        ("loopback", ["127.0.0.0/8", "::1/128"]),
+        ("All", ["0.0.0.0/0", "::/0"]),
+        ("none", []),
+        ("[]", []),
+        ("[loopback, 10.0.0.0/8]", ["127.0.0.0/8", "::1/128", "10.0.0.0/8"]),
+        ("10.0.0.0/8, 10.1.1.1", ["10.0.0.0/8", "10.1.1.1/32"]),
+    ],
+)
+def test_trusted_peers_are_networks(write: Any, text: str, networks: list[str]) -> None:
+    assert load(write(f"trust_headers: {text}")).trust_headers == tuple(map(ip_network, networks))
+
+
+def test_a_configuration_never_changes() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().port = 1
+
+
+def test_a_range_of_prompt_lengths_is_read_and_one_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("backends: [{url: http://a:1, name: a, prompt_tokens: [1, 4000]}, http://b:1]\n")
+    assert settings_of(load(path)).prompt_ranges == {"a": (1, 4000)}
+    path.write_text("backends: [{url: http://a:1, prompt_tokens: [5, 4]}]\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml:1: backends\[0\]\.prompt_tokens: should be \[from, to\]"):
+        load(path)

@@ -1,0 +1,119 @@
+"""Words that people bring along from other routers: taken, or refused with words that are true when they are typed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from llmproxy.cli import commands as cli
+from llmproxy.cli.flags import ALIASES, FLAGS, PREFIX, from_environment
+from llmproxy.config import PLACEMENT_PRESETS, ConfigError, load
+from llmproxy.config.other_routers import FLAGS as ELSEWHERE
+from llmproxy.config.other_routers import PLACEMENTS, instead_of
+
+STARTED = 3
+ROWS = list(dict.fromkeys(instead for _, _, instead in ELSEWHERE))
+PASTED = [
+    "--port 8001 --service-discovery static --static-backends http://a:8000,http://b:8000 --static-models m,m"
+    " --static-model-types chat,chat --static-aliases gpt4:m --static-backend-health-checks --engine-stats-interval 10"
+    " --request-stats-window 10 --log-stats --routing-logic session --session-key x-user-id",
+    "--service-discovery k8s --k8s-namespace default --k8s-label-selector app=vllm --k8s-port 8000"
+    " --routing-logic kvaware --lmcache-controller-port 9000 --dynamic-config-yaml d.yaml --log-level info",
+    "--worker-urls http://a:8000 http://b:8000 --policy cache_aware --cache-threshold 0.5 --balance-abs-threshold 32"
+    " --balance-rel-threshold 1.5 --eviction-interval-secs 120 --max-tree-size 67108864 --host 0.0.0.0 --port 30000"
+    " --prometheus-port 29000 --prometheus-host 0.0.0.0 --log-level info",
+    "--worker-urls http://a:8000 --intra-node-data-parallel-size 1 --disable-retries --disable-circuit-breaker"
+    " --worker-startup-timeout-secs 120 --worker-startup-check-interval 1 --request-timeout-secs 1800"
+    " --max-concurrent-requests 256 --queue-size 100 --queue-timeout-secs 60 --max-payload-size 536870912",
+    "--pd-disaggregation --prefill http://a:8000 --decode http://b:8000 --prefill-policy cache_aware"
+    " --retry-max-retries 3 --retry-initial-backoff-ms 50 --cb-failure-threshold 5 --cb-success-threshold 2"
+    " --cb-timeout-duration-secs 60 --cb-window-duration-secs 120 --health-check-interval-secs 60"
+    " --health-check-endpoint /health --health-failure-threshold 3 --health-success-threshold 2"
+    " --request-id-headers x-id --model-path m --tokenizer-path m --log-dir /tmp --api-key k",
+    "--http-port 8000 --router-mode kv --router-temperature 0.5 --router-kv-overlap-score-weight 1"
+    " --router-queue-threshold 4 --router-queue-policy wspt",
+    "--pool-name vllm --pool-namespace default --grpc-port 9002 --grpc-health-port 9003 --config-file c.yaml"
+    " --metrics-port 9090 --refresh-metrics-interval 50ms --metrics-staleness-threshold 2s",
+    "--config c.yaml --port 4000 --num_workers 4 --detailed_debug --request_timeout 600 --ssl_keyfile_path k.pem"
+    " --ssl_certfile_path c.pem",
+]
+"""Arguments as the documents of other routers have them."""
+
+
+@pytest.fixture(autouse=True)
+def _stopped_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    process = ModuleType("llmproxy.process")
+    process.run = lambda *_: STARTED  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "llmproxy.process", process)
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        monkeypatch.delenv(name)
+    # What the answers name as files.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llmproxy.yaml").touch()
+
+
+def serve(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["serve", *arguments])
+    return result.exit_code, result.stderr
+
+
+@pytest.mark.parametrize("instead", ROWS)
+def test_what_is_to_be_written_instead_can_be_pasted(tmp_path: Path, instead: str) -> None:
+    for words in re.findall("`([^`]+)`", instead):
+        if words.startswith("--"):
+            more = () if "--backend" in words else ("http://a",)
+            assert serve(*shlex.split(words), *more) == (STARTED, ""), words
+        else:
+            file = tmp_path / "pasted.yaml"
+            file.write_text(words)
+            assert load(file) != load()
+
+
+@pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in ELSEWHERE])
+def test_every_row_is_reached_by_flag_and_by_variable(pattern: str) -> None:
+    flag = pattern.replace("*", "some")
+    told = instead_of(flag)
+    assert serve("http://a", flag, "value") == (2, f"{flag}: {told}\n")
+    assert serve("http://a", f"{flag}=value") == (2, f"{flag}: {told}\n")
+    if "_" not in flag:
+        variable = PREFIX + flag.strip("-").replace("-", "_").upper()
+        with pytest.raises(ConfigError) as caught:
+            from_environment({variable: "value"})
+        assert caught.value.problems == (f"{variable}: {told}",)
+
+
+def test_no_row_stands_in_the_way_of_a_flag_of_ours() -> None:
+    assert [flag.name for flag in FLAGS if instead_of(flag.name)] == []
+
+
+@pytest.mark.parametrize("line", PASTED)
+def test_a_pasted_command_is_understood_or_every_flag_that_is_not_is_told_at_once(line: str) -> None:
+    code, told = serve(*shlex.split(line))
+    flags = {word for word in line.split() if word.startswith("--")}
+    understood = {flag.name for flag in FLAGS} | {"--config"}
+    assert code == 2
+    assert {text.partition(":")[0] for text in told.splitlines()} == flags - understood
+    assert flags & understood <= {*ALIASES, "--host", "--port", "--log-level", "--config"}
+
+
+@pytest.mark.parametrize(("word", "preset"), PLACEMENTS.items())
+def test_a_policy_of_another_router_is_refused_with_the_nearest_in_what_it_does(word: str, preset: str) -> None:
+    assert preset in PLACEMENT_PRESETS
+    assert word not in PLACEMENT_PRESETS
+    code, told = serve("http://a", "--policy", word.replace("_", "-"))
+    assert code == 2
+    assert told.endswith(f'(nearest: "{preset}")\n')
+    assert serve("http://a", "--policy", preset) == (STARTED, "")
+
+
+def test_what_follows_two_dashes_is_no_flag() -> None:
+    code, told = serve("--", "--static-models")
+    assert code == 2
+    assert "backends[0].url: '--static-models' should start with http://" in told

@@ -1,0 +1,358 @@
+"""What a configuration says of tenants and of the waiting room, what is refused of it, and what the core is told."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmproxy.config import Config, hash_of, load, settings_of
+from llmproxy.core.queueing.fairness import policies
+from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
+from llmproxy.gateway.http.headers import PRIVILEGED
+from tests.config.test_load import problems
+
+HASH = hash_of("first")
+OTHER = hash_of("second")
+
+
+# --- what is wrong, and where -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "scheduling:\n  ordering: lifo",
+            "FILE:2: scheduling.ordering: 'lifo' is none of fcfs, edf, least_slack, shortest",
+        ),
+        (
+            "scheduling:\n  charged: token",
+            "FILE:2: scheduling.charged: 'token' is none of tokens, requests, kv_seconds",
+        ),
+        ("scheduling:\n  charged: token", '(nearest: "tokens")'),
+        ("scheduling:\n  fairness: fair_shares", '(nearest: "fair_share")'),
+        ("scheduling: {quantum_tokens: 0}", "FILE:1: scheduling.quantum_tokens: should be greater than 0, not 0"),
+        ("scheduling: {slo_window_s: -1}", "FILE:1: scheduling.slo_window_s: should be greater than 0, not -1"),
+        ("scheduling: {withdrawal: maybe}", "FILE:1: scheduling.withdrawal: should be a valid boolean"),
+        (
+            "scheduling:\n  min_shares: {sheddable: 1.2}",
+            "FILE:2: scheduling.min_shares.sheddable: should be less than or",
+        ),
+        (
+            "scheduling:\n  min_shares: {sheddable: -0.1}",
+            "FILE:2: scheduling.min_shares.sheddable: should be greater than",
+        ),
+        ("scheduling:\n  min_shares: {batch: 0.1}", "FILE:2: scheduling.min_shares.batch: 'batch' is no band; known:"),
+        (
+            "scheduling:\n  min_shares: {0: 0.5, -100: 0.5}",
+            "FILE:2: scheduling.min_shares: add up to 1: they must leave something to priority",
+        ),
+        ("scheduling:\n  min_shares: {default: 0.1, 0: 0.1}", "scheduling.min_shares.0: is the same band as 'default'"),
+        ("queue:\n  ttl_s: -1", "FILE:2: queue.ttl_s: should be greater than 0, not -1"),
+        (
+            "queue:\n  band_ttl_s: {sheddable: -1}",
+            "FILE:2: queue.band_ttl_s.sheddable: should be greater than 0, not -1",
+        ),
+        ("queue:\n  band_ttl_s: {batch: 1}", "FILE:2: queue.band_ttl_s.batch: 'batch' is no band"),
+        ("queue:\n  hold_s: -1", "FILE:2: queue.hold_s: should be greater than or equal to 0, not -1"),
+        (
+            "queue:\n  flow_requests_max: 0",
+            "FILE:2: queue.flow_requests_max: should be greater than or equal to 1, not 0",
+        ),
+        ("queue:\n  tokens_max: 0", "FILE:2: queue.tokens_max: should be greater than or equal to 1, not 0"),
+        ("queue:\n  flow_bytes_max: 8", "FILE:2: queue.flow_bytes_max: 8 is below body_bytes_max 67108864"),
+        (
+            "models:\n- name: a\n  limits:\n    in_flight: 0",
+            "FILE:4: models[0].limits.in_flight: should be greater than or equal to 1, not 0",
+        ),
+        (
+            "models:\n- name: a\n  limits: {requests_per_min: 0.5}",
+            "FILE:3: models[0].limits.requests_per_min: should be greater than or equal to 1, not 0.5",
+        ),
+        (
+            "models: [{name: a, limits: {rpm: 1}}]",
+            "FILE:1: models[0].limits.rpm: is not a known key (nearest known key:",
+        ),
+        ("models: [{name: a, tpot_s: -1}]", "FILE:1: models[0].tpot_s: should be greater than 0, not -1"),
+        ("decision_log_sample: 1.5", "FILE:1: decision_log_sample: should be less than or equal to 1, not 1.5"),
+        (
+            "admin_key: letmein",
+            "FILE:1: admin_key: should be sha256: and 64 hex digits; `llmproxy hash-key` makes that",
+        ),
+        ("plugins: [no-module]", "FILE:1: plugins[0]: 'no-module' should be the name of a Python module"),
+        (
+            "plugins:\n- json\n- no_such.module",
+            "FILE:3: plugins[1]: 'no_such.module' cannot be imported: ModuleNotFoundError: No module named 'no_such'",
+        ),
+    ],
+)
+def test_problem_names_line_key_and_reason(write: Any, text: str, told: str) -> None:
+    assert told in "\n".join(problems(write(text)))
+
+
+@pytest.mark.parametrize(
+    ("tenant", "told"),
+    [
+        ("keys: [HASH]", "tenants[0].name: is missing"),
+        ("name: ''", "tenants[0].name: should have at least 1 character, not ''"),
+        ("name: a", "tenants[0].keys: is missing"),
+        ("{name: a, keys: []}", "tenants[0].keys: is empty: a tenant is known by its keys; `llmproxy hash-key --new`"),
+        ("{name: a, keys: HASH}", "tenants[0].keys: should be a list"),
+        (
+            "{name: a, keys: [plain]}",
+            "tenants[0].keys[0].hash: should be sha256: and 64 hex digits; `llmproxy hash-key`",
+        ),
+        ("{name: a, keys: [HASH0]}", "tenants[0].keys[0].hash: should be sha256: and 64 hex digits"),
+        ("{name: a, keys: [{hash: 7}]}", "tenants[0].keys[0].hash: should be sha256: and 64 hex digits"),
+        ("{name: a, keys: [HASH, HASH]}", "tenants[0].keys[1]: is the same key as tenants[0].keys[0]"),
+        (
+            "{name: a, keys: [{hash: HASH, expires: soon}]}",
+            "tenants[0].keys[0].expires: should be a date or a timestamp",
+        ),
+        ("{name: a, keys: [{hash: HASH, expires: 2027-02-30}]}", "tenants[0].keys[0].expires: should be a date or a"),
+        ("{name: a, keys: [{hash: HASH, expires: 20270130}]}", "tenants[0].keys[0].expires: should be a date or a"),
+        ("{name: a, keys: [HASH], weight: 0}", "tenants[0].weight: should be greater than 0, not 0"),
+        ("{name: a, keys: [HASH], criticality: hihg}", "tenants[0].criticality: 'hihg' is no band; known: critical"),
+        ("{name: a, keys: [HASH], band_max: 1.5}", "tenants[0].band_max: should be the name of a band or an integer"),
+        ("{name: a, keys: [HASH], band_max: defualt}", "tenants[0].band_max: 'defualt' is no band; known: critical"),
+        (
+            "{name: a, keys: [HASH], criticality: critical, band_max: default}",
+            "tenants[0].criticality: is band 100, above band_max, which is 0",
+        ),
+        ("{name: a, keys: [HASH], models: []}", "tenants[0].models: is empty: nothing could be asked for"),
+        ("{name: a, keys: [HASH], ttft_s: 0}", "tenants[0].ttft_s: should be greater than 0, not 0"),
+        (
+            "{name: a, keys: [HASH], limits: {tokens_per_min: 0}}",
+            "tenants[0].limits.tokens_per_min: should be greater than or equal to 1, not 0",
+        ),
+        ("{name: a, keys: [HASH], key: x}", 'tenants[0].key: is not a known key (nearest known key: "keys")'),
+    ],
+)
+def test_problem_of_a_tenant_names_line_key_and_reason(write: Any, tenant: str, told: str) -> None:
+    text = f"port: 1\ntenants:\n- {tenant.replace('HASH', HASH)}\n"
+    found = "\n".join(problems(write(text)))
+    assert f"FILE:3: {told}" in found
+    assert "plain" not in found
+    assert HASH not in found
+
+
+def test_tenants_are_told_apart_by_name_and_by_key(write: Any) -> None:
+    text = f"""
+api_keys: [second]
+tenants:
+- name: a
+  keys: [{HASH}]
+- name: a
+  keys:
+  - {OTHER}
+  - {HASH.upper().replace("SHA", "sha")}
+"""
+    assert problems(write(text)) == [
+        "FILE:6: tenants[1].name: 'a' is given twice",
+        "FILE:8: tenants[1].keys[0]: is the same key as one of api_keys",
+        "FILE:9: tenants[1].keys[1]: is the same key as tenants[0].keys[0]",
+    ]
+
+
+# --- what it means ----------------------------------------------------------------------------------------------------
+
+
+def test_an_expiry_is_a_date_or_a_timestamp_in_utc_unless_it_names_a_zone(write: Any) -> None:
+    texts = ("2027-01-31", "2027-01-31 18:00", "2027-01-31T18:00:00Z", "2027-01-31T18:00:00+02:00")
+    told = ", ".join(f"{{hash: {hash_of(text)}, expires: {text}}}" for text in texts)
+    tenant = load(write(f"tenants: [{{name: a, keys: [{told}, {HASH}]}}]")).tenants[0]
+    hours = [None if key.expires is None else (key.expires.tzinfo, key.expires.hour) for key in tenant.keys]
+    assert hours == [(UTC, 0), (UTC, 18), (UTC, 18), (UTC, 16), None]
+    assert tenant.keys[0].expires == datetime(2027, 1, 31, tzinfo=UTC)
+
+
+def test_a_tenants_own_band_may_be_its_highest(write: Any) -> None:
+    config = load(write(f"tenants: [{{name: a, keys: [{HASH}], criticality: 7, band_max: 7}}]"))
+    assert config.tenants[0].band_max == 7
+
+
+def test_hashes_are_in_no_dump_of_a_configuration(write: Any) -> None:
+    config = load(write(f"admin_key: {HASH}\ntenants: [{{name: a, keys: [{OTHER}]}}]"))
+    assert "sha256" not in repr(config)
+    assert config.tenants[0].keys[0].hash == OTHER
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"), [("", False), ("api_keys: [k]", True), (f"tenants: [{{name: a, keys: [{HASH}]}}]", True)]
+)
+def test_a_key_is_needed_with_tenants_as_with_plain_keys(write: Any, text: str, needed: bool) -> None:
+    assert load(write(text)).needs_key() is needed
+
+
+@pytest.mark.parametrize("flow", ["model", "tenant", "tenant+model", "header:x-team"])
+def test_flows_are_told_apart_in_four_ways(write: Any, flow: str) -> None:
+    assert load(write(f"scheduling: {{flow: {flow.title()!r}}}")).scheduling.flow == flow
+
+
+def test_the_core_is_told_the_defaults_that_it_has_itself() -> None:
+    assert settings_of(Config()) == Settings()
+
+
+def test_the_core_is_told_all_that_is_configured(write: Any) -> None:
+    config = load(
+        write(f"""
+bands: {{batch: -50}}
+backends: [{{url: http://a:1, prompt_tokens: [1, 9]}}]
+models:
+- {{name: m, limits: {{requests_per_min: 90.5}}}}
+- {{name: free}}
+tenants:
+- {{name: acme, keys: [{HASH}], limits: {{in_flight: 3, tokens_per_min: 1000}}}}
+scheduling:
+  fairness: slo
+  ordering: edf
+  placement: random
+  charged: kv_seconds
+  ceilings: {{critical: 0.99}}
+  reserve_s: 7
+  min_shares: {{batch: 0.05, -200: 0.01}}
+  input_weight: 0.5
+  output_weight: 3
+  quantum_tokens: 10
+  slo_window_s: 60
+  ageing_s: 5
+  withdrawal: false
+  refuse_late: true
+  look_ahead: 0
+queue:
+  requests_max: 1
+  bytes_max: 100000002
+  tokens_max: 3
+  band_requests_max: 4
+  band_bytes_max: 100000005
+  band_tokens_max: 6
+  flow_requests_max: 7
+  flow_bytes_max: 100000008
+  flow_tokens_max: 9
+  hold_s: 0
+health: {{failures: 9}}
+""")
+    )
+    told = settings_of(config)
+    assert told.queue == QueueSettings(1, 100000002, 3, 4, 100000005, 6, 7, 100000008, 9, hold_s=0.0)
+    assert (told.min_shares, told.ceilings[100]) == ({-50: 0.05, -200: 0.01}, 0.99)
+    assert told.limits == {
+        "tenant:acme": UsageLimit(in_flight=3, tokens_per_min=1000.0),
+        "model:m": UsageLimit(requests_per_min=90.5),
+    }
+    for name, value in (
+        ("fairness", "slo"),
+        ("ordering", "edf"),
+        ("placement", "random"),
+        ("charged", "kv_seconds"),
+        ("input_weight", 0.5),
+        ("output_weight", 3.0),
+        ("quantum_tokens", 10.0),
+        ("slo_window_s", 60.0),
+        ("ageing_s", 5.0),
+        ("withdrawal", False),
+        ("refuse_late", True),
+        ("reserve_s", 7.0),
+    ):
+        assert getattr(told, name) == value
+    assert [one.name for one in fields(Settings) if getattr(told, one.name) == getattr(Settings(), one.name)] == []
+
+
+def test_times_to_wait_are_by_band(write: Any) -> None:
+    config = load(write("bands: {batch: -50}\nqueue: {band_ttl_s: {Batch: 600, critical: 5, '-7': 9}}"))
+    assert config.by_band(config.queue.band_ttl_s) == {-50: 600, 100: 5, -7: 9}
+
+
+# --- policies of third parties ----------------------------------------------------------------------------------------
+
+PLUGIN = """
+from llmproxy.core.fairness import Fairness, policies
+
+@policies.register({name!r})
+class Mine(Fairness):
+    pass
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a module that can be imported, and forgets it and the policies that it registered afterwards."""
+    before = dict(policies._factories)
+    monkeypatch.syspath_prepend(tmp_path)
+    written: list[str] = []
+
+    def make(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        written.append(name)
+        return name
+
+    yield make
+    for name in written:
+        sys.modules.pop(name, None)
+    policies._factories.clear()
+    policies._factories.update(before)
+
+
+def test_a_plugins_policy_may_be_named(write: Any, module: Any) -> None:
+    plugin = module("my_policies", PLUGIN.format(name="Mine_First"))
+    config = load(write(f"scheduling: {{fairness: Mine_First}}\nplugins: [{plugin}]"))
+    assert settings_of(config).fairness == "Mine_First"
+    assert load(write(f"plugins: [{plugin}]")).plugins == (plugin,), "imported once, and usable again"
+
+
+def test_an_unknown_policy_names_those_of_plugins_too(write: Any, module: Any) -> None:
+    plugin = module("my_policies", PLUGIN.format(name="mine"))
+    (told,) = problems(write(f"plugins: [{plugin}]\nscheduling:\n  fairness: mien"))
+    assert told.startswith("FILE:3: scheduling.fairness: 'mien' is none of ")
+    assert ", mine " in told
+    assert told.endswith('(nearest: "mine")')
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        ("import no_such_thing", "ModuleNotFoundError: No module named 'no_such_thing'"),
+        (PLUGIN.format(name="fcfs"), "ValueError: fairness policy 'fcfs' is registered twice"),
+        ("def (", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_plugin_that_fails_is_a_problem_with_a_place(write: Any, module: Any, text: str, told: str) -> None:
+    plugin = module("failing_policies", text)
+    found = problems(write(f"port: 1\nplugins:\n- {plugin}"))
+    assert [line.startswith(f"FILE:3: plugins[0]: {plugin!r} cannot be imported: {told}") for line in found] == [True]
+
+
+def test_another_process_that_gets_the_configuration_gets_its_policies(write: Any, module: Any) -> None:
+    plugin = module("my_policies", "LOADED = True")
+    sent = pickle.dumps(load(write(f"plugins: [{plugin}]")))
+    del sys.modules[plugin]
+    config: Config = pickle.loads(sent)
+    assert config.plugins == (plugin,)
+    assert plugin in sys.modules
+
+
+# --- the page on tenants ----------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parent.parent / "docs" / "tenants.md"
+
+
+def test_the_example_on_the_page_is_sound(write: Any) -> None:
+    example = PAGE.read_text().partition("```yaml\n")[2].partition("```")[0]
+    parts = example.split("sha256:…")
+    told = "".join(part + (hash_of(str(i)) if i < len(parts) - 1 else "") for i, part in enumerate(parts))
+    config = load(write(told))
+    assert [tenant.name for tenant in config.tenants] == ["production", "research", "batch"]
+    assert config.scheduling.flow == "tenant"
+
+
+def test_the_page_lists_exactly_the_headers_that_give_advantage() -> None:
+    believed = PAGE.read_text().partition("## Who is believed")[2]
+    assert set(re.findall(r"`(x-[a-z-]+)`", "\n".join(re.findall(r"^\|.*$", believed, re.MULTILINE)))) == PRIVILEGED

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from llmproxy.core.backends.batch_limit import CALM_READINGS_MAX, PLATEAU_READINGS, UNPUBLISHED, BatchLimit, slots_under
+
+
+class Engine:
+    """A server that runs `batch` sequences at once, fed to the brim of what a band of `ceiling` may bring."""
+
+    def __init__(self, batch: int, limit: BatchLimit, ceiling: float = 1.0, look_ahead: int = 2) -> None:
+        self.batch, self.limit, self.ceiling, self.look_ahead = batch, limit, ceiling, look_ahead
+        self.waiting_seen: list[int] = []
+        self.ran: list[int] = []
+
+    def saturate(self, readings: int) -> None:
+        for _ in range(readings):
+            load = slots_under(self.limit.value, self.ceiling, self.look_ahead)
+            running = min(self.batch, load)
+            self.waiting_seen.append(load - running)
+            self.ran.append(running)
+            self.limit.observe(running, load - running, load)
+
+
+def test_it_starts_where_it_is_told_and_stays_there_while_unused() -> None:
+    limit = BatchLimit(None, 32)
+    assert limit.value == 32
+    for _ in range(50):
+        limit.observe(running=3, waiting=0, load=3)
+    assert limit.value == 32
+
+
+def test_it_doubles_while_the_engine_follows_and_nobody_waits() -> None:
+    limit = BatchLimit(None, 32)
+    limit.observe(running=32, waiting=0, load=34)
+    assert limit.value == 64
+    # It goes no further ahead of what runs than that.
+    limit.observe(running=35, waiting=0, load=66)
+    assert limit.value == 80
+
+
+@pytest.mark.parametrize(("batch", "readings"), [(2, 3), (4, 3), (8, 3), (16, 4), (64, 6), (256, 8), (1024, 10)])
+def test_a_cold_engine_is_filled_within_some_readings(batch: int, readings: int) -> None:
+    limit = BatchLimit(None, 4, lowest_ceiling=0.85)
+    engine = Engine(batch, limit, 0.85)
+    engine.saturate(readings)
+    assert engine.ran[-1] == min(batch, slots_under(batch, 0.85, 2)) or engine.ran[-1] == batch
+    engine.saturate(4)
+    assert limit.value == batch
+
+
+def test_once_it_has_settled_it_grows_by_a_quarter() -> None:
+    limit = BatchLimit(None, 4)
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=20, waiting=5, load=25)
+    limit.observe(running=24, waiting=0, load=24)
+    assert limit.value == 30
+
+
+def test_what_can_wait_for_the_batch_alone_proves_its_limit_a_reading_sooner() -> None:
+    limit = BatchLimit(None, 32)
+    limit.observe(running=8, waiting=5, load=13, proven=True)
+    assert limit.value == 32
+    limit.observe(running=8, waiting=5, load=13, proven=True)
+    assert limit.value == 8
+
+
+def test_a_batch_smaller_than_one_that_ran_proves_nothing() -> None:
+    limit = BatchLimit(None, 32)
+    limit.observe(running=20, waiting=0, load=20)
+    for _ in range(PLATEAU_READINGS - 1):
+        limit.observe(running=8, waiting=5, load=13, proven=True)
+    assert limit.value == 32
+
+
+def settled(batch: int, proven: bool) -> BatchLimit:
+    limit = BatchLimit(None, 4, lowest_ceiling=0.85)
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=batch, waiting=5, load=batch + 5, proven=proven)
+    return limit
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_low_bands_try_a_plateau_again_only_where_something_else_may_explain_it(proven: bool) -> None:
+    limit = settled(64, proven)
+    for _ in range(2 * CALM_READINGS_MAX):
+        limit.observe(running=60, waiting=0, load=61)
+        if limit.value > 64:
+            break
+    assert (limit.value > 64) is not proven
+
+
+def test_a_trial_lets_in_one_more_than_the_plateau() -> None:
+    limit = settled(64, proven=False)
+    while limit.value == 64:
+        limit.observe(running=60, waiting=0, load=61)
+    assert slots_under(limit.value, 0.95, 0) <= 64 + 2
+    assert limit.value * 61 / 64 >= 65
+
+
+def test_a_proven_plateau_is_outgrown_by_whoever_may_fill_it() -> None:
+    limit = settled(64, proven=True)
+    limit.observe(running=66, waiting=0, load=66)
+    limit.observe(running=70, waiting=0, load=70)
+    assert limit.value >= 80
+
+
+def test_a_proven_plateau_falls_where_much_less_runs_and_stays_for_little_less() -> None:
+    limit = settled(64, proven=True)
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=62, waiting=3, load=65)
+    assert limit.value == 64
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=30, waiting=3, load=33)
+    assert limit.value == 30
+
+
+@pytest.mark.parametrize("batch", [4, 33, 64, 200, 256])
+@pytest.mark.parametrize("ceiling", [1.0, 0.95, 0.85])
+def test_every_band_teaches_the_limit_of_a_saturated_engine(batch: int, ceiling: float) -> None:
+    limit = BatchLimit(None, 32, lowest_ceiling=0.85)
+    engine = Engine(batch, limit, ceiling)
+    engine.saturate(60)
+    values = []
+    for _ in range(300):
+        engine.saturate(1)
+        values.append(limit.value)
+    # A plateau is tried again by an eighth now and then, until the trial makes somebody wait or falls back.
+    assert min(values) == batch
+    assert max(values) <= (batch / ceiling) * 9 / 8 + 3
+    queue = engine.waiting_seen[60:]
+    assert sum(queue) / len(queue) <= engine.look_ahead + 0.05 * batch
+
+
+def test_a_lower_plateau_is_outgrown_when_what_made_it_has_passed() -> None:
+    limit = BatchLimit(None, 32, lowest_ceiling=0.85)
+    engine = Engine(20, limit, 0.95)
+    engine.saturate(100)
+    assert limit.value <= 23
+    engine.batch = 200
+    engine.saturate(CALM_READINGS_MAX + 100)
+    assert limit.value >= 190
+
+
+def test_a_trial_that_fails_is_over_with_its_first_reading() -> None:
+    engine = Engine(64, BatchLimit(None, 32, lowest_ceiling=0.85), ceiling=0.95)
+    engine.saturate(60)
+    tried_from = len(engine.waiting_seen)
+    engine.saturate(500)
+    waited = [number for number, waiting in enumerate(engine.waiting_seen[tried_from:]) if waiting]
+    assert waited, "the plateau is tried again"
+    assert all(later - earlier > 1 for earlier, later in pairwise(waited))
+
+
+def test_one_reading_with_somebody_waiting_is_no_plateau() -> None:
+    limit = BatchLimit(None, 32)
+    for _ in range(PLATEAU_READINGS - 1):
+        limit.observe(running=10, waiting=5, load=32)
+    assert limit.value == 32
+    limit.observe(running=10, waiting=5, load=32)
+    assert limit.value == 10
+
+
+def test_a_batch_that_still_fills_up_is_no_plateau() -> None:
+    limit = BatchLimit(None, 32)
+    for running in (4, 8, 12, 16, 20):
+        limit.observe(running=running, waiting=32 - running, load=32)
+    assert limit.value == 32
+
+
+def test_an_engine_that_runs_more_than_was_thought_is_believed() -> None:
+    limit = BatchLimit(None, 32)
+    limit.observe(running=100, waiting=0, load=10)
+    assert limit.value == 100
+
+
+def test_frozen_gauges_do_not_invite_more_work() -> None:
+    limit = BatchLimit(None, 32, lowest_ceiling=0.85)
+    for _ in range(100):
+        limit.observe(running=1, waiting=0, load=slots_under(limit.value, 1.0, 2))
+    assert limit.value == 32
+    for _ in range(100):
+        limit.observe(running=30, waiting=0, load=slots_under(limit.value, 1.0, 2))
+    assert limit.value <= 100
+
+
+def test_an_operators_word_bounds_what_is_tried_and_a_queue_may_prove_it_too_high() -> None:
+    limit = BatchLimit(8, 32)
+    assert limit.value == 8
+    engine = Engine(100, limit)
+    engine.saturate(50)
+    assert limit.value == 8
+    engine.batch = 5
+    engine.saturate(10)
+    assert limit.value <= 7
+
+
+def test_a_busy_answer_takes_the_limit_below_the_load_that_met_it() -> None:
+    limit = BatchLimit(None, 32)
+    limit.refused(20)
+    assert limit.value == 19
+    limit.refused(1)
+    assert limit.value == 1
+
+
+def test_a_trial_that_fails_again_makes_the_next_one_rarer() -> None:
+    limit = BatchLimit(None, 32)
+    engine = Engine(32, limit, look_ahead=0)
+    trials: list[int] = []
+    for index in range(1500):
+        before = limit.value
+        engine.saturate(1)
+        if limit.value > before:
+            trials.append(index)
+    gaps = [later - earlier for earlier, later in pairwise(trials)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= CALM_READINGS_MAX
+
+
+@pytest.mark.parametrize("start", [2, 3])
+def test_low_bands_teach_a_small_limit_although_its_last_slot_is_kept_from_them(start: int) -> None:
+    limit = BatchLimit(None, start, lowest_ceiling=0.85)
+    limit.observe(running=start - 1, waiting=0, load=start - 1)
+    assert limit.value > start
+
+
+@pytest.mark.parametrize("given", [None, 64])
+def test_what_an_engine_without_numbers_once_refused_is_tried_again_ever_more_rarely(given: int | None) -> None:
+    limit = BatchLimit(given, 4, lowest_ceiling=0.85)
+    for load in range(40, 0, -1):
+        limit.refused(load)
+    assert limit.value == 1
+    refused_at: list[int] = []
+    for poll in range(3_000):
+        limit.unpublished(limit.value)
+        if limit.value > 32:
+            limit.refused(33)
+            refused_at.append(poll)
+    assert limit.value >= 32
+    gaps = [later - earlier for earlier, later in pairwise(refused_at)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= CALM_READINGS_MAX
+    for _ in range(5_000):
+        limit.unpublished(limit.value)
+    assert limit.value == (given or UNPUBLISHED)
+
+
+def test_an_engine_without_numbers_that_is_not_full_is_not_tried() -> None:
+    limit = BatchLimit(None, 4, lowest_ceiling=0.85)
+    limit.unpublished(0)
+    limit.refused(21)
+    for _ in range(1_000):
+        limit.unpublished(10)
+    assert limit.value == 20
+
+
+def test_a_new_process_may_prove_that_it_runs_less_than_the_old_one() -> None:
+    limit = BatchLimit(None, 4, lowest_ceiling=0.85)
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=256, waiting=5, load=261, proven=True)
+    limit.restarted()
+    assert limit.value == 256
+    for _ in range(PLATEAU_READINGS):
+        limit.observe(running=240, waiting=16, load=256, proven=True)
+    assert limit.value == 240
+
+
+def test_an_operators_word_that_is_taken_back_leaves_what_was_seen_or_told() -> None:
+    limit = BatchLimit(512, 4)
+    limit.cap(None)
+    assert (limit.value, limit.known) == (4, None)
+    limit = BatchLimit(512, 4)
+    limit.observe(running=40, waiting=0, load=40)
+    limit.cap(None)
+    assert limit.value == 40
+    limit = BatchLimit(512, 4)
+    limit.begin_at(8, settled=True)
+    assert limit.value == 512
+    limit.cap(None)
+    assert (limit.value, limit.known) == (8, (8, True))

@@ -1,0 +1,133 @@
+"""What is not put into an engine that has a queue of its own, and where a batch limit may begin."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.core.backends.backend import Backend
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, KnownLimit
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
+from tests.core.make import BASE, listing, pools, reading, request
+
+
+def queued_inside(*, used: int | None) -> Pools:
+    """Two backends with room, of which "a" has somebody waiting; a band was in use a moment ago."""
+    of = pools({"a": 20, "b": 20}, Settings(ceilings={SHEDDABLE: 1.0}))
+    if used is not None:
+        of.submit(request(id="before", band=used), 1.0)
+        of.decide(1.0)
+    of.observe("a", reading(1.0, running=4, waiting=1))
+    of.observe("b", reading(1.0, running=5, waiting=0))
+    return of
+
+
+def went(of: Pools, band: int, count: int = 6) -> set[str]:
+    for _ in range(count):
+        of.submit(request(band=band, arrived_s=1.1), 1.1)
+    return {one.placed.backend for one in of.decide(1.1) if isinstance(one, Grant)}
+
+
+@pytest.mark.parametrize(
+    ("used", "band", "where"),
+    [
+        (CRITICAL, SHEDDABLE, {"b"}),
+        (DEFAULT, SHEDDABLE, {"b"}),
+        (CRITICAL, -1, {"b"}),
+        (CRITICAL, DEFAULT, {"a", "b"}),
+        (None, SHEDDABLE, {"a", "b"}),
+    ],
+)
+def test_nothing_below_default_is_put_before_a_band_in_use_in_an_engines_own_queue(
+    used: int | None, band: int, where: set[str]
+) -> None:
+    assert went(queued_inside(used=used), band) == where
+
+
+def test_where_all_have_a_queue_of_their_own_it_waits_until_one_has_none() -> None:
+    of = queued_inside(used=CRITICAL)
+    of.observe("b", reading(1.05, running=5, waiting=2))
+    assert went(of, SHEDDABLE) == set()
+    of.observe("a", reading(1.2, running=5, waiting=0))
+    assert {one.placed.backend for one in of.decide(1.3) if isinstance(one, Grant)} == {"a"}
+
+
+# --- where a batch limit begins -------------------------------------------------------------------------------------
+
+KNOWN = KnownLimit(12, True, (BASE,), 4096)
+
+
+def backend(known: KnownLimit | None = None, max_in_flight: int | None = None) -> Backend:
+    made = Backend("a", CapacitySettings(start_limit=4), HealthSettings(), max_in_flight)
+    if known is not None:
+        made.recall(known)
+    made.listed(listing("x", max_model_len=4096))
+    return made
+
+
+def test_it_begins_at_what_is_remembered_of_the_same_engine() -> None:
+    assert backend(KNOWN).limit.value == 12
+    assert backend().limit.value == 4
+
+
+@pytest.mark.parametrize(
+    "known", [KnownLimit(12, True, ("other",), 4096), KnownLimit(12, True, (BASE,), 1024), KnownLimit(12, True, ())]
+)
+def test_what_is_remembered_of_another_engine_is_dropped(known: KnownLimit) -> None:
+    assert backend(known).limit.value == 4
+
+
+def test_an_operators_word_goes_before_what_is_remembered_or_published() -> None:
+    one = backend(KNOWN, max_in_flight=7)
+    one.published(12)
+    assert one.limit.value == 7
+
+
+def test_gauges_overrule_what_is_remembered_in_both_directions() -> None:
+    one = backend(KNOWN)
+    for at_s in (1.0, 1.2, 1.4):
+        one.observe(reading(at_s, running=5, waiting=3))
+    assert one.limit.value == 5
+    one = backend(KNOWN)
+    one.observe(reading(1.0, running=20, waiting=0))
+    assert one.limit.value == 20
+
+
+def test_what_was_never_seen_full_begins_where_it_was_and_goes_on_growing() -> None:
+    one = backend(KnownLimit(40, False, (BASE,), 4096))
+    assert one.limit.value == 40
+    one.limit.observe(running=40, waiting=0, load=40)
+    assert one.limit.value == 80
+
+
+def test_what_an_engine_publishes_goes_before_what_is_remembered_and_not_before_its_gauges() -> None:
+    one = backend(KNOWN)
+    one.published(16)
+    assert one.limit.value == 16
+    for at_s in (1.0, 1.2, 1.4):
+        one.observe(reading(at_s, running=5, waiting=3))
+    one.published(16)
+    assert one.limit.value == 5
+    # It was started anew with other options.
+    one.published(24)
+    assert one.limit.value == 24
+
+
+def test_another_process_or_model_behind_the_name_forgets_the_limit() -> None:
+    one = backend(KNOWN)
+    one.replaced()
+    assert one.limit.value == 4
+    one = backend(KNOWN)
+    one.listed(listing(base="other", max_model_len=4096))
+    assert one.limit.value == 4
+
+
+def test_what_is_worth_remembering_is_what_was_learned() -> None:
+    assert backend().known_limit is None
+    assert backend(max_in_flight=7).known_limit is None
+    one = backend()
+    one.observe(reading(1.0, running=9, waiting=0))
+    assert one.known_limit == KnownLimit(9, False, (BASE,), 4096)
+    one = backend(KNOWN)
+    one.observe(reading(1.0))
+    assert one.known_limit == KNOWN

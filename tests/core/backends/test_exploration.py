@@ -1,0 +1,129 @@
+"""Engines of one pool are tried beyond what is known one at a time, and critical requests keep away from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Preempt, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import CapacitySettings, Settings
+from tests.core.make import pools, reading, request
+
+SETTINGS = Settings(capacity=CapacitySettings(start_limit=4, look_ahead=0), reserve_s=1_000.0)
+
+
+def unknown_pool(*names: str, placement: str = "cost") -> Pools:
+    """Engines whose limits nobody told; a critical request has come and gone."""
+    of = pools(dict.fromkeys(names), replace(SETTINGS, placement=placement))
+    for name in names:
+        of.backends[name].limit.forget()
+        runs(of, name, 0.0, 8)
+    of.submit(request(id="before", band=CRITICAL), 0.0)
+    (grant,) = (one for one in of.decide(0.0) if isinstance(one, Grant))
+    of.finish(grant, Verdict.SERVED, 0.0)
+    return of
+
+
+def flood(of: Pools, count: int, band: int, now: float) -> dict[str, list[Grant]]:
+    """So many requests of a band, and where they went."""
+    for index in range(count):
+        of.submit(request(id=f"{band}-{now}-{index}", band=band, arrived_s=now), now)
+    return granted(of, now)
+
+
+def granted(of: Pools, now: float) -> dict[str, list[Grant]]:
+    went: dict[str, list[Grant]] = {}
+    for one in of.decide(now):
+        if isinstance(one, Grant):
+            went.setdefault(one.placed.backend, []).append(one)
+    return went
+
+
+def runs(of: Pools, name: str, now: float, batch: int) -> None:
+    """A reading of an engine that runs what it has, up to its batch, and has answered each of those."""
+    backend = of.backends[name]
+    for lease in list(backend.bookings)[:batch]:
+        if not backend.bookings[lease].started:
+            backend.started(lease, now)
+    load = backend.in_flight
+    of.observe(name, reading(now, running=min(load, batch), waiting=max(0, load - batch), kv_used=0.1, kv_tokens=10**6))
+
+
+def limit(of: Pools, name: str) -> int:
+    return of.backends[name].limit.value
+
+
+@pytest.mark.parametrize(("tried", "other"), [("a", "b"), ("b", "a")])
+def test_one_engine_is_tried_and_the_other_follows_what_it_has_run(tried: str, other: str) -> None:
+    of = unknown_pool("a", "b")
+    flood(of, 100, SHEDDABLE, 1.0)
+    runs(of, tried, 1.2, 8)
+    assert limit(of, tried) == 8
+    granted(of, 1.2)
+    runs(of, other, 1.25, 8)
+    # The first holds more than anybody was seen to run: the other stays where that was.
+    assert of.backends[tried].in_flight > 4
+    assert limit(of, other) == 4
+    runs(of, tried, 1.4, 8)
+    granted(of, 1.4)
+    runs(of, other, 1.45, 8)
+    assert limit(of, tried) > 8
+    assert limit(of, other) == 7
+
+
+def test_the_end_that_one_has_met_is_believed_of_its_twin() -> None:
+    of = unknown_pool("a", "b")
+    flood(of, 100, SHEDDABLE, 1.0)
+    now = 1.0
+    for _ in range(10):
+        now += 0.2
+        runs(of, "a", now, 8)
+        granted(of, now)
+    assert limit(of, "a") == 8
+    runs(of, "b", now, 64)
+    assert limit(of, "b") == 8
+    # It is no twin, and says so itself.
+    for _ in range(40):
+        now += 0.2
+        granted(of, now)
+        runs(of, "b", now, 64)
+    assert limit(of, "b") > 8
+
+
+def test_an_engine_on_its_own_waits_for_nobody() -> None:
+    of = unknown_pool("a")
+    flood(of, 100, SHEDDABLE, 1.0)
+    for now in (1.2, 1.4, 1.6):
+        runs(of, "a", now, 64)
+        granted(of, now)
+    assert limit(of, "a") >= 32
+
+
+def test_a_critical_request_keeps_away_from_the_engine_that_is_being_tried() -> None:
+    of = unknown_pool("a", "b", placement="least_request")
+    flood(of, 100, SHEDDABLE, 1.0)
+    runs(of, "a", 1.2, 8)
+    went = granted(of, 1.2)["a"]
+    for one in went[-2:]:
+        of.finish(one, Verdict.SERVED, 1.2)
+    # It has less for its size than the other, and more than was ever seen to run.
+    tried, other = of.backends["a"].view(1.2), of.backends["b"].view(1.2)
+    assert tried.saturation < other.saturation
+    assert tried.doubtful
+    assert [one.request.band for one in flood(of, 1, CRITICAL, 1.3)["b"]] == [CRITICAL]
+
+
+def test_what_stands_in_an_engine_beyond_its_limit_goes_back_whatever_its_band() -> None:
+    of = unknown_pool("a")
+    flood(of, 100, DEFAULT, 1.0)
+    now = 1.0
+    taken: list[Preempt] = []
+    while not taken and now < 5.0:
+        now += 0.2
+        runs(of, "a", now, 8)
+        taken += [one for one in of.decide(now) if isinstance(one, Preempt)]
+    assert of.backends["a"].in_flight > 8
+    assert 1 <= len(taken) <= 4
+    assert {one.request.band for one in taken} == {DEFAULT}

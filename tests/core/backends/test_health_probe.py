@@ -1,0 +1,267 @@
+"""Whoever was ejected gets one request that finds out, whatever it costs there, and no more than that one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from llmproxy.core.backends.backend import View
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Entry,
+    Grant,
+    NoCapacity,
+    NoMatch,
+    Placed,
+    Request,
+    Revoke,
+    Verdict,
+)
+from llmproxy.core.placement import presets
+from llmproxy.core.placement.policy import FilteredPlacement
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import Settings
+from tests.core.make import listing, pools, reading, request
+
+SETTINGS = Settings(placement="round_robin", ceilings={})
+SERIAL = count()
+
+
+class Dearest(FilteredPlacement):
+    """Takes the last by name: whoever is `a` is never chosen where another one would do."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _, views: Placed(max(view.backend for view in views), 0.0, (), len(views)))
+
+
+def ejected(of: Pools, name: str = "a") -> Pools:
+    """A pool of which one met a connection that failed, at 1.0; its pause is over at 2.0."""
+    return with_verdict(of, name, Verdict.CONNECT_FAILED)
+
+
+def with_verdict(of: Pools, name: str, verdict: Verdict) -> Pools:
+    while not of.backends[name].health.ejected:
+        others = frozenset(of.backends) - {name}
+        of.submit(ask(), 1.0, others)
+        [grant] = grants(of, 1.0)
+        of.finish(grant, verdict, 1.0)
+    return of
+
+
+def hung(of: Pools, name: str = "a") -> Pools:
+    """A pool of which one hangs since 1.0 and is ejected for it; its pause is over by 4.0."""
+    for excluded in (frozenset(of.backends) - {name}, frozenset({name})):
+        of.submit(ask(), 1.0, excluded)
+    first, second = grants(of, 1.0)
+    for tenths in range(11, 30):
+        if tenths == 11:
+            of.started(second, 1.1)
+        else:
+            of.progress(second, tenths, tenths / 10)
+        for decision in of.decide(tenths / 10):
+            assert isinstance(decision, Revoke)
+            assert decision.lease == first.lease
+            of.finish(first, Verdict.LOST, tenths / 10)
+    of.finish(second, Verdict.SERVED, 3.0)
+    assert of.backends[name].health.ejected
+    return of
+
+
+def ask(stream: bool = True, **given: Any) -> Request:
+    return request(id=f"p{next(SERIAL)}", stream=stream, **given)
+
+
+def grants(of: Pools, now: float) -> list[Grant]:
+    return [decision for decision in of.decide(now) if isinstance(decision, Grant)]
+
+
+def sent(of: Pools, now: float, *asked: Request, excluded: frozenset[str] = frozenset()) -> list[str]:
+    """Where these go that come at once."""
+    for one in asked:
+        of.submit(one, now, excluded)
+    return [grant.placed.backend for grant in grants(of, now)]
+
+
+def dearest(settings: Settings = SETTINGS) -> Pools:
+    of = Pools(settings, dict.fromkeys("abc", 20), {}, Dearest)
+    for name in "abc":
+        of.answered(name, 0.0)
+        of.listed(name, listing())
+    return of
+
+
+def test_one_request_goes_to_whom_nobody_would_choose_and_the_next_when_it_has_answered() -> None:
+    of = ejected(dearest())
+    assert sent(of, 1.9, ask()) == ["c"], "its pause is not over"
+    of.submit(ask(), 2.0)
+    [probe] = grants(of, 2.0)
+    assert probe.placed.backend == "a"
+    assert sent(of, 2.0, ask(), ask()) == ["c", "c"], "one at a time"
+    of.started(probe, 2.1)
+    assert sent(of, 2.2, ask()) == ["c"], "the case is closed, and it is as dear as ever"
+
+
+@pytest.mark.parametrize("placement", sorted(presets.names()))
+def test_it_is_so_under_every_placement(placement: str) -> None:
+    of = ejected(pools(dict.fromkeys("abc", 20), replace(SETTINGS, placement=placement)))
+    # What it owes others makes it the dearest for whoever looks at load, at prompts or at what is cached.
+    assert sent(of, 2.0, *(ask(prompt_tokens=500) for _ in range(6))).count("a") == 1
+
+
+def test_the_probe_is_of_the_lowest_band_that_goes() -> None:
+    of = ejected(dearest())
+    critical, default, sheddable = (ask(band=band) for band in (CRITICAL, DEFAULT, SHEDDABLE))
+    for one in (critical, default, sheddable):
+        of.submit(one, 2.0)
+    assert {grant.request.id: grant.placed.backend for grant in grants(of, 2.0)} == {
+        critical.id: "c",
+        default.id: "c",
+        sheddable.id: "a",
+    }
+    of = ejected(dearest())
+    assert sent(of, 2.0, critical) == ["a"], "where nobody else goes"
+
+
+def test_what_hung_is_tried_with_a_stream_alone_unless_there_is_no_room_elsewhere() -> None:
+    of = hung(dearest())
+    assert sent(of, 4.0, ask(stream=False)) == ["c"]
+    assert sent(of, 4.0, ask()) == ["a"]
+    of = hung(small())
+    assert sent(of, 4.0, *(ask(stream=False) for _ in range(2))) == ["b", "a"], "nobody waits for a better one"
+
+
+def small() -> Pools:
+    settings = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
+    of = Pools(settings, {"a": 1, "b": 1}, {}, Dearest)
+    for name in "ab":
+        of.answered(name, 0.0)
+        of.listed(name, listing())
+    return of
+
+
+def test_what_was_slow_is_tried_with_a_stream_alone_and_what_failed_later_is_not() -> None:
+    of = dearest()
+    health = of.backends["a"].health
+    of.backends["a"].slowed("slow", 1.0)
+    assert sent(of, 2.0, ask(stream=False)) == ["c"]
+    of.submit(ask(), 2.0)
+    [probe] = grants(of, 2.0)
+    of.started(probe, 2.1)
+    health.paced(probe.lease, True, 3.0)
+    of.finish(probe, Verdict.SERVED, 3.0)
+    assert sent(of, 3.5, ask()) == ["c"], "it is well again, and as dear as ever"
+    health.finished(99, Verdict.CONNECT_FAILED, 4.0)
+    of.backends["a"].drained = False
+    assert sent(of, 5.0, ask(stream=False)) == ["a"]
+
+
+def test_a_stream_from_before_ends_the_pause_of_who_was_slow_and_leaves_the_rest_to_its_probe() -> None:
+    of = dearest()
+    of.submit(ask(), 0.5, frozenset("bc"))
+    [before] = grants(of, 0.5)
+    health = of.backends["a"].health
+    of.backends["a"].slowed("slow", 1.0)
+    of.backends["a"].paced(before.lease, True, 1.2)
+    assert health.ejected
+    assert sent(of, 1.3, ask(), ask()) == ["a", "c"]
+
+
+def test_what_failed_is_tried_with_any_request() -> None:
+    assert sent(ejected(dearest()), 2.0, ask(stream=False)) == ["a"]
+
+
+def test_a_request_that_it_failed_before_is_not_its_probe() -> None:
+    of = ejected(dearest())
+    assert sent(of, 2.0, ask(), excluded=frozenset({"a"})) == ["c"]
+    assert sent(of, 2.0, ask()) == ["a"]
+
+
+def test_a_request_that_is_too_long_for_it_or_of_an_adapter_that_it_has_not_is_not_its_probe() -> None:
+    of = dearest()
+    of.listed("a", listing(max_model_len=100))
+    of.listed("b", listing("x"))
+    ejected(of)
+    assert sent(of, 2.0, ask(prompt_tokens=500)) == ["c"], "the longest context is that of the others too"
+    assert sent(of, 2.0, ask(model="x", adapter="x")) == ["b"]
+    assert sent(of, 2.0, ask()) == ["a"]
+
+
+def test_of_two_that_are_to_be_tried_each_gets_one() -> None:
+    of = ejected(ejected(dearest()), "b")
+    assert sorted(sent(of, 2.0, *(ask() for _ in range(4)))) == ["a", "b", "c", "c"]
+
+
+class Waiting(Dearest):
+    """Would have everybody wait for what is full."""
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        if any(view.available and not view.has_room(ceiling) for view in views):
+            return NoMatch(whole_model=False, later=True)
+        return super().place(request, views, ceiling, excluded, now)
+
+
+def test_nobody_waits_elsewhere_while_it_is_to_be_tried() -> None:
+    settings = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
+    of = Pools(settings, {"a": 9, "b": 1}, {}, Waiting)
+    for name in "ab":
+        of.answered(name, 0.0)
+        of.listed(name, listing())
+    ejected(of)
+    assert sent(of, 1.5, ask()) == ["b"]
+    assert sent(of, 2.0, ask(), ask()) == ["a"], "the first finds out; the second may wait"
+
+
+# --- a probe that brings nothing --------------------------------------------------------------------------------------
+
+
+def probing(of: Pools) -> Grant:
+    of.submit(ask(), 4.0)
+    [probe] = grants(of, 4.0)
+    assert probe.placed.backend == "a"
+    return probe
+
+
+def test_a_silent_probe_is_taken_back_although_nothing_else_happens_and_nobody_else_speaks() -> None:
+    of = hung(dearest())
+    probe = probing(of)
+    due_s = 4.0 + SETTINGS.health.hung_s
+    assert of.next_wakeup(4.0) == pytest.approx(due_s)
+    assert of.decide(due_s - 0.3) == []
+    assert of.next_wakeup(due_s - 0.3) == pytest.approx(due_s)
+    [revoke] = of.decide(due_s)
+    assert isinstance(revoke, Revoke)
+    assert revoke.lease == probe.lease
+    of.finish(probe, Verdict.LOST, due_s)
+    of.submit(revoke.request, due_s, frozenset({"a"}), Entry.RETRY)
+    assert [grant.placed.backend for grant in grants(of, due_s)] == ["c"], "its client has lost nothing"
+    assert sent(of, due_s + 1.9, ask()) == ["c"], "a pause twice as long"
+    assert sent(of, due_s + 2.0, ask()) == ["a"]
+    of.check(due_s + 2.0)
+
+
+def test_a_probe_is_not_taken_back_where_there_is_nobody_else() -> None:
+    of = hung(dearest())
+    for name in "bc":
+        with_verdict(of, name, Verdict.CONNECT_FAILED)
+    of.submit(ask(), 4.0, frozenset("bc"))
+    assert len(grants(of, 4.0)) == 1
+    assert of.decide(9.0) == []
+
+
+def test_an_engine_that_has_not_begun_its_probe_gets_a_while_longer_and_no_more() -> None:
+    of = hung(dearest())
+    probe = probing(of)
+    now = 4.0
+    while not (decided := of.decide(now)) and now < 20.0:
+        now += 0.25
+        of.observe("a", reading(now, running=0))
+    assert [decision.lease for decision in decided if isinstance(decision, Revoke)] == [probe.lease]
+    assert now - 4.0 == pytest.approx(SETTINGS.capacity.stale_after_s, abs=0.5)

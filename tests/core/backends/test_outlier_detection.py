@@ -1,0 +1,369 @@
+"""Who hangs or has become slow, told from streams alone, and who must not be taken for either."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import pytest
+from msgspec import structs
+
+from llmproxy.core.backends.health import Ejected, Health, Peers
+from llmproxy.core.backends.outlier_detection import OutlierDetection
+from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Trouble, Verdict
+from llmproxy.core.settings import HealthSettings, Settings
+from tests.core.make import pools, reading, request
+
+TICK_S = 0.05
+TOKENS = 100
+SETTINGS = Settings(placement="round_robin", ceilings={}, health=HealthSettings(hung_s=1.5, slow_factor=3.0))
+
+
+@dataclass
+class Answer:
+    """A lease as its engine sees it: `done` of its prompt's tokens, and the answer's, in fractions."""
+
+    grant: Grant
+    prompt_done: float = 0.0
+    tokens: float = 0.0
+    told: int = 0
+
+
+@dataclass
+class Stand:
+    """Backends of equal speed but for `factors`, which are how many times as long each takes; 0 stands still.
+
+    A prompt is computed at 10,000 tokens a second, before everything else, and each stream gets 50 tokens a second.
+    """
+
+    names: str = "abcd"
+    placement: str = "round_robin"
+    per_s: float = 12.0
+    settings: Settings = SETTINGS
+    now: float = 0.0
+    factors: dict[str, float] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    revoked: list[Request] = field(default_factory=list)
+    granted: list[str] = field(default_factory=list)
+    deaf: bool = False
+
+    def __post_init__(self) -> None:
+        self.of = pools(dict.fromkeys(self.names, 200), replace(self.settings, placement=self.placement))
+        self._serial = count()
+        self._due = 0.0
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            self._due += self.per_s * TICK_S
+            while self._due >= 1.0:
+                self._due -= 1.0
+                self.send()
+            for answer in list(self.answers.values()):
+                if not self.deaf:
+                    self._bring(answer)
+            self.decide()
+
+    def until(self, name: str, limit_s: float) -> float:
+        """Seconds until `name` is ejected; `limit_s` where it never is."""
+        began_s = self.now
+        while not self.ejected(name) and self.now - began_s < limit_s:
+            self.run(TICK_S)
+        return self.now - began_s
+
+    def send(self, prompt_tokens: int = 200, stream: bool = True) -> None:
+        asked = request(id=f"q{next(self._serial)}", prompt_tokens=prompt_tokens, stream=stream)
+        asked = structs.replace(asked, arrived_s=self.now, deadline_s=self.now + 60.0)
+        self.of.submit(asked, self.now)
+
+    def decide(self) -> None:
+        for decision in self.of.decide(self.now):
+            if isinstance(decision, Grant):
+                self.granted.append(decision.placed.backend)
+                self.answers[decision.lease] = Answer(decision)
+            elif isinstance(decision, Revoke):
+                self.revoked.append(decision.request)
+                self.of.finish(self.answers.pop(decision.lease).grant, Verdict.LOST, self.now)
+                self.of.submit(decision.request, self.now, frozenset({decision.backend}), Entry.RETRY)
+        self.of.check(self.now)
+
+    def _bring(self, answer: Answer) -> None:
+        grant = answer.grant
+        name, asked = grant.placed.backend, grant.request
+        factor = self.factors.get(name, 1.0)
+        if not factor:
+            return
+        step_s = TICK_S / factor
+        first = next((a for a in self.answers.values() if a.grant.placed.backend == name and not a.tokens), None)
+        if not answer.tokens:
+            if answer is first:
+                answer.prompt_done += 10_000 * step_s
+                if answer.prompt_done >= asked.prompt_tokens:
+                    answer.tokens = 1.0
+                    if asked.stream:
+                        self.of.started(grant, self.now)
+            return
+        blocked = first is not None and first.grant.request.prompt_tokens > 2_000
+        answer.tokens += (0.0 if blocked else 50.0) * step_s
+        if asked.stream and int(answer.tokens) > answer.told and round(self.now / TICK_S) % 6 == grant.lease % 6:
+            answer.told = int(answer.tokens)
+            self.of.progress(grant, answer.told, self.now)
+        if answer.tokens >= TOKENS:
+            del self.answers[grant.lease]
+            self.of.finish(grant, Verdict.SERVED, self.now)
+
+    def ejected(self, name: str) -> bool:
+        return self.of.backends[name].health.ejected
+
+
+def warm(**given: object) -> Stand:
+    stand = Stand(**given)  # type: ignore[arg-type]
+    stand.run(20.0)
+    assert not any(stand.ejected(name) for name in stand.names), "nobody is ill"
+    return stand
+
+
+# --- hung -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_that_falls_silent_is_ejected_within_two_seconds_and_what_it_owes_goes_elsewhere() -> None:
+    stand = warm()
+    stand.factors["a"] = 0.0
+    owed = len([a for a in stand.answers.values() if a.grant.placed.backend == "a" and not a.tokens])
+    assert stand.until("a", 10.0) <= 2.0
+    [(backend, ejected)] = stand.of.news()
+    assert isinstance(ejected, Ejected)
+    assert (backend, ejected.pause_s) == ("a", stand.settings.health.backoff_s)
+    told = re.fullmatch(r"hung: silent for (1\.\d) s, first bytes owed: (\d+)", ejected.why)
+    assert told is not None
+    assert float(told[1]) >= 1.5
+    assert int(told[2]) == len(stand.revoked) > owed
+    assert not stand.of.news(), "it is told once"
+    assert stand.revoked
+    stand.run(0.5)
+    assert not [a for a in stand.answers.values() if a.grant.placed.backend == "a" and not a.tokens]
+
+
+def test_the_probe_of_one_that_still_hangs_is_taken_back_too_and_once_it_answers_the_case_is_closed() -> None:
+    stand = warm()
+    stand.factors["a"] = 0.0
+    stand.until("a", 10.0)
+    at_first = len(stand.revoked)
+    stand.run(10.0)
+    assert len(stand.revoked) > at_first
+    assert len(stand.revoked) <= at_first + 4, "one probe at a time, at growing distances"
+    stand.factors["a"] = 1.0
+    stand.run(12.0)
+    assert not stand.ejected("a")
+
+
+def test_nobody_hangs_where_all_are_silent() -> None:
+    stand = warm()
+    stand.deaf = True
+    stand.run(10.0)
+    assert not any(stand.ejected(name) for name in stand.names)
+
+
+def test_a_pool_of_one_has_nobody_to_be_compared_with() -> None:
+    stand = warm(names="a")
+    stand.factors["a"] = 0.0
+    stand.run(10.0)
+    assert not stand.ejected("a")
+    assert stand.of.next_wakeup(stand.now) is None
+
+
+def test_a_long_prompt_explains_a_long_silence() -> None:
+    stand = warm(per_s=4.0)
+    stand.send(prompt_tokens=60_000)
+    stand.run(7.0)
+    assert not any(stand.ejected(name) for name in stand.names)
+
+
+def test_readers_who_stop_reading_are_no_news_of_their_backend() -> None:
+    stand = warm(per_s=0.0)
+    for _ in range(8):
+        stand.send()
+    stand.run(0.2)
+    for answer in stand.answers.values():
+        assert answer.tokens
+    stand.factors["a"] = 0.0
+    stand.run(10.0)
+    assert not stand.ejected("a"), "streams under way may wait for their clients"
+
+
+def test_an_engine_that_has_not_begun_anything_does_not_hang() -> None:
+    """Pictures are fetched and grammars compiled before an engine begins, and nobody sees that."""
+    stand = warm(per_s=0.0)
+    stand.run(5.0)
+    stand.factors["a"] = 0.0
+    for _ in range(6):
+        stand.send()
+    for _ in range(40):
+        stand.of.observe("a", reading(stand.now, running=0))
+        stand.run(0.2)
+        stand.send()
+    assert not stand.ejected("a")
+    for _ in range(20):
+        stand.of.observe("a", reading(stand.now, running=1))
+        stand.run(0.2)
+        stand.send()
+    assert stand.ejected("a")
+
+
+def test_streams_that_stop_together_tell_of_a_hang_before_a_first_byte_is_owed() -> None:
+    stand = warm(per_s=0.0)
+    for _ in range(16):
+        stand.send()
+    stand.run(0.8)
+    stand.factors["a"] = 0.0
+    assert stand.until("a", 10.0) <= 2.0
+    [(_, ejected)] = stand.of.news()
+    assert isinstance(ejected, Ejected)
+    assert ejected.why.endswith("first bytes owed: 0, streams that stopped together: 4")
+    assert not stand.revoked, "they have begun, and may go on"
+
+
+def test_what_a_frozen_server_said_before_it_froze_excuses_it_no_longer() -> None:
+    stand = warm(per_s=0.0)
+    stand.run(5.0)
+    stand.of.observe("a", reading(stand.now, running=0))
+    stand.factors["a"] = 0.0
+    stand.per_s = 8.0
+    assert stand.until("a", 10.0) <= 2.5
+
+
+@pytest.mark.parametrize("placement", ["cost", "least_request", "epp_sticky"])
+def test_one_that_is_well_again_is_given_work_however_dear_it_seems(placement: str) -> None:
+    stand = warm(placement=placement, per_s=4.0)
+    stand.factors["a"] = 0.0
+    while not stand.ejected("a"):
+        stand.run(0.5)
+    stand.run(1.5)
+    stand.factors["a"] = 1.0
+    stand.run(6.0)
+    assert not stand.ejected("a")
+
+
+# --- slow -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["round_robin", "least_request", "blend", "cost"])
+def test_one_that_becomes_ten_times_as_slow_is_ejected_within_five_seconds(placement: str) -> None:
+    stand = warm(placement=placement)
+    stand.factors["a"] = 10.0
+    assert stand.until("a", 20.0) <= 5.0
+    assert not any(stand.ejected(name) for name in "bcd")
+    [(backend, ejected)] = stand.of.news()
+    assert isinstance(ejected, Ejected)
+    assert backend == "a"
+    told = re.fullmatch(r"slow: (\d+\.\d) times as slow as is its rule", ejected.why)
+    assert told is not None
+    assert 3.0 <= float(told[1]) <= 15.0
+
+
+def test_it_stays_ejected_for_as_long_as_its_probes_come_late() -> None:
+    stand = warm()
+    stand.factors["a"] = 10.0
+    stand.until("a", 20.0)
+    stand.granted.clear()
+    stand.run(20.0)
+    assert stand.ejected("a")
+    assert stand.granted.count("a") <= 5, "probes alone, at growing distances"
+    stand.factors["a"] = 1.0
+    stand.run(40.0)
+    assert not stand.ejected("a")
+    stand.granted.clear()
+    stand.run(10.0)
+    assert stand.granted.count("a") >= 25, "a quarter of all, as before"
+
+
+@pytest.mark.parametrize("factor", [2.0, 6.0])
+def test_one_that_is_slow_from_its_beginning_is_another_kind_of_machine(factor: float) -> None:
+    stand = Stand(factors={"a": factor})
+    stand.run(40.0)
+    assert not stand.ejected("a")
+
+
+def test_one_that_becomes_twice_as_slow_is_left_to_the_placement() -> None:
+    stand = warm()
+    stand.factors["a"] = 2.0
+    stand.run(20.0)
+    assert not stand.ejected("a")
+
+
+def test_a_pool_that_slows_down_as_a_whole_has_no_outlier() -> None:
+    stand = warm()
+    stand.factors = dict.fromkeys("abcd", 8.0)
+    stand.run(20.0)
+    assert not any(stand.ejected(name) for name in "abcd")
+
+
+def test_long_prompts_that_were_believed_to_be_cached_make_nobody_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    booked = OutlierDetection.booked
+
+    def believing(watch: OutlierDetection, lease: int, asked: Request, placed: Placed, cold: bool, now: float) -> None:
+        cached_tokens = max(0, asked.prompt_tokens - 200)
+        booked(watch, lease, asked, structs.replace(placed, cached_tokens=cached_tokens), cold, now)
+
+    stand = warm()
+    monkeypatch.setattr(OutlierDetection, "booked", believing)
+    for _ in range(40):
+        # It takes its backend 0.8 s, in which the streams beside it get nothing.
+        stand.send(prompt_tokens=8_000)
+        stand.run(0.25)
+        assert not any(stand.ejected(name) for name in stand.names)
+
+
+@pytest.mark.parametrize(("owed", "told"), [(True, set()), (False, {"a"})])
+def test_a_prompt_that_waited_for_room_has_its_time_when_it_is_computed(owed: bool, told: set[str]) -> None:
+    peers = Peers(0.5)
+    peers.members = {name: Health(HealthSettings()) for name in "ab"}
+    watch = OutlierDetection(HealthSettings(), peers)
+    for lease, name in enumerate("ab"):
+        watch.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), False, 0.0)
+        watch.started(lease, 0.1)
+    tokens = {0: 1, 1: 1}
+    slow: set[str] = set()
+    for half in range(1, 60):
+        now = 0.1 + 0.5 * half
+        if half == 10 and owed:
+            # Next to all of it is believed to be cached, and nothing is.
+            asked = request(stream=True, prompt_tokens=80_000)
+            watch.booked(2, asked, Placed("a", 0.0, (), 2, cached_tokens=79_000), False, now)
+        for lease in tokens:
+            # It waits for twenty seconds, and then it takes nearly all of its backend for five.
+            tokens[lease] += 1 if lease == 0 and half > 50 else 50
+            watch.progress(lease, tokens[lease], 2, 0.5, now)
+        slow |= watch.look(now)[1].keys()
+    assert slow == told
+
+
+def test_of_two_there_is_always_one_left() -> None:
+    stand = warm(names="ab")
+    stand.factors["a"] = 10.0
+    assert stand.until("a", 10.0) < 10.0
+    stand.factors["b"] = 60.0
+    for _ in range(100):
+        stand.run(0.1)
+        assert not (stand.ejected("a") and stand.ejected("b"))
+
+
+def test_an_engine_whose_cache_is_full_computes_again_and_is_not_judged() -> None:
+    stand = warm()
+    stand.factors["a"] = 10.0
+    for _ in range(100):
+        stand.run(0.1)
+        stand.of.observe("a", reading(stand.now, running=1, kv_used=0.95))
+    assert not stand.ejected("a")
+
+
+def test_what_a_process_was_is_forgotten_with_it() -> None:
+    stand = warm()
+    for _ in range(2):
+        stand.of.troubled("a", Trouble.REFUSED)
+    stand.decide()
+    stand.of.answered("a", stand.now)
+    stand.factors["a"] = 6.0
+    stand.run(20.0)
+    assert not stand.ejected("a"), "the new one is another kind of machine"

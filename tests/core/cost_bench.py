@@ -1,0 +1,87 @@
+"""A placement by cost, its clock, and backends that take a known time for what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from llmproxy.core.backends.backend import View
+from llmproxy.core.domain import NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.placement.cost import CostPlacement
+from llmproxy.core.placement.prefix_index import PrefixIndex
+from tests.core.make import request, view
+
+NONE: frozenset[str] = frozenset()
+BLOCK_TOKENS = 100.0
+LATER = NoMatch(whole_model=False, later=True)
+BOTH = frozenset({"base", "lora", "other"})
+TOKEN_S = 1 / 15_000
+"""What a token of a prompt takes here, what a stretch of work begins with, and what a token of an answer takes: all as
+is assumed before any was seen."""
+BASE_S = 0.03
+STEP_S = 0.01
+
+
+class Stand:
+    """A placement, the index that it asks, and the leases that it was told of."""
+
+    def __init__(self, seed: int = 7, without: frozenset[str] = NONE) -> None:
+        self.index = PrefixIndex()
+        self.cost = CostPlacement(Random(seed), self.index, without)
+        self.now = 0.0
+        self._leases = 0
+
+    def place(self, asked: Request, views: Sequence[View], ceiling: float = 1.0) -> Placed:
+        found = self.cost.place(asked, views, ceiling, NONE, self.now)
+        assert isinstance(found, Placed), found
+        return found
+
+    def waits(self, asked: Request, views: Sequence[View], ceiling: float = 1.0) -> bool:
+        found = self.cost.place(asked, views, ceiling, NONE, self.now)
+        assert isinstance(found, Placed) or found == LATER
+        return found == LATER
+
+    def terms(self, asked: Request, on: View) -> dict[str, float]:
+        return dict(self.place(asked, [on]).terms)
+
+    def book(self, asked: Request, on: str | View) -> int:
+        return self.take(asked, self.place(asked, [view(on, max_model_len=None) if isinstance(on, str) else on]))
+
+    def take(self, asked: Request, placed: Placed) -> int:
+        self._leases += 1
+        self.cost.booked(self._leases, asked, placed, self.now)
+        return self._leases
+
+    def finish(self, lease: int, output_tokens: int = 10, cached_tokens: int | None = None) -> None:
+        usage = Usage(10, output_tokens, cached_tokens)
+        self.cost.finished(lease, Verdict.SERVED, usage, self.now)
+
+    def start(self, asked: Request, on: str | View, slower: float = 1.0, more_s: float = 0.0) -> int:
+        """Book it where nothing else has to begin, and let its first byte come, `more_s` later than its prompt says."""
+        lease = self.book(asked, on)
+        self.now += slower * (BASE_S + self.cost._flights[lease].own_tokens * TOKEN_S) + more_s
+        self.cost.started(lease, self.now)
+        return lease
+
+    def serve(self, asked: Request, on: str | View, slower: float = 1.0, more_s: float = 0.0) -> None:
+        """Alone there, from its booking to its end."""
+        lease = self.start(asked, on, slower, more_s)
+        self.now += 9 * slower * STEP_S
+        self.finish(lease)
+
+    def teach(self, backend: str, times: int, slower: float = 1.0) -> None:
+        """So many first bytes and streams of a backend this much slower than what is assumed of all."""
+        for i in range(times):
+            self.serve(streamed(prompt_tokens=200 * (1 + i % 10)), backend, slower)
+
+
+def streamed(**given: Any) -> Request:
+    return request(**({"stream": True} | given))
+
+
+def chain(first: int, blocks: int, **given: Any) -> Request:
+    """A prompt of whole blocks, those from `first` on."""
+    prefix = tuple(range(first, first + blocks))
+    facts = {"prefix": prefix, "prefix_tokens": BLOCK_TOKENS, "prompt_tokens": int(blocks * BLOCK_TOKENS)}
+    return streamed(**(facts | given))

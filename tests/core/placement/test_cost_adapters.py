@@ -1,0 +1,152 @@
+"""What loading an adapter costs on each backend: its own time, that of others, and what has to go for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmproxy.core.backends.backend import View
+from llmproxy.core.placement.rates import TIERS, LoadTimes
+from tests.core.cost_bench import BASE_S, TOKEN_S, Stand, streamed
+from tests.core.make import view
+
+NAMES = tuple(f"lora-{number}" for number in range(8))
+SERVED = frozenset({"base", *NAMES})
+
+
+def slotted(name: str, *resident: int, slots: int = 2, **given: Any) -> View:
+    """A backend that has these adapters in its slots."""
+    return view(name, served=SERVED, resident=frozenset(NAMES[i] for i in resident), max_adapters=slots, **given)
+
+
+def taught(load_s: float) -> Stand:
+    """A placement that has seen loads that took so long."""
+    stand = Stand()
+    for _ in range(10):
+        stand.serve(streamed(adapter="elsewhere"), view("z", served=SERVED | {"elsewhere"}), more_s=load_s)
+    return stand
+
+
+def asked(number: int, **given: Any) -> Any:
+    return streamed(adapter=NAMES[number], **given)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_burst_of_one_adapter_loads_it_once(known: bool) -> None:
+    stand = taught(2.0) if known else Stand()
+    views = [slotted("a"), slotted("b"), slotted("c")]
+    homes = set()
+    for _ in range(8):
+        placed = stand.place(asked(0), views)
+        homes.add(placed.backend)
+        stand.take(asked(0), placed)
+        views = [slotted(one.backend, *([0] if one.backend in homes else [])) for one in views]
+        stand.now += 0.2
+    assert len(homes) == 1
+
+
+def test_what_has_to_go_is_dear_where_nobody_else_has_it() -> None:
+    stand = taught(2.0)
+    for _ in range(5):
+        for number in range(4):
+            stand.serve(asked(number), slotted("ab"[number // 2], *((0, 1) if number < 2 else (2, 3))))
+    views = [slotted("a", 0, 1), slotted("b", 2, 3), slotted("c", 2, 3)]
+    assert stand.place(asked(4), views).backend != "a"
+    price = {one.backend: dict(one.terms)["eviction"] for one in stand.cost.explained()[-1].prices}
+    assert price == {"a": pytest.approx(2.0, rel=0.3), "b": 0.0, "c": 0.0}
+
+
+def test_who_serves_somebody_is_not_the_one_that_has_to_go() -> None:
+    stand = taught(2.0)
+    stand.start(asked(0), slotted("a", 0, 1))
+    stand.serve(asked(1), slotted("a", 0, 1))
+    # The other backend has the one that is idle: to load it again costs nothing.
+    stand.place(asked(2), [slotted("a", 0, 1), slotted("b", 1)])
+    price = {one.backend: dict(one.terms)["eviction"] for one in stand.cost.explained()[-1].prices}
+    assert price["a"] == 0.0
+
+
+def test_a_free_slot_costs_nothing_unless_a_second_copy_takes_it_from_those_that_are_nowhere() -> None:
+    stand = taught(2.0)
+    for slots, number, price_s in ((2, 0, 2.0), (2, 2, 0.0), (8, 0, 0.0)):
+        stand.place(asked(number), [slotted("a", 0), slotted("b", 1, slots=slots)])
+        price = {one.backend: dict(one.terms)["eviction"] for one in stand.cost.explained()[-1].prices}
+        assert price["b"] == pytest.approx(price_s, rel=0.1)
+
+
+def test_streams_and_those_that_wait_for_a_first_byte_stand_still_while_an_adapter_is_loaded() -> None:
+    stand = taught(2.0)
+    idle = stand.terms(asked(0), slotted("a"))
+    beside = stand.terms(asked(0), slotted("a", load=10, limit=100))
+    assert beside["harm"] - idle["harm"] == pytest.approx(0.1 * 10 * 2.0, rel=0.1)
+    stand.book(streamed(), slotted("b"))
+    waiting = stand.terms(asked(0), slotted("b"))
+    assert waiting["harm"] - idle["harm"] == pytest.approx(0.9 * 2.0, rel=0.1)
+
+
+def test_all_that_are_booked_wait_for_a_load_and_are_not_overdue_when_it_ends() -> None:
+    stand = taught(2.0)
+    loading = stand.book(asked(0), slotted("a"))
+    behind = stand.book(streamed(prompt_tokens=100), slotted("a"))
+    stand.now += 0.5
+    assert stand.terms(streamed(), slotted("a"))["queue"] == pytest.approx(BASE_S + 1.5, abs=0.1)
+    stand.now += 1.5
+    stand.cost.started(loading, stand.now)
+    assert stand.terms(streamed(), slotted("a"))["queue"] == pytest.approx(BASE_S + 100 * TOKEN_S, abs=0.01)
+    stand.cost.started(behind, stand.now)
+
+
+def test_who_waits_for_a_slot_makes_nobody_else_wait() -> None:
+    stand = taught(2.0)
+    for number in range(2):
+        stand.start(asked(number), slotted("a", 0, 1))
+    before_s = stand.terms(asked(0), slotted("a", 0, 1))["queue"]
+    deferred = stand.book(asked(2), slotted("a", 0, 1))
+    stand.now += 5.0
+    assert stand.terms(asked(0), slotted("a", 0, 1))["queue"] == pytest.approx(before_s, abs=0.01)
+    # Others of the adapter wait for the same slot.
+    assert stand.terms(asked(2, output_tokens=300), slotted("a", 0, 1))["adapter"] == pytest.approx(3.0, rel=0.1)
+    stand.finish(deferred)
+    assert stand.cost._backend_load("a").adapters.deferred == set()
+
+
+def test_loads_of_one_step_share_its_time() -> None:
+    stand = Stand()
+    for _ in range(10):
+        leases = [stand.book(asked(number), slotted("a", slots=8)) for number in range(4)]
+        stand.now += 4 * 0.7
+        for lease in leases:
+            stand.cost.started(lease, stand.now)
+            stand.finish(lease)
+        stand.now += 1.0
+    assert stand.terms(asked(5), slotted("a", slots=8))["adapter"] == pytest.approx(0.7, rel=0.1)
+
+
+def test_what_loads_took_is_known_before_the_next_first_byte() -> None:
+    stand = Stand()
+    stand.start(asked(0), slotted("a"), more_s=2.0)
+    stand.now += 0.01
+    stand.place(asked(1), [slotted("a", 0)])
+    assert stand.terms(asked(1), slotted("b"))["adapter"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_what_an_engine_keeps_in_host_memory_is_told_from_what_it_reads_from_disk() -> None:
+    stand = Stand()
+    for lap in range(40):
+        # Six adapters in turns and two slots: three others are loaded before one comes back. Each lap has a new one.
+        for name in [*NAMES[:4], f"new-{lap}"]:
+            on = view("a", served=SERVED | {name}, max_adapters=2)
+            stand.serve(streamed(adapter=name), on, more_s=0.02 if name in NAMES and lap else 1.0)
+            stand.now += 1.0
+    swapped, read = (stand.terms(asked(number), slotted("a"))["adapter"] for number in (0, 7))
+    assert swapped < 0.1
+    assert read == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_load_time_that_is_not_known_is_that_of_the_next_colder_tier() -> None:
+    times = LoadTimes()
+    times.learn(TIERS - 1, 1.0)
+    assert times.at(1) == 1.0
+    times.learn(2, 0.1)
+    assert [times.at(tier) for tier in (1, 2, 3, TIERS - 1)] == [0.1, 0.1, 1.0, 1.0]

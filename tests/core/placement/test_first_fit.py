@@ -1,0 +1,86 @@
+"""Who of a band is asked about after one that could not go, by why it could not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from llmproxy.core.backends.backend import View
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, NoCapacity, NoMatch, Placed, Request
+from llmproxy.core.placement import NO_MATCH, NO_MATCH_FOR_MODEL, Unobserved
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import Settings
+from tests.core.make import listing, reading, request
+
+LATER = NoMatch(whole_model=False, later=True)
+
+
+class Picky(Unobserved):
+    """Gives some requests, by their ids, the same answer always, and all others the only backend."""
+
+    def __init__(self, misses: dict[str, NoMatch]) -> None:
+        self._misses = misses
+        self.asked: list[str] = []
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        del ceiling, excluded, now
+        self.asked.append(request.id)
+        return self._misses.get(request.id) or Placed(views[0].backend, 0.0, (), 1)
+
+
+def granted(of: Picky, *asked: Request) -> list[str]:
+    pools = Pools(Settings(), {"a": 100}, {}, lambda: of)
+    pools.answered("a", 0.0)
+    pools.listed("a", listing())
+    for one in asked:
+        pools.submit(one, 0.0)
+    return [decision.request.id for decision in pools.decide(0.0) if isinstance(decision, Grant)]
+
+
+@pytest.mark.parametrize("flows", [("f", "f", "f"), ("f", "g", "h")])
+@pytest.mark.parametrize(
+    ("why", "went"),
+    [(LATER, ["second", "third"]), (NO_MATCH, ["third"]), (NO_MATCH_FOR_MODEL, [])],
+)
+def test_one_that_waits_for_a_full_backend_does_not_hide_others_of_its_model(
+    why: NoMatch, went: list[str], flows: tuple[str, str, str]
+) -> None:
+    # What finds no match for its length hides those that are as long, and what finds none for its model all others.
+    first, second = (request(id=name, flow=flow) for name, flow in zip(("first", "second"), flows, strict=False))
+    third = request(id="third", flow=flows[2], prompt_tokens=5)
+    assert sorted(granted(Picky({"first": why}), first, second, third)) == went
+
+
+def test_one_that_waits_is_asked_about_again_after_each_grant() -> None:
+    placement = Picky({"first": LATER})
+    granted(placement, request(id="first"), request(id="second"), request(id="third"))
+    assert placement.asked.count("first") > 1
+
+
+class Choosy(Picky):
+    """Would have the first request wait while a backend that is full is among the views."""
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        del excluded, now
+        if request.id == "first" and not all(view.has_room(ceiling) for view in views):
+            return LATER
+        return Placed(next(view.backend for view in views if view.has_room(ceiling)), 0.0, (), 1)
+
+
+@pytest.mark.parametrize(("other_band", "went"), [(DEFAULT, "second"), (SHEDDABLE, "first"), (CRITICAL, "second")])
+def test_nobody_waits_by_choice_above_a_band_that_would_take_the_room(other_band: int, went: str) -> None:
+    pools = Pools(Settings(), {"a": 1, "b": 2}, {}, lambda: Choosy({}))
+    for name in "ab":
+        pools.answered(name, 0.0)
+        pools.listed(name, listing())
+    pools.observe("a", reading(running=9))
+    pools.observe("a", reading(0.1, running=9))
+    pools.submit(request(id="first", band=DEFAULT), 0.2)
+    pools.submit(request(id="second", band=other_band), 0.2)
+    grants = [decision.request.id for decision in pools.decide(0.2) if isinstance(decision, Grant)]
+    assert grants[0] == went

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from llmproxy.core.backends.backend import View
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed
+from llmproxy.core.placement import make, presets
+from tests.core.make import request, view
+
+PRESETS = sorted(presets.names())
+NONE: frozenset[str] = frozenset()
+
+
+def chosen(
+    preset: str,
+    views: Sequence[View],
+    times: int = 1,
+    ceiling: float = 1.0,
+    excluded: frozenset[str] = NONE,
+    **facts: int,
+) -> Counter[str]:
+    placement = make(preset, Random(7))
+    found: Counter[str] = Counter()
+    for _ in range(times):
+        placed = placement.place(request(**facts), views, ceiling, excluded, 0.0)
+        assert isinstance(placed, Placed), placed
+        found[placed.backend] += 1
+    return found
+
+
+@pytest.fixture(params=PRESETS)
+def preset(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# --- filters, the same for every preset -------------------------------------------------------------------------------
+
+
+def test_no_room_anywhere_is_told_from_no_room_for_this_one(preset: str) -> None:
+    full, down = view("full", load=10), view("down", available=False)
+    roomy_elsewhere = view("other", served=frozenset({"other"}))
+    place = make(preset, Random(0)).place
+    assert place(request(), [], 1.0, NONE, 0.0) == NoCapacity()
+    assert place(request(), [full, down], 1.0, NONE, 0.0) == NoCapacity()
+    assert place(request(), [full, down, roomy_elsewhere], 1.0, NONE, 0.0) == NoMatch(whole_model=True)
+    assert place(request(), [full, view("a")], 1.0, frozenset({"a"}), 0.0) == NoMatch(whole_model=True)
+
+
+def test_every_filter_leaves_only_those_that_fit(preset: str) -> None:
+    views = [
+        view("full", load=10),
+        view("down", available=False),
+        view("cache", load=1, kv_used=0.99),
+        view("foreign", served=frozenset({"other"})),
+        view("failed"),
+        view("short", max_model_len=50),
+        view("fits", load=9),
+    ]
+    found = chosen(preset, views, times=20, excluded=frozenset({"failed"}), prompt_tokens=60, max_tokens=10)
+    assert set(found) == {"fits"}
+
+
+def test_a_lower_ceiling_sees_less_room(preset: str) -> None:
+    views = [view("a", limit=10, load=9)]
+    assert chosen(preset, views, ceiling=1.0) == {"a": 1}
+    assert make(preset, Random(0)).place(request(), views, 0.85, NONE, 0.0) == NoCapacity()
+
+
+def test_an_adapter_goes_only_where_it_is_listed(preset: str) -> None:
+    views = [view("a"), view("b", served=frozenset({"base", "lora"}), load=5)]
+    place = make(preset, Random(0)).place
+    for _ in range(10):
+        placed = place(request(adapter="lora"), views, 1.0, NONE, 0.0)
+        assert isinstance(placed, Placed)
+        assert placed.backend == "b"
+        assert placed.candidates == 1
+
+
+def test_a_long_request_waits_for_the_long_context(preset: str) -> None:
+    short, long = view("short", max_model_len=100), view("long", max_model_len=1000, load=10)
+    place = make(preset, Random(0)).place
+    assert place(request(prompt_tokens=500), [short, long], 1.0, NONE, 0.0) == NoMatch(whole_model=False)
+    assert place(request(prompt_tokens=90, max_tokens=20), [short, long], 1.0, NONE, 0.0) == NoMatch(whole_model=False)
+    assert chosen(preset, [short, long], prompt_tokens=90, max_tokens=10) == {"short": 1}
+
+
+def test_what_even_the_longest_context_cannot_hold_is_for_the_engine_to_refuse(preset: str) -> None:
+    short, long = view("short", max_model_len=100), view("long", max_model_len=1000)
+    assert set(chosen(preset, [short, long], times=20, prompt_tokens=5000)) == {"long"}
+
+
+def test_a_long_context_that_already_failed_this_request_is_not_waited_for(preset: str) -> None:
+    short, long = view("short", max_model_len=100), view("long", max_model_len=1000)
+    assert chosen(preset, [short, long], excluded=frozenset({"long"}), prompt_tokens=500) == {"short": 1}
+
+
+def test_an_unknown_context_length_holds_anything(preset: str) -> None:
+    assert chosen(preset, [view("a", max_model_len=None)], prompt_tokens=10**6) == {"a": 1}
+
+
+def test_one_preset_and_seed_always_choose_alike(preset: str) -> None:
+    views = [view(name, load=load) for name, load in [("a", 1), ("b", 1), ("c", 2), ("d", 1)]]
+
+    def trace() -> list[str]:
+        place = make(preset, Random(3)).place
+        placed = [place(request(), views, 1.0, NONE, 0.0) for _ in range(30)]
+        return [one.backend for one in placed if isinstance(one, Placed)]
+
+    assert trace() == trace()
+    assert len(trace()) == 30
+
+
+# --- each preset's own choice -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (view("a", load=1), view("b", load=5)),
+        (view("a", waiting=0), view("b", waiting=2)),
+        (view("a", kv_used=0.1), view("b", kv_used=0.8)),
+        (view("a", load=5, limit=100), view("b", load=5, limit=10)),
+        (view("a", kv_tokens=100_000), view("b", kv_tokens=100)),
+    ],
+)
+def test_blend_prefers_the_shorter_queue_the_emptier_cache_and_the_smaller_batch(better: View, worse: View) -> None:
+    assert chosen("blend", [worse, better], times=10, prompt_tokens=50) == {"a": 10}
+
+
+def test_blend_prefers_a_resident_adapter_then_a_free_slot_then_an_eviction() -> None:
+    served = frozenset({"base", "lora"})
+    has = view("has", served=served, resident=frozenset({"lora"}), max_adapters=1)
+    free = view("free", served=served, resident=frozenset({"x"}), max_adapters=2)
+    evicts = view("evicts", served=served, resident=frozenset({"x"}), max_adapters=1)
+    place = make("blend", Random(0)).place
+    for views, best in [([evicts, free, has], "has"), ([evicts, free], "free"), ([evicts], "evicts")]:
+        placed = place(request(adapter="lora"), views, 1.0, NONE, 0.0)
+        assert isinstance(placed, Placed)
+        assert placed.backend == best
+
+
+def test_blend_leaves_a_warm_backend_that_is_busy() -> None:
+    served = frozenset({"base", "lora"})
+    warm = view("warm", served=served, resident=frozenset({"lora"}), max_adapters=2, load=9, waiting=3)
+    cold = view("cold", served=served, max_adapters=2)
+    placed = make("blend", Random(0)).place(request(adapter="lora"), [warm, cold], 1.0, NONE, 0.0)
+    assert isinstance(placed, Placed)
+    assert placed.backend == "cold"
+
+
+def test_blend_says_why() -> None:
+    placed = make("blend", Random(0)).place(request(), [view("a", load=5, waiting=1, kv_used=0.25)], 1.0, NONE, 0.0)
+    assert isinstance(placed, Placed)
+    assert dict(placed.terms) == {"queue": 0.5, "kv": 0.75, "load": 0.5, "lora": 1.0}
+    assert placed.score == 2 * 0.5 + 0.75 + 2 * 0.5 + 1.0
+    assert placed.candidates == 1
+
+
+@pytest.mark.parametrize("preset", ["blend", "least_request", "random", "power_of_two"])
+def test_equal_backends_share_alike(preset: str) -> None:
+    found = chosen(preset, [view(name) for name in "abcd"], times=4000)
+    assert all(850 <= found[name] <= 1150 for name in "abcd"), found
+
+
+def test_blend_draws_between_near_ties() -> None:
+    found = chosen("blend", [view("a", kv_used=0.1), view("b", kv_used=0.1001)], times=400)
+    assert min(found["a"], found["b"]) > 100
+
+
+def test_least_request_counts_load_against_size() -> None:
+    views = [view("small", limit=10, load=2), view("big", limit=100, load=10), view("mid", limit=50, load=9)]
+    assert chosen("least_request", views, times=20) == {"big": 20}
+
+
+def test_power_of_two_never_takes_the_fullest_of_three() -> None:
+    views = [view("a", load=1), view("b", load=2), view("c", load=3)]
+    found = chosen("power_of_two", views, times=600)
+    assert found["c"] == 0
+    assert found["a"] > found["b"] > 0
+    assert chosen("power_of_two", views[:1]) == {"a": 1}
+
+
+def test_random_takes_any_with_room() -> None:
+    found = chosen("random", [view("a"), view("b", load=9), view("c", load=10)], times=300)
+    assert set(found) == {"a", "b"}
+    assert min(found.values()) > 100
+
+
+def test_round_robin_goes_by_name_and_skips_those_without_room() -> None:
+    place = make("round_robin", Random(0)).place
+    a, b, c = view("a"), view("b"), view("c")
+    order = []
+    for views in ([c, a, b], [c, a, b], [c, a, b], [b, a, c], [a, view("b", load=10), c], [a, b, c]):
+        placed = place(request(), views, 1.0, NONE, 0.0)
+        assert isinstance(placed, Placed)
+        order.append(placed.backend)
+    assert order == ["a", "b", "c", "a", "c", "a"]

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from llmproxy.core.domain import Slo
+from llmproxy.core.queueing.fairness import FairnessPolicy, accounts, policies
+from llmproxy.core.queueing.fairness.accounts import Accounts
+from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
+from llmproxy.core.settings import Settings
+from tests.core.make import request
+from tests.core.queueing.fairness.fairness_engine import arrive, first, offered
+
+# --- all policies -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=sorted(policies.names()))
+def policy(request: pytest.FixtureRequest) -> FairnessPolicy:
+    return policies.get(request.param)(Settings())
+
+
+def test_the_names_that_a_configuration_may_give() -> None:
+    assert policies.names() == ("fair_share", "fcfs", "locality_fair_share", "round_robin", "slo")
+
+
+def test_a_flow_is_offered_once_while_it_waits_and_not_at_all_after(policy: FairnessPolicy) -> None:
+    arrive(policy, "a", "b", "a", "c", "b")
+    policy.charge("a", 50_000.0)
+    policy.charge("a", -20_000.0)
+    policy.dispatched("b")
+    policy.ended(request(flow="c"), False, 1.0)
+    assert sorted(offered(policy, 1.0)) == ["a", "b", "c"]
+    policy.emptied("b")
+    policy.charge("b", 10.0)
+    policy.dispatched("b")
+    policy.ended(request(flow="b"), True, 2.0)
+    assert sorted(offered(policy, 2.0)) == ["a", "c"]
+    policy.emptied("a")
+    policy.emptied("c")
+    assert offered(policy, 3.0) == []
+
+
+def test_looking_at_some_candidates_changes_nothing(policy: FairnessPolicy) -> None:
+    arrive(policy, "a", "b", "c")
+    policy.charge("b", 20_000.0)
+    before = offered(policy)
+    looking = policy.candidates(0.0)
+    next(looking)
+    next(looking)
+    getattr(looking, "close", lambda: None)()
+    assert offered(policy) == before == offered(policy)
+
+
+def test_a_flow_alone_is_always_offered(policy: FairnessPolicy) -> None:
+    arrive(policy, "alone")
+    for number in range(200):
+        assert offered(policy, float(number)) == ["alone"]
+        policy.dispatched("alone")
+        policy.charge("alone", 1e6)
+        policy.ended(request(flow="alone"), False, float(number))
+
+
+def test_a_flood_of_flow_names_leaves_nothing_that_grows(
+    policy: FairnessPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "IDLE_FLOWS_MAX", 20)
+    slo = Slo(ttft_s=0.5)
+    steady = request(flow="steady", slo=slo)
+    policy.entered(steady, 0.0)
+    policy.backlogged("steady", steady)
+    for number in range(3000):
+        now = number / 100
+        one = request(flow=f"passing-{number}", arrived_s=now, slo=slo)
+        policy.entered(one, now)
+        policy.backlogged(one.flow, one)
+        first(policy, now)
+        policy.emptied(one.flow)
+        policy.dispatched(one.flow)
+        policy.charge(one.flow, 30_000.0)
+        policy.started(one, now)
+        policy.ended(one, number % 2 == 0, now)
+    assert offered(policy, 31.0) == ["steady"]
+    assert len(pickle.dumps(policy)) < 20_000, "all that it holds, in bytes"
+
+
+# --- fcfs -------------------------------------------------------------------------------------------------------------
+
+
+def test_fcfs_offers_the_flow_whose_head_came_first() -> None:
+    fcfs = policies.get("fcfs")(Settings())
+    arrive(fcfs, "late", at_s=3.0)
+    arrive(fcfs, "early", at_s=1.0)
+    assert offered(fcfs) == ["early", "late"]
+    fcfs.charge("early", 1e9)
+    assert offered(fcfs) == ["early", "late"], "what it costs is nothing to first come, first served"
+    arrive(fcfs, "early", at_s=5.0)
+    assert offered(fcfs) == ["late", "early"]
+
+
+# --- round robin ------------------------------------------------------------------------------------------------------
+
+
+def test_round_robin_gives_each_flow_a_turn_whatever_it_costs() -> None:
+    turns = policies.get("round_robin")(Settings())
+    arrive(turns, "a", "b", "c")
+    served = []
+    for _ in range(7):
+        flow = offered(turns)[0]
+        served.append(flow)
+        turns.charge(flow, 1e6 if flow == "a" else 1.0)
+        turns.dispatched(flow)
+    assert served == ["a", "b", "c", "a", "b", "c", "a"]
+
+
+def test_round_robin_puts_a_flow_that_comes_back_behind_the_others() -> None:
+    turns = policies.get("round_robin")(Settings())
+    arrive(turns, "a", "b")
+    turns.emptied("a")
+    arrive(turns, "a")
+    assert offered(turns) == ["b", "a"]
+
+
+# --- what they are made of --------------------------------------------------------------------------------------------
+
+
+def test_flows_are_sorted_by_their_newest_key_and_equals_by_who_was_set_first() -> None:
+    flows = SortedFlows()
+    for flow, key in (("a", 3.0), ("b", 1.0), ("c", 3.0), ("b", 5.0), ("d", 3.0), ("e", 0.0)):
+        flows.set(flow, key)
+    flows.discard("e")
+    assert list(flows) == ["a", "c", "d", "b"]
+    assert flows.least() == (3.0,)
+    assert flows.take_below(3.0) == []
+    assert flows.take_below(5.0) == ["a", "c", "d"]
+    assert list(flows) == ["b"]
+    assert "a" not in flows
+
+
+def test_a_key_that_changes_often_leaves_no_heap_of_old_ones() -> None:
+    flows = SortedFlows()
+    for number in range(1000):
+        flows.set("a", float(number))
+    assert len(flows._heap) <= 64 + 4
+
+
+def test_the_idle_flow_heard_of_longest_ago_is_forgotten_and_waiting_ones_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accounts, "IDLE_FLOWS_MAX", 2)
+    gone: list[str] = []
+    kept: Accounts[list[str]] = Accounts(list, gone.append)
+    kept.wait("waits").append("x")
+    for flow in ("a", "b", "waits", "a", "c"):
+        kept.of(flow)
+    assert gone == ["b"]
+    assert kept.find("waits") == ["x"]
+    assert len(kept) == 3
+    kept.rest("waits")
+    assert gone == ["b", "a"]
+    assert kept.wait("waits") == ["x"], "one account, whether the flow waits or not"
+    kept.rest("nobody")
+    kept.drop("waits")
+    assert kept.find("waits") is None

@@ -1,0 +1,173 @@
+"""What ceilings keep free for higher bands, and when nobody needs it."""
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmproxy.core.backends.batch_limit import KEPT_FROM, slots_under
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict
+from llmproxy.core.queueing.headroom import Headroom
+from llmproxy.core.settings import CapacitySettings, Settings
+from tests.core.make import pools, request
+
+
+def test_nothing_is_kept_for_bands_that_nobody_uses() -> None:
+    headroom = Headroom(Settings())
+    assert [headroom.ceiling(band, 0.0) for band in (CRITICAL, DEFAULT, SHEDDABLE)] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("used", "ceilings"),
+    [
+        (CRITICAL, [1.0, 0.95, 0.95]),
+        (DEFAULT, [1.0, 1.0, 0.85]),
+        (SHEDDABLE, [1.0, 1.0, 1.0]),
+        (SHEDDABLE - 1, [1.0, 1.0, 1.0]),
+        (CRITICAL + 7, [0.99, 0.95, 0.95]),
+        (DEFAULT + 7, [1.0, 0.95, 0.85]),
+    ],
+)
+def test_a_band_waits_for_the_next_one_above_it_that_is_in_use(used: int, ceilings: list[float]) -> None:
+    headroom = Headroom(Settings())
+    headroom.used(used, 5.0)
+    assert [headroom.ceiling(band, 5.0) for band in (CRITICAL, DEFAULT, SHEDDABLE)] == ceilings
+
+
+def test_a_band_is_in_use_for_a_while_after_its_last_request() -> None:
+    headroom = Headroom(Settings(reserve_s=10.0))
+    assert headroom.changes_at(0.0) is None
+    headroom.used(CRITICAL, 1.0)
+    headroom.used(DEFAULT, 3.0)
+    headroom.used(CRITICAL, 2.0)
+    assert (headroom.ceiling(DEFAULT, 11.9), headroom.changes_at(11.9)) == (0.95, 12.0)
+    assert (headroom.ceiling(DEFAULT, 12.0), headroom.changes_at(12.0)) == (1.0, 13.0)
+    assert headroom.ceiling(SHEDDABLE, 12.9) == 0.85
+    assert (headroom.ceiling(SHEDDABLE, 13.0), headroom.changes_at(13.0)) == (1.0, None)
+
+
+def test_a_reserve_without_end_is_kept_before_the_first_request() -> None:
+    headroom = Headroom(Settings(reserve_s=inf))
+    assert [headroom.ceiling(band, 0.0) for band in (CRITICAL, DEFAULT, SHEDDABLE)] == [1.0, 0.95, 0.85]
+    headroom.used(CRITICAL, 0.0)
+    assert headroom.changes_at(1.0) is None
+
+
+def test_no_band_may_ever_fill_more_than_one_above_it() -> None:
+    for last in (CRITICAL, DEFAULT, SHEDDABLE, 50, -150):
+        headroom = Headroom(Settings())
+        headroom.used(last, 0.0)
+        ceilings = [headroom.ceiling(band, 1.0) for band in (-150, SHEDDABLE, DEFAULT, 50, CRITICAL, 101)]
+        assert ceilings == sorted(ceilings)
+
+
+def test_what_waits_gets_the_reserve_when_it_lapses_without_any_event() -> None:
+    one = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0), reserve_s=10.0))
+    for band in (CRITICAL, *[DEFAULT] * 30):
+        one.submit(request(band=band), 0.0)
+
+    def granted(now: float) -> int:
+        return sum(isinstance(decision, Grant) for decision in one.decide(now))
+
+    assert granted(0.0) == 19
+    assert one.next_wakeup(0.0) == 10.0
+    assert granted(9.9) == 0
+    assert granted(10.0) == 1
+
+
+TIGHT = Settings(capacity=CapacitySettings(look_ahead=0))
+BANDS = (CRITICAL + 7, CRITICAL, 50, DEFAULT, SHEDDABLE)
+FRACTIONS = st.floats(min_value=0.01, max_value=1.0)
+FALLING = st.lists(FRACTIONS, min_size=3, max_size=3).map(
+    lambda three: dict(zip((CRITICAL, DEFAULT, SHEDDABLE), sorted(three, reverse=True), strict=True))
+)
+
+
+@given(
+    limits=st.lists(st.integers(1, 64), min_size=1, max_size=3),
+    ceilings=FALLING,
+    used=st.sets(st.sampled_from(BANDS), min_size=2),
+    reserve_s=st.sampled_from((10.0, inf)),
+)
+def test_below_the_highest_band_in_use_a_slot_is_always_free(
+    limits: list[int], ceilings: dict[int, float], used: set[int], reserve_s: float
+) -> None:
+    settings = Settings(
+        ceilings=ceilings, reserve_s=reserve_s, placement="least_request", capacity=CapacitySettings(look_ahead=0)
+    )
+    one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, settings)
+    highest = max(used | set(ceilings)) if reserve_s == inf else max(used)
+    one.submit(request(band=highest), 0.0)
+    (first,) = one.decide(0.0)
+    assert isinstance(first, Grant)
+    one.finish(first, Verdict.SERVED, 1.0)
+    for band in sorted(used - {highest}):
+        for _ in range(sum(limits) + 10):
+            one.submit(request(band=band), 2.0)
+    assert one.decide(2.0), "the bands below are not served at all"
+    while one.decide(2.0):
+        pass
+    top = settings.ceiling_range[1]
+    if len(limits) == 1 and one.backends["b0"].view(2.0).slots(top) == 1:
+        return
+    for backend in one.backends.values():
+        view = backend.view(2.0)
+        if view.limit >= 4 and view.slots(top) > 1:
+            assert view.load < view.limit
+            assert view.has_room(top)
+    one.submit(request(band=highest), 3.0)
+    assert [type(decision) for decision in one.decide(3.0)] == [Grant]
+
+
+@pytest.mark.parametrize("limit", range(KEPT_FROM, 65))
+def test_every_backend_of_four_or_more_keeps_a_slot_of_those_that_the_highest_band_may_have(limit: int) -> None:
+    for highest in (1.0, 0.95, 0.9, 0.5, 0.3):
+        slots = slots_under(limit, highest, 0, highest)
+        for percent in range(1, 100):
+            below = slots_under(limit, highest * percent / 100, 0, highest)
+            assert 1 <= below <= max(1, slots - 1)
+
+
+def test_four_sequences_are_enough_for_a_slot_on_each_backend() -> None:
+    one = pools({"a": 4, "b": 4}, TIGHT)
+    one.submit(request(band=CRITICAL), 0.0)
+    (first,) = one.decide(0.0)
+    assert isinstance(first, Grant)
+    one.finish(first, Verdict.SERVED, 0.5)
+    for _ in range(20):
+        one.submit(request(band=DEFAULT), 1.0)
+    assert len(one.decide(1.0)) == 6
+
+
+def test_two_replicas_of_eight_keep_one_slot_each_while_the_band_between_is_idle() -> None:
+    one = pools({"a": 8, "b": 8}, TIGHT)
+    one.submit(request(band=CRITICAL), 0.0)
+    (first,) = one.decide(0.0)
+    assert isinstance(first, Grant)
+    one.finish(first, Verdict.SERVED, 0.5)
+    for _ in range(100):
+        one.submit(request(band=SHEDDABLE), 1.0)
+    assert len(one.decide(1.0)) == 14
+
+
+@pytest.mark.parametrize(("limits", "granted"), [((1,), 1), ((2,), 1), ((3,), 2), ((1, 1), 1), ((3, 2, 1), 5)])
+def test_small_replicas_keep_one_slot_in_the_whole_pool(limits: tuple[int, ...], granted: int) -> None:
+    one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, TIGHT)
+    one.submit(request(band=CRITICAL), 0.0)
+    (first,) = one.decide(0.0)
+    assert isinstance(first, Grant)
+    one.finish(first, Verdict.SERVED, 0.5)
+    for _ in range(20):
+        one.submit(request(band=SHEDDABLE, deadline_s=100.0), 1.0)
+    assert len(one.decide(1.0)) == granted
+    # Nobody asked for more in a minute: it all goes to who waits.
+    assert len(one.decide(60.5)) == sum(limits) - granted
+
+
+def test_who_wants_no_room_kept_says_so() -> None:
+    one = pools({"a": 8}, Settings(reserve_s=0.0, capacity=CapacitySettings(look_ahead=0)))
+    one.submit(request(band=CRITICAL), 0.0)
+    for _ in range(20):
+        one.submit(request(band=SHEDDABLE), 0.0)
+    assert len(one.decide(0.0)) == 8

@@ -1,0 +1,394 @@
+"""Minimum shares, early refusal of what must be late, and what holds for every policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Drop,
+    Entry,
+    Grant,
+    Outcome,
+    Preempt,
+    Refused,
+    Slo,
+    Trouble,
+    Usage,
+    Verdict,
+)
+from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.fairness import policies
+from llmproxy.core.queueing.min_share import CREDIT_GRANTS, MinShares
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
+from tests.core.make import pools, reading, request
+
+
+def granted(of: Pools, now: float = 0.0) -> list[Grant]:
+    decisions = of.decide(now)
+    of.check(now)
+    assert of.decide(now) == []
+    grants = [decision for decision in decisions if isinstance(decision, Grant)]
+    assert len(grants) == len(decisions), "something else was decided, too"
+    return grants
+
+
+def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...], rounds: int = 600) -> Counter[int]:
+    """Tokens granted by band while all of `waiting` always have requests, `at_a_time` of which end together."""
+    settings = Settings(min_shares=shares, capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(hold_s=0.0))
+    of = pools({"a": 20}, settings)
+    held: list[Grant] = []
+    tokens: Counter[int] = Counter()
+    queued: Counter[int] = Counter()
+    for step in range(rounds):
+        now = step / 10
+        for band in waiting:
+            while queued[band] < 40:
+                size = 10 if band == CRITICAL else 40
+                of.submit(request(band=band, flow=str(band), deadline_s=1e9, output_tokens=size, stream=True), now)
+                queued[band] += 1
+        for grant in granted(of, now):
+            of.started(grant, now)
+            tokens[grant.request.band] += grant.request.prompt_tokens + 2 * grant.request.output_tokens
+            queued[grant.request.band] -= 1
+            held.append(grant)
+        for _ in range(min(at_a_time, len(held))):
+            grant = held.pop(0)
+            of.finish(grant, Verdict.SERVED, now, Usage(10, grant.request.output_tokens))
+    return tokens
+
+
+@pytest.mark.parametrize("at_a_time", [1, 15])
+def test_a_band_gets_its_minimum_share_however_much_waits_above_it(at_a_time: int) -> None:
+    tokens = overload({SHEDDABLE: 0.1, DEFAULT: 0.25}, at_a_time, (CRITICAL, DEFAULT, SHEDDABLE))
+    total = tokens.total()
+    assert tokens[SHEDDABLE] / total == pytest.approx(0.1, abs=0.02)
+    assert tokens[DEFAULT] / total == pytest.approx(0.25, abs=0.02)
+    assert tokens[CRITICAL] / total == pytest.approx(0.65, abs=0.03)
+
+
+def test_without_shares_priority_is_strict() -> None:
+    assert set(overload({}, 3, (CRITICAL, DEFAULT, SHEDDABLE), rounds=50)) == {CRITICAL}
+
+
+def test_a_share_does_not_matter_while_its_band_waits_for_nothing() -> None:
+    of = pools({"a": 1}, Settings(min_shares={SHEDDABLE: 0.5}, capacity=CapacitySettings(look_ahead=0)))
+    of.submit(request(id="first"), 0.0)
+    (held,) = granted(of)
+    for number in range(30):
+        of.submit(request(id=f"d{number}"), 0.0)
+        of.finish(held, Verdict.SERVED, 0.0)
+        (held,) = granted(of)
+        assert not held.why.guaranteed
+    of.submit(request(id="waits"), 0.0)
+    of.submit(request(band=SHEDDABLE), 0.0)
+    of.finish(held, Verdict.SERVED, 1.0)
+    (held,) = granted(of, 1.0)
+    assert held.request.id == "waits", "credit does not pile up while nothing waits"
+
+
+def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
+    settings = Settings(min_shares={SHEDDABLE: 0.4}, capacity=CapacitySettings(look_ahead=0), ceilings={DEFAULT: 1.0})
+    of = pools({"a": 1}, settings)
+    of.submit(request(band=SHEDDABLE, stream=True), 0.0)
+    for _ in range(6):
+        of.submit(request(band=CRITICAL, deadline_s=1e9), 0.0)
+    grants: list[Grant] = []
+    for step in range(4):
+        (grant,) = granted(of, float(step))
+        assert of.decide(float(step)) == [], "what was guaranteed was taken back"
+        grants.append(grant)
+        of.finish(grant, Verdict.SERVED, float(step), Usage(10, 10))
+    by_band = {grant.request.band: grant.why.guaranteed for grant in grants}
+    assert by_band == {CRITICAL: False, SHEDDABLE: True}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "usage"), [(Verdict.FAILED, None), (Verdict.BUSY, Usage(0, 0)), (Verdict.LOST, None)]
+)
+@pytest.mark.parametrize("charged", ["tokens", "requests"])
+def test_what_came_to_nothing_does_not_use_a_share_up(verdict: Verdict, usage: Usage | None, charged: str) -> None:
+    of, low = owed(charged)
+    of.finish(low, verdict, 1.0, usage)
+    of.submit(low.request, 1.0, entry=Entry.RETRY)
+    (again,) = granted(of, 2.0)
+    assert (again.request.id, again.why.guaranteed) == ("low", True)
+
+
+def test_what_was_cut_short_uses_its_share_up() -> None:
+    of, low = owed("tokens")
+    of.finish(low, Verdict.CLIENT_GONE, 1.0, Usage(10, 1))
+    of.submit(request(band=SHEDDABLE, flow="low"), 1.0)
+    (other,) = granted(of, 2.0)
+    assert other.request.band == CRITICAL
+
+
+def owed(charged: str) -> tuple[Pools, Grant]:
+    """One slot, held by the sheddable request "low" for the share that a critical grant has earned its band."""
+    settings = Settings(
+        min_shares={SHEDDABLE: 0.4}, charged=charged, capacity=CapacitySettings(look_ahead=0), withdrawal=False
+    )
+    of = pools({"a": 1}, settings)
+    of.submit(request(id="low", band=SHEDDABLE, flow="low"), 0.0)
+    for _ in range(6):
+        of.submit(request(band=CRITICAL), 0.0)
+    (first,) = granted(of)
+    of.finish(first, Verdict.SERVED, 0.0)
+    (low,) = granted(of)
+    assert (low.request.id, low.why.guaranteed) == ("low", True)
+    return of, low
+
+
+def test_who_comes_back_from_a_limit_above_a_band_does_not_delay_what_that_is_owed() -> None:
+    settings = Settings(
+        min_shares={DEFAULT: 0.4}, capacity=CapacitySettings(look_ahead=1), limits={"model:m": UsageLimit(in_flight=1)}
+    )
+    of = pools({"a": 2}, settings)
+
+    def enter(count: int = 1, **given: Any) -> list[Grant]:
+        of.submit(request(**given), 0.0)
+        grants = granted(of)
+        assert len(grants) == count
+        return grants
+
+    # Two places for all, a third for critical requests and for what is owed.
+    enter(id="uses the share up")
+    (first,) = enter(band=CRITICAL, limits=("model:m",))
+    enter(0, band=SHEDDABLE, limits=("model:m",))
+    enter(0, id="owed")
+    (filler,) = enter(band=CRITICAL)
+    of.finish(first, Verdict.SERVED, 0.0)
+    assert granted(of) == [], "the sheddable one came back from the limit, and has no room"
+    (second,) = enter(band=CRITICAL, limits=("model:m",))
+    enter(0, band=7, limits=("model:m",))
+    of.finish(filler, Verdict.SERVED, 0.0)
+    enter(band=CRITICAL, output_tokens=100)
+    of.finish(second, Verdict.SERVED, 0.0)
+    (owed,) = granted(of)
+    assert (owed.request.id, owed.why.guaranteed) == ("owed", True)
+
+
+def test_nobody_earns_a_share_of_what_came_to_nothing() -> None:
+    of = pools({"a": 1}, Settings(min_shares={SHEDDABLE: 0.4}, capacity=CapacitySettings(look_ahead=0)))
+    of.submit(request(id="high", band=CRITICAL), 0.0)
+    of.submit(request(band=SHEDDABLE), 0.0)
+    (high,) = granted(of)
+    of.finish(high, Verdict.FAILED, 1.0)
+    of.submit(high.request, 1.0, entry=Entry.RETRY)
+    (again,) = granted(of, 1.0)
+    assert again.request.id == "high"
+
+
+def test_shares_given_back_are_no_more_than_may_be_gathered() -> None:
+    shares = MinShares({SHEDDABLE: 0.5})
+    changes = []
+    for _ in range(20):
+        shares.granted(CRITICAL, 2.0, (CRITICAL, SHEDDABLE))
+        changes.append(shares.granted(SHEDDABLE, 1.0, (CRITICAL, SHEDDABLE)))
+    for change in changes:
+        shares.undone(change, 1.0)
+    for _ in range(int(CREDIT_GRANTS)):
+        assert shares.due((SHEDDABLE,)) == [SHEDDABLE]
+        shares.granted(SHEDDABLE, 1.0, ())
+    assert not shares.due((SHEDDABLE,))
+
+
+# --- refused early ----------------------------------------------------------------------------------------------------
+
+
+def late(**given: Any) -> Pools:
+    settings = Settings(refuse_late=True, capacity=CapacitySettings(look_ahead=0), **given)
+    of = pools({"a": 1}, settings)
+    first_token = of._schedulers["base"]._first_token
+    for tokens in (100, 200):
+        first_token.learn(tokens, tokens / 100)
+    return of
+
+
+def test_what_would_be_late_even_if_served_next_is_refused() -> None:
+    of = late()
+    of.submit(request(prompt_tokens=100, slo=Slo(ttft_s=1.5)), 0.0)
+    with pytest.raises(Refused) as caught:
+        of.submit(request(prompt_tokens=300, slo=Slo(ttft_s=1.5)), 0.0)
+    assert caught.value.outcome is Outcome.REJECTED_DEADLINE
+    assert "1.50 s late" in caught.value.message
+    assert caught.value.retry_after_s
+    of.submit(request(prompt_tokens=300), 0.0)
+    of.submit(request(prompt_tokens=300, slo=Slo(tpot_s=0.001)), 0.0)
+
+
+def test_time_waited_before_and_time_until_there_is_room_count() -> None:
+    of = late()
+    with pytest.raises(Refused):
+        of.submit(request(prompt_tokens=100, arrived_s=0.0, slo=Slo(ttft_s=1.5)), 0.6)
+    held = None
+    for step in range(5):
+        of.submit(request(prompt_tokens=100, arrived_s=float(step), deadline_s=1e9), float(step))
+        (held,) = granted(of, float(step))
+        if step < 4:
+            of.finish(held, Verdict.SERVED, float(step) + 0.5)
+    with pytest.raises(Refused):
+        of.submit(request(prompt_tokens=100, arrived_s=4.0, slo=Slo(ttft_s=1.5)), 4.0)
+    assert held is not None
+    of.finish(held, Verdict.SERVED, 4.0)
+    of.submit(request(prompt_tokens=100, arrived_s=4.0, slo=Slo(ttft_s=1.5)), 4.0)
+
+
+def test_early_refusal_is_off_by_default() -> None:
+    of = pools({"a": 1})
+    of._schedulers["base"]._first_token.learn(100, 100.0)
+    of.submit(request(prompt_tokens=100, slo=Slo(ttft_s=0.1)), 0.0)
+
+
+def test_the_time_to_a_first_token_is_learned_over_the_prompts_length() -> None:
+    learned = FirstToken()
+    assert learned.expected_s(1000) == 0.0
+    learned.learn(100, 1.0)
+    assert learned.expected_s(5000) == 1.0, "one length says nothing of another"
+    learned.learn(300, 2.0)
+    assert learned.expected_s(500) == pytest.approx(3.0, rel=0.01)
+    for tokens in (100, 300) * 300:
+        learned.learn(tokens, 0.1 * tokens / 100)
+    assert learned.expected_s(200) == pytest.approx(0.2, rel=0.05)
+
+
+def test_longer_prompts_are_never_expected_to_be_quicker() -> None:
+    learned = FirstToken()
+    learned.learn(100, 2.0)
+    learned.learn(300, 1.0)
+    assert learned.expected_s(1000) == pytest.approx(learned.expected_s(10))
+
+
+# --- what a person should be able to say of it ------------------------------------------------------------------------
+
+
+def test_the_30_acu_example() -> None:
+    """Two classes of 40 units each ask of a capacity of 100, which drops by 30: all 10 surplus units are the lower's.
+
+    10 of them find neither a slot nor a place to wait, or wait; not one of the critical class does either.
+    """
+    waits = QueueSettings(band_requests_max=4)
+    settings = Settings(ceilings={SHEDDABLE: 1.0}, capacity=CapacitySettings(look_ahead=0), queue=waits)
+    of = pools({"a": 70, "b": 30}, settings)
+    for _ in range(2):
+        of.troubled("b", Trouble.REFUSED)
+    running: Counter[int] = Counter()
+    refused: Counter[int] = Counter()
+    leases: dict[int, Grant] = {}
+    for number in range(80):
+        # The critical ones come last in each turn, and still go first.
+        band = CRITICAL if number % 2 else SHEDDABLE
+        try:
+            of.submit(request(band=band, flow=str(band), arrived_s=number / 100, stream=True), 1.0)
+        except Refused as refusal:
+            refused[band] += refusal.outcome is Outcome.REJECTED_CAPACITY
+        if number % 4 == 3:
+            withdrawn = decide_and_obey(of, running, leases)
+            assert withdrawn <= 4
+    queued = {band: requests for band, (requests, _) in of.queued().items()}
+    assert running == {CRITICAL: 40, SHEDDABLE: 30}
+    assert queued[CRITICAL] == refused[CRITICAL] == 0
+    assert queued[SHEDDABLE] + refused[SHEDDABLE] == 10
+    assert refused[SHEDDABLE] > 0
+
+
+def decide_and_obey(of: Pools, running: Counter[int], leases: dict[int, Grant]) -> int:
+    """Let everything happen that the scheduler wants; how many leases it took back."""
+    withdrawn = 0
+    while decisions := of.decide(1.0):
+        for decision in decisions:
+            band = decision.request.band
+            if isinstance(decision, Grant):
+                running[band] += 1
+                leases[decision.lease] = decision
+            elif isinstance(decision, Preempt):
+                withdrawn += 1
+                running[band] -= 1
+                of.finish(leases.pop(decision.lease), Verdict.WITHDRAWN, 1.0)
+                of.submit(decision.request, 1.0, entry=Entry.WITHDRAWN)
+    return withdrawn
+
+
+@pytest.mark.parametrize("fairness", sorted(policies.names()))
+def test_fairness_acts_only_under_contention(fairness: str) -> None:
+    """With room for everybody, everybody goes in the pass in which they came, whatever they were charged before."""
+    of = pools({"a": 64, "b": 64}, Settings(fairness=fairness))
+    for step in range(5):
+        now = float(step)
+        asked = [request(flow=f"f{number % 5}", arrived_s=now, prompt_tokens=10**number) for number in range(6)]
+        asked += [request(flow="greedy", arrived_s=now, output_tokens=100_000, band=band) for band in (100, 0, -100)]
+        for one in asked:
+            of.submit(one, now)
+        grants = granted(of, now)
+        assert {grant.request.id for grant in grants} == {one.id for one in asked}
+        for grant in grants[::2]:
+            of.finish(grant, Verdict.SERVED, now, Usage(10, 10))
+
+
+def test_a_grant_says_what_waited_and_what_its_flow_stood_at() -> None:
+    of = pools({"a": 2}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    for band, flow in ((CRITICAL, "f"), (CRITICAL, "f"), (CRITICAL, "g"), (SHEDDABLE, "h")):
+        of.submit(request(band=band, flow=flow), 0.0)
+    first, second = granted(of)
+    assert first.why.waiting == ((CRITICAL, 3), (SHEDDABLE, 1))
+    assert (first.why.flows, dict(first.why.standing)) == (2, {"counter": 0.0})
+    assert second.request.flow == "g"
+    assert second.why.waiting == ((CRITICAL, 2), (SHEDDABLE, 1))
+    assert (first.why.passed_over, first.why.guaranteed) == (0, False)
+
+
+def test_a_grant_says_how_many_fitted_nowhere_before_it() -> None:
+    of = pools({"a": 2, "b": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    for number in range(2):
+        of.submit(request(arrived_s=number / 10), 0.5, frozenset({"a"}))
+    granted(of, 0.5)
+    of.submit(request(arrived_s=0.6), 0.6)
+    (grant,) = granted(of, 0.6)
+    assert grant.placed.backend == "a"
+    assert grant.why.passed_over == 1
+
+
+# --- a full waiting room ----------------------------------------------------------------------------------------------
+
+
+def test_as_many_are_shed_as_a_large_request_needs_and_none_in_vain() -> None:
+    settings = Settings(queue=QueueSettings(bytes_max=500), capacity=CapacitySettings(look_ahead=0))
+    of = pools({"a": 1}, settings)
+    of.submit(request(), 0.0)
+    granted(of)
+    for at in range(1, 5):
+        of.submit(request(id=f"low{at}", band=SHEDDABLE, arrived_s=float(at)), 5.0)
+    with pytest.raises(Refused, match="bytes_max"):
+        of.submit(request(band=CRITICAL, body_bytes=501), 5.0)
+    assert of.queued()[SHEDDABLE][0] == 4, "nobody was shed for a request that fits nowhere"
+    of.submit(request(band=CRITICAL, body_bytes=300), 5.0)
+    dropped = [decision for decision in of.decide(5.0) if isinstance(decision, Drop)]
+    assert [(drop.request.id, drop.outcome) for drop in dropped] == [("low4", Outcome.SHED), ("low3", Outcome.SHED)]
+    of.check(5.0)
+
+
+def test_the_lowest_band_makes_room_first() -> None:
+    settings = Settings(queue=QueueSettings(requests_max=2), capacity=CapacitySettings(look_ahead=0))
+    of = pools({"a": 1}, settings)
+    of.submit(request(), 0.0)
+    granted(of)
+    of.submit(request(id="low", band=SHEDDABLE, arrived_s=0.1), 0.1)
+    of.submit(request(id="mid", band=DEFAULT, arrived_s=0.2), 0.2)
+    for expected in ("low", "mid"):
+        of.submit(request(band=CRITICAL), 0.3)
+        (drop,) = of.decide(0.3)
+        assert drop.request.id == expected
+    with pytest.raises(Refused):
+        of.submit(request(band=CRITICAL), 0.4)
+
+
+def test_a_reading_alone_grants_nothing_to_nobody() -> None:
+    of = pools({"a": 1})
+    of.observe("a", reading(0.0))
+    assert of.decide(0.0) == []

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from llmproxy.core.domain import Grant, Request, Slo, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.ordering import orderings
+from llmproxy.core.settings import CapacitySettings, Settings
+from tests.core.make import pools, request
+
+
+def one_slot(ordering: str, **given: float) -> Pools:
+    """A pool whose one slot is taken, so that what comes next waits."""
+    settings = Settings(ordering=ordering, capacity=CapacitySettings(look_ahead=0), **given)  # type: ignore[arg-type]
+    of = pools({"a": 1}, settings)
+    of.submit(request(id="first"), 0.0)
+    of.decide(0.0)
+    return of
+
+
+def served(of: Pools, *waiting: Request, now: float = 10.0) -> list[str]:
+    """The order in which `waiting` are granted at `now`, one slot at a time."""
+    for one in waiting:
+        of.submit(one, one.arrived_s)
+    order: list[str] = []
+    lease = next(iter(of._schedulers["base"].leases._held))
+    while lease:
+        of._schedulers["base"].leases.finish(lease, Verdict.SERVED, now)
+        lease = 0
+        for decision in of.decide(now):
+            assert isinstance(decision, Grant)
+            order.append(decision.request.id)
+            lease = decision.lease
+        of.check(now)
+    return order
+
+
+def test_fcfs_goes_by_arrival() -> None:
+    waiting = [request(id=name, arrived_s=at) for name, at in (("c", 3.0), ("a", 1.0), ("b", 2.0))]
+    assert served(one_slot("fcfs"), *waiting) == ["a", "b", "c"]
+
+
+def test_edf_goes_by_the_objective_and_without_one_by_the_time_to_wait() -> None:
+    waiting = [
+        request(id="patient", arrived_s=0.0, deadline_s=50.0),
+        request(id="hurried", arrived_s=1.0, deadline_s=20.0),
+        request(id="objective", arrived_s=2.0, deadline_s=60.0, slo=Slo(ttft_s=9.0)),
+        request(id="pace only", arrived_s=3.0, deadline_s=15.0, slo=Slo(tpot_s=0.1)),
+    ]
+    assert served(one_slot("edf"), *waiting) == ["objective", "pace only", "hurried", "patient"]
+
+
+def test_least_slack_goes_by_the_latest_moment_to_start_and_the_infeasible_go_last() -> None:
+    of = one_slot("least_slack")
+    first_token = of._schedulers["base"]._first_token
+    for tokens in (100, 200):
+        first_token.learn(tokens, tokens / 100)
+    waiting = [
+        request(id="none", arrived_s=0.0, prompt_tokens=100),
+        request(id="late", arrived_s=0.0, prompt_tokens=100, slo=Slo(ttft_s=10.5)),
+        request(id="long prompt", arrived_s=1.0, prompt_tokens=800, slo=Slo(ttft_s=18.0)),
+        request(id="short prompt", arrived_s=1.0, prompt_tokens=100, slo=Slo(ttft_s=14.0)),
+    ]
+    # They must start by 9.5, 11 and 14 s.
+    assert served(of, *waiting, now=10.0) == ["long prompt", "short prompt", "none", "late"]
+
+
+def test_shortest_goes_by_the_estimated_work() -> None:
+    waiting = [
+        request(id="prompt", arrived_s=0.0, prompt_tokens=1000, output_tokens=10),
+        request(id="answer", arrived_s=1.0, prompt_tokens=10, output_tokens=600),
+        request(id="short", arrived_s=2.0, prompt_tokens=10, output_tokens=10),
+    ]
+    assert served(one_slot("shortest"), *waiting) == ["short", "prompt", "answer"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_waited_for_the_ageing_bound_is_overtaken_by_nobody_younger(seed: int) -> None:
+    rng, now, ageing_s = Random(seed), 0.0, 5.0
+    of = one_slot("shortest", ageing_s=ageing_s)
+    lease = next(iter(of._schedulers["base"].leases._held))
+    waiting: dict[str, Request] = {}
+    overtaken = 0
+    for _ in range(400):
+        now += rng.choice((0.1, 0.4))
+        for _ in range(rng.choice((0, 1, 2))):
+            one = request(arrived_s=now, deadline_s=now + 1e6, prompt_tokens=rng.choice((5, 100, 3000)))
+            of.submit(one, now)
+            waiting[one.id] = one
+        if not lease:
+            continue
+        of._schedulers["base"].leases.finish(lease, Verdict.SERVED, now)
+        for decision in of.decide(now):
+            assert isinstance(decision, Grant)
+            granted, lease = waiting.pop(decision.request.id, None), decision.lease
+            if granted is not None:
+                older = [one for one in waiting.values() if one.arrived_s < granted.arrived_s]
+                overtaken += bool(older)
+                assert all(now - one.arrived_s < ageing_s for one in older)
+        if not of._schedulers["base"].leases._held:
+            of.submit(request(arrived_s=now, deadline_s=now + 1e6), now)
+            (again,) = of.decide(now)
+            assert isinstance(again, Grant)
+            lease = again.lease
+    assert overtaken > 20, "nobody was overtaken, so nothing was tested"
+
+
+def test_an_unknown_ordering_names_those_that_are_known() -> None:
+    with pytest.raises(ValueError, match="fcfs, edf, least_slack, shortest"):
+        orderings.get("lifo")

@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Refused, Request, Verdict
+from llmproxy.core.policy_registry import Faults
+from llmproxy.core.queueing.deadlines import Deadlines
+from llmproxy.core.queueing.fairness.fcfs import Fcfs
+from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
+from llmproxy.core.queueing.ordering import Rank
+from llmproxy.core.queueing.queue import Band, LazyHeap, Queued, head_rank
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
+from tests.core.make import pools, request
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        (QueueSettings(flow_requests_max=2), "queue.flow_requests_max (2)"),
+        (QueueSettings(flow_bytes_max=250), "queue.flow_bytes_max (250)"),
+        (QueueSettings(flow_tokens_max=50), "queue.flow_tokens_max (50)"),
+        (QueueSettings(band_requests_max=2), "queue.band_requests_max (2)"),
+        (QueueSettings(band_bytes_max=250), "queue.band_bytes_max (250)"),
+        (QueueSettings(band_tokens_max=50), "queue.band_tokens_max (50)"),
+        (QueueSettings(requests_max=2), "queue.requests_max (2)"),
+        (QueueSettings(bytes_max=250), "queue.bytes_max (250)"),
+        (QueueSettings(tokens_max=50), "queue.tokens_max (50)"),
+    ],
+)
+def test_each_limit_is_told_by_its_name(limits: QueueSettings, named: str) -> None:
+    occupancy = Occupancy(limits)
+    one, two, three = request(), request(), request()
+    for waiting in (one, two):
+        assert occupancy.full(waiting) is None
+        occupancy.enter(waiting)
+    full = occupancy.full(three)
+    assert full is not None
+    assert f"{full.name} ({full.limit})" == named
+    assert full.total is not named.startswith(("queue.band", "queue.flow"))
+    assert occupancy.queued() == {0: (2, 200)}
+    occupancy.leave(one)
+    assert occupancy.full(three) is None
+    occupancy.check()
+
+
+def test_a_full_flow_leaves_other_flows_alone_and_a_full_band_other_bands() -> None:
+    occupancy = Occupancy(QueueSettings(flow_requests_max=1, band_requests_max=2, requests_max=3))
+    occupancy.enter(request(flow="f"))
+    assert occupancy.full(request(flow="g")) is None
+    assert occupancy.full(request(flow="f", band=CRITICAL)) is None
+    occupancy.enter(request(flow="g"))
+    full = occupancy.full(request(flow="h"))
+    assert full is not None
+    assert full.name == "queue.band_requests_max"
+    occupancy.enter(request(flow="f", band=CRITICAL))
+    full = occupancy.full(request(flow="g", band=CRITICAL))
+    assert full is not None
+    assert full.name == "queue.requests_max"
+
+
+def test_what_fits_exactly_is_let_in() -> None:
+    occupancy = Occupancy(QueueSettings(bytes_max=100, band_bytes_max=100, tokens_max=20))
+    assert occupancy.full(request(body_bytes=100)) is None
+    occupancy.enter(request(body_bytes=100))
+    assert occupancy.full(request(body_bytes=1)) is not None
+
+
+def test_more_tokens_than_a_limit_may_wait_alone_as_they_are_estimated() -> None:
+    occupancy = Occupancy(QueueSettings(flow_tokens_max=50, band_tokens_max=50, tokens_max=50))
+    assert occupancy.full(request(prompt_tokens=1000)) is None
+    occupancy.enter(request())
+    assert occupancy.full(request(prompt_tokens=1000)) is not None
+
+
+def test_flows_without_end_leave_no_account_behind() -> None:
+    occupancy = Occupancy(QueueSettings())
+    for number in range(100):
+        one = request(flow=f"f{number}")
+        occupancy.enter(one)
+        occupancy.leave(one)
+    assert not occupancy._flows
+    occupancy.check()
+
+
+# --- flows ------------------------------------------------------------------------------------------------------------
+
+
+def queued(one: Request) -> Queued:
+    return Queued(one, Rank((0.0, one.arrived_s)))
+
+
+def waiting(band: Band, flow: str = "flow") -> list[str]:
+    return [queued.request.id for queued in band.first(flow)]
+
+
+def test_a_retry_comes_back_to_where_it_stood() -> None:
+    band = Band(Fcfs(Settings()), Faults())
+    asked = {name: request(id=name, arrived_s=at) for name, at in [("r1", 1.0), ("r2", 2.0), ("r3", 3.0), ("r9", 9.0)]}
+    lines = {name: queued(asked[name]) for name in ("r9", "r1", "r3", "r2")}
+    for one in lines.values():
+        band.push(one, 9.0)
+        band.check(9.0)
+    assert waiting(band) == ["r1", "r2", "r3", "r9"]
+    band.remove(lines["r1"])
+    band.remove(lines["r3"])
+    band.check(9.0)
+    assert waiting(band) == ["r2", "r9"]
+
+
+def test_those_that_were_withdrawn_come_before_all_others_in_the_order_of_their_arrival() -> None:
+    band = Band(Fcfs(Settings()), Faults())
+    first, second, third = (request(id=f"r{at}", arrived_s=float(at)) for at in (1, 2, 3))
+    band.push(queued(first), 3.0)
+    for one in (third, second):
+        band.push(Queued(one, head_rank(one)), 3.0)
+    assert waiting(band) == ["r2", "r3", "r1"]
+
+
+def test_requests_of_one_instant_keep_their_order_and_each_can_leave() -> None:
+    band = Band(Fcfs(Settings()), Faults())
+    lines = [queued(request(arrived_s=1.0)) for _ in range(5)]
+    for one in lines:
+        band.push(one, 1.0)
+    assert waiting(band) == [one.request.id for one in lines]
+    for one in (lines[2], lines[0], lines[4]):
+        band.remove(one)
+        band.check(1.0)
+    assert waiting(band) == [lines[1].request.id, lines[3].request.id]
+
+
+def test_the_policy_hears_of_new_heads_and_of_the_last_one_leaving() -> None:
+    band = Band(Fcfs(Settings()), Faults())
+    slow, quick = queued(request(flow="slow", arrived_s=1.0)), queued(request(flow="quick", arrived_s=2.0))
+    behind = queued(request(flow="slow", arrived_s=3.0))
+    for one in (slow, quick, behind):
+        band.push(one, 3.0)
+    assert list(band.fairness.candidates(3.0)) == ["slow", "quick"]
+    band.remove(slow)
+    assert list(band.fairness.candidates(3.0)) == ["quick", "slow"]
+    band.remove(quick)
+    band.remove(behind)
+    assert list(band.fairness.candidates(3.0)) == []
+    assert band.size == band.flows == 0
+    band.check(3.0)
+
+
+def test_a_rank_that_turns_with_time_makes_a_new_head_and_the_policy_hears_of_it() -> None:
+    band = Band(Fcfs(Settings()), Faults())
+    old = Queued(request(id="old", flow="f", arrived_s=5.0), Rank((9.0, 0.0), 10.0, (-1.0, 0.0)))
+    young = Queued(request(id="young", flow="f", arrived_s=7.0), Rank((1.0, 0.0)))
+    other = queued(request(flow="g", arrived_s=6.0))
+    for one in (old, young, other):
+        band.push(one, 7.0)
+    band.settle(9.999)
+    assert waiting(band, "f") == ["young", "old"]
+    assert list(band.fairness.candidates(9.999)) == ["g", "f"], "the head of f came last"
+    band.settle(10.0)
+    assert waiting(band, "f") == ["old", "young"]
+    assert list(band.fairness.candidates(10.0)) == ["f", "g"], "the new head of f came first"
+    band.check(10.0)
+    band.remove(old)
+    band.check(10.0)
+
+
+def test_one_that_left_does_not_turn() -> None:
+    band = Band(Fcfs(Settings()), Faults())
+    gone = Queued(request(flow="f"), Rank((0.0, 0.0), 10.0, (-1.0, 0.0)))
+    band.push(gone, 0.0)
+    band.remove(gone)
+    band.settle(10.0)
+    assert band.flows == 0
+
+
+# --- heaps ------------------------------------------------------------------------------------------------------------
+
+
+def test_entries_of_those_that_left_do_not_pile_up() -> None:
+    heap: LazyHeap[float] = LazyHeap(lambda _, queued: not queued.gone)
+    for at in range(10_000):
+        one = queued(request())
+        heap.push(-float(at), one, 1)
+        one.gone = True
+    assert len(heap._entries) <= 70
+
+
+def test_looking_along_a_heap_takes_nothing_out() -> None:
+    heap: LazyHeap[float] = LazyHeap(lambda _, queued: not queued.gone)
+    lines = [queued(request(arrived_s=float(at))) for at in (2, 0, 1)]
+    for one in lines:
+        heap.push(one.request.arrived_s, one, 3)
+    lines[1].gone = True
+    looking = iter(heap)
+    assert next(looking) is lines[2]
+    assert next(looking) is lines[0]
+    looking.close()
+    assert [one.request.arrived_s for one in heap] == [1.0, 2.0]
+
+
+# --- time to wait -----------------------------------------------------------------------------------------------------
+
+
+def deadlines(hold_s: float = 30.0, **deadlines: float) -> Deadlines:
+    made = Deadlines(hold_s)
+    made.pool_is(True, 0.0)
+    for name, deadline_s in deadlines.items():
+        made.enter(queued(request(id=name, deadline_s=deadline_s)), 0.0, len(deadlines), deadline_s)
+    return made
+
+
+def due(of: Deadlines, now: float) -> list[str]:
+    return [one.request.id for one in of.due(now, 10)]
+
+
+def test_deadlines_fall_due_in_their_order_at_their_very_instant() -> None:
+    of = deadlines(late=9.0, soon=2.0, mid=5.0)
+    assert of.next(0.0) == 2.0
+    assert due(of, 1.999) == []
+    assert due(of, 5.0) == ["soon", "mid"]
+    assert of.next(5.0) == 9.0
+
+
+def test_while_a_pool_is_empty_its_requests_keep_their_time_and_use_up_their_hold() -> None:
+    of = deadlines(hold_s=30.0, long=20.0, short=12.0)
+    of.pool_is(False, 10.0)
+    assert of.next(10.0) == 22.0, "nobody is held for longer than it would have waited"
+    assert due(of, 21.0) == []
+    of.pool_is(True, 21.0)
+    assert of.next(21.0) == 23.0
+    assert due(of, 23.0) == ["short"]
+    assert of.next(23.0) == 31.0
+
+
+def test_holds_add_up_to_no_more_than_the_hold() -> None:
+    of = deadlines(hold_s=3.0, one=100.0)
+    for up_s in (10.0, 20.0):
+        of.pool_is(False, up_s - 2.0)
+        assert due(of, up_s - 1.5) == []
+        assert of.next(up_s - 1.5) == up_s + (1.0 if up_s == 10.0 else -1.0)
+        if up_s == 10.0:
+            of.pool_is(True, up_s)
+    assert due(of, 19.0) == ["one"]
+
+
+def test_who_asks_to_be_woken_when_a_time_is_over_finds_it_over() -> None:
+    """Sums of floats: without care the clock would read a hair less, and ask for the same instant for ever."""
+    for deadline_s, down_s, up_s in ((2.9, 0.3, 1.0), (7.7, 0.5, 2.5), (2.0, 0.4, 2.6), (5.7, 0.8, 3.4)):
+        of = deadlines(hold_s=30.0, one=deadline_s)
+        of.pool_is(False, down_s)
+        of.pool_is(True, up_s)
+        wakeup_s = of.next(up_s)
+        assert wakeup_s is not None
+        assert due(of, wakeup_s) == ["one"]
+
+
+def test_without_holding_the_time_runs_on() -> None:
+    of = deadlines(hold_s=0.0, one=5.0)
+    of.pool_is(False, 1.0)
+    assert of.next(1.0) == 5.0
+    assert due(of, 5.0) == ["one"]
+
+
+# --- drain rate -------------------------------------------------------------------------------------------------------
+
+
+def test_retry_after_follows_the_measured_rate_within_its_bounds() -> None:
+    drain = DrainRate()
+    assert drain.retry_after_s(1000, 0.0) == 1.0, "nothing was measured yet"
+    for tenth in range(100):
+        drain.granted(str(tenth), tenth / 10)
+    now = 9.9
+    assert drain.retry_after_s(99, now) == pytest.approx(10.0, rel=0.05)
+    assert drain.retry_after_s(0, now) == 1.0
+    assert drain.retry_after_s(100_000, now) == 60.0
+
+
+def test_grants_of_one_instant_are_a_finite_rate() -> None:
+    drain = DrainRate()
+    for number in range(64):
+        drain.granted(str(number), 5.0)
+    assert drain.retry_after_s(6400, 5.0) == pytest.approx(10.0, rel=0.01)
+
+
+def test_the_pace_of_before_a_pause_says_nothing_of_the_one_after() -> None:
+    drain = DrainRate()
+    drain.granted("old", 0.0)
+    for at in (1000.0, 1000.5, 1001.0):
+        drain.granted(str(at), at)
+    assert drain.interval_s(1001.0) == pytest.approx(1.0 / 3)
+
+
+def test_what_came_back_has_not_left_the_queue() -> None:
+    drain = DrainRate()
+    for second in range(10):
+        drain.granted(str(second), float(second))
+    assert drain.interval_s(10.0) == 1.0
+    for second in range(1, 10, 2):
+        drain.came_back(str(second))
+    drain.came_back("somebody granted long ago")
+    assert drain.interval_s(10.0) == 2.0
+
+
+@pytest.mark.parametrize(("verdict", "entry"), [(Verdict.FAILED, Entry.RETRY), (Verdict.WITHDRAWN, Entry.WITHDRAWN)])
+def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verdict, entry: Entry) -> None:
+    of = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(band_requests_max=1)))
+    of.submit(request(band=CRITICAL), 0.0)
+    (served,) = of.decide(0.0)
+    assert isinstance(served, Grant)
+    of.finish(served, Verdict.SERVED, 10.0)
+    of.submit(request(id="again"), 10.0)
+    (again,) = of.decide(10.0)
+    assert isinstance(again, Grant)
+    of.finish(again, verdict, 20.0)
+    of.submit(again.request, 20.0, entry=entry)
+    with pytest.raises(Refused) as caught:
+        of.submit(request(), 20.0)
+    assert caught.value.retry_after_s == 40.0, "one left in 20 s, and one is ahead"
+
+
+# --- displacement -----------------------------------------------------------------------------------------------------
+
+
+def test_limits_see_the_room_that_would_be_made() -> None:
+    occupancy = Occupancy(QueueSettings(requests_max=2, bytes_max=200))
+    low, lower = request(band=SHEDDABLE), request(band=SHEDDABLE)
+    occupancy.enter(low)
+    occupancy.enter(lower)
+    big = request(band=DEFAULT, body_bytes=150)
+    assert occupancy.full(big) is not None
+    assert occupancy.full(big, [low]) is not None, "150 of 200 bytes, and 100 are still there"
+    assert occupancy.full(big, [low, lower]) is None
+    assert occupancy.queued() == {SHEDDABLE: (2, 200)}

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Drop,
+    Grant,
+    Outcome,
+    Refused,
+    Request,
+    Usage,
+    Verdict,
+)
+from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.usage_limits import UsageLimits
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
+from tests.core.make import listing, pools, request
+
+TENANT = "tenant:acme"
+
+
+def limited(fleet: dict[str, int | None], queue: QueueSettings | None = None, **given: Any) -> Pools:
+    limits = {TENANT: UsageLimit(**given)}
+    return pools(
+        fleet, Settings(limits=limits, capacity=CapacitySettings(look_ahead=0), queue=queue or QueueSettings())
+    )
+
+
+def theirs(**given: Any) -> Request:
+    return request(**{"limits": (TENANT,)} | given)
+
+
+def granted(of: Pools, now: float = 0.0) -> list[Grant]:
+    decisions = of.decide(now)
+    of.check(now)
+    assert of.decide(now) == []
+    return [decision for decision in decisions if isinstance(decision, Grant)]
+
+
+def names(grants: list[Grant]) -> list[str]:
+    return [grant.request.id for grant in grants]
+
+
+# --- requests in flight -----------------------------------------------------------------------------------------------
+
+
+def test_beyond_its_requests_in_flight_a_tenant_waits_and_others_of_its_flow_pass() -> None:
+    of = limited({"a": 9}, in_flight=1)
+    for one in (theirs(id="t1"), theirs(id="t2"), theirs(id="t3"), request(id="free")):
+        of.submit(one, 0.0)
+    first = granted(of)
+    assert names(first) == ["t1", "free"]
+    assert of.queued() == {DEFAULT: (2, 200)}
+    of.finish(first[0], Verdict.SERVED, 1.0)
+    assert names(granted(of, 1.0)) == ["t2"]
+
+
+def test_lower_bands_pass_a_band_that_only_waits_for_a_limit() -> None:
+    of = limited({"a": 9}, in_flight=1)
+    for one in (theirs(band=CRITICAL), theirs(band=CRITICAL), request(id="low", band=SHEDDABLE)):
+        of.submit(one, 0.0)
+    assert names(granted(of))[1:] == ["low"]
+
+
+def test_those_who_come_back_come_by_band_and_then_by_arrival() -> None:
+    of = limited({"a": 9}, in_flight=2)
+    running = [theirs(id="r1", arrived_s=0.0), theirs(id="r2", arrived_s=0.1)]
+    bands = {"low": (SHEDDABLE, 0.2), "late": (DEFAULT, 0.9), "soon": (DEFAULT, 0.3), "urgent": (CRITICAL, 0.8)}
+    for asked in running:
+        of.submit(asked, 1.0)
+    (one, two) = granted(of, 1.0)
+    for name, (band, at) in bands.items():
+        of.submit(theirs(id=name, band=band, arrived_s=at, flow=name), 1.0)
+    assert granted(of, 1.0) == []
+    of.finish(one, Verdict.SERVED, 2.0)
+    (urgent,) = granted(of, 2.0)
+    of.finish(urgent, Verdict.SERVED, 3.0)
+    of.finish(two, Verdict.FAILED, 3.0)
+    assert [urgent.request.id, *names(granted(of, 3.0))] == ["urgent", "soon", "late"]
+
+
+def test_in_place_of_one_that_came_back_and_fits_nowhere_the_next_one_goes() -> None:
+    settings = Settings(limits={TENANT: UsageLimit(in_flight=1)}, capacity=CapacitySettings(look_ahead=0))
+    of = pools({"a": 2, "x": 1}, settings, listings={"a": listing(), "x": listing("lora")})
+    of.submit(request(id="on x", adapter="lora"), 0.0)
+    held = {grant.request.id: grant for grant in granted(of)}
+    of.submit(theirs(id="runs"), 0.0)
+    held |= {grant.request.id: grant for grant in granted(of)}
+    assert {name: grant.placed.backend for name, grant in held.items()} == {"on x": "x", "runs": "a"}
+    of.submit(theirs(id="needs x", adapter="lora", arrived_s=0.1, flow="f"), 0.1)
+    of.submit(theirs(id="any", arrived_s=0.2, flow="g"), 0.2)
+    assert granted(of, 0.3) == []
+    of.finish(held["runs"], Verdict.SERVED, 1.0)
+    assert names(granted(of, 1.0)) == ["any"]
+
+
+def test_a_limit_counts_over_all_pools() -> None:
+    settings = Settings(limits={TENANT: UsageLimit(in_flight=1)}, capacity=CapacitySettings(look_ahead=0))
+    of = pools({"a": 1, "b": 1}, settings, listings={"a": listing(), "b": listing(base="other")})
+    of.submit(theirs(id="base"), 0.0)
+    of.submit(theirs(id="other", pool="other", model="other"), 0.0)
+    (first,) = granted(of)
+    assert first.request.id == "base"
+    of.finish(first, Verdict.SERVED, 1.0)
+    assert names(granted(of, 1.0)) == ["other"]
+
+
+def test_parked_requests_can_leave_and_expire_and_are_shed_like_others() -> None:
+    of = limited({"a": 9}, QueueSettings(requests_max=3), in_flight=1)
+    of.submit(theirs(id="runs"), 0.0)
+    granted(of)
+    parked = [theirs(id=name, band=SHEDDABLE, arrived_s=at, deadline_s=9.0) for name, at in (("p", 0.1), ("q", 0.2))]
+    for one in (*parked, theirs(id="r", band=SHEDDABLE, arrived_s=0.3)):
+        of.submit(one, 0.3)
+    assert granted(of, 0.3) == []
+    of.submit(theirs(id="urgent", band=CRITICAL, arrived_s=0.4), 0.4)
+    (shed,) = of.decide(0.4)
+    assert isinstance(shed, Drop)
+    assert (shed.request.id, shed.outcome) == ("r", Outcome.SHED)
+    of.cancel(parked[0])
+    of.check(0.4)
+    (expired,) = of.decide(9.0)
+    assert isinstance(expired, Drop)
+    assert (expired.request.id, expired.outcome) == ("q", Outcome.EXPIRED)
+    assert of.queued()[CRITICAL][0] == 1
+    of.check(9.0)
+
+
+def test_a_request_under_two_limits_waits_for_both() -> None:
+    limits = {TENANT: UsageLimit(in_flight=2), "model:m": UsageLimit(in_flight=1)}
+    of = pools({"a": 9}, Settings(limits=limits, capacity=CapacitySettings(look_ahead=0)))
+    of.submit(request(id="m", limits=("model:m",)), 0.0)
+    (model,) = granted(of)
+    both = {"limits": (TENANT, "model:m")}
+    of.submit(request(id="both", **both), 0.0)
+    of.submit(theirs(id="t"), 0.0)
+    (tenant,) = granted(of)
+    assert tenant.request.id == "t"
+    of.finish(model, Verdict.SERVED, 1.0)
+    assert names(granted(of, 1.0)) == ["both"]
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def refusal(limits: UsageLimits, one: Request, now: float) -> Refused:
+    with pytest.raises(Refused) as caught:
+        limits.admit(one, now)
+    return caught.value
+
+
+def test_beyond_its_requests_per_minute_a_tenant_is_refused_until_the_next_one_is_due() -> None:
+    limits = UsageLimits({TENANT: UsageLimit(requests_per_min=6)})
+    for _ in range(6):
+        limits.admit(theirs(), 0.0)
+    refused = refusal(limits, theirs(), 2.0)
+    assert refused.outcome is Outcome.RATE_LIMITED
+    assert refused.retry_after_s == pytest.approx(8.0)
+    assert "6 requests per minute of the tenant `acme`" in refused.message
+    refusal(limits, theirs(), 9.99)
+    limits.admit(theirs(), 10.0)
+    refusal(limits, theirs(), 10.0)
+
+
+def test_a_refused_request_uses_nothing_up() -> None:
+    limits = UsageLimits({TENANT: UsageLimit(requests_per_min=6, tokens_per_min=20)})
+    limits.admit(theirs(), 0.0)
+    assert refusal(limits, theirs(), 0.0).retry_after_s == pytest.approx(60.0)
+    for _ in range(10):
+        refusal(limits, theirs(), 30.0)
+    limits.admit(theirs(), 60.0)
+    assert limits.open == 2
+
+
+def test_a_client_is_told_the_longest_of_its_waits() -> None:
+    limits = UsageLimits({TENANT: UsageLimit(requests_per_min=1), "model:m": UsageLimit(tokens_per_min=20)})
+    limits.admit(request(limits=("model:m",)), 0.0)
+    limits.admit(theirs(), 40.0)
+    refused = refusal(limits, request(prompt_tokens=20, limits=("model:m", TENANT)), 50.0)
+    assert refused.retry_after_s == pytest.approx(50.0), "50 s for a request, 10 s for the tokens"
+
+
+def test_tokens_are_trued_up_once_they_are_counted() -> None:
+    limits = UsageLimits({TENANT: UsageLimit(tokens_per_min=100)})
+    cheap, dear = theirs(prompt_tokens=40, output_tokens=40), theirs()
+    limits.admit(cheap, 0.0)
+    refusal(limits, theirs(prompt_tokens=60, output_tokens=0), 0.0)
+    limits.booked(cheap)
+    limits.released(cheap, 10, 0.0)
+    limits.ended(cheap, 0.0)
+    assert limits.left_per_min(TENANT, 0.0)[1] == pytest.approx(90.0)
+    limits.admit(dear, 0.0)
+    limits.booked(dear)
+    limits.released(dear, 150, 0.0)
+    limits.ended(dear, 0.0)
+    assert refusal(limits, theirs(prompt_tokens=1, output_tokens=0), 0.0).retry_after_s == pytest.approx(36.6)
+    assert limits.open == 0
+    assert limits.in_flight() == {TENANT: 0}
+
+
+def test_what_was_expected_and_never_used_is_given_back() -> None:
+    limits = UsageLimits({TENANT: UsageLimit(tokens_per_min=100)})
+    gone = theirs(prompt_tokens=50, output_tokens=50)
+    limits.admit(gone, 0.0)
+    refusal(limits, theirs(), 0.0)
+    limits.ended(gone, 0.0)
+    limits.ended(gone, 0.0)
+    assert limits.left_per_min(TENANT, 0.0)[1] == 100.0
+    assert limits.open == 0
+
+
+def test_a_second_attempt_is_counted_beside_the_first() -> None:
+    limits = UsageLimits({TENANT: UsageLimit(tokens_per_min=1000)})
+    retried = theirs()
+    limits.admit(retried, 0.0)
+    for used in (None, 30, 50):
+        limits.booked(retried)
+        limits.released(retried, used, 0.0)
+    limits.ended(retried, 0.0)
+    assert limits.left_per_min(TENANT, 0.0)[1] == pytest.approx(920.0)
+
+
+def test_a_request_larger_than_a_minute_of_tokens_needs_a_full_minute() -> None:
+    limits = UsageLimits({TENANT: UsageLimit(tokens_per_min=100)})
+    huge = theirs(prompt_tokens=1000)
+    limits.admit(huge, 0.0)
+    limits.booked(huge)
+    limits.released(huge, 1010, 0.0)
+    limits.ended(huge, 0.0)
+    assert refusal(limits, theirs(prompt_tokens=1, output_tokens=0), 0.0).retry_after_s == pytest.approx(546.6)
+
+
+def test_an_answer_of_unknown_length_is_counted_as_expected() -> None:
+    of = limited({"a": 1}, tokens_per_min=100)
+    one = theirs(prompt_tokens=40, output_tokens=40)
+    of.submit(one, 0.0)
+    (grant,) = granted(of)
+    of.finish(grant, Verdict.SERVED, 0.0)
+    of.ended(one, None, 0.0)
+    with pytest.raises(Refused, match="tokens per minute"):
+        of.submit(theirs(prompt_tokens=40), 0.0)
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+@pytest.mark.parametrize("usage", [None, Usage(10, 10)])
+def test_nothing_stays_open_however_an_attempt_ends(verdict: Verdict, usage: Usage | None) -> None:
+    of = limited({"a": 1}, in_flight=1, requests_per_min=60, tokens_per_min=1000)
+    one = theirs()
+    of.submit(one, 0.0)
+    (grant,) = granted(of)
+    of.finish(grant, verdict, 0.0, usage)
+    of.ended(one, None, 0.0)
+    assert of._limits.open == 0
+    assert of._limits.in_flight() == {TENANT: 0}

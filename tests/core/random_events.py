@@ -1,0 +1,86 @@
+"""A walk through a world drawn from one seed, whose trace must be the same in every process."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from llmproxy.core.domain import Reading, Trouble, Verdict
+from llmproxy.core.queueing.fairness import policies
+from llmproxy.core.queueing.ordering import orderings
+from tests.core.world import (
+    ADAPTERS,
+    BANDS,
+    BOUND_TO,
+    CEILINGS,
+    FLEETS,
+    FLOWS,
+    LIMITED_BY,
+    LIMITS,
+    MIN_SHARES,
+    PREFIXES,
+    SLOS,
+    World,
+    world_settings,
+)
+
+
+def random_walk(seed: int, steps: int, begins_s: float = 0.0) -> World:
+    rng = Random(seed)
+    settings = world_settings(
+        fairness=rng.choice(sorted(policies.names())),
+        ordering=rng.choice(sorted(orderings.names())),
+        placement=rng.choice(("blend", "power_of_two", "session", "epp_sticky", "cost", "cost")),
+        ceilings=rng.choice(CEILINGS),
+        limits=LIMITS,
+        min_shares=rng.choice(MIN_SHARES),
+        hold_s=rng.choice((0.0, 2.0)),
+    )
+    world = World(rng.choice(FLEETS), settings, seed, begins_s=begins_s)
+    for _ in range(steps):
+        _random_event(world, rng)
+        world.decide()
+        world.check()
+    return world
+
+
+def _random_event(world: World, rng: Random) -> None:
+    kind = rng.random()
+    backend = rng.choice(list(world.fleet))
+    if kind < 0.40:
+        pool = rng.choice(list(world.pools.catalogue.pools))
+        given: dict[str, Any] = {
+            "prompt_tokens": rng.choice((5, 50, 150, 800)),
+            "sequences": rng.choice((1, 1, 1, 4)),
+            "slo": rng.choice(SLOS),
+            "limits": rng.choice(LIMITED_BY),
+            "session": rng.choice((None, "s", "t")),
+            "prefix": rng.choice(PREFIXES),
+            "prefix_tokens": 16.0,
+            "backend": rng.choice(BOUND_TO),
+        }
+        world.submit(
+            pool, rng.choice(ADAPTERS[pool]), rng.choice(BANDS), rng.choice(FLOWS), rng.choice((3.0, 1e3)), **given
+        )
+    elif kind < 0.50 and world.held:
+        world.started(rng.choice(list(world.held)))
+    elif kind < 0.75 and world.held:
+        verdict = rng.choice((Verdict.SERVED, Verdict.SERVED, *Verdict))
+        world.finish(rng.choice(list(world.held)), verdict, rng.choice((None, 10, 500)), retry=rng.random() < 0.7)
+    elif kind < 0.80 and world.waiting:
+        world.cancel(rng.choice(list(world.waiting)))
+    elif kind < 0.88:
+        adapters = frozenset(name for name in ("x", "y", "z") if rng.random() < 0.5)
+        running, waiting = rng.choice(((0, 0), (3, 0), (4, 2))), rng.choice((None, 0.5, 1.0))
+        world.observe(backend, Reading(world.now, *running, waiting, 2000, adapters, rng.choice((None, 1, 2))))
+    elif kind < 0.92:
+        world.troubled(backend, rng.choice(list(Trouble)))
+    elif kind < 0.96:
+        world.answered(backend)
+    else:
+        world.advance(rng.choice((0.1, 1.0, 4.0)))
+
+
+if __name__ == "__main__":
+    for walk in range(3):
+        print("\n".join(random_walk(walk, 400).trace))

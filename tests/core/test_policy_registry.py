@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from llmproxy.core import placement
+from llmproxy.core.policy_registry import Registry
+from llmproxy.core.queueing import fairness
+
+
+def test_a_name_finds_its_factory_and_is_taken_once() -> None:
+    registry: Registry[Callable[[], object]] = Registry("colour")
+    registry.register("red")(lambda: 1)
+    registry.register("blue")(lambda: 2)
+    assert registry.get("red")() == 1
+    assert set(registry.names()) == {"blue", "red"}
+    with pytest.raises(ValueError, match="colour 'red' is registered twice"):
+        registry.register("red")(lambda: 3)
+    assert registry.get("red")() == 1
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    registry: Registry[Callable[[], object]] = Registry("colour")
+    registry.register("red")(lambda: 1)
+    with pytest.raises(ValueError, match="unknown colour 'read'; known: red"):
+        registry.get("read")
+
+
+def test_the_names_that_a_configuration_may_use() -> None:
+    assert set(fairness.policies.names()) == {"fair_share", "fcfs", "locality_fair_share", "round_robin", "slo"}
+    by_views = {"blend", "round_robin", "random", "least_request", "power_of_two", "session"}
+    by_prefix = {"cost", "epp_blend", "epp_sticky"}
+    assert set(placement.presets.names()) == by_views | by_prefix
+    assert {name for name in placement.presets.names() if placement.presets.reads_prefixes(name)} == by_prefix
+    assert {name for name in placement.presets.names() if placement.presets.hears_answers(name)} == {"cost"}

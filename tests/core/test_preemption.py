@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Entry,
+    Grant,
+    Preempt,
+    Usage,
+    Verdict,
+)
+from llmproxy.core.pools import Pools
+from llmproxy.core.preemption import LOOK_MAX, WITHDRAW_MAX
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
+from tests.core.make import listing, pools, reading, request
+
+TIGHT = Settings(ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0))
+
+
+def full(
+    slots: int = 1, band: int = SHEDDABLE, settings: Settings = TIGHT, stream: bool = True
+) -> tuple[Pools, list[Grant]]:
+    """One backend, filled with requests of `band`."""
+    of = pools({"a": slots}, settings)
+    for number in range(slots):
+        of.submit(request(id=f"low{number}", band=band, stream=stream, flow="low", arrived_s=number / 100), 1.0)
+    return of, [decision for decision in of.decide(1.0) if isinstance(decision, Grant)]
+
+
+def taken_back(of: Pools, now: float = 2.0) -> list[str]:
+    """The requests whose leases the next pass takes back; it does nothing else."""
+    decisions = of.decide(now)
+    of.check(now)
+    assert of.decide(now) == []
+    assert all(isinstance(decision, Preempt) for decision in decisions)
+    return [decision.request.id for decision in decisions]
+
+
+def urgent(of: Pools, count: int = 1, band: int = CRITICAL, now: float = 2.0) -> None:
+    for _ in range(count):
+        of.submit(request(band=band, flow="urgent", arrived_s=now), now)
+
+
+def test_a_sheddable_request_without_a_byte_makes_room_for_a_critical_one() -> None:
+    of, (low,) = full()
+    urgent(of)
+    assert taken_back(of) == ["low0"]
+    of.finish(low, Verdict.WITHDRAWN, 2.1)
+    of.submit(low.request, 2.1, entry=Entry.WITHDRAWN)
+    (granted,) = of.decide(2.1)
+    assert isinstance(granted, Grant)
+    assert granted.request.band == CRITICAL
+
+
+@pytest.mark.parametrize(("low", "high"), [(DEFAULT, CRITICAL), (SHEDDABLE, DEFAULT), (SHEDDABLE, -50), (7, CRITICAL)])
+def test_only_bands_below_default_give_way_and_only_to_those_above_it(low: int, high: int) -> None:
+    of, _ = full(band=low)
+    urgent(of, band=high)
+    assert taken_back(of) == []
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 1), (SHEDDABLE, 1), (-1, CRITICAL)])
+def test_any_band_below_default_gives_way_to_any_above_it(low: int, high: int) -> None:
+    of, _ = full(band=low)
+    urgent(of, band=high)
+    assert taken_back(of) == ["low0"]
+
+
+def test_what_has_spoken_is_never_taken_back() -> None:
+    of, (low,) = full()
+    of.started(low, 1.5)
+    urgent(of)
+    assert taken_back(of) == []
+
+
+def test_what_has_sent_its_client_a_byte_stays_though_it_is_no_token() -> None:
+    of, (low,) = full()
+    of.committed(low, 1.5)
+    urgent(of)
+    assert taken_back(of) == []
+
+
+def test_one_that_spoke_after_it_was_asked_back_makes_another_be_asked() -> None:
+    of, (older, newer) = full(2)
+    urgent(of)
+    assert taken_back(of) == ["low1"]
+    of.started(newer, 2.1)
+    assert taken_back(of, 2.1) == ["low0"]
+    of.finish(older, Verdict.WITHDRAWN, 2.2)
+
+
+def test_the_newest_is_taken_back_first_and_no_more_than_wait() -> None:
+    of, _ = full(6)
+    urgent(of, 2)
+    assert taken_back(of) == ["low5", "low4"]
+    urgent(of)
+    assert taken_back(of) == ["low3"]
+
+
+def test_the_lowest_band_gives_way_first_and_is_not_hidden_by_those_above_it() -> None:
+    of = pools({"a": LOOK_MAX + 1}, TIGHT)
+    of.submit(request(id="low", band=SHEDDABLE, stream=True, flow="low", arrived_s=0.0), 1.0)
+    of.decide(1.0)
+    for number in range(LOOK_MAX):
+        of.submit(request(id=f"above{number}", band=-1, stream=True, flow="above", arrived_s=0.5), 1.0)
+    of.decide(1.0)
+    urgent(of)
+    assert taken_back(of) == ["low"]
+
+
+def test_only_so_many_are_outstanding_at_a_time() -> None:
+    of, held = full(WITHDRAW_MAX + 4)
+    urgent(of, WITHDRAW_MAX + 4)
+    assert len(taken_back(of)) == WITHDRAW_MAX
+    of.finish(held[-1], Verdict.WITHDRAWN, 3.0)
+    of.submit(held[-1].request, 3.0, entry=Entry.WITHDRAWN)
+    granted, *more = of.decide(3.0)
+    assert isinstance(granted, Grant)
+    assert granted.request.band == CRITICAL
+    assert [type(decision) for decision in more] == [Preempt]
+
+
+def test_settings_turn_it_off() -> None:
+    of, _ = full(settings=Settings(ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0), withdrawal=False))
+    urgent(of)
+    assert taken_back(of) == []
+
+
+def test_nothing_is_taken_back_while_there_is_room() -> None:
+    of, _ = full(settings=Settings(ceilings={CRITICAL: 1.0, SHEDDABLE: 0.5}, capacity=CapacitySettings(look_ahead=1)))
+    urgent(of)
+    (granted,) = of.decide(2.0)
+    assert isinstance(granted, Grant)
+
+
+def test_nothing_is_taken_back_where_that_makes_no_room() -> None:
+    of = pools({"a": 1}, TIGHT)
+    of.submit(request(band=SHEDDABLE, stream=True), 0.0)
+    of.decide(0.0)
+    # Another client's sequences fill the engine besides.
+    of.observe("a", reading(1.0, running=8))
+    of.observe("a", reading(1.5, running=8))
+    urgent(of)
+    assert taken_back(of) == []
+
+
+def test_nothing_is_taken_back_from_a_backend_that_cannot_serve_the_head() -> None:
+    fleet = {"base": listing(max_model_len=100), "lora": listing("x", max_model_len=1000)}
+    for head in (request(band=CRITICAL, adapter="x"), request(band=CRITICAL, prompt_tokens=500)):
+        of = pools({"base": 1, "lora": 1}, TIGHT, listings=fleet)
+        of.submit(request(band=SHEDDABLE, adapter="x", stream=True), 0.0)
+        (on_lora,) = of.decide(0.0)
+        of.submit(request(band=SHEDDABLE, stream=True), 0.0)
+        of.decide(0.0)
+        of.submit(head, 2.0)
+        (back,) = of.decide(2.0)
+        assert isinstance(on_lora, Grant)
+        assert isinstance(back, Preempt)
+        assert (back.lease, back.backend) == (on_lora.lease, "lora")
+        assert of.decide(2.0) == []
+
+
+def test_nothing_is_taken_back_from_a_backend_that_failed_the_head() -> None:
+    of = pools({"a": 1, "b": 1}, TIGHT)
+    for _ in range(2):
+        of.submit(request(band=SHEDDABLE, stream=True), 0.0)
+    of.decide(0.0)
+    of.submit(request(band=CRITICAL), 2.0, frozenset({"a"}), Entry.RETRY)
+    (back,) = of.decide(2.0)
+    assert isinstance(back, Preempt)
+    assert back.backend == "b"
+
+
+# --- without a stream -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_stream_nothing_is_taken_back_while_nobody_knows_that_it_waits() -> None:
+    of, _ = full(stream=False)
+    urgent(of)
+    assert taken_back(of, 1.5) == []
+
+
+def test_without_a_stream_a_reading_proves_which_requests_wait_in_the_engine() -> None:
+    of, _ = full(3, stream=False)
+    urgent(of, 3)
+    of.observe("a", reading(1.5, running=2, waiting=1))
+    assert taken_back(of) == ["low2"], "one waits, and it can only be the last"
+
+
+def test_without_a_stream_a_request_of_several_sequences_stands_for_all_of_them() -> None:
+    of = pools({"a": 6}, TIGHT)
+    for number, sequences in enumerate((1, 1, 4)):
+        of.submit(request(id=f"low{number}", band=SHEDDABLE, sequences=sequences, arrived_s=number / 100), 1.0)
+    of.decide(1.0)
+    urgent(of, 3)
+    of.observe("a", reading(1.5, running=3, waiting=3))
+    assert taken_back(of) == [], "of the last one, a sequence runs; those before it run all the more"
+    of.observe("a", reading(1.6, running=2, waiting=4))
+    assert taken_back(of) == ["low2"]
+
+
+def test_without_a_stream_what_a_reading_showed_running_is_never_taken_back() -> None:
+    of, _ = full(2, stream=False)
+    of.observe("a", reading(1.5, running=2, waiting=0))
+    urgent(of, 2)
+    of.observe("a", reading(1.8, running=1, waiting=1))
+    assert taken_back(of) == []
+
+
+def test_without_a_stream_a_reading_from_before_the_booking_proves_nothing() -> None:
+    of, _ = full(1, stream=False)
+    urgent(of)
+    of.observe("a", reading(0.9, running=0, waiting=1))
+    assert taken_back(of) == []
+
+
+def test_without_a_stream_other_clients_requests_prove_nothing() -> None:
+    of, _ = full(1, stream=False, settings=TIGHT)
+    urgent(of)
+    for at in (1.5, 1.6):
+        of.observe("a", reading(at, running=0, waiting=4))
+    assert taken_back(of) == []
+
+
+# --- nothing is lost by it --------------------------------------------------------------------------------------------
+
+
+def test_who_was_withdrawn_comes_back_before_all_others_of_its_flow() -> None:
+    of, held = full(2)
+    of.submit(request(id="older", band=SHEDDABLE, flow="low", arrived_s=0.0), 1.5)
+    urgent(of, 2)
+    assert taken_back(of) == ["low1", "low0"]
+    for one in reversed(held):
+        of.finish(one, Verdict.WITHDRAWN, 2.1)
+        of.submit(one.request, 2.1, entry=Entry.WITHDRAWN)
+    served = [decision for decision in of.decide(2.1) if isinstance(decision, Grant)]
+    assert [grant.request.band for grant in served] == [CRITICAL] * 2
+    back: list[str] = []
+    while served:
+        of.finish(served.pop(), Verdict.SERVED, 3.0)
+        served += [decision for decision in of.decide(3.0) if isinstance(decision, Grant)]
+        back += [grant.request.id for grant in served[-1:] if grant.request.band == SHEDDABLE]
+    assert back == ["low0", "low1", "older"]
+
+
+def test_a_withdrawn_attempt_costs_its_flow_nothing_and_leaves_no_limit_behind() -> None:
+    of, (low,) = full()
+    fairness = of._schedulers["base"]._room.band(SHEDDABLE).fairness
+    assert dict(fairness.standing("low"))["counter"] == 30.0
+    urgent(of)
+    taken_back(of)
+    of.finish(low, Verdict.WITHDRAWN, 2.1)
+    assert dict(fairness.standing("low"))["counter"] == 0.0
+    of.submit(low.request, 2.1, entry=Entry.WITHDRAWN)
+    of.check(2.1)
+    assert of._schedulers["base"]._withdrawal.pending == 0
+
+
+def test_a_withdrawn_request_keeps_its_deadline_and_is_let_in_over_a_full_queue() -> None:
+    tight = Settings(
+        ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(requests_max=1)
+    )
+    of, (low,) = full(settings=tight)
+    urgent(of)
+    assert taken_back(of) == ["low0"]
+    of.finish(low, Verdict.WITHDRAWN, 2.1)
+    of.submit(low.request, 2.1, entry=Entry.WITHDRAWN)
+    of.decide(2.1)
+    assert of.next_wakeup(2.1) == low.request.deadline_s
+
+
+def test_a_lease_that_helps_only_beside_another_is_taken_back_in_the_same_pass() -> None:
+    of = pools({"a": 6}, TIGHT)
+    for name, sequences in (("wide", 4), ("newest", 1)):
+        of.submit(request(id=name, band=SHEDDABLE, sequences=sequences, stream=True), 0.0)
+    of.decide(0.0)
+    # Three sequences of other clients: 8 in all, of which 5 may stay.
+    for at in (1.0, 1.5):
+        of.observe("a", reading(at, running=8))
+    urgent(of, 2)
+    assert taken_back(of) == ["wide", "newest"]
+
+
+def test_nothing_that_failed_or_finished_is_asked_back() -> None:
+    of, (low,) = full()
+    of.finish(low, Verdict.SERVED, 1.5, Usage(10, 10))
+    urgent(of)
+    assert [type(decision) for decision in of.decide(2.0)] == [Grant]
+    assert of._schedulers["base"]._withdrawal.open == 0
+
+
+def overfilled(slots: int = 8, of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant]]:
+    """One backend that is believed to run twice what it has, and at the last reading left `of_them` waiting."""
+    of = pools({"a": 2 * slots}, TIGHT)
+    for number in range(slots):
+        of.submit(request(id=f"low{number}", band=SHEDDABLE, stream=stream, flow="low", arrived_s=number / 100), 1.0)
+    held = [decision for decision in of.decide(1.0) if isinstance(decision, Grant)]
+    of.observe("a", reading(1.5, running=slots - of_them, waiting=of_them))
+    return of, held
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_waits_inside_an_engine_makes_way_though_there_seems_to_be_room(stream: bool) -> None:
+    of, held = overfilled(stream=stream)
+    urgent(of)
+    decided = of.decide(2.0)
+    assert [type(decision) for decision in decided] == [Grant]
+    assert taken_back(of, 2.1) == ["low7", "low6"]
+    of.finish(held[7], Verdict.WITHDRAWN, 2.2)
+    of.submit(held[7].request, 2.2, entry=Entry.WITHDRAWN)
+    # It does not go back there, behind whom it made way for.
+    assert of.decide(2.2) == []
+    of.observe("a", reading(2.5, running=7, waiting=0))
+    (granted,) = of.decide(2.6)
+    assert isinstance(granted, Grant)
+    assert granted.request.id == "low7"
+
+
+def test_only_those_before_it_make_way_and_only_while_it_waits() -> None:
+    of, _ = overfilled(of_them=0)
+    urgent(of)
+    (critical,) = (decision for decision in of.decide(2.0) if isinstance(decision, Grant))
+    of.submit(request(id="late", band=SHEDDABLE, stream=True, flow="low"), 2.0)
+    of.decide(2.0)
+    of.observe("a", reading(2.5, running=8, waiting=2))
+    assert taken_back(of, 2.5) == []
+    of.observe("a", reading(2.6, running=7, waiting=3))
+    assert taken_back(of, 2.6) == ["low7"]
+    of.started(critical, 2.7)
+    of.observe("a", reading(2.8, running=4, waiting=6))
+    assert taken_back(of, 2.8) == []
+
+
+def test_nobody_makes_way_inside_an_engine_without_a_queue_or_where_it_is_off() -> None:
+    of, _ = overfilled(of_them=0)
+    urgent(of)
+    of.decide(2.0)
+    assert taken_back(of, 2.1) == []
+    of, _ = overfilled()
+    of.reconfigure(Settings(ceilings={DEFAULT: 1.0}, withdrawal=False), {}, 1.6)
+    urgent(of)
+    of.decide(2.0)
+    assert taken_back(of, 2.1) == []
+
+
+def test_no_more_than_some_make_way_inside_an_engine_at_a_time() -> None:
+    of, _ = overfilled(slots=16, of_them=9)
+    urgent(of)
+    of.decide(2.0)
+    assert len(taken_back(of, 2.1)) == WITHDRAW_MAX
+
+
+def test_nothing_is_taken_back_for_one_whom_a_usage_limit_keeps_where_the_last_slot_is_kept() -> None:
+    settings = Settings(limits={"t": UsageLimit(in_flight=1)})
+    of = pools({"a": 1, "b": 1, "c": 1}, settings)
+    of.submit(request(id="above", band=CRITICAL), 1.0)
+    of.submit(request(id="first", band=7, limits=("t",)), 1.0)
+    above, first = (one for one in of.decide(1.0) if isinstance(one, Grant))
+    of.started(first, 1.1)
+    of.finish(above, Verdict.SERVED, 1.2)
+    of.submit(request(id="low", band=SHEDDABLE), 1.3)
+    assert [one.request.id for one in of.decide(1.3)] == ["low"]
+    of.submit(request(id="second", band=7, limits=("t",)), 1.4)
+    assert of.decide(1.4) == []
+    assert of.parked() == {"t": 1}
+    of.finish(first, Verdict.SERVED, 1.5)
+    assert [one.request.id for one in of.decide(1.5)] == ["second"]

@@ -1,0 +1,178 @@
+"""Requests that may go to one backend alone: they wait for that one, in nobody's way, and leave with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from llmproxy.core.domain import (
+    CRITICAL,
+    DEFAULT,
+    SHEDDABLE,
+    Drop,
+    Entry,
+    Grant,
+    Outcome,
+    Preempt,
+    Refused,
+    Trouble,
+    Verdict,
+)
+from llmproxy.core.placement import presets
+from llmproxy.core.pools import Pools
+from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
+from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
+from tests.core.make import listing, pools, reading, request
+
+ROOMY = Settings(capacity=CapacitySettings(look_ahead=0))
+
+
+def grants(decided: Sequence[object]) -> dict[str, str]:
+    return {one.request.id: one.placed.backend for one in decided if isinstance(one, Grant)}
+
+
+def fill(of: Pools, backend: str, now: float = 0.0) -> Grant:
+    """The only place of a backend is taken."""
+    of.submit(request(id=f"on {backend}", backend=backend), now)
+    (grant,) = (one for one in of.decide(now) if isinstance(one, Grant))
+    assert grant.placed.backend == backend
+    return grant
+
+
+@pytest.mark.parametrize("placement", sorted(presets.names()))
+def test_every_placement_sends_it_to_its_own_backend(placement: str) -> None:
+    of = pools(dict.fromkeys("abc", 8), Settings(placement=placement))
+    for n, backend in enumerate("abcbbacca"):
+        of.submit(request(id=str(n), backend=backend, prefix=(1, 2, 3), prefix_tokens=16.0, session="s"), 0.0)
+    sent = grants(of.decide(0.0))
+    assert "".join(sent[str(n)] for n in range(9)) == "abcbbacca"
+
+
+@pytest.mark.parametrize("fairness", ["fcfs", "fair_share", "round_robin"])
+def test_any_number_of_them_hides_nobody_behind_it(fairness: str) -> None:
+    of = pools({"a": 1, "b": 4}, Settings(fairness=fairness, capacity=ROOMY.capacity))
+    held = fill(of, "a")
+    many = [f"bound {n}" for n in range(3 * FLOW_LOOK_MAX)]
+    for name in many:
+        of.submit(request(id=name, backend="a"), 1.0)
+    of.submit(request(id="free", arrived_s=2.0), 2.0)
+    assert grants(of.decide(2.0)) == {"free": "b"}
+    for _ in many:
+        of.finish(held, Verdict.SERVED, 3.0)
+        (held,) = (one for one in of.decide(3.0) if isinstance(one, Grant))
+        assert held.placed.backend == "a"
+    of.check(3.0)
+    assert of.queued() == {DEFAULT: (0, 0)}
+
+
+def test_the_higher_band_has_its_backend_first() -> None:
+    of = pools({"a": 1, "b": 1}, ROOMY)
+    held = fill(of, "a")
+    for name, band in (("low", SHEDDABLE), ("middle", DEFAULT), ("high", CRITICAL)):
+        of.submit(request(id=name, band=band, backend="a"), 1.0)
+    assert grants(of.decide(1.0)) == {}
+    order = []
+    for _ in range(3):
+        of.finish(held, Verdict.SERVED, 2.0)
+        (held,) = (one for one in of.decide(2.0) if isinstance(one, Grant))
+        order.append(held.request.id)
+    assert order == ["high", "middle", "low"]
+
+
+def test_only_what_its_own_backend_has_is_taken_back_for_it() -> None:
+    of = pools({"a": 1, "b": 1}, Settings(capacity=ROOMY.capacity, withdrawal=True))
+    for name in "ab":
+        of.submit(request(id=f"low on {name}", band=SHEDDABLE, backend=name, stream=True), 0.0)
+    assert len(grants(of.decide(0.0))) == 2
+    of.submit(request(id="high", band=CRITICAL, backend="a"), 1.0)
+    assert [one.backend for one in of.decide(1.0) if isinstance(one, Preempt)] == ["a"]
+
+
+def test_it_is_held_while_its_backend_is_down_or_drained_though_others_are_up() -> None:
+    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
+    of.drain_backend("a")
+    of.submit(request(id="held", backend="a", deadline_s=100.0), 0.0)
+    assert of.decide(0.0) == []
+    of.drain_backend("a", drained=False)
+    assert grants(of.decide(1.0)) == {"held": "a"}
+    for _ in range(3):
+        of.troubled("a", Trouble.TIMEOUT)
+    of.submit(request(id="late", backend="a", deadline_s=100.0), 2.0)
+    assert of.decide(11.0) == []
+    (drop,) = of.decide(12.0)
+    assert isinstance(drop, Drop)
+    assert (drop.request.id, drop.outcome) == ("late", Outcome.EXPIRED_NO_BACKENDS)
+
+
+def test_without_holding_it_is_told_at_once() -> None:
+    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=0.0)))
+    of.drain_backend("a")
+    with pytest.raises(Refused) as told:
+        of.submit(request(backend="a"), 0.0)
+    assert (told.value.outcome, told.value.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
+
+
+def gone(of: Pools) -> None:
+    for _ in range(3):
+        of.troubled("a", Trouble.REFUSED)
+
+
+def moved(of: Pools) -> None:
+    of.listed("a", listing(base="other"))
+
+
+def another_process(of: Pools) -> None:
+    of.replace_process("a")
+
+
+def removed(of: Pools) -> None:
+    of.remove_backend("a")
+
+
+@pytest.mark.parametrize("loses", [gone, moved, another_process, removed])
+def test_whoever_waits_for_a_backend_leaves_with_it(loses: object) -> None:
+    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
+    of.drain_backend("a")
+    of.submit(request(id="bound", backend="a"), 0.0)
+    of.submit(request(id="free", arrived_s=0.5), 0.5)
+    assert callable(loses)
+    loses(of)
+    decided = of.decide(1.0)
+    assert grants(decided) == {"free": "b"}
+    assert [(one.request.id, one.outcome) for one in decided if isinstance(one, Drop)] == [
+        ("bound", Outcome.BAD_REQUEST)
+    ]
+    of.check(1.0)
+
+
+@pytest.mark.parametrize("entry", [Entry.NEW, Entry.RETRY])
+@pytest.mark.parametrize("loses", [gone, moved, removed])
+def test_nobody_is_let_in_for_a_backend_that_is_gone(loses: object, entry: Entry) -> None:
+    of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
+    assert callable(loses)
+    loses(of)
+    with pytest.raises(Refused, match="No backend of `base` keeps it") as told:
+        of.submit(request(backend="a"), 0.0, entry=entry)
+    assert told.value.outcome is Outcome.BAD_REQUEST
+
+
+def test_nobody_is_let_in_for_a_backend_that_does_not_serve_the_model() -> None:
+    of = pools({"a": 4, "b": 4}, listings={"b": listing("x")})
+    with pytest.raises(Refused) as told:
+        of.submit(request(adapter="x", backend="a"), 0.0)
+    assert told.value.outcome is Outcome.BAD_REQUEST
+
+
+def test_who_may_not_be_put_into_its_engines_own_queue_waits_until_that_is_empty() -> None:
+    of = pools({"a": 20, "b": 20})
+    of.submit(request(band=CRITICAL, backend="a"), 1.0)
+    of.decide(1.0)
+    of.observe("a", reading(1.0, running=4, waiting=1))
+    of.observe("b", reading(1.0, running=5))
+    of.submit(request(id="bound", band=SHEDDABLE, backend="a", arrived_s=1.1), 1.1)
+    of.submit(request(id="free", band=SHEDDABLE, arrived_s=1.2), 1.1)
+    assert grants(of.decide(1.1)) == {"free": "b"}
+    assert of.next_wakeup(1.1) != 1.1, "it asks for pass after pass, and nothing has changed"
+    of.observe("a", reading(1.2, running=5))
+    assert grants(of.decide(1.2)) == {"bound": "a"}

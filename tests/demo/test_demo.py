@@ -1,0 +1,251 @@
+"""The demo as a process: it serves, and however it ends, it leaves none of its processes behind. What it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import IO
+from urllib.error import URLError
+
+import aiohttp
+import pytest
+from rich.console import Console
+
+from llmproxy.demo import GUIDE, SCRIPT, _adapters, _demo
+from llmproxy.demo.children import Children, DemoError, held_port
+from llmproxy.demo.display import Display, Replica, parsed, picture, summed
+from llmproxy.demo.visitors import ADAPTERS, MODEL, Fared, Visitors
+
+PATIENCE_S = 40.0
+
+
+@contextlib.contextmanager
+def command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout
+    with process:
+        try:
+            yield process, process.stdout
+        finally:
+            process.kill()
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+        return bytes(answer.read())
+
+
+def wait_until_refused(url: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        try:
+            get(f"{url}/health")
+        except (URLError, ConnectionError):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{url} still answers")
+
+
+def test_a_child_of_the_demo_ends_when_its_standard_input_does() -> None:
+    with command("llmproxy.cli.child", "replica", "--port", "0", "--profile", "tiny") as (child, output):
+        url = re.search(r"http://\S+", output.readline())
+        assert url
+        get(f"{url[0]}/health")
+        assert child.stdin
+        child.stdin.close()
+        assert child.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_the_demo_leaves_nothing_behind(number: signal.Signals) -> None:
+    with command("llmproxy", "demo", "--port", "0", "--replicas", "2") as (demo, output):
+        guide = ""
+        while "Ctrl-C ends all" not in guide:
+            line = output.readline()
+            assert line, guide
+            guide += line
+        base = re.search(r"curl (http://[\d.:]+)", guide)
+        assert base
+        replicas = summed(parsed(get(f"{base[1]}/metrics").decode())["llmproxy_backend_limit"], "backend")
+        assert len(replicas) == 2
+        served = json.loads(get(f"{base[1]}/v1/models"))
+        assert {card["id"] for card in served["data"]} == {MODEL, *ADAPTERS}
+        demo.send_signal(number)
+        rest = output.read()
+        assert demo.wait(PATIENCE_S) == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+        assert "Traceback" not in rest
+        assert "\x1b" not in guide + rest
+        assert all(len(line) <= 80 for line in (guide + rest).splitlines())
+        for url in (base[1], *(f"http://{replica}" for replica in replicas)):
+            wait_until_refused(url)
+
+
+async def test_the_demo_keeps_out_of_the_state_file_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    async def start(_: Children, name: str, *arguments: str) -> None:
+        started.append(" ".join(arguments))
+        if name == "proxy":
+            raise DemoError("that is enough")
+
+    monkeypatch.setattr(Children, "start", start)
+    with pytest.raises(DemoError, match="enough"):
+        await _demo(0, 2, Display())
+    assert "--state-file none" in started[-1]
+
+
+async def test_a_child_that_dies_ends_the_demo_with_its_last_words() -> None:
+    async with Children() as children:
+        await children.start("replica-1", "replica", "--profile", "none")
+        with pytest.raises(DemoError, match=r"replica-1 ended with exit code 2; its last words:\n.* no engine profile"):
+            await children.unless_one_dies(asyncio.sleep(PATIENCE_S))
+
+
+async def test_a_replica_that_is_killed_ends_nothing_and_comes_back_where_it_was() -> None:
+    async def answered() -> None:
+        while True:
+            with contextlib.suppress(aiohttp.ClientConnectionError):
+                async with session.get("/health") as answer:
+                    assert answer.status == 200
+                    return
+            await asyncio.sleep(0.02)
+
+    with held_port(0) as port:
+        async with Children() as children, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            for _ in range(2):
+                await children.start("replica-1", "replica", "--port", str(port), "--profile", "tiny")
+                await children.unless_one_dies(answered())
+                await children.kill("replica-1")
+                with pytest.raises(aiohttp.ClientConnectionError):
+                    await session.get("/health")
+            await children.unless_one_dies(asyncio.sleep(0))
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with held_port(0) as port, socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(DemoError, match=f"port {port} cannot be used"), held_port(port):
+            pass
+
+
+@pytest.mark.parametrize("count", range(1, 17))
+def test_every_adapter_is_loaded_on_a_replica_that_stays(count: int) -> None:
+    stays = [_adapters(number, count) for number in range(1, count + (count == 1))]
+    assert {adapter for loaded in stays for adapter in loaded} == set(ADAPTERS)
+
+
+# --- what it shows ----------------------------------------------------------------------------------------------------
+
+PAGE = """
+# TYPE llmproxy_attempts counter
+llmproxy_attempts_total{backend="127.0.0.1:1",verdict="served"} 123456
+llmproxy_attempts_total{backend="127.0.0.1:1",verdict="failed"} 9
+# TYPE llmproxy_backend_available gauge
+llmproxy_backend_available{backend="127.0.0.1:1"} 1
+llmproxy_backend_available{backend="127.0.0.1:2"} 0
+llmproxy_backend_running{backend="127.0.0.1:1"} 4
+llmproxy_backend_running{backend="127.0.0.1:2"} 3
+llmproxy_backend_limit{backend="127.0.0.1:1"} 256
+# TYPE llmproxy_queued_requests gauge
+llmproxy_queued_requests{band="critical"} 0
+llmproxy_queued_requests{band="sheddable"} 48
+"""
+REPLICAS = [Replica("replica-1", 1, ADAPTERS), Replica("replica-16", 2, ())]
+
+
+@pytest.fixture
+async def visitors() -> AsyncIterator[Visitors]:
+    async with aiohttp.ClientSession() as session:
+        seen = Visitors(session, {})
+        now_s = time.monotonic()
+        seen.bands["critical"] = Fared(answered=123456, retried=1234, refused=12345, broken=123, lost=12)
+        seen.bands["critical"].ttft.extend((now_s, ms / 1000) for ms in (12345, 30000, 12345, 12345))
+        seen.bands["default"].ttft.append((now_s - 60, 1.0))
+        seen.adapters[ADAPTERS[0]] = Counter({"replica-1": 12345, "replica-16": 6789})
+        yield seen
+
+
+async def test_the_table_is_right_at_80_columns(visitors: Visitors) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(picture(PAGE, REPLICAS, visitors))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert "\u2026" not in shown
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert rows["replica-1"] == ["replica-1", "up", "4", "0", "256", "123456", "sql", "support"]
+    assert rows["replica-16"] == ["replica-16", "down", "-", "-", "-", "0"]
+    assert rows["critical"][:6] == ["critical", "0", "12345", "ms", "27352", "ms"]
+    assert rows["critical"][6:] == ["123456", "1234", "12345", "123", "12"]
+    assert rows["default"][:4] == ["default", "0", "-", "-"]
+    assert rows["sheddable"][1] == "48"
+    assert "sql         requests went to replica-1 (12345), replica-16 (6789)" in shown
+
+
+def test_what_is_said_fits_into_80_columns() -> None:
+    guide = GUIDE.format(base="http://127.0.0.1:65535", models=", ".join((MODEL, *ADAPTERS)), count=16, model=MODEL)
+    news = ["00:00:00  " + text.format(victim="replica-16") for _, _, text in SCRIPT]
+    assert all(len(line) <= 80 for line in [*guide.splitlines(), *news])
+
+
+@pytest.mark.parametrize(
+    ("environment", "drawn", "coloured"),
+    [
+        ({"TERM": "xterm-256color"}, True, True),
+        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, False, False),
+        ({"TERM": "dumb", "FORCE_COLOR": "1"}, False, False),
+    ],
+)
+async def test_a_terminal_gets_what_it_can_show(
+    environment: dict[str, str], drawn: bool, coloured: bool, visitors: Visitors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    master, slave = pty.openpty()
+    with open(slave, "w") as terminal:  # noqa: ASYNC230, PTH123
+        monkeypatch.setattr(sys, "stdout", terminal)
+        display = Display()
+        display.plain_interval_s = 0.0
+        with display:
+            display.news("now")
+            display.show(PAGE, REPLICAS, visitors)
+        monkeypatch.undo()
+        seen = b""
+        # What was written gets through by and by.
+        while b"replica-16" not in seen or not seen.endswith(b"\x1b[?25h" if drawn else b"\r\n\r\n"):
+            seen += os.read(master, 1 << 16)
+    os.close(master)
+    assert b"replica-16" in seen
+    assert (b"\x1b" in seen) is drawn
+    assert bool(re.search(rb"\x1b\[(?:\d+;)*(?:3\d|9\d)m", seen)) is coloured
+    # The cursor is back.
+    assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == drawn
+
+
+def test_numbers_of_the_metrics_page_are_summed_by_label() -> None:
+    samples = parsed(PAGE)
+    assert summed(samples["llmproxy_attempts_total"], "backend") == {"127.0.0.1:1": 123465.0}
+    assert summed(samples["llmproxy_attempts_total"], "backend", verdict="served") == {"127.0.0.1:1": 123456.0}

@@ -1,0 +1,270 @@
+"""A whole house for one test: simulated replicas, a proxy over them and a client, all on the loop of the test.
+
+Leaving the house checks what must hold after anything that happened in it: nothing walks, waits, is leased or booked,
+no engine computes for nobody, and no task, socket or timer stays behind (`leftovers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from multidict import CIMultiDictProxy
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmproxy.app import Proxy, running
+from llmproxy.config import Config, WatchedFile, load
+from llmproxy.config.reload import Reread
+from llmproxy.fleet.limits_file import LimitsFile
+from llmproxy.simulator.replica import Replica, ReplicaOptions, SeenRequest
+from tests.e2e.leftovers import nothing_left
+
+FAST = ReplicaOptions(model="base", adapters=("lora-0", "lora-1"), profile="tiny", noise=False)
+"""A replica whose steps take about a millisecond."""
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 4}
+STREAM = HELLO | {"stream": True}
+ENDLESS = STREAM | {"max_tokens": 30_000, "ignore_eos": True}
+"""A stream that only ends when somebody cuts it."""
+
+_QUICK: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "log_level": "error",
+    "poll": {"interval_s": 0.02, "page_interval_s": 0.05, "models_interval_s": 0.05, "timeout_s": 5.0},
+    "health": {"backoff_s": 0.05},
+    "drain_timeout_s": 5.0,
+    # Tests that are about being held say so; all others want to be told at once.
+    "queue": {"hold_s": 0.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer, read to its end."""
+
+    status: int
+    headers: CIMultiDictProxy[str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[bytes]:
+        """The events of a stream, without the blank lines between them."""
+        return [event for event in self.body.split(b"\n\n") if event]
+
+    @property
+    def backend(self) -> str:
+        return self.headers["x-llmproxy-backend"]
+
+
+class House:
+    """What a test needs of a running house. Replica number i is the backend `b<i>`."""
+
+    def __init__(
+        self, proxy: Proxy, replicas: Sequence[Replica], http: aiohttp.ClientSession, told: Mapping[str, Any]
+    ) -> None:
+        self.proxy = proxy
+        self.told = told
+        self.replicas = tuple(replicas)
+        self.http = http
+        self.url = proxy.url
+        self.bugs_expected = 0
+
+    def replica(self, name: str) -> Replica:
+        """The replica behind a backend's name."""
+        return self.replicas[int(name.removeprefix("b"))]
+
+    def sent(self, backend: str = "b0") -> SeenRequest:
+        """The latest request that is no poll, as the replica behind a backend got it."""
+        return [seen for seen in self.replica(backend).requests_seen if not is_poll(seen)][-1]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the proxy listens, for those who connect below HTTP."""
+        return "127.0.0.1", int(self.url.rpartition(":")[2])
+
+    async def request(self, method: str, path: str, body: object = None, **options: Any) -> Answer:
+        """Send one request; `body` is sent as it is where it is bytes, as JSON where it is anything else."""
+        if isinstance(body, bytes):
+            # The client's library wants large bodies as files.
+            options["data"] = io.BytesIO(body) if body else body
+            options["headers"] = {"content-type": "application/json"} | options.get("headers", {})
+        elif body is not None:
+            options["json"] = body
+        url = path if path.startswith("http") else self.url + path
+        async with self.http.request(method, url, allow_redirects=False, **options) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    async def post(self, path: str, body: object, **options: Any) -> Answer:
+        return await self.request("POST", path, body, **options)
+
+    async def get(self, path: str, **options: Any) -> Answer:
+        return await self.request("GET", path, **options)
+
+    async def chat(self, body: object = None, **options: Any) -> Answer:
+        return await self.post(CHAT, HELLO if body is None else body, **options)
+
+    @asynccontextmanager
+    async def stream(
+        self, body: object = None, path: str = CHAT, **headers: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A stream in progress. Its connection is cut on leaving, as by a client that goes away."""
+        response = await self.http.post(self.url + path, json=ENDLESS if body is None else body, headers=headers)
+        try:
+            yield response
+        finally:
+            response.close()
+
+    @asynccontextmanager
+    async def wire(self, data: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection below HTTP on which `data` was sent; it is cut on leaving."""
+        # A small limit, so that nothing is read ahead of a test that reads nothing.
+        reader, writer = await asyncio.open_connection(*self.address, limit=4096)
+        try:
+            writer.write(data)
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    def waiting(self, body: object = None, **headers: str) -> asyncio.Task[Answer]:
+        """A request of its own task, for one that will have to wait."""
+        return asyncio.create_task(self.chat(body, headers=headers))
+
+    @property
+    def queued(self) -> int:
+        return sum(requests for requests, _ in self.proxy.pools.queued().values())
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples of one metric that have these labels."""
+        page = self.proxy.metrics.page().decode()
+        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        chosen = [s for s in samples if s.name == name and labels.items() <= s.labels.items()]
+        return sum(sample.value for sample in chosen)
+
+    def outcomes(self) -> Counter[str]:
+        """How many requests ended in which outcome."""
+        page = self.proxy.metrics.page().decode()
+        counted: Counter[str] = Counter()
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == "llmproxy_requests_total":
+                    counted[sample.labels["outcome"]] += int(sample.value)
+        return counted
+
+    async def settled(self) -> None:
+        """Wait until every request has ended and every engine has nothing to do."""
+        walker = self.proxy.walker
+        await until(lambda: not (walker.walking or walker.kept_bytes or self.proxy.dispatcher.leases))
+        await until(lambda: all(not r.in_flight and not r.engine.busy for r in self.replicas))
+
+    def check(self) -> None:
+        """Everything that was taken was given back."""
+        pools = self.proxy.pools
+        assert self.proxy.walker.walking == 0
+        assert (self.proxy.walker.bodies.held_bytes, self.proxy.walker.bodies.arriving_bytes) == (0, 0)
+        assert self.proxy.dispatcher.leases == 0
+        assert all(self.proxy.dispatcher.in_flight(name) == 0 for name in pools.backends)
+        assert all(queue == (0, 0) for queue in pools.queued().values())
+        assert {name: backend.sequences for name, backend in pools.backends.items()} == dict.fromkeys(pools.backends, 0)
+        pools.check(asyncio.get_running_loop().time())
+        for replica in self.replicas:
+            assert not replica.engine.busy
+            replica.engine.check()
+        assert self.outcomes()["internal"] == self.bugs_expected, "the proxy met a bug of its own"
+
+
+async def all_of(stream: aiohttp.ClientResponse) -> bytes:
+    """What comes of a stream that may break."""
+    pieces = bytearray()
+    with suppress(aiohttp.ClientPayloadError):
+        while piece := await stream.content.readany():
+            pieces += piece
+    return bytes(pieces)
+
+
+def raw_post(body: object, path: str = CHAT, version: str = "1.1", extra: str = "") -> bytes:
+    """The bytes of a request; `extra` are further header lines."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n{extra}"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def until(condition: Callable[[], object], limit_s: float = 15.0) -> None:
+    """Wait for something that other tasks bring about."""
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def house(
+    *options: ReplicaOptions,
+    fixed_limit: int | None = None,
+    extra: Sequence[str] = (),
+    wait: bool = True,
+    file: Path | None = None,
+    limits: LimitsFile | None = None,
+    **config: Any,
+) -> AsyncIterator[House]:
+    """Open a house over one replica for each of `options`; `config` goes over the quick settings of tests.
+
+    `fixed_limit` is every backend's `max_in_flight`. `extra` are URLs of further backends. With `wait`, every backend
+    was read when the house opens. With a `file`, the configuration stands there, and can be read again. `limits` keeps
+    what is learned of batch limits.
+    """
+    async with nothing_left(), AsyncExitStack() as stack:
+        replicas = [await stack.enter_async_context(Replica(o)) for o in options]
+        urls = [replica.url for replica in replicas] + list(extra)
+        backends = [{"url": url, "name": f"b{i}", "max_in_flight": fixed_limit} for i, url in enumerate(urls)]
+        told = _merged(_QUICK | {"backends": backends}, config)
+        reread = _written(file, told) if file is not None else None
+        proxy = await stack.enter_async_context(running(Config.model_validate(told), reread, limits=limits))
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        opened = House(proxy, replicas, http, told)
+        if wait:
+            await until(lambda: all_up(opened))
+        yield opened
+        await opened.settled()
+        opened.check()
+
+
+def _written(file: Path, told: Mapping[str, Any]) -> Reread:
+    file.write_text(json.dumps(told))  # JSON is YAML, too.
+    watched = WatchedFile(file)
+    watched.take()
+    return Reread(watched, partial(load, file))
+
+
+POLLED = ("/health", "/v1/models", "/metrics", "/metrics/", "/server_info")
+
+
+def is_poll(seen: SeenRequest) -> bool:
+    return seen.method == "GET" and seen.path.partition("?")[0] in POLLED
+
+
+def all_up(opened: House) -> bool:
+    """Every backend was read and may be given work."""
+    now = asyncio.get_running_loop().time()
+    backends = opened.proxy.pools.backends.values()
+    return all(b.listing is not None and b.health.available(now) for b in backends)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged

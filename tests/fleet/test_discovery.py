@@ -1,0 +1,357 @@
+"""Backends found in DNS: names that stay, answers that are not believed at once, and failures that change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from llmproxy.config import BackendConfig, BackendTlsConfig, Config, ConfigError, PollConfig
+from llmproxy.core.domain import Listing, Reading, Trouble, Verdict
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.fleet import discovery
+from llmproxy.fleet.discovery import BACKENDS_MAX, Address, Discovery, DnsSource, SourceFailedError, addresses, check
+from llmproxy.fleet.poller import Poller, polling_session
+from llmproxy.fleet.registry import BackendRegistry, State
+from llmproxy.upstream import resolver as names_module
+from llmproxy.upstream.tls import PeerTls
+from tests.core.make import pools, request
+
+Answer = list[Address] | Exception
+
+
+class Names:
+    """A resolver that answers what it is told to."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.asked: list[Address] = []
+
+    async def __call__(self, host: str, port: int) -> list[Address]:
+        self.asked.append((host, port))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def source(names: Names, url: str = "dns+http://vllm.svc:8000", gone_after: int = 2, **given: Any) -> DnsSource:
+    return DnsSource(BackendConfig(url=url, **given), 1.0, gone_after, names)
+
+
+async def names_of(one: DnsSource) -> list[str]:
+    return [backend.name for backend in await one.look()]
+
+
+A, B = ("127.0.0.8", 1), ("127.0.0.9", 1)
+
+
+async def test_every_address_is_a_backend_of_its_own_configured_alike() -> None:
+    names = Names([B, A, A, ("fd00::1", 8000)])
+    found = await source(names, max_in_flight=4, api_key="k", forward_priority=True).look()
+    assert names.asked == [("vllm.svc", 8000)]
+    assert [(one.name, one.url) for one in found] == [
+        ("127.0.0.8:1", "http://127.0.0.8:1"),
+        ("127.0.0.9:1", "http://127.0.0.9:1"),
+        ("[fd00::1]:8000", "http://[fd00::1]:8000"),
+    ]
+    assert {(one.max_in_flight, one.api_key, one.forward_priority) for one in found} == {(4, "k", True)}
+
+
+async def test_services_bring_their_own_ports_and_keep_https() -> None:
+    names = Names([("a.svc", 8443), ("b.svc", 9443)])
+    found = await source(names, "srv+https://_vllm._tcp.svc").look()
+    assert names.asked[0][0] == "_vllm._tcp.svc"
+    assert [one.url for one in found] == ["https://a.svc:8443", "https://b.svc:9443"]
+
+
+async def test_an_address_is_gone_when_several_answers_in_a_row_lack_it() -> None:
+    one = source(Names([A, B], [A], [A, B], [A], [A], [A]))
+    both, alone = ["127.0.0.8:1", "127.0.0.9:1"], ["127.0.0.8:1"]
+    assert [await names_of(one) for _ in range(6)] == [both, both, both, both, alone, alone]
+
+
+async def test_an_empty_answer_is_believed_four_times_as_late() -> None:
+    one = source(Names([A], []))
+    seen = [await names_of(one) for _ in range(9)]
+    assert [len(names) for names in seen] == [1] * 8 + [0]
+
+
+async def test_a_failure_counts_as_no_answer() -> None:
+    one = source(Names([A, B], [A], SourceFailedError("no"), SourceFailedError("no"), [A, B], [A], [A]))
+    assert len(await names_of(one)) == 2
+    assert len(await names_of(one)) == 2
+    for _ in range(2):
+        with pytest.raises(SourceFailedError):
+            await one.look()
+    assert [len(await names_of(one)) for _ in range(3)] == [2, 2, 1]
+
+
+async def test_more_addresses_than_anybody_has_are_refused() -> None:
+    many = [(f"10.1.{i // 250}.{i % 250}", 80) for i in range(BACKENDS_MAX + 1)]
+    with pytest.raises(SourceFailedError, match="1024 are the most"):
+        await source(Names(many)).look()
+
+
+async def test_a_resolver_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "LOOK_UP_TIMEOUT_S", 0.01)
+
+    async def never(_: str, __: int) -> list[Address]:
+        await asyncio.Event().wait()
+        return []
+
+    with pytest.raises(SourceFailedError, match="no answer about vllm"):
+        await DnsSource(BackendConfig(url="dns+http://vllm.svc:8000"), 1.0, 2, never).look()
+
+
+async def test_the_systems_resolver_knows_this_machine() -> None:
+    assert ("127.0.0.1", 80) in await addresses(names_module.Names(), "127.0.0.1", 80)
+
+
+@pytest.mark.parametrize(("number", "fails"), [(socket.EAI_NONAME, False), (socket.EAI_AGAIN, True)])
+async def test_a_name_that_does_not_exist_is_an_empty_answer_and_no_failure(number: int, fails: bool) -> None:
+    async def look_up(_: str) -> Any:
+        raise socket.gaierror(number, "told so")
+
+    names = names_module.Names(look_up)
+    if fails:
+        with pytest.raises(SourceFailedError, match="told so"):
+            await addresses(names, "vllm.svc", 80)
+    else:
+        assert await addresses(names, "vllm.svc", 80) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("dns+https://a:1", "no certificate holds"),
+        ("srv+http://_a._tcp.b:80", "should hold no port"),
+        ("udp+http://a", "should start with http"),
+    ],
+)
+def test_names_that_cannot_be_looked_up_are_refused(url: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        BackendConfig(url=url)
+
+
+def test_service_records_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.model_validate({"backends": ["http://a", "srv+http://_a._tcp.b"]})
+    monkeypatch.setattr(discovery, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"srv\+http://_a._tcp.b: .*pip install 'llmproxy-lb\[srv\]'"):
+        check(config)
+    monkeypatch.setattr(discovery, "find_spec", lambda _: object())
+    check(config)
+
+
+# --- what the roster makes of it --------------------------------------------------------------------------------------
+
+
+class Deaf:
+    def listed(self, backend: str, listing: Listing) -> None: ...
+    def observe(self, backend: str, reading: Reading) -> None: ...
+    def published(self, backend: str, limit: int) -> None: ...
+
+    def unread(self, backend: str, trouble: Trouble, detail: str) -> None: ...
+    def answered(self, backend: str) -> None: ...
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None: ...
+
+
+@pytest.fixture
+def tls() -> dict[str, PeerTls]:
+    return {}
+
+
+@pytest.fixture
+async def registry(tls: dict[str, PeerTls]) -> AsyncIterator[BackendRegistry]:
+    made = pools({})
+    names = names_module.Names()
+    async with polling_session() as session:
+        # Nobody listens behind these names; the polls find nothing, and tell nobody.
+        one = BackendRegistry(Dispatcher(made), session, Deaf(), PollConfig(), None, tls, names)
+        yield one
+        await one.close()
+        await names.close()
+
+
+def told(registry: BackendRegistry) -> dict[str, tuple[str, str]]:
+    return {one.name: (one.source, one.url) for one in registry.standings()}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0)
+
+
+async def test_a_poller_is_told_whether_its_backend_has_work(
+    registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works: list[Callable[[], bool]] = []
+
+    class Watched(Poller):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            works.append(named["works"])
+            super().__init__(*given, **named)
+
+    monkeypatch.setattr("llmproxy.fleet.registry.Poller", Watched)
+    registry.tell("config", [BackendConfig(name=name, url=f"http://127.0.0.1:{name}") for name in "12"])
+    backend = registry._pools.backends["1"]
+    backend.book(7, request(), 0.0)
+    assert [one() for one in works] == [True, False]
+    backend.release(7, Verdict.SERVED, 1.0)
+    assert [one() for one in works] == [False, False]
+
+
+async def test_what_two_sources_name_belongs_to_the_first_and_stays_while_either_wants_it(
+    registry: BackendRegistry,
+) -> None:
+    one, same_url, same_name = (
+        BackendConfig(name="a", url="http://127.0.0.1:1"),
+        BackendConfig(name="b", url="http://127.0.0.1:1"),
+        BackendConfig(name="a", url="http://127.0.0.1:2"),
+    )
+    registry.tell("config", [one])
+    registry.tell("file", [same_url, same_name])
+    assert told(registry) == {"a": ("config", "http://127.0.0.1:1")}
+    registry.tell("config", [])
+    await until(lambda: told(registry).keys() == {"a", "b"})
+    assert told(registry) == {"a": ("file", "http://127.0.0.1:2"), "b": ("file", "http://127.0.0.1:1")}
+    registry.withdraw("file")
+    await until(lambda: not told(registry))
+    assert not registry.backends
+    assert not registry.pollers
+
+
+async def test_trust_is_that_of_whoever_is_wanted_at_a_url_and_goes_with_the_last(
+    registry: BackendRegistry, tls: dict[str, PeerTls]
+) -> None:
+    def at(name: str, url: str, server_name: str) -> BackendConfig:
+        return BackendConfig(name=name, url=url, tls=BackendTlsConfig(server_name=server_name))
+
+    def trusted() -> dict[str, str | None]:
+        return {url: peer.server_name for url, peer in tls.items()}
+
+    def end(name: str, lease: int) -> None:
+        registry._pools.backends[name].release(lease, Verdict.SERVED, 1.0)
+        if (emptied := registry._dispatcher._emptied.pop(name, None)) is not None:
+            emptied.set()
+
+    one, two = "https://127.0.0.1:1", "https://127.0.0.1:2"
+    registry.tell("config", [at("a", one, "a"), at("b", two, "b")])
+    registry.tell("config", [at("a", two, "a"), at("b", one, "b")])
+    assert trusted() == {one: "b", two: "a"}
+    # It still works for somebody while another takes its place, and comes back.
+    registry._pools.backends["b"].book(7, request(), 0.0)
+    registry.tell("config", [at("c", one, "c"), at("d", two, "d")])
+    await until(lambda: told(registry).keys() == {"b", "c", "d"})
+    assert trusted() == {one: "c", two: "d"}
+    registry._pools.backends["c"].book(8, request(), 0.0)
+    registry.tell("config", [at("b", one, "b")])
+    await until(lambda: told(registry).keys() == {"b", "c"})
+    assert trusted() == {one: "b"}
+    end("c", 8)
+    await until(lambda: told(registry).keys() == {"b"})
+    assert trusted() == {one: "b"}
+    end("b", 7)
+    registry.tell("config", [])
+    await until(lambda: not told(registry))
+    assert not tls
+
+
+async def test_authorities_are_not_read_again_where_a_source_says_the_same(
+    registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr("llmproxy.fleet.registry.peers_tls", lambda backends: read.extend(b.name for b in backends))
+    for _ in range(3):
+        registry.tell("dns", [BackendConfig(name="a", url="https://127.0.0.1:1")])
+    assert read == ["a"]
+
+
+async def test_a_drain_by_hand_outlives_what_sources_say_and_ends_with_the_backend(registry: BackendRegistry) -> None:
+    one = BackendConfig(name="a", url="http://127.0.0.1:1")
+    registry.tell("config", [one])
+    registry.drain("a")
+    registry.tell("config", [one.model_copy(update={"max_in_flight": 3})])
+    assert registry.standing("a").state is State.DRAINED
+    registry.tell("config", [])
+    await until(lambda: not told(registry))
+    registry.tell("config", [one])
+    assert registry.standing("a").state is State.DOWN
+    with pytest.raises(KeyError):
+        registry.drain("b")
+
+
+async def test_who_was_drained_under_a_predecessor_joins_drained_and_but_once(registry: BackendRegistry) -> None:
+    one = BackendConfig(name="a", url="http://127.0.0.1:1")
+    registry.drain_who_joins(["a", "never"])
+    assert registry.drained() == {"a", "never"}
+    registry.tell("config", [one])
+    assert registry.standing("a").state is State.DRAINED
+    assert registry.drained() == {"a", "never"}
+    registry.undrain("a")
+    assert registry.drained() == {"never"}
+    registry.tell("config", [])
+    await until(lambda: not told(registry))
+    registry.tell("config", [one])
+    assert registry.standing("a").state is State.DOWN
+
+
+async def test_sources_are_asked_anew_when_their_settings_change_and_leave_with_their_backends(
+    registry: BackendRegistry,
+) -> None:
+    expected: list[bool] = []
+    looks: list[tuple[str, bool]] = []
+    names = Names([A])
+    found = Discovery(registry, expected.append, lambda name, ok: looks.append((name, ok)), (names, names))
+
+    def config(**given: Any) -> Config:
+        return Config.model_validate({"backends": [{"url": "dns+http://vllm.svc:8000", **given}]})
+
+    found.reconfigure(config())
+    assert expected == [True]
+    await until(lambda: looks)
+    assert expected[-1] is False
+    assert told(registry) == {"127.0.0.8:1": ("dns+http://vllm.svc:8000", "http://127.0.0.8:1")}
+    found.reconfigure(config())
+    assert looks == [("dns+http://vllm.svc:8000", True)]
+    found.reconfigure(config(max_in_flight=7))
+    await until(lambda: len(looks) == 2)
+    assert registry.backends["127.0.0.8:1"].max_in_flight == 7
+    found.reconfigure(Config())
+    await until(lambda: not told(registry))
+    await found.close()
+
+
+async def test_a_source_that_finds_nothing_is_told_once_until_it_finds_something(registry: BackendRegistry) -> None:
+    looks: list[str] = []
+    names = Names([], [], [A], [A], [])
+    found = Discovery(registry, lambda _: None, lambda name, _: looks.append(name), (names, names))
+    where = {"backends": ["dns+http://vllm.svc:8000"], "discovery": {"dns_interval_s": 0.01, "gone_after": 1}}
+    with capture_logs() as logs:
+        found.reconfigure(Config.model_validate(where))
+        await until(lambda: len(looks) >= 12)
+        await found.close()
+    events = [line["event"] for line in logs if line["event"] in ("discovery_found_nothing", "backend_added")]
+    assert events == ["discovery_found_nothing", "backend_added", "discovery_found_nothing"]
+
+
+async def test_a_bug_in_a_source_is_a_failure_that_changes_nothing(
+    registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmproxy.fleet.discovery.asyncio.sleep", lambda _: real_sleep(0))
+    looks: list[bool] = []
+    names = Names([A], RuntimeError("bug"), RuntimeError("bug"), [A, B])
+    found = Discovery(registry, lambda _: None, lambda _, ok: looks.append(ok), (names, names))
+    found.reconfigure(Config.model_validate({"backends": ["dns+http://vllm.svc:8000"]}))
+    await until(lambda: len(looks) >= 4)
+    assert looks[:4] == [True, False, False, True]
+    assert told(registry).keys() == {"127.0.0.8:1", "127.0.0.9:1"}
+    await found.close()
+
+
+real_sleep = asyncio.sleep

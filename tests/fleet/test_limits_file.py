@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from llmproxy.core.domain import KnownLimit
+from llmproxy.fleet import limits_file
+from llmproxy.fleet.engine_config import SEQUENCES_MAX
+from llmproxy.fleet.limits_file import AGE_MAX_S, ENTRIES_MAX, FILE_BYTES_MAX, FORMAT, LimitsFile, place
+
+ONE = KnownLimit(8, True, ("tiny",), 4096)
+OTHER = KnownLimit(40, False, ("large", "small"), None)
+
+
+class Clock:
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def at(path: Path, clock: Clock | None = None) -> LimitsFile:
+    return LimitsFile(path, clock or Clock())
+
+
+def test_what_was_written_is_read_by_the_next_process(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "on the way" / "state.json"
+    assert at(path).read() == {}
+    at(path).write({"http://a": ONE, "http://b": OTHER})
+    assert at(path).read() == {"http://a": ONE, "http://b": OTHER}
+    assert [one.name for one in path.parent.iterdir()] == ["state.json"]
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_who_shares_the_file_keeps_what_others_wrote_of_their_backends(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    at(path).write({"http://a": ONE})
+    at(path).write({"http://b": OTHER})
+    assert at(path).read() == {"http://a": ONE, "http://b": OTHER}
+
+
+def test_what_was_not_seen_for_long_is_forgotten_and_so_is_what_comes_from_the_future(tmp_path: Path) -> None:
+    path, clock = tmp_path / "state.json", Clock()
+    at(path, clock).write({"http://a": ONE})
+    clock.now += AGE_MAX_S - 1
+    assert at(path, clock).read() == {"http://a": ONE}
+    at(path, clock).write({"http://b": OTHER})
+    clock.now += 2
+    assert at(path, clock).read() == {"http://b": OTHER}
+    clock.now -= 3 * AGE_MAX_S
+    assert at(path, clock).read() == {}
+
+
+def test_it_is_bounded_and_those_seen_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_file, "ENTRIES_MAX", 10)
+    path, clock = tmp_path / "state.json", Clock()
+    for number in range(12):
+        clock.now += 1
+        at(path, clock).write({f"http://{number}": ONE})
+    assert set(at(path, clock).read()) == {f"http://{number}" for number in range(2, 12)}
+    assert ENTRIES_MAX * 500 < FILE_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"\xff\xfe",
+        b"[1, 2]",
+        b"port: 8080\nbackends: []\n",
+        json.dumps({"format": "llmproxy-state/2", "limits": {}}).encode(),
+        json.dumps({"format": FORMAT, "limits": {"http://a": {"limit": "many"}}}).encode(),
+        b"x" * (FILE_BYTES_MAX + 2),
+    ],
+)
+def test_a_file_that_is_not_its_own_is_told_once_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "state.json"
+    path.write_bytes(content)
+    state = at(path)
+    with capture_logs() as logs:
+        assert state.read() == {}
+        state.write({"http://a": ONE})
+        state.write({"http://a": OTHER})
+    assert [line["event"] for line in logs] == ["state_not_read"]
+    assert logs[0]["log_level"] == "warning"
+    assert path.read_bytes() == content
+
+
+def test_an_empty_file_is_one_to_write_into(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.touch()
+    assert at(path).read() == {}
+    at(path).write({"http://a": ONE})
+    assert at(path).read() == {"http://a": ONE}
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    link, path = tmp_path / "state.json", tmp_path / "volume" / "kept.json"
+    link.symlink_to(path)
+    at(link).write({"http://a": ONE})
+    assert link.is_symlink()
+    assert at(path).read() == {"http://a": ONE}
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    at(loop).write({"http://a": ONE})
+    assert at(loop).read() == {"http://a": ONE}
+
+
+def test_what_is_no_file_is_told_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with capture_logs() as logs:
+        one = at(path)
+        assert one.read() == {}
+        one.write({"http://a": ONE})
+    assert path.is_fifo()
+    assert [(line["event"], line["why"]) for line in logs] == [
+        ("state_not_read", "not a state file: it is no regular file")
+    ]
+
+
+def test_a_limit_that_no_engine_has_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    at(path).write({"http://a": KnownLimit(SEQUENCES_MAX + 1, True, ("tiny",), 4096), "http://b": ONE})
+    assert at(path).read() == {"http://b": ONE}
+
+
+def test_what_two_write_at_the_same_time_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    at(path).write({"http://a": ONE})
+    busy = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(busy, fcntl.LOCK_EX)
+    one = at(path)
+    with capture_logs() as logs:
+        one.write({"http://b": OTHER})
+    assert at(path).read() == {"http://a": ONE}
+    os.close(busy)
+    one.write({"http://b": OTHER})
+    assert at(path).read() == {"http://a": ONE, "http://b": OTHER}
+    assert logs == []
+
+
+def test_where_nothing_can_be_written_it_is_a_warning_and_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    state = at(tmp_path / "file" / "state.json")
+    with capture_logs() as logs:
+        assert state.read() == {}
+        state.write({"http://a": ONE})
+        state.write({"http://a": OTHER})
+    assert len(logs) == 1
+
+
+def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.json"
+    at(path).write({"http://a": ONE})
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    at(path).write({"http://a": OTHER})
+    monkeypatch.undo()
+    assert at(path).read() == {"http://a": ONE}
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_nothing_is_written_while_nothing_is_new(tmp_path: Path) -> None:
+    path, clock = tmp_path / "state.json", Clock()
+    state = at(path, clock)
+    state.write({"http://a": ONE})
+    path.unlink()
+    state.write({"http://a": ONE})
+    assert not path.exists()
+    clock.now += limits_file.REFRESH_S
+    state.write({"http://a": ONE})
+    assert path.exists()
+    path.unlink()
+    state.write({})
+    assert not path.exists()
+
+
+async def test_it_follows_what_is_known_and_writes_once_more_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits_file, "LOOK_S", 0.0)
+    path, known = tmp_path / "state.json", {"http://a": ONE}
+    following = asyncio.create_task(at(path).follow(lambda: known))
+    while not path.exists():  # noqa: ASYNC110 - what is waited for has no event of its own
+        await asyncio.sleep(0)
+    monkeypatch.setattr(limits_file, "LOOK_S", 3_600.0)
+    known["http://a"] = OTHER
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert at(path).read() == {"http://a": OTHER}
+
+
+@pytest.mark.parametrize(
+    ("setting", "environ", "path"),
+    [
+        ("none", {"HOME": "/h"}, None),
+        ("/x/y.json", {"HOME": "/h", "STATE_DIRECTORY": "/s"}, "/x/y.json"),
+        ("auto", {"HOME": "/h", "STATE_DIRECTORY": "/s:/t", "XDG_STATE_HOME": "/x"}, "/s/state.json"),
+        ("auto", {"HOME": "/h", "XDG_STATE_HOME": "/x"}, "/x/llmproxy/state.json"),
+        ("auto", {"HOME": "/h", "XDG_STATE_HOME": "x"}, "/h/.local/state/llmproxy/state.json"),
+        ("auto", {"HOME": "/h"}, "/h/.local/state/llmproxy/state.json"),
+        ("auto", {}, None),
+    ],
+)
+def test_where_it_lies(setting: str, environ: dict[str, str], path: str | None) -> None:
+    assert place(setting, environ) == (None if path is None else Path(path))

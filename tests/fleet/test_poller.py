@@ -1,0 +1,649 @@
+"""The poller against a server that answers as the recorded one does, lap by lap on a clock that the test turns."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gzip
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from structlog.testing import capture_logs
+
+from llmproxy.core.domain import Listing, Reading, Trouble
+from llmproxy.fleet import poller as poller_module
+from llmproxy.fleet.metrics_text import LABELS_BYTES_MAX, METRIC_NAMES
+from llmproxy.fleet.poller import Poller, polling_session
+
+MODELS = '{"object":"list","data":[{"id":"tiny","parent":null,"max_model_len":4096},{"id":"lora-0","parent":"tiny"}]}'
+
+
+def load(running: int, waiting: int) -> str:
+    return (
+        f'vllm:num_requests_running{{engine="0",model_name="tiny"}} {running}.0\n'
+        f'vllm:num_requests_waiting{{engine="0",model_name="tiny"}} {waiting}.0\n'
+    )
+
+
+NEEDED = load(3, 1)
+PAGE = "# HELP python_info Python platform information\npython_info 1.0\n" + NEEDED + "x_total 1.0\n" * 5000
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def saying(text: str = "", status: int = 200) -> Answer:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(text=text, status=status, headers={"location": "/"} if status == 307 else None)
+
+    return answer
+
+
+async def hang(_: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def hang_on() -> None:
+    await asyncio.Event().wait()
+
+
+async def hang_up(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def no_status(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(b"HTTP/1.1 000 OK\r\ncontent-length: 0\r\n\r\n")
+    request.transport.close()
+    return web.Response()
+
+
+async def never_end(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b"x" * 65536)
+
+
+class FakeVllm:
+    """Answers by path; what is not set is 404. `asked` keeps the paths in order."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {
+            "/health": saying(),
+            "/v1/models": saying(MODELS),
+            "/metrics/": saying(NEEDED),
+            "/metrics": saying(PAGE),
+        }
+        self.asked: list[str] = []
+        self.requests: list[web.Request] = []
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        self.requests.append(request)
+        answer = self.answers.get(request.path)
+        return web.Response(status=404) if answer is None else await answer(request)
+
+
+@dataclass
+class Pace:
+    interval_s: float = 0.2
+    page_interval_s: float = 1.0
+    models_interval_s: float = 2.0
+    timeout_s: float = 5.0
+
+
+@dataclass
+class Sink:
+    """Writes down what it is told; `seen` has one word per call."""
+
+    seen: list[str] = field(default_factory=list)
+    listings: list[Listing] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    enough: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def listed(self, backend: str, listing: Listing) -> None:
+        assert backend == "b"
+        self.seen.append("listed")
+        self.listings.append(listing)
+
+    def observe(self, backend: str, reading: Reading) -> None:
+        assert backend == "b"
+        self.seen.append("observe")
+        self.readings.append(reading)
+
+    def published(self, backend: str, limit: int) -> None:
+        assert backend == "b"
+        self.limits.append(limit)
+        self.told.set()
+
+    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
+        assert backend == "b"
+        self.seen.append(f"unread: {trouble.value}")
+        self.details.append(detail)
+
+    def answered(self, backend: str) -> None:
+        assert backend == "b"
+        self.seen.append("answered")
+        if self.seen.count("answered") >= 3:
+            self.enough.set()
+
+    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        assert backend == "b"
+        self.seen.append(trouble.value)
+        self.details.append(detail)
+
+    def take(self) -> list[str]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+@dataclass
+class Bench:
+    """A poller, its backend and its sink, on a clock that only `laps` and the backend turn."""
+
+    session: aiohttp.ClientSession
+    url: str = ""
+    now: float = 1000.0
+    vllm: FakeVllm = field(default_factory=FakeVllm)
+    sink: Sink = field(default_factory=Sink)
+    pace: Pace = field(default_factory=Pace)
+    works: bool = True
+
+    def poller(self, url: str | None = None, api_key: str | None = None) -> Poller:
+        rng = random.Random(1)
+        return Poller(
+            "b",
+            url or self.url,
+            api_key,
+            self.session,
+            self.sink,
+            self.pace,
+            works=lambda: self.works,
+            clock=lambda: self.now,
+            rng=rng,
+        )
+
+    async def laps(self, poller: Poller, seconds: float) -> int:
+        """Let the poller run for so long; returns how many laps it took."""
+        end, count = self.now + seconds, 0
+        while self.now < end:
+            self.now += await poller.lap()
+            count += 1
+        return count
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with polling_session() as session:
+        bench = Bench(session)
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", bench.vllm.serve)
+        server = TestServer(app, handler_cancellation=True)
+        await server.start_server()
+        bench.url = str(server.make_url("")).rstrip("/")
+        yield bench
+        await server.close()
+
+
+# --- the walk ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_first_lap_asks_everything_and_ends_in_one_verdict(bench: Bench) -> None:
+    pause_s = await bench.poller().lap()
+    assert bench.vllm.asked == ["/health", "/v1/models", "/metrics/"]
+    assert bench.sink.take() == ["listed", "observe", "answered"]
+    assert [card.name for card in bench.sink.listings[0].cards] == ["tiny", "lora-0"]
+    assert (bench.sink.readings[0].running, bench.sink.readings[0].waiting) == (3, 1)
+    assert 0.16 <= pause_s <= 0.2
+
+
+async def test_models_can_be_read_between_laps_and_no_answer_is_no_news(bench: Bench) -> None:
+    poller = bench.poller()
+    await poller.list_now()
+    assert bench.vllm.asked == ["/v1/models"]
+    assert bench.sink.take() == ["listed"]
+    for answer in (saying("", 500), saying("no list"), hang_up):
+        bench.vllm.answers["/v1/models"] = answer
+        await poller.list_now()
+    assert bench.sink.take() == []
+
+
+async def test_an_older_list_that_comes_later_undoes_nothing(bench: Bench) -> None:
+    asked, let = asyncio.Event(), asyncio.Event()
+
+    async def late(_: web.Request) -> web.StreamResponse:
+        asked.set()
+        await let.wait()
+        return web.Response(text=MODELS)
+
+    poller = bench.poller()
+    bench.vllm.answers["/v1/models"] = late
+    lap = asyncio.create_task(poller.lap())
+    await asked.wait()
+    bench.now += 0.1
+    bench.vllm.answers["/v1/models"] = saying('{"data":[{"id":"tiny"},{"id":"new","parent":"tiny"}]}')
+    await poller.list_now()
+    let.set()
+    await lap
+    assert bench.sink.take() == ["listed", "observe", "answered"]
+    assert [card.name for card in bench.sink.listings[0].cards] == ["tiny", "new"]
+
+
+async def test_asks_for_the_needed_names_only_and_shows_its_key(bench: Bench) -> None:
+    await bench.poller(api_key="s3cret").lap()
+    assert bench.vllm.requests[-1].query.getall("name[]") == list(METRIC_NAMES)
+    for request in bench.vllm.requests:
+        assert request.headers["Authorization"] == "Bearer s3cret"
+        assert request.headers["Accept-Encoding"] == "identity"
+
+
+async def test_shows_no_key_when_there_is_none(bench: Bench) -> None:
+    await bench.poller().lap()
+    assert "Authorization" not in bench.vllm.requests[0].headers
+
+
+async def test_a_reading_is_stamped_with_the_time_its_scrape_was_sent(bench: Bench) -> None:
+    async def slow(_: web.Request) -> web.StreamResponse:
+        bench.now += 0.7
+        return web.Response(text=NEEDED)
+
+    bench.vllm.answers["/metrics/"] = slow
+    await bench.poller().lap()
+    assert bench.sink.readings[0].taken_at_s == 1000.0
+
+
+async def test_keeps_the_pace_of_each_question(bench: Bench) -> None:
+    laps = await bench.laps(bench.poller(), 10.0)
+    asked = {path: bench.vllm.asked.count(path) for path in bench.vllm.asked}
+    assert 50 <= asked["/metrics/"] <= laps <= 90
+    assert 10 <= asked["/health"] <= 13
+    assert 5 <= asked["/v1/models"] <= 7
+    assert "/metrics" not in asked
+
+
+@pytest.mark.parametrize(("works", "running", "waiting"), [(True, 0, 0), (False, 1, 0), (False, 0, 1)])
+async def test_a_backend_with_work_of_ours_or_of_others_is_read_often(
+    bench: Bench, works: bool, running: int, waiting: int
+) -> None:
+    bench.works = works
+    bench.vllm.answers["/metrics/"] = saying(load(running, waiting))
+    await bench.laps(bench.poller(), 10.0)
+    assert bench.vllm.asked.count("/metrics/") >= 50
+
+
+async def test_one_without_work_is_read_with_its_health(bench: Bench) -> None:
+    bench.works = False
+    bench.vllm.answers["/metrics/"] = saying(load(0, 0))
+    await bench.laps(bench.poller(), 10.0)
+    assert 10 <= bench.vllm.asked.count("/metrics/") <= bench.vllm.asked.count("/health") <= 13
+    assert 5 <= bench.vllm.asked.count("/v1/models") <= 7
+
+
+async def test_one_without_work_is_read_at_once_when_it_is_given_some(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmproxy.fleet.poller.HEALTH_INTERVAL_S", 3600.0)
+    bench.pace = Pace(interval_s=0.001, page_interval_s=3600.0, models_interval_s=3600.0)
+    bench.works = False
+    read: asyncio.Queue[web.Request] = asyncio.Queue()
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        read.put_nowait(request)
+        return web.Response(text=load(0, 0))
+
+    bench.vllm.answers["/metrics/"] = page
+    task = asyncio.create_task(bench.poller().run())
+    async with asyncio.timeout(10):
+        await read.get()
+        # Not before its answer was taken in.
+        while "answered" not in bench.sink.seen:  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0)
+        bench.works = True
+        await read.get()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    asked = [path for path in bench.vllm.asked if path != "/server_info"]
+    assert asked[:4] == ["/health", "/v1/models", "/metrics/", "/metrics/"]
+
+
+@pytest.mark.parametrize(("path", "looks_s"), [("/metrics/", 0.2), ("/metrics", 1.0)])
+async def test_whether_it_was_given_work_is_looked_at_as_often_as_it_may_be_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, path: str, looks_s: float
+) -> None:
+    bench.works = False
+    bench.vllm.answers = {path: saying(load(0, 0)), "/v1/models": saying(MODELS)}
+    pauses_s: list[float] = []
+    turn = asyncio.sleep
+
+    async def passing(pause_s: float) -> None:
+        pauses_s.append(pause_s)
+        bench.now += pause_s
+        if len(pauses_s) == 20:
+            raise asyncio.CancelledError
+        await turn(0)
+
+    poller = bench.poller()
+    await poller.lap()
+    monkeypatch.setattr(asyncio, "sleep", passing)
+    monkeypatch.setattr(poller, "_follow_limit", hang_on)
+    with pytest.raises(asyncio.CancelledError):
+        await poller.run()
+    monkeypatch.undo()
+    assert 0.8 * looks_s <= max(pauses_s) <= looks_s
+
+
+# --- where readings come from -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [saying(status=404), saying(status=307), saying(PAGE), saying("", 200)])
+async def test_falls_back_to_the_full_page_at_its_own_pace(bench: Bench, answer: Answer) -> None:
+    bench.vllm.answers["/metrics/"] = answer
+    poller = bench.poller()
+    await bench.laps(poller, 9.0)
+    assert bench.vllm.asked.count("/metrics/") == 1
+    assert 9 <= bench.vllm.asked.count("/metrics") <= 12
+    assert bench.sink.readings[0].running == 3
+
+
+async def test_a_filtered_page_that_has_grown_large_is_read_at_the_slow_pace(bench: Bench) -> None:
+    bench.vllm.answers["/metrics/"] = saying(NEEDED + 'vllm:lora_requests_info{max_lora="2"} 1.0\n' * 1000)
+    await bench.laps(bench.poller(), 9.0)
+    assert 9 <= bench.vllm.asked.count("/metrics/") <= 12
+    assert "/metrics" not in bench.vllm.asked
+
+
+async def test_a_server_without_vllm_metrics_is_watched_but_never_read(bench: Bench) -> None:
+    bench.vllm.answers = {"/v1/models": saying(MODELS)}
+    laps = await bench.laps(bench.poller(), 5.0)
+    assert set(bench.sink.seen) == {"listed", "answered"}
+    assert bench.sink.seen.count("answered") == laps
+    assert bench.vllm.asked.count("/metrics") == 1
+
+
+async def test_looks_again_for_a_better_source_now_and_then(bench: Bench) -> None:
+    filtered = bench.vllm.answers.pop("/metrics/")
+    poller = bench.poller()
+    await bench.laps(poller, 5.0)
+    bench.vllm.answers["/metrics/"] = filtered
+    await bench.laps(poller, 10.0)
+    bench.vllm.asked.clear()
+    await bench.laps(poller, 2.0)
+    assert "/metrics" not in bench.vllm.asked
+    assert bench.vllm.asked.count("/metrics/") >= 10
+
+
+# --- trouble ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "trouble", "words"),
+    [
+        ("/health", saying(status=503), "unhealthy", "/health answered 503"),
+        ("/health", hang_up, "no_answer", "/health"),
+        ("/health", no_status, "garbage", "/health answered 000"),
+        ("/v1/models", saying(status=500), "unhealthy", "/v1/models answered 500"),
+        ("/v1/models", saying(status=401), "garbage", "api_key"),
+        ("/v1/models", saying(status=307), "garbage", "answered 307"),
+        ("/v1/models", saying("<html>"), "garbage", "not JSON"),
+    ],
+)
+async def test_the_first_step_that_fails_ends_the_lap(
+    bench: Bench, path: str, answer: Answer, trouble: str, words: str
+) -> None:
+    bench.vllm.answers[path] = answer
+    await bench.poller().lap()
+    assert bench.sink.take()[-1] == trouble
+    assert words in bench.sink.details[0]
+    assert bench.vllm.asked[-1] == path
+
+
+@pytest.mark.parametrize(("answer", "trouble"), [(hang, "no_answer"), (hang_up, "no_answer"), (never_end, "garbage")])
+async def test_a_metrics_page_that_cannot_be_read_is_no_verdict(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, answer: Answer, trouble: str
+) -> None:
+    monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
+    poller = bench.poller()
+    bench.pace.timeout_s = 0.5 if answer is hang else 5.0
+    bench.vllm.answers["/metrics/"] = answer
+    for _ in range(2):
+        bench.now += await poller.lap()
+        assert bench.sink.take()[-2:] == [f"unread: {trouble}", "answered"]
+        assert bench.vllm.asked[-1] == "/health", "whether it is well is asked anew"
+    bench.vllm.answers["/metrics/"] = saying(NEEDED)
+    bench.now += bench.pace.page_interval_s
+    await poller.lap()
+    assert bench.sink.take()[-2:] == ["observe", "answered"]
+
+
+@pytest.mark.parametrize(("answer", "trouble"), [(hang, "no_answer"), (saying(status=503), "unhealthy")])
+async def test_health_that_fails_behind_a_metrics_page_that_hangs_is_one(
+    bench: Bench, answer: Answer, trouble: str
+) -> None:
+    poller = bench.poller()
+    await poller.lap()
+    bench.sink.take()
+
+    async def falls_ill(request: web.Request) -> web.StreamResponse:
+        bench.vllm.answers["/health"] = answer
+        return await hang_up(request)
+
+    bench.pace.timeout_s = 0.5
+    bench.vllm.answers["/metrics/"] = falls_ill
+    bench.now += bench.pace.interval_s
+    await poller.lap()
+    assert bench.sink.take() == ["unread: no_answer", trouble]
+
+
+async def test_a_slow_answer_is_a_timeout(bench: Bench) -> None:
+    bench.pace.timeout_s = 0.05
+    bench.vllm.answers["/health"] = hang
+    await bench.poller().lap()
+    assert bench.sink.take() == ["no_answer"]
+
+
+async def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
+    bench.vllm.answers["/v1/models"] = never_end
+    await bench.poller().lap()
+    assert bench.sink.take() == ["garbage"]
+    assert "larger than 100000 bytes" in bench.sink.details[0]
+
+
+async def test_a_page_that_is_refused_is_told_with_its_limit(bench: Bench) -> None:
+    page = NEEDED + "vllm:cache_config_info{" + 'a="",' * LABELS_BYTES_MAX + "} 1\n"
+    bench.vllm.answers["/metrics/"] = saying(page)
+    await bench.poller().lap()
+    assert bench.sink.take()[-2:] == ["unread: garbage", "answered"]
+    assert f"more than the {LABELS_BYTES_MAX}" in bench.sink.details[0]
+
+
+async def test_no_more_is_unpacked_of_a_compressed_answer_than_is_read_of_any_other(bench: Bench) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+
+    async def explode(_: web.Request) -> web.StreamResponse:
+        return web.Response(body=bomb, headers={"content-encoding": "gzip"})
+
+    bench.vllm.answers["/v1/models"] = explode
+    await bench.poller().lap()
+    assert bench.sink.take() == ["garbage"]
+    assert f"larger than {poller_module.BODY_BYTES_MAX} bytes" in bench.sink.details[0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_refused_connection_is_told_apart_and_tried_again_soon(bench: Bench, host: str) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    pause_s = await bench.poller(f"http://{host}:{port}").lap()
+    assert bench.sink.take() == ["refused"]
+    assert bench.sink.details[-1].endswith("; nothing listens there (yet): is the address right?")
+    assert pause_s <= 0.2
+
+
+async def test_a_url_of_the_wrong_scheme_is_told(bench: Bench) -> None:
+    await bench.poller(bench.url.replace("http://", "https://")).lap()
+    assert bench.sink.details[-1].endswith("; it does not speak TLS: should its URL begin with http://?")
+
+    def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    # As uvicorn with a certificate does with what is no TLS.
+    async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
+        await bench.poller(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").lap()
+    assert bench.sink.details[-1].endswith("; if it speaks TLS, its URL should begin with https://")
+
+
+async def test_who_has_answered_before_has_the_right_address(bench: Bench) -> None:
+    poller = bench.poller()
+    await poller.lap()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        poller._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        await bench.laps(poller, 1.5)
+    assert "refused" in bench.sink.take()
+    assert bench.sink.details[-1].endswith(")")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
+async def test_what_this_machine_lacks_says_nothing_of_the_backend(
+    bench: Bench, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
+    await bench.poller().lap()
+    assert bench.sink.take() == ["local_failure"]
+    assert os.strerror(number) in bench.sink.details[0]
+
+
+async def test_an_unreachable_address_does_not_prove_that_nobody_listens(bench: Bench) -> None:
+    # The kernel itself turns this connection down; nothing is sent.
+    await bench.poller("http://255.255.255.255:9").lap()
+    assert bench.sink.take() == ["no_answer"]
+
+
+async def test_a_url_that_cannot_be_asked_is_garbage(bench: Bench) -> None:
+    await bench.poller("http://").lap()
+    assert bench.sink.take() == ["garbage"]
+
+
+async def test_a_backend_that_comes_back_is_learned_anew(bench: Bench) -> None:
+    poller = bench.poller()
+    del bench.vllm.answers["/metrics/"]
+    await bench.laps(poller, 1.0)
+    bench.vllm.answers["/health"] = saying(status=503)
+    await bench.laps(poller, 3.0)
+    assert bench.sink.take()[-1] == "unhealthy"
+    bench.vllm.answers |= {"/health": saying(), "/metrics/": saying(NEEDED)}
+    bench.vllm.asked.clear()
+    await poller.lap()
+    assert bench.vllm.asked == ["/health", "/v1/models", "/metrics/"]
+    assert bench.sink.take() == ["listed", "observe", "answered"]
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+
+
+async def test_runs_until_cancelled(bench: Bench) -> None:
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001, models_interval_s=0.001)
+    task = asyncio.create_task(bench.poller().run())
+    async with asyncio.timeout(10):
+        await bench.sink.enough.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("method", ["observe", "troubled"])
+async def test_a_bug_is_told_once_and_does_not_end_the_task(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    calls = 0
+    third = asyncio.Event()
+
+    def broken(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        bench.now += 10.0
+        if calls == 3:
+            third.set()
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(bench.sink, method, broken)
+    if method == "troubled":
+        bench.vllm.answers["/health"] = saying(status=503)
+    with capture_logs() as logs:
+        task = asyncio.create_task(bench.poller().run())
+        async with asyncio.timeout(10):
+            await third.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert [(entry["event"], entry["backend"]) for entry in logs] == [("poller_bug", "b")]
+
+
+# --- the batch limit by its own configuration -------------------------------------------------------------------------
+
+PUBLISHED = '{"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}}'
+
+
+async def limit_told(bench: Bench) -> None:
+    polling = asyncio.create_task(bench.poller().run())
+    try:
+        await asyncio.wait_for(bench.sink.told.wait(), 5.0)
+        await bench.sink.enough.wait()
+    finally:
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
+
+
+async def test_what_an_engine_publishes_of_its_batch_is_asked_for_once(bench: Bench) -> None:
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    bench.vllm.answers["/server_info"] = saying(PUBLISHED)
+    await limit_told(bench)
+    assert bench.sink.limits == [8]
+    assert bench.vllm.asked.count("/server_info") == 1
+
+
+async def test_it_is_asked_again_where_no_answer_came(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+
+    async def then_well(request: web.Request) -> web.StreamResponse:
+        bench.vllm.answers["/server_info"] = saying(PUBLISHED)
+        return await hang_up(request)
+
+    bench.vllm.answers["/server_info"] = then_well
+    await limit_told(bench)
+    assert bench.vllm.asked.count("/server_info") == 2
+
+
+async def test_a_server_that_does_not_publish_it_is_left_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
+    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    polling = asyncio.create_task(bench.poller().run())
+    await bench.sink.enough.wait()
+    while "/server_info" not in bench.vllm.asked:  # noqa: ASYNC110 - what is waited for has no event of its own
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    polling.cancel()
+    await asyncio.gather(polling, return_exceptions=True)
+    assert bench.vllm.asked.count("/server_info") == 1
+    assert bench.sink.limits == []

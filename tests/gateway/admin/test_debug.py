@@ -1,0 +1,202 @@
+"""Who may see the pages for those who run the proxy, and how often."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from llmproxy.config import Config, hash_of, settings_of
+from llmproxy.core.adapters import Adapters
+from llmproxy.core.placement import make
+from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.admin import debug as admin
+from llmproxy.gateway.admin.debug import BURST, CHOICES, PAGES_PER_S, QUEUE, AdminPages
+from tests.core.make import listing, request
+
+AFAR = "10.0.0.7"
+KEY = {"Authorization": "Bearer for-admins"}
+
+
+def pages(clock: Callable[[], float] = lambda: 0.0, seats: int = 1, **fields: Any) -> AdminPages:
+    config = Config.model_validate({"backends": ["http://gpu-0:8000"], **fields})
+    settings = settings_of(config)
+    pools = Pools(settings, {"gpu-0:8000": seats}, {}, partial(make, settings.placement, Random(0)))
+    pools.answered("gpu-0:8000", 0.0)
+    pools.listed("gpu-0:8000", listing())
+    pools.submit(request(), 0.0)
+    pools.decide(0.0)
+    for name in ("first", "caf\udce9"):
+        pools.submit(request(label=name, flow=name, band=50), 0.0)
+    return AdminPages(config, Dispatcher(pools), Adapters(pools), clock)
+
+
+def asked(headers: dict[str, str] | None = None, peer: str | None = "127.0.0.1", query: str = "") -> web.BaseRequest:
+    # A mock has no peer; None stands for one that is gone already.
+    made = make_mocked_request("GET", f"{QUEUE}{query}", headers=headers)
+    return made if peer is None else made.clone(remote=peer)
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
+def test_this_machine_may_look(peer: str) -> None:
+    assert pages().admits(asked(peer=peer))
+    assert pages(admin_key=hash_of("for-admins")).admits(asked(peer=peer))
+
+
+@pytest.mark.parametrize("peer", [AFAR, "::ffff:10.0.0.7", "fe80::1%eth0", "192.168.0.1", None])
+def test_others_may_not(peer: str | None) -> None:
+    assert not pages().admits(asked(peer=peer))
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"])
+def test_a_proxy_on_this_machine_speaks_for_somebody_else(name: str) -> None:
+    assert not pages().admits(asked({name: "127.0.0.1"}))
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LocalHost:8080", "127.0.0.1:8080", "[::1]:8080", "gpu-box", "10.0.0.9:81"]
+)
+def test_a_page_of_our_own_is_of_this_machine(host: str) -> None:
+    page = pages(host="gpu-box", admin={"host": "10.0.0.9"})
+    assert page.admits(asked({"Host": host}))
+    assert page.admits(asked({"Host": host, "Origin": f"http://{host}"}))
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "10.0.0.7", "[fe80::1]"]
+)
+def test_a_name_that_was_made_to_lead_here_opens_nothing(host: str) -> None:
+    page = pages(admin_key=hash_of("for-admins"))
+    assert not page.admits(asked({"Host": host}))
+    assert not page.admits(asked({"Host": host, "Origin": f"http://{host}"}))
+    assert page.admits(asked(KEY | {"Host": host}))
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "", "http://localhost", "http://localhost:3000"])
+def test_a_page_from_elsewhere_in_a_browser_on_this_machine_opens_nothing(origin: str) -> None:
+    page = pages(admin_key=hash_of("for-admins"))
+    assert not page.admits(asked({"Host": "localhost:8080", "Origin": origin}))
+    assert page.admits(asked(KEY | {"Host": "localhost:8080", "Origin": origin}))
+
+
+def test_the_admin_key_opens_from_anywhere_and_nothing_else_does() -> None:
+    page = pages(admin_key=hash_of("for-admins"), api_keys=["a-client"])
+    assert page.admits(asked(KEY, AFAR))
+    assert page.admits(asked(KEY | {"X-Forwarded-For": "1.2.3.4"}))
+    for wrong in ("a-client", "for-admin", hash_of("for-admins"), ""):
+        assert not page.admits(asked({"Authorization": f"Bearer {wrong}"}, AFAR))
+    assert not page.admits(asked(peer=AFAR))
+    assert not pages().admits(asked(KEY, AFAR)), "no key is configured"
+    assert not pages().admits(asked({"Authorization": "Bearer "}, AFAR))
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(given: bytes, known: bytes) -> bool:
+        compared.append((given, known))
+        return given == known
+
+    monkeypatch.setattr(admin, "compare_digest", compare)
+    assert pages(admin_key=hash_of("for-admins")).admits(asked(KEY, AFAR))
+    assert [len(one) for pair in compared for one in pair] == [32, 32]
+
+
+def test_looks_are_bounded_and_come_back_with_time() -> None:
+    now = 0.0
+    page = pages(lambda: now)
+    statuses = [page.queue(asked()).status for _ in range(int(BURST) + 1)]
+    assert statuses == [200] * int(BURST) + [429]
+    refused = page.queue(asked(query="?request=first"))
+    assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+    now = 1.0
+    assert [page.queue(asked()).status for _ in range(int(PAGES_PER_S) + 1)] == [200] * int(PAGES_PER_S) + [429]
+    now = 1e6
+    assert [page.queue(asked()).status for _ in range(int(BURST) + 1)] == [200] * int(BURST) + [429]
+
+
+def test_looks_at_adapters_and_choices_are_bounded_together_with_the_others() -> None:
+    now = 0.0
+    page = pages(lambda: now)
+    assert [page.queue(asked()).status for _ in range(int(BURST) - 2)] == [200] * int(BURST - 2)
+    assert [page.adapters().status, page.explain(asked()).status] == [200, 200]
+    assert [page.adapters().status, page.explain(asked()).status] == [429, 429]
+    assert page.queue(asked()).status == 429
+
+
+def test_bands_have_their_names_and_no_page_is_kept_by_a_cache() -> None:
+    answer = pages(bands={"urgent": 50}).queue(asked(query="?request=first"))
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert isinstance(answer.body, bytes)
+    assert orjson.loads(answer.body)["band"] == "urgent"
+    answer = pages().queue(asked(query="?request=first"))
+    assert isinstance(answer.body, bytes)
+    assert orjson.loads(answer.body)["band"] == "50"
+
+
+def test_a_flow_whose_name_is_no_text_is_shown_all_the_same() -> None:
+    answer = pages().queue(asked())
+    assert answer.status == 200
+    assert isinstance(answer.body, bytes)
+    assert b"caf\\udce9" in answer.body
+
+
+def explained(query: str = "", granted: int = 0) -> tuple[int, Any]:
+    """Status and body of the page on choices, `granted` requests after it was opened."""
+    page = pages(lambda: 5.0, 99, scheduling={"placement": "cost"})
+    for number in range(granted):
+        page._pools.submit(request(id=f"n{number}", label=f"name-{number}"), 1.0)
+    page._pools.decide(1.0)
+    answer = page.explain(asked(query=query))
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert isinstance(answer.body, bytes)
+    # Half a pair, as in the name that is no text, is nothing to the faster reader.
+    return answer.status, json.loads(answer.body)
+
+
+def test_the_last_choices_are_shown_as_many_as_were_asked_for() -> None:
+    status, told = explained(granted=20)
+    (pool,) = told["pools"]
+    assert (status, told["placement"], pool["pool"], pool["priced"]) == (200, "cost", "base", True)
+    # Three more came before them: see `pages`.
+    assert (len(pool["choices"]), pool["more"]) == (CHOICES, 23 - CHOICES)
+    assert (pool["choices"][0]["request"], pool["choices"][0]["age_s"]) == ("name-19", 4.0)
+    assert len(explained("?limit=100", granted=20)[1]["pools"][0]["choices"]) == 23
+    assert len(explained("?limit=1", granted=20)[1]["pools"][0]["choices"]) == 1
+
+
+@pytest.mark.parametrize("limit", ["0", "101", "-1", "1.5", "many", "", "\u0663", "1" * 5_000])
+def test_how_many_choices_is_a_number_within_bounds(limit: str) -> None:
+    status, told = explained(f"?limit={limit}")
+    assert (status, told["error"]["message"]) == (400, "`limit` should be an integer from 1 to 100.")
+
+
+def test_the_choices_for_one_request_are_found_and_none_are_not() -> None:
+    status, told = explained("?request=name-3", granted=20)
+    assert (status, [one["id"] for one in told["pools"][0]["choices"]]) == (200, ["n3"])
+    status, told = explained("?request=nobody", granted=20)
+    assert (status, told["error"]["message"]) == (404, "No choice for a request `nobody` is remembered.")
+    status, told = explained("?request=", granted=1)
+    assert (status, len(told["pools"][0]["choices"])) == (200, 4)
+
+
+def test_a_placement_without_prices_is_told_as_such() -> None:
+    answer = pages(scheduling={"placement": "blend"}).explain(asked())
+    assert isinstance(answer.body, bytes)
+    told = orjson.loads(answer.body)
+    assert (told["placement"], told["pools"][0]["priced"], told["pools"][0]["choices"]) == ("blend", False, [])
+
+
+def test_a_request_that_does_not_wait_is_not_found() -> None:
+    answer = pages().queue(asked(query="?request=nobody"))
+    assert answer.status == 404
+    assert isinstance(answer.body, bytes)
+    assert orjson.loads(answer.body)["error"]["message"] == "No request `nobody` waits."

@@ -1,0 +1,148 @@
+"""Whose key it is, and what that lets its tenant do."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime, timedelta
+from hmac import compare_digest
+from typing import Any
+
+import pytest
+
+from llmproxy.config import Config, hash_of
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.request import auth
+from llmproxy.gateway.request.auth import NO_TENANT, Keys, Tenant
+
+END = datetime(2027, 1, 31, tzinfo=UTC)
+
+
+def config(**fields: Any) -> Config:
+    return Config.model_validate(fields)
+
+
+def two_tenants(**fields: Any) -> Config:
+    old = {"hash": hash_of("acme-old"), "expires": "2027-01-31"}
+    acme = {"name": "acme", "keys": [old, hash_of("acme-new")]}
+    return config(tenants=[acme, {"name": "zeta", "keys": [hash_of("zeta-1")]}], **fields)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def refused(keys: Keys, headers: dict[str, str]) -> str:
+    with pytest.raises(Failure) as caught:
+        keys.check(headers)
+    assert caught.value.status == 401
+    assert caught.value.headers == {"WWW-Authenticate": "Bearer"}
+    return caught.value.message
+
+
+def test_keys_open_the_door_in_both_dialects() -> None:
+    keys = Keys(config(api_keys=["one", "two"]))
+    for good in (bearer("two"), {"authorization": "bearer one"}, {"x-api-key": "one"}):
+        assert keys.check(good) is NO_TENANT
+    for bad in ({}, bearer("three"), {"authorization": "Basic one"}, {"authorization": "two"}, bearer("")):
+        assert refused(keys, bad).startswith("Missing or wrong API key")
+
+
+def test_without_any_key_everybody_comes_in_and_is_nobodys() -> None:
+    assert Keys(config()).check({}) is NO_TENANT
+    assert Keys(config()).check(bearer("whatever")) is NO_TENANT
+
+
+def test_a_key_tells_whose_the_request_is() -> None:
+    keys = Keys(two_tenants(api_keys=["plain"]), lambda: END - timedelta(seconds=1))
+    for key, name in (("acme-old", "acme"), ("acme-new", "acme"), ("zeta-1", "zeta"), ("plain", "")):
+        assert keys.check(bearer(key)).name == name
+        assert keys.check({"x-api-key": key}).name == name
+
+
+def test_with_tenants_a_key_is_required_and_a_hash_is_none() -> None:
+    keys = Keys(two_tenants())
+    assert "Missing or wrong API key" in refused(keys, {})
+    assert "Missing or wrong API key" in refused(keys, bearer(hash_of("zeta-1")))
+
+
+def test_a_key_expires_at_its_moment_and_no_other_key_does() -> None:
+    now = END - timedelta(microseconds=1)
+    keys = Keys(two_tenants(), lambda: now)
+    assert keys.check(bearer("acme-old")).name == "acme"
+    now = END
+    assert refused(keys, bearer("acme-old")) == "This API key has expired."
+    assert keys.check(bearer("acme-new")).name == "acme"
+
+
+def test_every_hash_is_compared_whichever_key_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bool] = []
+
+    def counting(given: bytes, known: bytes) -> bool:
+        compared.append(compare_digest(given, known))
+        return compared[-1]
+
+    monkeypatch.setattr(auth, "compare_digest", counting)
+    keys = Keys(two_tenants(api_keys=["plain"]), lambda: END)
+    keys.check(bearer("plain"))
+    keys.check(bearer("zeta-1"))
+    refused(keys, bearer("wrong"))
+    assert [sum(compared[i : i + 4]) for i in (0, 4, 8)] == [1, 1, 0]
+    assert len(compared) == 12
+
+
+def test_no_key_and_no_hash_is_in_what_is_shown_or_logged(caplog: pytest.LogCaptureFixture) -> None:
+    keys = Keys(two_tenants(api_keys=["plain-key"]), lambda: END)
+    with caplog.at_level(logging.DEBUG):
+        told = [repr(keys.check(bearer("zeta-1"))), refused(keys, bearer("acme-old")), refused(keys, bearer("guessed"))]
+    for shown in (repr(keys), str(vars(keys)), caplog.text, *told):
+        for secret in ("zeta-1", "acme-old", "plain-key", "guessed", hash_of("zeta-1").removeprefix("sha256:")):
+            assert secret not in shown
+
+
+def test_a_tenant_is_what_its_entry_says() -> None:
+    entry = {
+        "name": "acme",
+        "keys": [hash_of("k")],
+        "criticality": "urgent",
+        "band_max": "critical",
+        "weight": 2.5,
+        "models": ["a", "b"],
+        "trusted": True,
+        "ttft_s": 0.5,
+        "tpot_s": 0.05,
+    }
+    tenant = Keys(config(bands={"urgent": 50}, tenants=[entry])).check(bearer("k"))
+    assert tenant == Tenant("acme", 50, 100, 2.5, frozenset({"a", "b"}), True, 0.5, 0.05)
+
+
+def salted(**salts: str | None) -> dict[str, Tenant]:
+    """Tenants by name, each with its `cache_salt`."""
+    entries = [{"name": name, "keys": [hash_of(name)], "cache_salt": salt} for name, salt in salts.items()]
+    keys = Keys(config(tenants=entries))
+    return {name: keys.check(bearer(name)) for name in salts}
+
+
+def test_salts_of_tenants_are_their_own_whatever_their_clients_write() -> None:
+    tenants = salted(a="auto", b="auto", c="a-secret-of-c-alone", d=None)
+    owns = (None, "", "x", "\ud800", tenants["a"].cache_salt("x"))
+    salts = [tenants[name].cache_salt(own) for name in "abc" for own in owns if own != ""]
+    assert len(set(salts)) == len(salts) == 12
+    assert all(salt is not None and len(salt) == 43 for salt in salts)
+    assert tenants["a"].cache_salt("") == tenants["a"].cache_salt(None)
+    assert [tenants["d"].cache_salt(own) for own in owns] == [None] * 5
+    assert salted(a="auto")["a"].cache_salt("x") == tenants["a"].cache_salt("x"), "in every process"
+
+
+def test_tenants_that_name_one_secret_share_what_is_cached() -> None:
+    tenants = salted(a="one-secret-of-both", b="one-secret-of-both")
+    assert tenants["a"].cache_salt("x") == tenants["b"].cache_salt("x")
+    for shown in (repr(tenants), repr(config(tenants=[{"name": "a", "keys": [hash_of("k")], "cache_salt": "s" * 16}]))):
+        assert "one-secret" not in shown
+        assert "s" * 16 not in shown
+
+
+def test_a_tenant_may_ask_for_its_models_alone_and_for_all_without_a_list() -> None:
+    tenant = Tenant("acme", models=frozenset({"a"}))
+    assert (tenant.allows("a"), tenant.allows("A"), tenant.allows("b"), tenant.allows("")) == (True, *(False,) * 3)
+    assert Tenant("acme").allows("anything")
+    assert NO_TENANT.allows("anything")

@@ -1,0 +1,371 @@
+"""What a request is worth: band, flow, weight, objective, limits and time to wait, and whose word counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from llmproxy.config import Config, hash_of
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Slo
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.headers import PRIVILEGED
+from llmproxy.gateway.request.auth import NO_TENANT, Keys, Tenant
+from llmproxy.gateway.request.identity import (
+    FLOW_CHARS_MAX,
+    TTL_HEADER,
+    Identity,
+    Standing,
+    parse_duration_s,
+    request_id,
+)
+
+OBJECTIVE = "x-llm-d-inference-objective"
+FAIRNESS = "x-gateway-inference-fairness-id"
+TTL = "x-llm-d-inference-ttl"
+
+
+def config(**fields: object) -> Config:
+    return Config.model_validate({"backends": ["http://gpu-0:8000"], **fields})
+
+
+def of_acme(tenant: dict[str, Any] | None = None, **fields: Any) -> tuple[Identity, Tenant]:
+    """The identity of a configuration with one tenant, and that tenant, as its key tells."""
+    told = config(tenants=[{"name": "acme", "keys": [hash_of("k")]} | (tenant or {})], **fields)
+    return Identity(told), Keys(told).check({"x-api-key": "k"})
+
+
+# --- times and ids ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1.5s", 1.5),
+        ("300ms", 0.3),
+        ("1m30s", 90.0),
+        ("2h", 7200.0),
+        ("0", 0.0),
+        ("5us", 5e-6),
+        ("5µs", 5e-6),
+        (".5s", 0.5),
+    ],
+)
+def test_durations_in_gos_notation(text: str, seconds: float) -> None:
+    assert parse_duration_s(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "-1s", "1 s", "s", "1s2", "1x", "1s junk", "--1s", "1..5s", "٣s", "9" * 2000, "9" * 2000 + "s"]
+)
+def test_what_is_no_duration(text: str) -> None:
+    assert parse_duration_s(text) is None
+
+
+def test_request_ids_are_taken_when_they_fit_a_log_line() -> None:
+    assert request_id({}) is None
+    assert request_id({"x-request-id": "abc-1"}) == "abc-1"
+    for bad in ("", "a b", "x" * 257, "caf\u00e9"):
+        with pytest.raises(Failure):
+            request_id({"x-request-id": bad})
+
+
+def test_the_ttl_header_can_only_shorten() -> None:
+    identity = Identity(config(queue={"ttl_s": 10}))
+    assert identity.standing({TTL: "300ms"}, False, "m", "m").ttl_s == pytest.approx(0.3)
+    assert identity.standing({TTL: "1h"}, False, "m", "m").ttl_s == 10
+    with pytest.raises(Failure):
+        identity.standing({TTL: "soon"}, False, "m", "m")
+
+
+@pytest.mark.parametrize("header", sorted({TTL_HEADER, *PRIVILEGED}))
+def test_every_header_that_says_what_a_request_is_worth_is_documented(header: str) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    assert f"`{header}`" in (docs / "tenants.md").read_text()
+
+
+def test_a_band_may_wait_longer_or_shorter_than_others() -> None:
+    identity = Identity(config(queue={"ttl_s": 10, "band_ttl_s": {"sheddable": 600, "critical": 2}}))
+
+    def ttl_s(band: str, **headers: str) -> float:
+        return identity.standing({OBJECTIVE: band} | headers, True, "m", "m").ttl_s
+
+    assert [ttl_s(band) for band in ("critical", "default", "sheddable")] == [2, 10, 600]
+    assert [ttl_s(band, **{TTL: "60s"}) for band in ("critical", "default", "sheddable")] == [2, 10, 60]
+
+
+def test_the_time_to_wait_is_that_of_the_band_a_request_ends_up_in() -> None:
+    identity, acme = of_acme({"band_max": "sheddable"}, queue={"band_ttl_s": {"sheddable": 600}})
+    assert identity.standing({OBJECTIVE: "critical"}, True, "m", "m", acme).ttl_s == 600
+
+
+# --- trust ------------------------------------------------------------------------------------------------------------
+
+
+def test_trust_is_by_network() -> None:
+    loopback = Identity(config())
+    assert loopback.trusts("127.0.0.1")
+    assert loopback.trusts("127.8.8.8")
+    assert loopback.trusts("::1")
+    assert loopback.trusts("::ffff:127.0.0.1")
+    assert not loopback.trusts("10.0.0.7")
+    assert not loopback.trusts(None)
+    assert not Identity(config(trust_headers="all")).trusts(""), "whoever has no address any more is in no network"
+    networks = Identity(config(trust_headers=["10.0.0.0/8"]))
+    assert networks.trusts("10.0.0.7")
+    assert not networks.trusts("127.0.0.1")
+    assert not Identity(config(trust_headers="none")).trusts("127.0.0.1")
+
+
+def test_trust_is_by_tenant_too_from_wherever_it_comes() -> None:
+    identity, trusted = of_acme({"trusted": True}, trust_headers="none")
+    assert identity.trusts("8.8.8.8", trusted)
+    assert not identity.trusts("8.8.8.8"), "what is known of a peer is not what is known of its tenant"
+    identity, plain = of_acme(trust_headers=["10.0.0.0/8"])
+    assert not identity.trusts("8.8.8.8", plain)
+    assert identity.trusts("10.0.0.7", plain)
+
+
+def test_of_the_untrusted_nothing_counts_but_a_shorter_wait() -> None:
+    identity = Identity(config(scheduling={"flow": "header:x-team"}))
+    headers = {
+        OBJECTIVE: "nonsense",
+        FAIRNESS: "me",
+        "x-team": "me",
+        "x-slo-ttft-ms": "nonsense",
+        "x-llm-d-slo-tpot-ms": "-1",
+        TTL: "5s",
+    }
+    assert identity.standing(headers, False, "m", "m") == Standing(DEFAULT, "m", 5.0)
+
+
+# --- bands ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trusted_header_beats_the_models_entry_and_an_untrusted_one_does_not_count() -> None:
+    identity = Identity(
+        config(
+            models=[{"name": "fast", "target": "base", "criticality": "critical"}],
+            objectives=[{"name": "batch", "criticality": "sheddable"}],
+        )
+    )
+    headers = {OBJECTIVE: "batch", FAIRNESS: "team-a"}
+    trusted = identity.standing(headers, True, "fast", "base")
+    assert (trusted.band, trusted.flow) == (SHEDDABLE, "team-a")
+    untrusted = identity.standing(headers, False, "fast", "base")
+    assert (untrusted.band, untrusted.flow) == (CRITICAL, "fast")
+    assert identity.standing({}, True, "base", "base").band == DEFAULT
+
+
+def test_a_band_of_the_target_holds_for_its_alias_unless_the_alias_has_its_own() -> None:
+    models = [
+        {"name": "base", "criticality": "critical"},
+        {"name": "alias", "target": "base"},
+        {"name": "slow", "target": "base", "criticality": "sheddable"},
+    ]
+    identity = Identity(config(models=models))
+    assert identity.standing({}, False, "alias", "base").band == CRITICAL
+    assert identity.standing({}, False, "slow", "base").band == SHEDDABLE
+
+
+@pytest.mark.parametrize(
+    ("headers", "tenant", "band"),
+    [
+        ({}, {}, SHEDDABLE),
+        ({}, {"criticality": 50}, 50),
+        ({}, {"criticality": "default"}, DEFAULT),
+        ({OBJECTIVE: "critical"}, {"criticality": 50}, CRITICAL),
+        ({OBJECTIVE: "default"}, {"criticality": 50}, DEFAULT),
+        ({OBJECTIVE: "quick"}, {"criticality": 50}, 50),
+        ({OBJECTIVE: "quick"}, {}, SHEDDABLE),
+        ({OBJECTIVE: "critical"}, {"band_max": 70}, 70),
+        ({OBJECTIVE: "sheddable"}, {"band_max": 70}, SHEDDABLE),
+        ({}, {"band_max": -200}, -200),
+        ({OBJECTIVE: "unheard of"}, {"criticality": 50}, DEFAULT),
+        ({OBJECTIVE: "unheard of"}, {"band_max": -5}, -5),
+    ],
+)
+def test_the_band_is_the_headers_else_the_tenants_else_the_models_and_never_above_the_tenants_highest(
+    headers: dict[str, str], tenant: dict[str, Any], band: int
+) -> None:
+    identity, acme = of_acme(
+        tenant,
+        models=[{"name": "m", "criticality": "sheddable"}],
+        objectives=[{"name": "quick", "ttft_s": 0.5}],
+    )
+    assert identity.standing(headers, True, "m", "m", acme).band == band
+
+
+def test_an_objective_that_nobody_configured_is_the_default_band_and_told() -> None:
+    identity = Identity(config(objectives=[{"name": "batch", "criticality": "sheddable"}]))
+    standing = identity.standing({OBJECTIVE: "bacth"}, True, "m", "m")
+    assert (standing.band, standing.unknown_objective) == (DEFAULT, "bacth")
+    assert identity.standing({OBJECTIVE: "batch"}, True, "m", "m").unknown_objective is None
+    assert identity.standing({OBJECTIVE: "bacth"}, False, "m", "m").unknown_objective is None
+    long = identity.standing({OBJECTIVE: "x" * 9999}, True, "m", "m").unknown_objective
+    assert long is not None
+    assert len(long) == FLOW_CHARS_MAX
+
+
+# --- flows and weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "flow"),
+    [("model", "alias"), ("tenant", "acme"), ("tenant+model", "acme+alias"), ("header:x-team", "blue")],
+)
+def test_what_makes_a_flow(kind: str, flow: str) -> None:
+    identity, acme = of_acme(scheduling={"flow": kind})
+    assert identity.standing({"x-team": "blue"}, True, "alias", "base", acme).flow == flow
+    assert identity.standing({FAIRNESS: "green", "x-team": "blue"}, True, "alias", "base", acme).flow == "green"
+
+
+@pytest.mark.parametrize(("kind", "flow"), [("tenant", ""), ("tenant+model", "+m"), ("header:x-team", "m")])
+def test_the_flow_of_a_client_without_a_tenant_or_a_header(kind: str, flow: str) -> None:
+    assert Identity(config(scheduling={"flow": kind})).standing({}, True, "m", "m").flow == flow
+
+
+def test_names_of_flows_are_bounded() -> None:
+    identity = Identity(config())
+    assert identity.standing({FAIRNESS: "x" * 9999}, True, "m", "m").flow == "x" * FLOW_CHARS_MAX
+    assert len(identity.standing({}, False, "x" * 9999, "m").flow) == FLOW_CHARS_MAX
+
+
+def test_the_weight_of_a_flow_is_its_own_else_the_tenants_else_one() -> None:
+    identity, acme = of_acme({"weight": 3}, scheduling={"weights": {"gold": 5}})
+    assert identity.standing({FAIRNESS: "gold"}, True, "m", "m", acme).weight == 5
+    assert identity.standing({}, True, "m", "m", acme).weight == 3
+    assert identity.standing({}, True, "m", "m").weight == 1
+
+
+# --- objectives -------------------------------------------------------------------------------------------------------
+
+PLACES = {
+    "models": [{"name": "m", "ttft_s": 1.0, "tpot_s": 0.1}, {"name": "alias", "target": "m", "tpot_s": 0.15}],
+    "objectives": [
+        {"name": "quick", "ttft_s": 3.0, "criticality": "critical"},
+        {"name": "smooth", "ttft_s": 4.0, "tpot_s": 0.4},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("headers", "tenant", "requested", "slo"),
+    [
+        ({}, {}, "other", None),
+        ({}, {}, "m", Slo(1.0, 0.1)),
+        ({}, {}, "alias", Slo(1.0, 0.15)),
+        ({}, {"ttft_s": 2.0}, "m", Slo(2.0, 0.1)),
+        ({}, {"ttft_s": 2.0, "tpot_s": 0.2}, "m", Slo(2.0, 0.2)),
+        ({}, {"tpot_s": 0.2}, "other", Slo(None, 0.2)),
+        ({OBJECTIVE: "quick"}, {"ttft_s": 2.0, "tpot_s": 0.2}, "m", Slo(3.0, 0.2)),
+        ({OBJECTIVE: "smooth"}, {"ttft_s": 2.0, "tpot_s": 0.2}, "m", Slo(4.0, 0.4)),
+        ({OBJECTIVE: "critical"}, {}, "m", Slo(1.0, 0.1)),
+        ({OBJECTIVE: "smooth", "x-slo-ttft-ms": "250"}, {"ttft_s": 2.0}, "m", Slo(0.25, 0.4)),
+        ({"x-llm-d-slo-ttft-ms": "250", "x-slo-ttft-ms": "1"}, {}, "m", Slo(0.25, 0.1)),
+        ({"x-llm-d-slo-tpot-ms": " 12.5 "}, {}, "other", Slo(None, 0.0125)),
+        ({"x-slo-tpot-ms": ".5"}, {}, "other", Slo(None, 0.0005)),
+    ],
+)
+def test_each_part_of_an_objective_is_that_of_a_header_else_the_named_objectives_else_the_tenants_else_the_models(
+    headers: dict[str, str], tenant: dict[str, Any], requested: str, slo: Slo | None
+) -> None:
+    identity, acme = of_acme(tenant, **PLACES)
+    target = "m" if requested == "alias" else requested
+    assert identity.standing(headers, True, requested, target, acme).slo == slo
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf", "1e3", "1_000", "9" * 400, "250ms", " "])
+@pytest.mark.parametrize("header", ["x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
+def test_an_objective_in_a_trusted_header_is_a_positive_number_of_milliseconds(header: str, text: str) -> None:
+    with pytest.raises(Failure) as caught:
+        Identity(config()).standing({header: text}, True, "m", "m")
+    assert caught.value.status == 400
+    assert caught.value.param == header
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_counts_against_the_limits_of_its_tenant_its_name_and_its_target() -> None:
+    limits = {"in_flight": 1}
+    models = [
+        {"name": "m", "limits": limits},
+        {"name": "alias", "target": "m", "limits": limits},
+        {"name": "free", "target": "m"},
+    ]
+    identity, acme = of_acme({"limits": {"tokens_per_min": 5}}, models=models)
+    assert identity.standing({}, False, "alias", "m", acme).limits == ("tenant:acme", "model:alias", "model:m")
+    assert identity.standing({}, False, "free", "m", acme).limits == ("tenant:acme", "model:m")
+    assert identity.standing({}, False, "m", "m").limits == ("model:m",)
+    assert identity.standing({}, False, "other", "other").limits == ()
+
+
+def test_a_tenant_without_limits_counts_against_none() -> None:
+    identity, acme = of_acme()
+    standing = identity.standing({}, False, "m", "m", acme)
+    assert (standing.tenant, standing.limits) == ("acme", ())
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
+
+
+def named(place: str, in_body: str = "", tenant: Tenant = NO_TENANT, **headers: str) -> str | None:
+    """The session of a request with these headers, underscores for hyphens, where `place` names it."""
+    http = make_mocked_request("POST", "/", headers={name.replace("_", "-"): text for name, text in headers.items()})
+    told = dict.fromkeys([one.partition(":")[2] for one in place.split(",")], in_body)
+    return Identity(config(scheduling={"session": place})).session(http, told, tenant)
+
+
+def test_a_session_is_named_by_a_header_a_cookie_or_the_body() -> None:
+    alice = named("body:user", "alice")
+    assert alice is not None
+    assert named("header:X-User", x_user="alice") == alice
+    assert named("cookie:sid", cookie="a=b; sid=alice; SID=bob") == alice
+    assert {named("body:user", "bob"), named("header:x-user", x_user="bob")}.isdisjoint({alice, None})
+
+
+def test_without_its_name_there_is_no_session() -> None:
+    assert named("header:x-user", "alice", cookie="x-user=alice") is None
+    assert named("header:x-user", x_user="") is None
+    assert named("cookie:sid", "alice", sid="alice", cookie="si d; ;=;x") is None
+    assert named("body:user", "", user="alice") is None
+
+
+def test_of_a_session_nothing_is_kept_but_a_short_hash_that_tenants_do_not_share() -> None:
+    long = named("body:user", "alice" * 800)
+    assert long is not None
+    assert len(long) == 16
+    assert named("body:user", "alice") == "335d7d9099a8933f"
+    assert named("body:user", "alice", Tenant("acme")) not in (None, named("body:user", "alice"))
+
+
+def test_the_desk_has_to_read_a_session_that_the_body_names() -> None:
+    told = {"session": ["body:safety_identifier", "header:x-user", "body:user"]}
+    assert Identity(config(scheduling=told)).session_members == ("safety_identifier", "user")
+    assert Identity(config()).session_members == ("prompt_cache_key",)
+
+
+def test_of_several_names_the_first_that_is_given_counts() -> None:
+    names = "header:x-user,body:user,cookie:sid"
+    alice, bob = named("body:user", "alice"), named("body:user", "bob")
+    assert named(names, "bob", x_user="alice", cookie="sid=bob") == alice
+    assert named(names, "bob", x_user="", cookie="sid=alice") == bob
+    assert named(names, cookie="sid=alice") == alice
+    assert named(names) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x_session_id": "alice", "session_id": "bob"},
+        {"x_claude_code_session_id": "alice"},
+        {"session_id": "alice", "thread_id": "bob"},
+        {"x_session_affinity": "alice", "x_correlation_id": "bob"},
+        {"in_body": "alice"},
+    ],
+)
+def test_what_clients_send_of_themselves_names_their_session(fields: dict[str, Any]) -> None:
+    assert named(",".join(Config().scheduling.session), **fields) == named("body:user", "alice")

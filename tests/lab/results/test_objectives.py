@@ -1,0 +1,84 @@
+"""Objectives follow from what an idle replica takes, and from what the client itself asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmproxy.lab.results.objectives import Objectives, prefill_s, scaled_profile
+from llmproxy.lab.run.arrival import Arrival
+from llmproxy.lab.run.fleet import Fleet
+from llmproxy.lab.run.fleet_file import fleet_named
+from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.profiles import PROFILES
+
+
+def prompt(tokens: int) -> Arrival:
+    return Arrival(0.0, tokens, 10)
+
+
+@pytest.mark.parametrize("tokens", [1, 500, 8_192, 8_193, 100_000])
+@pytest.mark.parametrize("prefill_scale", [1.0, 1.9])
+def test_an_idle_engine_takes_exactly_the_unloaded_time(tokens: int, prefill_scale: float) -> None:
+    fleet = fleet_named("1xllama-8b-h100")
+    profile = scaled_profile(fleet.replicas[0], prefill_scale)
+    engine = Engine(profile)
+    engine.add(EngineRequest("a", tokens, 1))
+    engine_s = 0.0
+    while engine.busy:
+        engine_s += engine.step().duration_s
+    assert Objectives(fleet, prefill_scale).unloaded_ttft_s(tokens) == pytest.approx(profile.frontend_s + engine_s)
+
+
+def test_a_step_budget_cuts_the_prompt_into_chunks() -> None:
+    profile = PROFILES["llama-8b-h100"]
+    in_two = profile.step_s(0, 0, [(1_000, 5_000)]) + profile.step_s(0, 0, [(5_000, 6_000)])
+    assert prefill_s(profile, 4_000, 1_000, 6_000) == pytest.approx(in_two)
+    assert prefill_s(profile, 4_000, 6_000, 6_000) == 0.0
+
+
+def test_the_first_token_has_a_second_or_three_times_the_unloaded_time() -> None:
+    objectives = Objectives(fleet_named("1xllama-8b-h100"), 1.0)
+    assert objectives.of(prompt(100))[0] == 1.0
+    long_s = objectives.unloaded_ttft_s(60_000)
+    assert long_s > 1.0
+    assert objectives.of(prompt(60_000))[0] == 3 * long_s
+
+
+def test_the_fastest_replica_counts_wherever_it_stands() -> None:
+    alone = Objectives(fleet_named("1xllama-8b-h100"), 1.0).unloaded_ttft_s(60_000)
+    for name in ("1xllama-8b-h100+3xllama-8b-a100", "3xllama-8b-a100+1xllama-8b-h100"):
+        assert Objectives(fleet_named(name), 1.0).unloaded_ttft_s(60_000) == alone
+    assert Objectives(fleet_named("1xllama-8b-a100"), 1.0).unloaded_ttft_s(60_000) > alone
+
+
+@pytest.mark.parametrize(
+    ("name", "tpot_s"),
+    [
+        ("2xllama-8b-h100", 0.040),
+        ("1xllama-8b-h100+1xllama-8b-a100", 0.040),
+        ("1xllama-70b-h100-tp8", 0.075),
+        ("1xqwen-32b-h100-tp2", 0.075),
+        ("1xllama-8b-h100+1xllama-70b-h100-tp4", 0.075),
+        ("1xtiny", 0.075),
+    ],
+)
+def test_small_models_owe_their_tokens_sooner(name: str, tpot_s: float) -> None:
+    assert Objectives(fleet_named(name), 1.0).of(prompt(10))[1] == tpot_s
+
+
+@pytest.mark.parametrize(
+    ("name", "tpot_s"), [("my-8B-l40s", 0.040), ("8b", 0.040), ("granite-3.8b", 0.075), ("mixtral-8x8bits", 0.075)]
+)
+def test_the_name_of_an_own_profile_tells_its_size(name: str, tpot_s: float) -> None:
+    (spec,) = fleet_named("1xtiny").replicas
+    fleet = Fleet("own", (replace(spec, profile_name=name),))
+    assert Objectives(fleet, 1.0).of(prompt(10))[1] == tpot_s
+
+
+def test_what_a_client_asks_for_wins() -> None:
+    objectives = Objectives(fleet_named("1xllama-8b-h100"), 1.0)
+    fleet_ttft_s, fleet_tpot_s = objectives.of(prompt(60_000))
+    assert objectives.of(replace(prompt(60_000), ttft_slo_s=0.2)) == (0.2, fleet_tpot_s)
+    assert objectives.of(replace(prompt(60_000), tpot_slo_s=0.5)) == (fleet_ttft_s, 0.5)

@@ -1,0 +1,121 @@
+"""The quantile sketch against exact quantiles."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+
+from llmproxy.lab.results.sketch import ACCURACY, Sketch
+
+
+def filled(values: list[float], **kwargs: int) -> Sketch:
+    sketch = Sketch(**kwargs)
+    for value in values:
+        sketch.add(value)
+    return sketch
+
+
+def nearest_rank(values: list[float], q: float) -> float:
+    return sorted(values)[max(1, math.ceil(round(q * len(values), 6))) - 1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100, 1_000])
+def test_every_quantile_is_within_the_promised_error(count: int) -> None:
+    rng = Random(count)
+    values = [rng.lognormvariate(-2.0, 2.5) for _ in range(count)]
+    sketch = filled(values)
+    for q in (0.0, 0.01, 0.07, 0.5, 0.9, 0.99, 1.0):
+        assert sketch.quantile(q) == pytest.approx(nearest_rank(values, q), rel=ACCURACY * 1.001)
+    assert sketch.mean == pytest.approx(sum(values) / count)
+
+
+def test_an_empty_sketch_knows_nothing() -> None:
+    sketch = Sketch()
+    assert (sketch.count, sketch.mean, sketch.quantile(0.5), sketch.cdf(10)) == (0, None, None, None)
+
+
+def test_zero_is_exact_and_stands_below_everything_else() -> None:
+    sketch = filled([0.0, 0.0, 0.0, 5.0])
+    assert sketch.quantile(0.75) == 0.0
+    assert sketch.quantile(0.76) == pytest.approx(5.0, rel=ACCURACY)
+
+
+def test_one_value_is_exact_at_every_share() -> None:
+    sketch = filled([0.123456])
+    assert [sketch.quantile(q) for q in (0.0, 0.5, 1.0)] == [0.123456] * 3
+
+
+def test_merging_counts_as_if_one_had_seen_all() -> None:
+    rng = Random(1)
+    values = [rng.expovariate(1.0) for _ in range(500)] + [0.0]
+    merged = filled(values[:100])
+    merged.merge(filled(values[100:]))
+    together = filled(values)
+    assert merged.cdf(50) == together.cdf(50)
+    assert merged.count == together.count
+    assert merged.mean == pytest.approx(together.mean)
+
+
+def test_merging_an_empty_sketch_changes_nothing() -> None:
+    sketch = filled([1.0, 2.0])
+    before = sketch.cdf(10)
+    sketch.merge(Sketch())
+    assert sketch.cdf(10) == before
+
+
+def test_sketches_of_different_accuracy_are_not_merged() -> None:
+    with pytest.raises(ValueError, match="cannot be merged"):
+        Sketch().merge(Sketch(accuracy=0.01))
+
+
+def test_too_many_buckets_collapse_from_below_and_high_quantiles_stay_right() -> None:
+    values = [1.1**i for i in range(200)]
+    sketch = filled(values, buckets_max=50)
+    assert len(sketch._buckets) == 50
+    assert sketch.count == 200
+    assert sketch.quantile(0.9) == pytest.approx(nearest_rank(values, 0.9), rel=ACCURACY)
+    assert (sketch.quantile(0.1) or 0.0) > nearest_rank(values, 0.1)
+
+
+def test_a_merge_collapses_too() -> None:
+    sketch = filled([1.1**i for i in range(40)], buckets_max=50)
+    sketch.merge(filled([1.1**i for i in range(100, 140)], buckets_max=50))
+    assert len(sketch._buckets) == 50
+    assert sketch.quantile(1.0) == pytest.approx(1.1**139, rel=ACCURACY)
+
+
+def test_the_distribution_rises_to_one_and_tells_the_share_that_is_not_above() -> None:
+    values = [float(i) for i in range(1, 11)]
+    pairs = filled(values).cdf(11)
+    assert pairs is not None
+    assert [share for _, share in pairs] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert [value for value, _ in pairs] == pytest.approx(values, rel=ACCURACY)
+
+
+def test_the_distribution_of_many_values_has_few_points() -> None:
+    rng = Random(2)
+    pairs = filled([rng.expovariate(1.0) for _ in range(5_000)]).cdf(80)
+    assert pairs is not None
+    assert 70 <= len(pairs) <= 80
+    assert pairs == sorted(pairs)
+    assert pairs[-1][1] == 1.0
+
+
+@pytest.mark.parametrize("value", [-1e-12, math.inf, math.nan])
+def test_what_cannot_be_counted_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="finite values from 0 on"):
+        Sketch().add(value)
+
+
+@pytest.mark.parametrize("q", [-0.1, 1.1, math.nan])
+def test_a_share_outside_of_zero_to_one_is_refused(q: float) -> None:
+    with pytest.raises(ValueError, match="share from 0 to 1"):
+        filled([1.0]).quantile(q)
+
+
+@pytest.mark.parametrize(("accuracy", "buckets_max"), [(0.0, 10), (1.0, 10), (0.1, 0)])
+def test_an_impossible_sketch_is_refused(accuracy: float, buckets_max: int) -> None:
+    with pytest.raises(ValueError, match="cannot have accuracy"):
+        Sketch(accuracy, buckets_max)

@@ -1,0 +1,481 @@
+"""The walk of a request in a replay: what the proxy is told, when it gives up, what it tries again and charges."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from llmproxy.config import Config, hash_of
+from llmproxy.core import retry
+from llmproxy.core.domain import Entry, Grant, Outcome, Reading, Request, Usage, Verdict
+from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Lease
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.run.arrival import Arrival
+from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
+from llmproxy.lab.run.replay import SETTLE_S, Run, replay
+from llmproxy.lab.run.replica import Replica
+from llmproxy.lab.run.virtual_time import run
+from llmproxy.simulator.engine.engine import Gauges
+from tests.lab.small import fleet, records, setup, traffic
+
+
+@dataclass(slots=True)
+class Heard:
+    """All that the production side was told, in its order; `published` are the gauges on their way there.
+
+    `attempts` has, for every request that was let in, how many backends were excluded and how it came.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    attempts: list[tuple[int, Entry]] = field(default_factory=list)
+    readings: list[tuple[str, Reading]] = field(default_factory=list)
+    published: list[tuple[float, Replica, Gauges]] = field(default_factory=list)
+    progress: list[int] = field(default_factory=list)
+    ends: list[tuple[Grant, Verdict, Usage | None]] = field(default_factory=list)
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
+    told = Heard()
+    submit, observe, progress, finish = Pools.submit, Pools.observe, Pools.progress, Pools.finish
+    scrape = Replica.scrape
+
+    def submitted(pools: Pools, request: Request, now: float, excluded: frozenset[str], entry: Entry) -> None:
+        told.requests.append(request)
+        told.attempts.append((len(excluded), entry))
+        submit(pools, request, now, excluded, entry)
+
+    def observed(pools: Pools, backend: str, reading: Reading) -> None:
+        told.readings.append((backend, reading))
+        observe(pools, backend, reading)
+
+    def progressed(pools: Pools, grant: Grant, output_tokens: int, now: float) -> None:
+        told.progress.append(output_tokens)
+        progress(pools, grant, output_tokens, now)
+
+    def finished(pools: Pools, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
+        told.ends.append((grant, verdict, usage))
+        finish(pools, grant, verdict, now, usage)
+
+    def scraped(replica: Replica) -> Gauges | None:
+        gauges = scrape(replica)
+        if gauges is not None:
+            told.published.append((asyncio.get_running_loop().time(), replica, gauges))
+        return gauges
+
+    for owner, name, spy in (
+        (Pools, "submit", submitted),
+        (Pools, "observe", observed),
+        (Pools, "progress", progressed),
+        (Pools, "finish", finished),
+        (Replica, "scrape", scraped),
+    ):
+        monkeypatch.setattr(owner, name, spy)
+    return told
+
+
+def test_predictions_are_held_against_the_time_at_the_backend() -> None:
+    kept = records(setup(traffic(count=60, rate=60.0), "cost", fleet(1, max_num_seqs=2)))
+    waited = [one for one in kept if one.backend_ttft_s is not None and (one.queue_wait_s or 0.0) > 0.5]
+    assert waited
+    for record in waited:
+        assert record.ttft_s is not None
+        assert record.queue_wait_s is not None
+        assert record.backend_ttft_s == pytest.approx(record.ttft_s - record.queue_wait_s)
+        assert record.predicted_ttft is not None
+        assert record.predicted_tpot is not None
+    found = replay(setup(traffic(count=300), "cost")).result("cost", 1, 1.0, 1.0).prediction
+    assert None not in (found.ttft_mape, found.tpot_mape)
+    assert 0.5 < (found.ttft_p90_coverage or 0.0) < 1.0 > (found.tpot_p90_coverage or 0.0) > 0.5
+    found = replay(setup(traffic(count=20), "blend")).result("blend", 1, 1.0, 1.0).prediction
+    assert (found.ttft_mape, found.tpot_p90_coverage) == (None, None)
+
+
+def given(**sections: dict[str, Any]) -> Config:
+    return Config.model_validate(sections)
+
+
+# --- what the proxy is told -------------------------------------------------------------------------------------------
+
+
+def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(heard: Heard) -> None:
+    short = [replace(one, output_tokens=90 + i % 60) for i, one in enumerate(traffic(rate=400.0))]
+    long = [replace(one, output_tokens=3 * one.output_tokens) for one in short]
+    told: list[list[Request]] = []
+    for arrivals in (short, long):
+        heard.requests.clear()
+        ended_s = min(one.ended_s for one in records(setup(arrivals, on=fleet(max_num_seqs=256))))
+        told.append([one for one in heard.requests if one.arrived_s < SETTLE_S + ended_s])
+    common = min(map(len, told))
+    assert common > 100
+    assert told[0][:common] == told[1][:common]
+
+
+def test_what_an_answer_left_in_the_cache_is_told_once_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, str, tuple[int, ...]]] = []
+
+    def cached(_: Pools, grant: Grant, hashes: tuple[int, ...]) -> None:
+        told.append((asyncio.get_running_loop().time(), grant.placed.backend, hashes))
+
+    monkeypatch.setattr(Pools, "cached", cached)
+    blocks = tuple(range(100, 160))
+    lengths = [(640, 100), (800, 96), (1_000, 600), (1_700, 64)]
+    arrivals = [
+        Arrival(10.0 * turn, prompt, answer, blocks[: -(-(prompt + answer) // 64)], adapter="lora-0" if turn else None)
+        for turn, (prompt, answer) in enumerate(lengths)
+    ]
+    ends = records(setup([*arrivals, Arrival(41.0, 100, 10)], on=fleet(2, max_loras=1)))
+    assert [backend for _, backend, _ in told] == [end.backend for end in ends]
+    assert [at_s for at_s, _, _ in told] == pytest.approx([SETTLE_S + end.ended_s for end in ends])
+    # Whole blocks of 64 tokens, and none of what the trace says nothing of.
+    assert [len(hashes) for _, _, hashes in told] == [11, 14, 25, 27, 0]
+    for arrival, (_, _, hashes) in zip(arrivals, told, strict=False):
+        assert hashes == arrival.own_blocks()[: len(hashes)]
+
+
+def test_an_answer_that_broke_off_is_told_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Pools, "cached")
+    (end,) = records(setup([Arrival(0.0, 640, 1_000, tuple(range(30)))], on=fleet(1, [Fault(2.0, FaultKind.KILL)])))
+    assert end.outcome is Outcome.BROKEN_STREAM
+
+
+def test_the_length_of_a_prompt_is_estimated_from_its_bytes(heard: Heard) -> None:
+    arrivals = traffic()
+    records(setup(arrivals))
+    errors = [
+        one.prompt_tokens / arrival.prompt_tokens - 1.0 for one, arrival in zip(heard.requests, arrivals, strict=True)
+    ]
+    assert sum(abs(error) > 0.02 for error in errors) > 200
+    # Bytes per token are learned from the answers' usage: the estimate is scattered, and not off.
+    assert abs(sum(errors[100:]) / 200) < 0.04
+    assert all(one.max_tokens is None for one in heard.requests)
+    outputs = {one.output_tokens for one in heard.requests[150:]}
+    assert max(outputs) < 2 * min(outputs)
+
+
+def test_readings_are_what_the_gauges_published_and_no_more(heard: Heard) -> None:
+    arrivals = [replace(one, adapter=f"lora-{i % 5}") for i, one in enumerate(traffic(rate=60.0))]
+    records(setup(arrivals, on=fleet(2, max_num_seqs=8, max_loras=2, kv_tokens=10_007)))
+    expected = [
+        (
+            replica.spec.name,
+            Reading(
+                taken_at_s=at_s,
+                running=gauges.running,
+                waiting=gauges.waiting,
+                kv_used=gauges.kv_used,
+                kv_tokens=10_000,
+                running_adapters=frozenset(gauges.running_adapters),
+                max_adapters=2,
+            ),
+        )
+        for at_s, replica, gauges in heard.published
+    ]
+    assert heard.readings == expected
+    for field_of in ("running", "waiting", "kv_used", "running_adapters"):
+        assert sum(bool(getattr(reading, field_of)) for _, reading in heard.readings) > 20, field_of
+
+
+def test_a_fleet_without_adapters_publishes_none(heard: Heard) -> None:
+    records(setup(traffic(count=20)))
+    assert {reading.max_adapters for _, reading in heard.readings} == {None}
+
+
+def test_the_policy_hears_how_far_an_answer_is_while_it_streams(heard: Heard) -> None:
+    (end,) = records(setup([Arrival(0.0, 100, 1_000)], on=fleet(1)))
+    assert heard.progress == sorted(set(heard.progress))
+    assert len(heard.progress) >= int(end.ended_s / 0.3) - 1 > 10
+    assert 0 < heard.progress[0] < 100
+    assert 900 < heard.progress[-1] < 1_000
+
+
+# --- how long it waits ------------------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_as_long_as_its_arrival_says_and_no_longer_than_the_configuration() -> None:
+    crowd = [Arrival(0.0, 100, 3_000) for _ in range(8)]
+    short, long = Arrival(0.1, 100, 10, ttl_s=0.5), Arrival(0.1, 100, 11, ttl_s=100.0)
+    config = given(
+        queue={"ttl_s": 2.0},
+        scheduling={"start_limit": 1, "look_ahead": 0, "fairness": "fcfs"},
+    )
+    ends = records(setup([*crowd, short, long], on=fleet(1, max_num_seqs=1), config=config))
+    for arrival, ttl_s in ((short, 0.5), (long, 2.0)):
+        (end,) = [one for one in ends if one.arrival is arrival]
+        assert end.outcome is Outcome.EXPIRED
+        assert end.ended_s - end.arrived_s == pytest.approx(ttl_s)
+        assert end.queue_wait_s == pytest.approx(ttl_s)
+
+
+def hung(count: int, at_s: float, **timeouts: float) -> tuple[Fleet, Config]:
+    config = given(timeouts=timeouts, health={"failures": 100})
+    return fleet(count, [Fault(at_s, FaultKind.HANG)]), config
+
+
+def test_an_answer_that_does_not_begin_is_a_timeout_and_one_whose_process_dies_a_failed_connection() -> None:
+    on, config = hung(1, 0.0, first_byte_s=1.0)
+    (late,) = records(setup([Arrival(0.1, 100, 10)], on=on, config=config))
+    assert late.outcome is Outcome.UPSTREAM_TIMEOUT
+    assert late.ended_s == pytest.approx(1.1)
+    # The first token would come after the 16 ms of the front end and a step.
+    (cut,) = records(setup([Arrival(0.1, 5_000, 10)], on=fleet(1, [Fault(0.12, FaultKind.KILL)])))
+    assert cut.outcome is Outcome.CONNECT_FAILED
+    assert cut.ended_s == pytest.approx(0.12)
+    assert late.ttft_s is cut.ttft_s is None
+
+
+def test_a_stream_that_falls_silent_is_broken_off_and_charged_as_far_as_it_was_seen(heard: Heard) -> None:
+    on, config = hung(1, 1.0, stall_s=3.0, first_byte_s=100.0)
+    (end,) = records(setup([Arrival(0.0, 100, 1_000)], on=on, config=config))
+    assert end.outcome is Outcome.BROKEN_STREAM
+    assert 4.0 <= end.ended_s <= 4.7
+    assert 100 < end.output_tokens < 300
+    ((grant, verdict, usage),) = heard.ends
+    assert verdict is Verdict.FAILED
+    assert usage == Usage(grant.request.prompt_tokens, end.output_tokens)
+
+
+def test_an_attempt_that_takes_too_long_is_broken_off_although_it_streams() -> None:
+    (end,) = records(setup([Arrival(0.0, 100, 3_000)], on=fleet(1), config=given(timeouts={"total_s": 2.5})))
+    assert (end.outcome, end.attempts) == (Outcome.BROKEN_STREAM, 1)
+    assert end.ended_s == pytest.approx(2.5)
+
+
+def test_a_backend_that_answers_400_is_charged_for_nothing_and_not_asked_again(heard: Heard) -> None:
+    long, short = fleet(1).replicas[0], fleet(1, max_model_len=1_000).replicas[0]
+    mixed = Fleet("mixed", (replace(short, name="a"), replace(long, name="b")))
+    ends = records(setup([Arrival(0.5 * i, 600, 600) for i in range(8)], "late_round_robin", mixed))
+    assert Counter((one.backend, one.outcome) for one in ends) == {
+        ("a", Outcome.UPSTREAM_STATUS): 4,
+        ("b", Outcome.COMPLETED): 4,
+    }
+    assert {one.attempts for one in ends} == {1}
+    told = Counter(
+        (grant.placed.backend, verdict, usage and usage.output_tokens) for grant, verdict, usage in heard.ends
+    )
+    assert told == {("a", Verdict.SERVED, 0): 4, ("b", Verdict.SERVED, 600): 4}
+    assert {usage and usage.prompt_tokens for grant, _, usage in heard.ends if grant.placed.backend == "a"} == {0}
+
+
+# --- where it tries again ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [0, 1, 3])
+def test_a_retry_goes_to_a_backend_that_has_not_failed_the_request_yet(heard: Heard, extra: int) -> None:
+    on, config = hung(4, 0.0, first_byte_s=0.4)
+    config = config.model_copy(update={"retry": given(retry={"extra_attempts": extra}).retry})
+    ends = records(setup([Arrival(0.1 + 0.01 * i, 100, 10) for i in range(12)], on=on, config=config))
+    assert {(one.outcome, one.attempts) for one in ends} == {(Outcome.UPSTREAM_TIMEOUT, extra + 1)}
+    tried: dict[str, list[str]] = {}
+    for grant, verdict, _ in heard.ends:
+        tried.setdefault(grant.request.id, []).append(grant.placed.backend)
+        assert verdict is Verdict.FAILED
+    assert [len(set(backends)) for backends in tried.values()] == [extra + 1] * 12
+    # A retry is told as one: it was let in before, and is not held to the limits of the waiting room anew.
+    assert Counter(heard.attempts) == {
+        (failed, Entry.RETRY if failed else Entry.NEW): 12 for failed in range(extra + 1)
+    }
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_retries_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
+    monkeypatch.setattr(retry, "RETRY_RESERVE", 2.0)
+    config = given(
+        retry={"budget_ratio": ratio, "extra_attempts": 1},
+        timeouts={"first_byte_s": 0.3},
+        health={"failures": 100, "unreachable_after": 100},
+    )
+    on = fleet(2, [Fault(0.0, FaultKind.HANG, "gpu-0")])
+    ends = records(setup([Arrival(0.1 * i, 100, 5) for i in range(20)], "late_round_robin", on, config))
+    outcomes = Counter(one.outcome for one in ends)
+    retries = sum(one.attempts - 1 for one in ends)
+    if ratio == 0.0:
+        assert retries == 2
+        assert outcomes[Outcome.UPSTREAM_TIMEOUT] > 5
+    else:
+        assert retries > 5
+        assert outcomes == {Outcome.COMPLETED: 20}
+
+
+# --- what counts ------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_good_if_it_keeps_both_of_its_objectives() -> None:
+    arrivals = [
+        Arrival(0.0, 500, 50),
+        Arrival(5.0, 500, 50, ttft_slo_s=0.001),
+        Arrival(10.0, 500, 50, tpot_slo_s=0.001),
+        Arrival(15.0, 500, 50, ttft_slo_s=10.0, tpot_slo_s=10.0),
+        Arrival(20.0, 500, 1, tpot_slo_s=0.001),
+        Arrival(25.0, 500, 500),
+    ]
+    on = fleet(1, [Fault(26.0, FaultKind.KILL)])
+    ends = records(setup(arrivals, on=on))
+    assert [one.outcome for one in ends] == [*[Outcome.COMPLETED] * 5, Outcome.BROKEN_STREAM]
+    assert [one.met for one in ends] == [True, False, False, True, True, False]
+
+
+def closed_loop(**first: Any) -> Arrival:
+    third = Arrival(0.0, 100, 10)
+    second = Arrival(0.0, 100, 10, then=third)
+    return replace(Arrival(0.0, 100, 1_000, then=second), **first)
+
+
+@pytest.mark.parametrize(
+    ("first", "outcome"),
+    [(closed_loop(), Outcome.BROKEN_STREAM), (closed_loop(prompt_tokens=9_000), Outcome.BAD_REQUEST)],
+)
+def test_turns_that_a_failed_one_leaves_unasked_are_offered_and_missed(first: Arrival, outcome: Outcome) -> None:
+    what = setup([first], on=fleet(2, [Fault(1.0, FaultKind.KILL, f"gpu-{i}") for i in range(2)]))
+    ends: list[Record] = records(what)
+    assert [one.arrival for one in ends] == [first, first.then, first.then and first.then.then]
+    assert [one.outcome for one in ends] == [outcome, Outcome.CANCELLED, Outcome.CANCELLED]
+    assert [one.attempts for one in ends[1:]] == [0, 0]
+    assert {one.arrived_s for one in ends[1:]} == {ends[0].ended_s}
+    result = replay(what).result("blend", 1, 1.0, 1.0)
+    assert (result.offered, result.completed, result.goodput) == (3, 0, 0.0)
+
+
+def test_what_arrives_during_the_warm_up_is_served_and_not_counted(heard: Heard) -> None:
+    arrivals = traffic(count=100)
+    what = replace(setup(arrivals), warmup_s=2.0)
+    counted = sum(one.at_s >= 2.0 for one in arrivals)
+    assert 0 < counted < 100
+    assert replay(what).result("blend", 1, 1.0, 1.0).offered == counted
+    assert len(heard.requests) == 100
+
+
+# --- taking back, holding, usage limits -------------------------------------------------------------------------------
+
+
+def overloaded(band: str = "critical") -> list[Arrival]:
+    """Sheddable requests that fill one engine's batch and its look-ahead, then one of another band."""
+    crowd = [Arrival(0.001 * i, 4_000, 200, band="sheddable") for i in range(20)]
+    return [*crowd, Arrival(0.3, 100, 10, band=band)]
+
+
+def one_engine(**scheduling: Any) -> Config:
+    return given(scheduling={"start_limit": 4, "fairness": "fcfs", "ceilings": dict.fromkeys(
+        ("critical", "default", "sheddable"), 1.0), **scheduling})  # fmt: skip
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_sheddable_request_without_a_byte_is_taken_back_for_a_critical_one(heard: Heard, on: bool) -> None:
+    what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine(withdrawal=on))
+    ends = records(what)
+    assert {one.outcome for one in ends} == {Outcome.COMPLETED}
+    withdrawn = [one for one in ends if one.withdrawals]
+    assert bool(withdrawn) == on
+    assert Counter(verdict for _, verdict, _ in heard.ends)[Verdict.WITHDRAWN] == sum(one.withdrawals for one in ends)
+    assert {one.attempts for one in ends} == {1}
+    assert replay(what).result("blend", 1, 1.0, 1.0).withdrawals == sum(one.withdrawals for one in ends)
+    if on:
+        # It comes back as one that was withdrawn, nothing is held against its backend, and its wait goes on.
+        assert heard.attempts.count((0, Entry.WITHDRAWN)) >= len(withdrawn)
+        assert all(one.queue_wait_s is not None and one.queue_wait_s > 0.0 for one in withdrawn)
+
+
+def test_an_engine_drops_what_is_taken_back_before_another_token_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Run(setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine()), lambda _: None)
+    left: list[int] = []
+    cut = Lease.cut
+
+    def spied(lease: Lease, *, revoked: bool) -> None:
+        (replica,) = one._replicas.values()
+        before = len(replica._jobs)
+        cut(lease, revoked=revoked)
+        left.append(before - len(replica._jobs))
+
+    monkeypatch.setattr(Lease, "cut", spied)
+    run(one.go())
+    assert left
+    assert set(left) == {1}
+
+
+def test_nothing_is_taken_back_for_a_default_request() -> None:
+    ends = records(setup(overloaded("default"), on=fleet(1, max_num_seqs=4), config=one_engine()))
+    assert not any(one.withdrawals for one in ends)
+
+
+def test_what_was_taken_back_leaves_no_work_in_the_engine() -> None:
+    what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine())
+    one = Run(what, lambda _: None)
+    run(one.go())
+    (replica,) = one._replicas.values()
+    assert replica.load() == (0, 0)
+    assert not replica._jobs
+    assert not replica._unborn
+
+
+def test_every_request_ends_once_for_the_policy_and_with_whether_it_kept_its_objective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[str, bool | None]] = []
+    ended = Pools.ended
+
+    def heard_end(pools: Pools, request: Request, met: bool | None, now: float) -> None:
+        told.append((request.id, met))
+        ended(pools, request, met, now)
+
+    monkeypatch.setattr(Pools, "ended", heard_end)
+    arrivals = [
+        Arrival(0.0, 100, 10),
+        Arrival(1.0, 100, 10, ttft_slo_s=5.0),
+        Arrival(2.0, 100, 10, ttft_slo_s=0.001),
+        Arrival(3.0, 100, 10, tpot_slo_s=1e-6),
+        Arrival(4.0, 100, 900, ttft_slo_s=5.0),
+    ]
+    records(setup(arrivals, on=fleet(1, [Fault(5.0, FaultKind.KILL)])))
+    assert told == [("1", None), ("2", True), ("3", False), ("4", False), ("5", False)]
+
+
+@pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
+def test_while_nobody_is_up_a_request_is_held_and_its_own_time_stands_still(hold_s: float, outcome: Outcome) -> None:
+    on = fleet(1, [Fault(1.0, FaultKind.RESTART, "gpu-0", None, 8.0)])
+    config = given(queue={"hold_s": hold_s, "ttl_s": 10.0})
+    (end,) = records(setup([Arrival(4.0, 100, 10)], on=on, config=config))
+    assert end.outcome is outcome
+    if hold_s:
+        assert end.queue_wait_s is not None
+        assert 5.0 <= end.queue_wait_s <= 7.0
+
+
+@pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
+def test_a_request_is_held_while_nobody_knows_yet_what_will_be_served(hold_s: float, outcome: Outcome) -> None:
+    late = fleet(1)
+    late = replace(late, replicas=(replace(late.replicas[0], joins_s=5.0),))
+    (end,) = records(setup([Arrival(1.0, 100, 10)], on=late, config=given(queue={"hold_s": hold_s})))
+    assert end.outcome is outcome
+    if hold_s:
+        assert end.ttft_s is not None
+        assert 4.0 <= end.ttft_s <= 6.0
+
+
+def test_a_limit_on_what_is_in_flight_makes_a_tenant_wait_and_one_on_the_rate_refuses() -> None:
+    tenants = [{"name": "a", "keys": [hash_of("a")], "limits": {"in_flight": 1}},
+               {"name": "b", "keys": [hash_of("b")], "limits": {"requests_per_min": 2}}]  # fmt: skip
+    config = Config.model_validate({"tenants": tenants})
+    arrivals = [Arrival(0.01 * i, 100, 50, tenant=name) for i in range(4) for name in "ab"]
+    ends = records(setup(arrivals, on=fleet(1), config=config))
+    mine = sorted((one for one in ends if one.arrival.tenant == "a"), key=lambda one: one.ended_s)
+    assert {one.outcome for one in mine} == {Outcome.COMPLETED}
+    for before, after in pairwise(mine):
+        assert after.arrived_s + (after.queue_wait_s or 0.0) >= before.ended_s - 1e-6
+    theirs = Counter(one.outcome for one in ends if one.arrival.tenant == "b")
+    assert theirs == {Outcome.COMPLETED: 2, Outcome.RATE_LIMITED: 2}
+
+
+def test_a_configured_batch_limit_is_believed_from_the_start() -> None:
+    backends = [{"url": "http://gpu-0:8000", "name": "gpu-0", "max_in_flight": 3}]
+    config = Config.model_validate({"backends": backends, "scheduling": {"look_ahead": 0}})
+    one = Run(setup(traffic(count=20), on=fleet(2), config=config), lambda _: None)
+    run(one.go())
+    (proxy,) = one.proxies
+    assert proxy.pools.backends["gpu-0"].limit.value == 3
+    assert proxy.pools.backends["gpu-1"].limit.value != 3

@@ -1,0 +1,186 @@
+"""Decision logs read as traces: their order, their starts, the lengths that nobody saw, and lines that were cut off."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from heapq import heappush
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmproxy.core.domain import Outcome, Slo, Why
+from llmproxy.lab.run.arrival import Arrival, TraceError
+from llmproxy.lab.traces import decisions, open_trace, survey
+from llmproxy.telemetry.decisions import line_of
+from llmproxy.telemetry.exit import RequestExit
+
+START = {"llmproxy_decisions": 1, "wall_time": "2026-11-21T10:00:00+00:00"}
+NEXT_DAY = {"llmproxy_decisions": 1, "wall_time": "2026-11-22T10:00:00+00:00"}
+
+Saved = Callable[..., Path]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    """Writes a log of these lines; a text is written as it is."""
+
+    def save(*lines: dict[str, Any] | str) -> Path:
+        path = tmp_path / "decisions.jsonl"
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        return path
+
+    return save
+
+
+def line(at_s: float, output_tokens: int | None = 5, **given: Any) -> dict[str, Any]:
+    facts = {"at_s": at_s, "prompt_tokens": 10, "model": "m", "request_id": f"r{at_s}", "outcome": "completed"}
+    facts |= {} if output_tokens is None else {"output_tokens": output_tokens}
+    return facts | given
+
+
+def read(path: Path) -> list[Arrival]:
+    return list(open_trace(path).arrivals())
+
+
+def times(path: Path) -> list[float]:
+    return [arrival.at_s for arrival in read(path)]
+
+
+def complaint(path: Path) -> str:
+    with pytest.raises(TraceError) as caught:
+        read(path)
+    return str(caught.value).removeprefix(f"{path.parent}/")
+
+
+def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
+    ended = RequestExit(
+        request_id="r1",
+        method="POST",
+        path="/v1/chat/completions",
+        outcome=Outcome.COMPLETED,
+        status=200,
+        duration_s=3.0,
+        model="chat",
+        adapter="sql",
+        tenant="acme",
+        band="urgent",
+        level=50,
+        flow="acme+chat",
+        ttl_s=9.0,
+        slo=Slo(0.5, 0.01),
+        why=Why(((50, 1),), 1, (("counter", 0.0),), 0),
+        terms=(("queue", 1.0),),
+        arrived_s=100.0,
+        expected_prompt_tokens=12,
+        prompt_tokens=10,
+        output_tokens=11,
+    )
+    (arrival,) = read(saved(START, line_of(ended, 90.0)))
+    assert arrival == Arrival(
+        0.0, 10, 11, tenant="acme", adapter="sql", band=50, ttl_s=9.0, ttft_slo_s=0.5, tpot_slo_s=0.01
+    )
+
+
+def test_lines_in_the_order_of_their_ends_are_put_in_the_order_of_their_arrivals(saved: Saved) -> None:
+    path = saved(START, *[line(at_s) for at_s in (5.0, 3.0, 4.0, 9.0, 7.0, 8.0, 20.0, 9.0)])
+    assert times(path) == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 6.0, 17.0]
+
+
+def test_no_more_is_held_than_arrived_within_the_longest_request(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(START, *[line(float(i - 3 * (i % 2))) for i in range(3, 503)])
+    most = 0
+
+    def push(heap: Any, item: Any) -> None:
+        nonlocal most
+        heappush(heap, item)
+        most = max(most, len(heap))
+
+    monkeypatch.setattr(decisions, "heappush", push)
+    assert times(path) == sorted(times(path))
+    assert most <= 6
+
+
+def test_times_count_from_the_first_arrival(saved: Saved) -> None:
+    assert times(saved(START, line(3601.5), line(3600.0))) == [0.0, 1.5]
+
+
+def test_a_new_start_goes_on_at_its_wall_time(saved: Saved) -> None:
+    assert times(saved(START, line(1.0), line(2.0), NEXT_DAY, line(0.5))) == [0.0, 1.0, 86_399.5]
+
+
+def test_a_wall_clock_that_was_set_back_does_not_turn_the_order(saved: Saved) -> None:
+    assert times(saved(NEXT_DAY, line(1.0), line(2.0), START, line(0.5))) == [0.0, 1.0, 1.5]
+
+
+def test_a_piece_of_a_log_needs_no_header(saved: Saved) -> None:
+    assert times(saved(line(7.0), line(6.0), START, line(1.0))) == [0.0, 1.0, 2.0]
+
+
+def test_a_zipped_log(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl.gz"
+    path.write_bytes(gzip.compress(f"{json.dumps(START)}\n{json.dumps(line(1.0))}\n".encode()))
+    assert open_trace(path).name == "decisions"
+    assert times(path) == [0.0]
+
+
+def test_a_request_without_an_answer_takes_the_mean_of_its_model(saved: Saved) -> None:
+    path = saved(
+        START,
+        line(0.0, 10),
+        line(1.0, 21),
+        line(2.0, 100, model="other"),
+        line(3.0, None, outcome="expired"),
+        line(4.0, None, model="other"),
+        line(5.0, None, model="third"),
+        line(6.0, 0, outcome="cancelled"),
+    )
+    answers = [(arrival.output_tokens, arrival.guessed) for arrival in read(path)]
+    assert answers == [(10, False), (21, False), (100, False), (16, True), (100, True), (44, True), (16, True)]
+    assert survey(open_trace(path)).guessed == 4
+
+
+def test_what_is_complete_without_an_answer_is_given_the_least(saved: Saved) -> None:
+    assert [(a.output_tokens, a.guessed) for a in read(saved(START, line(0.0, 0)))] == [(1, False)]
+
+
+def test_the_tenant_is_the_flow_where_a_client_has_none(saved: Saved) -> None:
+    path = saved(START, line(0.0, tenant="acme", flow="x"), line(1.0, flow="x"), line(2.0, flow=""), line(3.0))
+    assert [arrival.tenant for arrival in read(path)] == ["acme", "x", "default", "default"]
+
+
+def test_what_was_cut_off_when_the_proxy_was_killed_is_left_out(saved: Saved) -> None:
+    assert times(saved(START, line(1.0), '{"at_s": 1.5, "pro', NEXT_DAY, line(0.0), '{"at_s"')) == [0.0, 86_399.0]
+
+
+def test_only_the_first_line_is_looked_at_before_it_is_read(saved: Saved) -> None:
+    trace = open_trace(saved(START, "torn", line(1.0)))
+    with pytest.raises(TraceError):
+        list(islice(trace.arrivals(), 1))
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ((START,), "decisions.jsonl: no requests: there is nothing below the first line"),
+        ((START, line(0.0, None)), "decisions.jsonl: no request got an answer, so that nobody knows how long one is"),
+        ((START, '{"at', line(1.0)), "decisions.jsonl:2: not valid JSON"),
+        ((START, '{"at', "{", NEXT_DAY), "decisions.jsonl:2: not valid JSON"),
+        ((START, line(-1.0)), "decisions.jsonl:2: at_s is -1.0; times count"),
+        ((START, {"prompt_tokens": 1}), "decisions.jsonl:2: at_s is null; should be a number"),
+        ((START, line(0.0, prompt_tokens=0)), "decisions.jsonl:2: prompt_tokens is 0; should be 1 to"),
+        ((START, line(0.0) | {"output_tokens": "5"}), 'decisions.jsonl:2: output_tokens is "5"; should be an integer'),
+        ((START, line(0.0, tenant=3)), "decisions.jsonl:2: tenant is 3; should be a text"),
+        (({"llmproxy_decisions": 2},), "decisions.jsonl:1: llmproxy_decisions is not 1"),
+        (({"llmproxy_decisions": 1},), "decisions.jsonl:1: wall_time should be like 2027"),
+        (({**START, "wall_time": "2026-11-21T10:00:00"},), "decisions.jsonl:1: wall_time should be like 2027"),
+        (({**START, "wall_time": 3},), "decisions.jsonl:1: wall_time should be like 2027"),
+    ],
+)
+def test_what_cannot_be_replayed_is_told_with_its_line(
+    saved: Saved, lines: tuple[dict[str, Any] | str, ...], reason: str
+) -> None:
+    assert complaint(saved(*lines)).startswith(reason)

@@ -1,0 +1,241 @@
+"""Which worker listens where, and that all workers know what the scheduler knows before it matters."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmproxy.config import BackendConfig, Config, ConfigError
+from llmproxy.core.domain import Usage
+from llmproxy.gateway.proxying.rules import Rulebook, Rules
+from llmproxy.gateway.proxying.stored import StoredResponses
+from llmproxy.lifecycle.sockets import Sockets
+from llmproxy.workers.protocol import Estimates, Fleet, GoBy, Made, Message, Page, Shown, Standing
+from llmproxy.workers.session import WorkerSession
+from llmproxy.workers.supervisor import WorkerSupervisor, dealt
+from tests.core.make import listing
+from tests.dispatching import dispatcher, turns, virtual
+from tests.workers.line import Nowhere, Told
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+
+class Named:
+    """A socket of which only the address is of interest."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def getsockname(self) -> str:
+        return self._name
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.integers(1, 8))
+def test_every_worker_listens_at_every_address_and_no_socket_is_left_over(names: list[str], count: int) -> None:
+    sockets = [Named(name) for name in names]
+    hands = dealt(sockets, count)  # type: ignore[arg-type]
+    assert len(hands) == count
+    for hand in hands:
+        assert {one.getsockname() for one in hand} == set(names)
+    assert {id(one) for hand in hands for one in hand} == {id(one) for one in sockets}
+    for name in set(names):
+        of_one = [sum(one.getsockname() == name for one in hand) for hand in hands]
+        assert max(of_one) - min(of_one) <= 1
+
+
+def test_workers_share_one_port_and_nobody_elses() -> None:
+    with ExitStack() as stack:
+        opened, held = Sockets().listening("127.0.0.1", 0, 3)
+        for one in opened:
+            stack.enter_context(one)
+        assert (len(opened), held) == (3, False)
+        [address] = {one.getsockname() for one in opened}
+        assert all(one.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT) for one in opened)
+        with pytest.raises(OSError, match="in use"):
+            Sockets().listening("127.0.0.1", address[1], 3)
+
+
+# --- what every worker knows ------------------------------------------------------------------------------------------
+
+
+async def no_page(page: Page) -> Shown:
+    raise NotImplementedError
+
+
+class Listener(WorkerSession):
+    """A desk without a worker, which remembers what it would have told it."""
+
+    def __init__(self, supervisor: WorkerSupervisor) -> None:
+        super().__init__(supervisor._house)
+        self.told: list[Message] = []
+
+    def tell(self, message: Message) -> None:
+        self.told.append(message)
+
+
+def crew_of(backends: dict[str, BackendConfig], count: int = 2) -> tuple[WorkerSupervisor, list[Listener]]:
+    one = dispatcher(a=1)
+    rulebook = Rulebook(Rules.of(Config(), Nowhere()))  # type: ignore[arg-type]
+    stored = StoredResponses(rulebook, backends, Nowhere(), one)  # type: ignore[arg-type]
+    supervisor = WorkerSupervisor(rulebook, one, backends, stored, Told(), None, no_page, held=False)  # type: ignore[arg-type]
+    desks = [Listener(supervisor) for _ in range(count)]
+    supervisor._desks.update(enumerate(desks))
+    return supervisor, desks
+
+
+@virtual
+async def test_a_change_is_told_once_to_all_and_no_change_to_nobody() -> None:
+    backends = {"a": BackendConfig(url="http://a:1", name="a")}
+    supervisor, desks = crew_of(backends)
+    one = supervisor._dispatcher
+    one.reconsider()
+    one.listed("a", listing())
+    await turns()
+    assert [desk.told for desk in desks] == [[], []], "it lists what it listed before"
+    one.listed("a", listing("lora"))
+    one.reconsider()
+    await turns()
+    for desk in desks:
+        [fleet] = desk.told
+        assert isinstance(fleet, Fleet)
+        assert fleet.targets.keys() == {"base", "lora"}
+        assert fleet.unnamed == fleet.targets["base"]
+        assert pickle.loads(fleet.backends) == (backends["a"],)
+    backends["b"] = BackendConfig(url="http://b:1", name="b", api_key="k")
+    one.reconsider()
+    await turns()
+    for desk in desks:
+        fleet = desk.told[-1]
+        assert isinstance(fleet, Fleet)
+        assert [(backend.name, backend.api_key) for backend in pickle.loads(fleet.backends)] == [
+            ("a", None),
+            ("b", "k"),
+        ]
+
+
+@virtual
+async def test_a_change_is_told_before_a_grant_that_follows_from_it() -> None:
+    backends = {"a": BackendConfig(url="http://a:1", name="a")}
+    supervisor, [desk, _] = crew_of(backends)
+    backends["b"] = BackendConfig(url="http://b:1", name="b")
+    supervisor._dispatcher.reconsider()
+    # A desk does this before it tells of a grant.
+    supervisor.settle()
+    assert isinstance(desk.told[0], Fleet)
+    await turns()
+    assert len(desk.told) == 1
+
+
+@virtual
+async def test_the_way_out_is_told_step_by_step() -> None:
+    supervisor, [desk, _] = crew_of({})
+    supervisor.leave()
+    await turns()
+    supervisor._dispatcher.drain(finish_waiting=True)
+    await turns()
+    supervisor._dispatcher.drain()
+    await turns()
+    assert desk.told == [
+        Standing(leaving=True),
+        Standing(leaving=True, draining=True),
+        Standing(leaving=True, draining=True, granting=False),
+    ]
+    assert supervisor.walking == 2, "neither worker has said that it is idle"
+    desk.idle.set()
+    assert supervisor.walking == 1
+
+
+@virtual
+async def test_what_is_learned_and_made_by_one_worker_is_told_to_the_others() -> None:
+    supervisor, [maker, other] = crew_of({})
+    supervisor._house.made(Made("resp_1", "a", "t"), maker)
+    assert (maker.told, other.told) == ([], [Made("resp_1", "a", "t")])
+    assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
+    # Two workers saw the same id made in the same instant: whose word came first, it is, for both.
+    supervisor._house.made(Made("resp_1", "b", "u"), other)
+    assert (maker.told, other.told) == ([], [Made("resp_1", "a", "t")] * 2)
+    assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
+    for _ in range(5):
+        supervisor._pools.estimator.learn("base", 300, 1, Usage(100, 50))
+        supervisor._house.learned("base")
+    await turns()
+    assert not maker.told, "not with every answer"
+    await asyncio.sleep(1.0)
+    [estimates] = maker.told
+    assert isinstance(estimates, Estimates)
+    assert (estimates.models["base"].seen, estimates.models["base"].output_tokens) == (5, 50.0)
+    supervisor._house.learned("base")
+    await asyncio.sleep(1.0)
+    assert len(maker.told) == 2
+
+
+@virtual
+async def test_a_reload_is_told_whole() -> None:
+    supervisor, [desk, _] = crew_of({})
+    new = Config(models=[{"name": "alias", "target": "base"}])  # type: ignore[arg-type]
+    supervisor._rulebook.current = Rules.of(new, Nowhere())  # type: ignore[arg-type]
+    supervisor.go_by()
+    [told] = desk.told
+    assert isinstance(told, GoBy)
+    assert pickle.loads(told.config) == new
+
+
+@virtual
+async def test_a_crew_whose_worker_does_not_start_does_not_start() -> None:
+    supervisor, [desk, other] = crew_of({})
+
+    async def begin(slot: int) -> None:
+        if slot:
+            other.url.set_result("http://h:1")
+        else:
+            desk.url.cancel()
+
+    supervisor._begin = begin  # type: ignore[method-assign]
+    supervisor._rulebook.current = Rules.of(Config(workers=2), Nowhere())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did not start"):
+        await supervisor.start([])
+
+
+# --- those who die ----------------------------------------------------------------------------------------------------
+
+
+class Mortal:
+    """A process that is over."""
+
+    pid = 4711
+
+
+@virtual
+async def test_who_dies_of_its_start_is_started_again_after_longer_and_longer_pauses() -> None:
+    supervisor, _ = crew_of({}, count=1)
+    lives_s = [0.0, 0.0, 0.0, 60.0, 0.0]
+    begun_s: list[float] = []
+
+    async def begin(slot: int) -> None:
+        begun_s.append(asyncio.get_running_loop().time())
+        if len(begun_s) == 3:
+            raise OSError("no memory")
+        supervisor._desks[slot] = Listener(supervisor)
+        asyncio.get_running_loop().call_later(lives_s.pop(0), supervisor._desks[slot].gone.set)
+
+    async def ended(_: object) -> int:
+        supervisor._ending = not lives_s
+        return -9
+
+    supervisor._begin = begin  # type: ignore[method-assign]
+    supervisor._processes[0] = Mortal()  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmproxy.workers.supervisor._ended", ended)
+        await begin(0)
+        await supervisor._keep(0)
+    # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
+    assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
+    told = supervisor._house.metrics
+    assert isinstance(told, Told)
+    assert told.lost == 4, "one that was not started was not lost"
