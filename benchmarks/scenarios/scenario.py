@@ -186,10 +186,10 @@ class Case:
 
     `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
     (see `rate_balance` in `llmproxy.lab.policies.bounds`), None for the trace's own rate. Of a file, each seed takes
-    `requests` of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time are
-    not counted, or before `warmup_s` seconds of it where those are given, beside it too. With `told` the proxy is told
-    the batch limit of every replica (`max_in_flight`) and need not learn it. `goals` judges what was found at each place,
-    and `plots` draws it, over all places. `quick` cases belong to `make lab`.
+    `requests` of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time
+    are not counted, or before `warmup_s` seconds of it where those are given, beside it too. With `told` the proxy is
+    told the batch limit of every replica (`max_in_flight`) and need not learn it. `goals` judges what was found at
+    each place, and `plots` draws it, over all places. `quick` cases belong to `make lab`.
     """
 
     name: str
