@@ -21,8 +21,8 @@ import pytest
 from hatchling.build import build_wheel
 
 from llmproxy import __version__
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 SECRET = re.compile(r"(?i)passw|secret|token|credential|api_?key|private_?key")
 
 Instruction = tuple[str, str]

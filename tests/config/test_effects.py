@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from llmproxy.cli import commands as cli
 from llmproxy.config import hash_of, load, warnings_of
+from tests import ROOT
 
 TENANT = f"tenants:\n  - name: acme\n    keys: [{hash_of('k')}]\n"
 NOTHING_TO_GO_BY = "has nothing to go by: no model, tenant or objective has ttft_s or tpot_s"
@@ -126,7 +127,7 @@ def test_a_setting_that_does_something_is_not_told(tmp_path: Path, text: str) ->
 
 
 def test_the_example_has_no_setting_that_does_nothing() -> None:
-    file = Path(__file__).parent.parent / "config.example.yaml"
+    file = ROOT / "config.example.yaml"
     assert warnings_of(file, load(file)) == []
 
 

@@ -29,8 +29,9 @@ from llmproxy.core.placement import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings
+from tests import ROOT
 
-EXAMPLE = Path(__file__).parent.parent / "config.example.yaml"
+EXAMPLE = ROOT / "config.example.yaml"
 
 
 def problems(path: Path | None, *overrides: Override) -> list[str]:

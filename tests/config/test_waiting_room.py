@@ -16,6 +16,7 @@ from llmproxy.config import Config, hash_of, load, settings_of
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
 from llmproxy.gateway.http.headers import PRIVILEGED
+from tests import ROOT
 from tests.config.test_load import problems
 
 HASH = hash_of("first")
@@ -273,7 +274,7 @@ def test_times_to_wait_are_by_band(write: Any) -> None:
 # --- policies of third parties ----------------------------------------------------------------------------------------
 
 PLUGIN = """
-from llmproxy.core.fairness import Fairness, policies
+from llmproxy.core.queueing.fairness import Fairness, policies
 
 @policies.register({name!r})
 class Mine(Fairness):
@@ -341,7 +342,7 @@ def test_another_process_that_gets_the_configuration_gets_its_policies(write: An
 
 # --- the page on tenants ----------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parent.parent / "docs" / "tenants.md"
+PAGE = ROOT / "docs" / "tenants.md"
 
 
 def test_the_example_on_the_page_is_sound(write: Any) -> None:

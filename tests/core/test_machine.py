@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +31,7 @@ from llmproxy.core.queueing.fairness import fcfs, policies
 from llmproxy.core.queueing.ordering import orderings
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.scheduler import Scheduler
+from tests import ROOT
 from tests.core.make import listing
 from tests.core.random_events import random_walk
 from tests.core.world import (
@@ -366,7 +366,7 @@ def test_what_is_decided_does_not_depend_on_where_the_clock_began(seed: int) -> 
 
 
 def test_one_seed_gives_one_trace_under_any_hash_seed() -> None:
-    root = Path(__file__).parents[2]
+    root = ROOT
 
     def trace(hash_seed: str) -> str:
         done = subprocess.run(

@@ -10,9 +10,9 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from tests import ROOT
 from tests.e2e.leftovers import CountingLoop
 from tests.faults.clients import CLIENT_FAULTS, Observed, observe
 from tests.faults.misbehaviours import MISBEHAVIOURS
@@ -20,7 +20,7 @@ from tests.faults.polls import POLL_FAULTS, watch
 from tests.faults.rig import Received, Seen, play
 from tests.faults.scenes import SCENES, perform
 
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "faults.md"
 TEXT_MAX = 110
 
 HEAD = """# What comes of faults

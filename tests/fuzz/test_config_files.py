@@ -11,9 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmproxy.config import ConfigError, hash_of, load, warnings_of
+from tests import ROOT
 from tests.fuzz.profile import FUZZED
 
-EXAMPLE = (Path(__file__).parents[2] / "config.example.yaml").read_text()
+EXAMPLE = (ROOT / "config.example.yaml").read_text()
 SHOWN: dict[str, Any] = yaml.safe_load(EXAMPLE)
 SHOWN["tenants"] = [{"name": "acme", "keys": [hash_of("k")], "limits": {"in_flight": 1}, "models": ["a"]}]
 SECRET = "s3cret-that-nobody-may-see"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import orjson
 import pytest
@@ -21,6 +20,7 @@ from llmproxy.gateway.proxying.stored import IDS_MAX, StoredResponses
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.gateway.request.body import Bodies, HeldBody
 from llmproxy.upstream.port import Exchange
+from tests import ROOT
 from tests.dispatching import dispatcher
 
 MANAGEMENT = (
@@ -54,7 +54,7 @@ def test_adapters_are_changed_at_vllms_own_paths() -> None:
 
 
 def test_the_page_on_routes_lists_exactly_those_of_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
+    page = (ROOT / "docs" / "routes.md").read_text()
     rows = re.findall(r"^\| `(/\S+)` \| (OpenAI|Anthropic) \| ([a-z ]+) \|$", page, re.MULTILINE)
     listed = {path: (dialect, work) for path, dialect, work in rows}
     table = {p: ("Anthropic" if r.dialect is Dialect.ANTHROPIC else "OpenAI", r.work) for p, r in SCHEDULED.items()}

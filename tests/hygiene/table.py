@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import uvloop
 
 from llmproxy.telemetry import logs
+from tests import ROOT
 from tests.hygiene.answers import ANSWERS, answer_bench, answer_differences, answer_row, client_saw, observe_answer
 from tests.hygiene.observe import Observed, bench, differences, observe
 from tests.hygiene.vector import Vector
 from tests.hygiene.vectors import TABLE
 
-PAGE = Path(__file__).parents[2] / "docs" / "hygiene.md"
+PAGE = ROOT / "docs" / "hygiene.md"
 PREFACE = """# HTTP hygiene
 
 Where two servers may read one request in two ways, somebody can hide a second request in the first. The proxy parses

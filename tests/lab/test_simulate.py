@@ -51,8 +51,8 @@ def told(out: Path) -> SimulationResult:
 def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("plots", "drawing"):
-        monkeypatch.delitem(sys.modules, f"llmproxy.lab.{name}", raising=False)
-        monkeypatch.delattr(f"llmproxy.lab.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"llmproxy.lab.results.{name}", raising=False)
+        monkeypatch.delattr(f"llmproxy.lab.results.{name}", raising=False)
 
 
 # --- what it writes ---------------------------------------------------------------------------------------------------

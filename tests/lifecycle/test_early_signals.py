@@ -11,7 +11,7 @@ import pytest
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 LOST = """
 import os
-from llmproxy import early
+from llmproxy.lifecycle import early_signals as early
 
 class Dropped:
     def __del__(self):

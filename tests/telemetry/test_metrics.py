@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 from llmproxy.telemetry.metrics import LABELS_MAX, BackendState, LiveState, Metrics, QueueState
+from tests import ROOT
 
-MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
+MANUAL = ROOT / "docs" / "metrics.md"
 SERVED = RequestExit(
     request_id="r1",
     method="POST",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from llmproxy.gateway.request.identity import (
     parse_duration_s,
     request_id,
 )
+from tests import ROOT
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS = "x-gateway-inference-fairness-id"
@@ -82,7 +82,7 @@ def test_the_ttl_header_can_only_shorten() -> None:
 
 @pytest.mark.parametrize("header", sorted({TTL_HEADER, *PRIVILEGED}))
 def test_every_header_that_says_what_a_request_is_worth_is_documented(header: str) -> None:
-    docs = Path(__file__).parents[2] / "docs"
+    docs = ROOT / "docs"
     assert f"`{header}`" in (docs / "tenants.md").read_text()
 
 

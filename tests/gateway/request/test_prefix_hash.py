@@ -323,7 +323,7 @@ def test_a_long_member_is_read_in_pieces() -> None:
 
 def test_every_process_computes_the_same_chain() -> None:
     code = (
-        "from llmproxy.gateway.request.prefix_hash import *; from llmproxy.gateway.request.body import BodyKind;"
+        "from llmproxy.gateway.request.prefix_hash import *; from llmproxy.gateway.http.routes import BodyKind;"
         "chain = chain_of({'messages': [{'role': 'user', 'content': 'word ' * 500}]}, BodyKind.CHAT);"
         "print(chain, chain.hashes_on('m', 'a'))"
     )

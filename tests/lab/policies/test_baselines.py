@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -15,6 +14,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from llmproxy.lab.policies.baseline import baselines
 from llmproxy.lab.policies.baselines import baseline_named, variants, variants_of
+from tests import ROOT
 from tests.core.make import listing, reading, view
 from tests.lab.policies.baseline_world import World, views
 
@@ -108,8 +108,8 @@ def test_one_seed_always_chooses_alike(name: str) -> None:
 
 
 SCRIPT = """
-from tests.lab.test_baselines import NAMES, seen
-from tests.lab.baseline_world import World, views
+from tests.lab.policies.test_baselines import NAMES, seen
+from tests.lab.policies.baseline_world import World, views
 for name in NAMES:
     world = World(name)
     print(name, *(world.send(world.ask(i % 5, 9 + i // 2, session=f"s{i}"), seen(*views("x", "y", "z", "w")))[0]
@@ -118,7 +118,7 @@ for name in NAMES:
 
 
 def test_the_seed_of_string_hashes_decides_nothing() -> None:
-    root = Path(__file__).parents[2]
+    root = ROOT
     said = [
         subprocess.run(
             [sys.executable, "-c", SCRIPT],

@@ -169,8 +169,8 @@ def test_no_run_at_all_is_said() -> None:
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("plots", "drawing"):
-        monkeypatch.delitem(sys.modules, f"llmproxy.lab.{name}", raising=False)
-        monkeypatch.delattr(f"llmproxy.lab.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"llmproxy.lab.results.{name}", raising=False)
+        monkeypatch.delattr(f"llmproxy.lab.results.{name}", raising=False)
     result, trails = invented(("blend",), (1.0,), count=10)
     with pytest.raises(ReportUnavailable, match=r"needs matplotlib: pip install 'llmproxy-lb\[lab\]'"):
         write_report(tmp_path / "report.html", result, trails)

@@ -25,9 +25,10 @@ from llmproxy.lab.results.result import (
     write_result,
 )
 from llmproxy.lab.results.table import ORACLE_NOTE, milliseconds, print_tables, seconds
+from tests import ROOT
 from tests.lab.invented import TWELVE, invented, invented_run
 
-SCHEMA = Path(__file__).parents[2] / "docs" / "simulate-result.schema.json"
+SCHEMA = ROOT / "docs" / "simulate-result.schema.json"
 
 
 def printed(result: SimulationResult, width: int = 80, *, terminal: bool = False) -> str:
