@@ -274,10 +274,10 @@ def test_times_to_wait_are_by_band(write: Any) -> None:
 # --- policies of third parties ----------------------------------------------------------------------------------------
 
 PLUGIN = """
-from llmproxy.core.queueing.fairness import Fairness, policies
+from llmproxy.plugins import FairnessPolicy, fairness_policies
 
-@policies.register({name!r})
-class Mine(Fairness):
+@fairness_policies.register({name!r})
+class Mine(FairnessPolicy):
     pass
 """
 

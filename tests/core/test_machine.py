@@ -304,13 +304,13 @@ def own_backend_is_forgotten(patching: pytest.MonkeyPatch) -> None:
 
 
 def flow_is_offered_twice(patching: pytest.MonkeyPatch) -> None:
-    once = fcfs.Fcfs.candidates
+    once = fcfs.FcfsFairness.candidates
 
-    def twice(self: fcfs.Fcfs, now: float) -> Iterator[str]:
+    def twice(self: fcfs.FcfsFairness, now: float) -> Iterator[str]:
         flows = list(once(self, now))
         return iter(flows + flows[:1])
 
-    patching.setattr(fcfs.Fcfs, "candidates", twice)
+    patching.setattr(fcfs.FcfsFairness, "candidates", twice)
 
 
 # The rarest of them is found after 12 s of work, which a busy machine may stretch.

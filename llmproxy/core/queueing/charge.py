@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from llmproxy.core.domain import Request, Usage
 from llmproxy.core.policy_registry import Registry
@@ -14,27 +14,33 @@ HELD_S = 5.0
 GAIN = 0.05
 
 
-class Charge(Protocol):
-    """What one attempt costs its flow, in the unit of the charged resource: expected, so far, and in the end.
+class Charge(ABC):
+    """What one attempt costs its flow, in the unit of the charged resource.
 
-    `held_s` is the seconds since dispatch, which is how long its backend has held the request.
+    `held_s` is the seconds since dispatch, which is how long the backend has held the request.
     """
 
+    def __init__(self, settings: Settings) -> None:
+        """A charge reads what it needs from `settings` once."""
+
+    @abstractmethod
     def estimate(self, request: Request) -> float:
-        """Expected when dispatched."""
+        """The cost that is expected at dispatch."""
 
+    @abstractmethod
     def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
-        """Known for certain while the answer streams, of which `output_tokens` have come."""
+        """The least that the attempt costs, once `output_tokens` of the answer were streamed."""
 
+    @abstractmethod
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
-        """Known at the end, also of an answer that was cut short. Asked once for each attempt, and learned from."""
+        """The cost at the end, also of an answer that was cut short. Called once per attempt; the charge may learn."""
 
 
 charges: Registry[Callable[[Settings], Charge]] = Registry("charged resource")
 
 
 @charges.register("tokens")
-class Tokens:
+class Tokens(Charge):
     """Weighted tokens that the engine computed: uncached prompt tokens and output tokens.
 
     What is cached is known only at the end; until then the whole prompt counts.
@@ -48,11 +54,9 @@ class Tokens:
         return self._weighted(request.prompt_tokens, request.output_tokens)
 
     def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
-        del held_s
         return self._weighted(request.prompt_tokens, output_tokens)
 
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
-        del request, held_s
         return self._weighted(max(0, usage.prompt_tokens - (usage.cached_tokens or 0)), usage.output_tokens)
 
     def _weighted(self, prompt_tokens: int, output_tokens: int) -> float:
@@ -60,27 +64,21 @@ class Tokens:
 
 
 @charges.register("requests")
-class Requests:
+class Requests(Charge):
     """One for each request, whatever its size."""
 
-    def __init__(self, settings: Settings) -> None:
-        del settings
-
     def estimate(self, request: Request) -> float:
-        del request
         return 1.0
 
     def so_far(self, request: Request, output_tokens: int, held_s: float) -> float:
-        del request, output_tokens, held_s
         return 1.0
 
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
-        del request, usage, held_s
         return 1.0
 
 
 @charges.register("kv_seconds")
-class KvSeconds:
+class KvSeconds(Charge):
     """Tokens in the KV-cache times the seconds they are held: cached ones as well, for they occupy it too.
 
     Answers grow about evenly, so that on average half of one is there: held_s x (prompt + output / 2). How long a
@@ -88,7 +86,6 @@ class KvSeconds:
     """
 
     def __init__(self, settings: Settings) -> None:
-        del settings
         self._held_s = HELD_S
         self._seen = 0
 
@@ -99,7 +96,6 @@ class KvSeconds:
         return self._held(request.prompt_tokens, output_tokens, held_s)
 
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
-        del request
         self._seen += 1
         # The first ones count in full, so that the guess is forgotten at once.
         self._held_s += max(GAIN, 1.0 / self._seen) * (held_s - self._held_s)

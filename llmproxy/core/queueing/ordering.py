@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import inf
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -23,9 +23,13 @@ class Rank(Struct, frozen=True):
     then: Key = (0.0, 0.0)
 
 
-class Ordering(Protocol):
-    """Ranks the requests of a flow. Most requests keep one key for as long as they wait; one change is allowed for."""
+class Ordering(ABC):
+    """Ranks the requests of a flow. A request keeps one key while it waits, or changes it once (`Rank.turns_s`)."""
 
+    def __init__(self, settings: Settings) -> None:
+        """An ordering reads what it needs from `settings` once."""
+
+    @abstractmethod
     def rank(self, request: Request, service_s: float) -> Rank:
         """The rank of `request`, whose first token is expected `service_s` after it is granted a backend."""
 
@@ -34,41 +38,30 @@ orderings: Registry[Callable[[Settings], Ordering]] = Registry("ordering policy"
 
 
 @orderings.register("fcfs")
-class Fcfs:
+class FcfsOrdering(Ordering):
     """First come, first served."""
 
-    def __init__(self, settings: Settings) -> None:
-        del settings
-
     def rank(self, request: Request, service_s: float) -> Rank:
-        del service_s
         return Rank((0.0, request.arrived_s))
 
 
 @orderings.register("edf")
-class EarliestDeadline:
+class EarliestDeadline(Ordering):
     """Earliest deadline first: when the first token is due by its objective, else when its time to wait is over."""
 
-    def __init__(self, settings: Settings) -> None:
-        del settings
-
     def rank(self, request: Request, service_s: float) -> Rank:
-        del service_s
         slo = request.slo
         due_s = request.deadline_s if slo is None or slo.ttft_s is None else request.arrived_s + slo.ttft_s
         return Rank((due_s, request.arrived_s))
 
 
 @orderings.register("least_slack")
-class LeastSlack:
+class LeastSlack(Ordering):
     """The least time to spare first: objective less time waited less time that serving will take.
 
     A request that can no longer make it goes last, because serving it first would only make others late as well.
     One without an objective for its first token stands between the two.
     """
-
-    def __init__(self, settings: Settings) -> None:
-        del settings
 
     def rank(self, request: Request, service_s: float) -> Rank:
         if request.slo is None or request.slo.ttft_s is None:
@@ -79,7 +72,7 @@ class LeastSlack:
 
 
 @orderings.register("shortest")
-class Shortest:
+class Shortest(Ordering):
     """The least estimated work first; a request that has waited for `ageing_s` goes before all that have not."""
 
     def __init__(self, settings: Settings) -> None:
@@ -88,6 +81,5 @@ class Shortest:
         self._ageing_s = settings.ageing_s
 
     def rank(self, request: Request, service_s: float) -> Rank:
-        del service_s
         work = self._input_weight * request.prompt_tokens + self._output_weight * request.output_tokens
         return Rank((work, request.arrived_s), request.arrived_s + self._ageing_s, (-inf, request.arrived_s))

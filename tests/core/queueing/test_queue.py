@@ -5,7 +5,7 @@ import pytest
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Refused, Request, Verdict
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.deadlines import Deadlines
-from llmproxy.core.queueing.fairness.fcfs import Fcfs
+from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
 from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.ordering import Rank
 from llmproxy.core.queueing.queue import Band, LazyHeap, Queued, head_rank
@@ -96,7 +96,7 @@ def waiting(band: Band, flow: str = "flow") -> list[str]:
 
 
 def test_a_retry_comes_back_to_where_it_stood() -> None:
-    band = Band(Fcfs(Settings()), Faults())
+    band = Band(FcfsFairness(Settings()), Faults())
     asked = {name: request(id=name, arrived_s=at) for name, at in [("r1", 1.0), ("r2", 2.0), ("r3", 3.0), ("r9", 9.0)]}
     lines = {name: queued(asked[name]) for name in ("r9", "r1", "r3", "r2")}
     for one in lines.values():
@@ -110,7 +110,7 @@ def test_a_retry_comes_back_to_where_it_stood() -> None:
 
 
 def test_those_that_were_withdrawn_come_before_all_others_in_the_order_of_their_arrival() -> None:
-    band = Band(Fcfs(Settings()), Faults())
+    band = Band(FcfsFairness(Settings()), Faults())
     first, second, third = (request(id=f"r{at}", arrived_s=float(at)) for at in (1, 2, 3))
     band.push(queued(first), 3.0)
     for one in (third, second):
@@ -119,7 +119,7 @@ def test_those_that_were_withdrawn_come_before_all_others_in_the_order_of_their_
 
 
 def test_requests_of_one_instant_keep_their_order_and_each_can_leave() -> None:
-    band = Band(Fcfs(Settings()), Faults())
+    band = Band(FcfsFairness(Settings()), Faults())
     lines = [queued(request(arrived_s=1.0)) for _ in range(5)]
     for one in lines:
         band.push(one, 1.0)
@@ -131,7 +131,7 @@ def test_requests_of_one_instant_keep_their_order_and_each_can_leave() -> None:
 
 
 def test_the_policy_hears_of_new_heads_and_of_the_last_one_leaving() -> None:
-    band = Band(Fcfs(Settings()), Faults())
+    band = Band(FcfsFairness(Settings()), Faults())
     slow, quick = queued(request(flow="slow", arrived_s=1.0)), queued(request(flow="quick", arrived_s=2.0))
     behind = queued(request(flow="slow", arrived_s=3.0))
     for one in (slow, quick, behind):
@@ -147,7 +147,7 @@ def test_the_policy_hears_of_new_heads_and_of_the_last_one_leaving() -> None:
 
 
 def test_a_rank_that_turns_with_time_makes_a_new_head_and_the_policy_hears_of_it() -> None:
-    band = Band(Fcfs(Settings()), Faults())
+    band = Band(FcfsFairness(Settings()), Faults())
     old = Queued(request(id="old", flow="f", arrived_s=5.0), Rank((9.0, 0.0), 10.0, (-1.0, 0.0)))
     young = Queued(request(id="young", flow="f", arrived_s=7.0), Rank((1.0, 0.0)))
     other = queued(request(flow="g", arrived_s=6.0))
@@ -165,7 +165,7 @@ def test_a_rank_that_turns_with_time_makes_a_new_head_and_the_policy_hears_of_it
 
 
 def test_one_that_left_does_not_turn() -> None:
-    band = Band(Fcfs(Settings()), Faults())
+    band = Band(FcfsFairness(Settings()), Faults())
     gone = Queued(request(flow="f"), Rank((0.0, 0.0), 10.0, (-1.0, 0.0)))
     band.push(gone, 0.0)
     band.remove(gone)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmproxy.core.domain import Request
 from llmproxy.core.queueing.fairness.accounts import Accounts
-from llmproxy.core.queueing.fairness.policy import Fairness, policies
+from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
 from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
 from llmproxy.core.settings import Settings
 
@@ -18,7 +18,7 @@ class _Account:
 
 
 @policies.register("fair_share")
-class FairShare(Fairness):
+class FairShare(FairnessPolicy):
     """Weighted fairness by virtual counters: the flow that got the least service for its weight goes next.
 
     The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A flow that
@@ -47,13 +47,11 @@ class FairShare(Fairness):
     """
 
     def __init__(self, settings: Settings) -> None:
-        del settings
         self._flows = SortedFlows()
         self._accounts = Accounts(_Account)
         self._floor = 0.0
 
     def backlogged(self, flow: str, head: Request) -> None:
-        del head
         account = self._accounts.wait(flow)
         if flow not in self._flows:
             least = self._flows.least()
@@ -67,7 +65,6 @@ class FairShare(Fairness):
         self._floor = self.counter(flow) if account is None else account.counter
 
     def candidates(self, now: float) -> Iterator[str]:
-        del now
         return iter(self._flows)
 
     def charge(self, flow: str, cost: float) -> None:

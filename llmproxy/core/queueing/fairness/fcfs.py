@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmproxy.core.domain import Request
-from llmproxy.core.queueing.fairness.policy import Fairness, policies
+from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
 from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
 from llmproxy.core.settings import Settings
 
 
 @policies.register("fcfs")
-class Fcfs(Fairness):
+class FcfsFairness(FairnessPolicy):
     """The flow whose head arrived first."""
 
     def __init__(self, settings: Settings) -> None:
-        del settings
         self._flows = SortedFlows()
 
     def backlogged(self, flow: str, head: Request) -> None:
@@ -25,5 +24,4 @@ class Fcfs(Fairness):
         self._flows.discard(flow)
 
     def candidates(self, now: float) -> Iterator[str]:
-        del now
         return iter(self._flows)

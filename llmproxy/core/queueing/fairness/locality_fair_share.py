@@ -8,7 +8,7 @@ from math import inf
 
 from llmproxy.core.domain import Request
 from llmproxy.core.queueing.fairness.accounts import Accounts
-from llmproxy.core.queueing.fairness.policy import Fairness, policies
+from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
 from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
 from llmproxy.core.settings import Settings
 
@@ -20,7 +20,7 @@ class _Account:
 
 
 @policies.register("locality_fair_share")
-class LocalityFairShare(Fairness):
+class LocalityFairShare(FairnessPolicy):
     """Fair share that lets a flow go on while it has deficit left, so that its cached prefix stays warm.
 
     After the deficit longest prefix match of Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (2025, arXiv
@@ -61,7 +61,6 @@ class LocalityFairShare(Fairness):
         self._spent = SortedFlows()
 
     def backlogged(self, flow: str, head: Request) -> None:
-        del head
         account = self._accounts.wait(flow)
         if flow not in self._positive and flow not in self._spent:
             account.counter = max(account.counter, self._level - self._quantum)
@@ -73,7 +72,6 @@ class LocalityFairShare(Fairness):
         self._accounts.rest(flow)
 
     def candidates(self, now: float) -> Generator[str, None, None]:
-        del now
         self._refill()
         yield from self._positive
         yield from self._spent

@@ -1,76 +1,62 @@
-"""The face of a fairness policy, and the registry of their names."""
+"""The base class of fairness policies, and the registry of their names."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from llmproxy.core.domain import Request
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
 
 
-class FairnessPolicy(Protocol):
+class FairnessPolicy(ABC):
     """Orders the flows of one band. It sees flows, charges and ends, never backends.
 
-    It acts only where there is something to choose: while there is room for everybody, everybody is granted in the
-    pass in which they came, in whatever order.
+    A policy must define `backlogged`, `emptied` and `candidates`; the other methods are events that it may ignore. The
+    order matters only when requests compete: while there is room for all, all are granted in the pass in which they
+    came.
     """
+
+    def __init__(self, settings: Settings) -> None:
+        """A policy reads what it needs from `settings` once."""
+
+    @abstractmethod
+    def backlogged(self, flow: str, head: Request) -> None:
+        """`flow` has requests waiting, and `head` is the first of them. Called again whenever the head changes."""
+
+    @abstractmethod
+    def emptied(self, flow: str) -> None:
+        """`flow` has no request waiting any more; what it has in flight may still be charged."""
+
+    @abstractmethod
+    def candidates(self, now: float) -> Iterator[str]:
+        """The backlogged flows in order of preference, each once. Close the iterator before changing anything."""
 
     def entered(self, request: Request, now: float) -> None:
         """`request` came into the waiting room for the first time."""
-
-    def backlogged(self, flow: str, head: Request) -> None:
-        """`flow` has requests waiting, and `head` is the first of them now; told again whenever the head changes."""
-
-    def emptied(self, flow: str) -> None:
-        """`flow` has nothing waiting any more; what it has in flight may still be charged."""
-
-    def candidates(self, now: float) -> Iterator[str]:
-        """The backlogged flows in order of preference, each once. Close the iterator before changing anything."""
 
     def dispatched(self, flow: str) -> None:
         """A request of `flow` was granted a backend."""
 
     def charge(self, flow: str, cost: float) -> None:
-        """Add `cost` to the account of `flow`; negative where an estimate was too high.
+        """Add `cost` to the account of `flow`; negative when an estimate was too high.
 
-        In the charged resource per unit of the request's weight, so that a flow may hold requests of several weights.
+        The unit is the charged resource per unit of the request's weight, because the requests of a flow may have
+        different weights.
         """
 
     def started(self, request: Request, now: float) -> None:
-        """The first byte of an answer to `request` came."""
+        """The first byte of the answer to `request` came."""
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """`request` has left the house, whether or not it ever waited. `met` says whether it kept its objective.
+        """`request` is over, whether or not it ever waited. `met` says whether it kept its objective.
 
-        None where that is nobody's merit or fault: no objective, or a client that left.
+        `met` is None when there was no objective, or when the client left.
         """
 
     def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
-        """What this policy holds of `flow` now, for a person to read: (name, value) pairs."""
-
-
-class Fairness:
-    """For a policy that needs to hear only of some events."""
-
-    def entered(self, request: Request, now: float) -> None:
-        pass
-
-    def dispatched(self, flow: str) -> None:
-        pass
-
-    def charge(self, flow: str, cost: float) -> None:
-        pass
-
-    def started(self, request: Request, now: float) -> None:
-        pass
-
-    def ended(self, request: Request, met: bool | None, now: float) -> None:
-        pass
-
-    def standing(self, flow: str) -> tuple[tuple[str, float], ...]:
-        del flow
+        """(Name, value) pairs that show an operator what this policy counts for `flow` now."""
         return ()
 
 

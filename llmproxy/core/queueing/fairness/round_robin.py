@@ -6,27 +6,24 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from llmproxy.core.domain import Request
-from llmproxy.core.queueing.fairness.policy import Fairness, policies
+from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
 from llmproxy.core.settings import Settings
 
 
 @policies.register("round_robin")
-class RoundRobin(Fairness):
+class RoundRobin(FairnessPolicy):
     """The flow that had its turn longest ago."""
 
     def __init__(self, settings: Settings) -> None:
-        del settings
         self._turns: OrderedDict[str, None] = OrderedDict()
 
     def backlogged(self, flow: str, head: Request) -> None:
-        del head
         self._turns.setdefault(flow, None)
 
     def emptied(self, flow: str) -> None:
         self._turns.pop(flow, None)
 
     def candidates(self, now: float) -> Iterator[str]:
-        del now
         return iter(self._turns)
 
     def dispatched(self, flow: str) -> None:

@@ -10,7 +10,7 @@ from math import inf
 
 from llmproxy.core.domain import Request
 from llmproxy.core.queueing.fairness.accounts import Accounts
-from llmproxy.core.queueing.fairness.policy import Fairness, policies
+from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
 from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
 from llmproxy.core.settings import Settings
 
@@ -39,7 +39,7 @@ class _Tally:
 
 
 @policies.register("slo")
-class SloAdherence(Fairness):
+class SloAdherence(FairnessPolicy):
     """The flow with the lowest adherence to its objective in the rolling window goes next.
 
     Adherence is the share of the requests counted in the last `slo_window_s` that met their objective; 1 where none

@@ -1,0 +1,41 @@
+"""What a module named in `plugins:` imports to register its own policy. This path does not change between releases.
+
+from llmproxy.plugins import FairnessPolicy, fairness_policies
+
+@fairness_policies.register("mine")
+class Mine(FairnessPolicy): ...
+"""
+
+from llmproxy.core.backends.backend import View
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Slo, Usage, Verdict
+from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
+from llmproxy.core.placement import presets as placements
+from llmproxy.core.queueing.charge import Charge, charges
+from llmproxy.core.queueing.fairness import FairnessPolicy
+from llmproxy.core.queueing.fairness import policies as fairness_policies
+from llmproxy.core.queueing.ordering import Ordering, Rank, orderings
+from llmproxy.core.settings import Settings
+
+__all__ = [
+    "NO_CAPACITY",
+    "NO_MATCH",
+    "NO_MATCH_FOR_MODEL",
+    "Charge",
+    "FairnessPolicy",
+    "NoCapacity",
+    "NoMatch",
+    "Ordering",
+    "Placed",
+    "Placement",
+    "Rank",
+    "Request",
+    "Settings",
+    "Slo",
+    "Usage",
+    "Verdict",
+    "View",
+    "charges",
+    "fairness_policies",
+    "orderings",
+    "placements",
+]
