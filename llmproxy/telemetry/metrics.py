@@ -1,4 +1,4 @@
-"""The `llmproxy_` metrics, all of them; `docs/metrics.md` says how to read each.
+"""The `llmproxy_` metrics, all of them; `docs/reference/metrics.md` says how to read each.
 
 Two kinds: what happened is counted as it happens, from each request's exit record; what is the case is read from the
 dispatcher at the moment of a scrape, so that a gauge can never drift from the state it speaks of.

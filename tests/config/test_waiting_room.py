@@ -342,7 +342,7 @@ def test_another_process_that_gets_the_configuration_gets_its_policies(write: An
 
 # --- the page on tenants ----------------------------------------------------------------------------------------------
 
-PAGE = ROOT / "docs" / "tenants.md"
+PAGE = ROOT / "docs" / "how-to" / "tenants.md"
 
 
 def test_the_example_on_the_page_is_sound(write: Any) -> None:

@@ -1,4 +1,4 @@
-"""Writes docs/faults.md: every misbehaviour is played, and the table tells what was observed.
+"""Writes docs/reference/faults.md: every misbehaviour is played, and the table tells what was observed.
 
 Run `python -m tests.faults.table`; it takes about a minute. With `--print` the page goes to standard output.
 """
@@ -20,7 +20,7 @@ from tests.faults.polls import POLL_FAULTS, watch
 from tests.faults.rig import Received, Seen, play
 from tests.faults.scenes import SCENES, perform
 
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "reference" / "faults.md"
 TEXT_MAX = 110
 
 HEAD = """# What comes of faults

@@ -54,7 +54,7 @@ def test_adapters_are_changed_at_vllms_own_paths() -> None:
 
 
 def test_the_page_on_routes_lists_exactly_those_of_the_table() -> None:
-    page = (ROOT / "docs" / "routes.md").read_text()
+    page = (ROOT / "docs" / "reference" / "routes.md").read_text()
     rows = re.findall(r"^\| `(/\S+)` \| (OpenAI|Anthropic) \| ([a-z ]+) \|$", page, re.MULTILINE)
     listed = {path: (dialect, work) for path, dialect, work in rows}
     table = {p: ("Anthropic" if r.dialect is Dialect.ANTHROPIC else "OpenAI", r.work) for p, r in SCHEDULED.items()}

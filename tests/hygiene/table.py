@@ -1,4 +1,4 @@
-"""`python -m tests.hygiene.table` writes docs/hygiene.md from observation; exits with 1 where that is not as told."""
+"""`python -m tests.hygiene.table` writes docs/reference/strictness.md from what it observes; exits 1 on a surprise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hygiene.observe import Observed, bench, differences, observe
 from tests.hygiene.vector import Vector
 from tests.hygiene.vectors import TABLE
 
-PAGE = ROOT / "docs" / "hygiene.md"
+PAGE = ROOT / "docs" / "reference" / "strictness.md"
 PREFACE = """# HTTP hygiene
 
 Where two servers may read one request in two ways, somebody can hide a second request in the first. The proxy parses
@@ -59,7 +59,7 @@ hold the proxy to them.
 | sends a large head / many fields | `head_bytes_max`, 131072 / `head_fields_max`, 128 | 431, closed |
 | sends a large body | `body_bytes_max` (beside `clients`), 67108864 | 413 |
 | many send bodies at once | `body_bytes_total_max` (beside `clients`), 2147483648 | 429, see below |
-| opens many connections, over all | `connections_max`, 65536, or [fewer](operations.md#open-files) | 503, closed |
+| opens many connections, over all | `connections_max`, 65536, or [fewer](../how-to/open-files.md) | 503, closed |
 | opens many connections from one address | `address_connections_max`, none | 429, closed |
 | sends many requests from one address | `address_requests_per_s`, none | 429 |
 
@@ -78,8 +78,8 @@ their head, so that small requests pass while uploads fill the rest. Each of N w
 
 ## Hostile testing
 
-`make hostile` ([testing.md](testing.md#hostile-testing)) goes on where the tables end. A run of 2026-11-22, on two
-cores that others used as well, seed 2144088989:
+`make hostile` ([testing](../development/testing.md#hostile-testing)) goes on where the tables end. A run of 2026-11-22,
+on two cores that others used as well, seed 2144088989:
 
 | group | cases | findings | minutes |
 | --- | --- | --- | --- |

@@ -16,7 +16,7 @@ from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 from llmproxy.telemetry.metrics import LABELS_MAX, BackendState, LiveState, Metrics, QueueState
 from tests import ROOT
 
-MANUAL = ROOT / "docs" / "metrics.md"
+MANUAL = ROOT / "docs" / "reference" / "metrics.md"
 SERVED = RequestExit(
     request_id="r1",
     method="POST",

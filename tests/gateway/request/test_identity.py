@@ -83,7 +83,7 @@ def test_the_ttl_header_can_only_shorten() -> None:
 @pytest.mark.parametrize("header", sorted({TTL_HEADER, *PRIVILEGED}))
 def test_every_header_that_says_what_a_request_is_worth_is_documented(header: str) -> None:
     docs = ROOT / "docs"
-    assert f"`{header}`" in (docs / "tenants.md").read_text()
+    assert f"`{header}`" in (docs / "how-to" / "tenants.md").read_text()
 
 
 def test_a_band_may_wait_longer_or_shorter_than_others() -> None:

@@ -28,7 +28,7 @@ from llmproxy.lab.results.table import ORACLE_NOTE, milliseconds, print_tables, 
 from tests import ROOT
 from tests.lab.invented import TWELVE, invented, invented_run
 
-SCHEMA = ROOT / "docs" / "simulate-result.schema.json"
+SCHEMA = ROOT / "docs" / "reference" / "simulate-result.schema.json"
 
 
 def printed(result: SimulationResult, width: int = 80, *, terminal: bool = False) -> str:
@@ -54,7 +54,7 @@ def run_of(policy: str = "blend", **changes: object) -> RunResult:
 
 
 def test_the_published_schema_is_that_of_the_models() -> None:
-    told = "run: python -m llmproxy.lab.results.result > docs/simulate-result.schema.json"
+    told = "run: python -m llmproxy.lab.results.result > docs/reference/simulate-result.schema.json"
     assert SCHEMA.read_bytes() == schema_bytes(), told
 
 
