@@ -1,4 +1,4 @@
-"""The loop on which the proxy runs in production, and the house that most tests live in."""
+"""The loop on which the proxy runs in production, and the proxy that most tests use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import structlog
 
 from llmproxy.telemetry import logs
 from tests.e2e.leftovers import CountingLoop
-from tests.e2e.proxies import FAST, House, house
+from tests.e2e.proxies import FAST, ProxyUnderTest, serving
 
 HERE = Path(__file__).parent
 
@@ -30,10 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-async def home() -> AsyncIterator[House]:
+async def proxy() -> AsyncIterator[ProxyUnderTest]:
     """Two fast replicas with two adapters each."""
-    async with house(FAST, FAST) as opened:
-        yield opened
+    async with serving(FAST, FAST) as proxy:
+        yield proxy
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""A whole house for one test: simulated replicas, a proxy over them and a client, all on the loop of the test.
+"""A proxy for one test, with simulated replicas and a client, all on the loop of the test.
 
-Leaving the house checks what must hold after anything that happened in it: nothing walks, waits, is leased or booked,
+Leaving its block checks what must hold after any test: no request is open, waits, holds a lease or is booked,
 no engine computes for nobody, and no task, socket or timer stays behind (`leftovers`).
 """
 
@@ -70,17 +70,17 @@ class Answer:
         return self.headers["x-llmproxy-backend"]
 
 
-class House:
-    """What a test needs of a running house. Replica number i is the backend `b<i>`."""
+class ProxyUnderTest:
+    """What a test needs of a running proxy. Replica number i is the backend `b<i>`."""
 
     def __init__(
-        self, proxy: Proxy, replicas: Sequence[Replica], http: aiohttp.ClientSession, told: Mapping[str, Any]
+        self, app: Proxy, replicas: Sequence[Replica], http: aiohttp.ClientSession, told: Mapping[str, Any]
     ) -> None:
-        self.proxy = proxy
+        self.app = app
         self.told = told
         self.replicas = tuple(replicas)
         self.http = http
-        self.url = proxy.url
+        self.url = app.url
         self.bugs_expected = 0
 
     def replica(self, name: str) -> Replica:
@@ -145,18 +145,18 @@ class House:
 
     @property
     def queued(self) -> int:
-        return sum(requests for requests, _ in self.proxy.pools.queued().values())
+        return sum(requests for requests, _ in self.app.pools.queued().values())
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples of one metric that have these labels."""
-        page = self.proxy.metrics.page().decode()
+        page = self.app.metrics.page().decode()
         samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
         chosen = [s for s in samples if s.name == name and labels.items() <= s.labels.items()]
         return sum(sample.value for sample in chosen)
 
     def outcomes(self) -> Counter[str]:
         """How many requests ended in which outcome."""
-        page = self.proxy.metrics.page().decode()
+        page = self.app.metrics.page().decode()
         counted: Counter[str] = Counter()
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
@@ -166,17 +166,17 @@ class House:
 
     async def settled(self) -> None:
         """Wait until every request has ended and every engine has nothing to do."""
-        walker = self.proxy.walker
-        await until(lambda: not (walker.walking or walker.kept_bytes or self.proxy.dispatcher.leases))
+        walker = self.app.walker
+        await until(lambda: not (walker.walking or walker.kept_bytes or self.app.dispatcher.leases))
         await until(lambda: all(not r.in_flight and not r.engine.busy for r in self.replicas))
 
     def check(self) -> None:
         """Everything that was taken was given back."""
-        pools = self.proxy.pools
-        assert self.proxy.walker.walking == 0
-        assert (self.proxy.walker.bodies.held_bytes, self.proxy.walker.bodies.arriving_bytes) == (0, 0)
-        assert self.proxy.dispatcher.leases == 0
-        assert all(self.proxy.dispatcher.in_flight(name) == 0 for name in pools.backends)
+        pools = self.app.pools
+        assert self.app.walker.walking == 0
+        assert (self.app.walker.bodies.held_bytes, self.app.walker.bodies.arriving_bytes) == (0, 0)
+        assert self.app.dispatcher.leases == 0
+        assert all(self.app.dispatcher.in_flight(name) == 0 for name in pools.backends)
         assert all(queue == (0, 0) for queue in pools.queued().values())
         assert {name: backend.sequences for name, backend in pools.backends.items()} == dict.fromkeys(pools.backends, 0)
         pools.check(asyncio.get_running_loop().time())
@@ -210,7 +210,7 @@ async def until(condition: Callable[[], object], limit_s: float = 15.0) -> None:
 
 
 @asynccontextmanager
-async def house(
+async def serving(
     *options: ReplicaOptions,
     fixed_limit: int | None = None,
     extra: Sequence[str] = (),
@@ -218,11 +218,11 @@ async def house(
     file: Path | None = None,
     limits: LimitsFile | None = None,
     **config: Any,
-) -> AsyncIterator[House]:
-    """Open a house over one replica for each of `options`; `config` goes over the quick settings of tests.
+) -> AsyncIterator[ProxyUnderTest]:
+    """Start a proxy over one replica for each of `options`; `config` goes over the quick settings of tests.
 
     `fixed_limit` is every backend's `max_in_flight`. `extra` are URLs of further backends. With `wait`, every backend
-    was read when the house opens. With a `file`, the configuration stands there, and can be read again. `limits` keeps
+    was read when the block is entered. With a `file`, the configuration is in it and can be read again. `limits` keeps
     what is learned of batch limits.
     """
     async with nothing_left(), AsyncExitStack() as stack:
@@ -231,14 +231,14 @@ async def house(
         backends = [{"url": url, "name": f"b{i}", "max_in_flight": fixed_limit} for i, url in enumerate(urls)]
         told = _merged(_QUICK | {"backends": backends}, config)
         reread = _written(file, told) if file is not None else None
-        proxy = await stack.enter_async_context(running(Config.model_validate(told), reread, limits=limits))
+        app = await stack.enter_async_context(running(Config.model_validate(told), reread, limits=limits))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        opened = House(proxy, replicas, http, told)
+        proxy = ProxyUnderTest(app, replicas, http, told)
         if wait:
-            await until(lambda: all_up(opened))
-        yield opened
-        await opened.settled()
-        opened.check()
+            await until(lambda: all_up(proxy))
+        yield proxy
+        await proxy.settled()
+        proxy.check()
 
 
 def _written(file: Path, told: Mapping[str, Any]) -> Reread:
@@ -255,10 +255,10 @@ def is_poll(seen: SeenRequest) -> bool:
     return seen.method == "GET" and seen.path.partition("?")[0] in POLLED
 
 
-def all_up(opened: House) -> bool:
+def all_up(proxy: ProxyUnderTest) -> bool:
     """Every backend was read and may be given work."""
     now = asyncio.get_running_loop().time()
-    backends = opened.proxy.pools.backends.values()
+    backends = proxy.app.pools.backends.values()
     return all(b.listing is not None and b.health.available(now) for b in backends)
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from llmproxy.config import hash_of
 from llmproxy.core import adapters as memory
 from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import FAST, HELLO, Answer, House, house, until
+from tests.e2e.proxies import FAST, HELLO, Answer, ProxyUnderTest, serving, until
 
 LOAD, UNLOAD, PAGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/debug/adapters"
 KEY = {"authorization": "Bearer for-admins"}
@@ -27,12 +27,12 @@ FRESH = {"lora_name": "fresh", "lora_path": "/adapters/fresh"}
 ASK = HELLO | {"model": "fresh"}
 
 
-async def load(home: House, **body: Any) -> Answer:
-    return await home.post(LOAD, FRESH | body, headers=KEY)
+async def load(proxy: ProxyUnderTest, **body: Any) -> Answer:
+    return await proxy.post(LOAD, FRESH | body, headers=KEY)
 
 
-async def unload(home: House, **body: Any) -> Answer:
-    return await home.post(UNLOAD, {"lora_name": "fresh"} | body, headers=KEY)
+async def unload(proxy: ProxyUnderTest, **body: Any) -> Answer:
+    return await proxy.post(UNLOAD, {"lora_name": "fresh"} | body, headers=KEY)
 
 
 def told(answer: Answer) -> list[tuple[str, int | None, bool]]:
@@ -44,9 +44,9 @@ def sent(replica: Replica) -> list[tuple[str, dict[str, Any]]]:
     return [(request.path, json.loads(request.body)) for request in seen]
 
 
-def adapters(home: House, backend: str) -> list[str]:
+def adapters(proxy: ProxyUnderTest, backend: str) -> list[str]:
     """As the proxy knows them."""
-    listing = home.proxy.pools.backends[backend].listing
+    listing = proxy.app.pools.backends[backend].listing
     return [card.name for card in listing.cards if card.parent is not None] if listing is not None else []
 
 
@@ -54,78 +54,78 @@ def adapters(home: House, backend: str) -> list[str]:
 
 
 async def test_all_replicas_have_it_when_the_answer_comes() -> None:
-    async with house(FAST, FAST, **ADMIN, poll={"models_interval_s": 60.0}) as home:
-        assert (await home.chat(ASK)).status == 404
-        answer = await load(home, is_3d_lora_weight=False, replicas="all")
+    async with serving(FAST, FAST, **ADMIN, poll={"models_interval_s": 60.0}) as proxy:
+        assert (await proxy.chat(ASK)).status == 404
+        answer = await load(proxy, is_3d_lora_weight=False, replicas="all")
         assert (answer.status, answer.json["ok"], answer.json["failed"]) == (200, 2, 0)
         assert (answer.json["adapter"], answer.json["model"], answer.json["remembered"]) == ("fresh", "base", True)
         assert told(answer) == [("b0", 200, True), ("b1", 200, True)]
         assert answer.json["replicas"][0]["message"] == "Success: LoRA adapter 'fresh' added successfully."
-        for replica in home.replicas:
+        for replica in proxy.replicas:
             assert sent(replica) == [(LOAD, FRESH | {"is_3d_lora_weight": False})], "in vLLM's own words alone"
-        assert {(await home.chat(ASK)).status for _ in range(4)} == {200}
-        assert "fresh" in [model["id"] for model in (await home.get("/v1/models")).json["data"]]
-        assert home.metric("llmproxy_adapter_changes_total", change="load", repeated="false", ok="true") == 2
-        answer = await unload(home)
+        assert {(await proxy.chat(ASK)).status for _ in range(4)} == {200}
+        assert "fresh" in [model["id"] for model in (await proxy.get("/v1/models")).json["data"]]
+        assert proxy.metric("llmproxy_adapter_changes_total", change="load", repeated="false", ok="true") == 2
+        answer = await unload(proxy)
         assert (answer.status, told(answer)) == (200, [("b0", 200, True), ("b1", 200, True)])
-        assert (await home.chat(ASK)).status == 404
+        assert (await proxy.chat(ASK)).status == 404
 
 
 async def test_some_are_those_with_the_fewest_adapters() -> None:
-    async with house(FAST, PLAIN, FAST, **ADMIN) as home:
-        assert told(await load(home, replicas=1)) == [("b1", 200, True)]
-        assert {(await home.chat(ASK)).backend for _ in range(4)} == {"b1"}
-        assert told(await load(home, replicas=2)) == [("b0", 200, True), ("b1", 400, True)], "b1 has it already"
-        assert told(await unload(home, replicas=1)) == [("b0", 200, True)]
-        assert [adapters(home, f"b{i}").count("fresh") for i in range(3)] == [0, 1, 0]
+    async with serving(FAST, PLAIN, FAST, **ADMIN) as proxy:
+        assert told(await load(proxy, replicas=1)) == [("b1", 200, True)]
+        assert {(await proxy.chat(ASK)).backend for _ in range(4)} == {"b1"}
+        assert told(await load(proxy, replicas=2)) == [("b0", 200, True), ("b1", 400, True)], "b1 has it already"
+        assert told(await unload(proxy, replicas=1)) == [("b0", 200, True)]
+        assert [adapters(proxy, f"b{i}").count("fresh") for i in range(3)] == [0, 1, 0]
 
 
 async def test_each_backend_is_told_with_its_own_key() -> None:
     secret = replace(PLAIN, api_key="for-backends")
-    async with house(secret, **ADMIN, backend_api_key="for-backends") as home:
-        assert (await load(home)).status == 200
-        assert home.sent().headers["authorization"] == "Bearer for-backends"
+    async with serving(secret, **ADMIN, backend_api_key="for-backends") as proxy:
+        assert (await load(proxy)).status == 200
+        assert proxy.sent().headers["authorization"] == "Bearer for-backends"
 
 
 async def test_two_models_have_adapters_of_their_own() -> None:
     aliases = [{"name": "nick", "target": "other"}]
-    async with house(PLAIN, replace(PLAIN, model="other"), **ADMIN, models=aliases) as home:
-        refused = await load(home)
+    async with serving(PLAIN, replace(PLAIN, model="other"), **ADMIN, models=aliases) as proxy:
+        refused = await load(proxy)
         assert (refused.status, "one of base, other" in refused.json["error"]["message"]) == (400, True)
-        assert (await load(home, model="nope")).status == 404
-        answer = await load(home, model="other")
+        assert (await load(proxy, model="nope")).status == 404
+        answer = await load(proxy, model="other")
         assert (answer.status, answer.json["model"], told(answer)) == (200, "other", [("b1", 200, True)])
-        assert "model" not in sent(home.replicas[1])[0][1]
-        assert (await home.chat(ASK)).backend == "b1"
+        assert "model" not in sent(proxy.replicas[1])[0][1]
+        assert (await proxy.chat(ASK)).backend == "b1"
         for name in ("nick", "base", "fresh"):
-            assert (await load(home, lora_name=name, model="base")).status == 400
-        assert sent(home.replicas[0]) == []
+            assert (await load(proxy, lora_name=name, model="base")).status == 400
+        assert sent(proxy.replicas[0]) == []
 
 
 # --- who may ----------------------------------------------------------------------------------------------------------
 
 
 async def test_only_the_admin_key_opens_them() -> None:
-    async with house(FAST, **ADMIN, api_keys=["for-clients"]) as home:
+    async with serving(FAST, **ADMIN, api_keys=["for-clients"]) as proxy:
         for path in (LOAD, UNLOAD):
             for headers in ({}, {"authorization": "Bearer for-clients"}, {"authorization": "Bearer nobody"}):
-                local = await home.post(path, FRESH, headers=headers)
+                local = await proxy.post(path, FRESH, headers=headers)
                 assert (local.status, local.json["error"]["type"]) == (401, "AuthenticationError")
-                afar = await home.post(path, FRESH, headers=headers | {"x-forwarded-for": "10.0.0.7"})
+                afar = await proxy.post(path, FRESH, headers=headers | {"x-forwarded-for": "10.0.0.7"})
                 assert afar.status == 404, "for others there is no such route"
-            assert (await home.get(path, headers=KEY)).headers["allow"] == "POST"
-        assert sent(home.replicas[0]) == []
-        assert (await home.post(LOAD, FRESH, headers=KEY | {"x-forwarded-for": "10.0.0.7"})).status == 200
-        assert (await home.get(PAGE)).status == 200
-        assert (await home.get(PAGE, headers={"x-forwarded-for": "10.0.0.7"})).status == 404
+            assert (await proxy.get(path, headers=KEY)).headers["allow"] == "POST"
+        assert sent(proxy.replicas[0]) == []
+        assert (await proxy.post(LOAD, FRESH, headers=KEY | {"x-forwarded-for": "10.0.0.7"})).status == 200
+        assert (await proxy.get(PAGE)).status == 200
+        assert (await proxy.get(PAGE, headers={"x-forwarded-for": "10.0.0.7"})).status == 404
 
 
 async def test_without_an_admin_key_nobody_may() -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         for headers in ({}, KEY, {"authorization": "Bearer "}):
-            answer = await home.post(LOAD, FRESH, headers=headers)
+            answer = await proxy.post(LOAD, FRESH, headers=headers)
             assert (answer.status, "admin_key" in answer.json["error"]["message"]) == (401, True)
-        assert sent(home.replicas[0]) == []
+        assert sent(proxy.replicas[0]) == []
 
 
 @pytest.mark.parametrize(
@@ -138,125 +138,125 @@ async def test_without_an_admin_key_nobody_may() -> None:
     ],
 )  # fmt: skip
 async def test_what_makes_no_sense_is_told_to_nobody(body: object) -> None:
-    async with house(PLAIN, **ADMIN) as home:
-        answer = await home.post(LOAD, body, headers=KEY)
+    async with serving(PLAIN, **ADMIN) as proxy:
+        answer = await proxy.post(LOAD, body, headers=KEY)
         assert (answer.status, answer.json["error"]["code"]) == (400, 400)
-        assert sent(home.replicas[0]) == []
+        assert sent(proxy.replicas[0]) == []
 
 
 async def test_a_body_has_a_type_and_a_size() -> None:
-    async with house(PLAIN, **ADMIN) as home:
-        wrong = await home.post(LOAD, json.dumps(FRESH).encode(), headers=KEY | {"content-type": "text/plain"})
+    async with serving(PLAIN, **ADMIN) as proxy:
+        wrong = await proxy.post(LOAD, json.dumps(FRESH).encode(), headers=KEY | {"content-type": "text/plain"})
         assert (wrong.status, "application/json" in wrong.json["error"]["message"]) == (400, True)
-        assert (await load(home, surplus="x" * (16 << 10))).status == 413
+        assert (await load(proxy, surplus="x" * (16 << 10))).status == 413
 
 
 # --- who does not take it ---------------------------------------------------------------------------------------------
 
 
 async def test_a_replica_that_has_it_already_counts_as_one_that_took_it() -> None:
-    async with house(PLAIN, PLAIN, **ADMIN) as home:
-        assert (await home.post(home.replicas[1].url + LOAD, FRESH)).status == 200
-        answer = await load(home)
+    async with serving(PLAIN, PLAIN, **ADMIN) as proxy:
+        assert (await proxy.post(proxy.replicas[1].url + LOAD, FRESH)).status == 200
+        answer = await load(proxy)
         assert (answer.status, told(answer)) == (200, [("b0", 200, True), ("b1", 400, True)])
         assert "already been loaded" in answer.json["replicas"][1]["message"]
 
 
 async def test_one_that_has_another_of_that_name_does_not() -> None:
-    async with house(PLAIN, PLAIN, **ADMIN) as home:
-        for replica in home.replicas:
-            assert (await home.post(replica.url + LOAD, FRESH | {"lora_path": "/old"})).status == 200
-        answer = await load(home)
+    async with serving(PLAIN, PLAIN, **ADMIN) as proxy:
+        for replica in proxy.replicas:
+            assert (await proxy.post(replica.url + LOAD, FRESH | {"lora_path": "/old"})).status == 200
+        answer = await load(proxy)
         assert (answer.status, answer.json["error"]["code"]) == (400, 400), "the status on which all agree"
         assert (answer.json["remembered"], told(answer)) == (False, [("b0", 400, False), ("b1", 400, False)])
-        assert (await home.get(PAGE)).json == {"adapters": [], "more": 0}
-        assert (await load(home, load_inplace=True)).status == 200
+        assert (await proxy.get(PAGE)).json == {"adapters": [], "more": 0}
+        assert (await load(proxy, load_inplace=True)).status == 200
 
 
 async def test_a_report_tells_who_took_it_and_who_did_not() -> None:
-    async with house(PLAIN, NO_LORA, **ADMIN) as home:
-        answer = await load(home)
+    async with serving(PLAIN, NO_LORA, **ADMIN) as proxy:
+        answer = await load(proxy)
         assert (answer.status, answer.json["ok"], answer.json["failed"]) == (502, 1, 1)
         assert told(answer) == [("b0", 200, True), ("b1", 500, False)]
         assert "1 of 2 replicas did not load it: b1: " in answer.json["error"]["message"]
         assert "LoRA is not enabled" in answer.json["replicas"][1]["message"]
         assert answer.json["remembered"]
-        assert {(await home.chat(ASK)).backend for _ in range(4)} == {"b0"}
-        (shown,) = (await home.get(PAGE)).json["adapters"]
+        assert {(await proxy.chat(ASK)).backend for _ in range(4)} == {"b0"}
+        (shown,) = (await proxy.get(PAGE)).json["adapters"]
         assert (shown["adapter"], shown["path"], shown["later_ones_too"]) == ("fresh", "/adapters/fresh", True)
         assert [(one["backend"], one["wanted"], one["done"]) for one in shown["replicas"]] == [
             ("b0", "load", True), ("b1", "load", False)
         ]  # fmt: skip
-        assert home.metric("llmproxy_adapter_changes_total", backend="b1", repeated="false", ok="false") == 1
+        assert proxy.metric("llmproxy_adapter_changes_total", backend="b1", repeated="false", ok="false") == 1
 
 
 async def test_what_all_refuse_is_forgotten() -> None:
-    async with house(NO_LORA, NO_LORA, **ADMIN) as home:
-        answer = await load(home)
+    async with serving(NO_LORA, NO_LORA, **ADMIN) as proxy:
+        answer = await load(proxy)
         assert (answer.status, answer.json["remembered"]) == (502, False)
-        assert (await home.get(PAGE)).json["adapters"] == []
+        assert (await proxy.get(PAGE)).json["adapters"] == []
 
 
 async def test_unloading_what_nobody_has_is_not_found() -> None:
-    async with house(PLAIN, **ADMIN) as home:
-        answer = await unload(home)
+    async with serving(PLAIN, **ADMIN) as proxy:
+        answer = await unload(proxy)
         assert (answer.status, answer.json["error"]["type"]) == (404, "NotFoundError")
-        assert sent(home.replicas[0]) == []
+        assert sent(proxy.replicas[0]) == []
 
 
 # --- who comes back ---------------------------------------------------------------------------------------------------
 
 
 async def test_a_replica_that_restarts_gets_it_back() -> None:
-    async with house(PLAIN, PLAIN, **ADMIN) as home:
-        assert (await load(home, extra_word=1)).status == 200
-        await home.replicas[0].restart()
-        await until(lambda: len(sent(home.replicas[0])) == 2 and "fresh" in adapters(home, "b0"))
-        assert sent(home.replicas[0]) == [(LOAD, FRESH | {"extra_word": 1})] * 2
-        assert len(sent(home.replicas[1])) == 1
+    async with serving(PLAIN, PLAIN, **ADMIN) as proxy:
+        assert (await load(proxy, extra_word=1)).status == 200
+        await proxy.replicas[0].restart()
+        await until(lambda: len(sent(proxy.replicas[0])) == 2 and "fresh" in adapters(proxy, "b0"))
+        assert sent(proxy.replicas[0]) == [(LOAD, FRESH | {"extra_word": 1})] * 2
+        assert len(sent(proxy.replicas[1])) == 1
         await until(
-            lambda: home.metric("llmproxy_adapter_changes_total", backend="b0", repeated="true", ok="true") == 1
+            lambda: proxy.metric("llmproxy_adapter_changes_total", backend="b0", repeated="true", ok="true") == 1
         )
 
 
 async def test_one_that_restarts_after_an_unloading_does_not() -> None:
-    async with house(PLAIN, **ADMIN) as home:
-        await load(home)
-        await load(home, lora_name="other")
-        assert (await unload(home)).status == 200
-        before = len(sent(home.replicas[0]))
-        await home.replicas[0].restart()
-        await until(lambda: len(sent(home.replicas[0])) > before and adapters(home, "b0") == ["other"])
-        assert sent(home.replicas[0])[before:] == [(LOAD, FRESH | {"lora_name": "other"})]
+    async with serving(PLAIN, **ADMIN) as proxy:
+        await load(proxy)
+        await load(proxy, lora_name="other")
+        assert (await unload(proxy)).status == 200
+        before = len(sent(proxy.replicas[0]))
+        await proxy.replicas[0].restart()
+        await until(lambda: len(sent(proxy.replicas[0])) > before and adapters(proxy, "b0") == ["other"])
+        assert sent(proxy.replicas[0])[before:] == [(LOAD, FRESH | {"lora_name": "other"})]
 
 
 async def test_one_that_was_down_or_never_seen_gets_it_when_it_comes(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "BACKOFF_S", 0.05)
-    async with house(PLAIN, PLAIN, extra=[f"http://127.0.0.1:{port}"], wait=False, **ADMIN) as home:
-        await until(lambda: not any(home.proxy.pools.backends[name].health.down for name in ("b0", "b1")))
-        home.replicas[1].faults.set("refuse")
-        await until(lambda: home.proxy.pools.backends["b1"].health.down)
-        answer = await load(home)
+    async with serving(PLAIN, PLAIN, extra=[f"http://127.0.0.1:{port}"], wait=False, **ADMIN) as proxy:
+        await until(lambda: not any(proxy.app.pools.backends[name].health.down for name in ("b0", "b1")))
+        proxy.replicas[1].faults.set("refuse")
+        await until(lambda: proxy.app.pools.backends["b1"].health.down)
+        answer = await load(proxy)
         assert (answer.status, told(answer)) == (502, [("b0", 200, True), ("b1", None, False)])
         assert answer.json["replicas"][1]["message"] == "The backend is down."
-        await home.replicas[1].restart()
+        await proxy.replicas[1].restart()
         async with Replica(PLAIN, port=port) as late:
-            await until(lambda: "fresh" in adapters(home, "b1") and "fresh" in adapters(home, "b2"))
+            await until(lambda: "fresh" in adapters(proxy, "b1") and "fresh" in adapters(proxy, "b2"))
             assert sent(late) == [(LOAD, FRESH)]
 
 
 async def test_a_request_for_it_is_held_until_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "BACKOFF_S", 0.05)
-    async with house(PLAIN, **ADMIN, queue={"hold_s": 30.0}) as home:
-        await load(home)
-        replica = home.replicas[0]
+    async with serving(PLAIN, **ADMIN, queue={"hold_s": 30.0}) as proxy:
+        await load(proxy)
+        replica = proxy.replicas[0]
         replica.options = NO_LORA
         await replica.restart()
-        await until(lambda: adapters(home, "b0") == [])
-        held = home.waiting(ASK)
-        await until(lambda: home.proxy.dispatcher.nameless == 1)
+        await until(lambda: adapters(proxy, "b0") == [])
+        held = proxy.waiting(ASK)
+        await until(lambda: proxy.app.dispatcher.nameless == 1)
         replica.options = PLAIN
         await replica.restart()
         answer = await held
@@ -291,7 +291,7 @@ def changes() -> list[asyncio.Task[Any]]:
 
 
 @asynccontextmanager
-async def slow_house(**config: Any) -> AsyncIterator[tuple[Slow, House]]:
+async def serving_slowly(**config: Any) -> AsyncIterator[tuple[Slow, ProxyUnderTest]]:
     slow = Slow()
     # No handler_cancellation: like vLLM's, the loading goes on when its client has left.
     runner = web.ServerRunner(web.Server(slow.serve))
@@ -299,8 +299,8 @@ async def slow_house(**config: Any) -> AsyncIterator[tuple[Slow, House]]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        async with house(extra=[f"http://127.0.0.1:{runner.addresses[0][1]}"], **ADMIN, **config) as home:
-            yield slow, home
+        async with serving(extra=[f"http://127.0.0.1:{runner.addresses[0][1]}"], **ADMIN, **config) as proxy:
+            yield slow, proxy
         assert changes() == [], "nobody tells backends anything once the proxy is closed"
     finally:
         slow.let.set()
@@ -308,10 +308,10 @@ async def slow_house(**config: Any) -> AsyncIterator[tuple[Slow, House]]:
 
 
 async def test_one_change_of_an_adapter_is_under_way_at_a_time() -> None:
-    async with slow_house() as (slow, home):
-        first = asyncio.create_task(load(home))
+    async with serving_slowly() as (slow, proxy):
+        first = asyncio.create_task(load(proxy))
         await slow.began.wait()
-        second = await unload(home)
+        second = await unload(proxy)
         assert (second.status, second.headers["retry-after"]) == (409, "1")
         slow.let.set()
         assert (await first).status == 200
@@ -319,42 +319,42 @@ async def test_one_change_of_an_adapter_is_under_way_at_a_time() -> None:
 
 
 async def test_a_change_is_carried_out_although_its_client_left() -> None:
-    async with slow_house() as (slow, home):
-        first = asyncio.create_task(load(home))
+    async with serving_slowly() as (slow, proxy):
+        first = asyncio.create_task(load(proxy))
         await slow.began.wait()
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         slow.let.set()
-        await until(lambda: "fresh" in adapters(home, "b0"))
-        (shown,) = (await home.get(PAGE)).json["adapters"]
+        await until(lambda: "fresh" in adapters(proxy, "b0"))
+        (shown,) = (await proxy.get(PAGE)).json["adapters"]
         assert [one["done"] for one in shown["replicas"]] == [True]
 
 
 async def test_closing_gives_up_a_change_that_is_under_way() -> None:
-    async with slow_house() as (slow, home):
-        first = asyncio.create_task(load(home))
+    async with serving_slowly() as (slow, proxy):
+        first = asyncio.create_task(load(proxy))
         await slow.began.wait()
         for change in changes():
-            # Not before: an answer that comes while the house is being closed is a change that was carried out.
+            # Not before: an answer that comes while the proxy is being closed is a change that was carried out.
             change.add_done_callback(lambda _: slow.let.set())
     with pytest.raises(aiohttp.ClientError):
         await first
-    assert home.metric("llmproxy_adapter_changes_total") == 0, "it was given up before its connection was cut"
+    assert proxy.metric("llmproxy_adapter_changes_total") == 0, "it was given up before its connection was cut"
 
 
 async def test_who_does_not_answer_in_time_is_reported_and_believed_when_it_has_it_after_all() -> None:
-    async with slow_house(timeouts={"adapter_s": 0.05}) as (slow, home):
-        answer = await load(home)
+    async with serving_slowly(timeouts={"adapter_s": 0.05}) as (slow, proxy):
+        answer = await load(proxy)
         assert (answer.status, told(answer)) == (502, [("b0", None, False)])
         assert "timeouts.adapter_s" in answer.json["replicas"][0]["message"]
         slow.let.set()
-        await until(lambda: "fresh" in adapters(home, "b0"))
-        (shown,) = (await home.get(PAGE)).json["adapters"]
+        await until(lambda: "fresh" in adapters(proxy, "b0"))
+        (shown,) = (await proxy.get(PAGE)).json["adapters"]
         assert [one["done"] for one in shown["replicas"]] == [True]
 
 
 async def test_nothing_is_changed_any_more_while_draining() -> None:
-    async with house(PLAIN, **ADMIN) as draining:
-        await draining.proxy.drain()
+    async with serving(PLAIN, **ADMIN) as draining:
+        await draining.app.drain()
         answer = await load(draining)
         assert (answer.status, sent(draining.replicas[0])) == (503, [])

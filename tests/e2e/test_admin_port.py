@@ -8,7 +8,7 @@ import pytest
 
 from llmproxy.config import hash_of
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, UNLOAD_ADAPTER, is_administrative
-from tests.e2e.proxies import CHAT, FAST, HELLO, house
+from tests.e2e.proxies import CHAT, FAST, HELLO, serving
 
 KEY = {"authorization": "Bearer for-admins"}
 AFAR = {"x-forwarded-for": "1.2.3.4"}
@@ -30,69 +30,69 @@ def test_no_other_path_is_administrative(path: str) -> None:
 
 
 async def test_with_a_port_of_their_own_these_paths_are_nowhere_else() -> None:
-    async with house(FAST, admin={"port": 0}, admin_key=hash_of("for-admins")) as home:
-        assert home.proxy.admin_url is not None
-        assert home.proxy.admin_url.startswith("http://127.0.0.1:")
+    async with serving(FAST, admin={"port": 0}, admin_key=hash_of("for-admins")) as proxy:
+        assert proxy.app.admin_url is not None
+        assert proxy.app.admin_url.startswith("http://127.0.0.1:")
         for path in PAGES:
-            assert (await home.get(path, headers=KEY)).status == 404
-            assert (await home.get(home.proxy.admin_url + path)).status == 200
+            assert (await proxy.get(path, headers=KEY)).status == 404
+            assert (await proxy.get(proxy.app.admin_url + path)).status == 200
         change = {"lora_name": "new", "lora_path": "/x"}
-        assert (await home.post(LOAD_ADAPTER, change, headers=KEY)).status == 404
-        assert (await home.post(home.proxy.admin_url + LOAD_ADAPTER, change)).status == 401
-        assert (await home.post(home.proxy.admin_url + LOAD_ADAPTER, change, headers=KEY)).status == 200
-        assert (await home.chat(HELLO | {"model": "new"})).status == 200
+        assert (await proxy.post(LOAD_ADAPTER, change, headers=KEY)).status == 404
+        assert (await proxy.post(proxy.app.admin_url + LOAD_ADAPTER, change)).status == 401
+        assert (await proxy.post(proxy.app.admin_url + LOAD_ADAPTER, change, headers=KEY)).status == 200
+        assert (await proxy.chat(HELLO | {"model": "new"})).status == 200
 
 
 async def test_clients_are_served_on_their_own_port_alone() -> None:
-    async with house(FAST, admin={"port": 0}) as home:
+    async with serving(FAST, admin={"port": 0}) as proxy:
         for path in ("/v1/models", "/v1/models/base", "/v1/responses/resp_1", "/"):
-            assert (await home.get(f"{home.proxy.admin_url}{path}")).status == 404
-        assert (await home.post(f"{home.proxy.admin_url}{CHAT}", HELLO)).status == 404
+            assert (await proxy.get(f"{proxy.app.admin_url}{path}")).status == 404
+        assert (await proxy.post(f"{proxy.app.admin_url}{CHAT}", HELLO)).status == 404
         for path in ("/health", "/ready", "/version"):
-            assert (await home.get(f"{home.proxy.admin_url}{path}")).status == 200
-            assert (await home.get(path)).status == 200
+            assert (await proxy.get(f"{proxy.app.admin_url}{path}")).status == 200
+            assert (await proxy.get(path)).status == 200
 
 
 async def test_beyond_this_machine_the_port_is_closed_but_for_metrics_and_the_key() -> None:
-    async with house(FAST, admin={"port": 0}, admin_key=hash_of("for-admins"), **TENANT) as home:
+    async with serving(FAST, admin={"port": 0}, admin_key=hash_of("for-admins"), **TENANT) as proxy:
         for path in PAGES[1:]:
-            assert (await home.get(f"{home.proxy.admin_url}{path}", headers=AFAR)).status == 404
-            assert (await home.get(f"{home.proxy.admin_url}{path}", headers=AFAR | KEY)).status == 200
-        assert (await home.get(f"{home.proxy.admin_url}/metrics", headers=AFAR)).status == 200
+            assert (await proxy.get(f"{proxy.app.admin_url}{path}", headers=AFAR)).status == 404
+            assert (await proxy.get(f"{proxy.app.admin_url}{path}", headers=AFAR | KEY)).status == 200
+        assert (await proxy.get(f"{proxy.app.admin_url}/metrics", headers=AFAR)).status == 200
 
 
 @pytest.mark.parametrize(
     ("told", "status"), [({}, 200), ({"api_keys": ["k"]}, 200), (TENANT | {"admin_key": hash_of("for-admins")}, 401)]
 )
 async def test_metrics_are_open_unless_they_name_tenants(told: dict[str, Any], status: int) -> None:
-    async with house(FAST, **told) as home:
-        assert (await home.get("/metrics")).status == 200, "on this machine"
+    async with serving(FAST, **told) as proxy:
+        assert (await proxy.get("/metrics")).status == 200, "on this machine"
         for headers in (AFAR, AFAR | ACME):
-            answer = await home.get("/metrics", headers=headers)
+            answer = await proxy.get("/metrics", headers=headers)
             assert answer.status == status
             assert (b"llmproxy_" in answer.body) is (status == 200)
         if status == 401:
             assert b"admin_key" in answer.body
-            assert (await home.get("/metrics", headers=AFAR | KEY)).status == 200
+            assert (await proxy.get("/metrics", headers=AFAR | KEY)).status == 200
 
 
 @pytest.mark.parametrize("path", CHANGES)
 async def test_a_change_needs_the_key_even_on_this_machine(path: str) -> None:
-    async with house(FAST, admin_key=hash_of("for-admins"), api_keys=["acme-1"]) as home:
+    async with serving(FAST, admin_key=hash_of("for-admins"), api_keys=["acme-1"]) as proxy:
         for method in ("POST", "PUT", "DELETE"):
-            assert (await home.request(method, path, {}, headers=AFAR)).status == 404, "there is nothing for others"
-            assert (await home.request(method, path, {}, headers=ACME)).status == 401
-            assert (await home.request(method, path, {})).status == 401
-            assert (await home.request(method, path, {}, headers=KEY)).status != 401
+            assert (await proxy.request(method, path, {}, headers=AFAR)).status == 404, "there is nothing for others"
+            assert (await proxy.request(method, path, {}, headers=ACME)).status == 401
+            assert (await proxy.request(method, path, {})).status == 401
+            assert (await proxy.request(method, path, {}, headers=KEY)).status != 401
 
 
 async def test_where_no_key_is_configured_a_change_is_told_how_to_make_one() -> None:
-    async with house(FAST) as home:
-        answer = await home.post("/admin/reload", None)
+    async with serving(FAST) as proxy:
+        answer = await proxy.post("/admin/reload", None)
         assert answer.status == 401
         assert b"llmproxy hash-key --new" in answer.body
-        assert b"hash-key" not in (await home.post("/admin/reload", None, headers=AFAR)).body
-    async with house(FAST, admin_key=hash_of("for-admins")) as home:
-        answer = await home.post("/admin/reload", None)
+        assert b"hash-key" not in (await proxy.post("/admin/reload", None, headers=AFAR)).body
+    async with serving(FAST, admin_key=hash_of("for-admins")) as proxy:
+        answer = await proxy.post("/admin/reload", None)
         assert answer.status == 401
         assert b"Authorization: Bearer" in answer.body

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from tests.e2e.proxies import CHAT, FAST, HELLO, Answer, House, house, raw_post
+from tests.e2e.proxies import CHAT, FAST, HELLO, Answer, ProxyUnderTest, raw_post, serving
 
 MESSAGES = "/v1/messages"
 PATHS = [CHAT, "/v1/completions", "/v1/responses", MESSAGES, "/tokenize"]
@@ -31,8 +31,8 @@ def told(answer: Answer, path: str) -> str:
     return str(error["message"])
 
 
-def nothing_was_sent(home: House) -> None:
-    assert not [seen for replica in home.replicas for seen in replica.requests_seen if seen.method == "POST"]
+def nothing_was_sent(proxy: ProxyUnderTest) -> None:
+    assert not [seen for replica in proxy.replicas for seen in replica.requests_seen if seen.method == "POST"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -41,30 +41,30 @@ def nothing_was_sent(home: House) -> None:
     [b"", b" ", b"{", b"nonsense", b"[]", b'"text"', b"null", b"17", b'{"model":"base",}', b"\xff\xfe{}",
      b'{"model":7}', b'{"model":["base"]}', b'{"model":true}'],
 )  # fmt: skip
-async def test_a_body_that_is_no_request(home: House, path: str, body: bytes) -> None:
-    answer = await home.post(path, body)
+async def test_a_body_that_is_no_request(proxy: ProxyUnderTest, path: str, body: bytes) -> None:
+    answer = await proxy.post(path, body)
     assert answer.status == 400
     assert told(answer, path)
-    nothing_was_sent(home)
-    assert home.outcomes() == {"bad_request": 1}
+    nothing_was_sent(proxy)
+    assert proxy.outcomes() == {"bad_request": 1}
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_unknown_model(home: House, path: str) -> None:
-    answer = await home.post(path, {"model": "nope"})
+async def test_an_unknown_model(proxy: ProxyUnderTest, path: str) -> None:
+    answer = await proxy.post(path, {"model": "nope"})
     assert (answer.status, answer.json["error"]["type"]) == (
         404,
         "not_found_error" if path == MESSAGES else "NotFoundError",
     )
     assert "The model `nope` does not exist" in told(answer, path)
-    nothing_was_sent(home)
+    nothing_was_sent(proxy)
 
 
 @pytest.mark.parametrize("letter", ["x", "\x01", "\N{GRINNING FACE}"])
-async def test_a_line_of_the_log_stays_whole_whatever_name_is_asked_for(home: House, letter: str) -> None:
+async def test_a_line_of_the_log_stays_whole_whatever_name_is_asked_for(proxy: ProxyUnderTest, letter: str) -> None:
     with capture_logs() as lines:
-        answer = await home.post(CHAT, {"model": letter * 4_000})
-        await home.settled()
+        answer = await proxy.post(CHAT, {"model": letter * 4_000})
+        await proxy.settled()
     assert (answer.status, letter * 4_000 in told(answer, CHAT)) == (404, True)
     (line,) = [line for line in lines if line["event"] == "request"]
     assert "The model `" in line["error"]
@@ -73,16 +73,16 @@ async def test_a_line_of_the_log_stays_whole_whatever_name_is_asked_for(home: Ho
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_method_that_is_not_allowed(home: House, path: str) -> None:
+async def test_a_method_that_is_not_allowed(proxy: ProxyUnderTest, path: str) -> None:
     for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS"):
-        answer = await home.request(method, path)
+        answer = await proxy.request(method, path)
         assert (answer.status, answer.headers["allow"]) == (405, "POST")
         assert told(answer, path)
 
 
-async def test_a_path_that_does_not_exist(home: House) -> None:
+async def test_a_path_that_does_not_exist(proxy: ProxyUnderTest) -> None:
     for path in ("/v1/nothing", "/v1/messages/nothing", "/nothing"):
-        answer = await home.post(path, HELLO)
+        answer = await proxy.post(path, HELLO)
         assert answer.status == 404
         assert path in told(answer, path)
 
@@ -91,108 +91,108 @@ async def test_a_path_that_does_not_exist(home: House) -> None:
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""]
 )
-async def test_a_content_type_that_is_not_read(home: House, path: str, kind: str) -> None:
-    answer = await home.post(path, json.dumps(HELLO).encode(), headers={"content-type": kind})
+async def test_a_content_type_that_is_not_read(proxy: ProxyUnderTest, path: str, kind: str) -> None:
+    answer = await proxy.post(path, json.dumps(HELLO).encode(), headers={"content-type": kind})
     assert answer.status == 400
     assert "application/json" in told(answer, path)
 
 
-async def test_a_content_type_with_a_parameter(home: House) -> None:
-    answer = await home.chat(json.dumps(HELLO).encode(), headers={"content-type": "Application/JSON; charset=utf-8"})
+async def test_a_content_type_with_a_parameter(proxy: ProxyUnderTest) -> None:
+    answer = await proxy.chat(json.dumps(HELLO).encode(), headers={"content-type": "Application/JSON; charset=utf-8"})
     assert answer.status == 200
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_compressed_body(home: House, path: str) -> None:
+async def test_a_compressed_body(proxy: ProxyUnderTest, path: str) -> None:
     packed = gzip.compress(json.dumps(HELLO).encode())
-    answer = await home.post(path, packed, headers=JSON | {"content-encoding": "gzip"})
+    answer = await proxy.post(path, packed, headers=JSON | {"content-encoding": "gzip"})
     assert (answer.status, answer.headers["accept-encoding"]) == (415, "identity")
     assert "compressed" in told(answer, path)
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 async def test_a_body_beyond_the_limit(path: str) -> None:
-    async with house(FAST, body_bytes_max=1000) as home:
+    async with serving(FAST, body_bytes_max=1000) as proxy:
         body = json.dumps(HELLO | {"x": "x" * 1000}).encode()
         for options in ({}, {"chunked": True}):
-            answer = await home.post(path, body, **options)
+            answer = await proxy.post(path, body, **options)
             assert answer.status == 413
             assert "body_bytes_max" in told(answer, path)
-        assert (await home.chat()).status == 200
-        assert home.outcomes() == {"too_large": 2, "completed": 1}
+        assert (await proxy.chat()).status == 200
+        assert proxy.outcomes() == {"too_large": 2, "completed": 1}
 
 
 async def test_a_body_beyond_the_limit_is_refused_before_it_is_sent() -> None:
-    async with house(FAST, body_bytes_max=1000) as home:
+    async with serving(FAST, body_bytes_max=1000) as proxy:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n"
-        async with home.wire(head.encode()) as (reader, _):
+        async with proxy.wire(head.encode()) as (reader, _):
             assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("value", ["a b", "é", "x" * 257, "a\tb"])
-async def test_a_request_id_that_cannot_be_logged(home: House, value: str) -> None:
-    answer = await home.chat(headers={"x-request-id": value})
+async def test_a_request_id_that_cannot_be_logged(proxy: ProxyUnderTest, value: str) -> None:
+    answer = await proxy.chat(headers={"x-request-id": value})
     assert (answer.status, answer.json["error"]["param"]) == (400, "x-request-id")
     assert answer.headers["x-request-id"] != value, "it has one all the same, for the log"
 
 
-async def test_no_model_means_the_only_one(home: House) -> None:
+async def test_no_model_means_the_only_one(proxy: ProxyUnderTest) -> None:
     for model in ({}, {"model": None}, {"model": ""}):
-        answer = await home.chat({"messages": HELLO["messages"], "max_tokens": 2} | model)
+        answer = await proxy.chat({"messages": HELLO["messages"], "max_tokens": 2} | model)
         assert (answer.status, answer.json["model"]) == (200, "base")
 
 
 async def test_twelve_megabytes_arrive_whole() -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         url = "data:image/png;base64," + "A" * (12 << 20)
         image = {"type": "image_url", "image_url": {"url": url}}
         body = json.dumps(HELLO | {"messages": [{"role": "user", "content": [image]}]}).encode()
-        answer = await home.chat(body)
+        answer = await proxy.chat(body)
         assert answer.status == 200
-        assert home.sent().body == body
+        assert proxy.sent().body == body
 
 
 async def test_an_alias_in_a_large_body_is_spliced() -> None:
-    async with house(FAST, models=[{"name": "gpt", "target": "lora-0"}]) as home:
+    async with serving(FAST, models=[{"name": "gpt", "target": "lora-0"}]) as proxy:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (1 << 20)}}
         body = json.dumps(HELLO | {"messages": [{"role": "user", "content": [image]}], "model": "gpt"}).encode()
-        answer = await home.chat(body)
+        answer = await proxy.chat(body)
         assert answer.json["model"] == "lora-0"
-        assert home.sent().body == body.replace(b'"gpt"', b'"lora-0"')
+        assert proxy.sent().body == body.replace(b'"gpt"', b'"lora-0"')
 
 
-async def test_a_body_in_chunks(home: House) -> None:
-    answer = await home.chat(json.dumps(HELLO).encode(), chunked=True)
+async def test_a_body_in_chunks(proxy: ProxyUnderTest) -> None:
+    answer = await proxy.chat(json.dumps(HELLO).encode(), chunked=True)
     assert answer.status == 200
-    seen = home.sent(answer.backend)
+    seen = proxy.sent(answer.backend)
     assert "transfer-encoding" not in seen.headers
     assert int(seen.headers["content-length"]) == len(seen.body)
 
 
-async def test_a_client_that_asks_before_it_sends(home: House) -> None:
+async def test_a_client_that_asks_before_it_sends(proxy: ProxyUnderTest) -> None:
     head, _, body = raw_post(HELLO, extra="expect: 100-continue\r\n").partition(b"\r\n\r\n")
-    async with home.wire(head + b"\r\n\r\n") as (reader, writer):
+    async with proxy.wire(head + b"\r\n\r\n") as (reader, writer):
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(body)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_form(home: House) -> None:
+async def test_a_form(proxy: ProxyUnderTest) -> None:
     form = aiohttp.FormData({"model": "base"})
     form.add_field("file", b"RIFF....", filename="a.wav", content_type="audio/wav")
-    async with home.http.post(home.url + "/v1/audio/transcriptions", data=form) as response:
+    async with proxy.http.post(proxy.url + "/v1/audio/transcriptions", data=form) as response:
         assert response.status == 404, "the simulated engine has no such route, and says so itself"
         assert response.headers["x-llmproxy-backend"] in ("b0", "b1")
         assert await response.json() == {"detail": "Not Found"}
-    refused = await home.post("/v1/audio/transcriptions", HELLO)
+    refused = await proxy.post("/v1/audio/transcriptions", HELLO)
     assert (refused.status, "multipart/form-data" in refused.json["error"]["message"]) == (400, True)
 
 
 async def test_refusals_need_no_backend() -> None:
-    async with house(wait=False, extra=["http://127.0.0.1:9"]) as home:
-        assert (await home.chat(b"{")).status == 400
-        assert (await home.get(CHAT)).status == 405
-        assert (await home.get("/nothing")).status == 404
+    async with serving(wait=False, extra=["http://127.0.0.1:9"]) as proxy:
+        assert (await proxy.chat(b"{")).status == 400
+        assert (await proxy.get(CHAT)).status == 405
+        assert (await proxy.get("/nothing")).status == 404
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ async def test_refusals_need_no_backend() -> None:
      b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
      b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n"],
 )  # fmt: skip
-async def test_what_is_hardly_http(home: House, garbage: bytes) -> None:
-    async with home.wire(garbage) as (reader, _):
+async def test_what_is_hardly_http(proxy: ProxyUnderTest, garbage: bytes) -> None:
+    async with proxy.wire(garbage) as (reader, _):
         assert (await reader.readline()).split(b" ")[1][:1] == b"4"
-    assert (await home.chat()).status == 200
+    assert (await proxy.chat()).status == 200

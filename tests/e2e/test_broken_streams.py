@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, raw_post, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 from tests.faults.rig import read_answer
 from tests.upstream.raw_server import Peer
@@ -40,9 +40,11 @@ def error_of(event: bytes, dialect: str) -> str:
     return str(told["error"]["message"] if dialect == "messages" else told["message"])
 
 
-async def read_stream(home: House, path: str, body: object, *, kept: bool = False) -> tuple[bytes, list[bytes]]:
+async def read_stream(
+    proxy: ProxyUnderTest, path: str, body: object, *, kept: bool = False
+) -> tuple[bytes, list[bytes]]:
     """Head and events of a stream on a raw connection, which is closed without a last chunk unless it is `kept`."""
-    async with home.wire(raw_post(body, path)) as (reader, writer):
+    async with proxy.wire(raw_post(body, path)) as (reader, writer):
         answered = await reader.readuntil(b"\r\n\r\n")
         assert b"Transfer-Encoding: chunked" in answered, "this is no stream, and has no end that can be waited for"
         stream = b""
@@ -58,71 +60,71 @@ async def read_stream(home: House, path: str, body: object, *, kept: bool = Fals
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("after_bytes", [1500, 1501, 1650])
 async def test_a_reset_in_mid_stream(dialect: str, after_bytes: int) -> None:
-    async with house(FAST) as home:
-        home.replicas[0].faults.set("reset", after_bytes=after_bytes, times=1)
-        head, events = await read_stream(home, *DIALECTS[dialect])
+    async with serving(FAST) as proxy:
+        proxy.replicas[0].faults.set("reset", after_bytes=after_bytes, times=1)
+        head, events = await read_stream(proxy, *DIALECTS[dialect])
         assert head.startswith(b"HTTP/1.1 200 OK")
         errors = [event for event in events if b"The stream broke" in event]
         assert errors == events[-1:], "one error event, the last"
         assert error_of(errors[0], dialect).startswith("The stream broke: ")
         assert events[0].startswith((b"data: {", b"event: "))
-        await home.settled()
-        assert home.outcomes() == {"broken_stream": 1}
-        assert home.metric("llmproxy_attempts_total", verdict="failed") == 1
+        await proxy.settled()
+        assert proxy.outcomes() == {"broken_stream": 1}
+        assert proxy.metric("llmproxy_attempts_total", verdict="failed") == 1
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_backend_that_is_shut_down_leaves_nobody_hanging(dialect: str) -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         path, body = DIALECTS[dialect]
-        reading = asyncio.create_task(read_stream(home, path, body))
-        await until(lambda: home.replicas[0].engine.counters.generation > 5)
-        home.replicas[0].faults.set("hang")
+        reading = asyncio.create_task(read_stream(proxy, path, body))
+        await until(lambda: proxy.replicas[0].engine.counters.generation > 5)
+        proxy.replicas[0].faults.set("hang")
         _, events = await reading
         assert "refuses connections" in error_of(events[-1], dialect)
-        await home.settled()
-        assert home.outcomes() == {"broken_stream": 1}
+        await proxy.settled()
+        assert proxy.outcomes() == {"broken_stream": 1}
 
 
 async def test_silence_in_mid_stream_is_limited() -> None:
-    async with house(FAST, timeouts={"stall_s": 0.2}) as home:
-        reading = asyncio.create_task(read_stream(home, CHAT, ENDLESS))
-        await until(lambda: home.replicas[0].engine.counters.generation > 5)
-        home.replicas[0].faults.set("frozen")
+    async with serving(FAST, timeouts={"stall_s": 0.2}) as proxy:
+        reading = asyncio.create_task(read_stream(proxy, CHAT, ENDLESS))
+        await until(lambda: proxy.replicas[0].engine.counters.generation > 5)
+        proxy.replicas[0].faults.set("frozen")
         _, events = await reading
         assert "timeouts.stall_s" in error_of(events[-1], "chat")
-        await until(lambda: not home.replicas[0].in_flight)
-        home.replicas[0].faults.clear()
+        await until(lambda: not proxy.replicas[0].in_flight)
+        proxy.replicas[0].faults.clear()
 
 
 async def test_comments_do_not_make_up_for_a_first_token() -> None:
     chatty = replace(FAST, sse_keep_alive_s=0.02)
-    async with house(chatty, FAST, scheduling={"placement": "round_robin"}, timeouts={"first_byte_s": 1.0}) as home:
-        home.replicas[0].faults.set("frozen")
-        _, events = await read_stream(home, CHAT, ENDLESS)
+    async with serving(chatty, FAST, scheduling={"placement": "round_robin"}, timeouts={"first_byte_s": 1.0}) as proxy:
+        proxy.replicas[0].faults.set("frozen")
+        _, events = await read_stream(proxy, CHAT, ENDLESS)
         assert set(events[:-1]) == {b": keep-alive"}
         assert "timeouts.first_byte_s" in error_of(events[-1], "chat")
-        await until(lambda: not home.replicas[0].in_flight)
-        home.replicas[0].faults.clear()
+        await until(lambda: not proxy.replicas[0].in_flight)
+        proxy.replicas[0].faults.clear()
 
 
 async def test_a_stream_has_a_total_time() -> None:
-    async with house(FAST, timeouts={"total_s": 1.0}) as home:
-        _, events = await read_stream(home, CHAT, ENDLESS)
+    async with serving(FAST, timeouts={"total_s": 1.0}) as proxy:
+        _, events = await read_stream(proxy, CHAT, ENDLESS)
         assert "timeouts.total_s" in error_of(events[-1], "chat")
 
 
 async def test_an_engine_that_dies_says_so_itself() -> None:
-    async with house(FAST) as home, home.stream() as response:
+    async with serving(FAST) as proxy, proxy.stream() as response:
         await response.content.readany()
-        home.replicas[0].faults.set("engine_dead")
+        proxy.replicas[0].faults.set("engine_dead")
         events = [event for event in (await response.content.read()).split(b"\n\n") if event]
         assert b"EngineCore" in events[-2]
         assert events[-1] == b"data: [DONE]"
         assert not any(b"The stream broke" in event for event in events), "nothing is added to the engine's own words"
-        await home.settled()
-        assert home.outcomes() == {"upstream_status": 1}
-        home.replicas[0].faults.clear()
+        await proxy.settled()
+        assert proxy.outcomes() == {"upstream_status": 1}
+        proxy.replicas[0].faults.clear()
 
 
 async def test_an_engine_that_said_why_it_dies_is_not_spoken_for() -> None:
@@ -132,8 +134,8 @@ async def test_an_engine_that_said_why_it_dies_is_not_spoken_for() -> None:
         await peer.send(STREAM_HEAD + chunk(EVENT) + chunk(own))
         peer.reset()
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        _, events = await read_stream(home, CHAT, ENDLESS)
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        _, events = await read_stream(proxy, CHAT, ENDLESS)
         assert events == [EVENT.strip(), own.strip()]
 
 
@@ -142,15 +144,15 @@ async def test_an_answer_in_one_piece_that_breaks_is_cut() -> None:
         await peer.send(whole(b"x" * 1000)[:-1])
         peer.reset()
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
         received = b""
-        async with home.wire(raw_post(HELLO)) as (reader, _):
+        async with proxy.wire(raw_post(HELLO)) as (reader, _):
             with suppress(ConnectionResetError):
                 while piece := await reader.read(65536):
                     received += piece
         assert len(received.partition(b"\r\n\r\n")[2]) < 1000, "the client can see that it is not whole"
-        await home.settled()
-        assert home.outcomes() == {"broken_stream": 1}
+        await proxy.settled()
+        assert proxy.outcomes() == {"broken_stream": 1}
         assert len(backend.requests) == 1
 
 
@@ -159,8 +161,8 @@ async def test_a_broken_usage_event_is_not_shown() -> None:
         await peer.send(STREAM_HEAD + chunk(EVENT) + chunk(b'data: {"id":"1","choices":[],"usage":{"prompt_'))
         peer.reset()
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        _, events = await read_stream(home, CHAT, ENDLESS)
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        _, events = await read_stream(proxy, CHAT, ENDLESS)
         assert events[0] + b"\n\n" == EVENT
         assert error_of(events[1], "chat")
         assert len(events) == 2
@@ -170,12 +172,15 @@ async def test_a_stream_without_its_end_mark_is_passed_on_as_it_is() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(STREAM_HEAD + chunk(EVENT) + chunk(b"data: begun") + STREAM_END)
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        assert (await home.chat(ENDLESS)).body == EVENT + b"data: begun"
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        assert (await proxy.chat(ENDLESS)).body == EVENT + b"data: begun"
 
 
 async def test_the_sdk_hands_out_the_error_event_before_it_raises() -> None:
-    async with house(FAST) as home, openai.AsyncOpenAI(base_url=f"{home.url}/v1", api_key="k", max_retries=0) as sdk:
+    async with (
+        serving(FAST) as proxy,
+        openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="k", max_retries=0) as sdk,
+    ):
         stream = await sdk.responses.create(model="base", input=TEXT, max_output_tokens=30_000, stream=True)
         kinds = []
 
@@ -183,7 +188,7 @@ async def test_the_sdk_hands_out_the_error_event_before_it_raises() -> None:
             async for event in stream:
                 kinds.append(event.type)
                 if len(kinds) == 5:
-                    home.replicas[0].faults.set("refuse")
+                    proxy.replicas[0].faults.set("refuse")
 
         with pytest.raises(openai.APIConnectionError):
             await follow()
@@ -197,8 +202,8 @@ async def test_a_stream_with_a_length_is_told_without_it() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(whole(stream, content_type="text/event-stream"))
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        _, events = await read_stream(home, CHAT, ENDLESS, kept=True)
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        _, events = await read_stream(proxy, CHAT, ENDLESS, kept=True)
         assert events == [EVENT.strip(), b"data: [DONE]"], "the usage that the proxy asked for itself is taken out"
 
 
@@ -207,8 +212,8 @@ async def test_a_stream_that_falls_short_of_its_length() -> None:
         await peer.send(whole(EVENT * 9, content_type="text/event-stream")[: -8 * len(EVENT)])
         peer.writer.close()
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        _, events = await read_stream(home, CHAT, ENDLESS)
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        _, events = await read_stream(proxy, CHAT, ENDLESS)
         assert events[0] == EVENT.strip()
         assert error_of(events[1], "chat")
 
@@ -237,22 +242,22 @@ async def test_a_client_that_stops_reading_is_not_held_against_the_backend() -> 
     told: dict[str, Any] = {"timeouts": {"stall_s": 0.2}, "health": {"failures": 1, "backoff_s": 30}}
     async with (
         scripted(Flood()) as backend,
-        house(extra=[backend.url], **told) as home,
-        home.wire(raw_post(ENDLESS)),
+        serving(extra=[backend.url], **told) as proxy,
+        proxy.wire(raw_post(ENDLESS)),
     ):
-        await until(lambda: home.outcomes() == {"cancelled": 1})
-        assert home.proxy.walker.walking == 0
-        assert home.proxy.pools.backends["b0"].health.available(asyncio.get_running_loop().time())
+        await until(lambda: proxy.outcomes() == {"cancelled": 1})
+        assert proxy.app.walker.walking == 0
+        assert proxy.app.pools.backends["b0"].health.available(asyncio.get_running_loop().time())
 
 
 async def test_a_backend_that_goes_while_its_client_does_not_read() -> None:
     flood = Flood()
-    async with scripted(flood) as backend, house(extra=[backend.url]) as home, home.wire(raw_post(ENDLESS)):
+    async with scripted(flood) as backend, serving(extra=[backend.url]) as proxy, proxy.wire(raw_post(ENDLESS)):
         await until(lambda: flood.sent)
         await flood.until_blocked()
         backend.hang()
-        await until(lambda: home.outcomes() == {"broken_stream": 1})
-        assert home.proxy.walker.walking == 0
+        await until(lambda: proxy.outcomes() == {"broken_stream": 1})
+        assert proxy.app.walker.walking == 0
 
 
 async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,11 +266,11 @@ async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("llmproxy.gateway.proxying.relay.GOODBYE_S", 0.05)
     monkeypatch.setattr(ResponseWriter, "end", for_ever)
-    async with house(FAST) as home, home.stream() as response:
+    async with serving(FAST) as proxy, proxy.stream() as response:
         await response.content.readany()
-        home.replicas[0].faults.set("refuse")
-        await until(lambda: home.proxy.walker.walking == 0)
-        assert home.outcomes() == {"broken_stream": 1}
+        proxy.replicas[0].faults.set("refuse")
+        await until(lambda: proxy.app.walker.walking == 0)
+        assert proxy.outcomes() == {"broken_stream": 1}
 
 
 async def test_an_error_that_its_client_does_not_read_has_an_end() -> None:
@@ -276,21 +281,21 @@ async def test_an_error_that_its_client_does_not_read_has_an_end() -> None:
     asked = raw_post(HELLO) * 20
     async with (
         scripted(script) as backend,
-        house(extra=[backend.url], timeouts={"stall_s": 0.2}) as home,
-        home.wire(asked),
+        serving(extra=[backend.url], timeouts={"stall_s": 0.2}) as proxy,
+        proxy.wire(asked),
     ):
-        await until(lambda: home.outcomes()["cancelled"] == 1)
-        assert home.proxy.walker.walking == 0
+        await until(lambda: proxy.outcomes()["cancelled"] == 1)
+        assert proxy.app.walker.walking == 0
 
 
 async def test_an_answer_in_one_piece_that_its_client_does_not_read_has_an_end() -> None:
     async with (
         scripted(answering(whole(b"x" * 100_000))) as backend,
-        house(extra=[backend.url], timeouts={"stall_s": 0.2}) as home,
-        home.wire(raw_post(HELLO) * 200),
+        serving(extra=[backend.url], timeouts={"stall_s": 0.2}) as proxy,
+        proxy.wire(raw_post(HELLO) * 200),
     ):
-        await until(lambda: home.outcomes()["cancelled"] == 1)
-        assert home.proxy.dispatcher.leases == 0
+        await until(lambda: proxy.outcomes()["cancelled"] == 1)
+        assert proxy.app.dispatcher.leases == 0
 
 
 async def test_a_complete_stream_that_broke_and_is_not_read_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,11 +309,11 @@ async def test_a_complete_stream_that_broke_and_is_not_read_has_an_end(monkeypat
     monkeypatch.setattr(ResponseWriter, "drained", for_ever)
     async with (
         scripted(script) as backend,
-        house(extra=[backend.url], timeouts={"stall_s": 0.2}) as home,
-        home.wire(raw_post(STREAM)),
+        serving(extra=[backend.url], timeouts={"stall_s": 0.2}) as proxy,
+        proxy.wire(raw_post(STREAM)),
     ):
-        await until(lambda: home.outcomes()["completed"] == 1)
-        assert home.proxy.dispatcher.leases == 0
+        await until(lambda: proxy.outcomes()["completed"] == 1)
+        assert proxy.app.dispatcher.leases == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -321,10 +326,10 @@ async def test_a_backend_that_goes_when_all_of_its_answer_came(monkeypatch: pyte
         await caught_up.wait()
 
     monkeypatch.setattr(ResponseWriter, "drained", slowly)
-    async with scripted(answering(answer)) as backend, house(extra=[backend.url]) as home:
-        async with home.wire(raw_post(STREAM if stream else HELLO)) as (reader, writer):
+    async with scripted(answering(answer)) as backend, serving(extra=[backend.url]) as proxy:
+        async with proxy.wire(raw_post(STREAM if stream else HELLO)) as (reader, writer):
             await slow.wait()
-            (lease,) = home.proxy.dispatcher._leases.values()
+            (lease,) = proxy.app.dispatcher._leases.values()
             backend.hang()
             await until(lambda: lease.revoked)
             for _ in range(5):
@@ -335,17 +340,17 @@ async def test_a_backend_that_goes_when_all_of_its_answer_came(monkeypatch: pyte
             assert (await read_answer(reader)).whole
             # Not one byte lies between them.
             assert (await read_answer(reader)).status == 200
-        await home.settled()
-        assert home.outcomes()["completed"] == 1
+        await proxy.settled()
+        assert proxy.outcomes()["completed"] == 1
 
 
 async def test_a_client_that_leaves_at_the_sight_of_the_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.gateway.proxying.relay.GOODBYE_S", 60.0)
     monkeypatch.setattr("llmproxy.gateway.proxying.relay.LAST_WORDS_S", 60.0)
-    async with house(FAST) as home:
-        async with home.stream() as response:
-            home.replicas[0].faults.set("refuse")
+    async with serving(FAST) as proxy:
+        async with proxy.stream() as response:
+            proxy.replicas[0].faults.set("refuse")
             while b"The stream broke" not in await response.content.readany():
                 pass
-        await home.settled()
-        assert home.outcomes() == {"broken_stream": 1}
+        await proxy.settled()
+        assert proxy.outcomes() == {"broken_stream": 1}

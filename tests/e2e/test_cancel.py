@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, raw_post, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 
 
 async def left(task: asyncio.Task[object]) -> None:
@@ -16,94 +16,94 @@ async def left(task: asyncio.Task[object]) -> None:
     await asyncio.wait([task])
 
 
-async def running_gauge(home: House, replica: Replica) -> float:
-    page = await home.get(f"{replica.url}/metrics/?name[]=vllm:num_requests_running")
+async def running_gauge(proxy: ProxyUnderTest, replica: Replica) -> float:
+    page = await proxy.get(f"{replica.url}/metrics/?name[]=vllm:num_requests_running")
     return float(page.body.split()[-1])
 
 
 async def test_leaving_the_queue() -> None:
-    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
-    async with one_seat as home, home.stream() as running:
+    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
+    async with one_seat as proxy, proxy.stream() as running:
         await running.content.readany()
-        waiting = [home.waiting(STREAM) for _ in range(3)]
-        await until(lambda: home.queued == 3)
+        waiting = [proxy.waiting(STREAM) for _ in range(3)]
+        await until(lambda: proxy.queued == 3)
         await left(waiting[1])
-        await until(lambda: home.queued == 2)
-        assert home.metric("llmproxy_queued_requests", band="default") == 2
-        assert home.outcomes() == {"cancelled": 1}
+        await until(lambda: proxy.queued == 2)
+        assert proxy.metric("llmproxy_queued_requests", band="default") == 2
+        assert proxy.outcomes() == {"cancelled": 1}
         running.close()
         assert [(await task).status for task in (waiting[0], waiting[2])] == [200, 200], "the others go on"
-        assert len([seen for seen in home.replicas[0].requests_seen if seen.method == "POST"]) == 3
+        assert len([seen for seen in proxy.replicas[0].requests_seen if seen.method == "POST"]) == 3
 
 
 @pytest.mark.parametrize("body", [ENDLESS, ENDLESS | {"stream": False}], ids=["stream", "whole"])
 async def test_leaving_before_the_first_byte(body: object) -> None:
-    async with house(FAST) as home:
-        home.replicas[0].faults.set("frozen")
-        waiting = home.waiting(body)
-        await until(lambda: home.replicas[0].in_flight == 1)
+    async with serving(FAST) as proxy:
+        proxy.replicas[0].faults.set("frozen")
+        waiting = proxy.waiting(body)
+        await until(lambda: proxy.replicas[0].in_flight == 1)
         await left(waiting)
-        await until(lambda: home.replicas[0].in_flight == 0)
-        home.replicas[0].faults.clear()
-        await home.settled()
-        assert home.outcomes() == {"cancelled": 1}
+        await until(lambda: proxy.replicas[0].in_flight == 0)
+        proxy.replicas[0].faults.clear()
+        await proxy.settled()
+        assert proxy.outcomes() == {"cancelled": 1}
 
 
 async def test_leaving_a_running_answer_in_one_piece() -> None:
-    async with house(FAST) as home:
-        waiting = home.waiting(ENDLESS | {"stream": False})
-        await until(lambda: home.replicas[0].engine.counters.generation > 5)
+    async with serving(FAST) as proxy:
+        waiting = proxy.waiting(ENDLESS | {"stream": False})
+        await until(lambda: proxy.replicas[0].engine.counters.generation > 5)
         await left(waiting)
-        await home.settled()
-        assert home.outcomes() == {"cancelled": 1}
+        await proxy.settled()
+        assert proxy.outcomes() == {"cancelled": 1}
 
 
 async def test_leaving_in_mid_stream_stops_the_engine() -> None:
-    async with house(FAST) as home:
-        replica = home.replicas[0]
-        async with home.stream() as running:
+    async with serving(FAST) as proxy:
+        replica = proxy.replicas[0]
+        async with proxy.stream() as running:
             await running.content.readany()
             await until(lambda: replica.engine.counters.generation > 5)
-            assert await running_gauge(home, replica) == 1
+            assert await running_gauge(proxy, replica) == 1
         await until(lambda: not replica.engine.busy)
         generated = replica.engine.counters.generation
         assert generated < 1000
-        while await running_gauge(home, replica):  # noqa: ASYNC110 - it comes with the engine's next step
+        while await running_gauge(proxy, replica):  # noqa: ASYNC110 - it comes with the engine's next step
             await asyncio.sleep(0.001)
-        assert home.outcomes() == {"cancelled": 1}
-        assert home.metric("llmproxy_attempts_total", backend="b0", verdict="client_gone") == 1
+        assert proxy.outcomes() == {"cancelled": 1}
+        assert proxy.metric("llmproxy_attempts_total", backend="b0", verdict="client_gone") == 1
         assert replica.engine.counters.generation == generated
 
 
 async def test_leaving_while_the_body_is_on_its_way() -> None:
-    async with house(FAST) as home:
-        async with home.wire(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode()):
-            await until(lambda: home.proxy.walker.walking == 1)
-        await home.settled()
-        assert home.outcomes() == {"cancelled": 1}
+    async with serving(FAST) as proxy:
+        async with proxy.wire(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode()):
+            await until(lambda: proxy.app.walker.walking == 1)
+        await proxy.settled()
+        assert proxy.outcomes() == {"cancelled": 1}
 
 
 async def test_leaving_with_the_answer_unread() -> None:
     """Many at once: some leave in the very turn in which they are granted."""
-    async with house(FAST, FAST, fixed_limit=2) as home:
+    async with serving(FAST, FAST, fixed_limit=2) as proxy:
 
         async def hit_and_run(turns: int) -> None:
-            async with home.wire(raw_post(STREAM)):
+            async with proxy.wire(raw_post(STREAM)):
                 for _ in range(turns):
                     await asyncio.sleep(0)
 
         for turns in range(40):
             await asyncio.gather(*(hit_and_run(turns) for _ in range(3)))
-        await home.settled()
-        assert set(home.outcomes()) <= {"cancelled", "completed"}
-        assert home.outcomes()["cancelled"] > 20
-        assert (await home.chat()).status == 200
+        await proxy.settled()
+        assert set(proxy.outcomes()) <= {"cancelled", "completed"}
+        assert proxy.outcomes()["cancelled"] > 20
+        assert (await proxy.chat()).status == 200
 
 
 async def test_whoever_follows_a_client_that_left_is_served() -> None:
-    async with house(FAST, fixed_limit=1) as home:
+    async with serving(FAST, fixed_limit=1) as proxy:
         for _ in range(5):
-            async with home.stream() as running:
+            async with proxy.stream() as running:
                 await running.content.readany()
-            assert (await home.chat(HELLO)).status == 200
-        assert home.outcomes() == {"cancelled": 5, "completed": 5}
+            assert (await proxy.chat(HELLO)).status == 200
+        assert proxy.outcomes() == {"cancelled": 5, "completed": 5}

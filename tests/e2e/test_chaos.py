@@ -9,7 +9,7 @@ from random import Random
 
 import aiohttp
 
-from tests.e2e.proxies import CHAT, FAST, House, all_of, all_up, house, until
+from tests.e2e.proxies import CHAT, FAST, ProxyUnderTest, all_of, all_up, serving, until
 
 REQUESTS = 2000
 AT_ONCE = 60
@@ -19,8 +19,8 @@ SMALL = replace(FAST, max_num_seqs=16, reply_tokens=(3, 20))
 class Crowd:
     """Clients that come one after the other, each with a temper of its own; `met` says what became of them."""
 
-    def __init__(self, home: House, rng: Random) -> None:
-        self._home = home
+    def __init__(self, proxy: ProxyUnderTest, rng: Random) -> None:
+        self._proxy = proxy
         self._rng = rng
         self._left = REQUESTS
         self.met: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class Crowd:
         band = self._rng.choice(("critical", "default", "sheddable"))
         content = f"Number {self._rng.randrange(50)} " * self._rng.randrange(1, 60)
         body = {"model": model, "stream": stream, "messages": [{"role": "user", "content": content}]}
-        return self._home.http.post(self._home.url + CHAT, json=body, headers={"x-llm-d-inference-objective": band})
+        return self._proxy.http.post(self._proxy.url + CHAT, json=body, headers={"x-llm-d-inference-objective": band})
 
     async def _impatient(self, stream: bool, patience_s: float) -> str:
         try:
@@ -78,22 +78,22 @@ class Crowd:
 
 
 async def test_no_request_is_lost_before_its_first_byte() -> None:
-    async with house(SMALL, SMALL, SMALL) as home:
-        crowd = Crowd(home, Random(20))
+    async with serving(SMALL, SMALL, SMALL) as proxy:
+        crowd = Crowd(proxy, Random(20))
         coming = asyncio.create_task(crowd.come())
         for name, fault, at in (("b1", "hang", 400), ("b2", "refuse", 1100)):
             await until(lambda at=at: crowd.done >= at or coming.done(), 60)  # type: ignore[misc]
-            home.replica(name).faults.set(fault)
+            proxy.replica(name).faults.set(fault)
             await until(lambda at=at: crowd.done >= at + 300 or coming.done(), 60)  # type: ignore[misc]
             assert not coming.done(), "the load is still on"
-            await home.replica(name).restart()
-            await until(lambda: all_up(home))
-            await until(lambda name=name: home.replica(name).in_flight)  # type: ignore[misc]
+            await proxy.replica(name).restart()
+            await until(lambda: all_up(proxy))
+            await until(lambda name=name: proxy.replica(name).in_flight)  # type: ignore[misc]
         await coming
-        await home.settled()
+        await proxy.settled()
         assert crowd.lost == []
         assert crowd.done == REQUESTS
-        ended = home.outcomes()
+        ended = proxy.outcomes()
         assert set(ended) <= {"completed", "cancelled", "broken_stream"}
         # Some of the most impatient went before the proxy heard of them; everybody else has one outcome.
         assert REQUESTS - crowd.met["gave up"] <= sum(ended.values()) <= REQUESTS
@@ -103,4 +103,4 @@ async def test_no_request_is_lost_before_its_first_byte() -> None:
         assert crowd.met["broken"] <= ended["broken_stream"] <= 2 * AT_ONCE
         assert crowd.met["left"] > 100
         assert crowd.met["gave up"] > 100
-        assert home.metric("llmproxy_retries_total") > 0, "somebody's backend died before the first byte"
+        assert proxy.metric("llmproxy_retries_total") > 0, "somebody's backend died before the first byte"

@@ -18,7 +18,7 @@ from llmproxy.config import ClientsConfig
 from llmproxy.gateway.front import Here
 from llmproxy.gateway.http.connection import ClientConnection, ClientServer
 from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, House, house, raw_post, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import answering, scripted, whole
 from tests.e2e.test_restart import START_MAX_S, served
 from tests.hygiene.wire import connected
@@ -39,16 +39,16 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[int, str]:
 
 @pytest.mark.parametrize("begun", [b"P", b"\r\nP", HEAD, HEAD + b"x-a: b"])
 async def test_a_head_that_does_not_end(begun: bytes) -> None:
-    async with house(FAST, clients={"head_timeout_s": 0.05}) as home, home.wire(begun) as (reader, _):
+    async with serving(FAST, clients={"head_timeout_s": 0.05}) as proxy, proxy.wire(begun) as (reader, _):
         assert await refusal(reader) == (408, "The header fields did not end within 0.05 s (clients.head_timeout_s).")
-        assert home.outcomes() == {"bad_request": 1}
+        assert proxy.outcomes() == {"bad_request": 1}
 
 
 async def test_a_head_that_drips_has_no_more_time_than_another() -> None:
-    async with house(FAST, clients={"head_timeout_s": 0.2}) as home, home.wire(HEAD) as (_, writer):
+    async with serving(FAST, clients={"head_timeout_s": 0.2}) as proxy, proxy.wire(HEAD) as (_, writer):
         dripping = asyncio.create_task(drip(writer, b"x-a: " + b"b" * 100_000))
-        await until(lambda: home.outcomes()["bad_request"])
-        await until(lambda: not connections(home))
+        await until(lambda: proxy.outcomes()["bad_request"])
+        await until(lambda: not connections(proxy))
         dripping.cancel()
         await asyncio.gather(dripping, return_exceptions=True)
 
@@ -60,7 +60,7 @@ async def drip(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def test_a_head_in_pieces_is_a_head() -> None:
-    async with house(FAST, clients={"head_timeout_s": 30.0}) as home, connected(home.url) as wire:
+    async with serving(FAST, clients={"head_timeout_s": 30.0}) as proxy, connected(proxy.url) as wire:
         for _ in range(2):
             request = raw_post(HELLO)
             for start in range(0, len(request), 20):
@@ -80,65 +80,65 @@ async def test_the_time_of_a_head_ends_with_it(monkeypatch: pytest.MonkeyPatch) 
         return made[-1]
 
     monkeypatch.setattr(ClientServer, "__call__", making)
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         request = raw_post(HELLO)
-        async with home.wire(request[:40]) as (reader, writer):
+        async with proxy.wire(request[:40]) as (reader, writer):
             await until(lambda: made and made[-1]._head_timer is not None)
             writer.write(request[40:-10])
-            await until(lambda: home.proxy.walker.walking)
+            await until(lambda: proxy.app.walker.walking)
             assert made[-1]._head_timer is None, "the body may take its own time"
             writer.write(request[-10:])
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_an_idle_connection_is_closed_in_silence() -> None:
-    async with house(FAST, clients={"idle_timeout_s": 0.1, "head_timeout_s": 0.01}) as home:
+    async with serving(FAST, clients={"idle_timeout_s": 0.1, "head_timeout_s": 0.01}) as proxy:
         for nothing in (b"", b"\r\n"):
-            async with home.wire(nothing) as (reader, _):
+            async with proxy.wire(nothing) as (reader, _):
                 assert await reader.read() == b""
-        assert not home.outcomes()
+        assert not proxy.outcomes()
 
 
 async def test_answers_that_are_not_read_keep_no_connection() -> None:
     refused = raw_post(HELLO | {"model": "nobody"})
-    async with house(FAST, clients={"idle_timeout_s": 0.2}) as home, home.wire(b"") as (_, writer):
-        connection = await the_connection(home)
+    async with serving(FAST, clients={"idle_timeout_s": 0.2}) as proxy, proxy.wire(b"") as (_, writer):
+        connection = await the_connection(proxy)
         with socket.socket(fileno=os.dup(connection.transport.get_extra_info("socket").fileno())) as twin:
             # The kernel keeps as little of what is not read as it can.
             twin.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         writer.write(refused * 2000)
-        await until(lambda: home.outcomes()["unknown_model"])
-        await until(lambda: not connections(home))
+        await until(lambda: proxy.outcomes()["unknown_model"])
+        await until(lambda: not connections(proxy))
 
 
 async def test_the_end_of_an_answer_that_is_not_read_does_not_keep_its_connection() -> None:
     async with (
         scripted(answering(whole(b"x" * 60_000))) as backend,
-        house(extra=[backend.url]) as home,
-        home.wire(b"") as (_, writer),
+        serving(extra=[backend.url]) as proxy,
+        proxy.wire(b"") as (_, writer),
     ):
-        connection = await the_connection(home)
+        connection = await the_connection(proxy)
         asked = 0
         while not connection.transport.get_write_buffer_size():
             writer.write(raw_post(HELLO))
             asked += 1
-            await until(lambda: len(backend.requests) == asked and not home.proxy.walker.walking)  # noqa: B023
+            await until(lambda: len(backend.requests) == asked and not proxy.app.walker.walking)  # noqa: B023
         connection._limits = ClientsConfig(idle_timeout_s=0.05)
         connection.force_close()
-        await until(lambda: not connections(home))
+        await until(lambda: not connections(proxy))
 
 
-async def the_connection(home: House) -> Any:
+async def the_connection(proxy: ProxyUnderTest) -> Any:
     """The proxy's side of the one that there is."""
-    await until(lambda: connections(home))
-    assert isinstance(home.proxy.front, Here)
-    (connection,) = home.proxy.front.listener.server.connections
+    await until(lambda: connections(proxy))
+    assert isinstance(proxy.app.front, Here)
+    (connection,) = proxy.app.front.listener.server.connections
     return connection
 
 
 @pytest.mark.parametrize("pieces", [[HEAD + b"x-a: " + b"b" * 3000], [HEAD, b"x-a: ", b"b" * 1500, b"b" * 1500]])
 async def test_a_head_that_is_too_large(pieces: list[bytes]) -> None:
-    async with house(FAST, clients={"head_bytes_max": 2000}) as home, home.wire(b"") as (reader, writer):
+    async with serving(FAST, clients={"head_bytes_max": 2000}) as proxy, proxy.wire(b"") as (reader, writer):
         for piece in pieces:
             writer.write(piece)
             await asyncio.sleep(0)
@@ -146,30 +146,30 @@ async def test_a_head_that_is_too_large(pieces: list[bytes]) -> None:
 
 
 async def test_many_fields_that_are_too_large_together() -> None:
-    async with house(FAST, clients={"head_bytes_max": 2000, "head_fields_max": 10}) as home:
+    async with serving(FAST, clients={"head_bytes_max": 2000, "head_fields_max": 10}) as proxy:
         large = "".join(f"x-{i}: {'b' * 400}\r\n" for i in range(5))
         many = "".join(f"x-{i}: b\r\n" for i in range(10))
         for extra, told in ((large, "clients.head_bytes_max"), (many, "too many header fields")):
-            async with home.wire(raw_post(HELLO, extra=extra)) as (reader, _):
+            async with proxy.wire(raw_post(HELLO, extra=extra)) as (reader, _):
                 status, message = await refusal(reader)
                 assert (status, told in message) == (431, True)
-        async with home.wire(raw_post(HELLO)) as (reader, _):
+        async with proxy.wire(raw_post(HELLO)) as (reader, _):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("key", ["body_silence_s", "body_timeout_s"])
 async def test_a_body_that_stops_arriving(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.gateway.http.connection.LINGER_S", 0.05)
-    async with house(FAST, clients={key: 0.05}) as home:
-        async with home.wire(HEAD + b"content-length: 99\r\n\r\n{") as (reader, _):
+    async with serving(FAST, clients={key: 0.05}) as proxy:
+        async with proxy.wire(HEAD + b"content-length: 99\r\n\r\n{") as (reader, _):
             status, message = await refusal(reader)
             assert (status, f"clients.{key}" in message) == (408, True)
-        assert home.outcomes() == {"bad_request": 1}
+        assert proxy.outcomes() == {"bad_request": 1}
 
 
 async def test_a_body_that_drips_is_not_waited_for_without_end() -> None:
     begun = HEAD + b"content-length: 100000\r\n\r\n"
-    async with house(FAST, clients={"body_timeout_s": 0.2}) as home, home.wire(begun) as (reader, writer):
+    async with serving(FAST, clients={"body_timeout_s": 0.2}) as proxy, proxy.wire(begun) as (reader, writer):
         dripping = asyncio.create_task(drip(writer, b" " * 100_000))
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
         dripping.cancel()
@@ -188,50 +188,50 @@ def filled(size: int) -> bytes:
     return HEAD + b"content-length: %d\r\n\r\n" % size + data
 
 
-def held(home: House) -> int:
-    return home.proxy.walker.bodies.held_bytes
+def held(proxy: ProxyUnderTest) -> int:
+    return proxy.app.walker.bodies.held_bytes
 
 
 async def test_the_largest_body_that_arrives_makes_room_and_small_ones_pass() -> None:
     large, other = filled(55_000), filled(50_000)
     async with (
-        house(FAST, **BODIES) as home,
-        home.wire(large[:-5_000]) as (refused, _),
-        home.wire(other[:-20_000]) as (reader, writer),
+        serving(FAST, **BODIES) as proxy,
+        proxy.wire(large[:-5_000]) as (refused, _),
+        proxy.wire(other[:-20_000]) as (reader, writer),
     ):
-        await until(lambda: held(home) > 75_000)
-        assert home.metric("llmproxy_held_body_bytes") == held(home)
-        assert (await home.chat()).status == 200
+        await until(lambda: held(proxy) > 75_000)
+        assert proxy.metric("llmproxy_held_body_bytes") == held(proxy)
+        assert (await proxy.chat()).status == 200
         writer.write(other[-20_000:-5_000])
         status, message = await refusal(refused)
         assert (status, "body_bytes_total_max" in message) == (429, True)
         writer.write(other[-5_000:])
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-        assert home.outcomes()["rejected_capacity"] == 1
+        assert proxy.outcomes()["rejected_capacity"] == 1
 
 
 async def test_who_announces_much_and_sends_little_keeps_nobody_out() -> None:
     idle = filled(60_000)[:500]
     whole_body = filled(60_000)
-    async with house(FAST, **BODIES) as home, home.wire(idle), home.wire(idle), home.wire(idle), home.wire(idle):
-        await until(lambda: home.proxy.walker.walking == 4)
-        async with home.wire(whole_body) as (reader, _):
+    async with serving(FAST, **BODIES) as proxy, proxy.wire(idle), proxy.wire(idle), proxy.wire(idle), proxy.wire(idle):
+        await until(lambda: proxy.app.walker.walking == 4)
+        async with proxy.wire(whole_body) as (reader, _):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
-        assert home.outcomes() == {"completed": 1}
+        assert proxy.outcomes() == {"completed": 1}
 
 
 async def test_bodies_that_were_sent_out_are_held_and_the_rest_is_kept_for_small_ones() -> None:
     long = {"user": "x" * 55_000}
-    async with house(FAST, **BODIES) as home, home.stream(ENDLESS | long) as running:
+    async with serving(FAST, **BODIES) as proxy, proxy.stream(ENDLESS | long) as running:
         await running.content.readany()
-        assert 55_000 < held(home) < 56_000
-        large = await home.chat(HELLO | long)
+        assert 55_000 < held(proxy) < 56_000
+        large = await proxy.chat(HELLO | long)
         assert (large.status, large.json["error"]["type"]) == (429, "RateLimitError")
         assert large.headers["retry-after"] == "1"
-        assert (await home.chat(HELLO | {"user": "x" * 30_000})).status == 200
+        assert (await proxy.chat(HELLO | {"user": "x" * 30_000})).status == 200
         running.close()
-        await until(lambda: not held(home))
-        assert (await home.chat(HELLO | long)).status == 200
+        await until(lambda: not held(proxy))
+        assert (await proxy.chat(HELLO | long)).status == 200
 
 
 async def leaves(writer: asyncio.StreamWriter) -> None:
@@ -259,52 +259,52 @@ async def test_a_body_that_ends_in_any_way_is_held_no_more(ends: Any, monkeypatc
     monkeypatch.setattr("llmproxy.gateway.http.connection.LINGER_S", 0.05)
     begun = HEAD + b"transfer-encoding: chunked\r\n\r\n3e8\r\n" + b"x" * 1_000 + b"\r\n"
     limits = BODIES | ({"clients": {"body_silence_s": 0.2}} if ends is goes_silent else {})
-    async with house(FAST, **limits) as home, home.wire(begun) as (_, writer):
-        await until(lambda: held(home) == 1_000)
+    async with serving(FAST, **limits) as proxy, proxy.wire(begun) as (_, writer):
+        await until(lambda: held(proxy) == 1_000)
         await ends(writer)
-        await until(lambda: not home.proxy.walker.walking)
-        assert held(home) == 0
+        await until(lambda: not proxy.app.walker.walking)
+        assert held(proxy) == 0
 
 
 async def test_a_reload_changes_what_may_be_held(tmp_path: Path) -> None:
-    async with house(FAST, file=tmp_path / "config.json", **BODIES) as home:
-        (tmp_path / "config.json").write_text(json.dumps({**home.told, "body_bytes_total_max": 200_000}))
-        await until(lambda: home.proxy.walker.bodies.bytes_max == 200_000)
+    async with serving(FAST, file=tmp_path / "config.json", **BODIES) as proxy:
+        (tmp_path / "config.json").write_text(json.dumps({**proxy.told, "body_bytes_total_max": 200_000}))
+        await until(lambda: proxy.app.walker.bodies.bytes_max == 200_000)
 
 
 # --- requests and connections -----------------------------------------------------------------------------------------
 
 
 async def test_more_requests_than_an_address_may_send() -> None:
-    async with house(FAST, clients={"address_requests_per_s": 0.001}) as home:
-        assert (await home.chat(headers={"x-forwarded-for": "10.0.0.1"})).status == 200
-        refused = await home.chat(headers={"x-forwarded-for": "10.0.0.2"})
+    async with serving(FAST, clients={"address_requests_per_s": 0.001}) as proxy:
+        assert (await proxy.chat(headers={"x-forwarded-for": "10.0.0.1"})).status == 200
+        refused = await proxy.chat(headers={"x-forwarded-for": "10.0.0.2"})
         assert (refused.status, refused.json["error"]["type"]) == (429, "RateLimitError")
         assert int(refused.headers["retry-after"]) == 1000
-        assert (await home.get("/nothing")).status == 429
+        assert (await proxy.get("/nothing")).status == 429
         for page in ("/health", "/ready", "/metrics", "/v1/models"):
-            assert (await home.get(page)).status == 200
-        assert home.outcomes() == {"completed": 1, "rate_limited": 2}
+            assert (await proxy.get(page)).status == 200
+        assert proxy.outcomes() == {"completed": 1, "rate_limited": 2}
 
 
 @pytest.mark.parametrize(("key", "status"), [("connections_max", 503), ("address_connections_max", 429)])
 async def test_more_connections_than_may_be_open(key: str, status: int) -> None:
     limits: dict[str, Any] = {key: 2}
-    async with house(FAST, clients=limits) as home, home.wire(b"") as first, home.wire(b"") as second:
-        await until(lambda: connections(home) == 2)
-        async with home.wire(b"") as (reader, _):
+    async with serving(FAST, clients=limits) as proxy, proxy.wire(b"") as first, proxy.wire(b"") as second:
+        await until(lambda: connections(proxy) == 2)
+        async with proxy.wire(b"") as (reader, _):
             told, message = await refusal(reader)
             assert (told, f"clients.{key}" in message) == (status, True)
         first[1].close()
-        await until(lambda: connections(home) == 1)
-        async with home.wire(raw_post(HELLO)) as (reader, _):
+        await until(lambda: connections(proxy) == 1)
+        async with proxy.wire(raw_post(HELLO)) as (reader, _):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
         second[1].close()
-        await until(lambda: connections(home) == 0)
+        await until(lambda: connections(proxy) == 0)
 
 
-def connections(home: House) -> int:
-    return home.proxy.clients.open
+def connections(proxy: ProxyUnderTest) -> int:
+    return proxy.app.clients.open
 
 
 # --- descriptors ------------------------------------------------------------------------------------------------------

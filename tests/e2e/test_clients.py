@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.proxies import FAST, House, house
+from tests.e2e.proxies import FAST, ProxyUnderTest, serving
 from tests.hygiene.wire import connected
 
 MODEL = "sim-8b"
@@ -159,11 +159,11 @@ class Told:
     kept: bool
 
 
-async def told(home: House, head: bytes, body: dict[str, Any] | None = None) -> Told:
+async def told(proxy: ProxyUnderTest, head: bytes, body: dict[str, Any] | None = None) -> Told:
     """Send this as it is, and a small request behind it."""
     data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
     length = b"" if body is None else b"Content-Length: %d\n" % len(data)
-    async with connected(home.url) as wire:
+    async with connected(proxy.url) as wire:
         wire.write((head + length + b"\n").replace(b"\n", b"\r\n") + data)
         wire.write(b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         got = await wire.all()
@@ -172,58 +172,58 @@ async def told(home: House, head: bytes, body: dict[str, Any] | None = None) -> 
     return Told(int(line.split()[1]), answer if mark else rest, bool(mark))
 
 
-def reached(home: House) -> dict[str, Any]:
+def reached(proxy: ProxyUnderTest) -> dict[str, Any]:
     """The body of the latest request that reached the engine."""
-    found: dict[str, Any] = json.loads(home.sent().body)
+    found: dict[str, Any] = json.loads(proxy.sent().body)
     return found
 
 
 async def test_codex_opens_a_websocket_and_then_asks_by_http() -> None:
-    async with house(SIM) as home:
-        opened = await told(home, CODEX_OPENING)
+    async with serving(SIM) as proxy:
+        opened = await told(proxy, CODEX_OPENING)
         assert (opened.status, opened.kept) == (426, False)
-        assert home.outcomes() == {}
-        asked = await told(home, CODEX, CODEX_BODY)
+        assert proxy.outcomes() == {}
+        asked = await told(proxy, CODEX, CODEX_BODY)
         assert (asked.status, asked.kept, b"event: response.completed" in asked.rest) == (200, True, True)
-        assert reached(home) == CODEX_BODY
-        assert "authorization" not in home.sent().headers
-        assert home.sent().headers["session-id"] == CODEX_BODY["prompt_cache_key"]
-        assert home.outcomes() == {"completed": 1}
+        assert reached(proxy) == CODEX_BODY
+        assert "authorization" not in proxy.sent().headers
+        assert proxy.sent().headers["session-id"] == CODEX_BODY["prompt_cache_key"]
+        assert proxy.outcomes() == {"completed": 1}
 
 
 async def test_claude_code_probes_looks_for_models_and_asks() -> None:
-    async with house(SIM) as home:
-        probed, models = await told(home, CLAUDE_PROBE), await told(home, CLAUDE_MODELS)
+    async with serving(SIM) as proxy:
+        probed, models = await told(proxy, CLAUDE_PROBE), await told(proxy, CLAUDE_MODELS)
         assert (probed.status, probed.kept, probed.rest.endswith(b"\r\n\r\n")) == (200, True, True)
         assert (models.status, models.kept, b'"display_name":"sim-8b"' in models.rest) == (200, True, True)
-        assert home.outcomes() == {}, "a probe is no bad request"
-        asked = await told(home, CLAUDE, CLAUDE_BODY)
+        assert proxy.outcomes() == {}, "a probe is no bad request"
+        asked = await told(proxy, CLAUDE, CLAUDE_BODY)
         assert (asked.status, asked.kept, b"event: message_stop" in asked.rest) == (200, True, True)
-        assert reached(home) == CLAUDE_BODY
-        sent = home.sent()
+        assert reached(proxy) == CLAUDE_BODY
+        sent = proxy.sent()
         assert (sent.path, sent.headers["accept-encoding"]) == ("/v1/messages?beta=true", "identity")
         assert sent.headers["anthropic-version"] == "2023-06-01"
-        assert home.outcomes() == {"completed": 1}
+        assert proxy.outcomes() == {"completed": 1}
 
 
 async def test_lm_eval_asks_for_the_tokenizer_before_anything_else() -> None:
-    async with house(SIM) as home:
-        asked = await told(home, LM_EVAL)
+    async with serving(SIM) as proxy:
+        asked = await told(proxy, LM_EVAL)
         assert (asked.status, asked.kept) == (200, True)
         about = json.loads(asked.rest.partition(b"\r\n\r\n")[2])
         assert {"eos_token", "bos_token", "chat_template"} <= about.keys()
-        assert (home.sent().method, home.sent().body) == ("GET", b"")
+        assert (proxy.sent().method, proxy.sent().body) == ("GET", b"")
 
 
 async def test_aiperf_looks_for_metrics_and_asks() -> None:
-    async with house(SIM) as home:
-        looked = await told(home, AIPERF_METRICS)
+    async with serving(SIM) as proxy:
+        looked = await told(proxy, AIPERF_METRICS)
         assert (looked.status, looked.kept) == (200, True)
-        asked = await told(home, AIPERF, AIPERF_BODY)
+        asked = await told(proxy, AIPERF, AIPERF_BODY)
         assert (asked.status, asked.kept, b"data: [DONE]" in asked.rest) == (200, True, True)
         assert b'"usage":{' in asked.rest
-        assert reached(home) == AIPERF_BODY
-        assert home.sent().headers["x-request-id"] == "d415607d-4612-4be7-8e3b-527abe6f7015"
+        assert reached(proxy) == AIPERF_BODY
+        assert proxy.sent().headers["x-request-id"] == "d415607d-4612-4be7-8e3b-527abe6f7015"
 
 
 @pytest.mark.parametrize(
@@ -238,12 +238,12 @@ async def test_the_conversations_of_a_client_stay_where_they_are(
     head: bytes, body: dict[str, Any], other: bytes
 ) -> None:
     body = body | {"max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1}
-    async with house(SIM, SIM, SIM, scheduling={"placement": "session"}) as home:
+    async with serving(SIM, SIM, SIM, scheduling={"placement": "session"}) as proxy:
         places = []
         for _ in range(2):
             for i in range(12):
-                assert (await told(home, head.replace(other, other + b"%d" % i), body)).status == 200
-            places.append([len([s for s in replica.requests_seen if s.method == "POST"]) for replica in home.replicas])
+                assert (await told(proxy, head.replace(other, other + b"%d" % i), body)).status == 200
+            places.append([len([s for s in replica.requests_seen if s.method == "POST"]) for replica in proxy.replicas])
         first, both = places
         assert all(first), "twelve sessions are on all three"
         assert both == [2 * count for count in first]

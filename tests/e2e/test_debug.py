@@ -18,7 +18,7 @@ from llmproxy.config import Config, ConfigError, hash_of
 from llmproxy.lab.results.result import SimulationResult
 from llmproxy.lab.run import runs
 from llmproxy.lab.traces import open_trace, survey
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, House, house, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, serving, until
 
 QUEUE = "/debug/queue"
 EXPLAIN = "/debug/explain"
@@ -32,24 +32,24 @@ TENANTS: dict[str, Any] = {
 ONE_SEAT: dict[str, Any] = {"fixed_limit": 1, "scheduling": {"look_ahead": 0}}
 
 
-async def enter(home: House, name: str, body: object = None, **headers: str) -> asyncio.Task[Any]:
-    before = home.queued
-    task = home.waiting(body, **headers, **{"x-request-id": name})
-    await until(lambda: home.queued == before + 1)
+async def enter(proxy: ProxyUnderTest, name: str, body: object = None, **headers: str) -> asyncio.Task[Any]:
+    before = proxy.queued
+    task = proxy.waiting(body, **headers, **{"x-request-id": name})
+    await until(lambda: proxy.queued == before + 1)
     return task
 
 
 async def test_the_page_shows_who_waits_and_who_has_room() -> None:
-    async with house(FAST, **ONE_SEAT) as home:
-        async with home.stream() as seat:
+    async with serving(FAST, **ONE_SEAT) as proxy:
+        async with proxy.stream() as seat:
             await seat.content.readany()
             waiting = [
-                await enter(home, "late", **{OBJECTIVE: "sheddable", FLOW: "blue"}),
-                await enter(home, "a1", HELLO | {"model": "lora-0"}),
-                await enter(home, "a2", HELLO | {"model": "lora-0"}),
-                await enter(home, "now", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
+                await enter(proxy, "late", **{OBJECTIVE: "sheddable", FLOW: "blue"}),
+                await enter(proxy, "a1", HELLO | {"model": "lora-0"}),
+                await enter(proxy, "a2", HELLO | {"model": "lora-0"}),
+                await enter(proxy, "now", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
             ]
-            answer = await home.get(QUEUE)
+            answer = await proxy.get(QUEUE)
             assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
             (pool,) = answer.json["pools"]
             assert (pool["pool"], pool["alive"], pool["held"], pool["in_flight"]) == ("base", True, False, 1)
@@ -68,72 +68,72 @@ async def test_the_page_shows_who_waits_and_who_has_room() -> None:
             (backend,) = pool["backends"]
             assert (backend["backend"], backend["load"], backend["limit"]) == ("b0", 1, 1)
             assert backend["room_for"] == []
-            position = (await home.get(f"{QUEUE}?request=a2")).json
+            position = (await proxy.get(f"{QUEUE}?request=a2")).json
             assert (position["band"], position["flow"]) == ("default", "lora-0")
             assert (position["ahead_in_higher_bands"], position["ahead_in_flow"]) == (1, 1)
-            assert (await home.get(f"{QUEUE}?request=gone")).status == 404
+            assert (await proxy.get(f"{QUEUE}?request=gone")).status == 404
         await asyncio.gather(*waiting)
-        (pool,) = (await home.get(QUEUE)).json["pools"]
+        (pool,) = (await proxy.get(QUEUE)).json["pools"]
         assert all(band["flows"] == [] for band in pool["bands"])
         assert pool["backends"][0]["room_for"] == ["critical", "default", "sheddable"]
 
 
 async def test_a_request_that_waits_for_its_tenants_limit_says_so() -> None:
-    async with house(FAST, FAST, **TENANTS) as home:
-        async with home.stream(**ACME) as seat:
+    async with serving(FAST, FAST, **TENANTS) as proxy:
+        async with proxy.stream(**ACME) as seat:
             await seat.content.readany()
-            task = await enter(home, "parked", **ACME)
-            await until(lambda: home.proxy.pools.parked())
-            page = (await home.get(QUEUE)).json
+            task = await enter(proxy, "parked", **ACME)
+            await until(lambda: proxy.app.pools.parked())
+            page = (await proxy.get(QUEUE)).json
             assert page["usage_limits"] == [
                 {"limit": "tenant:acme", "in_flight": 1, "in_flight_max": 1, "requests_left": None, "tokens_left": None}
             ]
             parked = {band["band"]: band["parked"] for band in page["pools"][0]["bands"]}
             assert parked["default"] == {"tenant:acme": 1}
-            assert (await home.get(f"{QUEUE}?request=parked")).json["parked_for"] == "tenant:acme"
-            assert home.metric("llmproxy_parked_requests", limit="tenant:acme") == 1
+            assert (await proxy.get(f"{QUEUE}?request=parked")).json["parked_for"] == "tenant:acme"
+            assert proxy.metric("llmproxy_parked_requests", limit="tenant:acme") == 1
         assert (await task).status == 200
-        assert home.metric("llmproxy_parked_requests") == 0
-        await home.settled()
-        assert home.metric("llmproxy_tenant_requests_total", tenant="acme", outcome="completed") == 1
+        assert proxy.metric("llmproxy_parked_requests") == 0
+        await proxy.settled()
+        assert proxy.metric("llmproxy_tenant_requests_total", tenant="acme", outcome="completed") == 1
 
 
 async def test_those_held_until_somebody_knows_their_model_are_counted() -> None:
-    async with house(wait=False, extra=["http://127.0.0.1:9"], queue={"hold_s": 30.0}) as home:
-        held = home.waiting()
-        await until(lambda: home.proxy.dispatcher.nameless == 1)
-        page = (await home.get(QUEUE)).json
+    async with serving(wait=False, extra=["http://127.0.0.1:9"], queue={"hold_s": 30.0}) as proxy:
+        held = proxy.waiting()
+        await until(lambda: proxy.app.dispatcher.nameless == 1)
+        page = (await proxy.get(QUEUE)).json
         assert (page["nameless"], page["pools"]) == (1, [])
         held.cancel()
-        await until(lambda: home.proxy.dispatcher.nameless == 0)
+        await until(lambda: proxy.app.dispatcher.nameless == 0)
 
 
 @pytest.mark.parametrize("page", [QUEUE, EXPLAIN])
 async def test_for_others_there_is_no_such_page(page: str) -> None:
-    async with house(FAST, admin_key=hash_of("for-admins"), api_keys=["for-clients"]) as home:
-        nothing = await home.get("/debug/nothing", headers={"x-forwarded-for": "1.2.3.4"})
+    async with serving(FAST, admin_key=hash_of("for-admins"), api_keys=["for-clients"]) as proxy:
+        nothing = await proxy.get("/debug/nothing", headers={"x-forwarded-for": "1.2.3.4"})
         for method, query, headers in (
             ("GET", "", {}),
             ("POST", "", {}),
             ("GET", "?request=x", {}),
             ("GET", "", {"authorization": "Bearer for-clients"}),
         ):
-            answer = await home.request(method, page + query, headers={"x-forwarded-for": "1.2.3.4"} | headers)
+            answer = await proxy.request(method, page + query, headers={"x-forwarded-for": "1.2.3.4"} | headers)
             assert answer.status == nothing.status == 404
             assert answer.body == nothing.body.replace(b"/debug/nothing", page.encode())
         admin = {"authorization": "Bearer for-admins", "x-forwarded-for": "1.2.3.4"}
-        assert (await home.get(page, headers=admin)).status == 200
-        assert (await home.request("HEAD", page, headers=admin)).status == 200
-        assert (await home.request("POST", page, headers=admin)).status == 405
+        assert (await proxy.get(page, headers=admin)).status == 200
+        assert (await proxy.request("HEAD", page, headers=admin)).status == 200
+        assert (await proxy.request("POST", page, headers=admin)).status == 405
 
 
 async def test_a_choice_is_told_with_its_prices_its_predictions_and_what_became_of_them(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
-    async with house(FAST, FAST, scheduling={"placement": "cost"}, decision_log=str(path)) as home:
+    async with serving(FAST, FAST, scheduling={"placement": "cost"}, decision_log=str(path)) as proxy:
         answers = {}
         for name, change in (("first", {"max_tokens": 30}), ("second", {"n": 2}), ("plain", {"stream": False})):
-            answers[name] = await home.post(CHAT, STREAM | change, headers={"x-request-id": name})
-        told = (await home.get(f"{EXPLAIN}?request=first")).json
+            answers[name] = await proxy.post(CHAT, STREAM | change, headers={"x-request-id": name})
+        told = (await proxy.get(f"{EXPLAIN}?request=first")).json
         (pool,) = told["pools"]
         (choice,) = pool["choices"]
         chosen, other = choice["candidates"]
@@ -143,14 +143,14 @@ async def test_a_choice_is_told_with_its_prices_its_predictions_and_what_became_
         assert chosen["line"].startswith(f"{choice['chosen']}: ")
         # In the order in which they were first read.
         assert sorted(backend["backend"] for backend in pool["learned"]["backends"]) == ["b0", "b1"]
-        assert [one["request"] for one in (await home.get(f"{EXPLAIN}?limit=2")).json["pools"][0]["choices"]] == [
+        assert [one["request"] for one in (await proxy.get(f"{EXPLAIN}?limit=2")).json["pools"][0]["choices"]] == [
             "plain",
             "second",
         ]
-        await home.settled()
+        await proxy.settled()
         for time, count in (("ttft", 2), ("tpot", 1)):
-            assert home.metric("llmproxy_prediction_error_ratio_count", time=time) == count
-            assert home.metric("llmproxy_prediction_seconds_total", time=time, kind="observed") > 0
+            assert proxy.metric("llmproxy_prediction_error_ratio_count", time=time) == count
+            assert proxy.metric("llmproxy_prediction_seconds_total", time=time, kind="observed") > 0
     lines = {line["request_id"]: line for line in read(path)}
     first = lines["first"]
     assert first["predicted"]["ttft_s"] == chosen["ttft_s"] < first["predicted"]["ttft_p90_s"]
@@ -162,11 +162,11 @@ async def test_a_choice_is_told_with_its_prices_its_predictions_and_what_became_
 
 
 async def test_an_objective_that_nobody_configured_is_counted() -> None:
-    async with house(FAST) as home:
-        assert (await home.chat(headers={OBJECTIVE: "gold"})).status == 200
-        await home.settled()
-        assert home.metric("llmproxy_unknown_objectives_total") == 1
-        assert home.metric("llmproxy_requests_total", band="default") == 1
+    async with serving(FAST) as proxy:
+        assert (await proxy.chat(headers={OBJECTIVE: "gold"})).status == 200
+        await proxy.settled()
+        assert proxy.metric("llmproxy_unknown_objectives_total") == 1
+        assert proxy.metric("llmproxy_requests_total", band="default") == 1
 
 
 # --- the decision log -------------------------------------------------------------------------------------------------
@@ -180,16 +180,16 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 async def test_a_log_tells_who_went_in_which_order_and_why(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
-    async with house(FAST, **ONE_SEAT, decision_log=str(path)) as home:
-        async with home.stream() as seat:
+    async with serving(FAST, **ONE_SEAT, decision_log=str(path)) as proxy:
+        async with proxy.stream() as seat:
             await seat.content.readany()
             waiting = [
-                await enter(home, "third", **{OBJECTIVE: "sheddable"}),
-                await enter(home, "second", **{"x-llm-d-inference-ttl": "30s"}),
-                await enter(home, "first", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
+                await enter(proxy, "third", **{OBJECTIVE: "sheddable"}),
+                await enter(proxy, "second", **{"x-llm-d-inference-ttl": "30s"}),
+                await enter(proxy, "first", **{OBJECTIVE: "critical", "x-slo-ttft-ms": "60000"}),
             ]
         await asyncio.gather(*waiting)
-        assert (await home.chat(HELLO | {"model": "nobody"})).status == 404
+        assert (await proxy.chat(HELLO | {"model": "nobody"})).status == 404
     lines = {line["request_id"]: line for line in read(path)}
     assert len(lines) == 4, "a request for a model that nobody serves never came to the waiting room"
     granted = sorted(lines.values(), key=lambda line: line["granted_at_s"])
@@ -212,16 +212,16 @@ async def test_a_log_tells_who_went_in_which_order_and_why(tmp_path: Path) -> No
 
 async def test_a_request_that_gave_its_backend_up_says_so(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
-    async with house(FAST, **ONE_SEAT, decision_log=str(path)) as home:
-        home.replicas[0].faults.set("frozen")
-        sheddable = home.waiting(STREAM, **{OBJECTIVE: "sheddable", "x-request-id": "sheddable"})
-        await until(lambda: home.proxy.dispatcher.leases)
-        critical = home.waiting(STREAM, **{OBJECTIVE: "critical", "x-request-id": "critical"})
-        await until(lambda: home.proxy.pools.position("sheddable", 0.0))
-        home.replicas[0].faults.clear()
+    async with serving(FAST, **ONE_SEAT, decision_log=str(path)) as proxy:
+        proxy.replicas[0].faults.set("frozen")
+        sheddable = proxy.waiting(STREAM, **{OBJECTIVE: "sheddable", "x-request-id": "sheddable"})
+        await until(lambda: proxy.app.dispatcher.leases)
+        critical = proxy.waiting(STREAM, **{OBJECTIVE: "critical", "x-request-id": "critical"})
+        await until(lambda: proxy.app.pools.position("sheddable", 0.0))
+        proxy.replicas[0].faults.clear()
         await asyncio.gather(sheddable, critical)
-        await home.settled()
-        assert home.metric("llmproxy_withdrawals_total", band="sheddable") == 1
+        await proxy.settled()
+        assert proxy.metric("llmproxy_withdrawals_total", band="sheddable") == 1
     lines = {line["request_id"]: line for line in read(path)}
     assert (lines["sheddable"]["withdrawals"], lines["sheddable"]["attempts"]) == (1, 2)
     assert lines["critical"]["withdrawals"] == 0
@@ -232,17 +232,17 @@ async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Pat
     path, out = tmp_path / "decisions.jsonl", tmp_path / "out"
     runs._prepared.cache_clear()
     config = ONE_SEAT | TENANTS | {"queue": {"requests_max": 2}, "decision_log": str(path)}
-    async with house(FAST, **config) as home:
+    async with serving(FAST, **config) as proxy:
         key = {"authorization": "Bearer plain"}
-        async with home.stream(**key) as seat:
+        async with proxy.stream(**key) as seat:
             await seat.content.readany()
             waiting = [
                 await enter(
-                    home, "acme", HELLO | {"model": "lora-0", "max_tokens": 6}, **ACME, **{OBJECTIVE: "critical"}
+                    proxy, "acme", HELLO | {"model": "lora-0", "max_tokens": 6}, **ACME, **{OBJECTIVE: "critical"}
                 ),
-                await enter(home, "plain", HELLO | {"max_tokens": 2}, **key),
+                await enter(proxy, "plain", HELLO | {"max_tokens": 2}, **key),
             ]
-            refused = await home.chat(headers=key | {"x-request-id": "refused"})
+            refused = await proxy.chat(headers=key | {"x-request-id": "refused"})
             assert refused.status == 429
         await asyncio.gather(*waiting)
     assert [line["request_id"] for line in read(path)][:1] == ["refused"], "lines come in the order of the ends"
@@ -281,7 +281,7 @@ async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Pat
 
 async def test_a_log_that_cannot_be_written_is_told_before_anything_is_served(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"decision_log: .*missing/log cannot be written: No such file"):
-        async with house(FAST, decision_log=str(tmp_path / "missing" / "log")):
+        async with serving(FAST, decision_log=str(tmp_path / "missing" / "log")):
             pass
 
 

@@ -18,7 +18,7 @@ from llmproxy.core.estimates.tokens import OUTPUT_TOKENS
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.retry import RetryBudget
 from llmproxy.upstream.resolver import Address
-from tests.e2e.proxies import FAST, HELLO, House, all_up, house, raw_post, until
+from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, all_up, raw_post, serving, until
 from tests.e2e.scripted import STREAM_HEAD, chunk, scripted, whole
 from tests.upstream.raw_server import Peer
 
@@ -31,15 +31,15 @@ async def test_a_client_that_leaves_at_the_end_mark_has_had_it_all() -> None:
         await peer.send(chunk(b"data: [DONE]\n\n"))
         await asyncio.sleep(30)
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        async with openai.AsyncOpenAI(base_url=f"{home.url}/v1", api_key="k", max_retries=0) as sdk:
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="k", max_retries=0) as sdk:
             stream = await sdk.chat.completions.create(
                 model="base", messages=[{"role": "user", "content": "hi"}], stream=True
             )
             assert [piece.choices[0].delta.content async for piece in stream] == ["hi"]
             await stream.close()
-        await until(lambda: home.proxy.walker.walking == 0)
-        assert home.outcomes() == {"completed": 1}
+        await until(lambda: proxy.app.walker.walking == 0)
+        assert proxy.outcomes() == {"completed": 1}
 
 
 async def test_an_error_event_that_blames_the_client_ejects_nobody_and_is_not_tried_again() -> None:
@@ -47,22 +47,22 @@ async def test_an_error_event_that_blames_the_client_ejects_nobody_and_is_not_tr
         event = b'data: {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}\n\n'
         await peer.send(STREAM_HEAD + chunk(event) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
-    async with scripted(script) as backend, house(extra=[backend.url], health={"failures": 1}) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url], health={"failures": 1}) as proxy:
         for _ in range(3):
-            answer = await home.chat(STREAM)
+            answer = await proxy.chat(STREAM)
             assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (200, "1")
-        assert home.proxy.pools.ready(asyncio.get_running_loop().time())
+        assert proxy.app.pools.ready(asyncio.get_running_loop().time())
 
 
 async def test_who_is_out_of_descriptors_says_so_and_blames_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(FAST, FAST) as home:
+    async with serving(FAST, FAST) as proxy:
 
         def lacking(*_: object, **__: object) -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         # For connections to backends alone, and not for those of the test.
         monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
-        async with home.wire(raw_post(HELLO)) as (reader, _):
+        async with proxy.wire(raw_post(HELLO)) as (reader, _):
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
             assert b"\r\nRetry-After: 1\r\n" in head
@@ -70,12 +70,12 @@ async def test_who_is_out_of_descriptors_says_so_and_blames_no_backend(monkeypat
             assert b"Too many open files" in told
             assert b"LimitNOFILE" in told
             assert b"127.0.0.1" not in told
-        assert home.metric("llmproxy_attempts_total", verdict="local_failure") == 2, "each was tried"
-        assert all_up(home)
-        assert not any(backend.health.ejected_times for backend in home.proxy.pools.backends.values())
+        assert proxy.metric("llmproxy_attempts_total", verdict="local_failure") == 2, "each was tried"
+        assert all_up(proxy)
+        assert not any(backend.health.ejected_times for backend in proxy.app.pools.backends.values())
         monkeypatch.setattr("aiohappyeyeballs.impl.socket", socket)
-        assert (await home.chat()).status == 200
-        assert home.outcomes() == {"rejected_capacity": 1, "completed": 1}
+        assert (await proxy.chat()).status == 200
+        assert proxy.outcomes() == {"rejected_capacity": 1, "completed": 1}
 
 
 async def test_a_silent_name_server_takes_nobody_down_whose_address_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,17 +98,17 @@ async def test_a_silent_name_server_takes_nobody_down_whose_address_is_known(mon
     async with scripted(script) as backend:
         urls = [backend.url.replace("127.0.0.1", "gpu.test"), *(f"http://gone-{i}.test:8000" for i in range(20))]
         with capture_logs() as logs:
-            async with house(extra=urls, wait=False, poll={"timeout_s": 0.2}) as home:
-                pools = home.proxy.pools
+            async with serving(extra=urls, wait=False, poll={"timeout_s": 0.2}) as proxy:
+                pools = proxy.app.pools
                 await until(lambda: pools.backends["b0"].listing is not None and asked.count("gpu.test") == 2)
                 await until(lambda: sum(line["event"] == "name_not_resolved" for line in logs) == 21)
-                assert [(await home.chat()).status for _ in range(20)] == [200] * 20
+                assert [(await proxy.chat()).status for _ in range(20)] == [200] * 20
                 assert backend.connections == 20, "each had to open one"
-                await until(lambda: home.metric("llmproxy_poll_failures_total", backend="b20") >= 3)
+                await until(lambda: proxy.metric("llmproxy_poll_failures_total", backend="b20") >= 3)
                 assert not pools.backends["b0"].health.down
                 assert not pools.backends["b0"].health.ejected_times
                 assert all(pools.backends[f"b{i}"].health.down for i in range(1, 21))
-                assert not home.metric("llmproxy_poll_failures_total", backend="b0")
+                assert not proxy.metric("llmproxy_poll_failures_total", backend="b0")
         assert max(Counter(asked).values()) == 2, "one question at a time"
         [told] = [line for line in logs if line["event"] == "name_not_resolved" and line["name"] == "gone-7.test"]
         assert told["why"] == "no answer within 0.05 s"
@@ -127,14 +127,14 @@ async def test_work_that_began_is_not_quietly_done_twice() -> None:
         await asyncio.sleep(0.3)
         peer.reset()
 
-    async with scripted(script) as backend, house(extra=[backend.url], retry={"extra_attempts": 0}) as home:
-        assert (await home.chat()).status == 200
-        assert (await home.chat()).status == 502
+    async with scripted(script) as backend, serving(extra=[backend.url], retry={"extra_attempts": 0}) as proxy:
+        assert (await proxy.chat()).status == 200
+        assert (await proxy.chat()).status == 502
         assert asked == 2
 
 
-async def test_the_time_to_wait_does_not_run_while_a_body_arrives(home: House) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+async def test_the_time_to_wait_does_not_run_while_a_body_arrives(proxy: ProxyUnderTest) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
     body = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":1}'
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -148,16 +148,16 @@ async def test_the_time_to_wait_does_not_run_while_a_body_arrives(home: House) -
     await writer.wait_closed()
 
 
-async def test_a_stored_response_is_logged_and_named_like_any_request(home: House) -> None:
-    made = await home.post("/v1/responses", {"model": "base", "input": "hi", "max_output_tokens": 4})
-    before = home.outcomes().get("completed", 0)
-    got = await home.get(f"/v1/responses/{made.json['id']}", headers={"x-request-id": "mine"})
+async def test_a_stored_response_is_logged_and_named_like_any_request(proxy: ProxyUnderTest) -> None:
+    made = await proxy.post("/v1/responses", {"model": "base", "input": "hi", "max_output_tokens": 4})
+    before = proxy.outcomes().get("completed", 0)
+    got = await proxy.get(f"/v1/responses/{made.json['id']}", headers={"x-request-id": "mine"})
     assert (got.status, got.headers["x-request-id"]) == (200, "mine")
-    assert home.outcomes()["completed"] == before + 1
+    assert proxy.outcomes()["completed"] == before + 1
 
 
-async def test_a_refusal_at_the_door_has_an_id(home: House) -> None:
-    answer = await home.get("/nothing", headers={"x-request-id": "mine"})
+async def test_a_refusal_at_the_door_has_an_id(proxy: ProxyUnderTest) -> None:
+    answer = await proxy.get("/nothing", headers={"x-request-id": "mine"})
     assert (answer.status, answer.headers["x-request-id"]) == (404, "mine")
 
 
@@ -166,25 +166,25 @@ async def test_a_stream_that_never_mentions_its_end_after_the_mark_is_complete_a
         await peer.send(STREAM_HEAD + chunk(b'data: {"id":"x","choices":[]}\n\n') + chunk(b"data: [DONE]\n\n"))
         peer.reset()
 
-    async with scripted(script) as backend, house(FAST, extra=[backend.url]) as home:
+    async with scripted(script) as backend, serving(FAST, extra=[backend.url]) as proxy:
         del backend
-        answers = [await home.chat(STREAM) for _ in range(6)]
+        answers = [await proxy.chat(STREAM) for _ in range(6)]
         assert all(answer.body.endswith(b"data: [DONE]\n\n") for answer in answers)
-        assert home.outcomes() == {"completed": 6}
+        assert proxy.outcomes() == {"completed": 6}
 
 
 async def test_an_engine_without_such_a_thing_is_not_broken() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(whole(b"{}", "501 Not Implemented"))
 
-    async with scripted(script) as backend, house(extra=[backend.url], health={"failures": 1}) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url], health={"failures": 1}) as proxy:
         for _ in range(3):
-            assert (await home.chat()).status == 501
-        assert home.proxy.pools.ready(asyncio.get_running_loop().time())
+            assert (await proxy.chat()).status == 501
+        assert proxy.app.pools.ready(asyncio.get_running_loop().time())
 
 
-async def test_header_bytes_that_cannot_be_passed_on_are_refused_and_not_left_out(home: House) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(home.url.rpartition(":")[2]))
+async def test_header_bytes_that_cannot_be_passed_on_are_refused_and_not_left_out(proxy: ProxyUnderTest) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-name: p\xe9q\r\n"
         b"connection: close\r\ncontent-length: 15\r\n\r\n" + b'{"messages":[]}'
@@ -197,12 +197,12 @@ async def test_header_bytes_that_cannot_be_passed_on_are_refused_and_not_left_ou
 
 
 async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:
-    async with house(FAST) as home:
-        asked = asyncio.create_task(home.chat(HELLO | {"max_tokens": 30_000, "ignore_eos": True}))
-        await until(lambda: home.replicas[0].in_flight == 1)
+    async with serving(FAST) as proxy:
+        asked = asyncio.create_task(proxy.chat(HELLO | {"max_tokens": 30_000, "ignore_eos": True}))
+        await until(lambda: proxy.replicas[0].in_flight == 1)
         asked.cancel()
-        await until(lambda: home.proxy.walker.walking == 0)
-        fairness = home.proxy.pools._schedulers["base"]._room.band(DEFAULT).fairness
+        await until(lambda: proxy.app.walker.walking == 0)
+        fairness = proxy.app.pools._schedulers["base"]._room.band(DEFAULT).fairness
         assert isinstance(fairness, FairShare)
         assert fairness.counter("base") > 2 * OUTPUT_TOKENS, "the estimate of the answer is charged, and the prompt"
 

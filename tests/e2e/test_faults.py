@@ -13,7 +13,7 @@ from llmproxy.gateway.proxying import relay
 from llmproxy.gateway.proxying.stream_relay import HELD_BYTES_MAX
 from llmproxy.simulator.faults import FaultKind
 from llmproxy.upstream.port import Exchange
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, all_up, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 from tests.upstream.raw_server import Peer
 
@@ -31,116 +31,116 @@ def served_by_b1_after_b0(answer: Answer) -> bool:
     return (answer.status, answer.backend, answer.headers["x-llmproxy-attempts"]) == (200, "b1", "2")
 
 
-def attempts(home: House, verdict: str) -> int:
-    return int(home.metric("llmproxy_attempts_total", backend="b0", verdict=verdict))
+def attempts(proxy: ProxyUnderTest, verdict: str) -> int:
+    return int(proxy.metric("llmproxy_attempts_total", backend="b0", verdict=verdict))
 
 
 @pytest.mark.parametrize("body", BODIES)
 async def test_a_refused_connection_is_tried_elsewhere(body: object) -> None:
-    async with house(FAST, FAST, **IN_TURN, poll=BLIND, health=STRICT) as home:
-        home.replicas[0].faults.set("refuse")
-        assert served_by_b1_after_b0(await home.chat(body))
-        assert attempts(home, "connect_failed") == 1
+    async with serving(FAST, FAST, **IN_TURN, poll=BLIND, health=STRICT) as proxy:
+        proxy.replicas[0].faults.set("refuse")
+        assert served_by_b1_after_b0(await proxy.chat(body))
+        assert attempts(proxy, "connect_failed") == 1
         for _ in range(3):
-            assert (await home.chat(body)).headers["x-llmproxy-attempts"] == "1", "it is left alone"
-        assert home.outcomes() == {"completed": 4}
+            assert (await proxy.chat(body)).headers["x-llmproxy-attempts"] == "1", "it is left alone"
+        assert proxy.outcomes() == {"completed": 4}
 
 
 @pytest.mark.parametrize("body", BODIES)
 async def test_a_busy_backend_is_full_and_not_broken(body: object) -> None:
-    async with house(FAST, FAST, **IN_TURN, health=STRICT) as home:
-        home.replicas[0].faults.set("busy_503", times=1)
-        assert served_by_b1_after_b0(await home.chat(body))
-        assert attempts(home, "busy") == 1
-        await until(lambda: all_up(home))
-        assert {(await home.chat(body)).backend for _ in range(2)} == {"b0", "b1"}
+    async with serving(FAST, FAST, **IN_TURN, health=STRICT) as proxy:
+        proxy.replicas[0].faults.set("busy_503", times=1)
+        assert served_by_b1_after_b0(await proxy.chat(body))
+        assert attempts(proxy, "busy") == 1
+        await until(lambda: all_up(proxy))
+        assert {(await proxy.chat(body)).backend for _ in range(2)} == {"b0", "b1"}
 
 
 @pytest.mark.parametrize("body", BODIES)
 async def test_a_draining_engine_gets_nothing_more(body: object) -> None:
-    async with house(FAST, FAST, **IN_TURN, health=STRICT) as home, home.stream() as running:
+    async with serving(FAST, FAST, **IN_TURN, health=STRICT) as proxy, proxy.stream() as running:
         await running.content.readany()
-        home.replicas[0].faults.set("draining_500")
-        await home.chat(HELLO)  # The turn of b1.
-        assert served_by_b1_after_b0(await home.chat(body))
-        assert attempts(home, "draining") == 1
-        assert [(await home.chat(body)).backend for _ in range(3)] == ["b1"] * 3
+        proxy.replicas[0].faults.set("draining_500")
+        await proxy.chat(HELLO)  # The turn of b1.
+        assert served_by_b1_after_b0(await proxy.chat(body))
+        assert attempts(proxy, "draining") == 1
+        assert [(await proxy.chat(body)).backend for _ in range(3)] == ["b1"] * 3
         assert not running.content.at_eof(), "what runs there goes on"
-        assert (await home.get(home.replicas[0].url + "/health")).status == 200
+        assert (await proxy.get(proxy.replicas[0].url + "/health")).status == 200
 
 
 async def test_an_error_as_the_first_event_is_tried_elsewhere() -> None:
-    async with house(FAST, FAST, **IN_TURN) as home:
-        home.replicas[0].faults.set("stream_error_first", times=1)
-        answer = await home.chat(STREAM)
+    async with serving(FAST, FAST, **IN_TURN) as proxy:
+        proxy.replicas[0].faults.set("stream_error_first", times=1)
+        answer = await proxy.chat(STREAM)
         assert served_by_b1_after_b0(answer)
         assert b"error" not in answer.body
 
 
 @pytest.mark.parametrize("body", BODIES)
 async def test_a_reset_before_the_first_byte_is_tried_elsewhere(body: object) -> None:
-    async with house(FAST, FAST, **IN_TURN) as home:
-        home.replicas[0].faults.set("reset", after_bytes=0, times=1)
-        assert served_by_b1_after_b0(await home.chat(body))
+    async with serving(FAST, FAST, **IN_TURN) as proxy:
+        proxy.replicas[0].faults.set("reset", after_bytes=0, times=1)
+        assert served_by_b1_after_b0(await proxy.chat(body))
 
 
 async def test_a_stream_without_a_first_byte_in_time_is_tried_elsewhere() -> None:
-    async with house(FAST, FAST, **IN_TURN, timeouts={"first_byte_s": 0.25}) as home:
-        home.replicas[0].faults.set("frozen")
-        assert served_by_b1_after_b0(await home.chat(STREAM))
-        assert attempts(home, "failed") == 1
-        await until(lambda: not home.replicas[0].in_flight)
-        home.replicas[0].faults.clear()
+    async with serving(FAST, FAST, **IN_TURN, timeouts={"first_byte_s": 0.25}) as proxy:
+        proxy.replicas[0].faults.set("frozen")
+        assert served_by_b1_after_b0(await proxy.chat(STREAM))
+        assert attempts(proxy, "failed") == 1
+        await until(lambda: not proxy.replicas[0].in_flight)
+        proxy.replicas[0].faults.clear()
 
 
 async def test_an_answer_in_one_piece_is_not_repeated_for_what_the_engine_says() -> None:
-    async with house(FAST, FAST, **IN_TURN) as home:
-        home.replicas[0].faults.set("stream_error_first", times=1)
-        answer = await home.chat(HELLO)
+    async with serving(FAST, FAST, **IN_TURN) as proxy:
+        proxy.replicas[0].faults.set("stream_error_first", times=1)
+        answer = await proxy.chat(HELLO)
         assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (500, "1")
         assert "EngineCore" in answer.json["error"]["message"]
-        assert home.outcomes() == {"upstream_status": 1}
+        assert proxy.outcomes() == {"upstream_status": 1}
 
 
 async def test_an_answer_in_one_piece_has_a_total_time_only() -> None:
-    async with house(FAST, FAST, **IN_TURN, timeouts={"first_byte_s": 0.05, "total_s": 0.4}) as home:
-        home.replicas[0].faults.set("frozen")
-        answer = await home.chat(HELLO)
+    async with serving(FAST, FAST, **IN_TURN, timeouts={"first_byte_s": 0.05, "total_s": 0.4}) as proxy:
+        proxy.replicas[0].faults.set("frozen")
+        answer = await proxy.chat(HELLO)
         assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (504, "1")
         assert "timeouts.total_s" in answer.json["error"]["message"]
-        await until(lambda: not home.replicas[0].in_flight)
-        home.replicas[0].faults.clear()
+        await until(lambda: not proxy.replicas[0].in_flight)
+        proxy.replicas[0].faults.clear()
 
 
 async def test_when_all_are_busy_the_client_gets_the_engines_own_words() -> None:
-    async with house(FAST, FAST, **IN_TURN) as home:
-        for replica in home.replicas:
+    async with serving(FAST, FAST, **IN_TURN) as proxy:
+        for replica in proxy.replicas:
             replica.faults.set("busy_503")
-        answer = await home.chat()
+        answer = await proxy.chat()
         assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (503, "3")
         assert answer.json["error"]["type"] == "Service Unavailable"
         assert int(answer.headers["retry-after"]) >= 1
 
 
 async def test_when_none_can_be_reached_it_is_a_bad_gateway() -> None:
-    async with house(FAST, FAST, poll=BLIND) as home:
-        for replica in home.replicas:
+    async with serving(FAST, FAST, poll=BLIND) as proxy:
+        for replica in proxy.replicas:
             replica.faults.set("refuse")
-        answer = await home.chat()
+        answer = await proxy.chat()
         assert (answer.status, answer.json["error"]["type"]) == (502, "BadGatewayError")
-        assert home.outcomes() == {"connect_failed": 1}
+        assert proxy.outcomes() == {"connect_failed": 1}
 
 
 async def test_when_all_streams_begin_with_an_error_it_is_passed_on() -> None:
-    async with house(FAST, FAST) as home:
-        for replica in home.replicas:
+    async with serving(FAST, FAST) as proxy:
+        for replica in proxy.replicas:
             replica.faults.set("stream_error_first")
-        answer = await home.chat(STREAM)
+        answer = await proxy.chat(STREAM)
         assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (200, "2")
         assert len(answer.events) == 2
         assert b"EngineCore" in answer.events[0]
         assert answer.events[1] == b"data: [DONE]"
-        assert home.outcomes() == {"upstream_status": 1}
+        assert proxy.outcomes() == {"upstream_status": 1}
 
 
 ERROR_FIRST = b'data: {"error":{"message":"no","code":400}}\n\n'
@@ -162,51 +162,54 @@ async def test_an_error_as_the_first_event_is_passed_on_to_its_last_byte(monkeyp
         await peer.send(chunk(b": [DONE]\n\n") + STREAM_END)
 
     monkeypatch.setattr("llmproxy.gateway.proxying.relay._read_held", noticed)
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        assert (await home.chat(STREAM)).body == ERROR_FIRST + DONE
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        assert (await proxy.chat(STREAM)).body == ERROR_FIRST + DONE
 
 
 async def test_an_error_as_the_first_event_does_not_keep_a_length_that_is_not_its_own() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(whole(ERROR_FIRST + HIDDEN + DONE, content_type="text/event-stream"))
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home, asyncio.timeout(5):
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy, asyncio.timeout(5):
         for _ in range(2):
             # A client that waits for more would take it from the next answer.
-            assert (await home.chat(STREAM)).body == ERROR_FIRST + DONE
+            assert (await proxy.chat(STREAM)).body == ERROR_FIRST + DONE
 
 
 async def test_an_error_as_the_first_event_is_passed_on_whole_or_not_at_all() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(STREAM_HEAD + chunk(ERROR_FIRST) + chunk(b":" + b"x" * HELD_BYTES_MAX) + STREAM_END)
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        answer = await home.chat(STREAM)
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        answer = await proxy.chat(STREAM)
         assert (answer.status, b"is not passed on" in answer.body) == (502, True)
 
 
 async def test_there_are_two_extra_attempts_at_most() -> None:
-    async with house(FAST, FAST, FAST, FAST) as home:
-        for replica in home.replicas:
+    async with serving(FAST, FAST, FAST, FAST) as proxy:
+        for replica in proxy.replicas:
             replica.faults.set("stream_error_first")
-        assert (await home.chat(STREAM)).headers["x-llmproxy-attempts"] == "3"
-        assert home.metric("llmproxy_retries_total") == 2
+        assert (await proxy.chat(STREAM)).headers["x-llmproxy-attempts"] == "3"
+        assert proxy.metric("llmproxy_retries_total") == 2
 
 
 async def test_retries_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.core.retry.RETRY_RESERVE", 100.0)
     async with scripted(answering(BAD_GATEWAY)) as one, scripted(answering(BAD_GATEWAY)) as two:
         retry, health = {"budget_ratio": 0.1}, {"failures": 100_000}
-        async with house(extra=[one.url, two.url], retry=retry, health=health) as home:
-            tried = [(await home.chat()).headers["x-llmproxy-attempts"] for _ in range(180)]
+        async with serving(extra=[one.url, two.url], retry=retry, health=health) as proxy:
+            tried = [(await proxy.chat()).headers["x-llmproxy-attempts"] for _ in range(180)]
             assert tried[:40] == ["2"] * 40, "a backend that dies takes a handful at once"
             assert 1 <= tried[-60:].count("2") <= 7, "beyond that reserve, a tenth of all requests"
 
 
 async def test_three_failures_in_a_row_eject() -> None:
-    async with scripted(answering(BAD_GATEWAY)) as bad, house(FAST, extra=[bad.url], **IN_TURN, health=STRICT) as home:
+    async with (
+        scripted(answering(BAD_GATEWAY)) as bad,
+        serving(FAST, extra=[bad.url], **IN_TURN, health=STRICT) as proxy,
+    ):
         for _ in range(12):
-            assert (await home.chat()).status == 200
+            assert (await proxy.chat()).status == 200
         assert len(bad.requests) == 3
 
 
@@ -216,11 +219,11 @@ async def test_the_log_says_whom_the_pool_cannot_spare() -> None:
         async with (
             scripted(answering(BAD_GATEWAY)) as one,
             scripted(answering(BAD_GATEWAY)) as other,
-            house(extra=[one.url, other.url], **IN_TURN, **settings) as home,
+            serving(extra=[one.url, other.url], **IN_TURN, **settings) as proxy,
         ):
             for _ in range(4):
-                assert (await home.chat()).status == 502
-            await home.settled()
+                assert (await proxy.chat()).status == 502
+            await proxy.settled()
     ejected, spared = (
         [(line["backend"], line["why"]) for line in logs if line["event"] == event]
         for event in ("backend_ejected", "backend_not_ejected")
@@ -230,22 +233,22 @@ async def test_the_log_says_whom_the_pool_cannot_spare() -> None:
 
 
 async def test_an_ejected_backend_comes_back_by_one_probe() -> None:
-    async with house(FAST, FAST, **IN_TURN, poll=BLIND) as home:
-        home.replicas[0].faults.set("refuse")
-        await home.chat()
-        await home.replicas[0].restart()
-        await until(lambda: all_up(home))
-        answers = await asyncio.gather(*(home.chat() for _ in range(10)))
+    async with serving(FAST, FAST, **IN_TURN, poll=BLIND) as proxy:
+        proxy.replicas[0].faults.set("refuse")
+        await proxy.chat()
+        await proxy.replicas[0].restart()
+        await until(lambda: all_up(proxy))
+        answers = await asyncio.gather(*(proxy.chat() for _ in range(10)))
         assert {answer.status for answer in answers} == {200}
-        await until(lambda: all_up(home))
-        assert {(await home.chat()).backend for _ in range(2)} == {"b0", "b1"}
+        await until(lambda: all_up(proxy))
+        assert {(await proxy.chat()).backend for _ in range(2)} == {"b0", "b1"}
 
 
 async def test_what_clients_do_wrong_is_never_held_against_a_backend() -> None:
-    async with house(FAST, health=STRICT | {"failures": 1}) as home:
+    async with serving(FAST, health=STRICT | {"failures": 1}) as proxy:
         for _ in range(5):
-            assert (await home.chat(HELLO | {"max_tokens": -1})).status == 400
-        assert (await home.chat()).status == 200
+            assert (await proxy.chat(HELLO | {"max_tokens": -1})).status == 400
+        assert (await proxy.chat()).status == 200
 
 
 async def test_a_kept_connection_that_the_backend_dropped_costs_nobody_anything() -> None:
@@ -256,32 +259,32 @@ async def test_a_kept_connection_that_the_backend_dropped_costs_nobody_anything(
             return
         await peer.send(whole(b"{}"))
 
-    async with scripted(script) as backend, house(extra=[backend.url], health=STRICT | {"failures": 1}) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url], health=STRICT | {"failures": 1}) as proxy:
         for _ in range(4):
-            answer = await home.chat()
+            answer = await proxy.chat()
             assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (200, "1")
         assert backend.connections > 1
 
 
 async def test_a_backend_may_say_itself_when_to_come_back() -> None:
     full = whole(b"full", "503 Service Unavailable", extra=b"retry-after: 7\r\n")
-    async with scripted(answering(full)) as backend, house(extra=[backend.url], retry={"extra_attempts": 0}) as home:
-        answer = await home.chat()
+    async with scripted(answering(full)) as backend, serving(extra=[backend.url], retry={"extra_attempts": 0}) as proxy:
+        answer = await proxy.chat()
         assert (answer.body, answer.headers.getall("retry-after")) == (b"full", ["7"])
 
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "500 Internal Server Error"])
 async def test_an_error_of_any_size_has_an_end(status: str) -> None:
-    async with scripted(answering(whole(b"x" * (3 << 20), status))) as backend, house(extra=[backend.url]) as home:
+    async with scripted(answering(whole(b"x" * (3 << 20), status))) as backend, serving(extra=[backend.url]) as proxy:
         async with asyncio.timeout(10):
-            assert (await home.chat()).status == int(status[:3])
-        assert home.outcomes() == {"upstream_status": 1}
+            assert (await proxy.chat()).status == int(status[:3])
+        assert proxy.outcomes() == {"upstream_status": 1}
 
 
 async def test_a_redirect_of_a_backend_is_not_handed_on() -> None:
     away = whole(b"", "307 Temporary Redirect", extra=b"location: http://10.0.0.1:8000/elsewhere\r\n")
-    async with scripted(answering(away)) as backend, house(extra=[backend.url]) as home:
-        answer = await home.chat()
+    async with scripted(answering(away)) as backend, serving(extra=[backend.url]) as proxy:
+        answer = await proxy.chat()
         assert answer.status == 502
         assert "location" not in answer.headers
         assert b"10.0.0.1" not in answer.body
@@ -292,16 +295,16 @@ async def test_a_switch_to_another_protocol_is_not_handed_on(body: object) -> No
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nhello")
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
         async with asyncio.timeout(10):
-            answer = await home.chat(body)
+            answer = await proxy.chat(body)
         assert (answer.status, "another protocol" in answer.json["error"]["message"]) == (502, True)
 
 
 async def test_a_dead_engine_answers_for_itself_and_is_left_alone() -> None:
-    async with house(FAST, FAST, **IN_TURN, health=STRICT) as home:
-        home.replicas[0].faults.set(FaultKind.ENGINE_DEAD)
-        answers = [await home.chat() for _ in range(10)]
+    async with serving(FAST, FAST, **IN_TURN, health=STRICT) as proxy:
+        proxy.replicas[0].faults.set(FaultKind.ENGINE_DEAD)
+        answers = [await proxy.chat() for _ in range(10)]
         assert [answer.status for answer in answers].count(500) == 3
         assert all("EngineCore" in a.json["error"]["message"] for a in answers if a.status == 500)
 
@@ -309,22 +312,22 @@ async def test_a_dead_engine_answers_for_itself_and_is_left_alone() -> None:
 async def test_a_request_that_waits_in_a_lost_engine_is_served_by_another() -> None:
     one_at_a_time = replace(FAST, max_num_seqs=1)
     look_ahead = {"look_ahead": 2}
-    async with house(one_at_a_time, FAST, fixed_limit=1, scheduling=look_ahead) as home:
-        home.replicas[1].faults.set("refuse")
-        await until(lambda: home.proxy.pools.backends["b1"].health.down)
-        async with home.stream() as running:
+    async with serving(one_at_a_time, FAST, fixed_limit=1, scheduling=look_ahead) as proxy:
+        proxy.replicas[1].faults.set("refuse")
+        await until(lambda: proxy.app.pools.backends["b1"].health.down)
+        async with proxy.stream() as running:
             await running.content.readany()
             # Read as it comes: aiohttp forgets what nobody has read when it meets an end that is none.
             ran = asyncio.create_task(all_of(running))
-            waiting = [asyncio.create_task(home.post(CHAT, body)) for body in (STREAM, HELLO)]
-            await until(lambda: home.replicas[0].in_flight == 3)
-            await home.replicas[1].restart()
-            await until(lambda: not home.proxy.pools.backends["b1"].health.down)
-            home.replicas[0].faults.set("hang")
+            waiting = [asyncio.create_task(proxy.post(CHAT, body)) for body in (STREAM, HELLO)]
+            await until(lambda: proxy.replicas[0].in_flight == 3)
+            await proxy.replicas[1].restart()
+            await until(lambda: not proxy.app.pools.backends["b1"].health.down)
+            proxy.replicas[0].faults.set("hang")
             answers = await asyncio.gather(*waiting)
             assert all(map(served_by_b1_after_b0, answers)), (
                 "noticed by the poller alone: a hanging stream says nothing"
             )
             assert b"The stream broke" in await ran
-        await home.settled()
-        assert home.outcomes() == {"completed": 2, "broken_stream": 1}
+        await proxy.settled()
+        assert proxy.outcomes() == {"completed": 2, "broken_stream": 1}

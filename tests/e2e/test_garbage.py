@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, all_of, house
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, all_of, serving
 
 ASKS: dict[str, dict[str, Any]] = {
     CHAT: HELLO,
@@ -49,21 +49,21 @@ def garbage() -> Iterator[Counter[str]]:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", list(ASKS))
 async def test_what_was_served_leaves_nothing_to_the_collector(path: str, stream: bool) -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         with garbage() as found:
             for _ in range(3):
-                assert (await home.post(path, ASKS[path] | {"stream": stream})).status == 200
-            await home.settled()
+                assert (await proxy.post(path, ASKS[path] | {"stream": stream})).status == 200
+            await proxy.settled()
         assert not found
 
 
 async def test_a_stream_that_broke_leaves_nothing_to_the_collector() -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         with garbage() as found:
             for _ in range(3):
-                home.replicas[0].faults.set("reset", after_bytes=300, times=1)
-                async with home.stream(ENDLESS) as response:
+                proxy.replicas[0].faults.set("reset", after_bytes=300, times=1)
+                async with proxy.stream(ENDLESS) as response:
                     await all_of(response)
-            await home.settled()
-            assert home.outcomes() == {"broken_stream": 3}
+            await proxy.settled()
+            assert proxy.outcomes() == {"broken_stream": 3}
         assert not found

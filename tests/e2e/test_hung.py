@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
-from tests.e2e.proxies import FAST, STREAM, House, house, until
+from tests.e2e.proxies import FAST, STREAM, ProxyUnderTest, serving, until
 
 HUNG_S = 0.2
 OWED = STREAM | {"max_tokens": 16}
@@ -28,9 +28,9 @@ def told(log: list[EventDict], event: str, backend: str) -> list[EventDict]:
     return [line for line in log if line["event"] == event and line["backend"] == backend]
 
 
-def asked(home: House, backend: str, request_id: str) -> int:
+def asked(proxy: ProxyUnderTest, backend: str, request_id: str) -> int:
     """How often the replica behind a backend got a request."""
-    return sum(seen.headers.get("x-request-id") == request_id for seen in home.replica(backend).requests_seen)
+    return sum(seen.headers.get("x-request-id") == request_id for seen in proxy.replica(backend).requests_seen)
 
 
 async def read(stream: aiohttp.ClientResponse) -> None:
@@ -41,24 +41,24 @@ async def read(stream: aiohttp.ClientResponse) -> None:
 
 async def test_a_request_that_a_hung_backend_owes_is_answered_by_another_one(log: list[EventDict]) -> None:
     settings: dict[str, Any] = {"health": {"hung_s": HUNG_S}, "scheduling": {"placement": "round_robin"}}
-    async with house(FAST, FAST, **settings) as home, home.stream() as one, home.stream() as other:
+    async with serving(FAST, FAST, **settings) as proxy, proxy.stream() as one, proxy.stream() as other:
         hangs, speaks = (stream.headers["x-llmproxy-backend"] for stream in (one, other))
         assert hangs != speaks
         reading = asyncio.create_task(read(other))
-        known = home.proxy.pools.backends[hangs]
+        known = proxy.app.pools.backends[hangs]
         await until(lambda: known.reading is not None and known.reading.running)
-        home.replica(hangs).faults.set("frozen")
+        proxy.replica(hangs).faults.set("frozen")
 
-        owed = home.waiting(OWED, **{"x-request-id": "owed"})
-        await until(lambda: asked(home, hangs, "owed"))
+        owed = proxy.waiting(OWED, **{"x-request-id": "owed"})
+        await until(lambda: asked(proxy, hangs, "owed"))
         async with asyncio.timeout(15.0):
             answer = await owed
         assert answer.status == 200
         assert (answer.backend, answer.headers["x-llmproxy-attempts"]) == (speaks, "2")
         assert answer.events[-1] == b"data: [DONE]"
         assert sum(b'"content":' in event for event in answer.events) >= 16
-        assert (asked(home, hangs, "owed"), asked(home, speaks, "owed")) == (1, 1)
-        await until(lambda: home.replica(hangs).in_flight == 1)
+        assert (asked(proxy, hangs, "owed"), asked(proxy, speaks, "owed")) == (1, 1)
+        await until(lambda: proxy.replica(hangs).in_flight == 1)
 
         ejected = told(log, "backend_ejected", hangs)[0]
         assert ejected["log_level"] == "warning"
@@ -66,11 +66,11 @@ async def test_a_request_that_a_hung_backend_owes_is_answered_by_another_one(log
         assert ejected["why"].endswith(" s, first bytes owed: 1")
         assert not told(log, "backend_back", hangs)
 
-        home.replica(hangs).faults.clear()
+        proxy.replica(hangs).faults.clear()
         assert await one.content.readany(), "the stream that had begun goes on"
         async with asyncio.timeout(15.0):
             while not told(log, "backend_back", hangs):
-                assert (await home.chat(OWED)).status == 200
+                assert (await proxy.chat(OWED)).status == 200
         assert told(log, "backend_back", hangs)[0]["after_s"] > 0.0
         other.close()
         await reading

@@ -1,4 +1,4 @@
-"""Who may come in, which keys go where, and how the house closes."""
+"""Who may come in, which keys go where, and how the proxy closes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from llmproxy.app import running
 from llmproxy.config import Config, hash_of
 from llmproxy.lifecycle.sockets import Sockets
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, House, house, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, serving, until
 
 GUARDED = replace(FAST, api_key="engine-key")
 PRIVILEGES = {
@@ -40,218 +40,218 @@ def bearer(key: str) -> dict[str, str]:
 )  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/models", "/v1/responses/resp_1"])
 async def test_without_a_key_nobody_comes_in(headers: dict[str, str], path: str) -> None:
-    async with house(FAST, api_keys=["key-1", "key-2"]) as home:
+    async with serving(FAST, api_keys=["key-1", "key-2"]) as proxy:
         method = "POST" if path in (CHAT, "/v1/messages") else "GET"
-        answer = await home.request(method, path, HELLO if method == "POST" else None, headers=headers)
+        answer = await proxy.request(method, path, HELLO if method == "POST" else None, headers=headers)
         assert answer.status == 401
         assert answer.headers["www-authenticate"] == "Bearer"
         kind = "authentication_error" if path == "/v1/messages" else "AuthenticationError"
         assert answer.json["error"]["type"] == kind
-        assert home.outcomes() == {"unauthorized": 1}
+        assert proxy.outcomes() == {"unauthorized": 1}
         for page in ("/health", "/ready", "/metrics", "/version"):
-            assert (await home.get(page)).status == 200
+            assert (await proxy.get(page)).status == 200
 
 
 @pytest.mark.parametrize("headers", [{"authorization": "bearer key-2"}, {"x-api-key": "key-1"}])
 async def test_a_clients_key_stays_here_and_the_backends_own_is_sent(headers: dict[str, str]) -> None:
-    async with house(GUARDED, api_keys=["key-1", "key-2"], backend_api_key="engine-key") as home:
-        assert (await home.chat(headers=headers)).status == 200
-        seen = home.sent().headers
+    async with serving(GUARDED, api_keys=["key-1", "key-2"], backend_api_key="engine-key") as proxy:
+        assert (await proxy.chat(headers=headers)).status == 200
+        seen = proxy.sent().headers
         assert seen["authorization"] == "Bearer engine-key"
         assert "x-api-key" not in seen
-        made = await home.post(
+        made = await proxy.post(
             "/v1/responses", {"model": "base", "input": "a", "max_output_tokens": 2}, headers=headers
         )
-        assert (await home.get(f"/v1/responses/{made.json['id']}", headers=headers)).status == 200
-        assert home.sent().headers["authorization"] == "Bearer engine-key"
+        assert (await proxy.get(f"/v1/responses/{made.json['id']}", headers=headers)).status == 200
+        assert proxy.sent().headers["authorization"] == "Bearer engine-key"
 
 
 async def test_without_a_backend_key_a_clients_key_is_not_forwarded_either() -> None:
-    async with house(FAST, api_keys=["key-1"]) as home:
-        assert (await home.chat(headers={"authorization": "Bearer key-1"})).status == 200
-        assert "authorization" not in home.sent().headers
+    async with serving(FAST, api_keys=["key-1"]) as proxy:
+        assert (await proxy.chat(headers={"authorization": "Bearer key-1"})).status == 200
+        assert "authorization" not in proxy.sent().headers
 
 
 async def test_a_wrong_backend_key_is_told_by_the_engine() -> None:
-    async with house(GUARDED, FAST, wait=False, backend_api_key="wrong") as home:
-        await until(lambda: home.proxy.pools.models())
-        assert (await home.chat(HELLO | {"model": "base"})).status == 200, "the other backend serves"
-        assert home.proxy.pools.backends["b0"].listing is None
+    async with serving(GUARDED, FAST, wait=False, backend_api_key="wrong") as proxy:
+        await until(lambda: proxy.app.pools.models())
+        assert (await proxy.chat(HELLO | {"model": "base"})).status == 200, "the other backend serves"
+        assert proxy.app.pools.backends["b0"].listing is None
 
 
 async def test_a_tenants_key_opens_until_it_expires_and_stays_here() -> None:
-    async with house(FAST, tenants=TENANTS) as home:
-        assert (await home.chat(headers=bearer("acme-1"))).status == 200
-        assert "authorization" not in home.sent().headers
+    async with serving(FAST, tenants=TENANTS) as proxy:
+        assert (await proxy.chat(headers=bearer("acme-1"))).status == 200
+        assert "authorization" not in proxy.sent().headers
         for headers, told in (({}, "Missing or wrong"), (bearer("acme-0"), "has expired")):
-            answer = await home.chat(headers=headers)
+            answer = await proxy.chat(headers=headers)
             assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
             assert told in answer.json["error"]["message"]
-        assert home.outcomes() == {"completed": 1, "unauthorized": 2}
+        assert proxy.outcomes() == {"completed": 1, "unauthorized": 2}
 
 
 async def test_a_model_that_is_not_for_a_tenant_does_not_exist_for_it() -> None:
-    async with house(FAST, tenants=TENANTS) as home:
+    async with serving(FAST, tenants=TENANTS) as proxy:
         small, acme = bearer("small-1"), bearer("acme-1")
-        assert (await home.chat(HELLO | {"model": "lora-0"}, headers=small)).status == 200
-        hidden = await home.chat(HELLO | {"model": "lora-1"}, headers=small)
-        unknown = await home.chat(HELLO | {"model": "lora-9"}, headers=small)
+        assert (await proxy.chat(HELLO | {"model": "lora-0"}, headers=small)).status == 200
+        hidden = await proxy.chat(HELLO | {"model": "lora-1"}, headers=small)
+        unknown = await proxy.chat(HELLO | {"model": "lora-9"}, headers=small)
         assert hidden.status == unknown.status == 404
         assert hidden.body == unknown.body.replace(b"lora-9", b"lora-1")
-        listed = [entry["id"] for entry in (await home.get("/v1/models", headers=small)).json["data"]]
+        listed = [entry["id"] for entry in (await proxy.get("/v1/models", headers=small)).json["data"]]
         assert listed == ["lora-0"]
-        assert (await home.get("/v1/models/lora-0", headers=small)).status == 200
-        assert (await home.get("/v1/models/lora-1", headers=small)).status == 404
-        assert (await home.get("/v1/models/lora-1", headers=acme)).status == 200
-        assert len((await home.get("/v1/models", headers=acme)).json["data"]) == 3
+        assert (await proxy.get("/v1/models/lora-0", headers=small)).status == 200
+        assert (await proxy.get("/v1/models/lora-1", headers=small)).status == 404
+        assert (await proxy.get("/v1/models/lora-1", headers=acme)).status == 200
+        assert len((await proxy.get("/v1/models", headers=acme)).json["data"]) == 3
 
 
 async def test_a_tenant_is_told_of_no_model_but_its_own() -> None:
     other = {"name": "other", "keys": [hash_of("other-1")], "models": ["lora-0", "not-yet"]}
-    async with house(FAST, tenants=[other]) as home:
+    async with serving(FAST, tenants=[other]) as proxy:
         for model, status in (("not-yet", 404), ("base", 404), ("", 400)):
-            answer = await home.chat(HELLO | {"model": model}, headers=bearer("other-1"))
+            answer = await proxy.chat(HELLO | {"model": model}, headers=bearer("other-1"))
             assert answer.status == status
             assert b"lora-1" not in answer.body
             assert b"base" not in answer.body.replace(b"`base`", b""), "but where it was asked for"
         assert b"lora-0, not-yet" in answer.body
-        assert home.outcomes() == {"unknown_model": 2, "bad_request": 1}
+        assert proxy.outcomes() == {"unknown_model": 2, "bad_request": 1}
 
 
 async def test_a_tenant_that_sends_more_than_it_may_has_missed_no_objective() -> None:
     eager = {"name": "eager", "keys": [hash_of("eager-1")], "ttft_s": 60.0, "limits": {"requests_per_min": 1}}
-    async with house(FAST, tenants=[eager]) as home:
-        statuses = [(await home.chat(STREAM, headers=bearer("eager-1"))).status for _ in range(3)]
+    async with serving(FAST, tenants=[eager]) as proxy:
+        statuses = [(await proxy.chat(STREAM, headers=bearer("eager-1"))).status for _ in range(3)]
         assert statuses == [200, 429, 429]
-        assert (home.metric("llmproxy_objectives_total", met="true"), home.outcomes()["rate_limited"]) == (1, 2)
-        assert home.metric("llmproxy_objectives_total", met="false") == 0
+        assert (proxy.metric("llmproxy_objectives_total", met="true"), proxy.outcomes()["rate_limited"]) == (1, 2)
+        assert proxy.metric("llmproxy_objectives_total", met="false") == 0
 
 
 async def test_headers_that_give_advantage_are_removed_unless_the_tenant_is_trusted() -> None:
-    async with house(FAST, tenants=TENANTS, trust_headers="none", scheduling={"flow": "header:x-team"}) as home:
-        assert (await home.chat(headers=bearer("acme-1") | PRIVILEGES)).status == 200
-        assert not PRIVILEGES.keys() & {name.lower() for name in home.sent().headers}
-        assert (await home.chat(headers=bearer("gateway-1") | PRIVILEGES)).status == 200
-        assert PRIVILEGES.items() <= {name.lower(): value for name, value in home.sent().headers.items()}.items()
+    async with serving(FAST, tenants=TENANTS, trust_headers="none", scheduling={"flow": "header:x-team"}) as proxy:
+        assert (await proxy.chat(headers=bearer("acme-1") | PRIVILEGES)).status == 200
+        assert not PRIVILEGES.keys() & {name.lower() for name in proxy.sent().headers}
+        assert (await proxy.chat(headers=bearer("gateway-1") | PRIVILEGES)).status == 200
+        assert PRIVILEGES.items() <= {name.lower(): value for name, value in proxy.sent().headers.items()}.items()
 
 
 async def test_draining() -> None:
-    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
-    async with one_seat as home, home.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
+    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
+    async with one_seat as proxy, proxy.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
         await running_stream.content.readany()
-        waiting = [home.waiting(), home.waiting(STREAM)]
-        await until(lambda: home.queued == 2)
-        draining = asyncio.create_task(home.proxy.drain())
+        waiting = [proxy.waiting(), proxy.waiting(STREAM)]
+        await until(lambda: proxy.queued == 2)
+        draining = asyncio.create_task(proxy.app.drain())
         for task in waiting:
             answer = await task
             assert (answer.status, answer.json["error"]["type"]) == (503, "ServiceUnavailableError")
             assert int(answer.headers["retry-after"]) >= 1
         assert not draining.done()
-        ready = await home.get("/ready")
+        ready = await proxy.get("/ready")
         assert (ready.status, ready.json["reason"]) == (503, "draining")
-        assert (await home.get("/health")).status == 200
+        assert (await proxy.get("/health")).status == 200
         for path in (CHAT, "/v1/messages"):
-            async with aiohttp.ClientSession() as newcomer, newcomer.post(home.url + path, json=HELLO) as refused:
+            async with aiohttp.ClientSession() as newcomer, newcomer.post(proxy.url + path, json=HELLO) as refused:
                 assert refused.status == 503, "the listener stays open"
                 assert int(refused.headers["retry-after"]) >= 1
         assert (await running_stream.content.read()).endswith(b"data: [DONE]\n\n"), "what runs runs to its end"
         assert await draining
-        assert home.outcomes() == {"draining": 4, "completed": 1}
+        assert proxy.outcomes() == {"draining": 4, "completed": 1}
 
 
 async def test_draining_has_an_end() -> None:
-    async with house(FAST, drain_timeout_s=0.1) as home, home.stream() as running_stream:
+    async with serving(FAST, drain_timeout_s=0.1) as proxy, proxy.stream() as running_stream:
         await running_stream.content.readany()
-        assert not await home.proxy.drain()
-        assert home.proxy.walker.walking == 1
+        assert not await proxy.app.drain()
+        assert proxy.app.walker.walking == 1
 
 
 async def test_a_request_that_fails_while_draining_is_not_tried_elsewhere() -> None:
-    async with house(FAST, FAST, fixed_limit=1, scheduling={"placement": "round_robin"}) as home:
-        home.replicas[0].faults.set("frozen")
-        waiting = home.waiting(STREAM)
-        await until(lambda: home.replicas[0].in_flight == 1)
-        draining = asyncio.create_task(home.proxy.drain())
-        await until(lambda: home.proxy.dispatcher.draining)
-        home.replicas[0].faults.clear()
-        home.replicas[0].faults.set("refuse")
+    async with serving(FAST, FAST, fixed_limit=1, scheduling={"placement": "round_robin"}) as proxy:
+        proxy.replicas[0].faults.set("frozen")
+        waiting = proxy.waiting(STREAM)
+        await until(lambda: proxy.replicas[0].in_flight == 1)
+        draining = asyncio.create_task(proxy.app.drain())
+        await until(lambda: proxy.app.dispatcher.draining)
+        proxy.replicas[0].faults.clear()
+        proxy.replicas[0].faults.set("refuse")
         assert (await waiting).status == 502
         assert await draining
-        assert not [seen for seen in home.replicas[1].requests_seen if seen.method == "POST"]
+        assert not [seen for seen in proxy.replicas[1].requests_seen if seen.method == "POST"]
 
 
-async def test_closing_cuts_what_still_runs(home: House) -> None:
+async def test_closing_cuts_what_still_runs(proxy: ProxyUnderTest) -> None:
     told = Config.model_validate(
-        {"host": "127.0.0.1", "port": 0, "backends": [{"url": home.replicas[0].url}], "poll": {"interval_s": 0.02}}
+        {"host": "127.0.0.1", "port": 0, "backends": [{"url": proxy.replicas[0].url}], "poll": {"interval_s": 0.02}}
     )
     async with running(told) as second:
         await until(lambda: second.pools.models())
         await until(lambda: second.pools.ready(asyncio.get_running_loop().time()))
-        response = await home.http.post(second.url + CHAT, json=ENDLESS)
+        response = await proxy.http.post(second.url + CHAT, json=ENDLESS)
         await response.content.readany()
     response.close()
     assert second.walker.walking == 0
     assert second.dispatcher.leases == 0
-    await until(lambda: not home.replicas[0].engine.busy)
+    await until(lambda: not proxy.replicas[0].engine.busy)
 
 
-async def test_a_port_that_is_taken_is_an_os_error(home: House) -> None:
-    told = Config.model_validate({"host": "127.0.0.1", "port": int(home.url.rpartition(":")[2]), "backends": []})
+async def test_a_port_that_is_taken_is_an_os_error(proxy: ProxyUnderTest) -> None:
+    told = Config.model_validate({"host": "127.0.0.1", "port": int(proxy.url.rpartition(":")[2]), "backends": []})
     with pytest.raises(OSError, match="in use"):
         async with running(told):
             pass
 
 
 async def test_draining_may_finish_what_waits() -> None:
-    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, drain_queued="finish")
-    async with one_seat as home, home.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
+    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, drain_queued="finish")
+    async with one_seat as proxy, proxy.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
         await running_stream.content.readany()
-        waiting = [home.waiting(), home.waiting(STREAM)]
-        await until(lambda: home.queued == 2)
-        draining = asyncio.create_task(home.proxy.drain())
-        await until(lambda: home.proxy.dispatcher.draining)
-        assert (await home.chat()).status == 503, "what is new is refused all the same"
+        waiting = [proxy.waiting(), proxy.waiting(STREAM)]
+        await until(lambda: proxy.queued == 2)
+        draining = asyncio.create_task(proxy.app.drain())
+        await until(lambda: proxy.app.dispatcher.draining)
+        assert (await proxy.chat()).status == 503, "what is new is refused all the same"
         assert [(await task).status for task in waiting] == [200, 200]
         assert await draining
-        assert home.outcomes() == {"draining": 1, "completed": 3}
+        assert proxy.outcomes() == {"draining": 1, "completed": 3}
 
 
 async def test_what_still_waits_at_the_end_of_a_drain_is_told() -> None:
-    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, drain_queued="finish", drain_timeout_s=0.05)
-    async with one_seat as home, home.stream() as endless:
+    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, drain_queued="finish", drain_timeout_s=0.05)
+    async with one_seat as proxy, proxy.stream() as endless:
         await endless.content.readany()
-        waiting = home.waiting()
-        await until(lambda: home.queued == 1)
-        assert not await home.proxy.drain()
+        waiting = proxy.waiting()
+        await until(lambda: proxy.queued == 1)
+        assert not await proxy.app.drain()
         answer = await waiting
         assert (answer.status, answer.headers["connection"]) == (503, "close")
 
 
 async def test_whoever_is_led_out_is_served_once_more() -> None:
-    one_seat = house(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
-    async with one_seat as home, aiohttp.ClientSession() as idle, idle.get(home.url + "/health") as kept:
+    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
+    async with one_seat as proxy, aiohttp.ClientSession() as idle, idle.get(proxy.url + "/health") as kept:
         await kept.read()
-        async with home.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
+        async with proxy.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
             await running_stream.content.readany()
-            waiting = home.waiting()
-            await until(lambda: home.queued == 1)
-            leading_out = asyncio.create_task(home.proxy.lead_out())
-            await until(lambda: home.proxy.walker.leaving)
+            waiting = proxy.waiting()
+            await until(lambda: proxy.queued == 1)
+            leading_out = asyncio.create_task(proxy.app.lead_out())
+            await until(lambda: proxy.app.walker.leaving)
             async with aiohttp.ClientSession() as newcomer:
                 with pytest.raises(aiohttp.ClientConnectorError):
-                    await newcomer.get(home.url + "/health")
+                    await newcomer.get(proxy.url + "/health")
             assert (await running_stream.content.read()).endswith(b"data: [DONE]\n\n")
             answer = await waiting
             assert (answer.status, answer.headers["connection"]) == (200, "close")
         assert not leading_out.done(), "one client has kept its connection, and may send on it"
-        async with idle.post(home.url + CHAT, json=HELLO) as last:
+        async with idle.post(proxy.url + CHAT, json=HELLO) as last:
             assert (last.status, last.headers["connection"]) == (200, "close")
             await last.read()
         await leading_out
 
 
-async def test_a_successor_hears_from_its_backends_before_it_accepts(home: House) -> None:
-    told = Config.model_validate({"host": "127.0.0.1", "port": 0, "backends": [{"url": home.replicas[0].url}]})
+async def test_a_successor_hears_from_its_backends_before_it_accepts(proxy: ProxyUnderTest) -> None:
+    told = Config.model_validate({"host": "127.0.0.1", "port": 0, "backends": [{"url": proxy.replicas[0].url}]})
     reads, writes = os.pipe()
     for ready_fd in (None, writes):
         sockets = Sockets(ready_fd)

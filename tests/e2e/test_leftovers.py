@@ -1,4 +1,4 @@
-"""The check at the end of a house finds what it is there to find."""
+"""The check at the end of a proxy finds what it is there to find."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.leftovers import nothing_left
-from tests.e2e.proxies import FAST, house
+from tests.e2e.proxies import FAST, serving
 
 kept: list[object] = []
 
@@ -34,10 +34,10 @@ async def test_what_is_left_behind_is_found(
     leak: Callable[[str], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.e2e.leftovers.LIMIT_S", 0.05)
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         with pytest.raises(AssertionError, match="left behind"):
             async with nothing_left():
-                await leak(home.url)
+                await leak(proxy.url)
         for each in kept:
             if isinstance(each, asyncio.Task):
                 each.cancel()

@@ -5,100 +5,100 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import FAST, HELLO, House, house, until
+from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, serving, until
 
 OTHER = replace(FAST, model="other", adapters=("lora-9",))
 UNKNOWN = HELLO | {"model": "not-yet"}
 
 
-def names(home: House) -> set[str]:
-    return {card["id"] for card in home.proxy.pools.models()}
+def names(proxy: ProxyUnderTest) -> set[str]:
+    return {card["id"] for card in proxy.app.pools.models()}
 
 
-async def everybody_down(home: House) -> None:
-    await until(lambda: all(backend.health.down for backend in home.proxy.pools.backends.values()))
+async def everybody_down(proxy: ProxyUnderTest) -> None:
+    await until(lambda: all(backend.health.down for backend in proxy.app.pools.backends.values()))
 
 
 async def test_a_name_is_unknown_only_when_every_backend_was_read(port: int) -> None:
-    async with house(FAST, extra=[f"http://127.0.0.1:{port}"], wait=False) as home:
-        await until(lambda: "base" in names(home) and not home.proxy.pools.backends["b0"].health.down)
-        early = await home.chat(UNKNOWN)
+    async with serving(FAST, extra=[f"http://127.0.0.1:{port}"], wait=False) as proxy:
+        await until(lambda: "base" in names(proxy) and not proxy.app.pools.backends["b0"].health.down)
+        early = await proxy.chat(UNKNOWN)
         assert early.status == 503
         assert int(early.headers["retry-after"]) >= 1
         assert "not known yet" in early.json["error"]["message"]
-        assert (await home.chat()).status == 200, "what is known is served"
+        assert (await proxy.chat()).status == 200, "what is known is served"
         async with Replica(replace(FAST, adapters=("not-yet",)), port=port):
-            await until(lambda: "not-yet" in names(home) and not home.proxy.pools.backends["b1"].health.down)
-            answer = await home.chat(UNKNOWN)
+            await until(lambda: "not-yet" in names(proxy) and not proxy.app.pools.backends["b1"].health.down)
+            answer = await proxy.chat(UNKNOWN)
             assert (answer.status, answer.backend) == (200, "b1")
-            late = await home.chat(HELLO | {"model": "never"})
+            late = await proxy.chat(HELLO | {"model": "never"})
             assert (late.status, late.json["error"]["type"]) == (404, "NotFoundError")
-        assert home.outcomes() == {"rejected_no_backends": 1, "completed": 2, "unknown_model": 1}
+        assert proxy.outcomes() == {"rejected_no_backends": 1, "completed": 2, "unknown_model": 1}
 
 
 async def test_everything_may_be_down_at_the_start(port: int) -> None:
-    async with house(extra=[f"http://127.0.0.1:{port}"], wait=False) as home:
-        assert (await home.chat()).status == 503
-        assert (await home.chat({"messages": HELLO["messages"]})).status == 503, "nor is it known which model is meant"
-        assert (await home.get("/v1/models")).json["data"] == []
+    async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False) as proxy:
+        assert (await proxy.chat()).status == 503
+        assert (await proxy.chat({"messages": HELLO["messages"]})).status == 503, "nor is it known which model is meant"
+        assert (await proxy.get("/v1/models")).json["data"] == []
         async with Replica(FAST, port=port):
-            await until(lambda: "base" in names(home))
-            await until(lambda: not home.proxy.pools.backends["b0"].health.down)
-            assert (await home.chat()).status == 200
+            await until(lambda: "base" in names(proxy))
+            await until(lambda: not proxy.app.pools.backends["b0"].health.down)
+            assert (await proxy.chat()).status == 200
 
 
 async def test_names_are_remembered_while_their_backends_are_down() -> None:
-    async with house(FAST, OTHER) as home:
-        home.replicas[1].faults.set("refuse")
-        await until(lambda: home.proxy.pools.backends["b1"].health.down)
+    async with serving(FAST, OTHER) as proxy:
+        proxy.replicas[1].faults.set("refuse")
+        await until(lambda: proxy.app.pools.backends["b1"].health.down)
         for name in ("other", "lora-9"):
-            answer = await home.chat(HELLO | {"model": name})
+            answer = await proxy.chat(HELLO | {"model": name})
             assert (answer.status, answer.json["error"]["type"]) == (503, "ServiceUnavailableError")
             assert int(answer.headers["retry-after"]) >= 1
-        assert (await home.chat(HELLO | {"model": "nope"})).status == 404
-        assert (await home.chat()).status == 200
-        assert {"other", "lora-9"} <= names(home)
-        home.replicas[0].faults.set("refuse")
-        await everybody_down(home)
-        assert (await home.chat()).status == 503
+        assert (await proxy.chat(HELLO | {"model": "nope"})).status == 404
+        assert (await proxy.chat()).status == 200
+        assert {"other", "lora-9"} <= names(proxy)
+        proxy.replicas[0].faults.set("refuse")
+        await everybody_down(proxy)
+        assert (await proxy.chat()).status == 503
 
 
 async def test_an_adapter_whose_only_backend_is_down_is_not_waited_for() -> None:
-    async with house(FAST, replace(FAST, adapters=("rare",))) as home:
-        home.replicas[1].faults.set("refuse")
-        await until(lambda: home.proxy.pools.backends["b1"].health.down)
-        answer = await home.chat(HELLO | {"model": "rare"})
-        assert (answer.status, home.outcomes()) == (503, {"rejected_no_backends": 1})
+    async with serving(FAST, replace(FAST, adapters=("rare",))) as proxy:
+        proxy.replicas[1].faults.set("refuse")
+        await until(lambda: proxy.app.pools.backends["b1"].health.down)
+        answer = await proxy.chat(HELLO | {"model": "rare"})
+        assert (answer.status, proxy.outcomes()) == (503, {"rejected_no_backends": 1})
 
 
-async def test_adapters_come_and_go(home: House) -> None:
-    late = home.replicas[1].url
+async def test_adapters_come_and_go(proxy: ProxyUnderTest) -> None:
+    late = proxy.replicas[1].url
     fresh = HELLO | {"model": "fresh"}
-    assert (await home.chat(fresh)).status == 404
-    assert (await home.post(late + "/v1/load_lora_adapter", {"lora_name": "fresh", "lora_path": "/a"})).status == 200
-    await until(lambda: "fresh" in names(home))
+    assert (await proxy.chat(fresh)).status == 404
+    assert (await proxy.post(late + "/v1/load_lora_adapter", {"lora_name": "fresh", "lora_path": "/a"})).status == 200
+    await until(lambda: "fresh" in names(proxy))
     for _ in range(4):
-        answer = await home.chat(fresh)
+        answer = await proxy.chat(fresh)
         assert (answer.status, answer.json["model"], answer.backend) == (200, "fresh", "b1")
-    assert (await home.post(late + "/v1/unload_lora_adapter", {"lora_name": "fresh"})).status == 200
-    await until(lambda: "fresh" not in names(home))
-    assert (await home.chat(fresh)).status == 404
+    assert (await proxy.post(late + "/v1/unload_lora_adapter", {"lora_name": "fresh"})).status == 200
+    await until(lambda: "fresh" not in names(proxy))
+    assert (await proxy.chat(fresh)).status == 404
 
 
 async def test_a_backend_may_come_back_as_another_model(port: int) -> None:
-    async with house(FAST, extra=[f"http://127.0.0.1:{port}"], wait=False) as home:
+    async with serving(FAST, extra=[f"http://127.0.0.1:{port}"], wait=False) as proxy:
         async with Replica(FAST, port=port):
-            await until(lambda: not home.proxy.pools.backends["b1"].health.down)
+            await until(lambda: not proxy.app.pools.backends["b1"].health.down)
         async with Replica(OTHER, port=port):
-            await until(lambda: "other" in names(home))
-            await until(lambda: not home.proxy.pools.backends["b1"].health.down)
-            assert (await home.chat(HELLO | {"model": "other"})).backend == "b1"
-            assert {(await home.chat()).backend for _ in range(4)} == {"b0"}
+            await until(lambda: "other" in names(proxy))
+            await until(lambda: not proxy.app.pools.backends["b1"].health.down)
+            assert (await proxy.chat(HELLO | {"model": "other"})).backend == "b1"
+            assert {(await proxy.chat()).backend for _ in range(4)} == {"b0"}
 
 
 async def test_without_a_model_there_must_be_only_one_pool() -> None:
-    async with house(FAST, OTHER) as home:
+    async with serving(FAST, OTHER) as proxy:
         for model in ({}, {"model": None}, {"model": ""}):
-            answer = await home.chat({"messages": HELLO["messages"], "max_tokens": 2} | model)
+            answer = await proxy.chat({"messages": HELLO["messages"], "max_tokens": 2} | model)
             assert answer.status == 400
             assert "base, other" in answer.json["error"]["message"]

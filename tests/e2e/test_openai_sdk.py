@@ -10,14 +10,14 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.e2e.proxies import FAST, House, house
+from tests.e2e.proxies import FAST, ProxyUnderTest, serving
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello there"}]
 
 
 @pytest.fixture
-async def sdk(home: House) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{home.url}/v1", api_key="any", max_retries=0) as client:
+async def sdk(proxy: ProxyUnderTest) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="any", max_retries=0) as client:
         yield client
 
 
@@ -64,10 +64,10 @@ async def test_an_adapter_by_its_name(sdk: openai.AsyncOpenAI) -> None:
     assert answer.model == "lora-1"
 
 
-async def test_embeddings_get_the_engines_own_error(sdk: openai.AsyncOpenAI, home: House) -> None:
+async def test_embeddings_get_the_engines_own_error(sdk: openai.AsyncOpenAI, proxy: ProxyUnderTest) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await sdk.embeddings.create(model="base", input="Hello")
-    direct = await home.post(home.replicas[0].url + "/v1/embeddings", {"model": "base", "input": "Hello"})
+    direct = await proxy.post(proxy.replicas[0].url + "/v1/embeddings", {"model": "base", "input": "Hello"})
     assert caught.value.response.json() == direct.json
 
 
@@ -76,12 +76,12 @@ async def test_an_unknown_model_is_not_found(sdk: openai.AsyncOpenAI) -> None:
         await sdk.chat.completions.create(model="nope", messages=HELLO)
 
 
-async def test_an_error_in_a_stream_is_raised(sdk: openai.AsyncOpenAI, home: House) -> None:
+async def test_an_error_in_a_stream_is_raised(sdk: openai.AsyncOpenAI, proxy: ProxyUnderTest) -> None:
     stream = await sdk.chat.completions.create(
         model="base", messages=HELLO, max_tokens=30_000, stream=True, extra_body={"ignore_eos": True}
     )
     await anext(stream)
-    for replica in home.replicas:
+    for replica in proxy.replicas:
         replica.faults.set("refuse")
     with pytest.raises(openai.APIError, match="The stream broke"):
         async for _ in stream:
@@ -91,8 +91,8 @@ async def test_an_error_in_a_stream_is_raised(sdk: openai.AsyncOpenAI, home: Hou
 async def test_two_hundred_streams_at_once() -> None:
     wide = replace(FAST, max_num_seqs=64, reply_tokens=(5, 20))
     async with (
-        house(wide, wide) as home,
-        openai.AsyncOpenAI(base_url=f"{home.url}/v1", api_key="any", max_retries=0) as sdk,
+        serving(wide, wide) as proxy,
+        openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="any", max_retries=0) as sdk,
     ):
 
         async def one(number: int) -> str | None:
@@ -104,5 +104,5 @@ async def test_two_hundred_streams_at_once() -> None:
             return reason
 
         assert await asyncio.gather(*map(one, range(200))) == ["stop"] * 200
-        await home.settled()
-        assert home.outcomes() == {"completed": 200}
+        await proxy.settled()
+        assert proxy.outcomes() == {"completed": 200}

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from llmproxy import __version__
 from llmproxy.gateway.front import Here
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, House, house, is_poll, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, is_poll, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Scripted, answering, chunk, scripted, whole
 from tests.e2e.vllm_requests import PATHS
 from tests.gateway.test_small_rooms import MANAGEMENT
@@ -28,116 +28,116 @@ RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 3}
 
 async def test_models_are_the_union_of_all_pools_and_the_aliases() -> None:
     other = replace(FAST, model="other", adapters=("lora-9",), max_model_len=1000)
-    async with house(
+    async with serving(
         FAST, other, models=[{"name": "gpt", "target": "lora-0"}, {"name": "gone", "target": "nobody"}]
-    ) as home:
-        listed = (await home.get("/v1/models")).json
+    ) as proxy:
+        listed = (await proxy.get("/v1/models")).json
         assert listed["object"] == "list"
         cards = {card["id"]: card for card in listed["data"]}
         assert list(cards) == ["base", "other", "lora-0", "lora-1", "lora-9", "gpt"]
-        direct = {card["id"]: card for card in (await home.get(home.replicas[1].url + "/v1/models")).json["data"]}
+        direct = {card["id"]: card for card in (await proxy.get(proxy.replicas[1].url + "/v1/models")).json["data"]}
         assert cards["other"] == direct["other"], "real fields are kept"
         assert cards["other"]["max_model_len"] == 1000
         assert cards["lora-9"] == direct["lora-9"]
         assert (cards["gpt"]["root"], cards["gpt"]["parent"]) == ("lora-0", "base")
         for name in cards:
-            assert (await home.chat(HELLO | {"model": name})).status == 200
-            assert (await home.get(f"/v1/models/{name}")).json == cards[name]
-        assert (await home.get("/v1/models/nobody")).status == 404
-        assert (await home.chat(HELLO | {"model": "other"})).backend == "b1"
+            assert (await proxy.chat(HELLO | {"model": name})).status == 200
+            assert (await proxy.get(f"/v1/models/{name}")).json == cards[name]
+        assert (await proxy.get("/v1/models/nobody")).status == 404
+        assert (await proxy.chat(HELLO | {"model": "other"})).backend == "b1"
 
 
 async def test_health_and_version_need_no_backend() -> None:
-    async with house(wait=False, extra=["http://127.0.0.1:9"]) as home:
-        assert (await home.get("/health")).status == 200
-        assert (await home.get("/version")).json == {"version": __version__}
-        ready = await home.get("/ready")
+    async with serving(wait=False, extra=["http://127.0.0.1:9"]) as proxy:
+        assert (await proxy.get("/health")).status == 200
+        assert (await proxy.get("/version")).json == {"version": __version__}
+        ready = await proxy.get("/ready")
         assert (ready.status, ready.json["ready"]) == (503, False)
         assert int(ready.headers["retry-after"]) >= 1
 
 
-async def test_ready_follows_the_backends(home: House) -> None:
-    assert (await home.get("/ready")).status == 200
-    home.replicas[0].faults.set("refuse")
-    home.replicas[1].faults.set("refuse")
-    await until(lambda: all(backend.health.down for backend in home.proxy.pools.backends.values()))
-    assert (await home.get("/ready")).status == 503
-    assert (await home.get("/health")).status == 200
-    await home.replicas[1].restart()
-    await until(lambda: not home.proxy.pools.backends["b1"].health.down)
-    assert (await home.get("/ready")).status == 200
+async def test_ready_follows_the_backends(proxy: ProxyUnderTest) -> None:
+    assert (await proxy.get("/ready")).status == 200
+    proxy.replicas[0].faults.set("refuse")
+    proxy.replicas[1].faults.set("refuse")
+    await until(lambda: all(backend.health.down for backend in proxy.app.pools.backends.values()))
+    assert (await proxy.get("/ready")).status == 503
+    assert (await proxy.get("/health")).status == 200
+    await proxy.replicas[1].restart()
+    await until(lambda: not proxy.app.pools.backends["b1"].health.down)
+    assert (await proxy.get("/ready")).status == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/ping"])
-async def test_probes_of_clients_are_answered_and_no_bad_requests(home: House, path: str) -> None:
-    got = await home.get(path)
-    assert (got.status, (await home.request("HEAD", path)).status) == (200, 200)
-    assert (await home.post(path, {})).status == (200 if path == "/ping" else 405)
+async def test_probes_of_clients_are_answered_and_no_bad_requests(proxy: ProxyUnderTest, path: str) -> None:
+    got = await proxy.get(path)
+    assert (got.status, (await proxy.request("HEAD", path)).status) == (200, 200)
+    assert (await proxy.post(path, {})).status == (200 if path == "/ping" else 405)
     if path == "/":
         assert got.json["name"] == "llmproxy"
-        assert home.outcomes() == {"bad_request": 1}, "what has no such method alone"
+        assert proxy.outcomes() == {"bad_request": 1}, "what has no such method alone"
     else:
-        assert (got.body, home.outcomes()) == (b"", {})
+        assert (got.body, proxy.outcomes()) == (b"", {})
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/realtime?model=base", "/v1/models", "/health"])
-async def test_a_websocket_is_told_to_come_by_http_and_is_no_error(home: House, path: str) -> None:
+async def test_a_websocket_is_told_to_come_by_http_and_is_no_error(proxy: ProxyUnderTest, path: str) -> None:
     opening = f"GET {path} HTTP/1.1\r\nhost: x\r\nConnection: keep-alive, Upgrade\r\nUpgrade: WebSocket\r\n"
-    async with home.wire(f"{opening}sec-websocket-version: 13\r\n\r\n".encode()) as (reader, _):
+    async with proxy.wire(f"{opening}sec-websocket-version: 13\r\n\r\n".encode()) as (reader, _):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 426 Upgrade Required\r\n")
     assert {b"Upgrade: HTTP/1.1", b"Connection: upgrade, close"} <= set(head.split(b"\r\n"))
     error = json.loads(body)["error"]
     assert (error["code"], error["type"]) == (426, "UpgradeRequiredError")
     assert "a POST" in error["message"]
-    assert home.outcomes() == {}
+    assert proxy.outcomes() == {}
 
 
-async def test_who_speaks_to_anthropics_api_gets_its_fields_of_models(home: House) -> None:
-    plain = (await home.get("/v1/models")).json
+async def test_who_speaks_to_anthropics_api_gets_its_fields_of_models(proxy: ProxyUnderTest) -> None:
+    plain = (await proxy.get("/v1/models")).json
     asked = {"anthropic-version": "2023-06-01"}
-    listed = (await home.get("/v1/models?limit=1000", headers=asked)).json
+    listed = (await proxy.get("/v1/models?limit=1000", headers=asked)).json
     assert plain.keys() == {"object", "data"}
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("base", "lora-1", False)
     for card, more in zip(plain["data"], listed["data"], strict=True):
         assert card.items() <= more.items()
         assert (more["type"], more["display_name"]) == ("model", card["id"])
         assert datetime.fromisoformat(more["created_at"]).timestamp() == card["created"]
-        assert (await home.get(f"/v1/models/{card['id']}", headers=asked)).json == more
+        assert (await proxy.get(f"/v1/models/{card['id']}", headers=asked)).json == more
 
 
 async def test_without_models_anthropics_list_has_no_ends() -> None:
-    async with house(wait=False, extra=["http://127.0.0.1:9"]) as home:
-        listed = (await home.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json
+    async with serving(wait=False, extra=["http://127.0.0.1:9"]) as proxy:
+        listed = (await proxy.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json
         assert listed == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
 
-async def test_what_an_engine_says_of_its_tokenizer_is_passed_on(home: House) -> None:
-    direct = await home.get(home.replicas[0].url + "/tokenizer_info")
-    got = await home.get("/tokenizer_info")
+async def test_what_an_engine_says_of_its_tokenizer_is_passed_on(proxy: ProxyUnderTest) -> None:
+    direct = await proxy.get(proxy.replicas[0].url + "/tokenizer_info")
+    got = await proxy.get("/tokenizer_info")
     assert (got.status, got.body) == (200, direct.body)
-    assert home.sent(got.backend).method == "GET"
-    assert (await home.get("/tokenizer_info?model=lora-0")).status == 200
-    assert (await home.get("/tokenizer_info?model=nobody")).status == 404
-    refused = await home.post("/tokenizer_info", {})
+    assert proxy.sent(got.backend).method == "GET"
+    assert (await proxy.get("/tokenizer_info?model=lora-0")).status == 200
+    assert (await proxy.get("/tokenizer_info?model=nobody")).status == 404
+    refused = await proxy.post("/tokenizer_info", {})
     assert (refused.status, refused.headers["allow"]) == (405, "GET")
 
 
 async def test_of_several_models_the_tokenizer_of_the_one_that_is_named_is_told() -> None:
-    async with house(FAST, replace(FAST, model="other"), models=[{"name": "alias", "target": "other"}]) as home:
-        refused = await home.get("/tokenizer_info")
+    async with serving(FAST, replace(FAST, model="other"), models=[{"name": "alias", "target": "other"}]) as proxy:
+        refused = await proxy.get("/tokenizer_info")
         assert refused.status == 400
         assert "set `model` to one of base, other" in refused.json["error"]["message"]
         for model, backend in (("base", "b0"), ("other", "b1"), ("alias", "b1")):
-            assert (await home.get(f"/tokenizer_info?model={model}")).backend == backend
+            assert (await proxy.get(f"/tokenizer_info?model={model}")).backend == backend
 
 
-async def test_metrics_can_be_scraped(home: House) -> None:
-    await home.chat()
-    await home.chat(HELLO | {"model": "made-up-by-a-client"})
-    async with home.stream() as response:
+async def test_metrics_can_be_scraped(proxy: ProxyUnderTest) -> None:
+    await proxy.chat()
+    await proxy.chat(HELLO | {"model": "made-up-by-a-client"})
+    async with proxy.stream() as response:
         await response.content.readany()
-        page = await home.get("/metrics")
+        page = await proxy.get("/metrics")
         assert page.headers["content-type"].startswith("text/plain")
         families = {family.name: family for family in text_string_to_metric_families(page.body.decode())}
         in_flight = {s.labels["backend"]: s.value for s in families["llmproxy_in_flight_requests"].samples}
@@ -146,15 +146,15 @@ async def test_metrics_can_be_scraped(home: House) -> None:
         assert queued == {"critical": 0, "default": 0, "sheddable": 0}
         ended = {(s.labels["outcome"], s.labels["model"]): s.value for s in families["llmproxy_requests"].samples}
         assert ended == {("completed", "base"): 1, ("unknown_model", "unknown"): 1}, "clients make no labels"
-    await home.settled()
-    assert home.outcomes()["cancelled"] == 1
+    await proxy.settled()
+    assert proxy.outcomes()["cancelled"] == 1
 
 
-async def test_a_page_has_a_method(home: House) -> None:
+async def test_a_page_has_a_method(proxy: ProxyUnderTest) -> None:
     for path in ("/health", "/ready", "/metrics", "/version", "/v1/models"):
-        assert (await home.get(path)).status == 200
-        assert (await home.request("HEAD", path)).status == 200
-        refused = await home.post(path, {})
+        assert (await proxy.get(path)).status == 200
+        assert (await proxy.request("HEAD", path)).status == 200
+        refused = await proxy.post(path, {})
         assert (refused.status, refused.headers["allow"]) == (405, "GET, HEAD")
 
 
@@ -170,14 +170,14 @@ async def test_a_page_has_a_method(home: House) -> None:
         "/V1/chat/completions",
     ],
 )  # fmt: skip
-async def test_management_cannot_be_reached(home: House, path: str) -> None:
+async def test_management_cannot_be_reached(proxy: ProxyUnderTest, path: str) -> None:
     for method in ("GET", "POST"):
         headers = {"x-request-id": "asked-by-a-client"}
         body = {"lora_name": "x", "lora_path": "x"} if method == "POST" else None
-        answer = await home.request(method, path, body, headers=headers)
+        answer = await proxy.request(method, path, body, headers=headers)
         assert answer.status == 404
         assert answer.json["error"]["code"] == 404
-    seen = [request for replica in home.replicas for request in replica.requests_seen]
+    seen = [request for replica in proxy.replicas for request in replica.requests_seen]
     own = {"/health", "/v1/models", "/metrics/", "/metrics", "/server_info"}
     assert {request.path.partition("?")[0] for request in seen} <= own, "no backend heard of it"
     assert not any(request.path == "/server_info" and "x-request-id" in request.headers for request in seen)
@@ -208,64 +208,64 @@ def test_each_path_of_an_engine_is_reached_or_not_by_decision() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(set(MANAGEMENT) | {LOAD_ADAPTER, UNLOAD_ADAPTER}))
-async def test_no_spelling_of_a_management_path_reaches_an_engine(home: House, path: str) -> None:
+async def test_no_spelling_of_a_management_path_reaches_an_engine(proxy: ProxyUnderTest, path: str) -> None:
     for method in ("POST", "GET", "DELETE"):
         for spelt in spellings(path):
             body = b'{"lora_name":"x"}'
             head = f"{method} {spelt} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            async with home.wire(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) as (reader, _):
+            async with proxy.wire(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) as (reader, _):
                 status = int((await reader.read()).split(b" ", 2)[1])
             assert status in ({404, 401, 405, 400} if "lora_adapter" in path else {404, 405, 400}), (method, spelt)
-    assert not [seen for replica in home.replicas for seen in replica.requests_seen if not is_poll(seen)]
+    assert not [seen for replica in proxy.replicas for seen in replica.requests_seen if not is_poll(seen)]
 
 
-async def test_a_trailing_slash_never_becomes_a_redirect(home: House) -> None:
+async def test_a_trailing_slash_never_becomes_a_redirect(proxy: ProxyUnderTest) -> None:
     for path, body in (("/v1/chat/completions/", HELLO), ("/v1/completions/", {"model": "base", "prompt": "a"})):
-        assert (await home.post(path, body)).status == 200
-    assert (await home.get("/v1/models/")).status == 200
-    assert (await home.get("/health/")).status == 200
-    for replica in home.replicas:
+        assert (await proxy.post(path, body)).status == 200
+    assert (await proxy.get("/v1/models/")).status == 200
+    assert (await proxy.get("/health/")).status == 200
+    for replica in proxy.replicas:
         assert all(seen.path in SCHEDULED for seen in replica.requests_seen if seen.method == "POST")
 
 
 async def test_a_stored_response_is_asked_of_its_maker() -> None:
-    async with house(FAST, FAST, scheduling={"placement": "round_robin"}) as home:
-        made = [(await home.post("/v1/responses", RESPONSES)) for _ in range(2)]
+    async with serving(FAST, FAST, scheduling={"placement": "round_robin"}) as proxy:
+        made = [(await proxy.post("/v1/responses", RESPONSES)) for _ in range(2)]
         assert {answer.backend for answer in made} == {"b0", "b1"}
         for answer in made:
-            got = await home.get(f"/v1/responses/{answer.json['id']}")
+            got = await proxy.get(f"/v1/responses/{answer.json['id']}")
             assert (got.status, got.json) == (200, answer.json)
             assert got.backend == answer.backend
-            cancelled = await home.post(f"/v1/responses/{answer.json['id']}/cancel", {})
+            cancelled = await proxy.post(f"/v1/responses/{answer.json['id']}/cancel", {})
             assert cancelled.status == 400, "the engine's own answer"
             assert cancelled.json["error"]["message"] == "Cannot cancel a synchronous response."
 
 
-async def test_a_streamed_response_is_known_too(home: House) -> None:
-    answer = await home.post("/v1/responses", RESPONSES | {"stream": True})
+async def test_a_streamed_response_is_known_too(proxy: ProxyUnderTest) -> None:
+    answer = await proxy.post("/v1/responses", RESPONSES | {"stream": True})
     created = json.loads(answer.events[0].partition(b"data: ")[2])
-    got = await home.get(f"/v1/responses/{created['response']['id']}")
+    got = await proxy.get(f"/v1/responses/{created['response']['id']}")
     assert (got.status, got.backend) == (200, answer.backend)
 
 
 @pytest.mark.parametrize("padding", [0, 200_000])
 async def test_a_response_that_is_not_stored_takes_the_place_of_none(padding: int) -> None:
-    async with house(FAST, FAST, scheduling={"placement": "round_robin"}) as home:
+    async with serving(FAST, FAST, scheduling={"placement": "round_robin"}) as proxy:
         mine = RESPONSES | {"request_id": "resp_mine", "metadata": {"long": "x" * padding}}
-        stored = await home.post("/v1/responses", mine)
-        passing = await home.post("/v1/responses", mine | {"store": False})
+        stored = await proxy.post("/v1/responses", mine)
+        passing = await proxy.post("/v1/responses", mine | {"store": False})
         assert stored.backend != passing.backend
-        assert (await home.get("/v1/responses/resp_mine")).json == stored.json
-        unkept = await home.post("/v1/responses", RESPONSES | {"store": False})
-        assert (await home.get(f"/v1/responses/{unkept.json['id']}")).status == 404
+        assert (await proxy.get("/v1/responses/resp_mine")).json == stored.json
+        unkept = await proxy.post("/v1/responses", RESPONSES | {"store": False})
+        assert (await proxy.get(f"/v1/responses/{unkept.json['id']}")).status == 404
 
 
-async def test_a_response_is_known_as_soon_as_its_client_can_name_it(home: House) -> None:
+async def test_a_response_is_known_as_soon_as_its_client_can_name_it(proxy: ProxyUnderTest) -> None:
     endless = RESPONSES | {"stream": True, "max_output_tokens": 30_000}
-    async with home.stream(endless, "/v1/responses") as response:
+    async with proxy.stream(endless, "/v1/responses") as response:
         created = (await response.content.readuntil(b"\n\n")).partition(b"data: ")[2]
         path = f"/v1/responses/{json.loads(created)['response']['id']}/cancel"
-        cancelled = await home.post(path, {})
+        cancelled = await proxy.post(path, {})
         assert cancelled.backend == response.headers["x-llmproxy-backend"], "it is the maker that answers"
 
 
@@ -273,25 +273,25 @@ STORED = b'{"id":"resp_1","object":"response","output":[]}'
 
 
 @asynccontextmanager
-async def a_stored_response(answer: bytes) -> AsyncIterator[House]:
-    """A house whose backend made `resp_1`, and gives `answer` where it is asked for it."""
+async def a_stored_response(answer: bytes) -> AsyncIterator[ProxyUnderTest]:
+    """A proxy whose backend made `resp_1`, and gives `answer` where it is asked for it."""
 
     async def ask(peer: Peer, _: bytes) -> None:
         await peer.send(answer)
         if not answer.endswith(STORED):
             peer.reset()
 
-    async with scripted(answering(whole(STORED))) as backend, house(extra=[backend.url]) as home:
+    async with scripted(answering(whole(STORED))) as backend, serving(extra=[backend.url]) as proxy:
         backend.polls[b"/v1/responses/resp_1"] = ask
-        await home.post("/v1/responses", RESPONSES)
-        yield home
+        await proxy.post("/v1/responses", RESPONSES)
+        yield proxy
 
 
 async def test_a_stored_response_that_breaks_is_not_told_as_complete() -> None:
-    async with a_stored_response(whole(STORED)[:-1]) as home:
+    async with a_stored_response(whole(STORED)[:-1]) as proxy:
         with pytest.raises(aiohttp.ClientPayloadError):
-            await home.get("/v1/responses/resp_1")
-        assert home.outcomes() == {"completed": 1, "broken_stream": 1}
+            await proxy.get("/v1/responses/resp_1")
+        assert proxy.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
 async def test_a_stored_response_is_asked_for_again_where_a_kept_connection_was_dropped(
@@ -307,44 +307,44 @@ async def test_a_stored_response_is_asked_for_again_where_a_kept_connection_was_
             await peer.send(whole(STORED))
 
     monkeypatch.setattr("llmproxy.upstream.client.IDLE_DROP_S", 10.0)
-    async with scripted(answering(whole(STORED))) as backend, house(extra=[backend.url]) as home:
+    async with scripted(answering(whole(STORED))) as backend, serving(extra=[backend.url]) as proxy:
         backend.polls[b"/v1/responses/resp_1"] = ask
-        await home.post("/v1/responses", RESPONSES)
-        assert (await home.get("/v1/responses/resp_1")).body == STORED
+        await proxy.post("/v1/responses", RESPONSES)
+        assert (await proxy.get("/v1/responses/resp_1")).body == STORED
         assert len(asked) == 2
 
 
 async def test_the_stream_of_a_stored_response_that_breaks_ends_in_an_error_event() -> None:
     begun = chunk(b'event: response.created\ndata: {"type":"response.created"}\n\n')
     async with (
-        a_stored_response(STREAM_HEAD + begun) as home,
-        home.wire(b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, _),
+        a_stored_response(STREAM_HEAD + begun) as proxy,
+        proxy.wire(b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, _),
     ):
         answer = await reader.read(-1)
         events = [event for event in answer.split(b"\n\n") if b"event: " in event]
         assert [b"event: response.created" in events[0], b"event: error" in events[1]] == [True, True]
         assert b"The stream broke" in events[1]
         assert not answer.endswith(STREAM_END), "it is not said to be whole"
-        await home.settled()
-        assert home.outcomes() == {"completed": 1, "broken_stream": 1}
+        await proxy.settled()
+        assert proxy.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
 async def test_the_stream_of_a_stored_response_that_was_compressed_breaks_without_an_event() -> None:
     head = STREAM_HEAD.removesuffix(b"\r\n") + b"content-encoding: gzip\r\n\r\n"
     async with (
-        a_stored_response(head + chunk(b"\x1f\x8b\x08")) as home,
-        home.wire(b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, _),
+        a_stored_response(head + chunk(b"\x1f\x8b\x08")) as proxy,
+        proxy.wire(b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: x\r\n\r\n") as (reader, _),
     ):
         assert (await reader.read(-1)).partition(b"\r\n\r\n")[2] == chunk(b"\x1f\x8b\x08")
-        await home.settled()
-        assert home.outcomes() == {"completed": 1, "broken_stream": 1}
+        await proxy.settled()
+        assert proxy.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
 @pytest.mark.parametrize("line", ["302 Found", "101 Switching Protocols"])
 async def test_a_stored_response_is_not_elsewhere(line: str) -> None:
-    async with a_stored_response(f"HTTP/1.1 {line}\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n".encode()) as home:
-        assert (await home.get("/v1/responses/resp_1")).status == 502
-        assert home.outcomes() == {"completed": 1, "upstream_status": 1}
+    async with a_stored_response(f"HTTP/1.1 {line}\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n".encode()) as proxy:
+        assert (await proxy.get("/v1/responses/resp_1")).status == 502
+        assert proxy.outcomes() == {"completed": 1, "upstream_status": 1}
 
 
 EVENT = chunk(b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n')
@@ -353,9 +353,9 @@ STORED_STREAM = b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nhost: x\r\n\r
 
 @dataclass(slots=True)
 class RunningStream:
-    """A house in which the stream of a stored response has begun; `go_on` lets it come to its end."""
+    """A proxy in which the stream of a stored response has begun; `go_on` lets it come to its end."""
 
-    home: House
+    proxy: ProxyUnderTest
     backend: Scripted
     reader: asyncio.StreamReader
     go_on: asyncio.Event
@@ -372,45 +372,45 @@ async def a_running_stream(**config: Any) -> AsyncIterator[RunningStream]:
         await go_on.wait()
         await peer.send(EVENT + STREAM_END)
 
-    async with scripted(answering(whole(STORED))) as backend, house(extra=[backend.url], **config) as home:
+    async with scripted(answering(whole(STORED))) as backend, serving(extra=[backend.url], **config) as proxy:
         backend.polls[b"/v1/responses/resp_1"] = ask
-        await home.post("/v1/responses", RESPONSES)
-        async with home.wire(STORED_STREAM) as (reader, _):
+        await proxy.post("/v1/responses", RESPONSES)
+        async with proxy.wire(STORED_STREAM) as (reader, _):
             await reader.readuntil(EVENT)
-            yield RunningStream(home, backend, reader, go_on)
+            yield RunningStream(proxy, backend, reader, go_on)
 
 
 async def test_the_stream_of_a_stored_response_is_in_flight_and_waited_for_by_a_drain() -> None:
     async with a_running_stream() as one:
-        home = one.home
-        assert home.metric("llmproxy_in_flight_requests", backend="b0") == home.proxy.walking == 1
-        listed = (await home.get("/admin/backends")).json["backends"]
+        proxy = one.proxy
+        assert proxy.metric("llmproxy_in_flight_requests", backend="b0") == proxy.app.walking == 1
+        listed = (await proxy.get("/admin/backends")).json["backends"]
         assert [backend["in_flight"] for backend in listed] == [1]
-        draining = asyncio.create_task(home.proxy.drain())
-        await until(lambda: home.proxy.dispatcher.draining)
-        assert (await home.get("/v1/responses/resp_1")).status == 503, "what is new is refused"
+        draining = asyncio.create_task(proxy.app.drain())
+        await until(lambda: proxy.app.dispatcher.draining)
+        assert (await proxy.get("/v1/responses/resp_1")).status == 503, "what is new is refused"
         assert not draining.done()
         one.go_on.set()
         assert (await one.reader.readuntil(STREAM_END)).endswith(EVENT + STREAM_END)
         assert await draining
-        assert home.metric("llmproxy_in_flight_requests", backend="b0") == 0
-        assert home.outcomes() == {"completed": 2, "draining": 1}
+        assert proxy.metric("llmproxy_in_flight_requests", backend="b0") == 0
+        assert proxy.outcomes() == {"completed": 2, "draining": 1}
 
 
 async def test_the_stream_of_a_stored_response_that_outlives_the_drain_is_cut() -> None:
     async with a_running_stream(drain_timeout_s=0.05) as one:
-        assert not await one.home.proxy.drain()
-        assert one.home.proxy.walking == 1
-        one.home.proxy.walker.cut()
-        assert isinstance(one.home.proxy.front, Here)
-        await one.home.proxy.front.listener.runner.cleanup()
+        assert not await one.proxy.app.drain()
+        assert one.proxy.app.walking == 1
+        one.proxy.app.walker.cut()
+        assert isinstance(one.proxy.app.front, Here)
+        await one.proxy.app.front.listener.runner.cleanup()
         assert not (await one.reader.read(-1)).endswith(STREAM_END)
-        assert one.home.outcomes() == {"completed": 1, "draining": 1}
+        assert one.proxy.outcomes() == {"completed": 1, "draining": 1}
 
 
 async def test_a_backend_leaves_when_the_stream_of_its_stored_response_has_ended() -> None:
     async with a_running_stream() as one:
-        registry = one.home.proxy.registry
+        registry = one.proxy.app.registry
         registry.tell("config", ())
         await asyncio.sleep(0.1)
         assert [(standing.state, standing.in_flight) for standing in registry.standings()] == [("leaving", 1)]
@@ -425,8 +425,8 @@ async def test_the_stream_of_a_stored_response_ends_with_its_backend() -> None:
         rest = await one.reader.read(-1)
         assert b"event: error" in rest
         assert not rest.endswith(STREAM_END)
-        await one.home.settled()
-        assert one.home.outcomes() == {"completed": 1, "broken_stream": 1}
+        await one.proxy.settled()
+        assert one.proxy.outcomes() == {"completed": 1, "broken_stream": 1}
         one.go_on.set()
 
 
@@ -440,37 +440,37 @@ async def test_who_does_not_read_a_stored_response_keeps_no_backend_from_leaving
 
     async with (
         scripted(answering(whole(STORED))) as backend,
-        house(extra=[backend.url], timeouts={"stall_s": 0.2}) as home,
+        serving(extra=[backend.url], timeouts={"stall_s": 0.2}) as proxy,
     ):
         backend.polls[b"/v1/responses/resp_1"] = ask
-        await home.post("/v1/responses", RESPONSES)
-        async with home.wire(b"GET /v1/responses/resp_1 HTTP/1.1\r\nhost: x\r\n\r\n"):
-            await until(lambda: home.outcomes()["cancelled"] == 1)
-            assert home.proxy.dispatcher.in_flight("b0") == 0
+        await proxy.post("/v1/responses", RESPONSES)
+        async with proxy.wire(b"GET /v1/responses/resp_1 HTTP/1.1\r\nhost: x\r\n\r\n"):
+            await until(lambda: proxy.outcomes()["cancelled"] == 1)
+            assert proxy.app.dispatcher.in_flight("b0") == 0
 
 
 async def test_a_stored_response_ends_its_connection_with_its_proxy() -> None:
-    async with a_stored_response(whole(STORED)) as home:
-        assert "connection" not in (await home.get("/v1/responses/resp_1")).headers
-        home.proxy.walker.leave()
-        assert (await home.get("/v1/responses/resp_1")).headers["connection"] == "close"
+    async with a_stored_response(whole(STORED)) as proxy:
+        assert "connection" not in (await proxy.get("/v1/responses/resp_1")).headers
+        proxy.app.walker.leave()
+        assert (await proxy.get("/v1/responses/resp_1")).headers["connection"] == "close"
 
 
-async def test_a_response_that_nobody_here_made_is_not_found(home: House) -> None:
+async def test_a_response_that_nobody_here_made_is_not_found(proxy: ProxyUnderTest) -> None:
     for method, path in (("GET", "/v1/responses/resp_0"), ("POST", "/v1/responses/resp_0/cancel")):
-        assert (await home.request(method, path)).status == 404
-    assert (await home.get("/v1/responses/resp_0/input_items")).status == 404
-    assert (await home.post("/v1/responses/resp_0", {})).status == 405
+        assert (await proxy.request(method, path)).status == 404
+    assert (await proxy.get("/v1/responses/resp_0/input_items")).status == 404
+    assert (await proxy.post("/v1/responses/resp_0", {})).status == 405
 
 
-async def test_a_maker_that_is_gone_is_told(home: House) -> None:
-    made = await home.post("/v1/responses", RESPONSES)
-    home.replica(made.backend).faults.set("refuse")
-    got = await home.get(f"/v1/responses/{made.json['id']}")
+async def test_a_maker_that_is_gone_is_told(proxy: ProxyUnderTest) -> None:
+    made = await proxy.post("/v1/responses", RESPONSES)
+    proxy.replica(made.backend).faults.set("refuse")
+    got = await proxy.get(f"/v1/responses/{made.json['id']}")
     assert (got.status, got.json["error"]["type"]) == (502, "BadGatewayError")
 
 
-async def test_a_connection_serves_one_request_after_another(home: House) -> None:
+async def test_a_connection_serves_one_request_after_another(proxy: ProxyUnderTest) -> None:
     made = 0
 
     async def count(*_: object) -> None:
@@ -481,6 +481,6 @@ async def test_a_connection_serves_one_request_after_another(home: House) -> Non
     traces.on_connection_create_end.append(count)
     async with aiohttp.ClientSession(trace_configs=[traces]) as client:
         for body in (HELLO, STREAM, HELLO | {"model": "nobody"}, {}, STREAM, HELLO | {"max_tokens": -1}):
-            async with client.post(home.url + CHAT, json=body) as response:
+            async with client.post(proxy.url + CHAT, json=body) as response:
                 await response.read()
     assert made == 1

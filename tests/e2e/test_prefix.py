@@ -12,7 +12,7 @@ import pytest
 
 from llmproxy.core.domain import Grant, Usage
 from llmproxy.gateway.proxying.answers import Answers, KeptAnswer
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, House, house, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, ProxyUnderTest, serving, until
 from tests.e2e.scripted import scripted, whole
 from tests.upstream.raw_server import Peer
 
@@ -23,11 +23,13 @@ OTHER = "Nobody has said anything of this. " * 360
 
 
 @asynccontextmanager
-async def priced_house(path: Path, placement: str = "cost") -> AsyncIterator[tuple[House, dict[str, dict[str, Any]]]]:
-    """A house of two replicas, and its decision log by request id, which is filled when the house closes."""
+async def serving_by_cost(
+    path: Path, placement: str = "cost"
+) -> AsyncIterator[tuple[ProxyUnderTest, dict[str, dict[str, Any]]]]:
+    """A proxy of two replicas, and its decision log by request id, which is filled when the proxy closes."""
     log: dict[str, dict[str, Any]] = {}
-    async with house(FAST, FAST, scheduling={"placement": placement}, decision_log=str(path)) as home:
-        yield home, log
+    async with serving(FAST, FAST, scheduling={"placement": placement}, decision_log=str(path)) as proxy:
+        yield proxy, log
     log.update(read(path))
 
 
@@ -42,8 +44,8 @@ def said(*texts: str, **more: Any) -> dict[str, Any]:
     return HELLO | {"messages": messages} | more
 
 
-async def ask(home: House, name: str, body: dict[str, Any], path: str = CHAT) -> Answer:
-    answer = await home.post(path, body, headers={"x-request-id": name})
+async def ask(proxy: ProxyUnderTest, name: str, body: dict[str, Any], path: str = CHAT) -> Answer:
+    answer = await proxy.post(path, body, headers={"x-request-id": name})
     assert answer.status == 200
     return answer
 
@@ -62,16 +64,16 @@ def cached_tokens(answer: Answer) -> int:
 
 
 async def test_the_turns_of_a_conversation_go_where_it_is_cached(tmp_path: Path) -> None:
-    async with priced_house(tmp_path / "log") as (home, log):
-        first = await ask(home, "first", said(LONG))
-        second = await ask(home, "second", said(LONG, "Yes.", "And then?"))
+    async with serving_by_cost(tmp_path / "log") as (proxy, log):
+        first = await ask(proxy, "first", said(LONG))
+        second = await ask(proxy, "second", said(LONG, "Yes.", "And then?"))
         endless = ENDLESS | {"messages": said(LONG, "Yes.", "Go on!")["messages"], "max_tokens": 20_000}
         # A turn of its own makes the replica the busier one: the conversation is not to mind, and another one is.
-        async with home.stream(endless) as turn:
+        async with proxy.stream(endless) as turn:
             await turn.content.readany()
             assert turn.headers["x-llmproxy-backend"] == first.backend
-            other = await ask(home, "other", said(OTHER))
-            third = await ask(home, "third", said(LONG, "Yes.", "And then?", "Nothing.", "Sure?"))
+            other = await ask(proxy, "other", said(OTHER))
+            third = await ask(proxy, "third", said(LONG, "Yes.", "And then?", "Nothing.", "Sure?"))
         assert first.backend == second.backend == third.backend != other.backend
         assert cached_tokens(first) == cached_tokens(other) == 0
         assert min(cached_tokens(second), cached_tokens(third)) > 2000
@@ -81,12 +83,12 @@ async def test_the_turns_of_a_conversation_go_where_it_is_cached(tmp_path: Path)
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_is_known_to_be_cached_where_it_was_given(tmp_path: Path, stream: bool) -> None:
-    async with priced_house(tmp_path / "log") as (home, _):
-        first = await ask(home, "first", said(LONG, max_tokens=2_000, ignore_eos=True, stream=stream))
-        await until(lambda: home.proxy.walker.kept_bytes == 0)
-        second = await ask(home, "second", said(LONG, spoken(first), "And then?"))
+    async with serving_by_cost(tmp_path / "log") as (proxy, _):
+        first = await ask(proxy, "first", said(LONG, max_tokens=2_000, ignore_eos=True, stream=stream))
+        await until(lambda: proxy.app.walker.kept_bytes == 0)
+        second = await ask(proxy, "second", said(LONG, spoken(first), "And then?"))
         assert second.backend == first.backend
-        expected, cached, both = (home.metric("llmproxy_prefix_tokens_total", kind=kind) for kind in KINDS)
+        expected, cached, both = (proxy.metric("llmproxy_prefix_tokens_total", kind=kind) for kind in KINDS)
         # The prompt alone has 3,000 tokens.
         assert cached == cached_tokens(second) > 5_000
         assert expected == pytest.approx(cached, rel=0.05)
@@ -105,12 +107,14 @@ async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
         await peer.send(zipped if b"x-hop: zips" in request.lower() else whole(b'{"x":1}'))
 
     monkeypatch.setattr(Answers, "ended", ended)
-    async with scripted(script) as backend, house(extra=[backend.url], scheduling={"placement": "cost"}) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url], scheduling={"placement": "cost"}) as proxy:
         for hop in ("zips", "does not"):
             headers = {"x-hop": hop}
-            async with home.http.post(home.url + CHAT, json=HELLO, headers=headers, auto_decompress=False) as response:
+            async with proxy.http.post(
+                proxy.url + CHAT, json=HELLO, headers=headers, auto_decompress=False
+            ) as response:
                 await response.read()
-            await home.settled()
+            await proxy.settled()
     assert sizes == [0, 7]
 
 
@@ -118,17 +122,17 @@ async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
 async def test_answers_are_kept_where_somebody_wants_to_hear_of_them(
     tmp_path: Path, placement: str, keeps: bool
 ) -> None:
-    async with priced_house(tmp_path / "log", placement) as (home, _), home.stream(ENDLESS) as turn:
+    async with serving_by_cost(tmp_path / "log", placement) as (proxy, _), proxy.stream(ENDLESS) as turn:
         await turn.content.readany()
-        assert (home.proxy.walker.kept_bytes > 0) is keeps
+        assert (proxy.app.walker.kept_bytes > 0) is keeps
 
 
 @pytest.mark.parametrize("change", [{"model": "lora-0"}, {"cache_salt": "mine"}])
 async def test_adapters_and_salts_share_no_prefix(tmp_path: Path, change: dict[str, str]) -> None:
-    async with priced_house(tmp_path / "log") as (home, log):
-        await ask(home, "plain", said(LONG))
-        changed = await ask(home, "changed", said(LONG, **change))
-        again = await ask(home, "again", said(LONG, **change))
+    async with serving_by_cost(tmp_path / "log") as (proxy, log):
+        await ask(proxy, "plain", said(LONG))
+        changed = await ask(proxy, "changed", said(LONG, **change))
+        again = await ask(proxy, "again", said(LONG, **change))
         assert (cached_tokens(changed), again.backend) == (0, changed.backend)
         assert cached_tokens(again) > 2000
     prefill_s = [log[name]["placement"]["prefill"] for name in ("plain", "changed", "again")]
@@ -136,10 +140,10 @@ async def test_adapters_and_salts_share_no_prefix(tmp_path: Path, change: dict[s
 
 
 async def test_a_prompt_that_was_only_counted_is_cached_nowhere(tmp_path: Path) -> None:
-    async with priced_house(tmp_path / "log") as (home, log):
-        await ask(home, "counted", said(LONG), "/v1/messages/count_tokens")
-        await ask(home, "first", said(LONG), "/v1/messages")
-        await ask(home, "second", said(LONG), "/v1/messages")
+    async with serving_by_cost(tmp_path / "log") as (proxy, log):
+        await ask(proxy, "counted", said(LONG), "/v1/messages/count_tokens")
+        await ask(proxy, "first", said(LONG), "/v1/messages")
+        await ask(proxy, "second", said(LONG), "/v1/messages")
     counted, first, second = (log[name]["placement"]["prefill"] for name in ("counted", "first", "second"))
     # To count computes no prompt, and is no work for an engine.
     assert counted < second < first / 10
@@ -147,11 +151,11 @@ async def test_a_prompt_that_was_only_counted_is_cached_nowhere(tmp_path: Path) 
 
 async def test_token_ids_are_counted_as_they_are(tmp_path: Path) -> None:
     prompt = {"model": "base", "max_tokens": 4, "prompt": list(range(1000, 1000 + 128 * 8 + 1))}
-    async with priced_house(tmp_path / "log") as (home, log):
+    async with serving_by_cost(tmp_path / "log") as (proxy, log):
         # What is learned of text says nothing of ids.
-        home.proxy.pools.estimator.learn("base", 1000, 1, Usage(100, 4))
-        await ask(home, "first", prompt, "/v1/completions")
-        await ask(home, "second", prompt, "/v1/completions")
+        proxy.app.pools.estimator.learn("base", 1000, 1, Usage(100, 4))
+        await ask(proxy, "first", prompt, "/v1/completions")
+        await ask(proxy, "second", prompt, "/v1/completions")
     first, second = (log[name]["placement"]["prefill"] for name in ("first", "second"))
     # Eight blocks of 128 ids are expected to be cached, and the last id is not.
     assert second == pytest.approx(first / (128 * 8 + 1), abs=1e-4)
@@ -159,9 +163,9 @@ async def test_token_ids_are_counted_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", ["epp_sticky", "epp_blend"])
 async def test_the_presets_of_the_endpoint_picker_know_prefixes_too(tmp_path: Path, placement: str) -> None:
-    async with priced_house(tmp_path / "log", placement) as (home, log):
-        first = await ask(home, "first", said(LONG))
-        second = await ask(home, "second", said(LONG, "Yes.", "And then?"))
+    async with serving_by_cost(tmp_path / "log", placement) as (proxy, log):
+        first = await ask(proxy, "first", said(LONG))
+        second = await ask(proxy, "second", said(LONG, "Yes.", "And then?"))
         assert first.backend == second.backend
     match = {name: log[name]["placement"]["prefix" if placement == "epp_blend" else "match"] for name in log}
     assert match["first"] == 0.0
@@ -173,8 +177,8 @@ async def test_where_nobody_looks_at_prefixes_no_prompt_is_hashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
     monkeypatch.delattr("llmproxy.gateway.request.body_reader.chain_of")
-    async with priced_house(tmp_path / "log", placement) as (home, _):
-        await ask(home, "first", said(LONG))
+    async with serving_by_cost(tmp_path / "log", placement) as (proxy, _):
+        await ask(proxy, "first", said(LONG))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -189,10 +193,10 @@ async def test_two_runs_of_a_coding_agent_meet_at_the_replica_that_has_their_pro
         return said(f"Do {number}.", system=system, stream=stream)
 
     prompts = [LONG, OTHER]
-    async with priced_house(tmp_path / "log") as (home, log):
-        backends = [(await ask(home, f"run-{n}", run(n, prompts[n % 2]), "/v1/messages")).backend for n in range(2)]
+    async with serving_by_cost(tmp_path / "log") as (proxy, log):
+        backends = [(await ask(proxy, f"run-{n}", run(n, prompts[n % 2]), "/v1/messages")).backend for n in range(2)]
         for n in range(2, 8):
-            again = await ask(home, f"run-{n}", run(n, prompts[n // 2 % 2]), "/v1/messages")
+            again = await ask(proxy, f"run-{n}", run(n, prompts[n // 2 % 2]), "/v1/messages")
             assert again.backend == backends[n // 2 % 2]
     for n in range(2, 8):
         found = log[f"run-{n}"]

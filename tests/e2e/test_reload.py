@@ -14,37 +14,37 @@ import pytest
 
 from llmproxy.config import ConfigError, hash_of, reload
 from llmproxy.simulator.replica import ReplicaOptions
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, House, all_up, house, is_poll, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, all_up, is_poll, serving, until
 
 ADMIN = {"authorization": "Bearer admin-1"}
 KEYED: dict[str, Any] = {"admin_key": hash_of("admin-1"), "reload": "signal"}
 
 
 @asynccontextmanager
-async def reloadable(tmp_path: Path, *options: ReplicaOptions, **config: Any) -> AsyncIterator[House]:
-    async with house(*options, file=tmp_path / "c.yaml", **(KEYED | config)) as home:
-        yield home
+async def reloadable(tmp_path: Path, *options: ReplicaOptions, **config: Any) -> AsyncIterator[ProxyUnderTest]:
+    async with serving(*options, file=tmp_path / "c.yaml", **(KEYED | config)) as proxy:
+        yield proxy
 
 
-def write(home: House, **changed: Any) -> None:
-    """Put the configuration of the house into its file, with some keys of the top set anew."""
-    reloader = home.proxy.reloader
+def write(proxy: ProxyUnderTest, **changed: Any) -> None:
+    """Put the configuration of the proxy into its file, with some keys of the top set anew."""
+    reloader = proxy.app.reloader
     assert reloader is not None
-    reloader.file.write_text(json.dumps({**home.told, **changed}))
+    reloader.file.write_text(json.dumps({**proxy.told, **changed}))
 
 
-async def rewrite(home: House, **changed: Any) -> reload.Reloaded:
-    write(home, **changed)
-    assert home.proxy.reloader is not None
-    return await home.proxy.reloader.reload("test")
+async def rewrite(proxy: ProxyUnderTest, **changed: Any) -> reload.Reloaded:
+    write(proxy, **changed)
+    assert proxy.app.reloader is not None
+    return await proxy.app.reloader.reload("test")
 
 
-def seen_chats(home: House, backend: str) -> int:
-    return sum(seen.path == CHAT for seen in home.replica(backend).requests_seen)
+def seen_chats(proxy: ProxyUnderTest, backend: str) -> int:
+    return sum(seen.path == CHAT for seen in proxy.replica(backend).requests_seen)
 
 
-async def states(home: House) -> dict[str, str]:
-    page = (await home.get("/admin/backends")).json
+async def states(proxy: ProxyUnderTest) -> dict[str, str]:
+    page = (await proxy.get("/admin/backends")).json
     return {one["backend"]: one["state"] for one in page["backends"]}
 
 
@@ -52,49 +52,49 @@ async def states(home: House) -> dict[str, str]:
 
 
 async def test_twenty_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST, FAST, fixed_limit=2) as home:
-        both = home.told["backends"]
-        async with home.stream(ENDLESS) as stream:
-            asked = [home.waiting(STREAM | {"max_tokens": 30}) for _ in range(20)]
+    async with reloadable(tmp_path, FAST, FAST, fixed_limit=2) as proxy:
+        both = proxy.told["backends"]
+        async with proxy.stream(ENDLESS) as stream:
+            asked = [proxy.waiting(STREAM | {"max_tokens": 30}) for _ in range(20)]
             for turn in range(20):
                 fewer = both if turn % 2 else both[turn // 2 % 2 :][:1]
                 weights = {"weights": {"base": 1.0 + turn}}
-                await rewrite(home, backends=fewer, scheduling=weights, retry={"extra_attempts": turn % 3})
-                asked += [home.waiting() for _ in range(3)]
+                await rewrite(proxy, backends=fewer, scheduling=weights, retry={"extra_attempts": turn % 3})
+                asked += [proxy.waiting() for _ in range(3)]
                 await asyncio.gather(*asked[-2:])
             answers = await asyncio.gather(*asked)
             assert {answer.status for answer in answers} == {200}
             assert await stream.content.readany()
-        assert home.outcomes()["completed"] == 80
+        assert proxy.outcomes()["completed"] == 80
 
 
 async def test_requests_wait_through_the_replacement_of_the_whole_fleet(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"queue": {"hold_s": 30.0}, "scheduling": {"look_ahead": 0}}
-    async with reloadable(tmp_path, FAST, FAST, fixed_limit=1, **settings) as home:
-        old, new = home.told["backends"]
-        await rewrite(home, backends=[old])
-        await until(lambda: len(home.proxy.pools.backends) == 1)
-        async with home.stream() as stream:
+    async with reloadable(tmp_path, FAST, FAST, fixed_limit=1, **settings) as proxy:
+        old, new = proxy.told["backends"]
+        await rewrite(proxy, backends=[old])
+        await until(lambda: len(proxy.app.pools.backends) == 1)
+        async with proxy.stream() as stream:
             assert await stream.content.readany()
-            waiting = [home.waiting() for _ in range(3)]
-            await until(lambda: home.queued == 3)
-            await rewrite(home, backends=[new])
+            waiting = [proxy.waiting() for _ in range(3)]
+            await until(lambda: proxy.queued == 3)
+            await rewrite(proxy, backends=[new])
             answers = await asyncio.gather(*waiting)
             assert {(answer.status, answer.backend) for answer in answers} == {(200, "b1")}
             # What runs on a backend that leaves runs to its end.
             assert await stream.content.readany()
-            assert await states(home) == {"b0": "leaving", "b1": "up"}
-        await until(lambda: list(home.proxy.pools.backends) == ["b1"])
-        assert "b0" not in home.proxy.metrics.page().decode()
+            assert await states(proxy) == {"b0": "leaving", "b1": "up"}
+        await until(lambda: list(proxy.app.pools.backends) == ["b1"])
+        assert "b0" not in proxy.app.metrics.page().decode()
 
 
 async def test_what_can_change_changes_for_the_next_request(tmp_path: Path) -> None:
     tenant = {"name": "acme", "keys": [hash_of("acme-1")]}
-    async with reloadable(tmp_path, FAST, tenants=[tenant], api_keys=["plain"]) as home:
-        assert (await home.chat(headers={"x-api-key": "acme-1"})).status == 200
+    async with reloadable(tmp_path, FAST, tenants=[tenant], api_keys=["plain"]) as proxy:
+        assert (await proxy.chat(headers={"x-api-key": "acme-1"})).status == 200
         model = {"name": "nick", "target": "base"}
         renewed = tenant | {"keys": [hash_of("acme-2")], "limits": {"requests_per_min": 1}}
-        done = await rewrite(home, tenants=[renewed], api_keys=[], models=[model], body_bytes_max=300)
+        done = await rewrite(proxy, tenants=[renewed], api_keys=[], models=[model], body_bytes_max=300)
         told = [str(change) for change in done.changes]
         assert told == [
             "api_keys: changed, not shown",
@@ -103,33 +103,33 @@ async def test_what_can_change_changes_for_the_next_request(tmp_path: Path) -> N
             "tenants[acme].keys: changed, not shown",
             "tenants[acme].limits.requests_per_min: null -> 1.0",
         ]
-        assert (await home.chat(headers={"x-api-key": "acme-1"})).status == 401
-        assert (await home.chat(headers={"x-api-key": "plain"})).status == 401
-        assert (await home.chat(HELLO | {"model": "nick"}, headers={"x-api-key": "acme-2"})).status == 200
-        assert (await home.chat(headers={"x-api-key": "acme-2"})).status == 429
+        assert (await proxy.chat(headers={"x-api-key": "acme-1"})).status == 401
+        assert (await proxy.chat(headers={"x-api-key": "plain"})).status == 401
+        assert (await proxy.chat(HELLO | {"model": "nick"}, headers={"x-api-key": "acme-2"})).status == 200
+        assert (await proxy.chat(headers={"x-api-key": "acme-2"})).status == 429
         large = HELLO | {"user": "x" * 300}
-        assert (await home.chat(large, headers={"x-api-key": "acme-2"})).status == 413
+        assert (await proxy.chat(large, headers={"x-api-key": "acme-2"})).status == 413
 
 
 async def test_a_stream_outlives_the_key_it_came_with(tmp_path: Path) -> None:
     long, old = STREAM | {"max_tokens": 3000, "ignore_eos": True}, {"authorization": "Bearer old"}
-    async with reloadable(tmp_path, FAST, api_keys=["old"]) as home, home.stream(long, **old) as stream:
+    async with reloadable(tmp_path, FAST, api_keys=["old"]) as proxy, proxy.stream(long, **old) as stream:
         assert await stream.content.readany()
-        await rewrite(home, api_keys=["new"], timeouts={"stall_s": 1.0})
-        assert (await home.chat(headers=old)).status == 401
+        await rewrite(proxy, api_keys=["new"], timeouts={"stall_s": 1.0})
+        assert (await proxy.chat(headers=old)).status == 401
         assert (await stream.read()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_what_needs_a_restart_is_told_and_the_rest_is_gone_by(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST) as home:
-        write(home, port=1, scheduling={"placement": "random", "weights": {"base": 2.0}}, drain_timeout_s=1.0)
-        answer = await home.post("/admin/reload", None, headers=ADMIN)
+    async with reloadable(tmp_path, FAST) as proxy:
+        write(proxy, port=1, scheduling={"placement": "random", "weights": {"base": 2.0}}, drain_timeout_s=1.0)
+        answer = await proxy.post("/admin/reload", None, headers=ADMIN)
         assert answer.status == 200
         assert answer.json["needs_restart"] == ["port: 0 -> 1", "scheduling.placement: cost -> random"]
         assert answer.json["changes"] == ["drain_timeout_s: 5.0 -> 1.0", "scheduling.weights.base: added 2.0"]
-        assert home.proxy.config.drain_timeout_s == 1.0
-        assert home.proxy.config.scheduling.placement == home.proxy.pools.settings.placement == "cost"
-        again = await home.post("/admin/reload", None, headers=ADMIN)
+        assert proxy.app.config.drain_timeout_s == 1.0
+        assert proxy.app.config.scheduling.placement == proxy.app.pools.settings.placement == "cost"
+        again = await proxy.post("/admin/reload", None, headers=ADMIN)
         assert (again.json["changes"], len(again.json["needs_restart"])) == ([], 2)
 
 
@@ -142,155 +142,155 @@ async def test_what_needs_a_restart_is_told_and_the_rest_is_gone_by(tmp_path: Pa
     ],
 )
 async def test_a_bad_file_changes_nothing_and_says_why(tmp_path: Path, text: str, told: str) -> None:
-    async with reloadable(tmp_path, FAST) as home:
-        before = home.proxy.config
-        assert home.proxy.reloader is not None
-        home.proxy.reloader.file.write_text(text)
-        answer = await home.post("/admin/reload", None, headers=ADMIN)
+    async with reloadable(tmp_path, FAST) as proxy:
+        before = proxy.app.config
+        assert proxy.app.reloader is not None
+        proxy.app.reloader.file.write_text(text)
+        answer = await proxy.post("/admin/reload", None, headers=ADMIN)
         assert answer.status == 400
         assert told in answer.json["problems"][0]
-        assert home.proxy.config is before
-        assert (await home.chat()).status == 200
-        assert home.metric("llmproxy_config_last_reload_successful") == 0.0
-        assert home.metric("llmproxy_config_reloads_total", ok="false") == 1.0
-        await rewrite(home)
-        assert home.metric("llmproxy_config_last_reload_successful") == 1.0
+        assert proxy.app.config is before
+        assert (await proxy.chat()).status == 200
+        assert proxy.metric("llmproxy_config_last_reload_successful") == 0.0
+        assert proxy.metric("llmproxy_config_reloads_total", ok="false") == 1.0
+        await rewrite(proxy)
+        assert proxy.metric("llmproxy_config_last_reload_successful") == 1.0
 
 
 async def test_a_changed_file_is_noticed_once_whoever_writes_it_has_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reload, "LOOK_S", 0.01)
-    async with reloadable(tmp_path, FAST, reload="watch") as home:
-        write(home, api_keys=["k"])
-        await until(lambda: home.proxy.config.api_keys == ("k",))
-        assert home.metric("llmproxy_config_reloads_total", ok="true") == 1.0
+    async with reloadable(tmp_path, FAST, reload="watch") as proxy:
+        write(proxy, api_keys=["k"])
+        await until(lambda: proxy.app.config.api_keys == ("k",))
+        assert proxy.metric("llmproxy_config_reloads_total", ok="true") == 1.0
 
 
 async def test_a_client_that_leaves_does_not_stop_the_reload_it_asked_for(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST) as home:
-        assert home.proxy.reloader is not None
-        write(home, api_keys=["k"])
-        asked = asyncio.create_task(home.proxy.reloader.reload("test"))
+    async with reloadable(tmp_path, FAST) as proxy:
+        assert proxy.app.reloader is not None
+        write(proxy, api_keys=["k"])
+        asked = asyncio.create_task(proxy.app.reloader.reload("test"))
         await asyncio.sleep(0)
         asked.cancel()
-        await until(lambda: home.proxy.config.api_keys == ("k",))
+        await until(lambda: proxy.app.config.api_keys == ("k",))
 
 
 async def test_a_hang_up_reloads(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST) as home:
-        assert home.proxy.reloader is not None
-        write(home, api_keys=["k"])
-        home.proxy.reloader.hang_up()
-        await until(lambda: home.proxy.config.api_keys == ("k",))
+    async with reloadable(tmp_path, FAST) as proxy:
+        assert proxy.app.reloader is not None
+        write(proxy, api_keys=["k"])
+        proxy.app.reloader.hang_up()
+        await until(lambda: proxy.app.config.api_keys == ("k",))
 
 
 async def test_backends_change_their_address_key_and_limit(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST, replace(FAST, api_key="engine"), backend_api_key="engine") as home:
-        assert home.proxy.reloader is not None
-        first, second = (dict(one) for one in home.told["backends"])
-        await rewrite(home, backends=[first], backend_api_key=None)
-        await until(lambda: list(home.proxy.pools.backends) == ["b0"])
+    async with reloadable(tmp_path, FAST, replace(FAST, api_key="engine"), backend_api_key="engine") as proxy:
+        assert proxy.app.reloader is not None
+        first, second = (dict(one) for one in proxy.told["backends"])
+        await rewrite(proxy, backends=[first], backend_api_key=None)
+        await until(lambda: list(proxy.app.pools.backends) == ["b0"])
         moved = {"name": "b0", "url": second["url"], "api_key": "engine", "max_in_flight": 3}
-        await rewrite(home, backends=[moved], backend_api_key=None)
+        await rewrite(proxy, backends=[moved], backend_api_key=None)
         # Asked at once: over HTTP the answer could come after the first poll of the new address.
-        assert home.proxy.pools.backends["b0"].health.down
-        await until(lambda: all_up(home))
-        assert (await home.chat()).status == 200
-        assert seen_chats(home, "b1") == 1
-        assert home.proxy.pools.backends["b0"].limit.value == 3
+        assert proxy.app.pools.backends["b0"].health.down
+        await until(lambda: all_up(proxy))
+        assert (await proxy.chat()).status == 200
+        assert seen_chats(proxy, "b1") == 1
+        assert proxy.app.pools.backends["b0"].limit.value == 3
 
 
 async def test_every_part_goes_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[str] = []
     monkeypatch.setattr("llmproxy.app.logs.configure", lambda _, level: levels.append(level))
-    async with reloadable(tmp_path, FAST, FAST, backend_api_key="engine-1") as home:
+    async with reloadable(tmp_path, FAST, FAST, backend_api_key="engine-1") as proxy:
         again = {"authorization": "Bearer admin-2"}
         key: dict[str, Any] = {"admin_key": hash_of("admin-2"), "backend_api_key": "engine-2"}
-        await rewrite(home, **key, retry={"budget_ratio": 0.5}, log_level="warning")
+        await rewrite(proxy, **key, retry={"budget_ratio": 0.5}, log_level="warning")
         assert levels == ["warning"]
-        assert home.proxy.walker.budget.ratio == 0.5
-        assert (await home.post("/admin/backends/b0/drain", None, headers=ADMIN)).status == 401
+        assert proxy.app.walker.budget.ratio == 0.5
+        assert (await proxy.post("/admin/backends/b0/drain", None, headers=ADMIN)).status == 401
         body = {"lora_name": "sql", "lora_path": "/sql"}
-        assert (await home.post("/v1/load_lora_adapter", body, headers=again)).status == 200
-        assert home.sent().headers["authorization"] == "Bearer engine-2"
-        seen = home.replicas[0].requests_seen
+        assert (await proxy.post("/v1/load_lora_adapter", body, headers=again)).status == 200
+        assert proxy.sent().headers["authorization"] == "Bearer engine-2"
+        seen = proxy.replicas[0].requests_seen
         await until(lambda: is_poll(seen[-1]) and seen[-1].headers["authorization"] == "Bearer engine-2")
         # Who is gone is not told to load anything again, and nobody waits for it.
-        await rewrite(home, **key, backends=home.told["backends"][:1])
-        await until(lambda: list(home.proxy.pools.backends) == ["b0"])
-        (sql,) = (await home.get("/debug/adapters")).json["adapters"]
+        await rewrite(proxy, **key, backends=proxy.told["backends"][:1])
+        await until(lambda: list(proxy.app.pools.backends) == ["b0"])
+        (sql,) = (await proxy.get("/debug/adapters")).json["adapters"]
         assert [one["backend"] for one in sql["replicas"]] == ["b0"]
 
 
 async def test_a_reload_that_cannot_be_gone_by_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.fleet.discovery.find_spec", lambda _: None)
-    async with reloadable(tmp_path, FAST) as home:
+    async with reloadable(tmp_path, FAST) as proxy:
         with pytest.raises(ConfigError, match="dnspython"):
-            await rewrite(home, backends=["srv+http://_vllm._tcp.svc"], api_keys=["k"])
-        assert home.proxy.config.api_keys == ()
-        assert list(home.proxy.pools.backends) == ["b0"]
+            await rewrite(proxy, backends=["srv+http://_vllm._tcp.svc"], api_keys=["k"])
+        assert proxy.app.config.api_keys == ()
+        assert list(proxy.app.pools.backends) == ["b0"]
 
 
 # --- drain ------------------------------------------------------------------------------------------------------------
 
 
 async def test_a_drained_backend_gets_nothing_new_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST, FAST) as home:
-        async with home.stream() as stream:
+    async with reloadable(tmp_path, FAST, FAST) as proxy:
+        async with proxy.stream() as stream:
             assert await stream.content.readany()
             busy = stream.headers["x-llmproxy-backend"]
-            answer = await home.post(f"/admin/backends/{busy}/drain", None, headers=ADMIN)
+            answer = await proxy.post(f"/admin/backends/{busy}/drain", None, headers=ADMIN)
             assert answer.json["state"] == "drained"
             assert answer.json["in_flight"] == 1
-            before = seen_chats(home, busy)
+            before = seen_chats(proxy, busy)
             for _ in range(10):
-                assert (await home.chat()).backend != busy
-            assert seen_chats(home, busy) == before
+                assert (await proxy.chat()).backend != busy
+            assert seen_chats(proxy, busy) == before
             assert await stream.content.readany()
             # A reload does not undo what somebody asked for.
-            await rewrite(home, api_keys=[])
-            assert (await states(home))[busy] == "drained"
-            assert home.metric("llmproxy_backend_drained", backend=busy) == 1.0
-        await home.post(f"/admin/backends/{busy}/undrain", None, headers=ADMIN)
-        assert (await states(home)) == {"b0": "up", "b1": "up"}
+            await rewrite(proxy, api_keys=[])
+            assert (await states(proxy))[busy] == "drained"
+            assert proxy.metric("llmproxy_backend_drained", backend=busy) == 1.0
+        await proxy.post(f"/admin/backends/{busy}/undrain", None, headers=ADMIN)
+        assert (await states(proxy)) == {"b0": "up", "b1": "up"}
         other = next(name for name in ("b0", "b1") if name != busy)
-        await home.post(f"/admin/backends/{other}/drain", None, headers=ADMIN)
-        assert (await home.chat()).backend == busy
+        await proxy.post(f"/admin/backends/{other}/drain", None, headers=ADMIN)
+        assert (await proxy.chat()).backend == busy
 
 
 async def test_a_backend_that_leaves_and_comes_back_meanwhile_stays(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST) as home:
-        async with home.stream() as stream:
+    async with reloadable(tmp_path, FAST) as proxy:
+        async with proxy.stream() as stream:
             assert await stream.content.readany()
-            await rewrite(home, backends=["http://127.0.0.1:9"])
-            assert (await states(home))["b0"] == "leaving"
-            await rewrite(home)
-            await until(lambda: list(home.proxy.pools.backends) == ["b0"])
-            assert (await home.chat()).backend == "b0"
-        await home.settled()
-        assert (await states(home)) == {"b0": "up"}
-        assert (await home.chat()).backend == "b0"
+            await rewrite(proxy, backends=["http://127.0.0.1:9"])
+            assert (await states(proxy))["b0"] == "leaving"
+            await rewrite(proxy)
+            await until(lambda: list(proxy.app.pools.backends) == ["b0"])
+            assert (await proxy.chat()).backend == "b0"
+        await proxy.settled()
+        assert (await states(proxy)) == {"b0": "up"}
+        assert (await proxy.chat()).backend == "b0"
 
 
 async def test_who_may_see_and_who_may_change(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST) as home:
-        (shown,) = (await home.get("/admin/backends")).json["backends"]
+    async with reloadable(tmp_path, FAST) as proxy:
+        (shown,) = (await proxy.get("/admin/backends")).json["backends"]
         assert shown["since_s"] >= 0.0
         del shown["since_s"]
-        url = home.replicas[0].url
+        url = proxy.replicas[0].url
         assert shown == {"backend": "b0", "url": url, "source": "config", "state": "up", "in_flight": 0}
         for path in ("/admin/reload", "/admin/backends/b0/drain"):
-            assert (await home.post(path, None)).status == 401
-            assert (await home.get(path, headers=ADMIN)).status == 405
-            assert (await home.post(path, None, headers={"x-forwarded-for": "10.0.0.1"})).status == 404
-        assert (await home.post("/admin/backends/b9/drain", None, headers=ADMIN)).status == 404
-        assert (await home.get("/admin/backends", headers={"x-forwarded-for": "10.0.0.1"})).status == 404
+            assert (await proxy.post(path, None)).status == 401
+            assert (await proxy.get(path, headers=ADMIN)).status == 405
+            assert (await proxy.post(path, None, headers={"x-forwarded-for": "10.0.0.1"})).status == 404
+        assert (await proxy.post("/admin/backends/b9/drain", None, headers=ADMIN)).status == 404
+        assert (await proxy.get("/admin/backends", headers={"x-forwarded-for": "10.0.0.1"})).status == 404
 
 
 async def test_without_a_file_there_is_nothing_to_reload() -> None:
-    async with house(FAST, **KEYED) as home:
-        assert (await home.post("/admin/reload", None, headers=ADMIN)).status == 409
+    async with serving(FAST, **KEYED) as proxy:
+        assert (await proxy.post("/admin/reload", None, headers=ADMIN)).status == 409
 
 
 # --- discovery --------------------------------------------------------------------------------------------------------
@@ -299,21 +299,21 @@ async def test_without_a_file_there_is_nothing_to_reload() -> None:
 async def test_backends_come_and_go_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.fleet.discovery.FileSource.interval_s", 0.01)
     listed = tmp_path / "backends.yaml"
-    async with house(FAST, FAST, file=tmp_path / "c.yaml", discovery={"file": str(listed)}, **KEYED) as home:
-        one, other = home.told["backends"]
-        pools = home.proxy.pools
+    async with serving(FAST, FAST, file=tmp_path / "c.yaml", discovery={"file": str(listed)}, **KEYED) as proxy:
+        one, other = proxy.told["backends"]
+        pools = proxy.app.pools
         # The file does not exist yet: what it will name may turn up, so that nothing is unknown.
-        assert (await home.chat(HELLO | {"model": "elsewhere"})).status == 503
+        assert (await proxy.chat(HELLO | {"model": "elsewhere"})).status == 503
         listed.write_text(json.dumps({"backends": [other]}))
         await until(lambda: not pools.catalogue.expecting)
-        await rewrite(home, backends=[one])
+        await rewrite(proxy, backends=[one])
         await until(
-            lambda: {s.name: s.source for s in home.proxy.registry.standings()} == {"b0": "config", "b1": "file"}
+            lambda: {s.name: s.source for s in proxy.app.registry.standings()} == {"b0": "config", "b1": "file"}
         )
-        assert (await home.chat(HELLO | {"model": "elsewhere"})).status == 404
+        assert (await proxy.chat(HELLO | {"model": "elsewhere"})).status == 404
         listed.write_text("backends: [nonsense://x]")
-        await until(lambda: home.metric("llmproxy_discovery_looks_total", source="file", ok="false") > 0)
-        await until(lambda: all_up(home))
+        await until(lambda: proxy.metric("llmproxy_discovery_looks_total", source="file", ok="false") > 0)
+        await until(lambda: all_up(proxy))
         assert list(pools.backends) == ["b0", "b1"]
         listed.write_text("backends: []")
         await until(lambda: list(pools.backends) == ["b0"])

@@ -11,7 +11,7 @@ import pytest
 
 from llmproxy.config import ConfigError, hash_of, load
 from llmproxy.gateway.proxying.handler import RequestHandler
-from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, House, house, until
+from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, serving, until
 from tests.e2e.scripted import answering, scripted, whole
 
 GUARDED = replace(FAST, api_key="secret-of-the-engine")
@@ -38,62 +38,62 @@ def hidden(*shown: str) -> None:
 # --- who reads them ---------------------------------------------------------------------------------------------------
 
 
-async def unauthorized(home: House) -> None:
+async def unauthorized(proxy: ProxyUnderTest) -> None:
     for headers in (
         {"authorization": "Bearer secret-guess"},
         {"authorization": "Basic secret-guess"},
         {"x-api-key": "secret-guess"},
     ):
-        assert (await home.chat(headers=headers)).status == 401
-        assert (await home.get("/v1/models", headers=headers)).status == 401
-        assert (await home.post("/v1/load_lora_adapter", {}, headers=headers)).status == 401
+        assert (await proxy.chat(headers=headers)).status == 401
+        assert (await proxy.get("/v1/models", headers=headers)).status == 401
+        assert (await proxy.post("/v1/load_lora_adapter", {}, headers=headers)).status == 401
 
 
-async def client_errors(home: House) -> None:
+async def client_errors(proxy: ProxyUnderTest) -> None:
     for body in (b"{", HELLO | {"model": "nobody"}, b"x" * 70_000):
-        assert (await home.chat(body, headers=ACME)).status in (400, 404, 413)
-    assert (await home.chat(headers=ACME | {"x-llm-d-inference-ttl": "never"})).status == 400
+        assert (await proxy.chat(body, headers=ACME)).status in (400, 404, 413)
+    assert (await proxy.chat(headers=ACME | {"x-llm-d-inference-ttl": "never"})).status == 400
     for _ in range(2):
-        last = await home.chat(headers={"x-api-key": KEYS[1]})
+        last = await proxy.chat(headers={"x-api-key": KEYS[1]})
     assert last.status == 429
 
 
-async def upstream_errors(home: House) -> None:
+async def upstream_errors(proxy: ProxyUnderTest) -> None:
     for kind in ("busy_503", "draining_500"):
-        home.replicas[0].faults.set(kind, times=1)
-        await home.chat(headers=ACME)
+        proxy.replicas[0].faults.set(kind, times=1)
+        await proxy.chat(headers=ACME)
 
 
-async def a_client_that_leaves(home: House) -> None:
-    async with home.stream(ENDLESS, **ACME) as stream:
+async def a_client_that_leaves(proxy: ProxyUnderTest) -> None:
+    async with proxy.stream(ENDLESS, **ACME) as stream:
         await stream.content.readany()
 
 
-async def broken_requests(home: House) -> None:
+async def broken_requests(proxy: ProxyUnderTest) -> None:
     for broken in (b"Authorization: Bearer secret-\x01\r\n", b"Author ization: secret-\r\n"):
-        async with home.wire(b"GET /health HTTP/1.1\r\nhost: x\r\n" + broken + b"\r\n") as (reader, _):
+        async with proxy.wire(b"GET /health HTTP/1.1\r\nhost: x\r\n" + broken + b"\r\n") as (reader, _):
             assert (await reader.read()).startswith(b"HTTP/1.")
 
 
-async def pages(home: House) -> None:
+async def pages(proxy: ProxyUnderTest) -> None:
     admin = {"authorization": f"Bearer {KEYS[3]}"}
-    loaded = await home.post("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "/x"}, headers=admin)
+    loaded = await proxy.post("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "/x"}, headers=admin)
     assert loaded.status == 200
-    assert (await home.post("/v1/responses", {"model": "base", "input": "a"}, headers=ACME)).status == 200
+    assert (await proxy.post("/v1/responses", {"model": "base", "input": "a"}, headers=ACME)).status == 200
 
 
 async def test_no_key_and_no_cookie_is_in_any_log_page_or_answer(log: io.StringIO, tmp_path: Path) -> None:
     decisions = tmp_path / "decisions.jsonl"
     told = TENANTS | {"body_bytes_max": 65_536, "decision_log": str(decisions)}
-    async with house(GUARDED, **told) as home:
-        assert (await home.chat(headers=ACME)).status == 200
-        assert (await home.chat(STREAM, headers={"x-api-key": KEYS[2]})).status == 200
+    async with serving(GUARDED, **told) as proxy:
+        assert (await proxy.chat(headers=ACME)).status == 200
+        assert (await proxy.chat(STREAM, headers={"x-api-key": KEYS[2]})).status == 200
         for scene in (unauthorized, client_errors, upstream_errors, a_client_that_leaves, broken_requests, pages):
-            await scene(home)
-        await until(lambda: not home.proxy.walker.walking)
+            await scene(proxy)
+        await until(lambda: not proxy.app.walker.walking)
         looked_at = ("/debug/queue", "/debug/explain", "/debug/adapters", "/metrics")
-        shown = [repr(home.proxy.config), *[(await home.get(page)).body.decode() for page in looked_at]]
-        outcomes = set(home.outcomes())
+        shown = [repr(proxy.app.config), *[(await proxy.get(page)).body.decode() for page in looked_at]]
+        outcomes = set(proxy.outcomes())
         assert outcomes >= {"completed", "unauthorized", "bad_request", "unknown_model", "too_large", "rate_limited"}
         assert outcomes >= {"cancelled", "upstream_status"}
     shown += [log.getvalue(), decisions.read_text()]
@@ -107,8 +107,8 @@ async def test_not_even_a_bug_shows_a_key(log: io.StringIO) -> None:
         raise RuntimeError("a bug")
 
     async def provoke() -> None:
-        async with house(GUARDED, **TENANTS) as home:
-            assert (await home.chat(headers=ACME)).status == 500
+        async with serving(GUARDED, **TENANTS) as proxy:
+            assert (await proxy.chat(headers=ACME)).status == 500
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RequestHandler, "_make_request", fail)
@@ -123,22 +123,22 @@ async def test_not_even_a_bug_shows_a_key(log: io.StringIO) -> None:
 
 @pytest.mark.parametrize("told", [{}, {"backend_api_key": "secret-of-the-engine"}, {"api_keys": ["secret-of-acme"]}])
 async def test_credentials_of_clients_stay_here(told: dict[str, Any]) -> None:
-    async with house(FAST, **told) as home:
-        assert (await home.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
-        sent = {name.lower(): value for name, value in home.sent().headers.items()}
+    async with serving(FAST, **told) as proxy:
+        assert (await proxy.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
+        sent = {name.lower(): value for name, value in proxy.sent().headers.items()}
         assert not {"cookie", "x-api-key"} & sent.keys()
         assert sent.get("authorization") == ("Bearer secret-of-the-engine" if "backend_api_key" in told else None)
 
 
 async def test_credentials_go_on_where_that_is_configured() -> None:
-    async with house(FAST, forward_credentials=True) as home:
-        assert (await home.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
-        sent = {name.lower(): value for name, value in home.sent().headers.items()}
+    async with serving(FAST, forward_credentials=True) as proxy:
+        assert (await proxy.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
+        sent = {name.lower(): value for name, value in proxy.sent().headers.items()}
         assert ACME.items() <= sent.items()
         assert sent["x-api-key"] == "secret-other"
-    async with house(FAST, forward_credentials=True, backend_api_key="secret-of-the-engine") as home:
-        assert (await home.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
-        sent = {name.lower(): value for name, value in home.sent().headers.items()}
+    async with serving(FAST, forward_credentials=True, backend_api_key="secret-of-the-engine") as proxy:
+        assert (await proxy.chat(headers=ACME | {"x-api-key": "secret-other"})).status == 200
+        sent = {name.lower(): value for name, value in proxy.sent().headers.items()}
         assert (sent["authorization"], "x-api-key" in sent) == ("Bearer secret-of-the-engine", False)
 
 
@@ -153,16 +153,16 @@ def test_keys_of_the_proxy_itself_are_never_sent_on(write: Any, keys: str) -> No
 async def test_a_backend_that_wants_a_key_is_told_of_in_the_log(log: io.StringIO) -> None:
     refusal = whole(b'{"error":"Unauthorized"}', "401 Unauthorized")
     async with scripted(answering(refusal)) as backend:
-        async with house(extra=[backend.url]) as home:
-            answer = await home.chat()
+        async with serving(extra=[backend.url]) as proxy:
+            answer = await proxy.chat()
             assert (answer.status, answer.body) == (401, b'{"error":"Unauthorized"}')
-        async with house(extra=[backend.url], backend_api_key="secret-wrong") as home:
-            await home.chat()
+        async with serving(extra=[backend.url], backend_api_key="secret-wrong") as proxy:
+            await proxy.chat()
     assert "b0 wants a key: set backend_api_key, or its own api_key" in log.getvalue()
     assert "b0 does not accept the key that is configured for it" in log.getvalue()
     hidden(log.getvalue())
 
 
 async def test_a_backend_that_lists_nothing_without_a_key_is_told_of_in_the_log(log: io.StringIO) -> None:
-    async with house(GUARDED, wait=False):
+    async with serving(GUARDED, wait=False):
         await until(lambda: "set backend_api_key, or its own api_key" in log.getvalue())

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.proxies import FAST, HELLO, Answer, House, house
+from tests.e2e.proxies import FAST, HELLO, Answer, ProxyUnderTest, serving
 
 
-async def ask(home: House, place: str, user: str) -> Answer:
+async def ask(proxy: ProxyUnderTest, place: str, user: str) -> Answer:
     """A request of `user`, who is named where the configuration looks for it."""
     body: dict[str, Any] = HELLO | ({"user": user} if place == "body:user" else {})
     headers = {"header:x-session-id": {"x-session-id": user}, "cookie:sid": {"cookie": f"a=1; sid={user}"}}
-    answer = await home.chat(body, headers=headers.get(place, {}))
+    answer = await proxy.chat(body, headers=headers.get(place, {}))
     assert answer.status == 200
     return answer
 
@@ -21,7 +21,7 @@ async def ask(home: House, place: str, user: str) -> Answer:
 @pytest.mark.parametrize("place", ["header:x-session-id", "cookie:sid", "body:user"])
 async def test_the_requests_of_a_session_stay_together(place: str) -> None:
     users = [f"user-{i}" for i in range(12)]
-    async with house(FAST, FAST, FAST, scheduling={"placement": "session", "session": place}) as home:
-        before = {user: (await ask(home, place, user)).backend for user in users}
+    async with serving(FAST, FAST, FAST, scheduling={"placement": "session", "session": place}) as proxy:
+        before = {user: (await ask(proxy, place, user)).backend for user in users}
         assert len(set(before.values())) == 3
-        assert {user: (await ask(home, place, user)).backend for user in reversed(users)} == before
+        assert {user: (await ask(proxy, place, user)).backend for user in reversed(users)} == before

@@ -7,14 +7,14 @@ from pathlib import Path
 from llmproxy.core.domain import KnownLimit
 from llmproxy.fleet.limits_file import LimitsFile
 from llmproxy.simulator.replica import ReplicaOptions
-from tests.e2e.proxies import house, until
+from tests.e2e.proxies import serving, until
 
 
 async def test_the_next_process_begins_at_what_was_learned(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    async with house(ReplicaOptions(), limits=LimitsFile(path)) as opened:
-        url = opened.replicas[0].url
-        backend = opened.proxy.pools.backends["b0"]
+    async with serving(ReplicaOptions(), limits=LimitsFile(path)) as proxy:
+        url = proxy.replicas[0].url
+        backend = proxy.app.pools.backends["b0"]
         await until(lambda: backend.reading is not None)
         backend.limit.begin_at(7, settled=True)
     (known,) = LimitsFile(path).read().items()
@@ -28,10 +28,10 @@ async def test_a_backend_begins_at_what_is_remembered_of_its_url(tmp_path: Path)
             return remembered
 
     remembered: dict[str, KnownLimit] = {}
-    async with house(ReplicaOptions()) as one:
-        models, length = one.proxy.pools.backends["b0"]._kind or ((), None)
+    async with serving(ReplicaOptions()) as one:
+        models, length = one.app.pools.backends["b0"]._kind or ((), None)
         urls = [replica.url for replica in one.replicas]
-        for of, begins in ((models, 7), (("another",), one.proxy.pools.settings.capacity.start_limit)):
+        for of, begins in ((models, 7), (("another",), one.app.pools.settings.capacity.start_limit)):
             remembered[urls[0]] = KnownLimit(7, True, of, length)
-            async with house(extra=urls, limits=Remembered(tmp_path / "state.json")) as next_one:
-                assert next_one.proxy.pools.backends["b0"].limit.value == begins
+            async with serving(extra=urls, limits=Remembered(tmp_path / "state.json")) as next_one:
+                assert next_one.app.pools.backends["b0"].limit.value == begins

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import FAST, Answer, House, house, until
+from tests.e2e.proxies import FAST, Answer, ProxyUnderTest, serving, until
 from tests.e2e.test_reload import ADMIN, KEYED, reloadable, rewrite
 from tests.e2e.test_restart import served
 from tests.e2e.test_workers import TWO
@@ -26,8 +26,8 @@ AROUND = {"placement": "round_robin"}
 HOLD = {"hold_s": 30.0}
 
 
-async def made(home: House, **more: Any) -> Answer:
-    answer = await home.post(RESPONSES, ASKED | more)
+async def made(proxy: ProxyUnderTest, **more: Any) -> Answer:
+    answer = await proxy.post(RESPONSES, ASKED | more)
     assert answer.status == 200
     return answer
 
@@ -36,19 +36,19 @@ def further(of: Answer | str, **more: Any) -> dict[str, Any]:
     return ASKED | {"input": "And then?", "previous_response_id": of if isinstance(of, str) else of.json["id"]} | more
 
 
-async def go_on(home: House, of: Answer | str, **more: Any) -> Answer:
-    return await home.post(RESPONSES, further(of, **more))
+async def go_on(proxy: ProxyUnderTest, of: Answer | str, **more: Any) -> Answer:
+    return await proxy.post(RESPONSES, further(of, **more))
 
 
-def went_on(home: House, of: Answer | str, **more: Any) -> asyncio.Task[Answer]:
-    return asyncio.create_task(go_on(home, of, **more))
+def went_on(proxy: ProxyUnderTest, of: Answer | str, **more: Any) -> asyncio.Task[Answer]:
+    return asyncio.create_task(go_on(proxy, of, **more))
 
 
 @asynccontextmanager
-async def busy(home: House, first: Answer) -> AsyncIterator[None]:
+async def busy(proxy: ProxyUnderTest, first: Answer) -> AsyncIterator[None]:
     """The replica that made a response has a stream that does not end."""
     endless = further(first, stream=True, max_output_tokens=20_000, ignore_eos=True)
-    async with home.stream(endless, RESPONSES) as running:
+    async with proxy.stream(endless, RESPONSES) as running:
         await running.content.readany()
         assert running.headers["x-llmproxy-backend"] == first.backend
         yield
@@ -65,57 +65,57 @@ def lost(answer: Answer, response_id: str) -> bool:
 
 @pytest.mark.parametrize("placement", ["round_robin", "cost", "session", "epp_sticky", "blend"])
 async def test_every_turn_goes_to_the_replica_that_made_the_one_before(placement: str) -> None:
-    async with house(*THREE, scheduling={"placement": placement}) as home:
-        firsts = [await made(home) for _ in range(7)]
+    async with serving(*THREE, scheduling={"placement": placement}) as proxy:
+        firsts = [await made(proxy) for _ in range(7)]
         last = firsts
         for stream in (False, False, True):
-            last = [await go_on(home, one, stream=stream) for one in last]
+            last = [await go_on(proxy, one, stream=stream) for one in last]
             assert [(one.status, one.backend) for one in last] == [(200, first.backend) for first in firsts]
         if placement == "round_robin":
             assert {first.backend for first in firsts} == {"b0", "b1", "b2"}
 
 
 async def test_the_engine_has_what_was_said_before() -> None:
-    async with house(*THREE, scheduling=AROUND) as home:
-        first = await made(home)
-        tokens = [one.json["usage"]["input_tokens"] for one in (first, await go_on(home, first), await made(home))]
+    async with serving(*THREE, scheduling=AROUND) as proxy:
+        first = await made(proxy)
+        tokens = [one.json["usage"]["input_tokens"] for one in (first, await go_on(proxy, first), await made(proxy))]
         assert tokens[1] > tokens[0] == tokens[2]
 
 
 async def test_an_adapter_may_go_on_from_what_its_base_model_said() -> None:
-    async with house(*THREE, scheduling=AROUND) as home:
-        first = await made(home)
-        assert (await go_on(home, first, model="lora-0")).backend == first.backend
+    async with serving(*THREE, scheduling=AROUND) as proxy:
+        first = await made(proxy)
+        assert (await go_on(proxy, first, model="lora-0")).backend == first.backend
 
 
 # --- the waiting room -------------------------------------------------------------------------------------------------
 
 
 async def test_it_waits_for_its_own_replica_and_hides_nobody_behind_it() -> None:
-    async with house(*THREE, fixed_limit=1, scheduling=AROUND | {"look_ahead": 0}) as home:
-        first = await made(home)
-        async with busy(home, first):
+    async with serving(*THREE, fixed_limit=1, scheduling=AROUND | {"look_ahead": 0}) as proxy:
+        first = await made(proxy)
+        async with busy(proxy, first):
             # More than are looked at of one flow.
-            turns = [went_on(home, first) for _ in range(12)]
-            await until(lambda: home.queued == 12)
-            answers = [await home.chat() for _ in range(4)]
+            turns = [went_on(proxy, first) for _ in range(12)]
+            await until(lambda: proxy.queued == 12)
+            answers = [await proxy.chat() for _ in range(4)]
             assert {answer.status for answer in answers} == {200}
             assert first.backend not in {answer.backend for answer in answers}
-            assert home.queued == 12
+            assert proxy.queued == 12
         assert {(one.status, one.backend) for one in await asyncio.gather(*turns)} == {(200, first.backend)}
 
 
 async def test_priority_holds_among_those_for_one_replica() -> None:
-    async with house(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as home:
-        first = await made(home)
+    async with serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as proxy:
+        first = await made(proxy)
         tasks: list[asyncio.Task[Answer]] = []
-        async with busy(home, first):
+        async with busy(proxy, first):
             for name in ("sheddable", "default", "critical"):
                 headers = {"x-llm-d-inference-objective": name, "x-request-id": name}
-                tasks.append(asyncio.create_task(home.post(RESPONSES, further(first), headers=headers)))
-                await until(lambda: home.queued == len(tasks))
+                tasks.append(asyncio.create_task(proxy.post(RESPONSES, further(first), headers=headers)))
+                await until(lambda: proxy.queued == len(tasks))
         await asyncio.gather(*tasks)
-        seen = [one.headers["x-request-id"] for one in home.replicas[0].requests_seen if one.path == RESPONSES]
+        seen = [one.headers["x-request-id"] for one in proxy.replicas[0].requests_seen if one.path == RESPONSES]
         assert seen[2:] == ["critical", "default", "sheddable"]
 
 
@@ -123,109 +123,109 @@ async def test_priority_holds_among_those_for_one_replica() -> None:
 
 
 async def test_it_is_held_while_its_replica_is_drained_and_told_when_that_takes_too_long() -> None:
-    async with house(*THREE, **KEYED, scheduling=AROUND, queue=HOLD) as home:
-        first = await made(home)
+    async with serving(*THREE, **KEYED, scheduling=AROUND, queue=HOLD) as proxy:
+        first = await made(proxy)
         drain = f"/admin/backends/{first.backend}/"
-        assert (await home.post(drain + "drain", None, headers=ADMIN)).status == 200
-        turn = went_on(home, first)
-        await until(lambda: home.queued == 1)
-        assert (await home.chat()).backend != first.backend
-        assert (await home.get(f"{RESPONSES}/{first.json['id']}")).status == 200
-        assert (await home.post(drain + "undrain", None, headers=ADMIN)).status == 200
+        assert (await proxy.post(drain + "drain", None, headers=ADMIN)).status == 200
+        turn = went_on(proxy, first)
+        await until(lambda: proxy.queued == 1)
+        assert (await proxy.chat()).backend != first.backend
+        assert (await proxy.get(f"{RESPONSES}/{first.json['id']}")).status == 200
+        assert (await proxy.post(drain + "undrain", None, headers=ADMIN)).status == 200
         assert ((await turn).status, (await turn).backend) == (200, first.backend)
-        assert (await home.post(drain + "drain", None, headers=ADMIN)).status == 200
-        answer = await home.post(RESPONSES, further(first), headers={"x-llm-d-inference-ttl": "30ms"})
+        assert (await proxy.post(drain + "drain", None, headers=ADMIN)).status == 200
+        answer = await proxy.post(RESPONSES, further(first), headers={"x-llm-d-inference-ttl": "30ms"})
         assert (answer.status, int(answer.headers["retry-after"]) > 0) == (503, True)
-    async with house(*THREE, **KEYED, scheduling=AROUND) as home:
-        first = await made(home)
-        await home.post(f"/admin/backends/{first.backend}/drain", None, headers=ADMIN)
-        answer = await go_on(home, first)
+    async with serving(*THREE, **KEYED, scheduling=AROUND) as proxy:
+        first = await made(proxy)
+        await proxy.post(f"/admin/backends/{first.backend}/drain", None, headers=ADMIN)
+        answer = await go_on(proxy, first)
         assert (answer.status, "is not up. Try again" in answer.json["error"]["message"]) == (503, True)
 
 
 async def test_a_replica_whose_process_is_gone_takes_its_responses_along() -> None:
-    async with house(*THREE, scheduling=AROUND, queue=HOLD) as home:
-        first = await made(home)
-        replica = home.replica(first.backend)
+    async with serving(*THREE, scheduling=AROUND, queue=HOLD) as proxy:
+        first = await made(proxy)
+        replica = proxy.replica(first.backend)
         replica.faults.set("refuse")
-        await until(lambda: home.proxy.pools.backends[first.backend].health.gone)
+        await until(lambda: proxy.app.pools.backends[first.backend].health.gone)
         # At once: there is nothing to wait for.
         async with asyncio.timeout(10.0):
-            assert lost(await go_on(home, first), first.json["id"])
+            assert lost(await go_on(proxy, first), first.json["id"])
         await replica.restart()
-        await until(lambda: not home.proxy.pools.backends[first.backend].health.down)
-        again = await go_on(home, first)
+        await until(lambda: not proxy.app.pools.backends[first.backend].health.down)
+        again = await go_on(proxy, first)
         # The new process says so itself.
         assert (again.status, again.json["error"]["param"], again.backend) == (404, "response_id", first.backend)
 
 
 async def test_who_waits_for_a_replica_is_told_when_that_is_gone() -> None:
-    async with house(*THREE, fixed_limit=1, scheduling=AROUND | {"look_ahead": 0}, queue=HOLD) as home:
-        first = await made(home)
-        async with busy(home, first):
-            turn = went_on(home, first)
-            await until(lambda: home.queued == 1)
-            home.replica(first.backend).faults.set("refuse")
+    async with serving(*THREE, fixed_limit=1, scheduling=AROUND | {"look_ahead": 0}, queue=HOLD) as proxy:
+        first = await made(proxy)
+        async with busy(proxy, first):
+            turn = went_on(proxy, first)
+            await until(lambda: proxy.queued == 1)
+            proxy.replica(first.backend).faults.set("refuse")
             async with asyncio.timeout(10.0):
                 assert lost(await turn, first.json["id"])
 
 
 async def test_a_replica_that_is_removed_takes_its_responses_along(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, *THREE, scheduling=AROUND, queue=HOLD) as home:
-        first = await made(home)
-        await home.post(f"/admin/backends/{first.backend}/drain", None, headers=ADMIN)
-        turn = went_on(home, first)
-        await until(lambda: home.queued == 1)
-        await rewrite(home, backends=[one for one in home.told["backends"] if one["name"] != first.backend])
-        await until(lambda: first.backend not in home.proxy.pools.backends)
-        for answer in (await turn, await go_on(home, first)):
+    async with reloadable(tmp_path, *THREE, scheduling=AROUND, queue=HOLD) as proxy:
+        first = await made(proxy)
+        await proxy.post(f"/admin/backends/{first.backend}/drain", None, headers=ADMIN)
+        turn = went_on(proxy, first)
+        await until(lambda: proxy.queued == 1)
+        await rewrite(proxy, backends=[one for one in proxy.told["backends"] if one["name"] != first.backend])
+        await until(lambda: first.backend not in proxy.app.pools.backends)
+        for answer in (await turn, await go_on(proxy, first)):
             assert lost(answer, first.json["id"])
-        assert home.outcomes()["bad_request"] == 2
+        assert proxy.outcomes()["bad_request"] == 2
 
 
 async def test_it_is_tried_again_where_it_has_to_go() -> None:
-    async with house(*THREE, scheduling=AROUND) as home:
-        first = await made(home)
-        home.replica(first.backend).faults.set("reset", times=1)
-        answer = await go_on(home, first, stream=True)
+    async with serving(*THREE, scheduling=AROUND) as proxy:
+        first = await made(proxy)
+        proxy.replica(first.backend).faults.set("reset", times=1)
+        answer = await go_on(proxy, first, stream=True)
         assert (answer.status, answer.backend, answer.headers["x-llmproxy-attempts"]) == (200, first.backend, "2")
 
 
 async def test_a_replica_that_does_not_serve_the_model_is_no_use() -> None:
-    async with house(FAST, replace(FAST, adapters=("rare",)), scheduling=AROUND) as home:
-        firsts = {(answer := await made(home)).backend: answer for _ in range(2)}
-        assert (await go_on(home, firsts["b1"], model="rare")).status == 200
-        assert lost(await go_on(home, firsts["b0"], model="rare"), firsts["b0"].json["id"])
+    async with serving(FAST, replace(FAST, adapters=("rare",)), scheduling=AROUND) as proxy:
+        firsts = {(answer := await made(proxy)).backend: answer for _ in range(2)}
+        assert (await go_on(proxy, firsts["b1"], model="rare")).status == 200
+        assert lost(await go_on(proxy, firsts["b0"], model="rare"), firsts["b0"].json["id"])
 
 
 # --- responses that are not known here --------------------------------------------------------------------------------
 
 
-async def of_another_proxy(home: House, backend: str) -> str:
-    answer = await home.post(home.replica(backend).url + RESPONSES, ASKED)
+async def of_another_proxy(proxy: ProxyUnderTest, backend: str) -> str:
+    answer = await proxy.post(proxy.replica(backend).url + RESPONSES, ASKED)
     return str(answer.json["id"])
 
 
 async def test_one_that_another_proxy_made_is_looked_for() -> None:
-    async with house(*THREE, scheduling=AROUND) as home:
-        name = await of_another_proxy(home, "b2")
-        found = await go_on(home, name)
+    async with serving(*THREE, scheduling=AROUND) as proxy:
+        name = await of_another_proxy(proxy, "b2")
+        found = await go_on(proxy, name)
         assert (found.status, found.backend, found.headers["x-llmproxy-attempts"]) == (200, "b2", "3")
-        again = await go_on(home, name)
+        again = await go_on(proxy, name)
         assert (again.status, again.backend, again.headers["x-llmproxy-attempts"]) == (200, "b2", "1")
-        assert home.outcomes() == {"completed": 2}
+        assert proxy.outcomes() == {"completed": 2}
 
 
 async def test_one_that_nobody_has_is_asked_of_each_once_and_the_engine_says_so() -> None:
-    async with house(*THREE, scheduling=AROUND) as home:
-        answer = await go_on(home, "resp_of_nobody")
+    async with serving(*THREE, scheduling=AROUND) as proxy:
+        answer = await go_on(proxy, "resp_of_nobody")
         assert answer.json["error"] == {
             "message": "Response with id 'resp_of_nobody' not found.",
             "type": "invalid_request_error",
             "param": "response_id",
             "code": 404,
         }
-        assert [sum(one.path == RESPONSES for one in replica.requests_seen) for replica in home.replicas] == [1, 1, 1]
+        assert [sum(one.path == RESPONSES for one in replica.requests_seen) for replica in proxy.replicas] == [1, 1, 1]
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ async def test_every_worker_knows_who_made_it(tmp_path: Path) -> None:
 
 
 async def test_one_that_nobody_has_is_not_held_for_a_process_that_is_gone() -> None:
-    async with house(*THREE, scheduling=AROUND, queue=HOLD) as home:
-        home.replicas[1].faults.set("refuse")
-        await until(lambda: home.proxy.pools.backends["b1"].health.gone)
+    async with serving(*THREE, scheduling=AROUND, queue=HOLD) as proxy:
+        proxy.replicas[1].faults.set("refuse")
+        await until(lambda: proxy.app.pools.backends["b1"].health.gone)
         async with asyncio.timeout(HOLD["hold_s"] / 3):
-            answer = await go_on(home, "resp_unknown")
+            answer = await go_on(proxy, "resp_unknown")
         assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (404, "2")

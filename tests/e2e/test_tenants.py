@@ -11,7 +11,7 @@ import pytest
 
 from llmproxy.config import hash_of
 from llmproxy.gateway.http.routes import SALTED, SCHEDULED, BodyKind
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, House, house
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, serving
 from tests.e2e.scripted import answering, scripted, whole
 from tests.upstream.raw_server import Peer
 
@@ -39,10 +39,10 @@ def cached_tokens(answer: Answer) -> int:
 # --- prefix caches ----------------------------------------------------------------------------------------------------
 
 
-async def sent_with(home: House, path: str, body: dict[str, Any], tenant: str) -> dict[str, Any]:
+async def sent_with(proxy: ProxyUnderTest, path: str, body: dict[str, Any], tenant: str) -> dict[str, Any]:
     """The body of a request of `tenant` as its backend got it."""
-    await home.post(path, body, headers=key(tenant))
-    sent: dict[str, Any] = json.loads(home.sent().body or b"")
+    await proxy.post(path, body, headers=key(tenant))
+    sent: dict[str, Any] = json.loads(proxy.sent().body or b"")
     return sent
 
 
@@ -51,25 +51,27 @@ JSON_POSTS = [p for p, route in SCHEDULED.items() if route.method == "POST" and 
 
 @pytest.mark.parametrize("path", JSON_POSTS)
 async def test_bodies_are_salted_where_the_engine_knows_salts_and_nowhere_else(path: str) -> None:
-    async with house(FAST, tenants=TENANTS) as home:
+    async with serving(FAST, tenants=TENANTS) as proxy:
         body = {"model": "base", "input": "x"}
         bare, own = (
-            await sent_with(home, path, body, "acme"),
-            await sent_with(home, path, body | {"cache_salt": "x"}, "acme"),
+            await sent_with(proxy, path, body, "acme"),
+            await sent_with(proxy, path, body | {"cache_salt": "x"}, "acme"),
         )
         if path not in SALTED:
             assert (bare, own) == (body, body | {"cache_salt": "x"})
             return
         salts = {bare.pop("cache_salt"), own.pop("cache_salt"), "x"}
         assert (bare, own, len(salts)) == (body, body, 3)
-        assert await sent_with(home, path, body | {"cache_salt": "x"}, "open") == body | {"cache_salt": "x"}
+        assert await sent_with(proxy, path, body | {"cache_salt": "x"}, "open") == body | {"cache_salt": "x"}
 
 
 async def test_a_large_body_is_salted_too() -> None:
-    async with house(FAST, tenants=TENANTS) as home:
+    async with serving(FAST, tenants=TENANTS) as proxy:
         text = "word " * 40_000
         for own in ({}, {"cache_salt": "mine"}):
-            sent = await sent_with(home, CHAT, STREAM | {"messages": [{"role": "user", "content": text}]} | own, "acme")
+            sent = await sent_with(
+                proxy, CHAT, STREAM | {"messages": [{"role": "user", "content": text}]} | own, "acme"
+            )
             assert len(sent["cache_salt"]) == 43
             assert sent["stream_options"] == {"include_usage": True}
 
@@ -79,12 +81,12 @@ async def test_what_a_tenant_asked_is_cached_and_expected_for_that_tenant_alone(
     tmp_path: Path, own: dict[str, str]
 ) -> None:
     path = tmp_path / "log"
-    async with house(FAST, FAST, tenants=TENANTS, decision_log=str(path)) as home:
+    async with serving(FAST, FAST, tenants=TENANTS, decision_log=str(path)) as proxy:
 
         async def ask(name: str, tenant: str, *texts: str) -> Answer:
-            answer = await home.chat(said(*texts) | own, headers=key(tenant) | {"x-request-id": name})
+            answer = await proxy.chat(said(*texts) | own, headers=key(tenant) | {"x-request-id": name})
             assert answer.status == 200
-            await home.settled()
+            await proxy.settled()
             return answer
 
         first = await ask("first", "acme", LONG)
@@ -103,66 +105,66 @@ async def test_what_a_tenant_asked_is_cached_and_expected_for_that_tenant_alone(
 
 @pytest.mark.parametrize("padding", [0, 200_000])
 async def test_nobody_goes_on_from_a_response_of_somebody_else(padding: int) -> None:
-    async with house(FAST, tenants=TENANTS, api_keys=["plain"]) as home:
+    async with serving(FAST, tenants=TENANTS, api_keys=["plain"]) as proxy:
         body = {"model": "base", "input": "a", "max_output_tokens": 2}
-        made = (await home.post("/v1/responses", body, headers=key("acme"))).json["id"]
+        made = (await proxy.post("/v1/responses", body, headers=key("acme"))).json["id"]
         further = body | {"previous_response_id": made, "input": "a" + " b" * (padding // 2)}
         for other in ("zeta", "plain"):
-            answer = await home.post("/v1/responses", further, headers=key(other))
+            answer = await proxy.post("/v1/responses", further, headers=key(other))
             assert (answer.status, answer.json["error"]["param"]) == (404, "previous_response_id")
-            assert (await home.get(f"/v1/responses/{made}", headers=key(other))).status == 404
-            assert (await home.post(f"/v1/responses/{made}/cancel", None, headers=key(other))).status == 404
-        await home.post("/v1/responses", further, headers=key("acme"))
-        assert json.loads(home.sent().body or b"")["previous_response_id"] == made
+            assert (await proxy.get(f"/v1/responses/{made}", headers=key(other))).status == 404
+            assert (await proxy.post(f"/v1/responses/{made}/cancel", None, headers=key(other))).status == 404
+        await proxy.post("/v1/responses", further, headers=key("acme"))
+        assert json.loads(proxy.sent().body or b"")["previous_response_id"] == made
         invented = body | {"previous_response_id": "resp_invented"}
-        assert (await home.post("/v1/responses", invented, headers=key("acme"))).status == 404
+        assert (await proxy.post("/v1/responses", invented, headers=key("acme"))).status == 404
 
 
 @pytest.mark.parametrize("padding", [0, 200_000])
 @pytest.mark.parametrize("named", ['"request_id"', '"request\\u005fid"', '"store": false, "request_id"'])
 async def test_nobody_names_the_id_of_a_response(named: str, padding: int) -> None:
-    async with house(FAST, tenants=TENANTS, api_keys=["plain"]) as home:
+    async with serving(FAST, tenants=TENANTS, api_keys=["plain"]) as proxy:
         body = {"model": "base", "input": "the secret of acme", "max_output_tokens": 2}
-        made = (await home.post("/v1/responses", body, headers=key("acme"))).json
-        path, sent = f"/v1/responses/{made['id']}", home.sent()
+        made = (await proxy.post("/v1/responses", body, headers=key("acme"))).json
+        path, sent = f"/v1/responses/{made['id']}", proxy.sent()
         taking = f'{{"model": "base", "input": "a{" b" * (padding // 2)}", {named}: "{made["id"]}"}}'.encode()
         for other in ("zeta", "plain", "acme"):
-            answer = await home.post("/v1/responses", taking, headers=key(other))
+            answer = await proxy.post("/v1/responses", taking, headers=key(other))
             assert (answer.status, answer.json["error"]["param"]) == (400, "body.request_id")
-        assert home.sent() is sent, "no engine heard of it"
-        assert [(await home.get(path, headers=key(name))).status for name in ("zeta", "plain")] == [404, 404]
-        assert (await home.get(path, headers=key("acme"))).json == made
+        assert proxy.sent() is sent, "no engine heard of it"
+        assert [(await proxy.get(path, headers=key(name))).status for name in ("zeta", "plain")] == [404, 404]
+        assert (await proxy.get(path, headers=key("acme"))).json == made
 
 
 async def test_a_response_stays_with_the_tenant_that_made_it_first() -> None:
     async with (
         scripted(answering(whole(b'{"id":"resp_1","object":"response"}'))) as backend,
-        house(extra=[backend.url], tenants=TENANTS) as home,
+        serving(extra=[backend.url], tenants=TENANTS) as proxy,
     ):
         backend.polls[b"/v1/responses/resp_1"] = answering(whole(b"{}"))
         for tenant in ("acme", "zeta"):
-            made = await home.post("/v1/responses", {"model": "base", "input": "a"}, headers=key(tenant))
+            made = await proxy.post("/v1/responses", {"model": "base", "input": "a"}, headers=key(tenant))
             assert made.json["id"] == "resp_1"
-        got = [(await home.get("/v1/responses/resp_1", headers=key(tenant))).status for tenant in ("acme", "zeta")]
+        got = [(await proxy.get("/v1/responses/resp_1", headers=key(tenant))).status for tenant in ("acme", "zeta")]
         assert got == [200, 404]
 
 
 async def test_without_tenants_responses_are_everybodys_and_unknown_ones_the_engines_business() -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         body = {"model": "base", "input": "a", "previous_response_id": "resp_of_another_proxy"}
-        await home.post("/v1/responses", body)
-        assert json.loads(home.sent().body or b"") == body
+        await proxy.post("/v1/responses", body)
+        assert json.loads(proxy.sent().body or b"") == body
 
 
 # --- what answers tell of the fleet -----------------------------------------------------------------------------------
 
 
 async def test_answers_name_their_backend_to_tenants_that_are_trusted_alone() -> None:
-    async with house(FAST, tenants=TENANTS, api_keys=["plain"], trust_headers="none") as home:
+    async with serving(FAST, tenants=TENANTS, api_keys=["plain"], trust_headers="none") as proxy:
         body = {"model": "base", "input": "a", "max_output_tokens": 2}
         for tenant, shown in (("acme", False), ("boss", True), ("plain", True)):
-            made = await home.post("/v1/responses", body, headers=key(tenant))
-            kept = await home.get(f"/v1/responses/{made.json['id']}", headers=key(tenant))
+            made = await proxy.post("/v1/responses", body, headers=key(tenant))
+            kept = await proxy.get(f"/v1/responses/{made.json['id']}", headers=key(tenant))
             assert ["x-llmproxy-backend" in answer.headers for answer in (made, kept)] == [shown, shown]
             assert "x-llmproxy-attempts" in made.headers
 
@@ -172,14 +174,14 @@ async def test_errors_name_no_backend_and_no_address_but_in_the_log(log: io.Stri
         await peer.send(whole(b'{"id":"resp_1","object":"response"}'))
         peer.writer.close()
 
-    async with scripted(once) as backend, house(extra=[backend.url], tenants=TENANTS, trust_headers="none") as home:
-        made = await home.post("/v1/responses", {"model": "base", "input": "a"}, headers=key("acme"))
+    async with scripted(once) as backend, serving(extra=[backend.url], tenants=TENANTS, trust_headers="none") as proxy:
+        made = await proxy.post("/v1/responses", {"model": "base", "input": "a"}, headers=key("acme"))
         assert made.status == 200
         backend.hang()
         failed = [
-            await home.get("/v1/responses/resp_1", headers=key("acme")),
-            await home.chat(headers=key("acme")),
-            await home.chat(HELLO | {"model": "nobody"}, headers=key("acme")),
+            await proxy.get("/v1/responses/resp_1", headers=key("acme")),
+            await proxy.chat(headers=key("acme")),
+            await proxy.chat(HELLO | {"model": "nobody"}, headers=key("acme")),
         ]
     assert [answer.status // 100 for answer in failed] == [5, 5, 4]
     for answer in failed:

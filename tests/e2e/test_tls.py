@@ -25,7 +25,7 @@ from structlog.testing import capture_logs
 from llmproxy.app import running
 from llmproxy.config import Config, ConfigError, TlsConfig
 from llmproxy.gateway.http.tls import ClientTls
-from tests.e2e.proxies import FAST, STREAM, House, all_up, house, until
+from tests.e2e.proxies import FAST, STREAM, ProxyUnderTest, all_up, serving, until
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 
 HOST = "127.0.0.1"
@@ -92,20 +92,20 @@ def trusting(ca: trustme.CA) -> ssl.SSLContext:
 
 
 async def test_clients_come_by_https(files: Files, trusting: ssl.SSLContext) -> None:
-    async with house(FAST, tls=files.config) as home:
-        assert home.url.startswith("https://")
-        assert (await home.chat(ssl=trusting)).status == 200
-        assert (await home.chat(STREAM, ssl=trusting)).events[-1] == b"data: [DONE]"
-        plain = await home.get(home.url.replace("https:", "http:") + "/version")
+    async with serving(FAST, tls=files.config) as proxy:
+        assert proxy.url.startswith("https://")
+        assert (await proxy.chat(ssl=trusting)).status == 200
+        assert (await proxy.chat(STREAM, ssl=trusting)).events[-1] == b"data: [DONE]"
+        plain = await proxy.get(proxy.url.replace("https:", "http:") + "/version")
         assert (plain.status, "begin with https://" in plain.json["error"]["message"]) == (400, True)
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
-            await home.get("/version", ssl=ssl.create_default_context())
+            await proxy.get("/version", ssl=ssl.create_default_context())
 
 
 async def test_only_what_the_proxy_speaks_is_agreed_on(files: Files, trusting: ssl.SSLContext) -> None:
     trusting.set_alpn_protocols(["h2", "http/1.1"])
-    async with house(FAST, tls=files.config) as home:
-        agreed = await met(home, trusting)
+    async with serving(FAST, tls=files.config) as proxy:
+        agreed = await met(proxy, trusting)
         assert agreed.selected_alpn_protocol() == "http/1.1"
         assert agreed.version() in ("TLSv1.2", "TLSv1.3")
     tls = ClientTls.of(TlsConfig(cert=files.cert, key=files.key))
@@ -113,38 +113,38 @@ async def test_only_what_the_proxy_speaks_is_agreed_on(files: Files, trusting: s
     assert tls.context.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
-async def met(home: House, trusting: ssl.SSLContext) -> ssl.SSLObject:
+async def met(proxy: ProxyUnderTest, trusting: ssl.SSLContext) -> ssl.SSLObject:
     """What a new connection agreed on with the proxy."""
-    port = int(home.url.rpartition(":")[2])
+    port = int(proxy.url.rpartition(":")[2])
     _, writer = await asyncio.open_connection(HOST, port, ssl=trusting, server_hostname=HOST)
     agreed: ssl.SSLObject = writer.get_extra_info("ssl_object")
     writer.transport.abort()
     return agreed
 
 
-async def shown(home: House, trusting: ssl.SSLContext) -> bytes | None:
+async def shown(proxy: ProxyUnderTest, trusting: ssl.SSLContext) -> bytes | None:
     """The certificate that the proxy shows to a new connection."""
-    return (await met(home, trusting)).getpeercert(binary_form=True)
+    return (await met(proxy, trusting)).getpeercert(binary_form=True)
 
 
 async def test_a_renewed_certificate_is_shown_to_new_connections(
     files: Files, trusting: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmproxy.gateway.http.tls.LOOK_S", 0.01)
-    async with house(FAST, tls=files.config) as home:
-        first = await shown(home, trusting)
-        assert await shown(home, trusting) == first
-        async with home.http.post(home.url + "/v1/chat/completions", json=STREAM, ssl=trusting) as open_since:
+    async with serving(FAST, tls=files.config) as proxy:
+        first = await shown(proxy, trusting)
+        assert await shown(proxy, trusting) == first
+        async with proxy.http.post(proxy.url + "/v1/chat/completions", json=STREAM, ssl=trusting) as open_since:
             with capture_logs() as logs:
                 files.renew()
                 await until(lambda: any(line["event"] == "certificate_renewed" for line in logs))
-            second = await shown(home, trusting)
+            second = await shown(proxy, trusting)
             assert second != first
             assert (await open_since.read()).endswith(b"data: [DONE]\n\n")
         with capture_logs() as logs:
             files.spoil()
             await until(lambda: any(line["event"] == "certificate_kept" for line in logs))
-        assert await shown(home, trusting) == second
+        assert await shown(proxy, trusting) == second
 
 
 def test_what_is_of_no_use_changes_nothing_and_is_told_once(files: Files) -> None:
@@ -169,35 +169,38 @@ def test_what_is_of_no_use_changes_nothing_and_is_told_once(files: Files) -> Non
 async def test_clients_without_a_certificate_of_the_authority_stay_outside(
     files: Files, ca: trustme.CA, trusting: ssl.SSLContext
 ) -> None:
-    async with house(FAST, tls=files.config | {"client_ca": str(files.client_ca)}) as home:
+    async with serving(FAST, tls=files.config | {"client_ca": str(files.client_ca)}) as proxy:
         with pytest.raises(aiohttp.ClientError):
-            await home.get("/version", ssl=trusting)
+            await proxy.get("/version", ssl=trusting)
         stranger = ssl.create_default_context()
         ca.configure_trust(stranger)
         trustme.CA().issue_cert("client.example").configure_cert(stranger)
         with pytest.raises(aiohttp.ClientError):
-            await home.get("/version", ssl=stranger)
+            await proxy.get("/version", ssl=stranger)
         ca.issue_cert("client.example").configure_cert(trusting)
-        assert (await home.get("/version", ssl=trusting)).status == 200
+        assert (await proxy.get("/version", ssl=trusting)).status == 200
 
 
 @pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01\x02\x00\x01"])
 async def test_a_handshake_that_does_not_end(begun: bytes, files: Files) -> None:
-    async with house(FAST, tls=files.config, clients={"head_timeout_s": 0.05}) as home, home.wire(begun) as (reader, _):
+    async with (
+        serving(FAST, tls=files.config, clients={"head_timeout_s": 0.05}) as proxy,
+        proxy.wire(begun) as (reader, _),
+    ):
         assert await reader.read() == b""
-        await until(lambda: not home.proxy.clients.open)
+        await until(lambda: not proxy.app.clients.open)
 
 
 async def test_connections_count_before_their_handshake_is_over(files: Files, trusting: ssl.SSLContext) -> None:
-    async with house(FAST, tls=files.config, clients={"address_connections_max": 2}) as home:
-        async with home.wire(b""), home.wire(b""):
-            await until(lambda: home.proxy.clients.open == 2)
+    async with serving(FAST, tls=files.config, clients={"address_connections_max": 2}) as proxy:
+        async with proxy.wire(b""), proxy.wire(b""):
+            await until(lambda: proxy.app.clients.open == 2)
             with pytest.raises(aiohttp.ClientError):
-                await home.chat(ssl=trusting)
-            assert home.outcomes() == {"rate_limited": 1}
-        await until(lambda: not home.proxy.clients.open)
-        assert (await home.chat(ssl=trusting)).status == 200
-        assert home.proxy.clients.open == 1, "the connection that is kept, and only once"
+                await proxy.chat(ssl=trusting)
+            assert proxy.outcomes() == {"rate_limited": 1}
+        await until(lambda: not proxy.app.clients.open)
+        assert (await proxy.chat(ssl=trusting)).status == 200
+        assert proxy.app.clients.open == 1, "the connection that is kept, and only once"
 
 
 @pytest.mark.parametrize(
@@ -254,8 +257,8 @@ async def test_a_backend_that_is_believed(
 ) -> None:
     if "server_name" in trust:
         trust = trust | {"ca": str(files.client_ca)}
-    async with gpu() as backend, house(backends=[{"url": backend.url, "name": "b0", "tls": trust}], **OPEN) as home:
-        assert (await home.chat()).status == 200
+    async with gpu() as backend, serving(backends=[{"url": backend.url, "name": "b0", "tls": trust}], **OPEN) as proxy:
+        assert (await proxy.chat()).status == 200
         assert len(backend.requests) == 1
         asked = set(gpu.names[-1])  # type: ignore[attr-defined]
         assert asked == {trust.get("server_name")}, "polls and requests ask for the same name"
@@ -269,10 +272,10 @@ async def test_a_backend_that_is_not_believed(
     with capture_logs() as logs:
         async with (
             gpu() as backend,
-            house(backends=[{"url": backend.url, "name": "b0", "tls": tls}], wait=False) as home,
+            serving(backends=[{"url": backend.url, "name": "b0", "tls": tls}], wait=False) as proxy,
         ):
             await until(lambda: any(line["event"] == "backend_down" for line in logs))
-            assert (await home.chat()).status == 503
+            assert (await proxy.chat()).status == 503
             assert not backend.requests
     why = next(line["why"] for line in logs if line["event"] == "backend_down")
     assert "/health: [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed" in why
@@ -300,18 +303,18 @@ async def test_new_authorities_are_believed_and_old_ones_no_more(
     with capture_logs() as logs:
         async with (
             gpu() as backend,
-            house(backends=[{"url": backend.url, "name": "b0", "tls": tls}], wait=False) as home,
+            serving(backends=[{"url": backend.url, "name": "b0", "tls": tls}], wait=False) as proxy,
         ):
             await until(lambda: told("backend_down"))
             replace(ca.cert_pem.bytes())
-            await until(lambda: all_up(home))
-            assert (await home.chat()).status == 200
+            await until(lambda: all_up(proxy))
+            assert (await proxy.chat()).status == 200
             replace(b"nobody")
             await until(lambda: told("authorities_kept"))
-            assert (await home.chat()).status == 200
+            assert (await proxy.chat()).status == 200
             replace(other.cert_pem.bytes())
             await until(lambda: len(told("backend_down")) == 2)
-            assert (await home.chat()).status == 503
+            assert (await proxy.chat()).status == 503
     assert [line["backend"] for line in told("authorities_renewed")] == ["b0", "b0"]
     [kept] = told("authorities_kept")
     assert kept["why"].startswith(f"{file} holds no certificate: ")
@@ -341,17 +344,17 @@ async def test_trust_follows_a_backend_through_a_reload(tmp_path: Path, change: 
             "both are renamed": [{"name": "c", **a}, {"name": "d", **b}],
             "they swap their URLs": [{"name": "a", **b}, {"name": "b", **a}],
         }[change]
-        async with house(file=tmp_path / "c.yaml", reload="signal", backends=before, **OPEN) as home:
-            assert (await home.chat()).status == 200
-            reloader = home.proxy.reloader
+        async with serving(file=tmp_path / "c.yaml", reload="signal", backends=before, **OPEN) as proxy:
+            assert (await proxy.chat()).status == 200
+            reloader = proxy.app.reloader
             assert reloader is not None
-            reloader.file.write_text(json.dumps({**home.told, "backends": after}))
+            reloader.file.write_text(json.dumps({**proxy.told, "backends": after}))
             await reloader.reload("test")
-            await until(lambda: {one["name"] for one in after} == home.proxy.registry.backends.keys() and all_up(home))
+            await until(lambda: {one["name"] for one in after} == proxy.app.registry.backends.keys() and all_up(proxy))
             for backend in (first, second):
                 backend.requests.clear()
-            statuses = {(await home.chat()).status for _ in range(8)}
+            statuses = {(await proxy.chat()).status for _ in range(8)}
             assert statuses == {200}
             assert first.requests, "both are given requests"
             assert second.requests
-            await until(lambda: all_up(home))
+            await until(lambda: all_up(proxy))

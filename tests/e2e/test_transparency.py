@@ -15,7 +15,7 @@ from yarl import URL
 from llmproxy.dispatcher import Lease
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
 from llmproxy.gateway.proxying import stream_relay as passing
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, House, house, raw_post
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, raw_post, serving
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 from tests.upstream.raw_server import Peer
 
@@ -74,12 +74,12 @@ def comparable(answer: Answer) -> tuple[int, set[tuple[str, str]], bytes]:
 
 @pytest.mark.parametrize(("path", "body"), SAME, ids=[f"{i}{path}" for i, (path, _) in enumerate(SAME)])
 async def test_a_proxied_answer_is_the_direct_answer(path: str, body: object) -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         named = {"x-request-id": "the-same-id"}
-        direct = await home.post(home.replicas[0].url + path, body, headers=named)
+        direct = await proxy.post(proxy.replicas[0].url + path, body, headers=named)
         # The prefix cache remembers the direct request, and `usage` would tell.
-        await home.replicas[0].restart()
-        proxied = await home.post(path, body, headers=named)
+        await proxy.replicas[0].restart()
+        proxied = await proxy.post(path, body, headers=named)
         assert comparable(proxied) == comparable(direct)
         assert proxied.headers["x-llmproxy-backend"] == "b0"
         assert float(proxied.headers["x-llmproxy-queue-ms"]) >= 0
@@ -95,36 +95,36 @@ async def test_ragged_bytes_pass_as_they_come() -> None:
     ]
     async with (
         scripted(answering(STREAM_HEAD, *map(chunk, odd), STREAM_END)) as backend,
-        house(extra=[backend.url]) as home,
+        serving(extra=[backend.url]) as proxy,
     ):
-        answer = await home.chat(STREAM)
+        answer = await proxy.chat(STREAM)
         assert answer.body == b"".join(odd)
 
 
-async def test_the_body_reaches_the_engine_byte_for_byte(home: House) -> None:
+async def test_the_body_reaches_the_engine_byte_for_byte(proxy: ProxyUnderTest) -> None:
     messages = b'[{"role":"user","content":"h\\u00e9 \xc3\xa9"}]'
     body = b'{ "max_tokens":2,\t"messages":' + messages + b',"x":1.00,"x":[ ] ,"model":"base"}\n'
-    answer = await home.chat(body)
+    answer = await proxy.chat(body)
     assert answer.status == 200
-    assert home.sent(answer.backend).body == body
+    assert proxy.sent(answer.backend).body == body
 
 
 async def test_an_alias_changes_the_name_and_nothing_else() -> None:
-    async with house(FAST, models=[{"name": "gpt", "target": "lora-0"}]) as home:
+    async with serving(FAST, models=[{"name": "gpt", "target": "lora-0"}]) as proxy:
         body = b'{"x":"gpt", "model" : "gpt","max_tokens":2,"messages":[{"role":"user","content":"gpt"}]}'
-        answer = await home.chat(body)
+        answer = await proxy.chat(body)
         assert answer.json["model"] == "lora-0", "an alias is not put back into the answer"
-        assert home.sent().body == body.replace(b' : "gpt"', b' : "lora-0"')
+        assert proxy.sent().body == body.replace(b' : "gpt"', b' : "lora-0"')
 
 
-async def test_usage_is_asked_for_and_hidden(home: House) -> None:
-    silent = await home.chat(STREAM)
+async def test_usage_is_asked_for_and_hidden(proxy: ProxyUnderTest) -> None:
+    silent = await proxy.chat(STREAM)
     assert silent.events[-1] == b"data: [DONE]"
     assert b"usage" not in silent.body
-    assert b"include_usage" in home.sent(silent.backend).body
-    assert home.metric("llmproxy_tokens_total", direction="output") == 4, "hidden from the client, known to the proxy"
+    assert b"include_usage" in proxy.sent(silent.backend).body
+    assert proxy.metric("llmproxy_tokens_total", direction="output") == 4, "hidden from the client, known to the proxy"
 
-    asked = await home.chat(STREAM | {"stream_options": {"include_usage": True}})
+    asked = await proxy.chat(STREAM | {"stream_options": {"include_usage": True}})
     assert b'"completion_tokens":4' in asked.events[-2]
     # The hidden chunk is the one that carries the fingerprint; but for it and the usage the streams are equal.
     assert [re.sub(rb'"id":"[^"]*"', b"", normal(e)) for e in silent.events] == [
@@ -134,24 +134,26 @@ async def test_usage_is_asked_for_and_hidden(home: House) -> None:
 
 @pytest.mark.parametrize("refusal", [{"include_usage": False}, {"continuous_usage_stats": True}])
 async def test_a_client_that_wants_no_usage_told_sees_none_and_is_charged_all_the_same(
-    home: House, refusal: dict[str, bool]
+    proxy: ProxyUnderTest, refusal: dict[str, bool]
 ) -> None:
-    answer = await home.chat(STREAM | {"stream_options": refusal})
+    answer = await proxy.chat(STREAM | {"stream_options": refusal})
     assert b"usage" not in answer.body
     assert answer.events[-1] == b"data: [DONE]"
-    assert home.metric("llmproxy_tokens_total", direction="output") == 4
+    assert proxy.metric("llmproxy_tokens_total", direction="output") == 4
 
 
 async def test_end_to_end_headers_travel_and_hop_by_hop_ones_do_not() -> None:
     hop = b"x-hop: 1\r\nconnection: keep-alive, X-Hop\r\nkeep-alive: timeout=5\r\n"
     extra = b"x-kept: 1\r\nX-Twice: a\r\nX-Twice: b\r\n" + hop
-    async with scripted(answering(whole(b"{}", extra=extra))) as backend, house(extra=[backend.url]) as home:
+    async with scripted(answering(whole(b"{}", extra=extra))) as backend, serving(extra=[backend.url]) as proxy:
         sent = {
             "x-kept": "2", "traceparent": "00-1-2-01", "x-hop": "2", "connection": "keep-alive, x-hop",
             "te": "trailers", "keep-alive": "timeout=3", "proxy-authorization": "Basic x",
             "authorization": "Bearer k", "user-agent": "mine",
         }  # fmt: skip
-        async with home.http.post(URL(f"{home.url}{CHAT}?a=%2F&b", encoded=True), json=HELLO, headers=sent) as response:
+        async with proxy.http.post(
+            URL(f"{proxy.url}{CHAT}?a=%2F&b", encoded=True), json=HELLO, headers=sent
+        ) as response:
             assert await response.read() == b"{}"
         assert response.headers.getall("x-twice") == ["a", "b"]
         assert response.headers["x-kept"] == "1"
@@ -169,17 +171,17 @@ async def test_end_to_end_headers_travel_and_hop_by_hop_ones_do_not() -> None:
         assert told["user-agent"] == "mine"
 
 
-async def test_a_request_id_is_taken_sent_on_and_echoed(home: House) -> None:
-    answer = await home.chat(headers={"X-Request-Id": "mine-1"})
+async def test_a_request_id_is_taken_sent_on_and_echoed(proxy: ProxyUnderTest) -> None:
+    answer = await proxy.chat(headers={"X-Request-Id": "mine-1"})
     assert answer.headers.getall("x-request-id") == ["mine-1"]
     assert answer.json["id"] == "chatcmpl-mine-1", "the engine was told"
 
 
-async def test_a_request_id_is_made_where_there_is_none(home: House) -> None:
-    first, second = await home.chat(), await home.chat()
+async def test_a_request_id_is_made_where_there_is_none(proxy: ProxyUnderTest) -> None:
+    first, second = await proxy.chat(), await proxy.chat()
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
     assert first.json["id"] == "chatcmpl-" + first.headers["x-request-id"]
-    refused = await home.chat(HELLO | {"model": "nobody"})
+    refused = await proxy.chat(HELLO | {"model": "nobody"})
     assert refused.headers["x-request-id"]
 
 
@@ -200,17 +202,17 @@ async def test_a_reason_phrase_passes_without_control_characters(sent: bytes) ->
         script = answering(answer.replace(b" OK\r\n", b" " + sent + b"\r\n", 1))
         async with (
             scripted(script) as backend,
-            house(extra=[backend.url]) as home,
-            home.wire(raw_post(STREAM)) as (reader, _),
+            serving(extra=[backend.url]) as proxy,
+            proxy.wire(raw_post(STREAM)) as (reader, _),
         ):
             line = await reader.readuntil(b"\r\n")
-            await home.settled()
+            await proxy.settled()
         told = b"Internal Server Error" if status == b"500" and not sent else REASONS[sent]
         assert line == b"HTTP/1.1 %s %s\r\n" % (status, told)
 
 
-async def test_an_old_client_without_chunks_gets_its_stream_too(home: House) -> None:
-    async with home.wire(raw_post(STREAM, version="1.0")) as (reader, _):
+async def test_an_old_client_without_chunks_gets_its_stream_too(proxy: ProxyUnderTest) -> None:
+    async with proxy.wire(raw_post(STREAM, version="1.0")) as (reader, _):
         head, _, stream = (await reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 200")
     assert b"transfer-encoding" not in head.lower()
@@ -227,30 +229,30 @@ async def test_a_keep_alive_comment_is_forwarded_and_is_no_token() -> None:
         await go_on.wait()
         await peer.send(chunk(token) + chunk(b"data: [DONE]\n\n") + STREAM_END)
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home, home.stream(STREAM) as response:
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy, proxy.stream(STREAM) as response:
         assert await response.content.readany() == b": keep-alive\n\n"
-        booking = next(iter(home.proxy.pools.backends["b0"].bookings.values()))
+        booking = next(iter(proxy.app.pools.backends["b0"].bookings.values()))
         assert not booking.started, "a comment is no token"
         go_on.set()
         assert await response.content.read() == token + b"data: [DONE]\n\n"
-        await home.settled()
-        assert home.metric("llmproxy_ttft_seconds_count") == 1
+        await proxy.settled()
+        assert proxy.metric("llmproxy_ttft_seconds_count") == 1
 
 
 async def test_a_server_that_is_named_once_and_without_versions() -> None:
     named = b"server: uvicorn/0.30.1\r\n"
     stream = STREAM_HEAD.removesuffix(b"\r\n") + named + b"\r\n" + chunk(b"data: [DONE]\n\n") + STREAM_END
     for answered in (whole(b"{}", extra=named), whole(b"{}", "400 Bad Request", extra=named), stream):
-        async with scripted(answering(answered)) as backend, house(extra=[backend.url]) as home:
-            assert (await home.chat()).headers.getall("server") == ["llmproxy"]
-    async with house(FAST) as home:
-        answers = [await home.get(path) for path in ("/health", "/v1/models", "/metrics", "/debug/queue", "/nothing")]
-        answers += [await home.chat(b"{"), await home.post("/v1/responses", RESPONSES)]
-        answers.append(await home.get(f"/v1/responses/{answers[-1].json['id']}"))
+        async with scripted(answering(answered)) as backend, serving(extra=[backend.url]) as proxy:
+            assert (await proxy.chat()).headers.getall("server") == ["llmproxy"]
+    async with serving(FAST) as proxy:
+        answers = [await proxy.get(path) for path in ("/health", "/v1/models", "/metrics", "/debug/queue", "/nothing")]
+        answers += [await proxy.chat(b"{"), await proxy.post("/v1/responses", RESPONSES)]
+        answers.append(await proxy.get(f"/v1/responses/{answers[-1].json['id']}"))
         for answer in answers:
             assert answer.headers.getall("server") == ["llmproxy"]
         for sent in (b"NO HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"b" * 200_000):
-            async with home.wire(sent) as (reader, _):
+            async with proxy.wire(sent) as (reader, _):
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 assert b"server: llmproxy\r\n" in head or b"server:" not in head
 
@@ -259,20 +261,20 @@ async def test_a_server_that_is_named_once_and_without_versions() -> None:
 async def test_transfer_parameters_of_clients_reach_no_engine_by_any_route(padding_bytes: int) -> None:
     pull = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
     body = {"model": "base", "kv_transfer_params": pull, "ec_transfer_params": pull, "padding": "x" * padding_bytes}
-    async with scripted(answering(whole(b"{}"))) as backend, house(extra=[backend.url]) as home:
+    async with scripted(answering(whole(b"{}"))) as backend, serving(extra=[backend.url]) as proxy:
         for route in POSTED:
             if route.kind is BodyKind.FORM:
                 with aiohttp.MultipartWriter("form-data") as form:
                     form.append("{}").set_content_disposition("form-data", name="kv_transfer_params")
-                async with home.http.post(home.url + route.path, data=form) as refused:
+                async with proxy.http.post(proxy.url + route.path, data=form) as refused:
                     assert refused.status == 400
                 continue
-            assert (await home.post(route.path, body)).status == 200, route.path
+            assert (await proxy.post(route.path, body)).status == 200, route.path
             reached = json.loads(backend.requests[-1].partition(b"\r\n\r\n")[2])
             assert reached.items() >= {"model": "base", "kv_transfer_params": None, "ec_transfer_params": None}.items()
         assert len(backend.requests) == sum(route.kind is not BodyKind.FORM for route in POSTED)
         hidden = {"model": "base", "vllm_xargs": {"kv_transfer_params": "x"}, "padding": "x" * padding_bytes}
-        answer = await home.post("/inference/v1/generate", hidden)
+        answer = await proxy.post("/inference/v1/generate", hidden)
         assert (answer.status, answer.json["error"]["param"]) == (400, "body.vllm_xargs.kv_transfer_params")
         assert "is not taken from clients" in answer.json["error"]["message"]
 
@@ -288,10 +290,10 @@ SESSION = {"session_id": "s", "vllm_xargs": {"session_id": "s", "other": 1}}
 async def test_what_clients_may_tell_an_engine_depends_on_trust_alone(trusted: bool) -> None:
     headers = CHOOSING_FIELDS | {"x-session-id": "s"}
     trust = "127.0.0.0/8" if trusted else "none"
-    async with scripted(answering(whole(b"{}"))) as backend, house(extra=[backend.url], trust_headers=trust) as home:
+    async with scripted(answering(whole(b"{}"))) as backend, serving(extra=[backend.url], trust_headers=trust) as proxy:
         for route in (route for route in POSTED if route.kind is not BodyKind.FORM):
             body = {"model": "base", "priority": -9, **SESSION}
-            assert (await home.post(route.path, body, headers=headers)).status == 200
+            assert (await proxy.post(route.path, body, headers=headers)).status == 200
             head, _, reached = backend.requests[-1].partition(b"\r\n\r\n")
             assert json.loads(reached) == body | {"priority": -9 if trusted else 0}
             fields = {
@@ -319,9 +321,9 @@ class GzipHop:
 
 
 async def test_engines_are_asked_for_answers_as_they_are() -> None:
-    async with scripted(answering(whole(b"{}"))) as backend, house(extra=[backend.url]) as home:
+    async with scripted(answering(whole(b"{}"))) as backend, serving(extra=[backend.url]) as proxy:
         for headers in ({"accept-encoding": "gzip, br"}, {"accept-encoding": "*"}):
-            assert (await home.chat(headers=headers)).status == 200
+            assert (await proxy.chat(headers=headers)).status == 200
             head = backend.requests[-1].partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
             assert [line for line in head if line.startswith(b"accept-encoding")] == [b"accept-encoding: identity"]
 
@@ -340,23 +342,23 @@ async def test_a_stream_compressed_all_the_same_passes_as_it_comes(monkeypatch: 
 
     monkeypatch.setattr(passing, "PROGRESS_S", 0.0)
     monkeypatch.setattr(Lease, "progress", lambda _, tokens: told.append(tokens))
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        async with home.wire(raw_post(STREAM)) as (reader, _):
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        async with proxy.wire(raw_post(STREAM)) as (reader, _):
             head = await reader.readuntil(b"\r\n\r\n")
             assert b"content-encoding: gzip\r\n" in head
             unpacker = zlib.decompressobj(wbits=31)
             text = unpacker.decompress(await next_chunk(reader))
             assert text == EVENT, "its first byte does not wait for its end"
-            booking = next(iter(home.proxy.pools.backends["b0"].bookings.values()))
+            booking = next(iter(proxy.app.pools.backends["b0"].bookings.values()))
             assert booking.started
             go_on.set()
             while data := await next_chunk(reader):
                 text += unpacker.decompress(data)
         assert text == EVENT * 4 + DONE
         assert unpacker.eof
-        await home.settled()
-        assert home.outcomes() == {"completed": 1}
-        assert home.metric("llmproxy_ttft_seconds_count") == 1
+        await proxy.settled()
+        assert proxy.outcomes() == {"completed": 1}
+        assert proxy.metric("llmproxy_ttft_seconds_count") == 1
         assert set(told) == {0}, "its backend is heard, and nothing is said of its pace"
 
 
@@ -369,21 +371,21 @@ async def test_a_compressed_stream_that_breaks_is_cut_and_nothing_is_added_to_it
         await peer.send(GZIP_HEAD + GzipHop().chunk(EVENT))
         peer.writer.close()
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        async with home.wire(raw_post(STREAM)) as (reader, _):
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        async with proxy.wire(raw_post(STREAM)) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
             unpacker = zlib.decompressobj(wbits=31)
             assert unpacker.decompress(await next_chunk(reader)) == EVENT
             assert await reader.read() == b""
-        await home.settled()
-        assert home.outcomes() == {"broken_stream": 1}
+        await proxy.settled()
+        assert proxy.outcomes() == {"broken_stream": 1}
 
 
 async def test_a_compressed_answer_without_a_stream_passes_whole() -> None:
     packed = zlib.compress(b'{"x":1}', wbits=31)
     script = answering(whole(packed, extra=b"content-encoding: gzip\r\n"))
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
-        async with home.http.post(home.url + CHAT, json=HELLO, auto_decompress=False) as response:
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+        async with proxy.http.post(proxy.url + CHAT, json=HELLO, auto_decompress=False) as response:
             assert (response.headers["content-encoding"], await response.read()) == ("gzip", packed)
-        await home.settled()
-        assert home.outcomes() == {"completed": 1}
+        await proxy.settled()
+        assert proxy.outcomes() == {"completed": 1}

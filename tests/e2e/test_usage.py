@@ -11,7 +11,7 @@ import pytest
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.gateway.http.routes import SCHEDULED, Route, Work
 from llmproxy.telemetry.exit import RequestExit
-from tests.e2e.proxies import House, house
+from tests.e2e.proxies import ProxyUnderTest, serving
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, scripted, whole
 from tests.upstream.raw_server import Peer
 
@@ -32,9 +32,9 @@ BODY = {"model": "base", "messages": [{"role": "user", "content": "x"}], "max_to
 LIMITED: dict[str, Any] = {"models": [{"name": "base", "limits": {"in_flight": 2, "tokens_per_min": 1_000_000}}]}
 
 
-def accounts(home: House) -> tuple[int, float, float, float]:
+def accounts(proxy: ProxyUnderTest) -> tuple[int, float, float, float]:
     """In flight under the limit; tokens left of it; what the flow was charged; how long an answer is believed to be."""
-    pools = home.proxy.pools
+    pools = proxy.app.pools
     (limit,) = pools.snapshot(asyncio.get_running_loop().time()).limits
     fairness = pools._schedulers["base"]._room.band(0).fairness
     assert isinstance(fairness, FairShare)
@@ -61,12 +61,12 @@ def telling(usage: str) -> Script:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lie", LIES)
 async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, stream: bool) -> None:
-    async with scripted(telling(LIES[lie])) as backend, house(extra=[backend.url], **LIMITED) as home:
+    async with scripted(telling(LIES[lie])) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
         for _ in range(3):
-            answer = await home.chat(BODY | {"stream": stream})
+            answer = await proxy.chat(BODY | {"stream": stream})
             assert answer.status == 200
-        await home.settled()
-        in_flight, left, charged, output_tokens = accounts(home)
+        await proxy.settled()
+        in_flight, left, charged, output_tokens = accounts(proxy)
         assert in_flight == 0
         # Each was expected to be one token of prompt, and as many of output as were asked for.
         assert 1_000_000 - 3 * 20 <= left <= 1_000_000
@@ -75,11 +75,11 @@ async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, strea
 
 
 async def test_usage_that_is_not_believed_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with scripted(telling(LIES["10^15"])) as backend, house(extra=[backend.url], **LIMITED) as home:
+    async with scripted(telling(LIES["10^15"])) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
         ended: list[RequestExit] = []
         monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
-        await home.chat(BODY)
-        await home.settled()
+        await proxy.chat(BODY)
+        await proxy.settled()
         (told,) = ended
         assert told.prompt_tokens is None
         assert told.error is not None
@@ -99,30 +99,30 @@ async def test_a_usage_that_a_client_brought_is_not_read(place: str) -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(whole(("{" + ECHOES[place] % '{"prompt_tokens":0,"completion_tokens":0}' + "}").encode()))
 
-    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
-        await home.chat(BODY)
-        await home.settled()
-        assert accounts(home)[2] >= 3 + 2 * 2
+    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+        await proxy.chat(BODY)
+        await proxy.settled()
+        assert accounts(proxy)[2] >= 3 + 2 * 2
 
 
 @pytest.mark.parametrize("route", [route for route in SCHEDULED.values() if route.work is Work.NOTHING])
 async def test_what_computes_nothing_costs_nothing_whatever_it_answers(route: Route) -> None:
     script = telling('{"prompt_tokens": 900, "completion_tokens": 900}')
-    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
         # A GET would pass for a poll there.
         backend.polls[route.path.encode()] = script
-        answer = await home.request(route.method, route.path, BODY | {"input": "x" * 4000})
+        answer = await proxy.request(route.method, route.path, BODY | {"input": "x" * 4000})
         assert answer.status == 200
-        await home.settled()
-        assert accounts(home) == (0, 1_000_000, 0.0, 0.0)
+        await proxy.settled()
+        assert accounts(proxy) == (0, 1_000_000, 0.0, 0.0)
 
 
 async def test_an_engine_that_only_reads_teaches_nothing_about_answers() -> None:
     script = telling('{"prompt_tokens": 9, "total_tokens": 9}')
-    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
-        await home.post("/v1/score", {"model": "base", "text_1": "a", "text_2": ["b", "c"]})
-        await home.settled()
-        _, _, charged, output_tokens = accounts(home)
+    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+        await proxy.post("/v1/score", {"model": "base", "text_1": "a", "text_2": ["b", "c"]})
+        await proxy.settled()
+        _, _, charged, output_tokens = accounts(proxy)
         assert (charged, output_tokens) == (9, 256)
 
 
@@ -158,10 +158,10 @@ async def test_what_an_engine_did_is_believed_however_it_was_asked_for(
     script = telling('{"prompt_tokens": 6, "input_tokens": 6, "completion_tokens": 3900, "output_tokens": 3900}')
     if path == "/v1/rerank":
         script = telling('{"prompt_tokens": 9000, "completion_tokens": 0}')
-    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
-        answer = await home.post(path, {"model": "base"} | body)
+    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+        answer = await proxy.post(path, {"model": "base"} | body)
         assert answer.status == 200
-        await home.settled()
+        await proxy.settled()
         (told,) = ended
         assert told.error is None
         assert told.prompt_tokens in (6, 9000)
@@ -173,10 +173,10 @@ async def test_who_wants_no_usage_told_is_charged_what_was_seen(options: dict[st
         event = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
         await peer.send(STREAM_HEAD + chunk(event * 9000 + b"data: [DONE]\n\n") + STREAM_END)
 
-    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
-        await home.chat(BODY | {"stream": True, "max_tokens": 9000, "stream_options": options})
-        await home.settled()
-        _, left, charged, _ = accounts(home)
+    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+        await proxy.chat(BODY | {"stream": True, "max_tokens": 9000, "stream_options": options})
+        await proxy.settled()
+        _, left, charged, _ = accounts(proxy)
         assert left < 1_000_000 - 5000
         assert charged >= 2 * 9000
 
@@ -194,10 +194,10 @@ async def test_what_is_the_sum_of_many_answers_is_not_learned_as_the_length_of_o
     path: str, body: dict[str, Any], learned: float
 ) -> None:
     script = telling('{"prompt_tokens": 6, "completion_tokens": 3900}')
-    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
-        await home.post(path, {"model": "base"} | body)
-        await home.settled()
-        assert accounts(home)[3] == learned
+    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+        await proxy.post(path, {"model": "base"} | body)
+        await proxy.settled()
+        assert accounts(proxy)[3] == learned
 
 
 BEGUN: Mapping[str, tuple[str, str, str]] = {
@@ -225,13 +225,13 @@ async def test_who_leaves_before_the_end_is_charged_what_was_seen(case: str) -> 
         await asyncio.sleep(60)
 
     body = BODY | {"stream": True, "n": 8, "max_tokens": 9000}
-    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
-        async with home.stream(body, path=path) as stream:
+    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+        async with proxy.stream(body, path=path) as stream:
             read = 0
             while read < len(first + event * 9000):
                 read += len(await stream.content.readany())
-        await home.settled()
-        _, left, charged, _ = accounts(home)
+        await proxy.settled()
+        _, left, charged, _ = accounts(proxy)
         assert left < 1_000_000 - 5000
         assert charged >= 2 * 9000
 
@@ -246,7 +246,7 @@ async def test_much_behind_the_usage_of_an_answer_hides_it_from_no_limit(behind:
         )
         await peer.send(whole(f'{answer}"prompt_logprobs":[{",".join([probability] * behind)}]}}'.encode()))
 
-    async with scripted(script) as backend, house(extra=[backend.url], **LIMITED) as home:
-        await home.chat({"model": "base", "messages": BODY["messages"]})
-        await home.settled()
-        assert accounts(home)[2] >= charged
+    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+        await proxy.chat({"model": "base", "messages": BODY["messages"]})
+        await proxy.settled()
+        assert accounts(proxy)[2] >= charged

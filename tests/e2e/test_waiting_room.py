@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from llmproxy.config import hash_of
-from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, Answer, House, house, until
+from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, Answer, ProxyUnderTest, serving, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS = "x-llm-d-inference-fairness-id"
@@ -19,39 +19,39 @@ TTL = "x-llm-d-inference-ttl"
 
 
 @asynccontextmanager
-async def full_house(**config: Any) -> AsyncIterator[tuple[House, aiohttp.ClientResponse]]:
-    """A house with one seat, and the stream that sits in it until it is closed."""
+async def serving_full(**config: Any) -> AsyncIterator[tuple[ProxyUnderTest, aiohttp.ClientResponse]]:
+    """A proxy with one slot, and the stream that holds it until it is closed."""
     scheduling = {"look_ahead": 0} | config.pop("scheduling", {})
-    async with house(FAST, fixed_limit=1, scheduling=scheduling, **config) as home, home.stream() as running:
+    async with serving(FAST, fixed_limit=1, scheduling=scheduling, **config) as proxy, proxy.stream() as running:
         await running.content.readany()
-        yield home, running
+        yield proxy, running
 
 
 class Queue:
     """Requests that enter one after the other, and the order in which they were served."""
 
-    def __init__(self, home: House, seat: aiohttp.ClientResponse) -> None:
-        self._home = home
+    def __init__(self, proxy: ProxyUnderTest, seat: aiohttp.ClientResponse) -> None:
+        self._proxy = proxy
         self._seat = seat
         self._tasks: list[asyncio.Task[Answer]] = []
 
     async def enter(self, name: str, body: object = None, **headers: str) -> None:
-        before = self._home.queued
-        self._tasks.append(self._home.waiting(body, **headers, **{"x-request-id": name}))
-        await until(lambda: self._home.queued == before + 1)
+        before = self._proxy.queued
+        self._tasks.append(self._proxy.waiting(body, **headers, **{"x-request-id": name}))
+        await until(lambda: self._proxy.queued == before + 1)
 
     async def served(self) -> list[str]:
         """Let the seat go, and wait for everybody's turn."""
         self._seat.close()
         answers = await asyncio.gather(*self._tasks)
         assert {answer.status for answer in answers} == {200}
-        seen = [request for request in self._home.replicas[0].requests_seen if request.method == "POST"]
+        seen = [request for request in self._proxy.replicas[0].requests_seen if request.method == "POST"]
         return [request.headers["x-request-id"] for request in seen[1:]]
 
 
 async def test_priority_between_bands_is_strict() -> None:
-    async with full_house() as (home, seat):
-        queue = Queue(home, seat)
+    async with serving_full() as (proxy, seat):
+        queue = Queue(proxy, seat)
         for name in ("sheddable", "default", "sheddable", "critical", "standard", "critical"):
             await queue.enter(name, **{OBJECTIVE: name})
         assert await queue.served() == ["critical"] * 2 + ["default", "standard"] + ["sheddable"] * 2
@@ -65,8 +65,8 @@ async def test_the_other_spelling_and_configured_objectives_and_models() -> None
             {"name": "batch", "target": "lora-1", "criticality": -50},
         ],
     }
-    async with full_house(**told) as (home, seat):
-        queue = Queue(home, seat)
+    async with serving_full(**told) as (proxy, seat):
+        queue = Queue(proxy, seat)
         await queue.enter("nightly", **{"x-gateway-inference-objective": "nightly"})
         await queue.enter("batch", HELLO | {"model": "batch"})
         await queue.enter("nobody-special", HELLO | {"model": "lora-1"})
@@ -76,16 +76,16 @@ async def test_the_other_spelling_and_configured_objectives_and_models() -> None
 
 
 async def test_flows_take_turns() -> None:
-    async with full_house(scheduling={"fairness": "round_robin"}) as (home, seat):
-        queue = Queue(home, seat)
+    async with serving_full(scheduling={"fairness": "round_robin"}) as (proxy, seat):
+        queue = Queue(proxy, seat)
         for name, flow in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("b2", "b")):
             await queue.enter(name, **{FAIRNESS: flow})
         assert await queue.served() == ["a1", "b1", "a2", "b2", "a3"]
 
 
 async def test_a_fair_share_is_not_had_by_asking_more_often() -> None:
-    async with full_house(scheduling={"fairness": "fair_share"}) as (home, seat):
-        queue = Queue(home, seat)
+    async with serving_full(scheduling={"fairness": "fair_share"}) as (proxy, seat):
+        queue = Queue(proxy, seat)
         for name, flow in [(f"a{i}", "a") for i in range(5)] + [("b0", "b"), ("b1", "b")]:
             await queue.enter(name, **{"x-gateway-inference-fairness-id": flow})
         order = await queue.served()
@@ -93,53 +93,53 @@ async def test_a_fair_share_is_not_had_by_asking_more_often() -> None:
 
 
 async def test_without_a_header_the_requested_name_is_the_flow() -> None:
-    async with full_house(scheduling={"fairness": "round_robin"}) as (home, seat):
-        queue = Queue(home, seat)
+    async with serving_full(scheduling={"fairness": "round_robin"}) as (proxy, seat):
+        queue = Queue(proxy, seat)
         for name, model in (("base1", "base"), ("base2", "base"), ("lora1", "lora-0")):
             await queue.enter(name, HELLO | {"model": model})
         assert await queue.served() == ["base1", "lora1", "base2"]
 
 
 async def test_strangers_cannot_choose_their_place() -> None:
-    async with full_house(trust_headers="none") as (home, seat):
-        queue = Queue(home, seat)
+    async with serving_full(trust_headers="none") as (proxy, seat):
+        queue = Queue(proxy, seat)
         await queue.enter("first")
         await queue.enter("second", **{OBJECTIVE: "critical", FAIRNESS: "me", "x-vllm-priority": "-9"})
         await queue.enter("third", **{OBJECTIVE: "not-even-configured"})
         assert await queue.served() == ["first", "second", "third"]
-        told = {name for request in home.replicas[0].requests_seen for name in request.headers}
+        told = {name for request in proxy.replicas[0].requests_seen for name in request.headers}
         assert not {OBJECTIVE, FAIRNESS, "x-vllm-priority"} & told, "nor may the engine see it"
 
 
-async def test_trusted_headers_are_handed_on(home: House) -> None:
-    answer = await home.chat(headers={OBJECTIVE: "critical", FAIRNESS: "me"})
-    seen = home.sent(answer.backend).headers
+async def test_trusted_headers_are_handed_on(proxy: ProxyUnderTest) -> None:
+    answer = await proxy.chat(headers={OBJECTIVE: "critical", FAIRNESS: "me"})
+    seen = proxy.sent(answer.backend).headers
     assert (seen[OBJECTIVE], seen[FAIRNESS]) == ("critical", "me")
 
 
 async def test_a_waiting_time_that_is_over() -> None:
-    async with full_house() as (home, _):
-        answer = await home.chat(headers={TTL: "60ms"})
+    async with serving_full() as (proxy, _):
+        answer = await proxy.chat(headers={TTL: "60ms"})
         assert (answer.status, answer.json["error"]["type"]) == (429, "RateLimitError")
         assert int(answer.headers["retry-after"]) >= 1
         assert "x-llmproxy-backend" not in answer.headers
-        assert home.outcomes() == {"expired": 1}
+        assert proxy.outcomes() == {"expired": 1}
 
 
 async def test_the_configured_waiting_time_is_the_longest() -> None:
-    async with full_house(queue={"ttl_s": 0.06}) as (home, _):
-        assert (await home.chat(headers={TTL: "1h"})).status == 429
+    async with serving_full(queue={"ttl_s": 0.06}) as (proxy, _):
+        assert (await proxy.chat(headers={TTL: "1h"})).status == 429
 
 
 @pytest.mark.parametrize("ttl", ["soon", "5", "-1s", "0s", "", "1d"])
-async def test_a_waiting_time_that_means_nothing(home: House, ttl: str) -> None:
-    answer = await home.chat(headers={TTL: ttl})
+async def test_a_waiting_time_that_means_nothing(proxy: ProxyUnderTest, ttl: str) -> None:
+    answer = await proxy.chat(headers={TTL: ttl})
     assert (answer.status, answer.json["error"]["param"]) == (400, TTL)
 
 
 async def test_an_objective_that_nobody_configured_waits_in_the_default_band() -> None:
-    async with full_house(models=[{"name": "base", "criticality": "sheddable"}]) as (home, seat):
-        queue = Queue(home, seat)
+    async with serving_full(models=[{"name": "base", "criticality": "sheddable"}]) as (proxy, seat):
+        queue = Queue(proxy, seat)
         await queue.enter("sheddable")
         await queue.enter("unknown", **{OBJECTIVE: "critcal"})
         await queue.enter("critical", **{OBJECTIVE: "critical"})
@@ -154,11 +154,11 @@ async def test_tenants_have_bands_and_a_highest_one() -> None:
         {"name": "plain", "keys": [hash_of("plain")]},
     ]
     async with (
-        house(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, tenants=tenants) as home,
-        home.stream(ENDLESS, **keys["plain"]) as seat,
+        serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, tenants=tenants) as proxy,
+        proxy.stream(ENDLESS, **keys["plain"]) as seat,
     ):
         await seat.content.readany()
-        queue = Queue(home, seat)
+        queue = Queue(proxy, seat)
         await queue.enter("batch", **keys["batch"], **{OBJECTIVE: "critical"})
         await queue.enter("plain", **keys["plain"])
         await queue.enter("production", **keys["production"])
@@ -167,45 +167,45 @@ async def test_tenants_have_bands_and_a_highest_one() -> None:
 
 @pytest.mark.parametrize("limit", ["requests_max", "band_requests_max"])
 async def test_a_full_queue_says_when_to_come_back(limit: str) -> None:
-    async with full_house(queue={limit: 2}) as (home, seat):
-        waiting = [home.waiting(), home.waiting()]
-        await until(lambda: home.queued == 2)
-        answer = await home.chat(STREAM)
+    async with serving_full(queue={limit: 2}) as (proxy, seat):
+        waiting = [proxy.waiting(), proxy.waiting()]
+        await until(lambda: proxy.queued == 2)
+        answer = await proxy.chat(STREAM)
         assert (answer.status, answer.json["error"]["type"]) == (429, "RateLimitError")
         assert limit in answer.json["error"]["message"]
         assert int(answer.headers["retry-after"]) >= 1
-        assert home.outcomes() == {"rejected_capacity": 1}
+        assert proxy.outcomes() == {"rejected_capacity": 1}
         seat.close()
         assert [(await task).status for task in waiting] == [200, 200]
 
 
 async def test_the_queue_is_limited_in_bytes_too() -> None:
-    async with full_house(body_bytes_max=1000, queue={"bytes_max": 1000}) as (home, seat):
+    async with serving_full(body_bytes_max=1000, queue={"bytes_max": 1000}) as (proxy, seat):
         big = HELLO | {"messages": [{"role": "user", "content": "x" * 600}]}
-        waiting = home.waiting(big)
-        await until(lambda: home.queued == 1)
-        assert (await home.chat(big)).status == 429
+        waiting = proxy.waiting(big)
+        await until(lambda: proxy.queued == 1)
+        assert (await proxy.chat(big)).status == 429
         seat.close()
         assert (await waiting).status == 200
 
 
 async def test_a_full_band_does_not_keep_others_out() -> None:
-    async with full_house(queue={"band_requests_max": 1}) as (home, seat):
-        queue = Queue(home, seat)
+    async with serving_full(queue={"band_requests_max": 1}) as (proxy, seat):
+        queue = Queue(proxy, seat)
         await queue.enter("default")
         await queue.enter("critical", **{OBJECTIVE: "critical"})
         assert await queue.served() == ["critical", "default"]
 
 
 async def test_a_request_is_bound_only_when_there_is_room() -> None:
-    room_for_two = house(FAST, FAST, fixed_limit=1, scheduling={"look_ahead": 0})
-    async with room_for_two as home, home.stream() as one, home.stream() as two:
+    room_for_two = serving(FAST, FAST, fixed_limit=1, scheduling={"look_ahead": 0})
+    async with room_for_two as proxy, proxy.stream() as one, proxy.stream() as two:
         await one.content.readany()
         await two.content.readany()
         assert {one.headers["x-llmproxy-backend"], two.headers["x-llmproxy-backend"]} == {"b0", "b1"}
-        waiting = home.waiting()
-        await until(lambda: home.queued == 1)
-        assert sum(backend.sequences for backend in home.proxy.pools.backends.values()) == 2
+        waiting = proxy.waiting()
+        await until(lambda: proxy.queued == 1)
+        assert sum(backend.sequences for backend in proxy.app.pools.backends.values()) == 2
         two.close()
         answer = await waiting
         assert answer.backend == two.headers["x-llmproxy-backend"], "whoever has room first"
@@ -214,38 +214,38 @@ async def test_a_request_is_bound_only_when_there_is_room() -> None:
 
 async def test_a_seat_is_held_back_from_sheddable_work() -> None:
     sheddable = {OBJECTIVE: "sheddable"}
-    async with house(FAST, fixed_limit=4) as home, AsyncExitStack() as streams:
-        assert (await home.chat()).status == 200, "somebody uses a higher band"
+    async with serving(FAST, fixed_limit=4) as proxy, AsyncExitStack() as streams:
+        assert (await proxy.chat()).status == 200, "somebody uses a higher band"
         for _ in range(3):
-            await streams.enter_async_context(home.stream(**sheddable))
-        waiting = home.waiting(**sheddable)
-        await until(lambda: home.queued == 1)
-        assert (await home.chat(headers={OBJECTIVE: "critical"})).status == 200, "a critical arrival need not wait"
-        assert home.queued == 1
+            await streams.enter_async_context(proxy.stream(**sheddable))
+        waiting = proxy.waiting(**sheddable)
+        await until(lambda: proxy.queued == 1)
+        assert (await proxy.chat(headers={OBJECTIVE: "critical"})).status == 200, "a critical arrival need not wait"
+        assert proxy.queued == 1
         await streams.aclose()
         assert (await waiting).status == 200
 
 
 async def test_without_a_backend_nobody_waits_in_vain() -> None:
-    async with house(FAST) as home:
-        home.replicas[0].faults.set("refuse")
-        await until(lambda: home.proxy.pools.backends["b0"].health.down)
-        answer = await home.chat()
+    async with serving(FAST) as proxy:
+        proxy.replicas[0].faults.set("refuse")
+        await until(lambda: proxy.app.pools.backends["b0"].health.down)
+        answer = await proxy.chat()
         assert (answer.status, answer.json["error"]["type"]) == (503, "ServiceUnavailableError")
         assert int(answer.headers["retry-after"]) >= 1
-        assert home.outcomes() == {"rejected_no_backends": 1}
-        await home.replicas[0].restart()
-        await until(lambda: not home.proxy.pools.backends["b0"].health.down)
-        assert (await home.chat()).status == 200
+        assert proxy.outcomes() == {"rejected_no_backends": 1}
+        await proxy.replicas[0].restart()
+        await until(lambda: not proxy.app.pools.backends["b0"].health.down)
+        assert (await proxy.chat()).status == 200
 
 
 async def test_who_waits_while_the_last_backend_goes_is_served_when_it_is_back() -> None:
-    async with full_house() as (home, _):
-        patient, hasty = home.waiting(), home.waiting(**{TTL: "800ms"})
-        await until(lambda: home.queued == 2)
+    async with serving_full() as (proxy, _):
+        patient, hasty = proxy.waiting(), proxy.waiting(**{TTL: "800ms"})
+        await until(lambda: proxy.queued == 2)
         # As after a SIGTERM: the stream in the seat hangs until the polls prove that its backend is gone.
-        home.replicas[0].faults.set("hang")
+        proxy.replicas[0].faults.set("hang")
         answer = await hasty
-        assert (answer.status, home.outcomes()["expired_no_backends"]) == (503, 1)
-        await home.replicas[0].restart()
+        assert (answer.status, proxy.outcomes()["expired_no_backends"]) == (503, 1)
+        await proxy.replicas[0].restart()
         assert (await patient).status == 200

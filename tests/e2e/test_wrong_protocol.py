@@ -11,7 +11,7 @@ import trustme
 from structlog.testing import capture_logs
 
 from llmproxy.gateway.http.wrong_protocol import HTTP2_PREFACE, wrong_protocol
-from tests.e2e.proxies import house
+from tests.e2e.proxies import serving
 from tests.hygiene.wire import connected
 
 GREETING = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(505)
@@ -43,10 +43,10 @@ def told(body: bytes) -> str:
 
 
 async def test_a_client_that_expects_tls_is_told_to_use_http() -> None:
-    async with house() as home:
+    async with serving() as proxy:
         with capture_logs() as logs:
             for _ in range(3):
-                head, _, body = (await answered(home.url, GREETING)).partition(b"\r\n\r\n")
+                head, _, body = (await answered(proxy.url, GREETING)).partition(b"\r\n\r\n")
                 assert head.startswith(b"HTTP/1.1 400 ")
                 assert "begin with http://" in told(body)
     [line] = logs
@@ -55,10 +55,10 @@ async def test_a_client_that_expects_tls_is_told_to_use_http() -> None:
 
 
 async def test_http2_with_prior_knowledge_is_answered_in_http2() -> None:
-    async with house() as home:
+    async with serving() as proxy:
         with capture_logs() as logs:
             # What a client still sends before it reads must not cost it the answer.
-            got = await answered(home.url, HTTP2_PREFACE + SETTINGS + HEADERS, ACKNOWLEDGED)
+            got = await answered(proxy.url, HTTP2_PREFACE + SETTINGS + HEADERS, ACKNOWLEDGED)
     settings, head, data, goaway = frames(got)
     assert settings == (4, 0, 0, b"")
     assert head[:3] == (1, 4, 1)
@@ -70,15 +70,15 @@ async def test_http2_with_prior_knowledge_is_answered_in_http2() -> None:
 
 
 async def test_http2_that_has_asked_nothing_yet_is_answered_in_http1() -> None:
-    async with house() as home:
-        got = await answered(home.url, HTTP2_PREFACE + SETTINGS)
+    async with serving() as proxy:
+        got = await answered(proxy.url, HTTP2_PREFACE + SETTINGS)
     assert got.startswith(b"HTTP/1.1 505 ")
 
 
 async def test_http2_is_told_of_in_whatever_pieces_it_comes() -> None:
-    async with house() as home:
+    async with serving() as proxy:
         for cut in (1, 3, 15):
-            got = await answered(home.url, HTTP2_PREFACE[:cut], HTTP2_PREFACE[cut:])
+            got = await answered(proxy.url, HTTP2_PREFACE[:cut], HTTP2_PREFACE[cut:])
             assert "began with HTTP/2" in told(got.partition(b"\r\n\r\n")[2])
 
 
@@ -91,8 +91,8 @@ async def test_http2_is_told_of_in_whatever_pieces_it_comes() -> None:
     ],
 )
 async def test_a_broken_request_that_only_names_it_is_told_what_is_broken(broken: bytes) -> None:
-    async with house() as home:
-        head, _, body = (await answered(home.url, broken)).partition(b"\r\n\r\n")
+    async with serving() as proxy:
+        head, _, body = (await answered(proxy.url, broken)).partition(b"\r\n\r\n")
     assert b" 400 " in head.partition(b"\r\n")[0]
     assert "This is no HTTP/1.1 request" in told(body)
 
@@ -105,14 +105,14 @@ def test_what_only_resembles_them_may_be_a_request() -> None:
 async def test_plain_http_at_a_port_of_tls_is_told_to_use_https(tmp_path: Path) -> None:
     made = trustme.CA().issue_cert("127.0.0.1")
     made.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "cert.pem"))
-    async with house(tls={"cert": str(tmp_path / "cert.pem")}) as home:
+    async with serving(tls={"cert": str(tmp_path / "cert.pem")}) as proxy:
         with capture_logs() as logs:
             for method in (b"GET", b"POST", b"POST"):
-                got = await answered(home.url, method + b" /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+                got = await answered(proxy.url, method + b" /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
                 head, _, body = got.partition(b"\r\n\r\n")
                 assert head.startswith(b"HTTP/1.1 400 ")
                 assert "begin with https://" in told(body)
             # Garbage is none of it.
-            assert await answered(home.url, b"\x00" * 64) != got
+            assert await answered(proxy.url, b"\x00" * 64) != got
     assert [line["event"] for line in logs] == ["wrong_protocol"]
     assert "https://" in logs[0]["hint"]

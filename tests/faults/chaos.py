@@ -1,7 +1,7 @@
 """Misbehaviours of replicas and clients, and what befalls fleets, in random order, for as long as is asked for.
 
 Run `make chaos`, or `python -m tests.faults.chaos --minutes 10 --seed 1`: one seed is one order of plays. Every play
-opens a house, must come to what its definition says, and is checked for what it leaves behind, as in the tests; at the
+starts a proxy, must come to what its definition says, and is checked for what it leaves behind, as in the tests; at the
 end memory must be back within a band. It stops at the first play that fails, with its number and the seed.
 """
 
@@ -19,7 +19,7 @@ import structlog
 from benchmarks.soak import rss_bytes
 from llmproxy.lifecycle.descriptors import connections_max
 from tests.e2e.leftovers import CountingLoop
-from tests.e2e.proxies import FAST, house
+from tests.e2e.proxies import FAST, serving
 from tests.faults.clients import CLIENT_FAULTS, observe
 from tests.faults.misbehaviours import MISBEHAVIOURS
 from tests.faults.polls import POLL_FAULTS, watch
@@ -63,12 +63,12 @@ async def one(rng: random.Random) -> str:
 
 async def idle(count: int) -> None:
     """So many connections that say nothing, and one client that is served."""
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         writers = []
         for _ in range(count):
-            _, writer = await asyncio.open_connection(*home.address)
+            _, writer = await asyncio.open_connection(*proxy.address)
             writers.append(writer)
-        assert (await home.chat()).status == 200
+        assert (await proxy.chat()).status == 200
         for writer in writers:
             writer.transport.abort()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from tests.e2e.proxies import CHAT, ENDLESS, HELLO, STREAM, House, house, raw_post, until
+from tests.e2e.proxies import CHAT, ENDLESS, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk, scripted, whole
 from tests.faults.rig import read_answer
 from tests.upstream.raw_server import Peer
@@ -56,7 +56,7 @@ class ClientFault:
     """
 
     name: str
-    act: Callable[[House, Engine], Awaitable[str]]
+    act: Callable[[ProxyUnderTest, Engine], Awaitable[str]]
     saw: str
     outcomes: Mapping[str, int]
     cut: int = 0
@@ -75,17 +75,17 @@ class Observed:
 
 
 async def observe(fault: ClientFault) -> Observed:
-    """Play it; on return the house was left, and hence checked, and a well-behaved client had been served."""
+    """Play it; on return the proxy was closed and checked, and a well-behaved client had been served."""
     engine = Engine()
     with capture_logs() as log:
-        async with scripted(engine) as backend, house(extra=[backend.url], **fault.config) as home:
-            client = await fault.act(home, engine)
-            await home.settled()
+        async with scripted(engine) as backend, serving(extra=[backend.url], **fault.config) as proxy:
+            client = await fault.act(proxy, engine)
+            await proxy.settled()
             await until(lambda: not backend.answering, 2.0)
             seen = Observed(
-                client=client, outcomes=+home.outcomes(), asked=len(backend.requests), cut=backend.cuts, log=[]
+                client=client, outcomes=+proxy.outcomes(), asked=len(backend.requests), cut=backend.cuts, log=[]
             )
-            assert (await home.chat()).status == 200, "the next client is served"
+            assert (await proxy.chat()).status == 200, "the next client is served"
     seen.log.extend(log[:-1])
     return seen
 
@@ -104,50 +104,50 @@ async def told(reader: asyncio.StreamReader) -> str:
 # --- what they do -----------------------------------------------------------------------------------------------------
 
 
-async def slow_body(home: House, _: Engine) -> str:
-    async with home.wire(HEAD + b"content-length: 100\r\n\r\n{") as (reader, _writer):
+async def slow_body(proxy: ProxyUnderTest, _: Engine) -> str:
+    async with proxy.wire(HEAD + b"content-length: 100\r\n\r\n{") as (reader, _writer):
         return await told(reader)
 
 
-async def body_that_ends_early(home: House, _: Engine) -> str:
-    async with home.wire(HEAD + b"content-length: 100\r\n\r\n{") as (reader, writer):
+async def body_that_ends_early(proxy: ProxyUnderTest, _: Engine) -> str:
+    async with proxy.wire(HEAD + b"content-length: 100\r\n\r\n{") as (reader, writer):
         writer.write_eof()
         return await told(reader)
 
 
-async def half_close(home: House, _: Engine) -> str:
-    async with home.wire(raw_post(STREAM)) as (reader, writer):
+async def half_close(proxy: ProxyUnderTest, _: Engine) -> str:
+    async with proxy.wire(raw_post(STREAM)) as (reader, writer):
         writer.write_eof()
         return await told(reader)
 
 
-async def pipelining(home: House, _: Engine) -> str:
-    async with home.wire(raw_post(STREAM) + raw_post(HELLO) + raw_post(STREAM)) as (reader, _writer):
+async def pipelining(proxy: ProxyUnderTest, _: Engine) -> str:
+    async with proxy.wire(raw_post(STREAM) + raw_post(HELLO) + raw_post(STREAM)) as (reader, _writer):
         return ", ".join([await told(reader) for _ in range(3)])
 
 
-async def pipelined_flood(home: House, engine: Engine) -> str:
+async def pipelined_flood(proxy: ProxyUnderTest, engine: Engine) -> str:
     """A thousand more requests behind one whose answer nobody reads."""
-    async with home.wire(raw_post(ENDLESS) + raw_post(HELLO) * 1000) as (reader, _writer):
+    async with proxy.wire(raw_post(ENDLESS) + raw_post(HELLO) * 1000) as (reader, _writer):
         answer = await reader.readuntil(b"\r\n\r\n")
         await engine.blocked()
         return answer.split(b" ")[1].decode() + " to the first, the others were never begun"
 
 
-async def stops_reading(home: House, engine: Engine) -> str:
-    async with home.wire(raw_post(ENDLESS)) as (reader, _writer):
+async def stops_reading(proxy: ProxyUnderTest, engine: Engine) -> str:
+    async with proxy.wire(raw_post(ENDLESS)) as (reader, _writer):
         await reader.readuntil(b"\r\n\r\n")
         await engine.blocked()
         assert 0 < engine.sent_bytes < BLOCKED_BYTES_MAX, "the replica is stopped, nothing is heaped up"
-        await until(lambda: not home.proxy.walker.walking)
+        await until(lambda: not proxy.app.walker.walking)
         with suppress(ConnectionError):
             while await reader.read(1 << 16):
                 pass
         return "200, then the connection is cut"
 
 
-async def reads_on_after_a_pause(home: House, engine: Engine) -> str:
-    async with home.wire(raw_post(ENDLESS)) as (reader, _writer):
+async def reads_on_after_a_pause(proxy: ProxyUnderTest, engine: Engine) -> str:
+    async with proxy.wire(raw_post(ENDLESS)) as (reader, _writer):
         await reader.readuntil(b"\r\n\r\n")
         await engine.blocked()
         stopped = engine.sent_bytes
@@ -156,8 +156,8 @@ async def reads_on_after_a_pause(home: House, engine: Engine) -> str:
         return "200, and the stream goes on"
 
 
-async def resets(home: House, engine: Engine) -> str:
-    async with home.wire(raw_post(ENDLESS)) as (reader, writer):
+async def resets(proxy: ProxyUnderTest, engine: Engine) -> str:
+    async with proxy.wire(raw_post(ENDLESS)) as (reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         sock: socket.socket = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -165,8 +165,8 @@ async def resets(home: House, engine: Engine) -> str:
     return "200, as long as it was there"
 
 
-async def header_flood(home: House, _: Engine) -> str:
-    async with home.wire(HEAD) as (reader, writer):
+async def header_flood(proxy: ProxyUnderTest, _: Engine) -> str:
+    async with proxy.wire(HEAD) as (reader, writer):
         with suppress(ConnectionError):
             for _n in range(2000):
                 writer.write(b"x-more: " + b"y" * 1000 + b"\r\n")
@@ -174,8 +174,8 @@ async def header_flood(home: House, _: Engine) -> str:
         return await told(reader)
 
 
-async def one_endless_header(home: House, _: Engine) -> str:
-    async with home.wire(HEAD + b"x-more: ") as (reader, writer):
+async def one_endless_header(proxy: ProxyUnderTest, _: Engine) -> str:
+    async with proxy.wire(HEAD + b"x-more: ") as (reader, writer):
         with suppress(ConnectionError):
             for _n in range(2000):
                 writer.write(b"y" * 1000)
@@ -183,17 +183,17 @@ async def one_endless_header(home: House, _: Engine) -> str:
         return await told(reader)
 
 
-async def idle_connections(home: House, _: Engine) -> str:
-    connections = [await asyncio.open_connection(*home.address) for _ in range(300)]
-    assert (await home.chat()).status == 200
+async def idle_connections(proxy: ProxyUnderTest, _: Engine) -> str:
+    connections = [await asyncio.open_connection(*proxy.address) for _ in range(300)]
+    assert (await proxy.chat()).status == 200
     for _reader, writer in connections:
         writer.transport.abort()
     return "nothing; everybody else is served"
 
 
-async def leaves_a_crowd_at_once(home: House, engine: Engine) -> str:
+async def leaves_a_crowd_at_once(proxy: ProxyUnderTest, engine: Engine) -> str:
     async def one() -> None:
-        async with home.wire(raw_post(ENDLESS)) as (reader, _writer):
+        async with proxy.wire(raw_post(ENDLESS)) as (reader, _writer):
             await reader.readuntil(b"\r\n\r\n")
 
     await asyncio.gather(*(one() for _ in range(20)))

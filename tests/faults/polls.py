@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.e2e.proxies import house, until
+from tests.e2e.proxies import serving, until
 from tests.e2e.scripted import Script, answering, scripted, whole
 from tests.faults.misbehaviours import says
 from tests.upstream.raw_server import Peer
@@ -66,11 +66,11 @@ async def watch(fault: PollFault) -> Polled:
     config: dict[str, Any] = {"poll": {"timeout_s": fault.timeout_s}, "queue": {"hold_s": 0.0}}
     with capture_logs() as log, pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmproxy.fleet.poller.REPROBE_INTERVAL_S", 0.02)
-        async with scripted(answering(BODY)) as backend, house(extra=[backend.url], **config) as home:
+        async with scripted(answering(BODY)) as backend, serving(extra=[backend.url], **config) as proxy:
             backend.polls[fault.path] = counted
-            known = home.proxy.pools.backends["b0"]
+            known = proxy.app.pools.backends["b0"]
             await until(lambda: asked >= 6 and (fault.up or known.health.down))
-            answer = await home.chat()
+            answer = await proxy.chat()
             now = asyncio.get_running_loop().time()
             reading = known.reading
             polled = Polled(
@@ -81,7 +81,7 @@ async def watch(fault: PollFault) -> Polled:
             )
             backend.polls.clear()
             await until(lambda: not known.health.down)
-            assert (await home.chat()).status == 200, "it is back with its next good answer"
+            assert (await proxy.chat()).status == 200, "it is back with its next good answer"
     polled.log.extend(line for line in log if line["event"] in ("backend_down", "backend_unread"))
     return polled
 

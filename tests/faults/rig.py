@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.simulator.faults import FaultKind
 from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, House, house, raw_post, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import Script, Scripted, scripted
 
 QUICK: dict[str, Any] = {
@@ -33,7 +33,7 @@ ASKS: dict[str, dict[str, Any]] = {"stream": STREAM, "whole": HELLO}
 class Misbehaviour:
     """One way in which a replica may misbehave, and what must come of it.
 
-    It is either a `script` below HTTP or a `fault` of a simulated replica; `before` is called when the house is open,
+    It is either a `script` below HTTP or a `fault` of a simulated replica; `before` is called when the proxy runs,
     and may prepare the scripted backend. What clients see of it is told in the words of `Seen.client`: `stream` and
     `whole` beside a replica that is well, `alone` where there is none, of a stream and an answer in one piece.
     `verdict` is what the backend is blamed for (with `stream`; `whole_verdict` where that differs).
@@ -98,9 +98,9 @@ class Seen:
         return line
 
 
-async def receive(home: House, data: bytes) -> Received:
+async def receive(proxy: ProxyUnderTest, data: bytes) -> Received:
     """Send the bytes of a request and read the answer to its end, by its framing."""
-    async with home.wire(data) as (reader, _), asyncio.timeout(10):
+    async with proxy.wire(data) as (reader, _), asyncio.timeout(10):
         return await read_answer(reader)
 
 
@@ -128,8 +128,8 @@ async def read_answer(reader: asyncio.StreamReader) -> Received:
 
 
 @asynccontextmanager
-async def faulty_house(fault: Misbehaviour, alone: bool) -> AsyncIterator[tuple[House, Scripted | Replica]]:
-    """A house whose `b0` misbehaves as told, and whose `b1`, unless `alone`, does not."""
+async def faulty_house(fault: Misbehaviour, alone: bool) -> AsyncIterator[tuple[ProxyUnderTest, Scripted | Replica]]:
+    """A proxy whose `b0` misbehaves as told, and whose `b1`, unless `alone`, does not."""
     config = {**QUICK, **fault.config}
     async with AsyncExitStack() as stack:
         bad: Scripted | Replica
@@ -140,27 +140,27 @@ async def faulty_house(fault: Misbehaviour, alone: bool) -> AsyncIterator[tuple[
         urls = [bad.url]
         if not alone:
             urls.append((await stack.enter_async_context(Replica(FAST))).url)
-        home = await stack.enter_async_context(house(extra=urls, **config))
+        proxy = await stack.enter_async_context(serving(extra=urls, **config))
         if isinstance(bad, Scripted):
             if fault.before is not None:
                 fault.before(bad)
         elif fault.fault is not None:
             bad.faults.set(fault.fault, after_bytes=fault.after_bytes)
-        yield home, bad
+        yield proxy, bad
         if isinstance(bad, Replica):
             await until(lambda: not bad.in_flight or bad.faults.kind in (FaultKind.HANG, FaultKind.FROZEN))
 
 
 async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False, path: str = CHAT) -> Seen:
-    """Send one request to a house with this misbehaviour; on return the house was left, and hence checked."""
+    """Send one request to a proxy whose backend misbehaves so; on return the proxy was closed and checked."""
     with capture_logs() as log:
-        async with faulty_house(fault, alone) as (home, bad):
-            received = await receive(home, raw_post(ASKS[ask], path))
-            await home.settled()
+        async with faulty_house(fault, alone) as (proxy, bad):
+            received = await receive(proxy, raw_post(ASKS[ask], path))
+            await proxy.settled()
             if isinstance(bad, Scripted):
                 # Its connection is gone, or its answer has ended: nothing of the request is left on this side either.
                 await until(lambda: not bad.answering, 2.0)
-            page = home.proxy.metrics.page().decode()
+            page = proxy.app.metrics.page().decode()
             verdicts = re.findall(r'^llmproxy_attempts_total{backend="b0",verdict="(\w+)"} [1-9]', page, re.MULTILINE)
             seen = Seen(
                 received=received,
@@ -168,10 +168,10 @@ async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False,
                 connections=bad.connections if isinstance(bad, Scripted) else posts(bad),
                 cut=bad.cuts > 0 if isinstance(bad, Scripted) else False,
                 verdicts=tuple(verdicts),
-                retries=int(home.metric("llmproxy_retries_total")),
-                outcomes=+home.outcomes(),
+                retries=int(proxy.metric("llmproxy_retries_total")),
+                outcomes=+proxy.outcomes(),
                 log=[],
-                available=home.proxy.pools.backends["b0"].health.available(asyncio.get_running_loop().time()),
+                available=proxy.app.pools.backends["b0"].health.available(asyncio.get_running_loop().time()),
             )
     seen.log.extend(log)
     return seen

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.simulator.replica import Replica
 from llmproxy.upstream.resolver import Address
-from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, Answer, House, all_of, all_up, house, until
+from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, all_up, serving, until
 
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
 """Every other request would go to the replica that is in trouble."""
@@ -37,8 +37,8 @@ class Story:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """`act` opens a house and tells what came of it; `story`, `outcomes` of all requests, and `events`, what the log
-    tells of the fleet from the time when the house is open, are what must."""
+    """`act` starts a proxy and tells what came of it; `story`, `outcomes` of all requests, and `events`, what the log
+    tells of the fleet from the time when the proxy runs, are what must."""
 
     name: str
     act: Callable[[Stage], Awaitable[Story]]
@@ -55,16 +55,16 @@ class Stage:
         self._log = log
 
     def opened(self) -> None:
-        """What was logged so far belongs to the opening of the house."""
+        """What was logged so far belongs to the start of the proxy."""
         self._log.clear()
 
     def logged(self, event: str) -> bool:
         return any(line["event"] == event for line in self._log)
 
-    async def closing(self, home: House) -> None:
+    async def closing(self, proxy: ProxyUnderTest) -> None:
         """All is over: count what became of every request."""
-        await home.settled()
-        self.outcomes = +home.outcomes()
+        await proxy.settled()
+        self.outcomes = +proxy.outcomes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Played:
 
 
 async def perform(scene: Scene) -> Played:
-    """Play one scene; on return its house was left, and hence checked."""
+    """Play one scene; on return its proxy was closed and checked."""
     with capture_logs() as log:
         stage = Stage(log)
         story = await scene.act(stage)
@@ -93,8 +93,8 @@ def statuses(answers: list[Answer]) -> str:
     return ", ".join(f"{times} times {status}" for status, times in sorted(counted.items()))
 
 
-def is_down(home: House, number: int) -> bool:
-    return home.proxy.pools.backends[f"b{number}"].health.down
+def is_down(proxy: ProxyUnderTest, number: int) -> bool:
+    return proxy.app.pools.backends[f"b{number}"].health.down
 
 
 def posts(replica: Replica) -> int:
@@ -118,19 +118,19 @@ async def end_of(running: Any) -> str:
 
 async def flapping(stage: Stage) -> Story:
     answers = []
-    async with house(FAST, FAST, **IN_TURN) as home:
+    async with serving(FAST, FAST, **IN_TURN) as proxy:
         stage.opened()
         for _ in range(4):
-            home.replicas[0].faults.set("refuse")
-            answers += [await home.chat(body) for body in (STREAM, HELLO, STREAM)]
-            await until(lambda: is_down(home, 0))
-            before = posts(home.replicas[0])
-            answers += [await home.chat(body) for body in (STREAM, HELLO)]
-            assert posts(home.replicas[0]) == before
-            await home.replicas[0].restart()
-            await until(lambda: all_up(home))
-            answers += [await home.chat(body) for body in (STREAM, HELLO)]
-        await stage.closing(home)
+            proxy.replicas[0].faults.set("refuse")
+            answers += [await proxy.chat(body) for body in (STREAM, HELLO, STREAM)]
+            await until(lambda: is_down(proxy, 0))
+            before = posts(proxy.replicas[0])
+            answers += [await proxy.chat(body) for body in (STREAM, HELLO)]
+            assert posts(proxy.replicas[0]) == before
+            await proxy.replicas[0].restart()
+            await until(lambda: all_up(proxy))
+            answers += [await proxy.chat(body) for body in (STREAM, HELLO)]
+        await stage.closing(proxy)
     return Story(clients=statuses(answers), replicas="the one that flaps gets requests only while it is up")
 
 
@@ -140,30 +140,30 @@ async def frozen(stage: Stage) -> Story:
         "timeouts": {"first_byte_s": 100.0, "stall_s": 2.0},
         "health": {"hung_s": 0.3, "backoff_s": 30.0},
     }
-    async with house(FAST, FAST, **IN_TURN, **config) as home:
+    async with serving(FAST, FAST, **IN_TURN, **config) as proxy:
         stage.opened()
         # The other goes on speaking: in a pool that falls silent as a whole nobody is taken for hung.
-        async with home.stream() as running, home.stream() as other:
+        async with proxy.stream() as running, proxy.stream() as other:
             await running.content.readany()
-            stuck = home.replica(running.headers["x-llmproxy-backend"])
-            name = f"b{home.replicas.index(stuck)}"
-            pages = home.proxy.pools.backends[name]
+            stuck = proxy.replica(running.headers["x-llmproxy-backend"])
+            name = f"b{proxy.replicas.index(stuck)}"
+            pages = proxy.app.pools.backends[name]
             await until(lambda: pages.reading is not None and pages.reading.running)
             stuck.faults.set("frozen")
             # Read as it comes: aiohttp forgets what nobody has read when it meets an end that is none.
             ran = asyncio.create_task(end_of(running))
-            asked = [asyncio.create_task(home.chat(STREAM)) for _ in range(6)]
+            asked = [asyncio.create_task(proxy.chat(STREAM)) for _ in range(6)]
             answers = list(await asyncio.gather(*asked))
             assert {answer.backend for answer in answers}.isdisjoint({name})
             assert (pages.health.ejected, pages.health.down) == (True, False), "polls are answered as ever"
             began = posts(stuck)
-            answers += [await home.chat() for _ in range(4)]
+            answers += [await proxy.chat() for _ in range(4)]
             assert posts(stuck) == began, "it is left alone"
             ended = await ran
             assert await other.content.readany()
         await until(lambda: not stuck.in_flight)
         stuck.faults.clear()
-        await stage.closing(home)
+        await stage.closing(proxy)
     return Story(
         clients=f"{statuses(answers)}; the stream that ran there: {ended}",
         replicas="the frozen one nothing more, once its silence was noticed; what it owed, the other one",
@@ -171,24 +171,24 @@ async def frozen(stage: Stage) -> Story:
 
 
 async def whole_fleet(stage: Stage) -> Story:
-    async with house(FAST, FAST, **IN_TURN, queue={"hold_s": 30.0}) as home, AsyncExitStack() as stack:
+    async with serving(FAST, FAST, **IN_TURN, queue={"hold_s": 30.0}) as proxy, AsyncExitStack() as stack:
         stage.opened()
-        running = [await stack.enter_async_context(home.stream()) for _ in range(2)]
+        running = [await stack.enter_async_context(proxy.stream()) for _ in range(2)]
         for stream in running:
             await stream.content.readany()
-        for replica in home.replicas:
+        for replica in proxy.replicas:
             replica.faults.set("refuse")
         (ended,) = set(await asyncio.gather(*map(end_of, running)))
-        await until(lambda: is_down(home, 0) and is_down(home, 1))
-        held = [home.waiting(body) for body in (STREAM, HELLO) * 4]
-        await until(lambda: home.queued == len(held))
-        ready = await home.get("/health")
+        await until(lambda: is_down(proxy, 0) and is_down(proxy, 1))
+        held = [proxy.waiting(body) for body in (STREAM, HELLO) * 4]
+        await until(lambda: proxy.queued == len(held))
+        ready = await proxy.get("/health")
         assert ready.status == 200, "the proxy itself is well"
-        for replica in home.replicas:
+        for replica in proxy.replicas:
             await replica.restart()
         answers = list(await asyncio.gather(*held))
-        await until(lambda: all_up(home))
-        await stage.closing(home)
+        await until(lambda: all_up(proxy))
+        await stage.closing(proxy)
     return Story(
         clients=f"two streams that ran: {ended}; those who came meanwhile are held: {statuses(answers)}",
         replicas="those who were held, once they are back",
@@ -196,53 +196,53 @@ async def whole_fleet(stage: Stage) -> Story:
 
 
 async def cold_cache(stage: Stage) -> Story:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         stage.opened()
 
         async def turn() -> tuple[bool, bool]:
             """Whether a part of the prompt was expected to be cached, and whether it was."""
             kinds = ("expected", "cached")
-            before = [home.metric("llmproxy_prefix_tokens_total", kind=kind) for kind in kinds]
-            assert (await home.chat(LONG)).status == 200
-            await home.settled()
+            before = [proxy.metric("llmproxy_prefix_tokens_total", kind=kind) for kind in kinds]
+            assert (await proxy.chat(LONG)).status == 200
+            await proxy.settled()
             expected, cached = (
-                home.metric("llmproxy_prefix_tokens_total", kind=kind) > old
+                proxy.metric("llmproxy_prefix_tokens_total", kind=kind) > old
                 for kind, old in zip(kinds, before, strict=True)
             )
             return expected, cached
 
         assert [await turn(), await turn()] == [(False, False), (True, True)]
-        home.replicas[0].faults.set("refuse")
-        await until(lambda: is_down(home, 0))
-        await home.replicas[0].restart()
-        await until(lambda: all_up(home))
-        health = home.proxy.pools.backends["b0"].health
+        proxy.replicas[0].faults.set("refuse")
+        await until(lambda: is_down(proxy, 0))
+        await proxy.replicas[0].restart()
+        await until(lambda: all_up(proxy))
+        health = proxy.app.pools.backends["b0"].health
         assert health.warmth(asyncio.get_running_loop().time()) < 1.0, "it starts slowly"
         assert [await turn(), await turn()] == [(False, False), (True, True)], "nothing is expected of a cold cache"
-        await stage.closing(home)
+        await stage.closing(proxy)
     return Story(clients="4 times 200", replicas="each prompt; what it had cached is forgotten with it")
 
 
 async def sigterm(stage: Stage) -> Story:
     # On a machine that has no time for this process, the second stream's silence would be that of a hung replica.
     config = IN_TURN | {"health": {"hung_s": None}}
-    async with house(FAST, FAST, **config) as home, AsyncExitStack() as stack:
+    async with serving(FAST, FAST, **config) as proxy, AsyncExitStack() as stack:
         stage.opened()
-        running = [await stack.enter_async_context(home.stream()) for _ in range(2)]
+        running = [await stack.enter_async_context(proxy.stream()) for _ in range(2)]
         for stream in running:
             await stream.content.readany()
         first, other = running
         ends, stays = (int(stream.headers["x-llmproxy-backend"][1:]) for stream in (first, other))
-        home.replicas[ends].faults.set("hang")
+        proxy.replicas[ends].faults.set("hang")
         ended = await end_of(first)
-        assert is_down(home, ends), "noticed by polls alone: a hanging stream says nothing"
-        answers = [await home.chat(body) for body in (STREAM, HELLO, STREAM)]
+        assert is_down(proxy, ends), "noticed by polls alone: a hanging stream says nothing"
+        answers = [await proxy.chat(body) for body in (STREAM, HELLO, STREAM)]
         assert {answer.backend for answer in answers} == {f"b{stays}"}
         assert await other.content.readany(), "it goes on"
         other.close()
-        await home.replicas[ends].restart()
-        await until(lambda: all_up(home))
-        await stage.closing(home)
+        await proxy.replicas[ends].restart()
+        await until(lambda: all_up(proxy))
+        await stage.closing(proxy)
     return Story(
         clients=f"the stream that hung: {ended}; others: {statuses(answers)}",
         replicas="nothing more; its connections are cut",
@@ -250,24 +250,24 @@ async def sigterm(stage: Stage) -> Story:
 
 
 async def drain(stage: Stage) -> Story:
-    async with house(FAST, FAST, **IN_TURN, health={"backoff_s": 0.05}) as home:
+    async with serving(FAST, FAST, **IN_TURN, health={"backoff_s": 0.05}) as proxy:
         stage.opened()
-        async with home.stream(ENDLESS | {"max_tokens": 400}) as running:
+        async with proxy.stream(ENDLESS | {"max_tokens": 400}) as running:
             await running.content.readany()
             number = int(running.headers["x-llmproxy-backend"][1:])
-            home.replicas[number].faults.set("draining_500")
-            answers = [await home.chat(body) for body in (STREAM, HELLO) * 3]
+            proxy.replicas[number].faults.set("draining_500")
+            answers = [await proxy.chat(body) for body in (STREAM, HELLO) * 3]
             assert {answer.backend for answer in answers} == {f"b{1 - number}"}
-            assert not is_down(home, number), "its health is 200"
+            assert not is_down(proxy, number), "its health is 200"
             ended = await end_of(running)
-        home.replicas[number].faults.set("refuse")
-        await until(lambda: is_down(home, number))
-        answers.append(await home.chat())
-        await home.replicas[number].restart()
-        await until(lambda: all_up(home))
-        more = [await home.chat() for _ in range(4)]
+        proxy.replicas[number].faults.set("refuse")
+        await until(lambda: is_down(proxy, number))
+        answers.append(await proxy.chat())
+        await proxy.replicas[number].restart()
+        await until(lambda: all_up(proxy))
+        more = [await proxy.chat() for _ in range(4)]
         assert len({answer.backend for answer in more}) == 2
-        await stage.closing(home)
+        await stage.closing(proxy)
     return Story(
         clients=f"the stream that ran: {ended}; others: {statuses(answers + more)}",
         replicas="the one that drains: one request at a time, to see whether it still does",
@@ -275,20 +275,20 @@ async def drain(stage: Stage) -> Story:
 
 
 async def turns_all_away(stage: Stage) -> Story:
-    async with house(FAST, FAST, **IN_TURN, health={"failures": 3, "backoff_s": 30.0}) as home:
+    async with serving(FAST, FAST, **IN_TURN, health={"failures": 3, "backoff_s": 30.0}) as proxy:
         stage.opened()
-        home.replicas[0].faults.set("busy_503")
-        health = home.proxy.pools.backends["b0"].health
+        proxy.replicas[0].faults.set("busy_503")
+        health = proxy.app.pools.backends["b0"].health
         now = asyncio.get_running_loop().time
         answers = []
         for body in (STREAM, HELLO) * 6:
-            answers.append(await home.chat(body))
+            answers.append(await proxy.chat(body))
             await until(lambda: health.ejected or health.available(now()))
         assert (health.ejected, health.down) == (True, False), "its polls say that it is well"
         assert {answer.backend for answer in answers} == {"b1"}
-        tried = posts(home.replicas[0])
-        home.replicas[0].faults.clear()
-        await stage.closing(home)
+        tried = posts(proxy.replicas[0])
+        proxy.replicas[0].faults.clear()
+        await stage.closing(proxy)
     return Story(clients=statuses(answers), replicas=f"the one that turns all away {tried} requests, then nothing")
 
 
@@ -310,26 +310,26 @@ async def dns_change(stage: Stage) -> Story:
             "discovery": {"dns_interval_s": 0.05, "gone_after": 2},
             **IN_TURN,
         }
-        home = await stack.enter_async_context(house(wait=False, **config))
+        proxy = await stack.enter_async_context(serving(wait=False, **config))
         names = {address: f"{address}:{old.port}" for address in ("127.0.0.2", "127.0.0.3")}
-        backends = home.proxy.pools.backends
-        await until(lambda: backends and all_up(home))
+        backends = proxy.app.pools.backends
+        await until(lambda: backends and all_up(proxy))
         stage.opened()
-        running = await stack.enter_async_context(home.stream())
+        running = await stack.enter_async_context(proxy.stream())
         await running.content.readany()
-        answers.append(await home.chat())
+        answers.append(await proxy.chat())
         assert answers[-1].backend == names["127.0.0.2"]
         found[:] = ["127.0.0.3"]
         await until(lambda: names["127.0.0.3"] in backends and not backends[names["127.0.0.3"]].health.down)
         await until(lambda: stage.logged("backend_leaves"))
         before = posts(old)
-        answers += [await home.chat(body) for body in (STREAM, HELLO) * 3]
+        answers += [await proxy.chat(body) for body in (STREAM, HELLO) * 3]
         assert (posts(old), posts(new)) == (before, 6)
         assert await running.content.readany()
         assert names["127.0.0.2"] in backends, "it is there for as long as its stream"
         running.close()
         await until(lambda: list(backends) == [names["127.0.0.3"]])
-        await stage.closing(home)
+        await stage.closing(proxy)
     return Story(
         clients=f"{statuses(answers)}; a stream at the old address goes on for as long as its client wants",
         replicas="the old one nothing more, the new one all",

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.gateway.proxying.relay import Relay
 from llmproxy.gateway.proxying.sse import StreamTap
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, house, raw_post
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, raw_post, serving
 from tests.faults.rig import receive
 
 
@@ -27,39 +27,39 @@ def told(answer: Answer, log: list[Any]) -> bool:
 
 
 async def test_a_bug_on_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         with monkeypatch.context() as patch, capture_logs() as log:
-            patch.setattr(home.proxy.pools, "models", boom)
-            assert told(await home.get("/v1/models"), log)
-        home.bugs_expected = 1
-        assert (await home.get("/v1/models")).status == 200
+            patch.setattr(proxy.app.pools, "models", boom)
+            assert told(await proxy.get("/v1/models"), log)
+        proxy.bugs_expected = 1
+        assert (await proxy.get("/v1/models")).status == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 async def test_a_bug_on_the_walk(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         with monkeypatch.context() as patch, capture_logs() as log:
             patch.setattr(Relay, "_supervised", boom)
-            answer = await home.post(path, HELLO)
+            answer = await proxy.post(path, HELLO)
             assert told(answer, log)
             assert (answer.json.get("type") == "error") == (path == "/v1/messages")
-        home.bugs_expected = 1
-        assert (await home.chat()).status == 200
+        proxy.bugs_expected = 1
+        assert (await proxy.chat()).status == 200
 
 
 async def test_a_bug_at_the_end_of_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         with monkeypatch.context() as patch, capture_logs() as log:
             patch.setattr("llmproxy.gateway.proxying.handler.log_exit", boom)
-            received = await receive(home, raw_post(HELLO))
+            received = await receive(proxy, raw_post(HELLO))
         assert not received.whole or received.status == 200
         assert [line["event"] for line in log].count("internal") == 1
-        assert home.outcomes() == {"completed": 1}, "counted once"
-        assert (await home.chat()).status == 200
+        assert proxy.outcomes() == {"completed": 1}, "counted once"
+        assert (await proxy.chat()).status == 200
 
 
 async def test_a_bug_in_mid_stream_cuts_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house(FAST) as home:
+    async with serving(FAST) as proxy:
         with monkeypatch.context() as patch, capture_logs() as log:
             seen = 0
             feed = StreamTap.feed
@@ -70,9 +70,9 @@ async def test_a_bug_in_mid_stream_cuts_the_stream(monkeypatch: pytest.MonkeyPat
                 return feed(tap, data) if seen < 5 else boom()
 
             patch.setattr(StreamTap, "feed", fails_later)
-            received = await receive(home, raw_post(ENDLESS))
+            received = await receive(proxy, raw_post(ENDLESS))
         assert (received.status, received.whole) == (200, False)
         assert b"HTTP/1.1" not in received.body
         assert [line["event"] for line in log].count("internal") == 1
-        home.bugs_expected = 1
-        assert (await home.chat()).status == 200
+        proxy.bugs_expected = 1
+        assert (await proxy.chat()).status == 200

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.e2e.proxies import house
+from tests.e2e.proxies import serving
 from tests.e2e.scripted import scripted, whole
 from tests.upstream.raw_server import Peer
 
@@ -24,13 +24,13 @@ async def test_an_answer_that_nobody_asked_for_reaches_nobody(late: bool) -> Non
             await let.wait()
             await peer.send(POISON)
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
         for _ in range(3):
-            assert (await home.chat()).json == {"for": "you"}
+            assert (await proxy.chat()).json == {"for": "you"}
             let.set()
             # Time for what was sent to arrive: a turn of both ends.
             await asyncio.sleep(0.02)
-        assert home.outcomes() == {"completed": 3}
+        assert proxy.outcomes() == {"completed": 3}
 
 
 async def test_an_answer_that_was_not_read_to_its_end_is_nobody_elses() -> None:
@@ -39,12 +39,12 @@ async def test_an_answer_that_was_not_read_to_its_end_is_nobody_elses() -> None:
     async def script(peer: Peer, request: bytes) -> None:
         await peer.send(whole(b"x" * (3 << 20), "500 Oh") if b"large" in request else MINE)
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
         for _ in range(3):
             assert (
-                await home.chat({"model": "base", "messages": [{"role": "user", "content": "large"}]})
+                await proxy.chat({"model": "base", "messages": [{"role": "user", "content": "large"}]})
             ).status == 500
-            assert (await home.chat()).json == {"for": "you"}
+            assert (await proxy.chat()).json == {"for": "you"}
 
 
 async def test_a_stream_that_goes_on_after_its_end_mark_is_nobody_elses() -> None:
@@ -53,8 +53,8 @@ async def test_a_stream_that_goes_on_after_its_end_mark_is_nobody_elses() -> Non
         await peer.send(MINE)
         await peer.send(b"0\r\n\r\n" + POISON)
 
-    async with scripted(script) as backend, house(extra=[backend.url]) as home:
+    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
         for _ in range(3):
-            answer = await home.chat()
+            answer = await proxy.chat()
             assert answer.status == 502 or answer.json == {"for": "you"}
             await asyncio.sleep(0.02)

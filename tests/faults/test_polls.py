@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.proxies import house
+from tests.e2e.proxies import serving
 from tests.e2e.scripted import answering, scripted
 from tests.faults.polls import BODY, POLL_FAULTS, PollFault, huge, watch
 
@@ -22,6 +22,6 @@ async def test_a_replica_that(fault: PollFault) -> None:
 async def test_a_replica_whose_numbers_cannot_be_read_at_first_is_not_given_all_that_waits() -> None:
     async with scripted(answering(BODY)) as backend:
         backend.polls[b"/metrics"] = huge
-        async with house(extra=[backend.url]) as home:
-            pools = home.proxy.pools
+        async with serving(extra=[backend.url]) as proxy:
+            pools = proxy.app.pools
             assert pools.backends["b0"].limit.value == pools.settings.capacity.start_limit

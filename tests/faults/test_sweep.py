@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, House, house, raw_post
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving
 from tests.e2e.scripted import answering, scripted, whole
 from tests.faults.misbehaviours import status
 from tests.faults.rig import read_answer
@@ -25,29 +25,29 @@ REFUSED: dict[str, Any] = {"scheduling": {"placement": "round_robin"}, "health":
 
 
 @asynccontextmanager
-async def one_seat() -> AsyncIterator[House]:
-    async with house(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as home:
-        yield home
+async def one_seat() -> AsyncIterator[ProxyUnderTest]:
+    async with serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as proxy:
+        yield proxy
 
 
 @asynccontextmanager
-async def two_replicas() -> AsyncIterator[House]:
-    async with house(FAST, FAST) as home:
-        yield home
+async def two_replicas() -> AsyncIterator[ProxyUnderTest]:
+    async with serving(FAST, FAST) as proxy:
+        yield proxy
 
 
 @asynccontextmanager
-async def one_that_refuses() -> AsyncIterator[House]:
+async def one_that_refuses() -> AsyncIterator[ProxyUnderTest]:
     """A replica whose 502 makes every other request start with an attempt that fails."""
-    async with scripted(status("502 Bad Gateway")) as bad, house(FAST, extra=[bad.url], **REFUSED) as home:
-        yield home
+    async with scripted(status("502 Bad Gateway")) as bad, serving(FAST, extra=[bad.url], **REFUSED) as proxy:
+        yield proxy
 
 
 @asynccontextmanager
-async def large_answers() -> AsyncIterator[House]:
+async def large_answers() -> AsyncIterator[ProxyUnderTest]:
     answer = answering(whole(b"x" * (4 << 20)))
-    async with scripted(answer) as backend, house(extra=[backend.url]) as home:
-        yield home
+    async with scripted(answer) as backend, serving(extra=[backend.url]) as proxy:
+        yield proxy
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +75,29 @@ CASES = [
 @pytest.mark.parametrize("moment", Moment)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_leaving_at_every_wait(case: Case, moment: Moment, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with case.opened() as home:
+    async with case.opened() as proxy:
         sent = 0
         for at in range(1, WAITS_MAX):
             with monkeypatch.context() as patch:
-                walks = sweep(patch, home.proxy.walker, at, moment)
-                await asyncio.gather(*(one(home, case) for _ in range(case.crowd)))
-                await home.settled()
+                walks = sweep(patch, proxy.app.walker, at, moment)
+                await asyncio.gather(*(one(proxy, case) for _ in range(case.crowd)))
+                await proxy.settled()
             sent += case.crowd
             assert len(walks) == case.crowd
-            home.check()
-            assert sum(home.outcomes().values()) == sent, "one outcome for each, whoever left"
+            proxy.check()
+            assert sum(proxy.outcomes().values()) == sent, "one outcome for each, whoever left"
             if max(context.waits for context in walks) < at:
                 break
         else:
             pytest.fail("no end of waits")
         assert at > 1, "something was waited for"
-        assert set(home.outcomes()) <= {"completed", "cancelled"}
-        answer = await home.post(case.path, json.dumps(case.body).encode())
+        assert set(proxy.outcomes()) <= {"completed", "cancelled"}
+        answer = await proxy.post(case.path, json.dumps(case.body).encode())
         assert answer.status == 200, "whoever comes next is served"
 
 
-async def one(home: House, case: Case) -> None:
-    async with home.wire(raw_post(case.body, case.path)) as (reader, _), asyncio.timeout(10):
+async def one(proxy: ProxyUnderTest, case: Case) -> None:
+    async with proxy.wire(raw_post(case.body, case.path)) as (reader, _), asyncio.timeout(10):
         await read_answer(reader)
 
 

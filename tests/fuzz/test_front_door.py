@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llmproxy.config import hash_of
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED
-from tests.e2e.proxies import CHAT, FAST, House, house
+from tests.e2e.proxies import CHAT, FAST, ProxyUnderTest, serving
 from tests.fuzz.profile import FUZZED
 
 METHODS = st.sampled_from([b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"get", b"P\x00ST", b""])
@@ -62,16 +62,18 @@ BODIES = st.one_of(
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[tuple[asyncio.Runner, House]]:
-    """A house with tenants, on a loop that runs while an example does."""
+def rig() -> Iterator[tuple[asyncio.Runner, ProxyUnderTest]]:
+    """A proxy with tenants, on a loop that runs while an example does."""
     told: dict[str, Any] = {
         "tenants": [{"name": "acme", "keys": [hash_of("acme")], "cache_salt": "auto"}],
         "api_keys": ["x"],
     }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         stack = AsyncExitStack()
-        home = runner.run(stack.enter_async_context(house(FAST, health={"failures": 1000}, queue={"ttl_s": 1}, **told)))
-        yield runner, home
+        proxy = runner.run(
+            stack.enter_async_context(serving(FAST, health={"failures": 1000}, queue={"ttl_s": 1}, **told))
+        )
+        yield runner, proxy
         runner.run(stack.aclose())
 
 
@@ -80,9 +82,9 @@ def rig() -> Iterator[tuple[asyncio.Runner, House]]:
 @example(b"POST", CHAT, [b"authorization: Bearer acme", b"content-type: application/json"], b"{}", True)
 @example(b"GET", "/v1/models/%ff", [b"authorization: Bearer acme"], b"", True)
 def test_nothing_at_the_door_makes_the_proxy_fail(
-    rig: tuple[asyncio.Runner, House], method: bytes, path: str, fields: list[bytes], body: bytes, framed: bool
+    rig: tuple[asyncio.Runner, ProxyUnderTest], method: bytes, path: str, fields: list[bytes], body: bytes, framed: bool
 ) -> None:
-    runner, home = rig
+    runner, proxy = rig
     if framed:
         # A whole request, which is answered; the others end with the connection, which the client closes on its side.
         fields = [field for field in fields if not field.startswith((b"transfer-encoding", b"content-length"))]
@@ -90,7 +92,7 @@ def test_nothing_at_the_door_makes_the_proxy_fail(
     head = b"\r\n".join([method + b" " + path.encode() + b" HTTP/1.1", b"host: x", *fields])
 
     async def asked() -> bytes:
-        async with home.wire(head + b"\r\n\r\n" + body) as (reader, writer):
+        async with proxy.wire(head + b"\r\n\r\n" + body) as (reader, writer):
             if not framed:
                 writer.write_eof()
             return await reader.read()
@@ -98,5 +100,5 @@ def test_nothing_at_the_door_makes_the_proxy_fail(
     answer = runner.run(asked())
     assert not answer.startswith(b"HTTP/1.1 500")
     assert not answer or answer.startswith(b"HTTP/1.")
-    runner.run(home.settled())
-    assert not home.outcomes()["internal"]
+    runner.run(proxy.settled())
+    assert not proxy.outcomes()["internal"]

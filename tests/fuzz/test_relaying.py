@@ -12,7 +12,7 @@ import uvloop
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.e2e.proxies import CHAT, House, house
+from tests.e2e.proxies import CHAT, ProxyUnderTest, serving
 from tests.e2e.scripted import Scripted, scripted, whole
 from tests.fuzz.profile import FUZZED
 from tests.upstream.raw_server import Peer
@@ -26,26 +26,26 @@ EXTENSIONS = st.sampled_from([b"", b";a=b", b';a="b"'])
 
 @dataclass
 class Rig:
-    """A house over one scripted backend, on a loop that runs while an example does."""
+    """A proxy over one scripted backend, on a loop that runs while an example does."""
 
     runner: asyncio.Runner
-    home: House
+    proxy: ProxyUnderTest
     backend: Scripted
 
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    async def opened(stack: AsyncExitStack) -> tuple[House, Scripted]:
+    async def opened(stack: AsyncExitStack) -> tuple[ProxyUnderTest, Scripted]:
         async def silent(peer: Peer, _: bytes) -> None:
             peer.writer.close()
 
         backend = await stack.enter_async_context(scripted(silent))
-        return await stack.enter_async_context(house(extra=[backend.url], health={"failures": 1000})), backend
+        return await stack.enter_async_context(serving(extra=[backend.url], health={"failures": 1000})), backend
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         stack = AsyncExitStack()
-        home, backend = runner.run(opened(stack))
-        yield Rig(runner, home, backend)
+        proxy, backend = runner.run(opened(stack))
+        yield Rig(runner, proxy, backend)
         runner.run(stack.aclose())
 
 
@@ -68,7 +68,7 @@ def exchanged(rig: Rig, packets: list[bytes], body: bytes) -> tuple[int, bytes]:
             await asyncio.sleep(0)
 
     async def asked() -> tuple[int, bytes]:
-        got = await rig.home.post(CHAT, body)
+        got = await rig.proxy.post(CHAT, body)
         return got.status, got.body
 
     rig.backend.script = answer
@@ -112,7 +112,7 @@ def test_no_answer_at_all_makes_the_proxy_fail(rig: Rig, junk: bytes, packets: l
 
     async def asked() -> int | None:
         try:
-            return (await rig.home.post(CHAT, b'{"model":"base"}')).status
+            return (await rig.proxy.post(CHAT, b'{"model":"base"}')).status
         except OSError:
             return None
         except Exception as error:  # noqa: BLE001 - a client's library has many names for an answer that was cut off
@@ -121,4 +121,4 @@ def test_no_answer_at_all_makes_the_proxy_fail(rig: Rig, junk: bytes, packets: l
 
     rig.backend.script = answer
     rig.runner.run(asked())
-    assert not rig.home.outcomes()["internal"]
+    assert not rig.proxy.outcomes()["internal"]

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tests.e2e.proxies import House
+from tests.e2e.proxies import ProxyUnderTest
 from tests.e2e.scripted import Scripted
 from tests.hygiene.answers import NEXT, Got, answer_bench, observe_answer
 from tests.hygiene.reading import End, Message, Reading, answers_of
@@ -20,7 +20,7 @@ TIMEOUTS: dict[str, Any] = {"connect_s": 5, "first_byte_s": 2, "stall_s": 2, "to
 
 
 @asynccontextmanager
-async def bench() -> AsyncIterator[tuple[House, Scripted]]:
+async def bench() -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
     async with answer_bench(timeouts=TIMEOUTS) as opened:
         yield opened
 
@@ -31,9 +31,9 @@ def closes(sent: bytes) -> bool:
     return given.end is End.SHORT or (_final(given) is None and given.end is End.CLEAN) or len(sent) % 2 == 0
 
 
-async def play(home: House, backend: Scripted, sent: bytes) -> Got:
+async def play(proxy: ProxyUnderTest, backend: Scripted, sent: bytes) -> Got:
     """Have one request answered so, and the next one soundly. Raises TimeoutError where nothing comes of it."""
-    return await observe_answer(home, backend, sent, closes(sent), stream=b"event-stream" in sent)
+    return await observe_answer(proxy, backend, sent, closes(sent), stream=b"event-stream" in sent)
 
 
 def wrong_of(sent: bytes, got: Got, *, sound: bool = False) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from llmproxy.gateway.http.routes import SCHEDULED
-from tests.e2e.proxies import House, house, until
+from tests.e2e.proxies import ProxyUnderTest, serving, until
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hostile.requests import SENTINEL
 from tests.hygiene.answers import CONFIG
@@ -43,27 +43,27 @@ class Seen:
 
 
 @asynccontextmanager
-async def bench() -> AsyncIterator[tuple[House, Scripted]]:
+async def bench() -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
     """A proxy that waits for nobody over a backend that answers soundly and keeps the bytes that reach it."""
     with patch("llmproxy.gateway.http.connection.LINGER_S", 0.1):
         async with (
             scripted(answering(whole(ANSWER))) as backend,
-            house(extra=[backend.url], body_bytes_max=100_000, clients=LIMITS, **CONFIG) as home,
+            serving(extra=[backend.url], body_bytes_max=100_000, clients=LIMITS, **CONFIG) as proxy,
         ):
-            yield home, backend
+            yield proxy, backend
 
 
-async def play(home: House, backend: Scripted, packets: list[bytes]) -> Seen:
+async def play(proxy: ProxyUnderTest, backend: Scripted, packets: list[bytes]) -> Seen:
     """Send one case and the sentinel behind it. Raises TimeoutError where nothing comes of it."""
     backend.requests.clear()
-    async with asyncio.timeout(LIMIT_S), connected(home.url) as wire:
+    async with asyncio.timeout(LIMIT_S), connected(proxy.url) as wire:
         for packet in packets:
             wire.write(packet)
             await asyncio.sleep(0)
         wire.write(SENTINEL)
         answered = await wire.all()
     # What this case set going must not be taken for the doing of the next one.
-    await until(lambda: not home.proxy.walker.walking, LIMIT_S)
+    await until(lambda: not proxy.app.walker.walking, LIMIT_S)
     return Seen(answered, wire.reset, tuple(backend.requests))
 
 

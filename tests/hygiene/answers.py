@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.e2e.proxies import STREAM, House, house, raw_post
+from tests.e2e.proxies import STREAM, ProxyUnderTest, raw_post, serving
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hygiene.reading import End, answers_of
 from tests.hygiene.vector import post
@@ -167,14 +167,14 @@ ANSWERS = (
 
 
 @asynccontextmanager
-async def answer_bench(**config: Any) -> AsyncIterator[tuple[House, Scripted]]:
+async def answer_bench(**config: Any) -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
     """A proxy over one backend that answers as it is told."""
-    async with scripted(answering(whole(NEXT))) as backend, house(extra=[backend.url], **(CONFIG | config)) as home:
-        yield home, backend
+    async with scripted(answering(whole(NEXT))) as backend, serving(extra=[backend.url], **(CONFIG | config)) as proxy:
+        yield proxy, backend
 
 
 async def observe_answer(
-    home: House, backend: Scripted, sent: bytes, closes: bool, *, stream: bool = False, limit_s: float = 10.0
+    proxy: ProxyUnderTest, backend: Scripted, sent: bytes, closes: bool, *, stream: bool = False, limit_s: float = 10.0
 ) -> Got:
     """Let the backend answer one request like this, closing its connection or not, and the next one soundly."""
     request = raw_post(STREAM, extra="connection: close\r\n") if stream else post(b"connection: close")
@@ -185,7 +185,7 @@ async def observe_answer(
             peer.writer.close()
 
     async def asked() -> bytes:
-        async with asyncio.timeout(limit_s), connected(home.url) as wire:
+        async with asyncio.timeout(limit_s), connected(proxy.url) as wire:
             wire.write(request)
             return await wire.all()
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from tests.e2e.proxies import House, house
+from tests.e2e.proxies import ProxyUnderTest, serving
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hygiene.vector import Vector
 from tests.hygiene.wire import connected
@@ -30,15 +30,15 @@ class Observed:
 
 
 @asynccontextmanager
-async def bench(*, hasty: bool = False) -> AsyncIterator[tuple[House, Scripted]]:
+async def bench(*, hasty: bool = False) -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
     """A proxy over one backend that keeps the very bytes that reach it; a hasty one waits for nobody."""
     limits = {"body_silence_s": 0.2, "head_timeout_s": 0.2} if hasty else {}
     async with (
         _lingering(0.1 if hasty else 10.0),
         scripted(answering(whole(b'{"object":"chat.completion","choices":[]}'))) as backend,
-        house(extra=[backend.url], body_bytes_max=100_000, clients=limits) as home,
+        serving(extra=[backend.url], body_bytes_max=100_000, clients=limits) as proxy,
     ):
-        yield home, backend
+        yield proxy, backend
 
 
 @asynccontextmanager
@@ -47,7 +47,9 @@ async def _lingering(seconds: float) -> AsyncIterator[None]:
         yield
 
 
-async def observe(home: House, backend: Scripted, sent: bytes, limit_s: float = 20.0, pieces: int = 1) -> Observed:
+async def observe(
+    proxy: ProxyUnderTest, backend: Scripted, sent: bytes, limit_s: float = 20.0, pieces: int = 1
+) -> Observed:
     """Send it on a connection of its own, and a request behind it to see whether that is still read.
 
     It goes out in about so many `pieces`, between which the proxy may run. Raises TimeoutError where it waits for
@@ -57,7 +59,7 @@ async def observe(home: House, backend: Scripted, sent: bytes, limit_s: float = 
     statuses: list[int] = []
     told, closed, asked = b"", True, False
     size = max(1, len(sent) // pieces)
-    async with asyncio.timeout(limit_s), connected(home.url) as wire:
+    async with asyncio.timeout(limit_s), connected(proxy.url) as wire:
         for start in range(0, len(sent), size):
             wire.write(sent[start : start + size])
             await asyncio.sleep(0)

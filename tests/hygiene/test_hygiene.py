@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.proxies import house, until
+from tests.e2e.proxies import serving, until
 from tests.hygiene.answers import ANSWERS, answer_bench, answer_differences, answer_row, observe_answer
 from tests.hygiene.observe import bench, differences, observe
 from tests.hygiene.table import PAGE, page, row
@@ -19,9 +19,9 @@ async def test_what_comes_of_it(group: str, pieces: int, caplog: pytest.LogCaptu
 
     found: dict[str, str] = {}
     for hasty in (False, True):
-        async with bench(hasty=hasty) as (home, backend):
+        async with bench(hasty=hasty) as (proxy, backend):
             for vector in (each for each in vectors if each.waits is hasty):
-                found[vector.name] = differences(vector, await observe(home, backend, vector.sent, pieces=pieces))
+                found[vector.name] = differences(vector, await observe(proxy, backend, vector.sent, pieces=pieces))
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert not caplog.records, "the server library found nothing to complain of"
 
@@ -36,9 +36,9 @@ def test_the_page_tells_what_is_tested() -> None:
 
 
 async def test_what_comes_of_an_answer(caplog: pytest.LogCaptureFixture) -> None:
-    async with answer_bench() as (home, backend):
+    async with answer_bench() as (proxy, backend):
         found = {
-            vector.name: answer_differences(vector, await observe_answer(home, backend, vector.sent, vector.closes))
+            vector.name: answer_differences(vector, await observe_answer(proxy, backend, vector.sent, vector.closes))
             for vector in ANSWERS
         }
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
@@ -63,7 +63,7 @@ async def test_an_answer_claims_a_version_that_is_spoken_here(
     method: bytes, asked: bytes, answered_with: bytes
 ) -> None:
     sent = method + b" /version" + asked + b"\r\nhost: x\r\nconnection: close\r\n\r\n"
-    async with house() as home, home.wire(sent) as (reader, _):
+    async with serving() as proxy, proxy.wire(sent) as (reader, _):
         answer = await reader.read(-1)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(answered_with + b" ")
@@ -72,23 +72,23 @@ async def test_an_answer_claims_a_version_that_is_spoken_here(
 
 
 async def test_what_cannot_be_parsed_is_neither_repeated_nor_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    async with bench() as (home, backend):
+    async with bench() as (proxy, backend):
         for broken in (b"authorization: Bearer sk-secret\x00", b"authorization: Bearer sk-secret\x01", b"sk-secret"):
-            seen = await observe(home, backend, post(broken))
+            seen = await observe(proxy, backend, post(broken))
             assert seen.statuses == (400,)
             assert b"secret" not in seen.told
-        assert home.outcomes()["bad_request"] == 3
+        assert proxy.outcomes()["bad_request"] == 3
     told = capsys.readouterr()
     assert "secret" not in told.out + told.err
     assert "Traceback" not in told.out + told.err
 
 
 async def test_a_body_whose_framing_breaks_is_refused_at_once() -> None:
-    async with bench() as (home, backend), home.wire(chunked(b"")) as (reader, writer):
+    async with bench() as (proxy, backend), proxy.wire(chunked(b"")) as (reader, writer):
         # The head is read by now, and its handler waits for the body.
-        await until(lambda: home.proxy.walker.walking)
+        await until(lambda: proxy.app.walker.walking)
         writer.write(b"zz\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
         await reader.read()
         assert not backend.requests
-        assert home.outcomes() == {"bad_request": 1}
+        assert proxy.outcomes() == {"bad_request": 1}
