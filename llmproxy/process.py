@@ -53,6 +53,8 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             admin = proxy.admin_url or proxy.url
             for setting in idle_settings(config):
                 _log.warning("setting_without_effect", setting=setting)
+            for setting in config.old_names:
+                _log.warning("setting_renamed", setting=setting)
             allowed = clients_of_process(config).connections_max * config.workers
             if allowed < config.clients.connections_max:
                 # Whoever asked for a number does not get it; the default is more than most machines have.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from llmproxy.config import PLACEMENT_PRESETS, ConfigError, Override, instead_of, keys, keys_of_files, nearest
+from llmproxy.config.renamed import OLD_KEYS
 from llmproxy.lifecycle.handover import DRAINED
 from llmproxy.lifecycle.sockets import PREDECESSOR
 
@@ -70,7 +71,9 @@ def flag_of(key: str) -> str:
     return "--" + re.sub(r"[._]", "-", key)
 
 
-FLAGS = tuple(Flag(flag_of(key), (key,)) for key in keys()) + tuple(Flag(name, ALIASES[name]) for name in ALIASES)
+OLD_FLAGS = {Flag(flag_of(old), (new.key,)): Flag(flag_of(new.key), (new.key,)) for old, new in OLD_KEYS.items()}
+"""Flags of keys that have a new name, with those of today."""
+FLAGS = (*(Flag(flag_of(key), (key,)) for key in keys()), *(Flag(name, ALIASES[name]) for name in ALIASES), *OLD_FLAGS)
 
 BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
@@ -93,7 +96,9 @@ def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Overrid
             text = texts[-1]
             if key == "scheduling.placement":
                 text = PLACEMENTS_ELSEWHERE.get(text.lower(), text)
-            found[key] = Override(key, text, origin)
+            today = OLD_FLAGS.get(flag)
+            instead = "" if today is None else today.name if origin == flag.name else today.variable
+            found[key] = Override(key, text, origin, instead)
     return list(found.values())
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from math import fsum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PlainValidator, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from llmproxy.config.findings import (
     CEILINGS,
@@ -132,6 +132,7 @@ class Config(Section):
     """When a backend is left alone."""
     poll: PollConfig = PollConfig()
     """How backends are read."""
+    _old_names: tuple[str, ...] = PrivateAttr(default=())
 
     @field_validator("backends")
     @classmethod
@@ -256,6 +257,16 @@ class Config(Section):
         super().__setstate__(state)
         for module in self.plugins:
             import_module(module)
+
+    @property
+    def old_names(self) -> tuple[str, ...]:
+        """One line for each key that was given under an old name: where, and what to write instead."""
+        return self._old_names
+
+    def with_old_names(self, warnings: Sequence[str]) -> Config:
+        """The same configuration, with these `old_names`."""
+        self._old_names = tuple(warnings)
+        return self
 
     def band(self, criticality: str | int | None) -> int:
         """The band that a name or integer means; None is the default band. Raises ValueError for an unknown name."""

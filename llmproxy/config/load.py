@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from llmproxy.config.config import BackendsFile, Config
 from llmproxy.config.effects import without_effect
 from llmproxy.config.kinds import nearest
+from llmproxy.config.renamed import OLD_KEYS, advice
 from llmproxy.config.schema import BackendConfig, Section, may_be_null
 
 FILE_BYTES_MAX = 4 << 20
@@ -41,6 +42,9 @@ NULLS = frozenset({"null", "none"})
 S = TypeVar("S", bound=Section)
 Place = tuple[str | int, ...]
 """The way from the top of a configuration to one value: keys, and indexes of list items."""
+OLD_PLACES: dict[Place, tuple[str, ...]] = {
+    tuple(old.split(".")): tuple(renamed.key.split(".")) for old, renamed in OLD_KEYS.items()
+}
 
 
 class ConfigError(Exception):
@@ -53,11 +57,15 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A value put over the file: `key` is dotted, `value` text or a list of texts, `origin` the flag or variable."""
+    """A value put over the file: `key` is dotted, `value` text or a list of texts, `origin` the flag or variable.
+
+    `instead` is the flag or variable of today, where `origin` is an old name of it.
+    """
 
     key: str
     value: str | list[str]
     origin: str
+    instead: str = ""
 
 
 def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config:
@@ -73,7 +81,10 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         null = override.key in nullable and isinstance(override.value, str) and override.value.lower() in NULLS
         if _put(document.values, place, None if null else override.value):
             origins[place] = override.origin
-    return _validated(Config, document, origins)
+    config = _validated(Config, document, origins)
+    warnings = [f"{document.at(line)}: {told}" for line, told in document.old_names()]
+    warnings += [f"{one.origin}: {advice(one.key, one.instead)}" for one in overrides if one.instead]
+    return config.with_old_names(warnings)
 
 
 def load_backends(path: Path) -> tuple[BackendConfig, ...]:
@@ -90,7 +101,8 @@ def _validated(top: type[S], document: Document, origins: Mapping[Place, str]) -
         for place, reason in _reasons(error, top):
             origin = next((origins[place[:n]] for n in range(len(place), 0, -1) if place[:n] in origins), None)
             line = 0 if origin else document.line(place)
-            problems.append((line, f"{origin or document.at(line)}: {dotted(place)}{reason}"))
+            written = dotted(place if origin else document.as_written(place))
+            problems.append((line, f"{origin or document.at(line)}: {written}{reason}"))
     if problems or found is None:
         raise ConfigError([text for _, text in sorted(problems, key=lambda problem: problem[0])])
     return found
@@ -99,8 +111,8 @@ def _validated(top: type[S], document: Document, origins: Mapping[Place, str]) -
 def warnings_of(path: Path, config: Config) -> list[str]:
     """One line for each setting of the file at `path` that does nothing in `config`, which was loaded from it."""
     document = Document(path)
-    found = sorted((document.line(place), f"{dotted(place)}{reason}") for place, reason in without_effect(config))
-    return [f"{document.at(line)}: warning: {told}" for line, told in found]
+    found = [(document.line(place), f"{dotted(place)}{reason}") for place, reason in without_effect(config)]
+    return [f"{document.at(line)}: warning: {told}" for line, told in sorted(found + document.old_names())]
 
 
 def idle_settings(config: Config) -> list[str]:
@@ -248,6 +260,7 @@ class Document:
         self.problems: list[tuple[int, str]] = []
         self._path = path
         self._root: yaml.Node | None = None
+        self._old: dict[str, tuple[int, Place]] = {}
         if path is None:
             return
         text = ""
@@ -280,6 +293,14 @@ class Document:
                 break
             _, line, node = found
         return line + 1
+
+    def as_written(self, place: Place) -> Place:
+        """`place` under the old name of its key, where the file has that."""
+        return next((old for key, (_, old) in self._old.items() if place == tuple(key.split("."))), place)
+
+    def old_names(self) -> list[tuple[int, str]]:
+        """The line of each key that the file has under an old name, and what to write there instead."""
+        return [(line, f"{dotted(old)}{advice(key, key)}") for key, (line, old) in self._old.items()]
 
     def _text(self, path: Path) -> str:
         with path.open("rb") as file:
@@ -317,9 +338,16 @@ class Document:
                     continue
                 key.tag = _TEXT  # Names of keys are texts, also where they look like numbers, as bands may.
                 line = key.start_mark.line + 1
+                written: Place = (*place, key.value)
+                # The node gets the new name, so that what is wrong with the value is found in this line.
+                if written in OLD_PLACES:
+                    self._old.setdefault(".".join(OLD_PLACES[written]), (line, written))
+                    key.value = OLD_PLACES[written][-1]
                 if key.value in first:
                     reason = f"is given twice, first in line {first[key.value]}"
-                    self.problems.append((line, f"{self.at(line)}: {dotted((*place, key.value))}{reason}"))
+                    if (old := self.as_written((*place, key.value)))[-1] != key.value:
+                        reason += f"; {old[-1]} is the old name of {key.value}"
+                    self.problems.append((line, f"{self.at(line)}: {dotted(written)}{reason}"))
                 first.setdefault(key.value, line)
         for name, _, child in _children(node):
             self._find_duplicates(child, (*place, name), seen)

@@ -259,7 +259,7 @@ class SchedulingConfig(Section):
     """What fair_share and locality_fair_share share out: tokens, requests or kv_seconds (KV-cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}
     """Saturation (0..1] at which a band waits; bands not named here take that of the next lower one."""
-    reserve_s: Annotated[Number, Field(ge=0)] = 60.0
+    headroom_s: Annotated[Number, Field(ge=0)] = 60.0
     """How long after the last request of a band its room is kept free, a slot at least; 0: no room is kept."""
     min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = {}
     """Least share of the work (0..1) of a band that waits, even against higher ones: {sheddable: 0.05}."""
@@ -275,7 +275,7 @@ class SchedulingConfig(Section):
     """How far back `slo` looks for requests that kept or missed their objective."""
     ageing_s: Seconds = 30.0
     """Wait after which `shortest` serves a request by its age."""
-    withdrawal: bool = True
+    preemption: bool = True
     """Whether sheddable requests that a backend has but has not begun go back to wait when critical ones need room."""
     refuse_late: bool = False
     """Whether to refuse at once (429) what could not meet its objective even if it were served next."""

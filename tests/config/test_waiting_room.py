@@ -41,7 +41,7 @@ OTHER = hash_of("second")
         ("scheduling:\n  fairness: fair_shares", '(nearest: "fair_share")'),
         ("scheduling: {quantum_tokens: 0}", "FILE:1: scheduling.quantum_tokens: should be greater than 0, not 0"),
         ("scheduling: {slo_window_s: -1}", "FILE:1: scheduling.slo_window_s: should be greater than 0, not -1"),
-        ("scheduling: {withdrawal: maybe}", "FILE:1: scheduling.withdrawal: should be a valid boolean"),
+        ("scheduling: {preemption: maybe}", "FILE:1: scheduling.preemption: should be a valid boolean"),
         (
             "scheduling:\n  min_shares: {sheddable: 1.2}",
             "FILE:2: scheduling.min_shares.sheddable: should be less than or",
@@ -217,14 +217,14 @@ scheduling:
   placement: random
   charged: kv_seconds
   ceilings: {{critical: 0.99}}
-  reserve_s: 7
+  headroom_s: 7
   min_shares: {{batch: 0.05, -200: 0.01}}
   input_weight: 0.5
   output_weight: 3
   quantum_tokens: 10
   slo_window_s: 60
   ageing_s: 5
-  withdrawal: false
+  preemption: false
   refuse_late: true
   look_ahead: 0
 queue:

@@ -85,7 +85,7 @@ async def test_only_what_is_above_default_may_take_a_seat(above: str) -> None:
 
 
 async def test_withdrawal_can_be_switched_off() -> None:
-    async with serving_one_frozen(withdrawal=False) as proxy:
+    async with serving_one_frozen(preemption=False) as proxy:
         sheddable = proxy.waiting(STREAM, **SHEDDABLE)
         await until(lambda: len(posted(proxy)) == 1)
         critical = proxy.waiting(STREAM, **CRITICAL)

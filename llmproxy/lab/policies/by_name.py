@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from llmproxy.config import Config, SchedulingConfig, settings_of
 from llmproxy.config.kinds import nearest
+from llmproxy.config.renamed import current
 from llmproxy.core.placement import Placement, make, presets
 from llmproxy.core.placement.cost import TERMS, CostPlacement
 from llmproxy.core.settings import Settings
@@ -137,6 +138,7 @@ def _taken_apart(text: str) -> tuple[str, dict[str, str]]:
 
 def _with(config: Config, text: str, given: Mapping[str, str]) -> Config:
     known = [key for key in SchedulingConfig.model_fields if key not in NOT_HERE]
+    given = {current(f"scheduling.{key}").partition(".")[2]: value for key, value in given.items()}
     for key in given:
         if key not in known:
             raise ValueError(f"policy {text!r}: unknown key {key!r} (nearest: {nearest(key, tuple(known))!r})")

@@ -367,7 +367,7 @@ def one_engine(**scheduling: Any) -> Config:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_a_sheddable_request_without_a_byte_is_taken_back_for_a_critical_one(heard: Heard, on: bool) -> None:
-    what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine(withdrawal=on))
+    what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine(preemption=on))
     ends = records(what)
     assert {one.outcome for one in ends} == {Outcome.COMPLETED}
     withdrawn = [one for one in ends if one.withdrawals]

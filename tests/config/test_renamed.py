@@ -1,0 +1,83 @@
+"""Old names of keys work for one release, are warned of, and cannot stand beside the new ones."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from llmproxy.cli.flags import flag_of, from_environment, from_flags
+from llmproxy.config import Config, ConfigError, Override, keys, load, warnings_of
+from llmproxy.config.renamed import OLD_KEYS
+from llmproxy.lab.policies.by_name import plan_named
+from tests.config.test_load import problems
+
+ADVICE = "is the old name of scheduling.preemption since 0.2 and works for one release; write"
+FLAG, VARIABLE = "--scheduling-withdrawal", "LLMPROXY_SCHEDULING_WITHDRAWAL"
+
+
+def test_every_old_key_leads_to_a_key_and_is_none_itself() -> None:
+    assert {renamed.key for renamed in OLD_KEYS.values()} <= keys().keys()
+    assert not OLD_KEYS.keys() & keys().keys()
+
+
+def test_old_key_in_a_file_sets_the_new_one_with_a_warning(write: Any) -> None:
+    path = write("port: 1\nscheduling:\n  reserve_s: 7\n  withdrawal: false\n")
+    config = load(path)
+    assert (config.scheduling.preemption, config.scheduling.headroom_s) == (False, 7)
+    assert warnings_of(path, config)[1] == f"{path}:4: warning: scheduling.withdrawal: {ADVICE} scheduling.preemption"
+    assert config.old_names[1] == f"{path}:4: scheduling.withdrawal: {ADVICE} scheduling.preemption"
+    assert pickle.loads(pickle.dumps(config)).old_names == config.old_names
+    assert load(write("scheduling: {preemption: false}")).old_names == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("scheduling:\n  withdrawal: maybe", "FILE:2: scheduling.withdrawal: should be a valid boolean"),
+        ("scheduling:\n  withdrawal: null", "FILE:2: scheduling.withdrawal: has no value, and may not be null"),
+        (
+            "scheduling:\n  withdrawal: true\n  preemption: true",
+            "FILE:3: scheduling.preemption: is given twice, first in line 2; withdrawal is the old name of preemption",
+        ),
+        (
+            "scheduling:\n  preemption: true\n\n  withdrawal: true",
+            "FILE:4: scheduling.withdrawal: is given twice, first in line 2; withdrawal is the old name of preemption",
+        ),
+        ("scheduling.withdrawal: true", "FILE:1: scheduling.withdrawal: is not a known key"),
+        ("withdrawal: true", "FILE:1: withdrawal: is not a known key"),
+    ],
+)
+def test_problem_of_an_old_key_names_it_as_it_is_written(write: Any, text: str, problem: str) -> None:
+    (told,) = problems(write(text))
+    assert told.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "origin", "instead"),
+    [
+        (from_flags({"scheduling_withdrawal": "false"}, ()), FLAG, "--scheduling-preemption"),
+        (from_environment({VARIABLE: "false"}), VARIABLE, "LLMPROXY_SCHEDULING_PREEMPTION"),
+    ],
+)
+def test_old_flag_and_variable_set_the_new_key_with_a_warning(
+    overrides: list[Override], origin: str, instead: str
+) -> None:
+    config = load(None, overrides)
+    assert config.scheduling.preemption is False
+    assert config.old_names == (f"{origin}: {ADVICE} {instead}",)
+
+
+@pytest.mark.parametrize("old", OLD_KEYS)
+def test_old_and_new_flag_together_are_refused(old: str) -> None:
+    flags = {flag_of(key).strip("-").replace("-", "_"): "1" for key in (old, OLD_KEYS[old].key)}
+    with pytest.raises(ConfigError, match=r"is set by .* too; give only one of them"):
+        from_flags(flags, ())
+    with pytest.raises(ConfigError, match=r"is set by .* too; give only one of them"):
+        from_environment({f"LLMPROXY_{name.upper()}": text for name, text in flags.items()})
+
+
+def test_old_key_is_a_parameter_of_a_policy() -> None:
+    old, new = (plan_named(f"cost({key}=false)", Config()) for key in ("withdrawal", "preemption"))
+    assert old.settings == new.settings != plan_named("cost", Config()).settings
