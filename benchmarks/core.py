@@ -31,7 +31,7 @@ from functools import partial
 from random import Random
 from time import thread_time
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
@@ -47,7 +47,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.placement import NO_CAPACITY, Placement, Unobserved, make
+from llmproxy.core.placement import NO_CAPACITY, Placement, make
 from llmproxy.core.placement.first_fit import Found, Unmatched, first_fit
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
@@ -63,7 +63,7 @@ MODEL = "base"
 BOUNDLESS = QueueSettings(requests_max=10**9, bytes_max=10**15, band_requests_max=10**9, band_bytes_max=10**15)
 
 
-class AtOnce(Unobserved):
+class AtOnce(Placement):
     """A placement that costs nothing: the one backend, or no room."""
 
     def __init__(self) -> None:
@@ -72,7 +72,6 @@ class AtOnce(Unobserved):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity:
-        del request, excluded, now
         return self._placed if views[0].has_room(ceiling) else NO_CAPACITY
 
 

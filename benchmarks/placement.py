@@ -23,7 +23,7 @@ import orjson
 from msgspec.structs import replace
 
 from benchmarks.core import CYCLES, ROUNDS, Times
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Placed, Request, Usage, Verdict
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.placement.prefix_index import PrefixIndex

@@ -6,7 +6,7 @@ from llmproxy.plugins import FairnessPolicy, fairness_policies
 class Mine(FairnessPolicy): ...
 """
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Slo, Usage, Verdict
 from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.core.placement import presets as placements

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from llmproxy.core.backends.backend import Backend, View
+from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Catalogue, Target
 from llmproxy.core.backends.health import News
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     Decision,
     Entry,

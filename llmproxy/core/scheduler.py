@@ -8,10 +8,11 @@ from math import inf
 
 from msgspec.structs import replace
 
-from llmproxy.core.backends.backend import Backend, View
+from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.exploration import Exploration
 from llmproxy.core.backends.health import Peers
 from llmproxy.core.backends.outlier_detection import OutlierDetection
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
 from llmproxy.core.estimates.first_token import FirstToken
 from llmproxy.core.leases import Leases

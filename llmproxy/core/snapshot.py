@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Explained, Learned
 from llmproxy.core.estimates.first_token import FirstToken
 from llmproxy.core.queueing.headroom import Headroom

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Entry, Grant, Preempt, Request
 from llmproxy.core.preemption import WITHDRAW_MAX
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.placement.prefix_index import PrefixIndex

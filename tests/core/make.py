@@ -8,7 +8,7 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Listing, ModelCard, Reading, Request
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools

@@ -7,13 +7,14 @@ from itertools import count
 
 import pytest
 
-from llmproxy.core.backends.backend import Backend, View
+from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.health import Peers
 from llmproxy.core.backends.outlier_detection import OutlierDetection
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, Placed, Request, Usage, Verdict
 from llmproxy.core.estimates.first_token import FirstToken
 from llmproxy.core.leases import Leases
-from llmproxy.core.placement import NO_CAPACITY, Unobserved
+from llmproxy.core.placement import NO_CAPACITY, Placement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.preemption import Preemption
 from llmproxy.core.queueing.fairness.fair_share import FairShare
@@ -28,7 +29,7 @@ from tests.core.make import request
 SETTINGS = Settings(input_weight=1.0, output_weight=2.0)
 
 
-class Listener(Unobserved):
+class Listener(Placement):
     """Chooses nothing, and keeps what it is told to be cached where."""
 
     def __init__(self) -> None:
@@ -37,7 +38,6 @@ class Listener(Unobserved):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> NoCapacity:
-        del request, views, ceiling, excluded, now
         return NO_CAPACITY
 
     def cached(self, backend: str, hashes: Sequence[int]) -> None:

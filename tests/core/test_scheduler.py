@@ -21,7 +21,7 @@ from llmproxy.core.domain import (
     Trouble,
     Verdict,
 )
-from llmproxy.core.placement import Unobserved, make
+from llmproxy.core.placement import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
@@ -321,7 +321,7 @@ def test_a_lease_that_ended_before_the_pass_is_not_revoked() -> None:
 def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:
     told: list[tuple[str, tuple[int, ...]]] = []
 
-    class Told(Unobserved):
+    class Told(Placement):
         place = staticmethod(make("least_request", Random(0)).place)
 
         def cached(self, backend: str, hashes: Sequence[int]) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from llmproxy.core.backends.batch_limit import BatchLimit, slots_under
+from llmproxy.core.backends.batch_limit import BatchLimit
 from llmproxy.core.backends.exploration import Exploration
 from llmproxy.core.backends.health import Health, Silent
 from llmproxy.core.backends.look_ahead import LookAhead
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import KnownLimit, Listing, Reading, Request, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 
@@ -25,65 +25,6 @@ UNREAD_MAX = 10
 """Polls in good health before a backend whose numbers cannot be read is taken for one that has none."""
 RESIDENT_ADAPTERS_MAX = 1_024
 """Bound of the residency list of an engine that does not publish how many adapters it holds."""
-
-
-class View(Struct, frozen=True):
-    """One backend as policies see it, at one instant.
-
-    `load` counts sequences in flight, ours and other clients'; `limit` is how many it may get at once. `waiting` are
-    those in the engine's own queue at the last reading; `kv_used` (0..1) includes prompts booked since that reading.
-    `kv_tokens` is the size of the KV-cache. It is meant for prompts of `prompt_range` tokens, None for any. `reading`
-    is the last one as it came, while it is fresh enough to be believed. `warmth` (0..1] is the share of its limit that
-    it should have by now where it came back lately, and others have room. `highest_ceiling` is that of the highest
-    band. So many as `sure` were seen to run at once, there or at a twin; 0 where nobody can say. It is `probed` while
-    it is ejected and its pause is over: one request is to find out, a stream where it is a `stream_probe`.
-    """
-
-    backend: str
-    available: bool
-    served: frozenset[str]
-    resident: frozenset[str]
-    max_adapters: int | None
-    max_model_len: int | None
-    prompt_range: tuple[int, int] | None
-    limit: int
-    load: int
-    waiting: int
-    kv_used: float
-    kv_tokens: int | None
-    look_ahead: int
-    kv_full: float
-    reading: Reading | None
-    warmth: float = 1.0
-    highest_ceiling: float = 1.0
-    sure: int = 0
-    probed: bool = False
-    stream_probe: bool = False
-
-    def has_room(self, ceiling: float) -> bool:
-        """True when one more request may go there under `ceiling`; an idle backend takes anything."""
-        if not self.available:
-            return False
-        if self.load == 0:
-            return True
-        # No ceiling allows more; asked first, because a saturated fleet answers it for every backend and grant.
-        if self.load >= self.limit + self.look_ahead:
-            return False
-        return self.load < self.slots(ceiling) and self.kv_used < self.kv_full * ceiling
-
-    @property
-    def doubtful(self) -> bool:
-        """One more might have to wait inside the engine: no more than it holds were ever seen to run."""
-        return 0 < self.sure <= self.load
-
-    def slots(self, ceiling: float) -> int:
-        """How many sequences a band of this ceiling may bring it to, the look-ahead among them."""
-        return slots_under(self.limit, ceiling, self.look_ahead, self.highest_ceiling)
-
-    @property
-    def saturation(self) -> float:
-        """Load over capacity; 1 = full."""
-        return self.load / self.limit
 
 
 @dataclass(slots=True)

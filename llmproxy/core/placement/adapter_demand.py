@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from math import exp
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.placement.rates import TIERS, LoadTimes
 
 WINDOW_S = 60.0

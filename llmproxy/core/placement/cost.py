@@ -10,7 +10,7 @@ from random import Random
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     BackendPace,
     Explained,
@@ -31,6 +31,7 @@ from llmproxy.core.placement.policy import (
     NO_CAPACITY,
     NO_MATCH,
     NO_MATCH_FOR_MODEL,
+    Placement,
     any_room,
     presets,
     with_context,
@@ -101,7 +102,7 @@ class _Row(Struct, frozen=True):
 
 
 @presets.register("cost", prefixes=True, answers=True)
-class CostPlacement:
+class CostPlacement(Placement):
     """Least cost in seconds, of the request itself and of those whom it keeps waiting; the terms:
 
     `queue`: until the backend has computed the prompts that it was given before, more where one of them is overdue.

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.placement.policy import Ledger, Unobserved, fitting, highest, presets
+from llmproxy.core.placement.policy import Ledger, Placement, fitting, highest, presets
 from llmproxy.core.placement.prefix_index import PrefixIndex
 
 PROMPT_TOKENS_MAX = 131_072
@@ -128,7 +128,7 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
     return scored
 
 
-class EndpointPicker(Unobserved):
+class EndpointPicker(Placement):
     """One of the profiles, the prefix index that it asks, and the work in flight.
 
     Work in flight is counted in prompt tokens that the index does not believe to be cached, until the first byte. The
@@ -145,7 +145,6 @@ class EndpointPicker(Unobserved):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        del now
         found = fitting(request, views, ceiling, excluded)
         return self.choose(request, found) if isinstance(found, list) else found
 
@@ -179,17 +178,14 @@ class EndpointPicker(Unobserved):
         return Prompt(request.prompt_tokens, request.prefix, request.prefix_tokens)
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        del now
         prompt = self.prompt(request)
         self.tokens_in_flight.give(lease, placed.backend, prompt.tokens - placed.cached_tokens)
         self._index.record(placed.backend, self._known_blocks(prompt))
 
     def started(self, lease: int, now: float) -> None:
-        del now
         self.tokens_in_flight.take_back(lease)
 
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        del verdict, usage, now
         self.tokens_in_flight.take_back(lease)
 
     def lost(self, backend: str) -> None:

@@ -8,7 +8,7 @@ from itertools import islice
 from msgspec import Struct
 from msgspec.structs import replace
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, NoCapacity, NoMatch, Placed
 from llmproxy.core.placement import NO_CAPACITY, Placement, context_tokens
 from llmproxy.core.queueing.blocked import OF_BACKEND

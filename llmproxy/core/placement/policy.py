@@ -1,12 +1,12 @@
-"""The face of a placement, what all of them share, and the registry of their names."""
+"""The base class of placements, what all of them share, and the registry of their names."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import Protocol
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Explained, Learned, NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.policy_registry import Registry
 
@@ -15,16 +15,20 @@ NO_MATCH = NoMatch(whole_model=False)
 NO_MATCH_FOR_MODEL = NoMatch(whole_model=True)
 
 
-class Placement(Protocol):
-    """Chooses one backend for one request, and hears what became of its choices."""
+class Placement(ABC):
+    """Chooses one backend for one request.
 
+    A placement must define `place`; the other methods are events and questions that it may ignore.
+    """
+
+    @abstractmethod
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        """Answer the backend, or why there is none: no room under `ceiling` anywhere, or none for this request."""
+        """The chosen backend, or why there is none: no room under `ceiling` anywhere, or none for this request."""
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        """The choice was taken: `request` goes where `placed` says under `lease`."""
+        """The choice was taken: `request` goes to the backend of `placed` under `lease`."""
 
     def started(self, lease: int, now: float) -> None:
         """The first byte of the answer arrived."""
@@ -33,53 +37,31 @@ class Placement(Protocol):
         """The attempt ended; `usage` is None where its tokens are unknown."""
 
     def cached(self, backend: str, hashes: Sequence[int]) -> None:
-        """`backend` holds these blocks: a prompt and the answer after it, as `Request.prefix` names them.
+        """`backend` holds these blocks: a prompt and the answer to it, hashed like `Request.prefix`.
 
-        Told a little after `finished`, of some answers; the next turn of a conversation begins with them.
+        Called a little after `finished`, for some answers. The next turn of a conversation begins with these blocks.
         """
 
     def lost(self, backend: str) -> None:
-        """The process behind `backend` is gone, or serves another pool: nothing that it had cached is of use any more.
+        """The process behind `backend` is gone, or serves another pool: its cache is of no use any more.
 
-        Leases on it may still run, and are told of to their end.
+        Leases on it may still run; their events are reported until they end.
         """
 
     def explained(self) -> Sequence[Explained]:
-        """The last choices with what they were between, the oldest first; a placement without prices has none."""
-
-    def learned(self, backends: Iterable[str], now: float) -> Learned | None:
-        """How fast it takes the pool and these backends of it to be; None from a placement without prices."""
-
-
-class Unobserved:
-    """For a placement that needs no news of its choices: the views tell it all."""
-
-    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        pass
-
-    def started(self, lease: int, now: float) -> None:
-        pass
-
-    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        pass
-
-    def cached(self, backend: str, hashes: Sequence[int]) -> None:
-        pass
-
-    def lost(self, backend: str) -> None:
-        pass
-
-    def explained(self) -> Sequence[Explained]:
+        """The last choices with the prices of all candidates, the oldest first; none without prices."""
         return ()
 
     def learned(self, backends: Iterable[str], now: float) -> Learned | None:
-        pass
+        """The learned speed of the pool and of these backends; None for a placement without prices."""
+        return None
 
 
 class Presets(Registry[Callable[[Random], Placement]]):
-    """Placements by name, each filed with whether it looks at `Request.prefix`: else no prompt need be hashed.
+    """Placements by name.
 
-    Those that look at prefixes may want to hear of answers too (`Placement.cached`): else none need be read.
+    A placement says at registration whether it reads `Request.prefix` and whether it wants `Placement.cached`. Where it
+    does not, prompts are not hashed and answers are not read.
     """
 
     def __init__(self) -> None:
@@ -90,7 +72,7 @@ class Presets(Registry[Callable[[Random], Placement]]):
     def register(
         self, name: str, *, prefixes: bool = False, answers: bool = False
     ) -> Callable[[Callable[[Random], Placement]], Callable[[Random], Placement]]:
-        """Return a decorator that files its subject under `name`. Raises ValueError when the name is taken."""
+        """A decorator that registers a factory under `name`. Raises ValueError when the name is taken."""
         if prefixes:
             self._prefixed.add(name)
         if answers:
@@ -98,11 +80,11 @@ class Presets(Registry[Callable[[Random], Placement]]):
         return super().register(name)
 
     def reads_prefixes(self, name: str) -> bool:
-        """Whether the preset `name` looks at the prefixes of prompts."""
+        """Whether the preset `name` reads the prefixes of prompts."""
         return name in self._prefixed
 
     def hears_answers(self, name: str) -> bool:
-        """Whether the preset `name` wants to be told of answers that are cached."""
+        """Whether the preset `name` uses `Placement.cached`."""
         return name in self._answered
 
 
@@ -110,8 +92,8 @@ Pick = Callable[[Request, Sequence[View]], Placed]
 presets = Presets()
 
 
-class FilteredPlacement(Unobserved):
-    """The filters every preset shares, then the preset's own choice among those that passed."""
+class FilteredPlacement(Placement):
+    """Applies the filters that every preset shares, then lets `pick` choose among the backends that passed."""
 
     def __init__(self, pick: Pick) -> None:
         self._pick = pick
@@ -119,7 +101,6 @@ class FilteredPlacement(Unobserved):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        del now
         found = fitting(request, views, ceiling, excluded)
         return self._pick(request, found) if isinstance(found, list) else found
 
@@ -130,19 +111,19 @@ def make(name: str, rng: Random) -> Placement:
 
 
 def picking(name: str) -> Callable[[Callable[[Random], Pick]], Callable[[Random], Pick]]:
-    """Return a decorator that files what makes a pick among fitting backends as the placement `name`."""
+    """A decorator that registers a factory of picks among fitting backends as the placement `name`."""
 
-    def file(factory: Callable[[Random], Pick]) -> Callable[[Random], Pick]:
+    def register(factory: Callable[[Random], Pick]) -> Callable[[Random], Pick]:
         presets.register(name)(lambda rng: FilteredPlacement(factory(rng)))
         return factory
 
-    return file
+    return register
 
 
 def fitting(
     request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str]
 ) -> list[View] | NoCapacity | NoMatch:
-    """The backends with room under `ceiling` that can serve `request`, of which there is at least one, or why none."""
+    """The backends with room under `ceiling` that can serve `request` (at least one), or why there is none."""
     roomy = [view for view in views if view.has_room(ceiling)]
     if not roomy:
         return NO_CAPACITY
@@ -153,22 +134,22 @@ def fitting(
 
 
 def any_room(views: Sequence[View], ceiling: float) -> bool:
-    """Whether one of `views` has room under `ceiling`."""
-    for view in views:  # noqa: SIM110 - the first has room as a rule: a generator costs more than it
+    """Whether at least one of `views` has room under `ceiling`."""
+    for view in views:  # noqa: SIM110 - usually the first has room, and a generator costs more
         if view.has_room(ceiling):
             return True
     return False
 
 
 def highest(scores: Sequence[float], rng: Random) -> int:
-    """The position of the highest of `scores`, equals drawn at random."""
+    """The index of the highest of `scores`; ties are drawn at random."""
     best = max(scores)
     equals = [i for i, score in enumerate(scores) if score == best]
     return equals[0] if len(equals) == 1 else rng.choice(equals)
 
 
 class Ledger:
-    """What each backend was given and has not yet returned. Both dictionaries hold live leases alone."""
+    """The amount that is in flight on each backend. Both dictionaries hold only live leases."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[str, int]] = {}
@@ -179,7 +160,7 @@ class Ledger:
         self._sums[backend] = self._sums.get(backend, 0) + amount
 
     def take_back(self, lease: int) -> None:
-        """Return what was given under `lease`; a second time changes nothing."""
+        """Subtract what was given under `lease`; a second call changes nothing."""
         backend, amount = self._held.pop(lease, ("", 0))
         left = self._sums.get(backend, 0) - amount
         if left:
@@ -195,14 +176,14 @@ class Ledger:
 
 
 def context_tokens(request: Request) -> int:
-    """How long a context `request` needs, as far as is known before the engine has counted."""
+    """The context length that `request` needs, estimated before the engine has counted."""
     return request.prompt_tokens + (request.max_tokens or 1)
 
 
 def with_context(request: Request, fitting: list[View], views: Sequence[View], excluded: frozenset[str]) -> list[View]:
-    """Drop backends whose context is too short while a longer one exists among `views` less the `excluded`.
+    """Drop backends whose context is too short, if `views` without the `excluded` have a longer one.
 
-    The prompt's length is an estimate: where even the longest context seems too short, the engine itself must say so.
+    The prompt's length is an estimate. Where even the longest context seems too short, the engine decides.
     """
     needed = context_tokens(request)
     if not [view for view in fitting if view.max_model_len is not None and view.max_model_len < needed]:

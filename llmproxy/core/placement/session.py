@@ -7,7 +7,7 @@ from random import Random
 
 from xxhash import xxh64_intdigest
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request
 from llmproxy.core.placement.policy import Pick, picking
 from llmproxy.core.placement.simple import least_request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request
 from llmproxy.core.placement.policy import Pick, picking
 
@@ -60,8 +60,7 @@ def blend(rng: Random) -> Pick:
 def least_request(rng: Random) -> Pick:
     """Fewest sequences in flight for its size; ties drawn at random."""
 
-    def pick(request: Request, views: Sequence[View]) -> Placed:
-        del request
+    def pick(_: Request, views: Sequence[View]) -> Placed:
         least = min(view.saturation for view in views)
         return _placed(rng.choice([view for view in views if view.saturation == least]), len(views))
 
@@ -72,8 +71,7 @@ def least_request(rng: Random) -> Pick:
 def power_of_two(rng: Random) -> Pick:
     """The less loaded of two drawn at random (Mitzenmacher, "The power of two choices", 2001)."""
 
-    def pick(request: Request, views: Sequence[View]) -> Placed:
-        del request
+    def pick(_: Request, views: Sequence[View]) -> Placed:
         pair = views if len(views) < 2 else rng.sample(views, 2)
         return _placed(min(pair, key=lambda view: view.saturation), len(views))
 
@@ -84,22 +82,19 @@ def power_of_two(rng: Random) -> Pick:
 def random_choice(rng: Random) -> Pick:
     """Any backend with room."""
 
-    def pick(request: Request, views: Sequence[View]) -> Placed:
-        del request
+    def pick(_: Request, views: Sequence[View]) -> Placed:
         return _placed(rng.choice(views), len(views))
 
     return pick
 
 
 @picking("round_robin")
-def round_robin(rng: Random) -> Pick:
+def round_robin(_: Random) -> Pick:
     """The next backend by name that has room, after the one that was served last."""
-    del rng
     last = ""
 
-    def pick(request: Request, views: Sequence[View]) -> Placed:
+    def pick(_: Request, views: Sequence[View]) -> Placed:
         nonlocal last
-        del request
         after = [view for view in views if view.backend > last]
         chosen = min(after or views, key=lambda view: view.backend)
         last = chosen.backend

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Unobserved
+from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.lab.run.arrival import Arrival
 from llmproxy.lab.run.replica import Replica
 from llmproxy.lab.run.world import World
@@ -53,7 +53,7 @@ class _Offer(NamedTuple):
     warm_tokens: int
 
 
-class Oracle(Unobserved):
+class Oracle(Placement):
     """Central queue, greedy least total delay, from the true state of the engines.
 
     For each replica: when it can begin the request (a free sequence, a slot for the adapter, room for prompt and answer
@@ -76,7 +76,6 @@ class Oracle(Unobserved):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        del ceiling, now
         serving = [view for view in views if request.model in view.served and view.backend not in excluded]
         if not serving:
             return NO_MATCH_FOR_MODEL
@@ -161,12 +160,10 @@ class Oracle(Unobserved):
         held.context_tokens += arrival.prompt_tokens + arrival.output_tokens // 2
 
     def started(self, lease: int, now: float) -> None:
-        del now
         held = self._held[self._where[lease]]
         held.ahead_tokens -= held.prefill_tokens.pop(lease, 0)
 
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        del verdict, usage
         self.started(lease, now)
         held = self._held[self._where.pop(lease)]
         arrival = held.arrivals.pop(lease)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,

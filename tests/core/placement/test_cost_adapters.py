@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.placement.rates import TIERS, LoadTimes
 from tests.core.cost_bench import BASE_S, TOKEN_S, Stand, streamed
 from tests.core.make import view

@@ -6,7 +6,7 @@ from random import Random
 
 from msgspec.structs import replace
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request
 from llmproxy.core.placement.cost import ASIDE_S, CostPlacement
 from llmproxy.core.settings import Settings

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request, Verdict
 from llmproxy.core.placement import make
 from llmproxy.core.placement.epp import Candidate, blend, sticky

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, NoCapacity, NoMatch, Placed, Request
-from llmproxy.core.placement import NO_MATCH, NO_MATCH_FOR_MODEL, Unobserved
+from llmproxy.core.placement import NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from tests.core.make import listing, reading, request
@@ -16,7 +16,7 @@ from tests.core.make import listing, reading, request
 LATER = NoMatch(whole_model=False, later=True)
 
 
-class Picky(Unobserved):
+class Picky(Placement):
     """Gives some requests, by their ids, the same answer always, and all others the only backend."""
 
     def __init__(self, misses: dict[str, NoMatch]) -> None:
@@ -26,7 +26,6 @@ class Picky(Unobserved):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        del ceiling, excluded, now
         self.asked.append(request.id)
         return self._misses.get(request.id) or Placed(views[0].backend, 0.0, (), 1)
 
@@ -66,7 +65,6 @@ class Choosy(Picky):
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        del excluded, now
         if request.id == "first" and not all(view.has_room(ceiling) for view in views):
             return LATER
         return Placed(next(view.backend for view in views if view.has_room(ceiling)), 0.0, (), 1)

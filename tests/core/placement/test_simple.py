@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed
 from llmproxy.core.placement import make, presets
 from tests.core.make import request, view

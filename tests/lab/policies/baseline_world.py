@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Verdict
 from llmproxy.lab.policies.baseline import Prompt, Surroundings
 from llmproxy.lab.policies.baselines import baseline_named

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Grant, NoCapacity, NoMatch, Placed, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings

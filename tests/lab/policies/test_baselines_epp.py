@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, Placed
 from llmproxy.lab.policies.baselines import epp
 from tests.core.make import reading, view

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.placement import NO_CAPACITY, NO_MATCH_FOR_MODEL, Ledger, Unobserved, context_tokens, highest
+from llmproxy.core.placement import NO_CAPACITY, NO_MATCH_FOR_MODEL, Ledger, Placement, context_tokens, highest
 from llmproxy.lab.policies.baseline import Surroundings
 from llmproxy.lab.policies.baselines.index import Block
 
@@ -50,13 +50,12 @@ def best(views: Sequence[View], scores: Sequence[float], terms: Mapping[str, Seq
     return Placed(views[at].backend, scores[at], tuple((name, part[at]) for name, part in terms.items()), len(views))
 
 
-class AtOnce(Unobserved):
+class AtOnce(Placement):
     """A router without a waiting room: requests are bound as they come, so that limits and bands mean nothing."""
 
     def place(
         self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
     ) -> Placed | NoCapacity | NoMatch:
-        del ceiling, now
         found = candidates(request, views, excluded)
         return self.choose(request, found) if isinstance(found, list) else found
 
@@ -72,9 +71,7 @@ class Counting(AtOnce):
         self.in_flight = Ledger()
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        del request, now
         self.in_flight.give(lease, placed.backend)
 
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        del verdict, usage, now
         self.in_flight.take_back(lease)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request, Usage, Verdict
 from llmproxy.lab.policies.baseline import Baseline, Surroundings, baselines
 from llmproxy.lab.policies.baselines.common import AtOnce, Ledger, best, prompt_blocks
@@ -73,7 +73,6 @@ class Events:
 
     def tokens(self, request: Request, blocks: dict[Block, int], backends: Sequence[str]) -> list[int]:
         """Cached tokens of the prompt at each of `backends`."""
-        del blocks
         known = self._cached_tokens(request.id)
         return [known.get(backend, 0) for backend in backends]
 
@@ -95,7 +94,6 @@ class Prediction:
 
     def tokens(self, request: Request, blocks: dict[Block, int], backends: Sequence[str]) -> list[int]:
         """Cached tokens of the prompt at each of `backends`."""
-        del request
         self._expire(self._around.clock())
         depths, prompt_tokens = self._index.matches(blocks, unbroken=True), sum(blocks.values())
         return [min(prompt_tokens, depths.get(name, 0) * self._around.block_tokens) for name in backends]
@@ -161,7 +159,6 @@ class KvCost(AtOnce):
         return best(views, scores, {"prefill": prefill, "decode": decode}, self._around.rng)
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        del now
         backend, blocks = placed.backend, prompt_blocks(request, self._around)
         cached_tokens = self._cached.tokens(request, blocks, [backend])[0] // BLOCK_TOKENS * BLOCK_TOKENS
         self.prefill_tokens.give(lease, backend, sum(blocks.values()) - cached_tokens)
@@ -169,11 +166,9 @@ class KvCost(AtOnce):
         self._cached.routed(backend, blocks)
 
     def started(self, lease: int, now: float) -> None:
-        del now
         self.prefill_tokens.take_back(lease)
 
     def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
-        del verdict, usage, now
         self.prefill_tokens.take_back(lease)
         self.active.remove(lease)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from xxhash import xxh64_intdigest
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request
 from llmproxy.core.placement import NO_CAPACITY
 from llmproxy.core.placement.epp import EndpointPicker, Profile, Prompt, blend, sticky

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request
 from llmproxy.lab.policies.baseline import Baseline, baselines
 from llmproxy.lab.policies.baselines.common import AtOnce, Counting, best
@@ -18,7 +18,6 @@ class AtRandom(AtOnce):
         self._rng = rng
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        del request
         return Placed(self._rng.choice(views).backend, 0.0, (), len(views))
 
 
@@ -29,7 +28,6 @@ class RoundRobin(AtOnce):
         self._asked = 0
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        del request
         names = sorted(view.backend for view in views)
         chosen = names[self._asked % len(names)]
         self._asked += 1
@@ -44,7 +42,6 @@ class LeastRequest(Counting):
         self._rng = rng
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        del request
         loads = self.in_flight.each(views)
         return best(views, [-load for load in loads], {"in_flight": loads}, self._rng)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import md5
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request
 from llmproxy.lab.policies.baseline import Baseline, Surroundings, baselines
 from llmproxy.lab.policies.baselines.common import AtOnce
@@ -86,7 +86,6 @@ class Session(AtOnce):
         return Placed(backend, -rate, (("sent_per_s", rate),), len(views))
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
-        del lease, request, now
         self._rates.sent(placed.backend)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from llmproxy.core.backends.backend import View
+from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request
 from llmproxy.lab.policies.baseline import Baseline, Surroundings, baselines
 from llmproxy.lab.policies.baselines.common import Counting, best, prompt_blocks
