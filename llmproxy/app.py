@@ -23,7 +23,6 @@ from llmproxy.fleet import discovery
 from llmproxy.fleet.adapter_keeper import AdapterKeeper
 from llmproxy.fleet.discovery import Discovery, addresses, services
 from llmproxy.fleet.limits_file import LimitsFile
-from llmproxy.fleet.poller import polling_session
 from llmproxy.fleet.registry import BackendRegistry
 from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
@@ -173,9 +172,11 @@ async def running(
         decisions = _decision_log(config, metrics, loop.time())
         if decisions is not None:
             stack.push_async_callback(asyncio.to_thread, decisions.close)
-        session = await stack.enter_async_context(polling_session(names))
+        # Polls keep connections of their own. A request that opens a new one fails early where the machine is gone, and
+        # goes to another backend without any risk.
+        polls = await stack.enter_async_context(HttpUpstream(tls, names=names))
         watch = _Watch(pools, dispatcher, metrics)
-        registry = BackendRegistry(dispatcher, session, watch, config.poll, config.backend_api_key, tls, names)
+        registry = BackendRegistry(dispatcher, polls, watch, config.poll, config.backend_api_key, tls, names)
         stack.push_async_callback(registry.close)
         stored = StoredResponses(rulebook, registry.backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached) if presets.hears_answers(settings.placement) else None

@@ -17,7 +17,7 @@ import structlog
 from llmproxy.config import BackendConfig, TimeoutsConfig
 from llmproxy.core.adapters import Adapters, Change, Plan, Reply, Report
 from llmproxy.core.pools import Pools
-from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken
+from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken, read_body
 
 PATHS = {"load": "/v1/load_lora_adapter", "unload": "/v1/unload_lora_adapter"}
 ANSWER_BYTES_MAX = 64 << 10
@@ -163,13 +163,7 @@ class AdapterKeeper:
         exchange = await self._upstream.open(
             backend.url, "POST", PATHS[change.kind], headers, body, self._timeouts.connect_s
         )
-        try:
-            answer = b""
-            while len(answer) < ANSWER_BYTES_MAX and (piece := await exchange.chunk()):
-                answer += piece
-        finally:
-            exchange.close()
-        return exchange.status, answer
+        return exchange.status, await read_body(exchange, ANSWER_BYTES_MAX)
 
 
 def _message(status: int, body: bytes) -> str:

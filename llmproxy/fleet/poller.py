@@ -11,26 +11,24 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
+import ssl
 import traceback
-from collections.abc import Callable, Generator, Mapping
+import zlib
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from enum import Enum
 from math import inf
-from types import MappingProxyType
 from typing import Protocol, TypeVar
 from urllib.parse import quote
 
-import aiohttp
 import structlog
-from yarl import URL
 
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.fleet.engine_config import SERVER_INFO_PATH, parse_sequences
 from llmproxy.fleet.metrics_text import METRIC_NAMES, is_filtered, parse_reading
 from llmproxy.fleet.models import parse_listing
 from llmproxy.lifecycle.descriptors import lack_of
-from llmproxy.upstream.resolver import Names
-from llmproxy.upstream.tls import PeerTls, trust_of
+from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_body
 
 BODY_BYTES_MAX = 4 << 20
 """No answer is read beyond this: a page of vLLM is 0.1 MB, 8,000 adapters are listed in 4, and a wrong URL may lead to
@@ -47,6 +45,9 @@ LIMIT_ASKS_MAX = 3
 """How often the configuration is asked for where no answer comes: vLLM looks its machine over before the first."""
 LIMIT_PAUSE_S = 10.0
 """Between two such questions, and between two lives of a backend that are worth one each."""
+
+GZIP_OR_ZLIB = 32
+"""Added to the window size, it lets zlib recognize either header."""
 
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 """What OpenSSL calls an answer that is no TLS."""
@@ -117,25 +118,10 @@ class _LapFailed(Exception):  # noqa: N818 - an answer of the backend, not an er
         self.detail = detail
 
 
-def polling_session(names: Names | None = None) -> aiohttp.ClientSession:
-    """A session fit for pollers, for all backends together; the caller closes it after the last poller has ended.
-
-    Idle connections are dropped before vLLM's own 5 s, and compression is declined because it would be paid for on the
-    engine's event loop. `names` says what hosts mean. Must be called on a running loop.
-    """
-    resolver = names or Names()
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, resolver=resolver, use_dns_cache=False),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        headers={"Accept-Encoding": "identity"},
-    )
-
-
 class Poller:
     """Polls one backend for as long as `run` runs.
 
-    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `tls` says, by URL, how
-    to trust it where that is https (as this machine trusts anybody unless given), and is looked at for each question.
+    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None.
     `works` says whether it was given work that has not ended. `clock` gives the seconds that readings are stamped with:
     the scheduler's clock, the event loop's own unless given.
     """
@@ -145,10 +131,9 @@ class Poller:
         backend: str,
         url: str,
         api_key: str | None,
-        session: aiohttp.ClientSession,
+        upstream: Upstream,
         sink: ReadingSink,
         pace: Pace,
-        tls: Mapping[str, PeerTls] = MappingProxyType({}),
         *,
         works: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] | None = None,
@@ -156,11 +141,12 @@ class Poller:
     ) -> None:
         self._backend = backend
         self._url = url
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session = session
+        # A compressed answer would be paid for on the engine's event loop.
+        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._has_key = bool(api_key)
+        self._upstream = upstream
         self._sink = sink
         self._pace = pace
-        self._tls = tls
         self._works = works
         self._clock = clock or asyncio.get_running_loop().time
         self._rng = rng or random.Random()
@@ -290,7 +276,7 @@ class Poller:
         status, body = await self._get("/v1/models")
         if status != 200:
             trouble = Trouble.UNHEALTHY if status >= 500 else Trouble.GARBAGE
-            asks = "; is the backend's api_key right?" if self._headers else "; set backend_api_key, or its own api_key"
+            asks = "; is the backend's api_key right?" if self._has_key else "; set backend_api_key, or its own api_key"
             hint = asks if status in (401, 403) else "; does it speak TLS (https://)?" if status == 400 else ""
             raise _LapFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
         try:
@@ -334,34 +320,26 @@ class Poller:
         """Status and body of one answer, redirects not followed. Raises _LapFailed where no readable answer came."""
         what = f"GET {self._url}{path.partition('?')[0]}"
         timeout_s = self._pace.timeout_s
+        answers = False
         try:
-            async with self._session.get(
-                URL(self._url + path, encoded=True),
-                headers=self._headers,
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=timeout_s, ceil_threshold=inf),
-                **trust_of(self._tls.get(self._url)),
-            ) as response:
-                if response.status < 100:
-                    raise _LapFailed(Trouble.GARBAGE, f"{what} answered {response.status:03}, which is no status")
-                body = bytearray()
-                while piece := await response.content.readany():
-                    body += piece
-                    if len(body) > BODY_BYTES_MAX:
-                        raise _LapFailed(Trouble.GARBAGE, f"{what}: the answer is larger than {BODY_BYTES_MAX} bytes")
-                return response.status, bytes(body)
+            async with asyncio.timeout(timeout_s):
+                # The time limit for connecting is the one for the whole question.
+                exchange = await self._upstream.open(self._url, "GET", path, self._headers, (), 2 * timeout_s)
+                answers = True
+                body = _decompressed(await read_body(exchange, BODY_BYTES_MAX), exchange.headers)
         except TimeoutError:
             raise _LapFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
-        except aiohttp.ClientConnectionError as error:
-            why: Exception = error
-            # The library's own words speak of ssl where there is none, and of the address of an object where there is.
-            if isinstance(error, aiohttp.ClientConnectorError):
-                why = error.os_error
-            # Who answered before has the right address.
+        except (ConnectFailed, UpstreamBroken, ValueError, zlib.error) as error:
+            # The client names the backend, and the question does so already.
+            why = str(error.__cause__ or error).removeprefix(f"{self._url}: ")
+            if answers or isinstance(error, InvalidResponse | ValueError):
+                raise _LapFailed(Trouble.GARBAGE, f"{what}: {why}") from None
+            # A backend that answered before has the right address.
             hint = _hint(error) if self._listed_at_s == -inf else ""
-            raise _LapFailed(_blame(error), f"{what}: {why}{hint}") from None
-        except (aiohttp.ClientError, ValueError) as error:
-            raise _LapFailed(Trouble.GARBAGE, f"{what}: {error or type(error).__name__}") from None
+            raise _LapFailed(_trouble(error), f"{what}: {why}{hint}") from None
+        if len(body) > BODY_BYTES_MAX:
+            raise _LapFailed(Trouble.GARBAGE, f"{what}: the answer is larger than {BODY_BYTES_MAX} bytes")
+        return exchange.status, body
 
     def _report(self, bug: Exception) -> None:
         # A bug repeats with every lap; its story is told again only when it is another story.
@@ -383,22 +361,35 @@ async def _in_slices(slices: Generator[None, None, T]) -> T:
         await asyncio.sleep(0)
 
 
-def _hint(error: aiohttp.ClientConnectionError) -> str:
+def _decompressed(body: bytes, headers: list[tuple[str, str]]) -> bytes:
+    """The body without the gzip or deflate coding that a server applied unasked. At most one byte too many is unpacked.
+
+    Raises zlib.error.
+    """
+    coding = next((value for name, value in headers if name.lower() == "content-encoding"), "")
+    if coding.strip().lower() not in ("gzip", "deflate"):
+        return body
+    return zlib.decompressobj(wbits=zlib.MAX_WBITS | GZIP_OR_ZLIB).decompress(body, BODY_BYTES_MAX + 1)
+
+
+def _hint(error: Exception) -> str:
     """What may be wrong with the URL of a backend that never answered."""
-    if isinstance(error, aiohttp.ClientConnectorSSLError):
-        spoken = getattr(error.os_error, "reason", "") in NO_TLS
-        return "; it does not speak TLS: should its URL begin with http://?" if spoken else ""
-    if isinstance(error, aiohttp.ServerDisconnectedError):
+    cause = error.__cause__
+    if isinstance(cause, ssl.SSLError):
+        return "; it does not speak TLS: should its URL begin with http://?" if cause.reason in NO_TLS else ""
+    if isinstance(error, UpstreamBroken):
         return "; if it speaks TLS, its URL should begin with https://"
-    refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED
-    return "; nothing listens there (yet): is the address right?" if refused else ""
+    return "; nothing listens there (yet): is the address right?" if _is_refused(cause) else ""
 
 
-def _blame(error: aiohttp.ClientConnectionError) -> Trouble:
-    if not isinstance(error, aiohttp.ClientConnectorError):
-        return Trouble.TIMEOUT
-    if lack_of(error.os_error) is not None:
+def _trouble(error: Exception) -> Trouble:
+    cause = error.__cause__
+    if isinstance(cause, OSError) and lack_of(cause) is not None:
         return Trouble.LOCAL_FAILURE
     # Only a refusal proves that no process listens, and open streams are given up on that proof: a name that does not
     # resolve, or an unreachable network, must never be mistaken for it.
-    return Trouble.REFUSED if error.os_error.errno == errno.ECONNREFUSED else Trouble.TIMEOUT
+    return Trouble.REFUSED if _is_refused(cause) else Trouble.TIMEOUT
+
+
+def _is_refused(cause: BaseException | None) -> bool:
+    return isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED

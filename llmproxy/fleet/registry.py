@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-import aiohttp
 import structlog
 
 from llmproxy.config import BackendConfig, PollConfig
@@ -21,6 +20,7 @@ from llmproxy.core.domain import KnownLimit
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet.poller import Poller, ReadingSink
+from llmproxy.upstream.port import Upstream
 from llmproxy.upstream.resolver import Names
 from llmproxy.upstream.tls import PeerTls, peers_tls, renew_trust, settle_trust, unfit
 
@@ -75,7 +75,7 @@ class BackendRegistry:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        session: aiohttp.ClientSession,
+        upstream: Upstream,
         sink: ReadingSink,
         poll: PollConfig,
         api_key: str | None,
@@ -86,7 +86,7 @@ class BackendRegistry:
         self._names = names
         self._dispatcher = dispatcher
         self._pools: Pools = dispatcher.pools
-        self._session = session
+        self._upstream = upstream
         self._sink = sink
         self._poll = poll
         self._api_key = api_key
@@ -264,7 +264,7 @@ class BackendRegistry:
     def _poller(self, backend: BackendConfig) -> Poller:
         key = backend.api_key or self._api_key
         poller = Poller(
-            backend.name, backend.url, key, self._session, self._sink, self._poll, self._tls,
+            backend.name, backend.url, key, self._upstream, self._sink, self._poll,
             works=lambda: self._dispatcher.in_flight(backend.name) > 0,
         )  # fmt: skip
         self._pollers[backend.name] = poller

@@ -13,7 +13,7 @@ from typing import cast
 
 import httptools
 
-from llmproxy.upstream.port import Body, UpstreamBroken
+from llmproxy.upstream.port import Body, InvalidResponse, UpstreamBroken
 
 READ_BUFFER_BYTES = 128 << 10
 """Of a body that is pulled and not fetched: reading from the backend pauses beyond this."""
@@ -115,7 +115,7 @@ class BackendConnection(asyncio.Protocol):
     def _write(self, data: bytes | memoryview) -> None:
         if self._transport is None or self._transport.is_closing():
             dropped = self._exchange is not None and self._exchange.reused and not self._heard
-            raise _broken(f"{self.name}: the connection was lost", dropped)
+            raise (ConnectionDropped if dropped else UpstreamBroken)(f"{self.name}: the connection was lost")
         self._transport.write(data)
 
     def pause(self) -> None:
@@ -152,7 +152,8 @@ class BackendConnection(asyncio.Protocol):
         if exc is None and exchange.ends_with_connection:
             exchange.end()
         else:
-            exchange.failed(str(exc or "the connection was closed"), dropped=exchange.reused and not self._heard)
+            dropped = exchange.reused and not self._heard
+            exchange.failed(ConnectionDropped if dropped else UpstreamBroken, str(exc or "the connection was closed"))
 
     def pause_writing(self) -> None:
         self._drained = asyncio.get_running_loop().create_future()
@@ -189,7 +190,7 @@ class BackendConnection(asyncio.Protocol):
             self._end(exchange, keep=not broken)
         elif broken and self._exchange is exchange:
             self.abort()
-            exchange.failed(broken)
+            exchange.failed(InvalidResponse, broken)
 
     def _end(self, exchange: HttpExchange, *, keep: bool) -> None:
         if self._exchange is not exchange:
@@ -259,7 +260,7 @@ class HttpExchange:
         self._held_bytes = 0
         self._sink: Callable[[bytes], None] | None = None
         self._woken: asyncio.Future[None] | None = None
-        self._broken: tuple[str, bool] | None = None
+        self._broken: tuple[type[UpstreamBroken], str] | None = None
         self._sink_error: Exception | None = None
         self.ended = False
         self.status = 0
@@ -307,7 +308,7 @@ class HttpExchange:
     def close(self) -> None:
         if self._connection is not None:
             self._connection.abort()
-            self.failed("the connection was closed from here")
+            self.failed(UpstreamBroken, "the connection was closed from here")
 
     async def _more(self) -> None:
         """Wait until something is new. Raises what went wrong."""
@@ -316,7 +317,8 @@ class HttpExchange:
             error, self._sink_error = self._sink_error, None
             raise error
         if self._broken is not None:
-            raise _broken(*self._broken)
+            kind, why = self._broken
+            raise kind(why)
         self._woken = asyncio.get_running_loop().create_future()
         try:
             await self._woken
@@ -360,16 +362,12 @@ class HttpExchange:
         self._connection = None
         self._wake()
 
-    def failed(self, why: str, *, dropped: bool = False) -> None:
-        """`dropped` says that the connection had been kept, and broke without a word on this request."""
+    def failed(self, kind: type[UpstreamBroken], why: str) -> None:
+        """No more of the answer comes; a reader gets an exception of this kind."""
         name = self._connection.name if self._connection is not None else ""
-        self._broken = f"{name}: {why}", dropped
+        self._broken = kind, f"{name}: {why}"
         self._connection = None
         self._wake()
-
-
-def _broken(why: str, dropped: bool) -> UpstreamBroken:
-    return ConnectionDropped(why) if dropped else UpstreamBroken(why)
 
 
 def _text(data: bytes) -> str:

@@ -34,6 +34,10 @@ class UpstreamBroken(Exception):  # noqa: N818 - a fact about one attempt, not a
     """The connection failed after the request was sent, or may have been."""
 
 
+class InvalidResponse(UpstreamBroken):
+    """What the backend sent is not an HTTP/1.1 response."""
+
+
 class Exchange(Protocol):
     """One answer. Its head is there; its body is pulled."""
 
@@ -80,6 +84,20 @@ class Exchange(Protocol):
 
         May be called at any time and any number of times.
         """
+
+
+async def read_body(exchange: Exchange, bytes_max: int) -> bytes:
+    """The whole body, or its beginning with more than `bytes_max` bytes. The connection is cut in the second case.
+
+    Raises UpstreamBroken when the body is cut short.
+    """
+    body = bytearray()
+    try:
+        while len(body) <= bytes_max and (piece := await exchange.chunk()):
+            body += piece
+    finally:
+        exchange.close()
+    return bytes(body)
 
 
 class Upstream(Protocol):

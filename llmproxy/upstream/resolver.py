@@ -18,7 +18,6 @@ from typing import Any
 
 import structlog
 from aiohappyeyeballs import AddrInfoType
-from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 REFRESH_S = 10.0
@@ -53,11 +52,9 @@ class _Name:
     following: asyncio.Task[None] | None = None
 
 
-class Names(AbstractResolver):
+class Names:
     """What names mean to this process. Those of `follow` are looked up every `REFRESH_S`, and what was known last is
-    kept while that fails. Any other is looked up whenever it is resolved.
-
-    For aiohttp's client it is a resolver like any other. Ended by `close`.
+    kept while that fails. Any other is looked up whenever it is resolved. Ended by `close`.
     """
 
     def __init__(self, look_up: LookUp | None = None) -> None:
@@ -84,17 +81,6 @@ class Names(AbstractResolver):
             for family, place in await self._addresses(host)
         ]
 
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        """The same, in the form that aiohttp has for it."""
-        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-        return [
-            ResolveResult(hostname=host, host=place[0], port=port, family=found, proto=socket.IPPROTO_TCP, flags=flags)
-            for found, place in await self._addresses(host)
-            if family in (socket.AF_UNSPEC, found)
-        ]
-
     async def look_up(self, host: str) -> Sequence[Address]:
         """Ask now; whoever asks for the same meanwhile gets the same answer. Raises OSError."""
         # The answer is still of use when one of those who wait for it goes.
@@ -109,7 +95,7 @@ class Names(AbstractResolver):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _addresses(self, host: str) -> Sequence[Address]:
-        name = self._names.get(_encoded(host))
+        name = self._names.get(host)
         if name is None:
             own = _own(host)
             if own is not None:
@@ -223,11 +209,6 @@ async def ask_system(host: str) -> Sequence[Address]:
     except RuntimeError as error:
         raise OSError(str(error)) from None
     return await answer
-
-
-def _encoded(host: str) -> str:
-    """A name as it stands in a URL that was taken apart; polls ask by URLs that were not."""
-    return host if host.isascii() else URL.build(scheme="http", host=host).raw_host or host
 
 
 def _own(host: str) -> Sequence[Address] | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ssl import SSLContext
-from typing import TypedDict
 
 from llmproxy.config import BackendConfig, BackendTlsConfig, ConfigError, WatchedFile
 
@@ -36,18 +34,6 @@ class PeerTls:
             authorities = WatchedFile(backend.tls.ca)
             authorities.take()
         return cls(_context(backend), backend.tls, authorities)
-
-
-class Trust(TypedDict, total=False):
-    """Arguments of a request of aiohttp's client."""
-
-    ssl: SSLContext
-    server_hostname: str | None
-
-
-def trust_of(peer: PeerTls | None) -> Trust:
-    """What aiohttp's client is to be told of a backend; of others nothing."""
-    return {} if peer is None else {"ssl": peer.context, "server_hostname": peer.server_name}
 
 
 def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:

@@ -15,9 +15,10 @@ from llmproxy.core.domain import Listing, Reading, Trouble, Verdict
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet import discovery
 from llmproxy.fleet.discovery import BACKENDS_MAX, Address, Discovery, DnsSource, SourceFailedError, addresses, check
-from llmproxy.fleet.poller import Poller, polling_session
+from llmproxy.fleet.poller import Poller
 from llmproxy.fleet.registry import BackendRegistry, State
 from llmproxy.upstream import resolver as names_module
+from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.tls import PeerTls
 from tests.core.make import pools, request
 
@@ -169,9 +170,9 @@ def tls() -> dict[str, PeerTls]:
 async def registry(tls: dict[str, PeerTls]) -> AsyncIterator[BackendRegistry]:
     made = pools({})
     names = names_module.Names()
-    async with polling_session() as session:
+    async with HttpUpstream(tls, names=names) as upstream:
         # Nobody listens behind these names; the polls find nothing, and tell nobody.
-        one = BackendRegistry(Dispatcher(made), session, Deaf(), PollConfig(), None, tls, names)
+        one = BackendRegistry(Dispatcher(made), upstream, Deaf(), PollConfig(), None, tls, names)
         yield one
         await one.close()
         await names.close()

@@ -17,7 +17,7 @@ from llmproxy.config import BackendTlsConfig
 from llmproxy.upstream import connection as connection_module
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.connection import ConnectionDropped, HttpExchange
-from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, UpstreamBroken
+from llmproxy.upstream.port import ConnectFailed, Exchange, InvalidResponse, LocalFailure, UpstreamBroken
 from llmproxy.upstream.resolver import Address, Names
 from llmproxy.upstream.tls import PeerTls
 
@@ -248,7 +248,7 @@ async def test_an_answer_with_a_number_that_is_no_status_is_broken_at_once(
     server.script = answering(f"HTTP/1.1 {status} X\r\ncontent-length: 2\r\n\r\n{{}}".encode())
     with pytest.raises(UpstreamBroken, match=rf"{status} is no status") as caught:
         await post(upstream, server.url)
-    assert type(caught.value) is UpstreamBroken, "it is the answer to this request"
+    assert type(caught.value) is InvalidResponse, "it is the answer to this request"
     async with asyncio.timeout(PATIENCE_S):
         await server.peers[0].gone.wait()
 

@@ -70,7 +70,6 @@ async def test_an_address_and_this_very_machine_are_never_looked_up(names: Names
     assert (await places(names, "127.0.0.8"), await places(names, "fe80::1")) == (["127.0.0.8"], ["fe80::1"])
     for own in ("localhost", "LOCALHOST", "a.b.localhost", "localhost."):
         assert (await places(names, own))[0] == "127.0.0.1"
-    assert "127.0.0.1" in [found["host"] for found in await names.resolve("localhost", 80)]
     await asyncio.sleep(10 * REFRESH_S)
     assert not server.asked
 
@@ -87,8 +86,6 @@ async def test_all_who_wait_for_the_first_answer_wait_for_the_same_one(names: Na
     assert (now(), server.asked) == (3.0, ["gpu.test"])
     [found, _] = await names.connectable("gpu.test", 8000)
     assert found == (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("10.0.0.1", 8000))
-    assert [one["host"] for one in await names.resolve("gpu.test", 8000)] == ["10.0.0.1", "10.0.0.2"]
-    assert await names.resolve("gpu.test", 8000, socket.AF_INET6) == []
 
 
 @with_names
@@ -110,12 +107,10 @@ async def test_nobody_waits_for_what_is_known_and_a_name_that_moves_is_followed(
 
 
 @with_names
-async def test_a_name_beyond_ascii_is_the_same_name_in_either_spelling(names: Names, server: Server) -> None:
+async def test_a_name_beyond_ascii_is_asked_for_in_its_encoded_form(names: Names, server: Server) -> None:
     server.answers["xn--bcher-kva.test"] = at("10.0.0.1")
     names.follow(["http://bücher.test:8000"])
     assert await places(names, "xn--bcher-kva.test") == ["10.0.0.1"]
-    server.answers.clear()
-    assert [one["host"] for one in await names.resolve("bücher.test", 8000)] == ["10.0.0.1"]
     assert server.asked == ["xn--bcher-kva.test"]
 
 
