@@ -12,7 +12,7 @@ import structlog
 import uvloop
 
 from llmproxy.app import Proxy, running
-from llmproxy.config import Config, ConfigError, idle_settings
+from llmproxy.config import Config, ConfigError, unused_settings
 from llmproxy.config.reload import Reread
 from llmproxy.fleet.limits_file import NONE, LimitsFile, place
 from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
@@ -51,7 +51,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             orders.take_restarts(proxy.registry.drained)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             admin = proxy.admin_url or proxy.url
-            for setting in idle_settings(config):
+            for setting in unused_settings(config):
                 _log.warning("setting_without_effect", setting=setting)
             for setting in config.old_names:
                 _log.warning("setting_renamed", setting=setting)

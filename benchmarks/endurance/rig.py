@@ -18,7 +18,7 @@ import aiohttp
 
 from benchmarks.endurance.probe import PATH_VARIABLE
 from benchmarks.fleet import Process, free_port, ready, start, value_of
-from llmproxy.config.kinds import hash_of
+from llmproxy.config.value_types import hash_of
 
 MODELS = ("sim", "sim", "sim", "small", "small")
 """The base model of each replica."""

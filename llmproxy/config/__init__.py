@@ -1,16 +1,15 @@
 """The configuration: one YAML file, and what flags and the environment put over it, become one frozen `Config`."""
 
-from llmproxy.config.changes import Change, differences, is_read_once, that_can_change
+from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
 from llmproxy.config.config import Config
-from llmproxy.config.kinds import AUTO_SALT, DNS, SRV, Network, hash_of, is_api_key, nearest
 from llmproxy.config.load import (
     ConfigError,
     Override,
-    idle_settings,
     keys,
     keys_of_files,
     load,
     load_backends,
+    unused_settings,
     warnings_of,
 )
 from llmproxy.config.other_routers import instead_of
@@ -34,6 +33,7 @@ from llmproxy.config.schema import (
     TlsConfig,
 )
 from llmproxy.config.settings import model_limit, settings_of, tenant_limit
+from llmproxy.config.value_types import AUTO_SALT, DNS, SRV, Network, hash_of, is_api_key, nearest
 from llmproxy.config.watched import WatchedFile
 from llmproxy.core.placement import presets
 
@@ -68,20 +68,20 @@ __all__ = [
     "TimeoutsConfig",
     "TlsConfig",
     "WatchedFile",
-    "differences",
+    "changes_between",
     "hash_of",
-    "idle_settings",
     "instead_of",
     "is_api_key",
-    "is_read_once",
     "keys",
     "keys_of_files",
     "load",
     "load_backends",
     "model_limit",
     "nearest",
+    "read_at_start",
     "settings_of",
     "tenant_limit",
-    "that_can_change",
+    "unused_settings",
     "warnings_of",
+    "with_reloadable",
 ]

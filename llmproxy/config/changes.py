@@ -58,12 +58,12 @@ class Change:
         return f"{self.key}: {self.old} -> {self.new}" if self.new is not None else f"{self.key}: removed"
 
 
-def differences(old: Config, new: Config) -> list[Change]:
+def changes_between(old: Config, new: Config) -> list[Change]:
     """Every key whose value differs. Entries of lists are known by their `name`, and one that is new is told whole."""
     return list(_differences(_plain(old), _plain(new), ""))
 
 
-def that_can_change(old: Config, new: Config) -> Config:
+def with_reloadable(old: Config, new: Config) -> Config:
     """`new`, with what needs a restart as it is in `old`."""
     top = {key: getattr(old, key) for key in NEEDS_RESTART if "." not in key}
     for section in {key.partition(".")[0] for key in NEEDS_RESTART if "." in key}:
@@ -73,8 +73,8 @@ def that_can_change(old: Config, new: Config) -> Config:
     return new.model_copy(update=top)
 
 
-def is_read_once(key: str) -> bool:
-    """Whether the value at `key`, as `differences` names it, is that of the start until the proxy is started again."""
+def read_at_start(key: str) -> bool:
+    """Whether the key of a change is read only when the proxy starts."""
     return key in NEEDS_RESTART or key.partition(".")[0] in NEEDS_RESTART
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from llmproxy.config.findings import (
+from llmproxy.config.checks import (
     CEILINGS,
     Finding,
     band_of,
@@ -19,22 +19,6 @@ from llmproxy.config.findings import (
     report,
     rising_ceilings,
     unknown_bands,
-)
-from llmproxy.config.kinds import (
-    TRUST_WORDS,
-    ApiKey,
-    Count,
-    Integer,
-    KeyHash,
-    Module,
-    Network,
-    Number,
-    criticality_of,
-    from_text,
-    hash_of,
-    integer_of,
-    networks_of,
-    one_of,
 )
 from llmproxy.config.schema import (
     AdminConfig,
@@ -52,6 +36,22 @@ from llmproxy.config.schema import (
     TenantConfig,
     TimeoutsConfig,
     TlsConfig,
+)
+from llmproxy.config.value_types import (
+    TRUST_WORDS,
+    ApiKey,
+    Count,
+    Integer,
+    KeyHash,
+    Module,
+    Network,
+    Number,
+    criticality_of,
+    from_text,
+    hash_of,
+    integer_of,
+    networks_of,
+    one_of,
 )
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
 

@@ -16,10 +16,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from llmproxy.config.config import BackendsFile, Config
-from llmproxy.config.effects import without_effect
-from llmproxy.config.kinds import nearest
 from llmproxy.config.renamed import OLD_KEYS, advice
 from llmproxy.config.schema import BackendConfig, Section, may_be_null
+from llmproxy.config.unused import find_unused
+from llmproxy.config.value_types import nearest
 
 FILE_BYTES_MAX = 4 << 20
 FILE_ONLY = frozenset(
@@ -111,13 +111,13 @@ def _validated(top: type[S], document: Document, origins: Mapping[Place, str]) -
 def warnings_of(path: Path, config: Config) -> list[str]:
     """One line for each setting of the file at `path` that does nothing in `config`, which was loaded from it."""
     document = Document(path)
-    found = [(document.line(place), f"{dotted(place)}{reason}") for place, reason in without_effect(config)]
+    found = [(document.line(place), f"{dotted(place)}{reason}") for place, reason in find_unused(config)]
     return [f"{document.at(line)}: warning: {told}" for line, told in sorted(found + document.old_names())]
 
 
-def idle_settings(config: Config) -> list[str]:
+def unused_settings(config: Config) -> list[str]:
     """As `warnings_of`, of a configuration that need not be from a file."""
-    return [f"{dotted(place)}{reason}" for place, reason in without_effect(config)]
+    return [f"{dotted(place)}{reason}" for place, reason in find_unused(config)]
 
 
 def keys() -> dict[str, FieldInfo]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from llmproxy.config import Change, Config, ConfigError, WatchedFile, differences, is_read_once, that_can_change
+from llmproxy.config import Change, Config, ConfigError, WatchedFile, changes_between, read_at_start, with_reloadable
 
 LOOK_S = 0.25
 """Time between two looks at the file. A change is taken in by the second that finds it, hence within two of them."""
@@ -77,8 +77,8 @@ class Reloader:
             self._watched.take()
             try:
                 new = await asyncio.to_thread(self._read)
-                found = differences(self._config, new)
-                config = that_can_change(self._config, new)
+                found = changes_between(self._config, new)
+                config = with_reloadable(self._config, new)
                 self._apply(config)
             except ConfigError as error:
                 for problem in error.problems:
@@ -87,8 +87,8 @@ class Reloader:
                 raise
             self._config = config
             self._on_end(True)
-            needs_restart = tuple(change for change in found if is_read_once(change.key))
-            changes = tuple(change for change in found if not is_read_once(change.key))
+            needs_restart = tuple(change for change in found if read_at_start(change.key))
+            changes = tuple(change for change in found if not read_at_start(change.key))
             for change in changes:
                 _log.info("config_changed", change=str(change))
             for change in needs_restart:

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from llmproxy.config.kinds import (
+from llmproxy.config.other_routers import PLACEMENTS
+from llmproxy.config.value_types import (
     DNS,
     SESSIONS,
     SRV,
@@ -38,7 +39,6 @@ from llmproxy.config.kinds import (
     registered,
     salt_of,
 )
-from llmproxy.config.other_routers import PLACEMENTS
 from llmproxy.core.placement import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies

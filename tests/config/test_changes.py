@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.config import Config, ConfigError, WatchedFile, differences, hash_of, load_backends, that_can_change
+from llmproxy.config import Config, ConfigError, WatchedFile, changes_between, hash_of, load_backends, with_reloadable
 from llmproxy.config.changes import NEEDS_RESTART, SECRET
 from llmproxy.config.load import _fields, _sections
 from llmproxy.config.schema import Section
@@ -19,7 +19,7 @@ def config(**fields: Any) -> Config:
 
 
 def told(old: Config, new: Config) -> list[str]:
-    return [str(change) for change in differences(old, new)]
+    return [str(change) for change in changes_between(old, new)]
 
 
 def test_equal_configurations_do_not_differ() -> None:
@@ -80,7 +80,7 @@ def test_whatever_the_schema_hides_is_hidden_here_too() -> None:
 def test_what_needs_a_restart_stays_and_all_else_is_new() -> None:
     old = config(port=1, scheduling={"placement": "random", "weights": {"a": 1.0}}, queue={"ttl_s": 1.0})
     new = config(port=2, scheduling={"placement": "cost", "weights": {"a": 2.0}}, queue={"ttl_s": 2.0})
-    merged = that_can_change(old, new)
+    merged = with_reloadable(old, new)
     assert (merged.port, merged.scheduling.placement) == (1, "random")
     assert (merged.scheduling.weights, merged.queue.ttl_s) == ({"a": 2.0}, 2.0)
     assert {key.partition(":")[0] for key in told(merged, new)} == {"port", "scheduling.placement"}

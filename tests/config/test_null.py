@@ -14,12 +14,12 @@ from llmproxy.config import (
     Config,
     ConfigError,
     Override,
-    differences,
+    changes_between,
     hash_of,
     keys,
     load,
     settings_of,
-    that_can_change,
+    with_reloadable,
 )
 from llmproxy.config.load import _sections
 from llmproxy.config.schema import Section, may_be_null
@@ -86,15 +86,15 @@ def test_null_of_an_entry_of_a_list_is_null(name: str, section: type[Section], k
 
 def test_null_is_seen_by_the_core_and_by_a_reload() -> None:
     old, new = Config(), Config.model_validate({"health": {"hung_s": None, "slow_factor": None}})
-    assert [str(change) for change in differences(old, new)] == [
+    assert [str(change) for change in changes_between(old, new)] == [
         "health.hung_s: 1.5 -> null",
         "health.slow_factor: 5.0 -> null",
     ]
-    assert [str(change) for change in differences(new, old)] == [
+    assert [str(change) for change in changes_between(new, old)] == [
         "health.hung_s: null -> 1.5",
         "health.slow_factor: null -> 5.0",
     ]
-    health = settings_of(that_can_change(old, new)).health
+    health = settings_of(with_reloadable(old, new)).health
     assert (health.hung_s, health.slow_factor) == (inf, inf)
 
 

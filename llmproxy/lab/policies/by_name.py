@@ -9,8 +9,8 @@ from math import inf
 from pydantic import ValidationError
 
 from llmproxy.config import Config, SchedulingConfig, settings_of
-from llmproxy.config.kinds import nearest
 from llmproxy.config.renamed import current
+from llmproxy.config.value_types import nearest
 from llmproxy.core.placement import Placement, make, presets
 from llmproxy.core.placement.cost import TERMS, CostPlacement
 from llmproxy.core.settings import Settings

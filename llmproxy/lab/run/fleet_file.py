@@ -24,10 +24,11 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-# The loader of the configuration knows the line of every value; a fleet's file deserves the same care.
-from llmproxy.config.kinds import Count, Integer, Name, Number, nearest, one_of
 from llmproxy.config.load import ConfigError, Document, Place, dotted, reason_of, section_at
 from llmproxy.config.schema import Section
+
+# The loader of the configuration knows the line of every value; a fleet's file deserves the same care.
+from llmproxy.config.value_types import Count, Integer, Name, Number, nearest, one_of
 from llmproxy.lab.run.fleet import MAX_MODEL_LEN, MAX_NUM_SEQS, STEP_TOKENS, Fault, FaultKind, Fleet, ReplicaSpec
 from llmproxy.simulator.engine.profiles import PROFILES, Profile
 

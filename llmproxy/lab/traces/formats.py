@@ -24,7 +24,7 @@ from typing import Any
 
 import orjson
 
-from llmproxy.config.kinds import nearest
+from llmproxy.config.value_types import nearest
 from llmproxy.lab.run.arrival import BASE_MODEL, Arrival
 
 LENGTH_TOKENS_MAX = 10_000_000

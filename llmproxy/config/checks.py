@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from pydantic_core import PydanticCustomError
 
-from llmproxy.config.kinds import integer_of, nearest
+from llmproxy.config.value_types import integer_of, nearest
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
 
 CEILINGS: Mapping[int, float] = {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85}

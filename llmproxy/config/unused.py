@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from llmproxy.config.checks import Finding
 from llmproxy.config.config import Config
-from llmproxy.config.findings import Finding
 from llmproxy.config.schema import ModelConfig, ObjectiveConfig, TenantConfig
 
 WEIGHTLESS = frozenset({"fcfs", "round_robin"})
@@ -15,7 +15,7 @@ COUNTING = frozenset({"fair_share", "locality_fair_share"})
 DEFAULTS = Config()
 
 
-def without_effect(config: Config) -> list[Finding]:
+def find_unused(config: Config) -> list[Finding]:
     """Every such setting, by its place in the configuration, and why nothing comes of it."""
     return _weights(config) + _objectives(config) + _tls(config) + _unread(config)
 
