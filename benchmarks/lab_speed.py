@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmproxy.config import Config
-from llmproxy.lab.run.fleet_file import fleet_named
+from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.run.runs import Point, Simulation, run_one
 
 TRACE = Path(__file__).resolve().parent / "traces" / "mooncake_conversation.jsonl.gz"

@@ -24,9 +24,9 @@ from benchmarks.scenarios.scenario import Place, placed
 from benchmarks.scenarios.w7_mixed_fleet import SCENARIO
 from llmproxy.core.domain import Learned, Outcome
 from llmproxy.lab.policies.by_name import plan_named
-from llmproxy.lab.results.account import Account
 from llmproxy.lab.results.objectives import scaled_profile
 from llmproxy.lab.results.record import Record
+from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.replay import SETTLE_S, Run, Setup
 from llmproxy.lab.run.runs import Simulation, prepared
 from llmproxy.lab.run.virtual_time import run
@@ -38,7 +38,7 @@ SEQUENCES, CONTEXT_TOKENS = 16, 1_200
 WINDOWS_S = ((0.0, 5.0), (5.0, 10.0), (10.0, 15.0), (15.0, 30.0))
 
 
-class Diary(Account):
+class Diary(RunRecorder):
     """The book of a run that also keeps every request, and what was learned by so many ends."""
 
     def __init__(self, of: Run, duration_s: float, replicas: Sequence[str]) -> None:
@@ -71,7 +71,7 @@ def watched(place: Place, policy: str, seed: int, *, faults: bool) -> Diary:
     one = Run(
         Setup(trace, fleet, plan, simulation.config, seed, place.prefill_scale, found.duration_s, ()), lambda _: None
     )
-    diary = one.account = Diary(one, found.duration_s, [spec.name for spec in fleet.replicas])
+    diary = one.recorder = Diary(one, found.duration_s, [spec.name for spec in fleet.replicas])
     run(one.go())
     return diary
 

@@ -19,10 +19,10 @@ from rich.table import Table
 from benchmarks.learning import p99
 from benchmarks.scenarios.scenario import GOODPUT, Case, Place, Scenario, befallen, both, placed, sized
 from llmproxy.config import Config
+from llmproxy.lab.fleet.spec import FleetFaultKind
 from llmproxy.lab.policies.by_name import plan_named
-from llmproxy.lab.results.account import Account
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.fleet import FaultKind
+from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.replay import Run, Setup
 from llmproxy.lab.run.runs import Simulation, prepared
 from llmproxy.lab.run.virtual_time import run
@@ -31,7 +31,7 @@ AWAY_S = 5.0
 FIRST_S = 30.0
 DIES_AT = 0.4
 FLEET = "8xllama-8b-h100"
-RETURNS = befallen(DIES_AT, FaultKind.RESTART, 1, AWAY_S)
+RETURNS = befallen(DIES_AT, FleetFaultKind.RESTART, 1, AWAY_S)
 CASES = (
     # Prompts of up to 126,000 tokens that build on each other: whoever has an empty cache has most to compute.
     Case("Mooncake conversations", "mooncake_conversation.jsonl.gz", FLEET, (), requests=1_000, shape=RETURNS),
@@ -63,7 +63,7 @@ class After:
         return [str(self.count), f"{self.good / self.count:.3f}", f"{p99(self.ttft_s):.2f}"]
 
 
-class Diary(Account):
+class Diary(RunRecorder):
     """The book of a run that also keeps every request."""
 
     def __init__(self, duration_s: float, replicas: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ def after_return(place: Place, policy: str, slow_start_s: float, seed: int) -> l
     setup = Setup(trace, simulation.fleet, plan, config, seed, place.prefill_scale, found.duration_s, ())
     one = Run(setup, lambda _: None)
     diary = Diary(found.duration_s, [spec.name for spec in simulation.fleet.replicas])
-    one.account = diary
+    one.recorder = diary
     run(one.go())
     (fault,) = simulation.fleet.faults
     back_s = fault.at_s + AWAY_S

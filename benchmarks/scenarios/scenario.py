@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from llmproxy.config import BackendConfig, Config, Override, load
+from llmproxy.lab.fleet.fleet_file import fleet_named
+from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
 from llmproxy.lab.results.result import Bound, RunResult
-from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
-from llmproxy.lab.run.fleet_file import fleet_named
 from llmproxy.lab.run.runs import Point, Simulation, prepared
 from llmproxy.lab.traces.mix import AS_IT_IS, Mix
 
@@ -76,11 +76,11 @@ CRITICAL_GOODPUT = Metric("goodput of critical", critical_goodput)
 VICTIMS_GOODPUT = Metric("goodput of the victims", victims_goodput)
 TTFT_P99 = Metric("TTFT p99 in s", lambda run: run.ttft_s.p99, higher=False)
 
-Shape = Callable[[Fleet, float], Fleet]
+Shape = Callable[[SimulatedFleet, float], SimulatedFleet]
 """What is special about a fleet, given the length of the trace in seconds."""
 
 
-def plain(fleet: Fleet, duration_s: float) -> Fleet:
+def plain(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
     """The fleet as its name says."""
     del duration_s
     return fleet
@@ -89,17 +89,17 @@ def plain(fleet: Fleet, duration_s: float) -> Fleet:
 def sized(**given: int) -> Shape:
     """The same fields for every replica, such as max_num_seqs=16."""
 
-    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
         return replace(fleet, replicas=tuple(replace(spec, **given) for spec in fleet.replicas))  # type: ignore[arg-type]
 
     return shape
 
 
-def befallen(at: float, kind: FaultKind, first: int, value: float = 0.0, until: float | None = None) -> Shape:
+def befallen(at: float, kind: FleetFaultKind, first: int, value: float = 0.0, until: float | None = None) -> Shape:
     """A fault of the replicas up to number `first`, from share `at` of the trace on."""
 
-    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         until_s = None if until is None else until * duration_s
         faults = [Fault(at * duration_s, kind, spec.name, until_s, value) for spec in fleet.replicas[:first]]
         return replace(fleet, faults=(*fleet.faults, *faults))
@@ -110,7 +110,7 @@ def befallen(at: float, kind: FaultKind, first: int, value: float = 0.0, until: 
 def joining(last: int, at: float) -> Shape:
     """The last so many replicas serve only from share `at` of the trace on."""
 
-    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         early, late = fleet.replicas[:-last], fleet.replicas[-last:]
         return replace(fleet, replicas=(*early, *(replace(spec, joins_s=at * duration_s) for spec in late)))
 
@@ -120,7 +120,7 @@ def joining(last: int, at: float) -> Shape:
 def behind(proxies: int) -> Shape:
     """So many proxies in front, which know nothing of each other."""
 
-    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
         return replace(fleet, proxies=proxies)
 
@@ -128,7 +128,7 @@ def behind(proxies: int) -> Shape:
 
 
 def both(*shapes: Shape) -> Shape:
-    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         for one in shapes:
             fleet = one(fleet, duration_s)
         return fleet
@@ -147,7 +147,7 @@ class Beside:
     name: str
     policy: str
     mix: Mix = AS_IT_IS
-    reshaped: Callable[[Fleet], Fleet] | None = None
+    reshaped: Callable[[SimulatedFleet], SimulatedFleet] | None = None
     warmup: float = WARMUP
 
 
@@ -232,7 +232,7 @@ class Place:
     load: float | None
     prefill_scale: float
     rate_scale: float
-    fleet: Fleet
+    fleet: SimulatedFleet
     bounds: Mapping[str, Bound]
 
     @property

@@ -40,9 +40,9 @@ from benchmarks.scenarios.store import Store, code_digest
 from benchmarks.scenarios.tables import goal_rows, print_place, print_verdicts, told, write_pages
 from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
 from llmproxy.config import Config
+from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.result import Bound, Loaded, Quantiles, RunResult
-from llmproxy.lab.run.fleet_file import fleet_named
 from llmproxy.lab.run.runs import Finished, Point, Simulation
 from llmproxy.lab.traces.mix import Mix
 from tests.lab.invented import invented_run
@@ -172,8 +172,8 @@ def test_code_that_a_run_passes_through_counts_and_what_only_shows_it_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "llmproxy"
-    names = ("core/queue.py", "config/load.py", "simulator/engine.py", "lab/replay.py", "dispatcher.py")
-    rival, shown = "lab/baselines/epp.py", "lab/plots.py"
+    names = ("core/queue.py", "config/load.py", "simulator/engine/engine.py", "lab/run/replay.py", "dispatcher.py")
+    rival, shown = "lab/baselines/epp.py", "lab/results/plots.py"
     for name in (*names, rival, shown):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("before")

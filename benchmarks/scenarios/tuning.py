@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from benchmarks.scenarios.scenario import Place
-from llmproxy.lab.policies.baselines import variants, variants_of
+from llmproxy.lab.baselines import variants, variants_of
 from llmproxy.lab.run.runs import Finished
 
 TUNING_SEEDS = (101, 102)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from benchmarks.scenarios.goals import mean, worst
 from benchmarks.scenarios.scenario import GOODPUT, TELLING, Case, Found, Goal, Scenario, Shape, both, sized
-from llmproxy.lab.run.fleet import Fleet
+from llmproxy.lab.fleet.spec import SimulatedFleet
 
 SIZES = sized(max_num_seqs=32, max_loras=8, max_cpu_loras=32)
 SMALL = sized(max_num_seqs=32, max_loras=4, max_cpu_loras=4)
@@ -15,7 +15,7 @@ UNRANKED = ("cost", "oracle")
 def loading(cold_s: float) -> Shape:
     """Replicas that take so long to read an adapter from disk."""
 
-    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
         slow = (replace(spec, profile=replace(spec.profile, adapter_cold_load_s=cold_s)) for spec in fleet.replicas)
         return replace(fleet, replicas=tuple(slow))

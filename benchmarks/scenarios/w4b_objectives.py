@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.scenarios.goals import least, worst
 from benchmarks.scenarios.scenario import Case, Found, Goal, Metric, Scenario, sized
+from llmproxy.lab.results.fairness import ADHERENCE_S
 from llmproxy.lab.results.result import RunResult
-from llmproxy.lab.results.service import ADHERENCE_S
 
 OUTPUT_TOKENS = 128
 ROOM = "ceilings=1/1/1"

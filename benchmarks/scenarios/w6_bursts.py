@@ -18,8 +18,8 @@ from benchmarks.scenarios.scenario import (
     sized,
 )
 from llmproxy.core.domain import Outcome
+from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.result import RunResult
-from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
 
 KEPT = "cost(withdrawal=false)"
 LEVEL, LEVEL_KEPT = "cost(reserve_s=0)", "cost(reserve_s=0,withdrawal=false)"
@@ -32,10 +32,10 @@ critical_ttft_p99 = in_band("critical", lambda group: group.ttft_s.p99)
 sheddable_wait = in_band("sheddable", lambda group: group.ttft_s.mean)
 
 
-def rolled(kind: FaultKind, gone_s: tuple[float, ...], first_s: float = 20.0, apart_s: float = 5.0) -> Shape:
+def rolled(kind: FleetFaultKind, gone_s: tuple[float, ...], first_s: float = 20.0, apart_s: float = 5.0) -> Shape:
     """One replica after the other is gone for so many seconds; each begins `apart_s` after the one before is back."""
 
-    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         del duration_s
         at_s, faults = first_s, []
         for spec, value in zip(fleet.replicas, gone_s, strict=True):
@@ -127,10 +127,12 @@ SCENARIO = Scenario(
             policies=("cost", KEPT, LEVEL, LEVEL_KEPT, "least_request"),
             goals=withdrawn,
         ),
-        _rollout("rollout, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FaultKind.ROLL, IN_TURN_S)),
-        _rollout("rollout of one, 25 s", "1xllama-8b-h100", 5.0, rolled(FaultKind.ROLL, (25.0,))),
-        _rollout("rollout of one, 40 s", "1xllama-8b-h100", 5.0, rolled(FaultKind.ROLL, (40.0,)), quick=False),
-        _rollout("killed in turn, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FaultKind.RESTART, IN_TURN_S), quick=False),
+        _rollout("rollout, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FleetFaultKind.ROLL, IN_TURN_S)),
+        _rollout("rollout of one, 25 s", "1xllama-8b-h100", 5.0, rolled(FleetFaultKind.ROLL, (25.0,))),
+        _rollout("rollout of one, 40 s", "1xllama-8b-h100", 5.0, rolled(FleetFaultKind.ROLL, (40.0,)), quick=False),
+        _rollout(
+            "killed in turn, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FleetFaultKind.RESTART, IN_TURN_S), quick=False
+        ),
         Case(
             "ServeGen m-large, 4 x 8B",
             "servegen_mlarge_1h.csv.gz",

@@ -19,11 +19,11 @@ from benchmarks.scenarios.scenario import (
     sized,
 )
 from llmproxy.core.domain import Outcome
+from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.result import RunResult
-from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
 
 SIZES = sized(max_num_seqs=16)
-WITHIN_S = {FaultKind.KILL: 1.0, FaultKind.RESTART: 1.0, FaultKind.HANG: 2.0, FaultKind.SLOW: 5.0}
+WITHIN_S = {FleetFaultKind.KILL: 1.0, FleetFaultKind.RESTART: 1.0, FleetFaultKind.HANG: 2.0, FleetFaultKind.SLOW: 5.0}
 """By when a fault is to be noticed. Of one that hangs it is five times the TTFT p99 of the run, where that is more."""
 SETTLED_S = 10.0
 """How long after a fault everything should be as if its replica had never been there."""
@@ -33,10 +33,10 @@ LATER, WITHOUT = "later", "later, without it"
 FAULT_AT = 0.4
 
 
-def rolling(kind: FaultKind, first: float, apart: float, count: int, value: float) -> Shape:
+def rolling(kind: FleetFaultKind, first: float, apart: float, count: int, value: float) -> Shape:
     """The same fault of one replica after the other."""
 
-    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         faults = [
             Fault((first + apart * i) * duration_s, kind, spec.name, None, value)
             for i, spec in enumerate(fleet.replicas[:count])
@@ -49,15 +49,15 @@ def rolling(kind: FaultKind, first: float, apart: float, count: int, value: floa
 def flapping(first: float, apart: float, count: int) -> Shape:
     """One replica dies and is back a second later, again and again."""
 
-    def shape(fleet: Fleet, duration_s: float) -> Fleet:
+    def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
         name = fleet.replicas[0].name
         moments = [(first + apart * i) * duration_s for i in range(count)]
-        return replace(fleet, faults=tuple(Fault(at_s, FaultKind.RESTART, name, None, 1.0) for at_s in moments))
+        return replace(fleet, faults=tuple(Fault(at_s, FleetFaultKind.RESTART, name, None, 1.0) for at_s in moments))
 
     return shape
 
 
-def without_first(fleet: Fleet) -> Fleet:
+def without_first(fleet: SimulatedFleet) -> SimulatedFleet:
     """The fleet as if the replica that all befalls had never been part of it."""
     return replace(fleet, replicas=fleet.replicas[1:], faults=())
 
@@ -72,7 +72,7 @@ def attempts(run: RunResult) -> float | None:
     return run.attempts / run.offered if run.offered else None
 
 
-def noticed_s(kind: FaultKind) -> Callable[[RunResult], float | None]:
+def noticed_s(kind: FleetFaultKind) -> Callable[[RunResult], float | None]:
     """The longest that a fault of this kind went unnoticed; None where there was none, or one never was."""
 
     def of(run: RunResult) -> float | None:
@@ -89,9 +89,9 @@ def survived(found: Found) -> list[Goal]:
         Goal("requests lost before their first byte", worst(ours, lost), 0.0, False),
         Goal("attempts for each request", worst(ours, attempts), ATTEMPTS_MOST, False),
     ]
-    for kind in sorted({FaultKind(one.kind) for run in ours for one in run.noticed}):
+    for kind in sorted({FleetFaultKind(one.kind) for run in ours for one in run.noticed}):
         within_s, about = WITHIN_S[kind], ""
-        if kind is FaultKind.HANG:
+        if kind is FleetFaultKind.HANG:
             within_s = max(within_s, 5.0 * (least(ours, lambda run: run.ttft_s.p99) or 0.0))
             about = "2 s, or five times the TTFT p99"
         told.append(Goal(f"seconds until a {kind} is noticed", worst(ours, noticed_s(kind)), within_s, False, about))
@@ -136,13 +136,13 @@ SCENARIO = Scenario(
     " while half as much again comes as they can do, which is when retries pile up.",
     GOODPUT,
     (
-        _case("kill", befallen(FAULT_AT, FaultKind.KILL, 1), quick=True, later=AFTER),
-        _case("hang", befallen(FAULT_AT, FaultKind.HANG, 1, until=0.65), later=AFTER),
-        _case("slow x10", befallen(FAULT_AT, FaultKind.SLOW, 1, 10.0, until=0.8), later=AFTER),
-        _case("5 % resets", befallen(0.2, FaultKind.RESET, 8, 0.05)),
-        _case("restart", befallen(FAULT_AT, FaultKind.RESTART, 1, 5.0), later=AFTER),
-        _case("rolling restart", rolling(FaultKind.RESTART, 0.2, 0.09, 8, 3.0)),
+        _case("kill", befallen(FAULT_AT, FleetFaultKind.KILL, 1), quick=True, later=AFTER),
+        _case("hang", befallen(FAULT_AT, FleetFaultKind.HANG, 1, until=0.65), later=AFTER),
+        _case("slow x10", befallen(FAULT_AT, FleetFaultKind.SLOW, 1, 10.0, until=0.8), later=AFTER),
+        _case("5 % resets", befallen(0.2, FleetFaultKind.RESET, 8, 0.05)),
+        _case("restart", befallen(FAULT_AT, FleetFaultKind.RESTART, 1, 5.0), later=AFTER),
+        _case("rolling restart", rolling(FleetFaultKind.RESTART, 0.2, 0.09, 8, 3.0)),
         _case("flapping", flapping(0.2, 0.1, 6)),
-        _case("retry storm", rolling(FaultKind.RESTART, 0.2, 0.09, 8, 3.0), load=1.5),
+        _case("retry storm", rolling(FleetFaultKind.RESTART, 0.2, 0.09, 8, 3.0), load=1.5),
     ),
 )

@@ -14,7 +14,7 @@ from benchmarks.scenarios.scenario import (
     plain,
     sized,
 )
-from llmproxy.lab.run.fleet import FaultKind
+from llmproxy.lab.fleet.spec import FleetFaultKind
 
 SIZES = sized(max_num_seqs=16)
 
@@ -53,12 +53,12 @@ SCENARIO = Scenario(
     GOODPUT,
     (
         _case("fresh", plain),
-        _case("1 s old", befallen(0.0, FaultKind.METRIC_AGE, 8, 1.0)),
-        _case("10 s old", befallen(0.0, FaultKind.METRIC_AGE, 8, 10.0), quick=True),
-        _case("half lost", befallen(0.0, FaultKind.LOST_READINGS, 8, 0.5)),
+        _case("1 s old", befallen(0.0, FleetFaultKind.METRIC_AGE, 8, 1.0)),
+        _case("10 s old", befallen(0.0, FleetFaultKind.METRIC_AGE, 8, 10.0), quick=True),
+        _case("half lost", befallen(0.0, FleetFaultKind.LOST_READINGS, 8, 0.5)),
         _case("2 proxies", behind(2)),
         _case("4 proxies", behind(4)),
         _shared("all KV events", plain),
-        _shared("KV events, 1 % lost", befallen(0.0, FaultKind.LOST_KV_EVENTS, 8, 0.01)),
+        _shared("KV events, 1 % lost", befallen(0.0, FleetFaultKind.LOST_KV_EVENTS, 8, 0.01)),
     ),
 )

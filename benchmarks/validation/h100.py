@@ -50,13 +50,13 @@ from statistics import fmean
 
 from benchmarks.validation.replayed import Check, percentile, print_table, records_of, report_broken, trace_of
 from llmproxy.config import load
+from llmproxy.lab.fleet.fleet_file import fleet_named
+from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.arrival import Arrival, Trace
-from llmproxy.lab.run.fleet import Fleet
-from llmproxy.lab.run.fleet_file import fleet_named
 from llmproxy.lab.run.replay import Setup
 from llmproxy.lab.traces import trace_named
+from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.lab.traces.generators import B2B_STAGES
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "traces" / "h100_llama31_8b_vllm011.csv"
@@ -64,7 +64,9 @@ SEED = 1
 DEARER = 1.9
 
 
-def _replayed(trace: Trace, fleet: Fleet, policy: str, seconds: float, seed: int, prefill_scale: float) -> list[Record]:
+def _replayed(
+    trace: Trace, fleet: SimulatedFleet, policy: str, seconds: float, seed: int, prefill_scale: float
+) -> list[Record]:
     # The published clients waited for as long as it took.
     config = load(None, [])
     config = config.model_copy(update={"queue": config.queue.model_copy(update={"ttl_s": 86_400.0})})

@@ -44,12 +44,12 @@ from benchmarks.fleet import Fleet as Processes
 from benchmarks.fleet import fleet as processes
 from benchmarks.validation.replayed import Check, percentile, print_table, records_of, report_broken, trace_of
 from llmproxy.config import Config, load
+from llmproxy.lab.fleet.fleet_file import fleet_named
+from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.by_name import own_name, plan_named
-from llmproxy.lab.run.arrival import Arrival
-from llmproxy.lab.run.fleet import Fleet
-from llmproxy.lab.run.fleet_file import fleet_named
 from llmproxy.lab.run.replay import SETTLE_S, Setup
-from llmproxy.simulator.text import TOKEN_BYTES
+from llmproxy.lab.traces.arrival import Arrival
+from llmproxy.simulator.server.text import TOKEN_BYTES
 
 MODEL = "sim"
 PROFILE = "llama-8b-h100"
@@ -156,7 +156,7 @@ def virtual(case: Case, arrivals: Sequence[Arrival], seed: int) -> list[Ended]:
     specs = (replace(spec, max_num_seqs=BATCH, max_model_len=MODEL_LEN) for spec in named.replicas)
     trace = trace_of(case.name, arrivals, BLOCK_TOKENS)
     plan = plan_named(own_name(config), config)
-    setup = Setup(trace, Fleet(named.name, tuple(specs)), plan, config, seed, 1.0, case.seconds, ())
+    setup = Setup(trace, SimulatedFleet(named.name, tuple(specs)), plan, config, seed, 1.0, case.seconds, ())
     ended = []
     for record in records_of(setup):
         if record.ttft_s is None or record.tpot_s is None or record.queue_wait_s is None or record.backend is None:

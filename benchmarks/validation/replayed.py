@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmproxy.lab.results.account import Account
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.arrival import Arrival, Trace
+from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.replay import Run, Setup
 from llmproxy.lab.run.virtual_time import run
+from llmproxy.lab.traces.arrival import Arrival, Trace
 
 
-class _Keeping(Account):
-    """An account whose records can be read one by one: for traces short enough to be held."""
+class _Keeping(RunRecorder):
+    """A recorder whose records can be read one by one: for traces short enough to be held."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup.duration_s, [replica.name for replica in setup.fleet.replicas])
@@ -27,7 +27,7 @@ class _Keeping(Account):
 def records_of(setup: Setup) -> list[Record]:
     """Every request of a replay, in the order of their ends."""
     replay = Run(setup, lambda _: None)
-    replay.account = kept = _Keeping(setup)
+    replay.recorder = kept = _Keeping(setup)
     run(replay.go())
     return kept.records
 

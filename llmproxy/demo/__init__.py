@@ -15,9 +15,9 @@ from itertools import cycle
 
 import aiohttp
 
-from llmproxy.demo.children import HOST, Children, DemoError, held_port
-from llmproxy.demo.display import Display, Replica
-from llmproxy.demo.visitors import ADAPTERS, MODEL, RATES_PER_S, Visitors
+from llmproxy.demo.clients import ADAPTERS, MODEL, RATES_PER_S, DemoClients
+from llmproxy.demo.display import DemoReplica, Display
+from llmproxy.demo.processes import HOST, DemoError, Processes, held_port
 
 START_TIMEOUT_S = 60.0
 BATCH = 4
@@ -64,7 +64,7 @@ async def _until_signal(work: Awaitable[None], display: Display) -> int:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        # Once only: a second Ctrl-C must not cut short the ending of the children, which is bounded in time.
+        # Once only: a second Ctrl-C must not cut short the ending of the processes, which is bounded in time.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, lambda: None)
         task.cancel()
@@ -82,12 +82,12 @@ async def _demo(port: int, count: int, display: Display) -> None:
     with ExitStack() as ports:
         port = ports.enter_context(held_port(port))
         replicas = [
-            Replica(f"replica-{number}", ports.enter_context(held_port(0)), _adapters(number, count))
+            DemoReplica(f"replica-{number}", ports.enter_context(held_port(0)), _adapters(number, count))
             for number in range(1, count + 1)
         ]
         base = f"http://{HOST}:{port}"
         async with (
-            Children() as children,
+            Processes() as processes,
             aiohttp.ClientSession(
                 base,
                 timeout=aiohttp.ClientTimeout(total=START_TIMEOUT_S),
@@ -96,15 +96,15 @@ async def _demo(port: int, count: int, display: Display) -> None:
         ):
             display.say(f"Starting the proxy and simulated vLLM replicas ({count})...")
             for replica in replicas:
-                await _start(children, replica)
+                await _start(processes, replica)
             backends = [word for replica in replicas for word in ("--backend", replica.url)]
             limits = ("--scheduling-start-limit", str(BATCH), "--queue-requests-max", str(QUEUE_REQUESTS_MAX))
             # The state file is that of the person's own proxy, too.
             place = ("--host", HOST, "--port", str(port), "--state-file", "none")
-            await children.start("proxy", "serve", *place, *limits, *backends)
-            await children.unless_one_dies(_serving(session))
+            await processes.start("proxy", "serve", *place, *limits, *backends)
+            await processes.unless_one_dies(_serving(session))
             display.say(GUIDE.format(base=base, models=", ".join((MODEL, *ADAPTERS)), count=count, model=MODEL))
-            await children.unless_one_dies(_play(session, children, replicas, display))
+            await processes.unless_one_dies(_play(session, processes, replicas, display))
 
 
 def _adapters(number: int, count: int) -> tuple[str, ...]:
@@ -112,11 +112,11 @@ def _adapters(number: int, count: int) -> tuple[str, ...]:
     return tuple(adapter for i, adapter in enumerate(ADAPTERS) if (number - 1 - i) % count < 2)
 
 
-async def _start(children: Children, replica: Replica) -> None:
+async def _start(processes: Processes, replica: DemoReplica) -> None:
     adapters = [word for adapter in replica.adapters for word in ("--adapter", adapter)]
     batch = ("--max-num-seqs", str(BATCH))
     place = ("--host", HOST, "--port", str(replica.port))
-    await children.start(replica.name, "replica", *place, "--model", MODEL, *batch, *adapters)
+    await processes.start(replica.name, "replica", *place, "--model", MODEL, *batch, *adapters)
 
 
 async def _serving(session: aiohttp.ClientSession) -> None:
@@ -136,29 +136,31 @@ async def _serving(session: aiohttp.ClientSession) -> None:
         raise DemoError(f"the proxy is not ready after {START_TIMEOUT_S:g} s") from None
 
 
-async def _play(session: aiohttp.ClientSession, children: Children, replicas: list[Replica], display: Display) -> None:
-    visitors = Visitors(session, {replica.address: replica.name for replica in replicas})
+async def _play(
+    session: aiohttp.ClientSession, processes: Processes, replicas: list[DemoReplica], display: Display
+) -> None:
+    clients = DemoClients(session, {replica.address: replica.name for replica in replicas})
     with display:
         async with asyncio.TaskGroup() as group:
-            visitors.come_and_go(group)
-            group.create_task(_follow(session, visitors, replicas, display))
+            clients.come_and_go(group)
+            group.create_task(_follow(session, clients, replicas, display))
             # A lone replica stays: whoever wants to see its requests held may kill it.
             script = [part for part in SCRIPT if len(replicas) > 1 or part[1] != "death"]
             for seconds, part, news in cycle(script[: None if len(replicas) > 1 else 3]):
                 victim = replicas[-1]
                 display.news(news.format(victim=victim.name))
-                visitors.rates_per_s = RATES_PER_S["overload" if part == "overload" else "calm"]
+                clients.rates_per_s = RATES_PER_S["overload" if part == "overload" else "calm"]
                 if part == "death":
-                    await children.kill(victim.name)
+                    await processes.kill(victim.name)
                 await asyncio.sleep(seconds)
                 if part == "death":
-                    await _start(children, victim)
+                    await _start(processes, victim)
 
 
 async def _follow(
-    session: aiohttp.ClientSession, visitors: Visitors, replicas: list[Replica], display: Display
+    session: aiohttp.ClientSession, clients: DemoClients, replicas: list[DemoReplica], display: Display
 ) -> None:
-    """Show the proxy's own metrics page beside what the visitors saw, again and again."""
+    """Show the proxy's own metrics page beside what the clients saw, again and again."""
     while True:
         try:
             async with session.get("/metrics") as answer:
@@ -166,5 +168,5 @@ async def _follow(
         except (aiohttp.ClientError, TimeoutError):
             display.news("the proxy does not answer /metrics")
         else:
-            display.show(page, replicas, visitors)
+            display.show(page, replicas, clients)
         await asyncio.sleep(FOLLOWED_S)

@@ -20,8 +20,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from llmproxy.demo.children import HOST
-from llmproxy.demo.visitors import Fared, Visitors
+from llmproxy.demo.clients import BandOutcomes, DemoClients
+from llmproxy.demo.processes import HOST
 
 PLAIN_INTERVAL_S = 10.0
 """How often the table is printed where it cannot be drawn in its place."""
@@ -32,7 +32,7 @@ Sample = tuple[Mapping[str, str], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class DemoReplica:
     """A simulated replica as it was started."""
 
     name: str
@@ -90,15 +90,15 @@ class Display:
         if not self._drawn:
             self.say(line)
 
-    def show(self, page: str, replicas: Sequence[Replica], visitors: Visitors) -> None:
-        """Draw the table from the proxy's metrics page and what the visitors saw."""
+    def show(self, page: str, replicas: Sequence[DemoReplica], clients: DemoClients) -> None:
+        """Draw the table from the proxy's metrics page and what the clients saw."""
         if self._live is not None:
             news = Text("\n".join(self._news), no_wrap=True, overflow="ellipsis")
-            self._live.update(Group(picture(page, replicas, visitors), news), refresh=True)
+            self._live.update(Group(picture(page, replicas, clients), news), refresh=True)
         elif time.monotonic() - self._printed_s >= self.plain_interval_s:
             self._printed_s = time.monotonic()
             try:
-                self._console.print(picture(page, replicas, visitors), Text())
+                self._console.print(picture(page, replicas, clients), Text())
                 self._console.file.flush()
             except BrokenPipeError:
                 _nobody_reads()
@@ -113,21 +113,21 @@ def _nobody_reads() -> None:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def picture(page: str, replicas: Sequence[Replica], visitors: Visitors) -> RenderableType:
-    """Replicas, bands and adapters, from the proxy's metrics page and what the visitors saw; 80 columns are enough."""
+def picture(page: str, replicas: Sequence[DemoReplica], clients: DemoClients) -> RenderableType:
+    """Replicas, bands and adapters, from the proxy's metrics page and what the clients saw; 80 columns are enough."""
     samples = parsed(page)
     served = summed(samples.get("llmproxy_attempts_total", ()), "backend", verdict="served")
-    adapters = [_places(adapter, counts) for adapter, counts in visitors.adapters.items()]
+    adapters = [_places(adapter, counts) for adapter, counts in clients.adapters.items()]
     return Group(
         _replicas(samples, replicas, served),
         Text(),
-        _bands(summed(samples.get("llmproxy_queued_requests", ()), "band"), visitors.bands),
+        _bands(summed(samples.get("llmproxy_queued_requests", ()), "band"), clients.bands),
         *(Text(line, no_wrap=True, overflow="ellipsis") for line in adapters),
     )
 
 
 def _replicas(
-    samples: Mapping[str, Sequence[Sample]], replicas: Sequence[Replica], served: Mapping[str, float]
+    samples: Mapping[str, Sequence[Sample]], replicas: Sequence[DemoReplica], served: Mapping[str, float]
 ) -> Table:
     numbers = {
         name: summed(samples.get(f"llmproxy_backend_{name}", ()), "backend")
@@ -144,19 +144,19 @@ def _replicas(
     return table
 
 
-def _bands(queued: Mapping[str, float], bands: Mapping[str, Fared]) -> Table:
+def _bands(queued: Mapping[str, float], bands: Mapping[str, BandOutcomes]) -> Table:
     table = _table("band", "queued", "TTFT p50", "p95", "answered", "retried", "refused", "broken", "lost")
-    for band, fared in bands.items():
+    for band, outcomes in bands.items():
         waiting = queued.get(band, 0.0)
         table.add_row(
             band,
             Text(f"{waiting:.0f}", "yellow" if waiting else ""),
-            *_quantiles(fared.recent_ttft_s()),
-            str(fared.answered),
-            str(fared.retried),
-            Text(str(fared.refused), "yellow" if fared.refused else ""),
-            str(fared.broken),
-            Text(str(fared.lost), "red" if fared.lost else ""),
+            *_quantiles(outcomes.recent_ttft_s()),
+            str(outcomes.answered),
+            str(outcomes.retried),
+            Text(str(outcomes.refused), "yellow" if outcomes.refused else ""),
+            str(outcomes.broken),
+            Text(str(outcomes.lost), "red" if outcomes.lost else ""),
         )
     return table
 

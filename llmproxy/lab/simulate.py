@@ -14,16 +14,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llmproxy import __version__
 from llmproxy.config import Config
+from llmproxy.lab.fleet.fleet_file import FleetError, fleet_named
+from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
-from llmproxy.lab.policies.by_name import ORACLE, Plan, is_own, own_name, plan_named
+from llmproxy.lab.policies.by_name import ORACLE, PolicyPlan, is_own, own_name, plan_named
 from llmproxy.lab.results.report import ReportUnavailable, write_report
 from llmproxy.lab.results.result import Bound, SimulationResult, load_label, write_result
 from llmproxy.lab.results.table import print_tables
-from llmproxy.lab.run.arrival import Trace, TraceError
-from llmproxy.lab.run.fleet import Fleet
-from llmproxy.lab.run.fleet_file import FleetError, fleet_named
 from llmproxy.lab.run.runs import Finished, Point, Simulation, points, prepared, run_all
 from llmproxy.lab.traces import Survey
+from llmproxy.lab.traces.arrival import Trace, TraceError
 
 FILES = ("result.json", "report.html")
 SCALE_LEAST, SCALE_MOST = 1e-3, 1e3
@@ -100,14 +100,14 @@ def _simulate(options: Options) -> None:
         _write(options.out, options, result, finished, console)
 
 
-def _plan(policy: str, config: Config) -> Plan:
+def _plan(policy: str, config: Config) -> PolicyPlan:
     try:
         return plan_named(policy, config)
     except ValueError as error:
         raise Unusable(str(error)) from None
 
 
-def _check(options: Options, fleet: Fleet, read: tuple[Trace, Survey]) -> None:
+def _check(options: Options, fleet: SimulatedFleet, read: tuple[Trace, Survey]) -> None:
     """What fits together only when trace, fleet and configuration are all known."""
     trace, found = read
     block_size = fleet.replicas[0].block_size
@@ -174,7 +174,7 @@ def _bounds(simulation: Simulation, chosen: Sequence[Point]) -> dict[str, dict[s
     }
 
 
-def _told(options: Options, fleet: Fleet, plans: Sequence[Plan], found: Survey) -> dict[str, Any]:
+def _told(options: Options, fleet: SimulatedFleet, plans: Sequence[PolicyPlan], found: Survey) -> dict[str, Any]:
     """What was simulated, in words and numbers that somebody else could repeat it with."""
     return {
         "trace": Path(options.trace).name if not options.trace.startswith("gen:") else options.trace,

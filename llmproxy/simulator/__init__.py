@@ -1,1 +1,1 @@
-"""A simulated vLLM replica: a pure engine model and the HTTP face that a real server shows of it."""
+"""A simulated vLLM replica: a pure engine model and the HTTP server around it."""

@@ -14,9 +14,9 @@ from typing import Any, Self
 from aiohttp import web
 
 from llmproxy.simulator.engine.engine import Engine
-from llmproxy.simulator.faults import FaultKind, Faults
-from llmproxy.simulator.http.routes import Face
-from llmproxy.simulator.service import ReplicaOptions, Service
+from llmproxy.simulator.http.routes import Routes
+from llmproxy.simulator.server.faults import FaultKind, FaultSwitch
+from llmproxy.simulator.server.service import ReplicaOptions, Service
 
 __all__ = ["FaultKind", "Replica", "ReplicaOptions", "SeenRequest", "serve_replica"]
 
@@ -47,7 +47,7 @@ class Replica:
         self.options = options or ReplicaOptions()
         self.host = host
         self.port = port
-        self.faults = Faults(self._fault_changed)
+        self.faults = FaultSwitch(self._fault_changed)
         self.requests_seen: deque[SeenRequest] = deque()
         self._seen_bytes = 0
         self._busy: set[web.RequestHandler] = set()
@@ -84,16 +84,16 @@ class Replica:
     async def restart(self) -> None:
         """Become a cold, faultless replica on the same port; every connection is cut."""
         await self._stop()
-        self.faults = Faults(self._fault_changed)
+        self.faults = FaultSwitch(self._fault_changed)
         self._service = Service(self.options, self.faults)
         await self._start()
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        face = Face(self._service)
+        routes = Routes(self._service)
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
-            return await self._handle(face, request)
+            return await self._handle(routes, request)
 
         # handler_cancellation is what turns a client that leaves into an abort.
         self._server = _Server(
@@ -119,7 +119,7 @@ class Replica:
             await self._stepping
         await self._server.shutdown(1.0)
 
-    async def _handle(self, face: Face, request: web.BaseRequest) -> web.StreamResponse:
+    async def _handle(self, routes: Routes, request: web.BaseRequest) -> web.StreamResponse:
         self._busy.add(request.protocol)
         try:
             if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
@@ -128,7 +128,7 @@ class Replica:
             self._remember(request, body)
             if self.faults.kind is FaultKind.HANG:
                 await asyncio.Event().wait()
-            return await face.answer(request, body)
+            return await routes.answer(request, body)
         finally:
             self._busy.discard(request.protocol)
 

@@ -25,9 +25,9 @@ import pytest
 from rich.console import Console
 
 from llmproxy.demo import GUIDE, SCRIPT, _adapters, _demo
-from llmproxy.demo.children import Children, DemoError, held_port
-from llmproxy.demo.display import Display, Replica, parsed, picture, summed
-from llmproxy.demo.visitors import ADAPTERS, MODEL, Fared, Visitors
+from llmproxy.demo.clients import ADAPTERS, MODEL, BandOutcomes, DemoClients
+from llmproxy.demo.display import DemoReplica, Display, parsed, picture, summed
+from llmproxy.demo.processes import DemoError, Processes, held_port
 
 PATIENCE_S = 40.0
 
@@ -102,22 +102,22 @@ def test_the_demo_leaves_nothing_behind(number: signal.Signals) -> None:
 async def test_the_demo_keeps_out_of_the_state_file_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
-    async def start(_: Children, name: str, *arguments: str) -> None:
+    async def start(_: Processes, name: str, *arguments: str) -> None:
         started.append(" ".join(arguments))
         if name == "proxy":
             raise DemoError("that is enough")
 
-    monkeypatch.setattr(Children, "start", start)
+    monkeypatch.setattr(Processes, "start", start)
     with pytest.raises(DemoError, match="enough"):
         await _demo(0, 2, Display())
     assert "--state-file none" in started[-1]
 
 
 async def test_a_child_that_dies_ends_the_demo_with_its_last_words() -> None:
-    async with Children() as children:
-        await children.start("replica-1", "replica", "--profile", "none")
+    async with Processes() as processes:
+        await processes.start("replica-1", "replica", "--profile", "none")
         with pytest.raises(DemoError, match=r"replica-1 ended with exit code 2; its last words:\n.* no engine profile"):
-            await children.unless_one_dies(asyncio.sleep(PATIENCE_S))
+            await processes.unless_one_dies(asyncio.sleep(PATIENCE_S))
 
 
 async def test_a_replica_that_is_killed_ends_nothing_and_comes_back_where_it_was() -> None:
@@ -130,14 +130,14 @@ async def test_a_replica_that_is_killed_ends_nothing_and_comes_back_where_it_was
             await asyncio.sleep(0.02)
 
     with held_port(0) as port:
-        async with Children() as children, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        async with Processes() as processes, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
             for _ in range(2):
-                await children.start("replica-1", "replica", "--port", str(port), "--profile", "tiny")
-                await children.unless_one_dies(answered())
-                await children.kill("replica-1")
+                await processes.start("replica-1", "replica", "--port", str(port), "--profile", "tiny")
+                await processes.unless_one_dies(answered())
+                await processes.kill("replica-1")
                 with pytest.raises(aiohttp.ClientConnectionError):
                     await session.get("/health")
-            await children.unless_one_dies(asyncio.sleep(0))
+            await processes.unless_one_dies(asyncio.sleep(0))
 
 
 def test_a_port_that_is_taken_is_told() -> None:
@@ -171,24 +171,24 @@ llmproxy_backend_limit{backend="127.0.0.1:1"} 256
 llmproxy_queued_requests{band="critical"} 0
 llmproxy_queued_requests{band="sheddable"} 48
 """
-REPLICAS = [Replica("replica-1", 1, ADAPTERS), Replica("replica-16", 2, ())]
+REPLICAS = [DemoReplica("replica-1", 1, ADAPTERS), DemoReplica("replica-16", 2, ())]
 
 
 @pytest.fixture
-async def visitors() -> AsyncIterator[Visitors]:
+async def clients() -> AsyncIterator[DemoClients]:
     async with aiohttp.ClientSession() as session:
-        seen = Visitors(session, {})
+        seen = DemoClients(session, {})
         now_s = time.monotonic()
-        seen.bands["critical"] = Fared(answered=123456, retried=1234, refused=12345, broken=123, lost=12)
+        seen.bands["critical"] = BandOutcomes(answered=123456, retried=1234, refused=12345, broken=123, lost=12)
         seen.bands["critical"].ttft.extend((now_s, ms / 1000) for ms in (12345, 30000, 12345, 12345))
         seen.bands["default"].ttft.append((now_s - 60, 1.0))
         seen.adapters[ADAPTERS[0]] = Counter({"replica-1": 12345, "replica-16": 6789})
         yield seen
 
 
-async def test_the_table_is_right_at_80_columns(visitors: Visitors) -> None:
+async def test_the_table_is_right_at_80_columns(clients: DemoClients) -> None:
     console = Console(file=io.StringIO(), width=80)
-    console.print(picture(PAGE, REPLICAS, visitors))
+    console.print(picture(PAGE, REPLICAS, clients))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert "\u2026" not in shown
@@ -218,7 +218,7 @@ def test_what_is_said_fits_into_80_columns() -> None:
     ],
 )
 async def test_a_terminal_gets_what_it_can_show(
-    environment: dict[str, str], drawn: bool, coloured: bool, visitors: Visitors, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], drawn: bool, coloured: bool, clients: DemoClients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
@@ -231,7 +231,7 @@ async def test_a_terminal_gets_what_it_can_show(
         display.plain_interval_s = 0.0
         with display:
             display.news("now")
-            display.show(PAGE, REPLICAS, visitors)
+            display.show(PAGE, REPLICAS, clients)
         monkeypatch.undo()
         seen = b""
         # What was written gets through by and by.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 
-from llmproxy.simulator.faults import FaultKind
+from llmproxy.simulator.server.faults import FaultKind
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, whole
 from tests.faults.rig import SHORT, Misbehaviour
 from tests.upstream.raw_server import Peer

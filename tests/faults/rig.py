@@ -12,8 +12,8 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from llmproxy.simulator.faults import FaultKind
 from llmproxy.simulator.replica import Replica
+from llmproxy.simulator.server.faults import FaultKind
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import Script, Scripted, scripted
 

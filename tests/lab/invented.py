@@ -8,10 +8,10 @@ from random import Random
 from pydantic import JsonValue
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome
-from llmproxy.lab.results.account import Account
 from llmproxy.lab.results.record import Record
+from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.results.result import Bound, RunKey, RunResult, SimulationResult, Trail, load_label
-from llmproxy.lab.run.arrival import Arrival
+from llmproxy.lab.traces.arrival import Arrival
 
 DURATION_S = 600.0
 TWELVE = (
@@ -43,17 +43,17 @@ def invented_run(
     """One run of `count` requests; `skill` from 0 to 1 makes it better, `rate` worse. Skill 0 completes nothing."""
     rng = Random(f"{policy} {rate} {seed}")
     names = [f"gpu-{i:02d}" for i in range(replicas)]
-    account = Account(DURATION_S, names)
+    recorder = RunRecorder(DURATION_S, names)
     late = policy.startswith(("blend", "late", "oracle"))
     for i in range(count):
         at_s = i * DURATION_S / count
         stress = rate * (1.3 - skill) * (1.6 if 200 < at_s < 320 else 1.0)
-        account.add(_record(rng, at_s, stress, skill, names, tenants, late))
+        recorder.add(_record(rng, at_s, stress, skill, names, tenants, late))
     for i in range(121):
         at_s = i * DURATION_S / 120
         load = {name: (rng.randint(0, int(40 * rate)), rng.randint(0, int(4 * rate))) for name in names}
-        account.sample(at_s, load, {DEFAULT: int(10 * rate)})
-    return account.result(policy, seed, rate, 1.0), account.trail()
+        recorder.sample(at_s, load, {DEFAULT: int(10 * rate)})
+    return recorder.result(policy, seed, rate, 1.0), recorder.trail()
 
 
 def _record(

@@ -8,20 +8,20 @@ from random import Random
 from typing import Any
 
 from llmproxy.config import Config
+from llmproxy.lab.fleet.spec import Fault, ReplicaSpec, SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.arrival import Arrival, Trace
-from llmproxy.lab.run.fleet import Fault, Fleet, ReplicaSpec
 from llmproxy.lab.run.replay import Run, Setup
 from llmproxy.lab.run.virtual_time import run
+from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.simulator.engine.profiles import profile_named
 
 
-def fleet(count: int = 3, faults: Iterable[Fault] = (), proxies: int = 1, **given: Any) -> Fleet:
+def fleet(count: int = 3, faults: Iterable[Fault] = (), proxies: int = 1, **given: Any) -> SimulatedFleet:
     profile = profile_named("llama-8b-h100")
     facts: dict[str, Any] = {"kv_tokens": 40_000, "max_num_seqs": 16, "max_model_len": 8_000, **given}
     replicas = tuple(ReplicaSpec(f"gpu-{i}", "llama-8b-h100", profile, **facts) for i in range(count))
-    return Fleet("small", replicas, tuple(faults), proxies)
+    return SimulatedFleet("small", replicas, tuple(faults), proxies)
 
 
 def trace(arrivals: Iterable[Arrival], block_tokens: int = 64) -> Trace:
@@ -46,7 +46,7 @@ def traffic(seed: int = 0, count: int = 300, rate: float = 30.0, **given: Any) -
 def setup(
     arrivals: Iterable[Arrival],
     policy: str = "blend",
-    on: Fleet | None = None,
+    on: SimulatedFleet | None = None,
     config: Config | None = None,
     seed: int = 1,
     prefill_scale: float = 1.0,
@@ -69,12 +69,12 @@ def records(what: Setup) -> list[Record]:
     """Every request's end, in the order of the ends."""
     kept: list[Record] = []
     one = Run(what, lambda _: None)
-    add = one.account.add
+    add = one.recorder.add
 
     def keep(record: Record) -> None:
         kept.append(record)
         add(record)
 
-    one.account.add = keep  # type: ignore[method-assign]
+    one.recorder.add = keep  # type: ignore[method-assign]
     run(one.go())
     return kept

@@ -11,8 +11,8 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from llmproxy.simulator.faults import FaultKind
 from llmproxy.simulator.replica import Replica, ReplicaOptions, serve_replica
+from llmproxy.simulator.server.faults import FaultKind
 from tests.simulator.conftest import CHAT, ENDLESS, FAST, chunks_of, post, until
 
 STREAM = CHAT | {"stream": True}

@@ -1,4 +1,4 @@
-"""The HTTP face: shapes of answers, streams and errors as they were recorded from a real vLLM 0.32."""
+"""The HTTP routes: shapes of answers, streams and errors as they were recorded from a real vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -267,27 +267,27 @@ async def test_models_lists_adapters_with_their_parent(replica: Replica, client:
 
 
 async def test_adapters_come_and_go(replica: Replica, client: aiohttp.ClientSession) -> None:
-    async def ask(path: str, **body: object) -> tuple[int, str]:
+    async def post(path: str, **body: object) -> tuple[int, str]:
         async with client.post(f"{replica.url}/v1/{path}", json=body) as answer:
             return answer.status, await answer.text()
 
     new = {"lora_name": "lora-9", "lora_path": "somewhere"}
     chat = CHAT | {"model": "lora-9"}
-    assert (await ask("chat/completions", **chat))[0] == 404
-    assert await ask("load_lora_adapter", **new) == (200, "Success: LoRA adapter 'lora-9' added successfully.")
-    assert (await ask("chat/completions", **chat))[0] == 200
-    status, text = await ask("load_lora_adapter", **new)
+    assert (await post("chat/completions", **chat))[0] == 404
+    assert await post("load_lora_adapter", **new) == (200, "Success: LoRA adapter 'lora-9' added successfully.")
+    assert (await post("chat/completions", **chat))[0] == 200
+    status, text = await post("load_lora_adapter", **new)
     assert (status, json.loads(text)["error"]["type"]) == (400, "InvalidUserInput")
-    assert (await ask("load_lora_adapter", **new, load_inplace=True))[0] == 200
+    assert (await post("load_lora_adapter", **new, load_inplace=True))[0] == 200
     for wrong in ({"lora_path": ""}, {"lora_name": ""}, {"lora_name": "base"}):
-        assert (await ask("load_lora_adapter", **new | wrong))[0] == 400
+        assert (await post("load_lora_adapter", **new | wrong))[0] == 400
     async with client.get(f"{replica.url}/v1/models") as listed:
         assert (await listed.json())["data"][-1]["root"] == "somewhere"
-    assert (await ask("load_lora_adapter", lora_name="lora-8"))[0] == 400
+    assert (await post("load_lora_adapter", lora_name="lora-8"))[0] == 400
     gone = (200, "Success: LoRA adapter 'lora-9' removed successfully.")
-    assert await ask("unload_lora_adapter", lora_name="lora-9") == gone
-    assert (await ask("unload_lora_adapter", lora_name="lora-9"))[0] == 404
-    assert (await ask("chat/completions", **chat))[0] == 404
+    assert await post("unload_lora_adapter", lora_name="lora-9") == gone
+    assert (await post("unload_lora_adapter", lora_name="lora-9"))[0] == 404
+    assert (await post("chat/completions", **chat))[0] == 404
 
 
 async def test_a_replica_without_slots_loads_no_adapter(client: aiohttp.ClientSession) -> None:

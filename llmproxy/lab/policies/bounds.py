@@ -10,21 +10,21 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
+from llmproxy.lab.fleet.fleet_file import room_tokens
+from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.pooled_cache import PooledCache
 from llmproxy.lab.policies.pooled_server import (
+    EngineWork,
     PooledServer,
     QueueBounds,
     Served,
-    Work,
     balance_rps,
     queue_bounds,
     work_of,
 )
+from llmproxy.lab.results.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from llmproxy.lab.results.result import Bound
-from llmproxy.lab.results.service import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from llmproxy.lab.run.arrival import Arrival, Trace
-from llmproxy.lab.run.fleet import Fleet
-from llmproxy.lab.run.fleet_file import room_tokens
+from llmproxy.lab.traces.arrival import Arrival, Trace
 
 BLOCKS_MAX = 1 << 21
 """Distinct blocks that a cache without end may hold; about 200 MB."""
@@ -49,15 +49,15 @@ def pooled_lru(trace: Trace, capacity_tokens: int, warmup_s: float = 0.0) -> Hit
     A prompt hits up to its first missing block; the block that was used longest ago goes first, and of one prompt the
     tail before the head. A partial block counts as a whole one, and all of a prompt may be a hit.
 
-    *Pooled* is what perfect placement over caches of that size together could come to. It takes no account of running
+    *Pooled* is what perfect placement over caches of that size together could come to. It takes no recorder of running
     requests, whose answers need room as well and whose prompts are there only once they are computed, so it mostly
     errs upwards; but a policy that orders its queue by prefix, or that keeps one-shot prompts apart, can beat it, as
     evicting with knowledge of the future would by far. *Endless* is a strict bound for all policies.
     """
-    return _Tally.of(_Walk(trace, capacity_tokens, warmup_s=warmup_s)).hits()
+    return _TraceSums.of(_OrderedRequests(trace, capacity_tokens, warmup_s=warmup_s)).hits()
 
 
-def vtc_bound_tokens(longest_prompt_tokens: int, fleet: Fleet) -> float:
+def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:
     """2 max(w_p L, w_q M): the most by which the weighted service of two backlogged tenants may differ under VTC.
 
     From "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), with its weights 1 per prompt and 2 per
@@ -81,7 +81,9 @@ def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | N
     return resident / total if total else None
 
 
-def all_bounds(trace: Trace, fleet: Fleet, prefill_scale: float = 1.0, warmup_s: float = 0.0) -> dict[str, Bound]:
+def all_bounds(
+    trace: Trace, fleet: SimulatedFleet, prefill_scale: float = 1.0, warmup_s: float = 0.0
+) -> dict[str, Bound]:
     """Every bound by name, in the order in which they should be told. Requests before `warmup_s` are not counted.
 
     The trace is read twice, and nothing is kept of it but the blocks in the caches. All replicas are taken to be there
@@ -90,17 +92,17 @@ def all_bounds(trace: Trace, fleet: Fleet, prefill_scale: float = 1.0, warmup_s:
     """
     longest = max(min(spec.max_model_len, room_tokens(spec.kv_tokens, spec.block_size)) for spec in fleet.replicas)
     cache_tokens = sum(spec.kv_tokens for spec in fleet.replicas)
-    tally = _Tally.of(_Walk(trace, cache_tokens, longest, warmup_s))
+    tally = _TraceSums.of(_OrderedRequests(trace, cache_tokens, longest, warmup_s))
     queue, balance = QueueBounds(), None
     if tally.fitting:
         balance = balance_rps(fleet, prefill_scale, tally.work)
         server = PooledServer(fleet, prefill_scale, tally.work)
-        again = _Walk(trace, cache_tokens, longest, warmup_s)
+        again = _OrderedRequests(trace, cache_tokens, longest, warmup_s)
         queue = queue_bounds(again.fitting(), server, timed=not tally.closed, since_s=warmup_s)
     return _queue_told(tally, queue, balance) | _cache_told(tally) | _fairness_told(tally, fleet)
 
 
-def _queue_told(tally: _Tally, queue: QueueBounds, balance: float | None) -> dict[str, Bound]:
+def _queue_told(tally: _TraceSums, queue: QueueBounds, balance: float | None) -> dict[str, Bound]:
     untimed = "; not computed: later turns arrive when earlier answers end" if tally.closed else ""
     bounds = {
         "goodput_max": Bound(
@@ -146,7 +148,7 @@ def _queue_told(tally: _Tally, queue: QueueBounds, balance: float | None) -> dic
     return bounds
 
 
-def _cache_told(tally: _Tally) -> dict[str, Bound]:
+def _cache_told(tally: _TraceSums) -> dict[str, Bound]:
     hits = tally.hits()
     excess = "" if hits.endless_exact else f"; too low, since only {BLOCKS_MAX:,} distinct blocks are remembered"
     return {
@@ -161,7 +163,7 @@ def _cache_told(tally: _Tally) -> dict[str, Bound]:
     }
 
 
-def _fairness_told(tally: _Tally, fleet: Fleet) -> dict[str, Bound]:
+def _fairness_told(tally: _TraceSums, fleet: SimulatedFleet) -> dict[str, Bound]:
     bounds = {
         "vtc_difference": Bound(
             value=vtc_bound_tokens(tally.longest_prompt_tokens, fleet),
@@ -225,7 +227,7 @@ class _EndlessCache:
         return min(hits * self._block_tokens, prompt_tokens)
 
 
-class _Walk:
+class _OrderedRequests:
     """All requests of a trace in order, each with what it finds in two caches; those that fit no replica touch none."""
 
     def __init__(self, trace: Trace, cache_tokens: int, room_tokens: float = inf, warmup_s: float = 0.0) -> None:
@@ -251,7 +253,7 @@ class _Walk:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _TraceSums:
     """What one walk adds up over the requests that are counted; `unlisted` ones have adapters beyond `ADAPTERS_MAX`."""
 
     offered: int = 0
@@ -260,14 +262,14 @@ class _Tally:
     hit_tokens: int = 0
     known_tokens: int = 0
     longest_prompt_tokens: int = 0
-    work: Work = data_field(default_factory=Work)
+    work: EngineWork = data_field(default_factory=EngineWork)
     adapters: Counter[str] = data_field(default_factory=Counter)
     unlisted: int = 0
     closed: bool = False
     endless_exact: bool = True
 
     @classmethod
-    def of(cls, walk: _Walk) -> _Tally:
+    def of(cls, walk: _OrderedRequests) -> _TraceSums:
         tally = cls()
         for served, fits in walk.all():
             tally.closed |= served.arrival.then is not None

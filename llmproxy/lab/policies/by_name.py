@@ -14,10 +14,10 @@ from llmproxy.config.value_types import nearest
 from llmproxy.core.placement import Placement, make, presets
 from llmproxy.core.placement.cost import TERMS, CostPlacement
 from llmproxy.core.settings import Settings
-from llmproxy.lab.policies.baseline import Surroundings
-from llmproxy.lab.policies.baselines import baseline_named, baselines
+from llmproxy.lab.baselines import baseline_named, baselines
+from llmproxy.lab.baselines.policy import Surroundings
+from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
-from llmproxy.lab.run.world import World
 
 LATE = "late_"
 """Prefix of our own waiting room around a preset whose plain name belongs to a baseline that binds at once."""
@@ -29,7 +29,7 @@ CEILED = ("critical", "default", "sheddable")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PolicyPlan:
     """A policy, ready to be run. `scrape_s` is how often it reads metrics, None where it never does; a `late` one lets
     requests wait in the proxy until a backend can begin them; a `central` one is alone in front of a fleet that others
     would share between several proxies.
@@ -65,7 +65,7 @@ def names() -> tuple[str, ...]:
     return (*_own(), *baselines.names(), ORACLE)
 
 
-def plan_named(text: str, config: Config) -> Plan:
+def plan_named(text: str, config: Config) -> PolicyPlan:
     """The plan of a policy named like `blend`, or with parameters like `blend(look_ahead=0,fairness=fcfs)`: for our own
     policies those are keys of the configuration's `scheduling` section, for baselines their own. Ceilings are written
     as `ceilings=1/0.95/0.85`, for critical, default and sheddable.
@@ -81,7 +81,7 @@ def plan_named(text: str, config: Config) -> Plan:
             raise ValueError(f"policy {text!r}: the oracle takes no parameters")
         about = "knows output lengths, the engines' state and caches and step times; one queue"
         settings = replace(settings_of(config), ceilings={}, withdrawal=False)
-        return Plan(
+        return PolicyPlan(
             text, about, settings, config.poll.interval_s, lambda around, world: Oracle(world, around.clock),
             central=True,
         )  # fmt: skip
@@ -101,12 +101,12 @@ def plan_named(text: str, config: Config) -> Plan:
         refuse_late=False,
         capacity=capacity,
     )
-    return Plan(
+    return PolicyPlan(
         baseline.name, baseline.about, settings, baseline.scrape_s, lambda around, _: baseline.make(around), late=False
     )
 
 
-def _own_plan(text: str, preset: str, config: Config, without: frozenset[str]) -> Plan:
+def _own_plan(text: str, preset: str, config: Config, without: frozenset[str]) -> PolicyPlan:
     settings = replace(settings_of(config), placement=preset)
     about = f"ours: placement {preset}, fairness {settings.fairness}, late binding from a waiting room"
 
@@ -114,7 +114,7 @@ def _own_plan(text: str, preset: str, config: Config, without: frozenset[str]) -
         del world
         return CostPlacement(around.rng, without=without) if without else make(preset, around.rng)
 
-    return Plan(text, about, settings, config.poll.interval_s, placement)
+    return PolicyPlan(text, about, settings, config.poll.interval_s, placement)
 
 
 def _without(text: str, given: str) -> frozenset[str]:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
 from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
-from llmproxy.lab.run.arrival import Arrival
-from llmproxy.lab.run.replica import Replica
-from llmproxy.lab.run.world import World
+from llmproxy.lab.fleet.server import SimulatedServer
+from llmproxy.lab.fleet.world import World
+from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.simulator.engine.engine import EngineRequest
 
 PATIENCE_S = 0.5
@@ -90,8 +90,8 @@ class Oracle(Placement):
             return NO_CAPACITY if sequence.adapter is None else NO_MATCH
         return Placed(best.name, -best.delay_s, (("delay_s", best.delay_s), ("begin_s", best.begin_s)), len(serving))
 
-    def _offer(self, replica: Replica, sequence: EngineRequest) -> _Offer:
-        held, profile, slow = self._held[replica.spec.name], replica.engine.profile, replica.ills.slow
+    def _offer(self, replica: SimulatedServer, sequence: EngineRequest) -> _Offer:
+        held, profile, slow = self._held[replica.spec.name], replica.engine.profile, replica.faults.slow
         cached_tokens = replica.engine.cached_tokens(sequence)
         batch, context_tokens = len(held.arrivals), held.context_tokens
         idle_s = profile.step_s(batch, context_tokens, []) if batch else 0.0
@@ -105,12 +105,12 @@ class Oracle(Placement):
             warm_tokens += SAVING_TOKENS
         return _Offer(begin_s + slow * (own_s + harm_s), replica.spec.name, begin_s, warm_tokens)
 
-    def _begin_s(self, replica: Replica, sequence: EngineRequest, cached_tokens: int) -> float:
+    def _begin_s(self, replica: SimulatedServer, sequence: EngineRequest, cached_tokens: int) -> float:
         """How long until the replica can begin the request: prompts ahead of it, and whoever must end first."""
         held, spec, engine = self._held[replica.spec.name], replica.spec, replica.engine
         ahead_s = 0.0
         if held.ahead_tokens > spec.step_tokens:
-            ahead_s = replica.ills.slow * engine.profile.step_s(0, 0, [(0, held.ahead_tokens - spec.step_tokens)])
+            ahead_s = replica.faults.slow * engine.profile.step_s(0, 0, [(0, held.ahead_tokens - spec.step_tokens)])
         # Prompts on their way hold no block yet, and every answer still grows.
         taken_tokens = engine.gauges().kv_used * engine.kv_room_tokens + held.ahead_tokens
         taken_tokens += held.growing_tokens(self._clock())
@@ -152,7 +152,7 @@ class Oracle(Placement):
         step_s = replica.engine.profile.step_s(len(held.arrivals) + 1, held.context_tokens + arrival.prompt_tokens, [])
         begin_s = self._begin_s(replica, sequence, arrival.prompt_tokens - prefill_tokens)
         self._where[lease] = backend
-        held.lasts_s[lease] = replica.ills.slow * arrival.output_tokens * step_s
+        held.lasts_s[lease] = replica.faults.slow * arrival.output_tokens * step_s
         held.ends_s[lease] = now + begin_s + held.lasts_s[lease]
         held.arrivals[lease] = arrival
         held.prefill_tokens[lease] = prefill_tokens

@@ -9,10 +9,10 @@ from math import inf
 from operator import add, mul
 from typing import NamedTuple
 
+from llmproxy.lab.fleet.spec import ReplicaSpec, SimulatedFleet
 from llmproxy.lab.results.objectives import prefill_s, scaled_profile
 from llmproxy.lab.results.sketch import Sketch
-from llmproxy.lab.run.arrival import Arrival
-from llmproxy.lab.run.fleet import Fleet, ReplicaSpec
+from llmproxy.lab.traces.arrival import Arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Served:
         return min(self.hit_tokens, self.arrival.prompt_tokens - 1)
 
 
-class Work(NamedTuple):
+class EngineWork(NamedTuple):
     """What requests want from an engine, as the sums in which the step-time formula is linear; or their prices.
 
     `prefill_squares` is end² - first² of the prompt positions to compute. `context_tokens` adds up, over all decoded
@@ -49,33 +49,33 @@ class Work(NamedTuple):
     context_tokens: float = 0.0
     private_tokens: float = 0.0
 
-    def plus(self, other: Work) -> Work:
-        return Work(*map(add, self, other))
+    def plus(self, other: EngineWork) -> EngineWork:
+        return EngineWork(*map(add, self, other))
 
-    def times(self, factor: float) -> Work:
-        return Work(*(factor * one for one in self))
-
-    @property
-    def prompt(self) -> Work:
-        return Work(self.requests, self.prefill_tokens, self.prefill_squares)
+    def times(self, factor: float) -> EngineWork:
+        return EngineWork(*(factor * one for one in self))
 
     @property
-    def answer(self) -> Work:
+    def prompt(self) -> EngineWork:
+        return EngineWork(self.requests, self.prefill_tokens, self.prefill_squares)
+
+    @property
+    def answer(self) -> EngineWork:
         return self._replace(requests=0.0, prefill_tokens=0.0, prefill_squares=0.0)
 
-    def cost(self, prices: Work) -> float:
+    def cost(self, prices: EngineWork) -> float:
         return float(sum(map(mul, self, prices)))
 
 
-def work_of(served: Served) -> Work:
+def work_of(served: Served) -> EngineWork:
     """Prompt and answer. The step that ends the prompt brings the first output token, so one less is decoded."""
     first, end, decodes = served.first, served.arrival.prompt_tokens, served.arrival.output_tokens - 1
     grown = decodes * (decodes + 1) / 2
     private = decodes * (end - served.known_tokens) + grown
-    return Work(1.0, end - first, end**2 - first**2, decodes, decodes * end + grown, private)
+    return EngineWork(1.0, end - first, end**2 - first**2, decodes, decodes * end + grown, private)
 
 
-def price_lists(spec: ReplicaSpec, prefill_scale: float) -> list[Work]:
+def price_lists(spec: ReplicaSpec, prefill_scale: float) -> list[EngineWork]:
     """Lists of prices, in seconds on one replica: by each of them, no schedule does any work in less than its cost.
 
     The cost of a step is a constant, something per token, and attention. However work is cut into steps, there are at
@@ -88,26 +88,26 @@ def price_lists(spec: ReplicaSpec, prefill_scale: float) -> list[Work]:
     a real replica slower.
     """
     profile = scaled_profile(spec, prefill_scale)
-    budget = Work(prefill_tokens=1 / spec.step_tokens, decode_tokens=1 / spec.step_tokens)
+    budget = EngineWork(prefill_tokens=1 / spec.step_tokens, decode_tokens=1 / spec.step_tokens)
     chunk_ms, square_ms = profile.prefill_ms
     decode_ms, context_ms = profile.decode_ms
-    attention = Work(requests=chunk_ms, prefill_squares=square_ms, context_tokens=context_ms)
+    attention = EngineWork(requests=chunk_ms, prefill_squares=square_ms, context_tokens=context_ms)
     lists = []
-    for decoding in (Work(decode_tokens=1 / spec.max_num_seqs), Work(private_tokens=1 / spec.kv_tokens)):
+    for decoding in (EngineWork(decode_tokens=1 / spec.max_num_seqs), EngineWork(private_tokens=1 / spec.kv_tokens)):
         for steps in (decoding, budget):
             for (constant_ms, token_ms), scale in ((profile.small_ms, 1.0), (profile.large_ms, prefill_scale)):
-                line = Work(prefill_tokens=scale * token_ms, decode_tokens=token_ms)
+                line = EngineWork(prefill_tokens=scale * token_ms, decode_tokens=token_ms)
                 line = line.plus(steps.times(profile.overhead_ms + constant_ms))
                 lists.append(line.plus(attention).plus(decoding.times(decode_ms)).times(1e-3))
     return lists
 
 
-def least_s(spec: ReplicaSpec, prefill_scale: float, work: Work) -> float:
+def least_s(spec: ReplicaSpec, prefill_scale: float, work: EngineWork) -> float:
     """Seconds that one replica takes for `work` at least."""
     return max(work.cost(prices) for prices in price_lists(spec, prefill_scale))
 
 
-def balance_rps(fleet: Fleet, prefill_scale: float, mix: Work) -> float:
+def balance_rps(fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) -> float:
     """Requests of `mix` per second when every replica has as much time as its prompts, in full steps, and its answers,
     in the largest batch that fits, take one after the other: 1 / (c_p + c_d(B)) for each replica.
 
@@ -123,7 +123,7 @@ def balance_rps(fleet: Fleet, prefill_scale: float, mix: Work) -> float:
 class PooledServer:
     """All replicas of a fleet together, each always busy, and with the work that suits it best."""
 
-    def __init__(self, fleet: Fleet, prefill_scale: float, mix: Work) -> None:
+    def __init__(self, fleet: SimulatedFleet, prefill_scale: float, mix: EngineWork) -> None:
         self.replicas = len(fleet.replicas)
         kinds: dict[ReplicaSpec, int] = {}
         for spec in fleet.replicas:
@@ -131,10 +131,10 @@ class PooledServer:
             kinds[kind] = kinds.get(kind, 0) + 1
         self._engines = [(scaled_profile(kind, prefill_scale), kind.step_tokens) for kind in kinds]
         lists = [price_lists(kind, prefill_scale) for kind in kinds]
-        prompt = Work(prefill_tokens=1.0)
+        prompt = EngineWork(prefill_tokens=1.0)
         self._prompt_prices = [max(one, key=prompt.cost) for one in lists]
 
-        def whole_s(prices: Sequence[Work]) -> float:
+        def whole_s(prices: Sequence[EngineWork]) -> float:
             costs = [mix.cost(one) for one in prices]
             return 1 / sum(count / cost for count, cost in zip(kinds.values(), costs, strict=True)) if all(costs) else 0
 

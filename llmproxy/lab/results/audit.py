@@ -1,4 +1,4 @@
-"""A second account of what a waiting room did: who was passed over, and how far apart the flows' counters came.
+"""An independent audit of a waiting room: priority inversions, and how far the counters of flows differed.
 
 It hears what the core hears and says, and keeps its own books, so that it holds for every policy alike.
 """
@@ -24,7 +24,7 @@ Flow = tuple[int, str]
 """(band, fairness key)"""
 
 
-class _Lease:
+class _AuditedLease:
     __slots__ = ("charged", "request", "tokens")
 
     def __init__(self, request: Request) -> None:
@@ -56,7 +56,7 @@ class Audit:
         self._backlogged: dict[int, Counter[str]] = {}
         self._counters: dict[Flow, float] = {}
         self._floors: dict[int, float] = {}
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, _AuditedLease] = {}
         self._unfinished_tokens = 0
         self._charge = charges.get(settings.charged)(settings)
 
@@ -97,7 +97,7 @@ class Audit:
                 and (context_tokens is None or other.prompt_tokens < context_tokens)
                 for other, excluded in self._above(request.band)
             )
-        lease = self._leases[grant.lease] = _Lease(request)
+        lease = self._leases[grant.lease] = _AuditedLease(request)
         self._unfinished_tokens += lease.tokens
         self.unfinished_tokens_most = max(self.unfinished_tokens_most, self._unfinished_tokens)
         self._charge_to(lease, self._charge.estimate(request))
@@ -133,13 +133,13 @@ class Audit:
         here.update((lease.request.band, lease.request.flow) for lease in self._leases.values())
         self._counters = {flow: counter for flow, counter in self._counters.items() if flow in here}
 
-    def _grow(self, lease: _Lease, tokens: int) -> None:
+    def _grow(self, lease: _AuditedLease, tokens: int) -> None:
         more = max(0, tokens - lease.tokens)
         lease.tokens += more
         self._unfinished_tokens += more
         self.unfinished_tokens_most = max(self.unfinished_tokens_most, self._unfinished_tokens)
 
-    def _charge_to(self, lease: _Lease, cost: float) -> None:
+    def _charge_to(self, lease: _AuditedLease, cost: float) -> None:
         flow = lease.request.band, lease.request.flow
         self._counters[flow] += (cost - lease.charged) / lease.request.weight
         lease.charged = cost

@@ -67,7 +67,7 @@ _STYLE: Any = {
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PolicyStyle:
     """How one policy is drawn wherever it appears; `gid` is what the page finds it by."""
 
     policy: str
@@ -119,25 +119,25 @@ def add_title(axes: Axes, name: str) -> None:
     axes.set_title(name, loc="left", fontsize=9 if len(name) <= 24 else 7)
 
 
-def lines_of(policies: Sequence[str], own: Collection[str], references: Collection[str]) -> dict[str, Line]:
+def lines_of(policies: Sequence[str], own: Collection[str], references: Collection[str]) -> dict[str, PolicyStyle]:
     """A look for every policy: own ones solid and thick in hues that no other has while there are enough of them."""
     ours = [policy for policy in policies if policy in own]
     others = [policy for policy in policies if policy not in own and policy not in references]
     spare = SERIES[len(ours) :] if len(ours) <= len(SERIES) // 2 else SERIES
-    lines: dict[str, Line] = {}
+    lines: dict[str, PolicyStyle] = {}
     for i, policy in enumerate(policies):
         gid, marker = f"series-{i}", MARKERS[i % len(MARKERS)]
         if policy in ours:
             rank = ours.index(policy)
             dash = "-" if rank < len(SERIES) else DASHES[rank % len(DASHES)]
-            lines[policy] = Line(policy, gid, SERIES[rank % len(SERIES)], dash, 2.6, marker, 4)
+            lines[policy] = PolicyStyle(policy, gid, SERIES[rank % len(SERIES)], dash, 2.6, marker, 4)
         elif policy in others:
             rank = others.index(policy)
             # Shifted by one in every round through the hues, or else the same pairs would come again.
             dash = DASHES[(rank + rank // len(spare)) % len(DASHES)]
-            lines[policy] = Line(policy, gid, spare[rank % len(spare)], dash, 1.3, marker, 3)
+            lines[policy] = PolicyStyle(policy, gid, spare[rank % len(spare)], dash, 1.3, marker, 3)
         else:
-            lines[policy] = Line(policy, gid, INK, (0, (1, 1)), 1.6, marker, 2)
+            lines[policy] = PolicyStyle(policy, gid, INK, (0, (1, 1)), 1.6, marker, 2)
     return lines
 
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from llmproxy.lab.run.arrival import Arrival
-from llmproxy.lab.run.fleet import Fleet, ReplicaSpec
+from llmproxy.lab.fleet.spec import ReplicaSpec, SimulatedFleet
+from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.simulator.engine.profiles import Profile
 
 TTFT_LEAST_S = 1.0
@@ -17,7 +17,7 @@ TPOT_LARGE_S = 0.075
 SMALL = re.compile(r"(?:^|[^0-9a-z.])8b(?:$|[^0-9a-z])", re.IGNORECASE)
 """What the name of a profile of an 8B model looks like."""
 PROMPTS_KEPT = 65_536
-"""Prompt lengths whose unloaded times are remembered; beyond it those not asked for of late are computed anew."""
+"""Prompt lengths whose unloaded times are kept; beyond it the least recently used are computed again."""
 
 
 def scaled_profile(spec: ReplicaSpec, prefill_scale: float) -> Profile:
@@ -40,7 +40,7 @@ class Objectives:
     objectives gets those.
     """
 
-    def __init__(self, fleet: Fleet, prefill_scale: float) -> None:
+    def __init__(self, fleet: SimulatedFleet, prefill_scale: float) -> None:
         # Of a thousand equal replicas one answers for all.
         alike = dict.fromkeys((scaled_profile(spec, prefill_scale), spec.step_tokens) for spec in fleet.replicas)
         self._engines = tuple(alike)

@@ -21,7 +21,7 @@ from llmproxy.lab.results.drawing import (
     MUTED,
     PAGE,
     SERIES,
-    Line,
+    PolicyStyle,
     add_legend,
     add_title,
     lines_of,
@@ -32,7 +32,7 @@ from llmproxy.lab.results.drawing import (
     short,
 )
 from llmproxy.lab.results.result import LoadPoint, RunKey, RunResult, SimulationResult, Trail, load_points, policies_of
-from llmproxy.lab.results.tally import OTHER
+from llmproxy.lab.results.sums import OTHER
 
 TENANTS_DRAWN = len(SERIES) - 1
 WAIT_MIN_S = 0.001
@@ -53,7 +53,7 @@ class _Scene:
     """What every plot draws from. `at` is the load of the plots that show only one, `shown` its runs with a trail."""
 
     points: list[LoadPoint]
-    lines: dict[str, Line]
+    lines: dict[str, PolicyStyle]
     at: LoadPoint
     shown: list[tuple[RunResult, Trail]]
     hit_bounds: Collection[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmproxy.core.domain import Outcome, Predicted
-from llmproxy.lab.run.arrival import Arrival
+from llmproxy.lab.traces.arrival import Arrival
 
 
 @dataclass(slots=True)

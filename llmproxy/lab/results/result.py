@@ -107,7 +107,7 @@ class Loaded(_Model):
         return sum(self.output_tokens.values()) / self.duration_s if self.duration_s > 0 else 0.0
 
 
-class Fairness(_Model):
+class FairnessResult(_Model):
     """How evenly tenants were served; null where nothing was to be compared.
 
     `counter_difference` is the most by which the virtual token counters of two backlogged flows of one band differed,
@@ -126,7 +126,7 @@ class Fairness(_Model):
     unfinished_tokens_most: int = 0
 
 
-class Prediction(_Model):
+class PredictionResult(_Model):
     """How well a placement predicted the completed answers; null where it predicts nothing.
 
     The mean of |predicted - observed| / observed, and the share that took no longer than the predicted p90 (0.9 where
@@ -148,7 +148,7 @@ class RunKey(NamedTuple):
     prefill_scale: float
 
 
-class Noticed(_Model):
+class FaultDetection(_Model):
     """A fault of one replica: `noticed_s` after it began a proxy had it down or ejected, null where none had."""
 
     kind: str
@@ -198,12 +198,12 @@ class RunResult(_Model):
     withdrawals: int
     inversions: int
     ejections: int = 0
-    noticed: list[Noticed] = []
+    noticed: list[FaultDetection] = []
     outcomes: Annotated[dict[str, int], AfterValidator(_by_key)]
     utilisation: Utilisation
     loaded: Loaded
-    fairness: Fairness
-    prediction: Prediction = Prediction()
+    fairness: FairnessResult
+    prediction: PredictionResult = PredictionResult()
     by_band: Annotated[dict[str, GroupResult], AfterValidator(_by_key)]
     by_tenant: Annotated[dict[str, GroupResult], AfterValidator(_by_key)]
     by_backend: Annotated[dict[str, BackendResult], AfterValidator(_by_key)]

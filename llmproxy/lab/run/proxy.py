@@ -24,15 +24,15 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
-from llmproxy.lab.policies.baseline import Surroundings
-from llmproxy.lab.policies.by_name import Plan
+from llmproxy.lab.baselines.policy import Surroundings
+from llmproxy.lab.fleet.kv_events import KvEvents
+from llmproxy.lab.fleet.server import Broken, Leaving, Refusing, ServerJob, SimulatedServer, TooLong
+from llmproxy.lab.fleet.world import World
+from llmproxy.lab.policies.by_name import PolicyPlan
 from llmproxy.lab.results.audit import AuditedPools
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.arrival import BASE_MODEL, Arrival
-from llmproxy.lab.run.kv_events import KvEvents
-from llmproxy.lab.run.replica import Broken, Job, Leaving, Refusing, Replica, TooLong
-from llmproxy.lab.run.standing import Standings
-from llmproxy.lab.run.world import World
+from llmproxy.lab.run.identity import IdentityReader
+from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 
 BYTES_PER_TOKEN = 4.3
 """Of the prompts of a replay, on average; the proxy has to learn it from the answers' usage, as in production."""
@@ -50,14 +50,14 @@ class LabProxy:
     prompt. The length of the answer goes to the engine alone. `on_record` gets every request's end.
     """
 
-    def __init__(self, config: Config, plan: Plan, world: World, rng: Random) -> None:
+    def __init__(self, config: Config, plan: PolicyPlan, world: World, rng: Random) -> None:
         self._config = config
         self._world = world
         self._replicas = world.replicas
         self._scrape_s = plan.scrape_s
         self._rng = rng
         self._budget = RetryBudget(config.retry.budget_ratio)
-        self._standings = Standings(config)
+        self._standings = IdentityReader(config)
         self._loop = asyncio.get_running_loop()
         around = Surroundings(
             Random(rng.getrandbits(32)),
@@ -75,7 +75,7 @@ class LabProxy:
             name: (ModelCard(BASE_MODEL, None, replica.spec.max_model_len), *cards)
             for name, replica in self._replicas.items()
         }
-        self._streams: dict[str, tuple[Lease, Job, Replica]] = {}
+        self._streams: dict[str, tuple[Lease, ServerJob, SimulatedServer]] = {}
         self._stopped = False
 
     # --- the side window ----------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class LabProxy:
         lease.usage = Usage(arrival.prompt_tokens, arrival.output_tokens, job.hit_tokens)
         return False
 
-    def _broke(self, request: Request, record: Record, lease: Lease, job: Job, by_timeout: bool) -> bool:
+    def _broke(self, request: Request, record: Record, lease: Lease, job: ServerJob, by_timeout: bool) -> bool:
         if lease.withdrawn and not lease.revoked and job.first_s is None:
             lease.verdict = Verdict.WITHDRAWN
             return True
@@ -320,7 +320,7 @@ class LabProxy:
         lease.usage = Usage(request.prompt_tokens, job.heard_tokens)
         return False
 
-    def _measure(self, record: Record, lease: Lease, job: Job, output_tokens: int) -> None:
+    def _measure(self, record: Record, lease: Lease, job: ServerJob, output_tokens: int) -> None:
         assert job.first_s is not None
         record.hit_tokens = job.hit_tokens or 0
         record.ttft_s = job.first_s - record.arrived_s

@@ -12,18 +12,18 @@ from random import Random
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome
-from llmproxy.lab.policies.by_name import Plan
-from llmproxy.lab.results.account import Account
+from llmproxy.lab.fleet.fault_schedule import schedule
+from llmproxy.lab.fleet.server import SimulatedServer
+from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
+from llmproxy.lab.fleet.world import Blocks, World
+from llmproxy.lab.policies.by_name import PolicyPlan
+from llmproxy.lab.results.fairness import LOOK_EVERY_S, OUTPUT_WEIGHT, PROMPT_WEIGHT
 from llmproxy.lab.results.objectives import Objectives
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.results.service import LOOK_EVERY_S, OUTPUT_WEIGHT, PROMPT_WEIGHT
-from llmproxy.lab.run.arrival import Arrival, Trace
-from llmproxy.lab.run.faults import schedule
-from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
+from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.proxy import LabProxy
-from llmproxy.lab.run.replica import Replica
 from llmproxy.lab.run.virtual_time import run
-from llmproxy.lab.run.world import Blocks, World
+from llmproxy.lab.traces.arrival import Arrival, Trace
 
 SETTLE_S = 2.0
 """How long the pollers may read the fleet before the first arrival, as a proxy that was started before its clients."""
@@ -32,7 +32,7 @@ SAMPLES = 120
 SAMPLE_LEAST_S = 0.05
 NOTICE_S = 0.02
 """How often one looks whether a fault is known."""
-NOTICED = frozenset({FaultKind.KILL, FaultKind.RESTART, FaultKind.HANG, FaultKind.SLOW})
+NOTICED = frozenset({FleetFaultKind.KILL, FleetFaultKind.RESTART, FleetFaultKind.HANG, FleetFaultKind.SLOW})
 """Faults that a proxy should know of."""
 
 
@@ -44,8 +44,8 @@ class Setup:
     """
 
     trace: Trace
-    fleet: Fleet
-    plan: Plan
+    fleet: SimulatedFleet
+    plan: PolicyPlan
     config: Config
     seed: int
     prefill_scale: float
@@ -54,7 +54,7 @@ class Setup:
     warmup_s: float = 0.0
 
 
-def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> Account:
+def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> RunRecorder:
     """Run it. `progress` is told the number of requests that ended, now and then. Raises TraceError."""
     frozen = gc.get_threshold()
     # Live requests are many and die without cycles; looking at them often finds nothing.
@@ -66,13 +66,13 @@ def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> Ac
 
 
 class Run:
-    """One run; `account` is its book, and `proxies` are there once it goes."""
+    """One run. `recorder` collects its figures; `proxies` exists once it runs."""
 
     def __init__(self, setup: Setup, progress: Callable[[int], None]) -> None:
         self._setup = setup
         self._progress = progress
         self._rng = Random(setup.seed)
-        self.account = Account(setup.duration_s, [r.name for r in setup.fleet.replicas], setup.warmup_s)
+        self.recorder = RunRecorder(setup.duration_s, [r.name for r in setup.fleet.replicas], setup.warmup_s)
         self._objectives = Objectives(setup.fleet, setup.prefill_scale)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: BaseException | None = None
@@ -81,10 +81,10 @@ class Run:
         self._ended = 0
         self._output_tokens: Counter[int] = Counter()
 
-    async def go(self) -> Account:
+    async def go(self) -> RunRecorder:
         setup, loop = self._setup, asyncio.get_running_loop()
         replicas = {
-            spec.name: Replica(spec, setup.prefill_scale, self._rng.getrandbits(32), loop)
+            spec.name: SimulatedServer(spec, setup.prefill_scale, self._rng.getrandbits(32), loop)
             for spec in setup.fleet.replicas
         }
         for spec in setup.fleet.replicas:
@@ -111,14 +111,14 @@ class Run:
         self._over = True
         for proxy in self.proxies:
             proxy.stop()
-            self.account.audited(proxy.pools.audit)
-            self.account.ejected(sum(backend.health.ejected_times for backend in proxy.pools.backends.values()))
+            self.recorder.audited(proxy.pools.audit)
+            self.recorder.ejected(sum(backend.health.ejected_times for backend in proxy.pools.backends.values()))
         for name, replica in replicas.items():
-            self.account.counted(name, replica.counters)
+            self.recorder.counted(name, replica.counters)
         if self._failed is not None:
             raise self._failed
         self._progress(self._ended)
-        return self.account
+        return self.recorder
 
     def _start_proxies(self, world: World) -> list[LabProxy]:
         setup = self._setup
@@ -135,9 +135,9 @@ class Run:
         passed_s = loop.time() - SETTLE_S - fault.at_s
         healths = [proxy.pools.backends[replica].health for proxy in self.proxies]
         if any(health.down or health.ejected for health in healths):
-            self.account.noticed(fault, replica, passed_s)
+            self.recorder.noticed(fault, replica, passed_s)
         elif self._over or passed_s > _lasts_s(fault):
-            self.account.noticed(fault, replica, None)
+            self.recorder.noticed(fault, replica, None)
         else:
             loop.call_later(NOTICE_S, self._watch_for, loop, fault, replica)
 
@@ -150,7 +150,7 @@ class Run:
             for band, (requests, _) in proxy.pools.queued().items():
                 queued[band] = queued.get(band, 0) + requests
         load = {name: replica.load() for name, replica in self._replicas.items()}
-        self.account.sample(loop.time() - SETTLE_S, load, queued)
+        self.recorder.sample(loop.time() - SETTLE_S, load, queued)
         every_s = max(SAMPLE_LEAST_S, self._setup.duration_s / SAMPLES)
         loop.call_at(SETTLE_S + (number + 1) * every_s, self._sample, loop, number + 1)
 
@@ -166,7 +166,7 @@ class Run:
                 service = PROMPT_WEIGHT * arrival.prompt_tokens + OUTPUT_WEIGHT * answered_tokens
                 under_way[arrival.tenant] = under_way.get(arrival.tenant, 0.0) + service
                 waiting.pop(request_id, None)
-        self.account.service.look(under_way, {self._world.arrivals[one].tenant: None for one in waiting})
+        self.recorder.service.look(under_way, {self._world.arrivals[one].tenant: None for one in waiting})
         if not self._over:
             loop.call_later(LOOK_EVERY_S, self._look_at_service, loop)
 
@@ -176,7 +176,7 @@ class Run:
         for proxy in self.proxies:
             for request_id, answered_tokens in proxy.answers():
                 tokens[proxy.band(self._world.arrivals[request_id])] += answered_tokens
-        self.account.output(tokens)
+        self.recorder.output(tokens)
 
     # --- arrivals -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Run:
         record.ended_s -= SETTLE_S
         self._judge(record)
         self._output_tokens[record.band] += record.output_tokens
-        self.account.add(record)
+        self.recorder.add(record)
         self._ended += 1
         if self._ended % 256 == 0:
             self._progress(self._ended)
@@ -217,7 +217,7 @@ class Run:
     def _give_up(self, turn: Arrival | None, failed: Record) -> None:
         """The turns that a failed one leaves unasked count as offered and missed, or failing would pay."""
         while turn is not None:
-            self.account.add(Record(turn, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
+            self.recorder.add(Record(turn, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
             turn = turn.then
 
     def _judge(self, record: Record) -> None:
@@ -235,6 +235,6 @@ class Run:
 
 
 def _lasts_s(fault: Fault) -> float:
-    if fault.kind is FaultKind.RESTART:
+    if fault.kind is FleetFaultKind.RESTART:
         return fault.value
     return inf if fault.until_s is None else fault.until_s - fault.at_s

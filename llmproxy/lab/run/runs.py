@@ -14,12 +14,12 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from llmproxy.config import Config
+from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.result import RunResult, Trail
-from llmproxy.lab.run.arrival import Trace
-from llmproxy.lab.run.fleet import Fleet
 from llmproxy.lab.run.replay import Setup, replay
 from llmproxy.lab.traces import PREFIX, Survey, replicated, scaled, sliced, survey, trace_named
+from llmproxy.lab.traces.arrival import Trace
 from llmproxy.lab.traces.mix import AS_IT_IS, Mix, mixed
 
 LOOK_EVERY_S = 0.2
@@ -34,7 +34,7 @@ class Simulation:
     """
 
     trace: str
-    fleet: Fleet
+    fleet: SimulatedFleet
     config: Config
     skip: int = 0
     requests: int | None = None
@@ -116,9 +116,9 @@ def run_one(simulation: Simulation, point: Point, progress: Callable[[int], None
         adapters=tuple(sorted(found.adapters)),
         warmup_s=simulation.warmup * found.duration_s,
     )
-    account = replay(setup, progress)
-    run = account.result(point.policy, point.seed, point.rate_scale, point.prefill_scale)
-    return Finished(point, run, account.trail())
+    recorder = replay(setup, progress)
+    run = recorder.result(point.policy, point.seed, point.rate_scale, point.prefill_scale)
+    return Finished(point, run, recorder.trail())
 
 
 def run_all(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmproxy.lab.run.arrival import Trace
+from llmproxy.lab.traces.arrival import Trace
 from llmproxy.lab.traces.files import open_trace
 from llmproxy.lab.traces.spec import GENERATORS, PREFIX, generate
 from llmproxy.lab.traces.survey import Survey, survey

@@ -7,7 +7,7 @@ from heapq import merge
 from itertools import accumulate
 from random import Random
 
-from llmproxy.lab.run.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.lab.traces.parts import check, check_lengths, check_rates, check_times, poisson_times, varying_times
 
 

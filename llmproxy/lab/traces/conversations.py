@@ -9,7 +9,7 @@ from itertools import count
 from math import ceil
 from random import Random
 
-from llmproxy.lab.run.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
 from llmproxy.lab.traces.parts import (
     LogNormal,
     Text,

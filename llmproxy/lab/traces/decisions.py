@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from llmproxy.lab.run.arrival import Arrival, TraceError
+from llmproxy.lab.traces.arrival import Arrival, TraceError
 from llmproxy.lab.traces.formats import LineError, count_of, object_of, optionals_of, seconds_of
 
 HEADER = "llmproxy_decisions"
@@ -43,7 +43,7 @@ def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
     The file is read twice: first to learn how long answers are and how far its lines are out of order, so that then no
     more has to be held than arrived within the longest of its requests.
     """
-    found = _Pass()
+    found = _FirstPass()
     for logged in _logged(path, lines()):
         found.add(logged)
     if not found.count:
@@ -69,7 +69,7 @@ class _Logged:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _FirstPass:
     """What one reading of the whole file tells: `late_s` is the most by which a line is behind an earlier one."""
 
     count: int = 0

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from llmproxy.lab.run.arrival import Arrival, Trace, TraceError
 from llmproxy.lab.traces import decisions
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
 from llmproxy.lab.traces.formats import Layout, LineError, recognise
 
 LINE_BYTES_MAX = 16 << 20

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 
 from llmproxy.config.value_types import nearest
-from llmproxy.lab.run.arrival import BASE_MODEL, Arrival
+from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 
 LENGTH_TOKENS_MAX = 10_000_000
 TIME_MAX_S = 366 * 86_400.0

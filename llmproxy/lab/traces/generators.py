@@ -8,7 +8,7 @@ from heapq import merge
 from itertools import accumulate, count, cycle
 from random import Random
 
-from llmproxy.lab.run.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.lab.traces.parts import (
     LogNormal,
     Text,

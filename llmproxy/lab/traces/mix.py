@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from random import Random
 
-from llmproxy.lab.run.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival, Trace
 
 SPREAD_S = 10.0
 """A louder tenant's further requests come within so many seconds after the one that the trace has."""

@@ -9,7 +9,7 @@ from math import exp, log
 from random import Random
 from typing import Any
 
-from llmproxy.lab.run.arrival import Arrival, TraceError
+from llmproxy.lab.traces.arrival import Arrival, TraceError
 from llmproxy.lab.traces.formats import BLOCK_TOKENS_MAX, LENGTH_TOKENS_MAX, TIME_MAX_S
 
 RATE_MAX = 1e6

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 from llmproxy.config.value_types import nearest
-from llmproxy.lab.run.arrival import Trace, TraceError
+from llmproxy.lab.traces.arrival import Trace, TraceError
 from llmproxy.lab.traces.contention import critical_and_flood, critical_bursts, unequal_tenants
 from llmproxy.lab.traces.conversations import agent_loops, interactive_chat, multi_round_chat
 from llmproxy.lab.traces.generators import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmproxy.lab.run.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
 
 TENANTS_MAX = 1_000
 ADAPTERS_MAX = 10_000

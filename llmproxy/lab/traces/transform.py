@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from random import Random
 
-from llmproxy.lab.run.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
 
 COPIES_MAX = 1_000
 OFFSET_MAX_S = 60.0

@@ -89,7 +89,7 @@ class Engine:
         self._decodes = Decodes(block_size)
         self._slots = AdapterSlots(max_loras, max_loras if max_cpu_loras is None else max_cpu_loras, profile)
 
-    # --- what callers ask and tell ------------------------------------------------------------------------------------
+    # --- requests and state -------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:

@@ -6,32 +6,39 @@ import secrets
 
 import orjson
 
-from llmproxy.simulator.http.answers import DONE, Choice, Head, Usage, error_body, stream_error
-from llmproxy.simulator.http.requests import Body, GenerationRequest, Limits, WireError, messages_ask, responses_ask
+from llmproxy.simulator.http.answers import DONE, AnswerUsage, Choice, Head, error_body, stream_error
+from llmproxy.simulator.server.requests import (
+    ApiError,
+    Body,
+    GenerationRequest,
+    Limits,
+    messages_request,
+    responses_request,
+)
 
 
 class ResponsesAnswer:
     """`/v1/responses`. Its stream begins at acceptance, before any token, and has no end mark."""
 
-    def __init__(self, ask: GenerationRequest, head: Head) -> None:
-        self._ask = ask
+    def __init__(self, generation: GenerationRequest, head: Head) -> None:
+        self._generation = generation
         self._created = head.created
         self._sequence = 0
         self._item = f"msg_{secrets.token_hex(8)}"
         # The id of the request is the body's member alone here: the header does not count, as it does elsewhere.
-        self.id: str = ask.body.get("request_id", f"resp_{secrets.token_hex(8)}")
+        self.id: str = generation.body.get("request_id", f"resp_{secrets.token_hex(8)}")
 
     @staticmethod
-    def ask(body: Body, limits: Limits) -> GenerationRequest:
+    def parse(body: Body, limits: Limits) -> GenerationRequest:
         """The checked request."""
-        return responses_ask(body, limits)
+        return responses_request(body, limits)
 
     def prologue(self) -> list[bytes]:
         """The response without output, twice."""
         body = self._body("in_progress", [], None)
         return [self._event("response.created", response=body), self._event("response.in_progress", response=body)]
 
-    def opening(self, usage: Usage) -> list[bytes]:  # noqa: ARG002 - the completions count here
+    def opening(self, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - the completions count here
         """The one output item and its one part."""
         part = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
         item = self._message([], "in_progress")
@@ -40,11 +47,11 @@ class ResponsesAnswer:
             self._event("response.content_part.added", content_index=0, item_id=self._item, output_index=0, part=part),
         ]
 
-    def delta(self, index: int, text: str, reason: str | None, usage: Usage) -> list[bytes]:  # noqa: ARG002
+    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002
         """A piece of text."""
         return [self._text_event("response.output_text.delta", delta=text)]
 
-    def closing(self, choices: list[Choice], usage: Usage) -> list[bytes]:
+    def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:
         """Text, part, item and response, each complete. A cut answer ends in `response.completed`, too."""
         text = choices[0].text
         part = _part(text)
@@ -57,12 +64,12 @@ class ResponsesAnswer:
             self._event("response.completed", response=done),
         ]
 
-    def whole(self, choices: list[Choice], usage: Usage) -> Body:
+    def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
         """The answer in one piece."""
         status = "incomplete" if choices[0].reason == "length" else "completed"
         return self._body(status, [self._message([_part(choices[0].text)], "completed")], usage)
 
-    def broken(self, error: WireError) -> list[bytes]:
+    def broken(self, error: ApiError) -> list[bytes]:
         """An error inside a stream."""
         return [stream_error(error), DONE]
 
@@ -70,15 +77,15 @@ class ResponsesAnswer:
         item = {"id": self._item, "content": content, "role": "assistant", "status": status}
         return item | {"type": "message", "phase": None}
 
-    def _body(self, status: str, output: list[Body], usage: Usage | None) -> Body:
-        asked = self._ask.body
+    def _body(self, status: str, output: list[Body], usage: AnswerUsage | None) -> Body:
+        asked = self._generation.body
         return {
             "id": self.id,
             "created_at": self._created,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.get("instructions"),
             "metadata": asked.get("metadata"),
-            "model": self._ask.model,
+            "model": self._generation.model,
             "object": "response",
             "output": output,
             "parallel_tool_calls": True,
@@ -87,7 +94,7 @@ class ResponsesAnswer:
             "tools": [],
             "top_p": 1.0,
             "background": False,
-            "max_output_tokens": self._ask.max_tokens,
+            "max_output_tokens": self._generation.max_tokens,
             "max_tool_calls": None,
             "previous_response_id": asked.get("previous_response_id"),
             **dict.fromkeys(("prompt", "reasoning")),
@@ -116,21 +123,21 @@ class ResponsesAnswer:
 class MessagesAnswer:
     """`/v1/messages`, Anthropic's dialect."""
 
-    def __init__(self, ask: GenerationRequest, head: Head) -> None:
-        self._model = ask.model
+    def __init__(self, generation: GenerationRequest, head: Head) -> None:
+        self._model = generation.model
         self._id = "chatcmpl-" + head.id
         self._count_details = head.count_details
 
     @staticmethod
-    def ask(body: Body, limits: Limits) -> GenerationRequest:
+    def parse(body: Body, limits: Limits) -> GenerationRequest:
         """The checked request."""
-        return messages_ask(body, limits)
+        return messages_request(body, limits)
 
     def prologue(self) -> list[bytes]:
         """Nothing: the first event comes with the first token."""
         return []
 
-    def opening(self, usage: Usage) -> list[bytes]:
+    def opening(self, usage: AnswerUsage) -> list[bytes]:
         """The empty message and its one text block."""
         message: Body = {"id": self._id, "type": "message", "role": "assistant", "content": [], "model": self._model}
         counted = {"input_tokens": usage.prompt_tokens, "output_tokens": 0}
@@ -140,11 +147,11 @@ class MessagesAnswer:
             _block("start", {"content_block": {"type": "text", "text": ""}}),
         ]
 
-    def delta(self, index: int, text: str, reason: str | None, usage: Usage) -> list[bytes]:  # noqa: ARG002
+    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002
         """A piece of text."""
         return [_block("delta", {"delta": {"type": "text_delta", "text": text}})]
 
-    def closing(self, choices: list[Choice], usage: Usage) -> list[bytes]:
+    def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:
         """The end of the block, why the message ended, and its usage."""
         delta = {"stop_reason": _stop_reason(choices[0]), "stop_sequence": None}
         last = {"type": "message_delta", "delta": delta, "usage": self._usage(usage)}
@@ -154,7 +161,7 @@ class MessagesAnswer:
             _event("message_stop", {"type": "message_stop"}),
         ]
 
-    def whole(self, choices: list[Choice], usage: Usage) -> Body:
+    def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
         """The answer in one piece."""
         return {
             "id": self._id,
@@ -166,11 +173,11 @@ class MessagesAnswer:
             "usage": self._usage(usage),
         }
 
-    def broken(self, error: WireError) -> list[bytes]:
+    def broken(self, error: ApiError) -> list[bytes]:
         """An error inside a stream."""
         return [_event("error", error_body(error, anthropic=True))]
 
-    def _usage(self, usage: Usage) -> Body:
+    def _usage(self, usage: AnswerUsage) -> Body:
         counted: Body = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.output_tokens}
         if not self._count_details:
             return counted
@@ -187,7 +194,7 @@ def _stop_reason(choice: Choice) -> str:
     return "max_tokens" if choice.reason == "length" else "end_turn"
 
 
-def _responses_usage(usage: Usage) -> Body:
+def _responses_usage(usage: AnswerUsage) -> Body:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {

@@ -12,7 +12,14 @@ from typing import Any, ClassVar, Protocol
 
 import orjson
 
-from llmproxy.simulator.http.requests import Body, GenerationRequest, Limits, WireError, chat_ask, completion_ask
+from llmproxy.simulator.server.requests import (
+    ApiError,
+    Body,
+    GenerationRequest,
+    Limits,
+    chat_request,
+    completion_request,
+)
 
 FINGERPRINT = "vllm-0.32.0-51ab1e5d"
 DONE = b"data: [DONE]\n\n"
@@ -31,7 +38,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class AnswerUsage:
     """Tokens of one answer. `created_tokens` went into the prefix cache."""
 
     prompt_tokens: int
@@ -60,15 +67,15 @@ class Choice:
     reason: str
 
 
-class Answer(Protocol):
+class AnswerWriter(Protocol):
     """One request's side of the wire; see the module."""
 
     def prologue(self) -> list[bytes]: ...
-    def opening(self, usage: Usage) -> list[bytes]: ...
-    def delta(self, index: int, text: str, reason: str | None, usage: Usage) -> list[bytes]: ...
-    def closing(self, choices: list[Choice], usage: Usage) -> list[bytes]: ...
-    def whole(self, choices: list[Choice], usage: Usage) -> Body: ...
-    def broken(self, error: WireError) -> list[bytes]: ...
+    def opening(self, usage: AnswerUsage) -> list[bytes]: ...
+    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]: ...
+    def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]: ...
+    def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body: ...
+    def broken(self, error: ApiError) -> list[bytes]: ...
 
 
 class _OpenAiAnswer:
@@ -78,40 +85,45 @@ class _OpenAiAnswer:
     noun: ClassVar[str]
     noun_chunk: ClassVar[str]
 
-    def __init__(self, ask: GenerationRequest, head: Head) -> None:
-        self._ask = ask
+    def __init__(self, generation: GenerationRequest, head: Head) -> None:
+        self._generation = generation
         self._details = head.count_details
-        self._begin = {"id": self.prefix + head.id, "object": self.noun, "created": head.created, "model": ask.model}
+        self._begin = {
+            "id": self.prefix + head.id,
+            "object": self.noun,
+            "created": head.created,
+            "model": generation.model,
+        }
         self._chunk_begin = _dump({**self._begin, "object": self.noun_chunk})[:-1]
 
     def prologue(self) -> list[bytes]:
         """Nothing: the first event comes with the first token."""
         return []
 
-    def closing(self, choices: list[Choice], usage: Usage) -> list[bytes]:  # noqa: ARG002 - other dialects need them
+    def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - other dialects need them
         """The usage chunk where it was asked for, then the end mark."""
-        if not self._ask.include_usage:
+        if not self._generation.include_usage:
             return [DONE]
         body = usage.body() | ({"prompt_tokens_details": usage.details()} if self._details else {})
         return [self._event('"choices":[],"usage":' + _dump(body), f',"system_fingerprint":"{FINGERPRINT}"'), DONE]
 
-    def broken(self, error: WireError) -> list[bytes]:
+    def broken(self, error: ApiError) -> list[bytes]:
         """An error inside a stream, which keeps its status 200."""
         return [stream_error(error), DONE]
 
     def _event(self, choices: str, after: str = "") -> bytes:
         return f"data: {self._chunk_begin},{choices}{after}}}\n\n".encode()
 
-    def _usage_now(self, usage: Usage) -> str:
-        if not self._ask.continuous_usage:
+    def _usage_now(self, usage: AnswerUsage) -> str:
+        if not self._generation.continuous_usage:
             return ""
         return ',"usage":' + _dump(usage.body() | {"completion_tokens_details": None})
 
     def _last(self, reason: str | None) -> str:
         """The fingerprint is on the last chunk that is certain to come."""
-        return f',"system_fingerprint":"{FINGERPRINT}"' if reason and not self._ask.include_usage else ""
+        return f',"system_fingerprint":"{FINGERPRINT}"' if reason and not self._generation.include_usage else ""
 
-    def _ending(self, usage: Usage, extra: Body) -> Body:
+    def _ending(self, usage: AnswerUsage, extra: Body) -> Body:
         details = usage.details() | extra if self._details else None
         usage_body = usage.body() | {"prompt_tokens_details": details, "completion_tokens_details": None}
         return {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": usage_body}
@@ -125,24 +137,24 @@ class ChatAnswer(_OpenAiAnswer):
     noun_chunk = "chat.completion.chunk"
 
     @staticmethod
-    def ask(body: Body, limits: Limits) -> GenerationRequest:
+    def parse(body: Body, limits: Limits) -> GenerationRequest:
         """The checked request."""
-        return chat_ask(body, limits)
+        return chat_request(body, limits)
 
-    def opening(self, usage: Usage) -> list[bytes]:
+    def opening(self, usage: AnswerUsage) -> list[bytes]:
         """One role chunk per choice."""
         after = self._usage_now(usage) + ',"prompt_token_ids":null,"prompt_text":null'
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        return [self._event(f'"choices":[{{"index":{i},{role}}}]', after) for i in range(self._ask.choices)]
+        return [self._event(f'"choices":[{{"index":{i},{role}}}]', after) for i in range(self._generation.choices)]
 
-    def delta(self, index: int, text: str, reason: str | None, usage: Usage) -> list[bytes]:
+    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:
         """A piece of text, the last one of a choice with its `reason`."""
         finish = f'"{reason}","stop_reason":null' if reason else "null"
         choice = f'"index":{index},"delta":{{"content":{_dump(text)}}},"logprobs":null,"finish_reason":{finish}'
         event = self._event(f'"choices":[{{{choice},"token_ids":null}}]', self._usage_now(usage) + self._last(reason))
         return [event]
 
-    def whole(self, choices: list[Choice], usage: Usage) -> Body:
+    def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
         """The answer in one piece."""
         none = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "reasoning": None}
         shown = [
@@ -170,22 +182,22 @@ class CompletionAnswer(_OpenAiAnswer):
     noun_chunk = "text_completion"
 
     @staticmethod
-    def ask(body: Body, limits: Limits) -> GenerationRequest:
+    def parse(body: Body, limits: Limits) -> GenerationRequest:
         """The checked request."""
-        return completion_ask(body, limits)
+        return completion_request(body, limits)
 
-    def opening(self, usage: Usage) -> list[bytes]:  # noqa: ARG002 - the chat has something to say here
+    def opening(self, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - the chat has something to say here
         """Nothing: a text has no role."""
         return []
 
-    def delta(self, index: int, text: str, reason: str | None, usage: Usage) -> list[bytes]:
+    def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:
         """A piece of text, the last one of a choice with its `reason`."""
         finish = f'"{reason}"' if reason else "null"
         choice = f'"index":{index},"text":{_dump(text)},"logprobs":null,"finish_reason":{finish},"stop_reason":null'
         choices = f'"choices":[{{{choice},"prompt_token_ids":null,"token_ids":null}}]'
         return [self._event(choices, self._usage_now(usage) + self._last(reason))]
 
-    def whole(self, choices: list[Choice], usage: Usage) -> Body:
+    def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
         """The answer in one piece."""
         after = ("stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids", "routed_experts")
         shown = [
@@ -199,7 +211,7 @@ class CompletionAnswer(_OpenAiAnswer):
 _ENDING_NULLS = ("kv_transfer_params", "ec_transfer_params", "metrics")
 
 
-def error_body(error: WireError, anthropic: bool = False) -> Body:
+def error_body(error: ApiError, anthropic: bool = False) -> Body:
     """The JSON of an error answer, in the dialect of the endpoint."""
     if anthropic:
         return {"type": "error", "error": {"type": error.kind, "message": error.message}}
@@ -207,7 +219,7 @@ def error_body(error: WireError, anthropic: bool = False) -> Body:
     return {"error": shown}
 
 
-def stream_error(error: WireError) -> bytes:
+def stream_error(error: ApiError) -> bytes:
     """An error event. vLLM writes this one with spaces, unlike its other events."""
     shown = f'{{"message": {_dump(error.message)}, "type": "{error.kind}", "param": null, "code": {error.status}}}'
     return f'data: {{"error": {shown}}}\n\n'.encode()

@@ -13,23 +13,23 @@ from typing import Protocol
 import orjson
 from aiohttp import web
 
-from llmproxy.simulator.faults import FaultKind
 from llmproxy.simulator.http.answer_events import ResponsesAnswer
-from llmproxy.simulator.http.answers import KEEP_ALIVE, Answer, Choice, Head, Usage
-from llmproxy.simulator.http.metrics import unix_now_s
-from llmproxy.simulator.http.requests import Body, GenerationRequest, Limits, items
-from llmproxy.simulator.pacer import Job
-from llmproxy.simulator.service import BLOCK_SIZE, Service, engine_dead
-from llmproxy.simulator.text import seed_of, words
+from llmproxy.simulator.http.answers import KEEP_ALIVE, AnswerUsage, AnswerWriter, Choice, Head
+from llmproxy.simulator.server.faults import FaultKind
+from llmproxy.simulator.server.metrics import unix_now_s
+from llmproxy.simulator.server.pacer import GenerationJob
+from llmproxy.simulator.server.requests import Body, GenerationRequest, Limits, items
+from llmproxy.simulator.server.service import BLOCK_SIZE, Service, engine_dead
+from llmproxy.simulator.server.text import seed_of, words
 
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 
 
-class Dialect(Protocol):
-    """The class of an `Answer`."""
+class AnswerWriterType(Protocol):
+    """The class of an `AnswerWriter`."""
 
-    def __call__(self, ask: GenerationRequest, head: Head) -> Answer: ...
-    def ask(self, body: Body, limits: Limits) -> GenerationRequest: ...
+    def __call__(self, generation: GenerationRequest, head: Head) -> AnswerWriter: ...
+    def parse(self, body: Body, limits: Limits) -> GenerationRequest: ...
 
 
 def headers_of(
@@ -47,23 +47,25 @@ def headers_of(
     return headers
 
 
-async def generate(service: Service, request: web.BaseRequest, dialect: Dialect, body: Body) -> web.StreamResponse:
-    """Answer one request. WireError where it is refused; a client that leaves cancels this, which aborts the work."""
-    if dialect is ResponsesAnswer:
+async def generate(
+    service: Service, request: web.BaseRequest, writer_type: AnswerWriterType, body: Body
+) -> web.StreamResponse:
+    """Answer one request. Raises ApiError. A client that disconnects cancels this, which aborts the work."""
+    if writer_type is ResponsesAnswer:
         body = service.continued(body)
-    ask = dialect.ask(body, service.limits)
+    generation = writer_type.parse(body, service.limits)
     service.refuse_if_told()
     arrived_s = asyncio.get_running_loop().time()
     request_id = request.headers.get("x-request-id") or body.get("request_id") or secrets.token_hex(8)
     head = Head(str(request_id), int(unix_now_s()), service.options.prompt_tokens_details)
-    job = service.job(ask, f"{request_id}-{secrets.token_hex(4)}", arrived_s)
-    exchange = _Exchange(service, request, ask, job, dialect(ask, head))
+    job = service.job(generation, f"{request_id}-{secrets.token_hex(4)}", arrived_s)
+    exchange = _Exchange(service, request, generation, job, writer_type(generation, head))
     with service.counted():
         try:
             await asyncio.sleep(service.frontend_s)
             if service.faults.kind is FaultKind.ENGINE_DEAD:
                 raise engine_dead()
-            return await (exchange.stream() if ask.stream else exchange.whole())
+            return await (exchange.stream() if generation.stream else exchange.whole())
         finally:
             service.pacer.drop(job)
 
@@ -81,14 +83,21 @@ class _Exchange:
     """One accepted request."""
 
     def __init__(
-        self, service: Service, request: web.BaseRequest, ask: GenerationRequest, job: Job, answer: Answer
+        self,
+        service: Service,
+        request: web.BaseRequest,
+        generation: GenerationRequest,
+        job: GenerationJob,
+        answer: AnswerWriter,
     ) -> None:
         self._service = service
         self._request = request
-        self._ask = ask
+        self._generation = generation
         self._job = job
         self._answer = answer
-        self._sent = [_Sent(seed_of(p, ask.model, c)) for p in ask.prompts for c in range(ask.choices)]
+        self._sent = [
+            _Sent(seed_of(p, generation.model, c)) for p in generation.prompts for c in range(generation.choices)
+        ]
         self._opened = False
         # None until a reset is due after so many more bytes of the body.
         self._bytes_to_reset: int | None = None
@@ -168,17 +177,19 @@ class _Exchange:
             for sent, progress, reason in zip(self._sent, self._job.progress, self._job.reasons, strict=True)
         ]
 
-    def _usage(self) -> Usage:
-        firsts = self._job.progress[:: self._ask.choices]
+    def _usage(self) -> AnswerUsage:
+        firsts = self._job.progress[:: self._generation.choices]
         cached_tokens = sum(progress.cached_tokens for progress in firsts)
-        full_tokens = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in self._ask.prompts)
+        full_tokens = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in self._generation.prompts)
         output_tokens = sum(progress.tokens for progress in self._job.progress)
         created_tokens = max(full_tokens - cached_tokens, 0)
-        return Usage(self._ask.prompt_tokens, output_tokens, cached_tokens, created_tokens)
+        return AnswerUsage(self._generation.prompt_tokens, output_tokens, cached_tokens, created_tokens)
 
     def _keep(self, body: Body) -> None:
-        if isinstance(self._answer, ResponsesAnswer) and self._ask.body.get("store", True):
-            self._service.keep_response(self._answer.id, body, [*items(self._ask.body["input"]), *body["output"]])
+        if isinstance(self._answer, ResponsesAnswer) and self._generation.body.get("store", True):
+            self._service.keep_response(
+                self._answer.id, body, [*items(self._generation.body["input"]), *body["output"]]
+            )
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 

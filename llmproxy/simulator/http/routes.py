@@ -1,4 +1,4 @@
-"""The HTTP face of a simulated replica: its routes and the errors of a real vLLM 0.32, as recorded."""
+"""The routes and errors of a simulated replica, as recorded from vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from aiohttp import hdrs, web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import choose_encoder
 
-from llmproxy.simulator.faults import FaultKind
 from llmproxy.simulator.http.answer_events import MessagesAnswer, ResponsesAnswer
 from llmproxy.simulator.http.answers import ChatAnswer, CompletionAnswer, error_body, models_body
-from llmproxy.simulator.http.generation import Dialect, generate, headers_of
-from llmproxy.simulator.http.requests import Body, WireError, chat_tokens, invalid, messages_ask, parse_object, resolve
-from llmproxy.simulator.service import Service
-from llmproxy.simulator.text import text_of, tokens_of
+from llmproxy.simulator.http.generation import AnswerWriterType, generate, headers_of
+from llmproxy.simulator.server.faults import FaultKind
+from llmproxy.simulator.server.requests import (
+    ApiError,
+    Body,
+    chat_tokens,
+    invalid,
+    messages_request,
+    parse_object,
+    resolve,
+)
+from llmproxy.simulator.server.service import Service
+from llmproxy.simulator.server.text import text_of, tokens_of
 
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
@@ -34,7 +42,7 @@ TOKENIZER_INFO: Body = {
 """The fields that clients look for, as of an engine with --enable-tokenizer-info-endpoint."""
 
 
-class Face:
+class Routes:
     """Answers requests for one service."""
 
     def __init__(self, service: Service) -> None:
@@ -67,7 +75,7 @@ class Face:
         try:
             handler_path, methods = self._find(path)
             response = await self._dispatch(request, body, methods)
-        except WireError as error:
+        except ApiError as error:
             shown = error_body(error, anthropic=path.startswith("/v1/messages"))
             response = self._json(request, shown, error.status)
         finally:
@@ -111,9 +119,9 @@ class Face:
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
-    def _generation(self, dialect: Dialect) -> Handler:
+    def _generation(self, writer_type: AnswerWriterType) -> Handler:
         async def handler(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-            return await generate(self._service, request, dialect, _object(request, body))
+            return await generate(self._service, request, writer_type, _object(request, body))
 
         return handler
 
@@ -122,7 +130,7 @@ class Face:
 
     async def _cancel_response(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
         self._service.response(request.path.removeprefix(_RESPONSES).removesuffix("/cancel"))
-        raise WireError(400, "Cannot cancel a synchronous response.", "invalid_request_error", "response_id")
+        raise ApiError(400, "Cannot cancel a synchronous response.", "invalid_request_error", "response_id")
 
     # --- names and tokens ---------------------------------------------------------------------------------------------
 
@@ -131,7 +139,7 @@ class Face:
         return self._json(request, models_body(service.limits, service.created, service.permissions, service.roots))
 
     async def _count_tokens(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        tokens = messages_ask(_object(request, body), self._service.limits, counting=True).prompt_tokens
+        tokens = messages_request(_object(request, body), self._service.limits, counting=True).prompt_tokens
         shown = {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
         return self._json(request, shown)
 
@@ -158,23 +166,23 @@ class Face:
         asked = _object(request, body)
         name, path = (_text_field(asked, field) for field in ("lora_name", "lora_path"))
         if not name or not path:
-            raise WireError(400, "Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
+            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
         if name == self._service.options.model:
-            raise WireError(400, f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
+            raise ApiError(400, f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
         if name in self._service.created and not asked.get("load_inplace"):
             message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
-            raise WireError(400, message + "set 'load_inplace' to True.", "InvalidUserInput")
+            raise ApiError(400, message + "set 'load_inplace' to True.", "InvalidUserInput")
         if not self._service.options.max_loras:
             message = "Call to add_lora method failed: Worker failed with error 'LoRA is not enabled. Use "
             message += "--enable-lora to enable LoRA.', please check the stack trace above for the root cause"
-            raise WireError(500, message, "InternalServerError")
+            raise ApiError(500, message, "InternalServerError")
         self._service.list_model(name, path)
         return self._plain(request, f"Success: LoRA adapter '{name}' added successfully.".encode(), None)
 
     async def _unload_adapter(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         name = _text_field(_object(request, body), "lora_name")
         if name not in self._service.limits.adapters:
-            raise WireError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
+            raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
         self._service.unlist_model(name)
         return self._plain(request, f"Success: LoRA adapter '{name}' removed successfully.".encode(), None)
 
@@ -214,13 +222,13 @@ class Face:
         asked = parse_object(body, "application/json")
         kind = asked.get("kind")
         if kind is not None and kind not in list(FaultKind):
-            raise WireError(400, f"there is no fault {kind!r}; known: {', '.join(FaultKind)}", param="kind")
+            raise ApiError(400, f"there is no fault {kind!r}; known: {', '.join(FaultKind)}", param="kind")
         if kind is None:
             self._service.faults.clear()
         else:
             after_bytes, factor = asked.get("after_bytes") or 0, asked.get("factor") or 10.0
             if not isinstance(factor, int | float) or factor <= 0:
-                raise WireError(400, f"factor must be a number above 0, got {factor!r}", param="factor")
+                raise ApiError(400, f"factor must be a number above 0, got {factor!r}", param="factor")
             switch_on = partial(
                 self._service.faults.set, kind, after_bytes=after_bytes, factor=factor, times=asked.get("times")
             )

@@ -9,22 +9,22 @@ from random import Random
 
 import pytest
 
+from llmproxy.lab.fleet.fleet_file import fleet_named
+from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies import bounds
 from llmproxy.lab.policies.bounds import all_bounds, in_order, pooled_lru, static_lora, vtc_bound_tokens
 from llmproxy.lab.policies.pooled_server import (
     CentralQueue,
+    EngineWork,
     PooledServer,
     QueueBounds,
     Served,
-    Work,
     balance_rps,
     least_s,
     queue_bounds,
     work_of,
 )
-from llmproxy.lab.run.arrival import Arrival, Trace
-from llmproxy.lab.run.fleet import Fleet
-from llmproxy.lab.run.fleet_file import fleet_named
+from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.simulator.engine.engine import Engine, EngineRequest
 
 H100 = fleet_named("1xllama-8b-h100")
@@ -44,14 +44,16 @@ def served(prompt_tokens: int, output_tokens: int, at_s: float = 0.0, hit_tokens
     return Served(Arrival(at_s, prompt_tokens, output_tokens), at_s, hit_tokens, hit_tokens)
 
 
-def mix_of(requests: Iterable[Served]) -> Work:
-    total = Work()
+def mix_of(requests: Iterable[Served]) -> EngineWork:
+    total = EngineWork()
     for request in requests:
         total = total.plus(work_of(request))
     return total
 
 
-def value(trace: Trace, name: str, fleet: Fleet = H100, prefill_scale: float = 1.0, warmup_s: float = 0.0) -> float:
+def value(
+    trace: Trace, name: str, fleet: SimulatedFleet = H100, prefill_scale: float = 1.0, warmup_s: float = 0.0
+) -> float:
     found = all_bounds(trace, fleet, prefill_scale, warmup_s)[name].value
     assert found is not None
     return found
@@ -149,7 +151,7 @@ def test_a_closed_loop_has_hits_and_a_rate_but_no_queue() -> None:
 # --- rate -------------------------------------------------------------------------------------------------------------
 
 
-def engine_s(fleet: Fleet, arrivals: Sequence[Arrival], prefill_scale: float) -> float:
+def engine_s(fleet: SimulatedFleet, arrivals: Sequence[Arrival], prefill_scale: float) -> float:
     """What one engine without noise takes for all of them when it is never without work."""
     (spec,) = fleet.replicas
     engine = Engine(replace(spec.profile, prefill_factor=prefill_scale), kv_tokens=spec.kv_tokens)
@@ -183,7 +185,7 @@ def test_no_engine_is_faster_than_the_rate_and_none_needs_be_much_slower(
 
 
 def test_shared_prompts_make_room_for_larger_batches() -> None:
-    fleet = Fleet("small", (replace(H100.replicas[0], kv_tokens=16_000),))
+    fleet = SimulatedFleet("small", (replace(H100.replicas[0], kv_tokens=16_000),))
     shared = tuple(range(500))
     arrivals = [Arrival(0.0, 8_016, 200, (*shared, 1_000 + i)) for i in range(120)]
     rate = len(arrivals) / engine_s(fleet, arrivals, 1.0)
@@ -216,7 +218,7 @@ def test_no_way_to_share_out_work_beats_the_rate(answers_per_prompt: float, seqs
     fast, slow = (replace(spec, max_num_seqs=seqs) for spec in fleet.replicas)
     prompt_work, answer_work = work_of(served(8_000, 1)), work_of(served(20, 400)).times(answers_per_prompt)
     mix = prompt_work.plus(answer_work)
-    server = PooledServer(Fleet("two", (fast, slow)), 1.0, mix)
+    server = PooledServer(SimulatedFleet("two", (fast, slow)), 1.0, mix)
     bound_s = server.service_s(served(8_000, 1)) + answers_per_prompt * server.service_s(served(20, 400))
     shares = [i / 20 for i in range(21)]
     best_s = min(
@@ -234,7 +236,7 @@ def test_the_balance_is_the_published_one() -> None:
     # 7,200 prompt and 1,000 output tokens on Qwen3-32B with 277 k tokens of KV: 0.85 per second without a cache, and
     # 0.67 when prefill costs 1.9 times as much.
     (spec,) = fleet_named("1xqwen-32b-h100-tp2").replicas
-    fleet = Fleet("pod", (replace(spec, kv_tokens=277_000),))
+    fleet = SimulatedFleet("pod", (replace(spec, kv_tokens=277_000),))
     for prefill_scale, published in ((1.0, 0.85), (1.9, 0.67)):
         assert balance_rps(fleet, prefill_scale, work_of(served(7_200, 1_000))) == pytest.approx(published, abs=0.005)
 
@@ -250,7 +252,7 @@ def test_requests_that_fit_nowhere_do_no_work() -> None:
 
 def test_one_replica_with_a_long_context_is_enough() -> None:
     short = replace(H100.replicas[0], name="short", max_model_len=1_000)
-    fleet = Fleet("both", (short, H100.replicas[0]))
+    fleet = SimulatedFleet("both", (short, H100.replicas[0]))
     assert value(trace_of([Arrival(0.0, 2_000, 10)]), "goodput_max", fleet) == 1.0
 
 
@@ -355,7 +357,7 @@ def test_nothing_counted_bounds_nothing() -> None:
 
 
 def test_the_vtc_bound_takes_the_larger_of_prompt_and_batch() -> None:
-    fleet = Fleet("two", tuple(replace(H100.replicas[0], name=name, kv_tokens=1_000) for name in "ab"))
+    fleet = SimulatedFleet("two", tuple(replace(H100.replicas[0], name=name, kv_tokens=1_000) for name in "ab"))
     assert vtc_bound_tokens(300, fleet) == 2 * 2 * 2_000
     assert vtc_bound_tokens(5_000, fleet) == 2 * 5_000
     assert value(trace_of([prompt(1, 2), prompt(3)]), "vtc_difference", fleet) == 8_000
@@ -371,7 +373,7 @@ def test_static_residency_is_the_published_one(adapters: int, alpha: float, publ
 
 def test_adapters_are_told_where_there_are_any() -> None:
     asks = [prompt(i, adapter=name) for i, name in enumerate("aaabbc")]
-    fleet = Fleet("one", (replace(H100.replicas[0], max_loras=1),))
+    fleet = SimulatedFleet("one", (replace(H100.replicas[0], max_loras=1),))
     assert value(trace_of([*asks, prompt(9)]), "lora_static_hit", fleet) == 3 / 6
     assert "lora_static_hit" not in all_bounds(trace_of([prompt(9)]), fleet)
     assert static_lora({}, 8) is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy.config import PLACEMENT_PRESETS, Config
-from llmproxy.lab.policies.baselines import baseline_named, baselines
+from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.policies.by_name import is_own, names, own_name, plan_named
 from tests.lab.small import records, setup, traffic
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.arrival import Arrival
+from llmproxy.lab.traces.arrival import Arrival
 from tests.lab.small import fleet, records, setup
 
 BLOCK_TOKENS = 64

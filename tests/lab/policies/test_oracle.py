@@ -10,13 +10,13 @@ import pytest
 
 from llmproxy.core.domain import NoCapacity, NoMatch, Outcome, Placed, Request, Verdict
 from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
-from llmproxy.lab.policies.baseline import Surroundings
+from llmproxy.lab.baselines.policy import Surroundings
+from llmproxy.lab.fleet.server import SimulatedServer
+from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
+from llmproxy.lab.fleet.world import Blocks, World
 from llmproxy.lab.policies.oracle import PATIENCE_S, Oracle
-from llmproxy.lab.run.arrival import BASE_MODEL, Arrival
-from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
-from llmproxy.lab.run.replica import Replica
 from llmproxy.lab.run.virtual_time import run
-from llmproxy.lab.run.world import Blocks, World
+from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 from llmproxy.simulator.engine.profiles import profile_named
 from tests.core.make import view
 from tests.lab.small import fleet, records, setup, traffic
@@ -25,9 +25,9 @@ from tests.lab.small import fleet, records, setup, traffic
 class Stand:
     """An oracle before a fleet that is told what to hold, and asked where the next request should go."""
 
-    def __init__(self, on: Fleet) -> None:
+    def __init__(self, on: SimulatedFleet) -> None:
         loop = asyncio.get_running_loop()
-        replicas = {spec.name: Replica(spec, 1.0, 0, loop) for spec in on.replicas}
+        replicas = {spec.name: SimulatedServer(spec, 1.0, 0, loop) for spec in on.replicas}
         for replica in replicas.values():
             replica.start()
         self.world = World(replicas, ("x", "y"), Blocks(64, 16))
@@ -108,7 +108,7 @@ def test_it_takes_the_faster_of_two_replicas() -> None:
     async def body() -> None:
         fast, slow = fleet(1).replicas[0], fleet(1).replicas[0]
         slow = replace(slow, name="a-slow", profile_name="llama-8b-a100", profile=profile_named("llama-8b-a100"))
-        stand = Stand(Fleet("mixed", (slow, replace(fast, name="b-fast"))))
+        stand = Stand(SimulatedFleet("mixed", (slow, replace(fast, name="b-fast"))))
         assert stand.chosen(Arrival(0.0, 1_000, 100)) == "b-fast"
         stand.world.replicas["b-fast"].slow_down(10.0)
         assert stand.chosen(Arrival(0.0, 1_000, 100)) == "a-slow"
@@ -165,7 +165,7 @@ def test_it_waits_for_room_in_the_cache() -> None:
 def test_it_leaves_out_who_is_down_excluded_or_too_small() -> None:
     async def body() -> None:
         small, large = fleet(1, max_model_len=1_000).replicas[0], fleet(1).replicas[0]
-        stand = Stand(Fleet("mixed", (replace(small, name="a"), replace(large, name="b"))))
+        stand = Stand(SimulatedFleet("mixed", (replace(small, name="a"), replace(large, name="b"))))
         # Its own length, not the one that the request claims.
         assert stand.chosen(Arrival(0.0, 600, 600)) == "b"
         assert stand.chosen(Arrival(0.0, 600, 100)) == "a"
@@ -201,7 +201,7 @@ def test_an_adapter_that_fits_nowhere_does_not_hold_up_the_others() -> None:
     assert 0.5 + (late.queue_wait_s or 0.0) >= by_arrival[id(first)].ended_s
 
 
-@pytest.mark.parametrize("faults", [(), (Fault(1.5, FaultKind.RESTART, "gpu-1", None, 1.0),)])
+@pytest.mark.parametrize("faults", [(), (Fault(1.5, FleetFaultKind.RESTART, "gpu-1", None, 1.0),)])
 def test_its_books_are_empty_when_everything_has_ended(faults: tuple[Fault, ...]) -> None:
     kept: list[Oracle] = []
 

@@ -1,4 +1,4 @@
-"""The second account of a waiting room: who was passed over, counters side by side, and what is under way."""
+"""The audit of a waiting room: priority inversions, counters of flows, unfinished tokens."""
 
 from __future__ import annotations
 

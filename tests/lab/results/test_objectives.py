@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from llmproxy.lab.fleet.fleet_file import fleet_named
+from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.results.objectives import Objectives, prefill_s, scaled_profile
-from llmproxy.lab.run.arrival import Arrival
-from llmproxy.lab.run.fleet import Fleet
-from llmproxy.lab.run.fleet_file import fleet_named
+from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.simulator.engine.engine import Engine, EngineRequest
 from llmproxy.simulator.engine.profiles import PROFILES
 
@@ -73,7 +73,7 @@ def test_small_models_owe_their_tokens_sooner(name: str, tpot_s: float) -> None:
 )
 def test_the_name_of_an_own_profile_tells_its_size(name: str, tpot_s: float) -> None:
     (spec,) = fleet_named("1xtiny").replicas
-    fleet = Fleet("own", (replace(spec, profile_name=name),))
+    fleet = SimulatedFleet("own", (replace(spec, profile_name=name),))
     assert Objectives(fleet, 1.0).of(prompt(10))[1] == tpot_s
 
 

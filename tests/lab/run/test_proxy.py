@@ -15,12 +15,12 @@ from llmproxy.core import retry
 from llmproxy.core.domain import Entry, Grant, Outcome, Reading, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Lease
+from llmproxy.lab.fleet.server import SimulatedServer
+from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.arrival import Arrival
-from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
 from llmproxy.lab.run.replay import SETTLE_S, Run, replay
-from llmproxy.lab.run.replica import Replica
 from llmproxy.lab.run.virtual_time import run
+from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.simulator.engine.engine import Gauges
 from tests.lab.small import fleet, records, setup, traffic
 
@@ -35,7 +35,7 @@ class Heard:
     requests: list[Request] = field(default_factory=list)
     attempts: list[tuple[int, Entry]] = field(default_factory=list)
     readings: list[tuple[str, Reading]] = field(default_factory=list)
-    published: list[tuple[float, Replica, Gauges]] = field(default_factory=list)
+    published: list[tuple[float, SimulatedServer, Gauges]] = field(default_factory=list)
     progress: list[int] = field(default_factory=list)
     ends: list[tuple[Grant, Verdict, Usage | None]] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class Heard:
 def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     told = Heard()
     submit, observe, progress, finish = Pools.submit, Pools.observe, Pools.progress, Pools.finish
-    scrape = Replica.scrape
+    scrape = SimulatedServer.scrape
 
     def submitted(pools: Pools, request: Request, now: float, excluded: frozenset[str], entry: Entry) -> None:
         told.requests.append(request)
@@ -63,7 +63,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
         told.ends.append((grant, verdict, usage))
         finish(pools, grant, verdict, now, usage)
 
-    def scraped(replica: Replica) -> Gauges | None:
+    def scraped(replica: SimulatedServer) -> Gauges | None:
         gauges = scrape(replica)
         if gauges is not None:
             told.published.append((asyncio.get_running_loop().time(), replica, gauges))
@@ -74,7 +74,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
         (Pools, "observe", observed),
         (Pools, "progress", progressed),
         (Pools, "finish", finished),
-        (Replica, "scrape", scraped),
+        (SimulatedServer, "scrape", scraped),
     ):
         monkeypatch.setattr(owner, name, spy)
     return told
@@ -141,7 +141,9 @@ def test_what_an_answer_left_in_the_cache_is_told_once_it_has_ended(monkeypatch:
 
 def test_an_answer_that_broke_off_is_told_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Pools, "cached")
-    (end,) = records(setup([Arrival(0.0, 640, 1_000, tuple(range(30)))], on=fleet(1, [Fault(2.0, FaultKind.KILL)])))
+    (end,) = records(
+        setup([Arrival(0.0, 640, 1_000, tuple(range(30)))], on=fleet(1, [Fault(2.0, FleetFaultKind.KILL)]))
+    )
     assert end.outcome is Outcome.BROKEN_STREAM
 
 
@@ -213,9 +215,9 @@ def test_a_request_waits_as_long_as_its_arrival_says_and_no_longer_than_the_conf
         assert end.queue_wait_s == pytest.approx(ttl_s)
 
 
-def hung(count: int, at_s: float, **timeouts: float) -> tuple[Fleet, Config]:
+def hung(count: int, at_s: float, **timeouts: float) -> tuple[SimulatedFleet, Config]:
     config = given(timeouts=timeouts, health={"failures": 100})
-    return fleet(count, [Fault(at_s, FaultKind.HANG)]), config
+    return fleet(count, [Fault(at_s, FleetFaultKind.HANG)]), config
 
 
 def test_an_answer_that_does_not_begin_is_a_timeout_and_one_whose_process_dies_a_failed_connection() -> None:
@@ -224,7 +226,7 @@ def test_an_answer_that_does_not_begin_is_a_timeout_and_one_whose_process_dies_a
     assert late.outcome is Outcome.UPSTREAM_TIMEOUT
     assert late.ended_s == pytest.approx(1.1)
     # The first token would come after the 16 ms of the front end and a step.
-    (cut,) = records(setup([Arrival(0.1, 5_000, 10)], on=fleet(1, [Fault(0.12, FaultKind.KILL)])))
+    (cut,) = records(setup([Arrival(0.1, 5_000, 10)], on=fleet(1, [Fault(0.12, FleetFaultKind.KILL)])))
     assert cut.outcome is Outcome.CONNECT_FAILED
     assert cut.ended_s == pytest.approx(0.12)
     assert late.ttft_s is cut.ttft_s is None
@@ -249,7 +251,7 @@ def test_an_attempt_that_takes_too_long_is_broken_off_although_it_streams() -> N
 
 def test_a_backend_that_answers_400_is_charged_for_nothing_and_not_asked_again(heard: Heard) -> None:
     long, short = fleet(1).replicas[0], fleet(1, max_model_len=1_000).replicas[0]
-    mixed = Fleet("mixed", (replace(short, name="a"), replace(long, name="b")))
+    mixed = SimulatedFleet("mixed", (replace(short, name="a"), replace(long, name="b")))
     ends = records(setup([Arrival(0.5 * i, 600, 600) for i in range(8)], "late_round_robin", mixed))
     assert Counter((one.backend, one.outcome) for one in ends) == {
         ("a", Outcome.UPSTREAM_STATUS): 4,
@@ -291,7 +293,7 @@ def test_retries_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch, ratio
         timeouts={"first_byte_s": 0.3},
         health={"failures": 100, "unreachable_after": 100},
     )
-    on = fleet(2, [Fault(0.0, FaultKind.HANG, "gpu-0")])
+    on = fleet(2, [Fault(0.0, FleetFaultKind.HANG, "gpu-0")])
     ends = records(setup([Arrival(0.1 * i, 100, 5) for i in range(20)], "late_round_robin", on, config))
     outcomes = Counter(one.outcome for one in ends)
     retries = sum(one.attempts - 1 for one in ends)
@@ -315,7 +317,7 @@ def test_an_answer_is_good_if_it_keeps_both_of_its_objectives() -> None:
         Arrival(20.0, 500, 1, tpot_slo_s=0.001),
         Arrival(25.0, 500, 500),
     ]
-    on = fleet(1, [Fault(26.0, FaultKind.KILL)])
+    on = fleet(1, [Fault(26.0, FleetFaultKind.KILL)])
     ends = records(setup(arrivals, on=on))
     assert [one.outcome for one in ends] == [*[Outcome.COMPLETED] * 5, Outcome.BROKEN_STREAM]
     assert [one.met for one in ends] == [True, False, False, True, True, False]
@@ -332,7 +334,7 @@ def closed_loop(**first: Any) -> Arrival:
     [(closed_loop(), Outcome.BROKEN_STREAM), (closed_loop(prompt_tokens=9_000), Outcome.BAD_REQUEST)],
 )
 def test_turns_that_a_failed_one_leaves_unasked_are_offered_and_missed(first: Arrival, outcome: Outcome) -> None:
-    what = setup([first], on=fleet(2, [Fault(1.0, FaultKind.KILL, f"gpu-{i}") for i in range(2)]))
+    what = setup([first], on=fleet(2, [Fault(1.0, FleetFaultKind.KILL, f"gpu-{i}") for i in range(2)]))
     ends: list[Record] = records(what)
     assert [one.arrival for one in ends] == [first, first.then, first.then and first.then.then]
     assert [one.outcome for one in ends] == [outcome, Outcome.CANCELLED, Outcome.CANCELLED]
@@ -431,13 +433,13 @@ def test_every_request_ends_once_for_the_policy_and_with_whether_it_kept_its_obj
         Arrival(3.0, 100, 10, tpot_slo_s=1e-6),
         Arrival(4.0, 100, 900, ttft_slo_s=5.0),
     ]
-    records(setup(arrivals, on=fleet(1, [Fault(5.0, FaultKind.KILL)])))
+    records(setup(arrivals, on=fleet(1, [Fault(5.0, FleetFaultKind.KILL)])))
     assert told == [("1", None), ("2", True), ("3", False), ("4", False), ("5", False)]
 
 
 @pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
 def test_while_nobody_is_up_a_request_is_held_and_its_own_time_stands_still(hold_s: float, outcome: Outcome) -> None:
-    on = fleet(1, [Fault(1.0, FaultKind.RESTART, "gpu-0", None, 8.0)])
+    on = fleet(1, [Fault(1.0, FleetFaultKind.RESTART, "gpu-0", None, 8.0)])
     config = given(queue={"hold_s": hold_s, "ttl_s": 10.0})
     (end,) = records(setup([Arrival(4.0, 100, 10)], on=on, config=config))
     assert end.outcome is outcome

@@ -12,11 +12,11 @@ import pytest
 
 from llmproxy.config import Config
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome
+from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.policies.by_name import names
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.arrival import Arrival
-from llmproxy.lab.run.fleet import Fault, FaultKind, Fleet
 from llmproxy.lab.run.replay import replay
+from llmproxy.lab.traces.arrival import Arrival
 from tests.lab.small import fleet, records, setup, traffic
 
 
@@ -44,8 +44,8 @@ def test_bytes_do_not_depend_on_the_hash_seed(policy: str) -> None:
         "from tests.lab.small import setup, traffic\n"
         "from llmproxy.lab.run.replay import replay\n"
         "from llmproxy.lab.results.result import SimulationResult, to_bytes\n"
-        f"account = replay(setup(traffic(), {policy!r}))\n"
-        f"run = account.result({policy!r}, 1, 1.0, 1.0)\n"
+        f"recorder = replay(setup(traffic(), {policy!r}))\n"
+        f"run = recorder.result({policy!r}, 1, 1.0, 1.0)\n"
         "import sys; sys.stdout.buffer.write(to_bytes(SimulationResult(runs=[run])))\n"
     )
     told = [
@@ -58,7 +58,7 @@ def test_bytes_do_not_depend_on_the_hash_seed(policy: str) -> None:
     assert len(told[0]) > 1_000
 
 
-def choices(policy: str, arrivals: list[Arrival], on: Fleet | None = None) -> list[str | None]:
+def choices(policy: str, arrivals: list[Arrival], on: SimulatedFleet | None = None) -> list[str | None]:
     ends = records(setup(arrivals, policy, on))
     return [one.backend for one in sorted(ends, key=lambda one: one.arrival.at_s)]
 
@@ -85,7 +85,7 @@ def test_a_request_longer_than_every_context_is_refused_whatever_the_policy() ->
 
 def test_a_request_that_one_backend_cannot_hold_goes_to_another_that_can() -> None:
     long, short = fleet(1, max_model_len=8_000).replicas[0], fleet(1, max_model_len=1_000).replicas[0]
-    mixed = Fleet("mixed", (replace(short, name="a"), replace(long, name="b")))
+    mixed = SimulatedFleet("mixed", (replace(short, name="a"), replace(long, name="b")))
     ends = records(setup([Arrival(0.1 * i, 3_000, 10) for i in range(20)], "blend", mixed))
     assert {one.backend for one in ends} == {"b"}
 
@@ -146,7 +146,7 @@ def ended(faults: list[Fault], policy: str = "blend", config: Config | None = No
 
 
 def test_a_killed_replica_loses_only_what_had_begun() -> None:
-    ends = ended([Fault(2.0, FaultKind.KILL, "gpu-1")])
+    ends = ended([Fault(2.0, FleetFaultKind.KILL, "gpu-1")])
     outcomes = Counter(one.outcome for one in ends)
     assert set(outcomes) == {Outcome.COMPLETED, Outcome.BROKEN_STREAM}
     assert 0 < outcomes[Outcome.BROKEN_STREAM] < 48
@@ -155,7 +155,7 @@ def test_a_killed_replica_loses_only_what_had_begun() -> None:
 
 
 def test_a_restarted_replica_serves_again() -> None:
-    ends = ended([Fault(1.0, FaultKind.RESTART, "gpu-1", value=0.5)])
+    ends = ended([Fault(1.0, FleetFaultKind.RESTART, "gpu-1", value=0.5)])
     assert any(one.backend == "gpu-1" and one.arrived_s > 2.0 for one in ends)
     meanwhile = [one for one in ends if 1.0 < one.arrived_s + (one.queue_wait_s or 0.0) < 1.4 and one.attempts == 1]
     assert meanwhile
@@ -164,14 +164,14 @@ def test_a_restarted_replica_serves_again() -> None:
 
 def test_a_hung_replica_is_left_alone_once_its_polls_fail() -> None:
     config = Config.model_validate({"timeouts": {"first_byte_s": 20.0}})
-    ends = records(setup(traffic(rate=10.0), "blend", fleet(faults=[Fault(1.0, FaultKind.HANG, "gpu-1")]), config))
+    ends = records(setup(traffic(rate=10.0), "blend", fleet(faults=[Fault(1.0, FleetFaultKind.HANG, "gpu-1")]), config))
     # Two polls of two seconds without an answer mark it down.
     assert not [one for one in ends if one.backend == "gpu-1" and one.arrived_s > 7.0]
     assert Counter(one.outcome for one in ends)[Outcome.COMPLETED] > 250
 
 
 def test_a_slow_replica_slows_its_answers() -> None:
-    ends = ended([Fault(0.0, FaultKind.SLOW, "gpu-1", value=5.0)], "round_robin")
+    ends = ended([Fault(0.0, FleetFaultKind.SLOW, "gpu-1", value=5.0)], "round_robin")
     means = {}
     for name in ("gpu-0", "gpu-1"):
         some = [one.tpot_s for one in ends if one.backend == name and one.tpot_s is not None]
@@ -181,14 +181,17 @@ def test_a_slow_replica_slows_its_answers() -> None:
 
 def test_a_replica_that_joins_late_serves_only_then() -> None:
     small = fleet(2)
-    late = Fleet("late", (small.replicas[0], replace(small.replicas[1], joins_s=3.0)))
+    late = SimulatedFleet("late", (small.replicas[0], replace(small.replicas[1], joins_s=3.0)))
     ends = records(setup(traffic(rate=40.0), "blend", late))
     first_s = min(one.arrived_s + (one.queue_wait_s or 0.0) for one in ends if one.backend == "gpu-1")
     assert 3.0 <= first_s < 3.5
 
 
 def test_readings_that_are_lost_or_old_lose_no_request() -> None:
-    faults = [Fault(0.0, FaultKind.LOST_READINGS, None, value=0.5), Fault(0.0, FaultKind.METRIC_AGE, None, value=3.0)]
+    faults = [
+        Fault(0.0, FleetFaultKind.LOST_READINGS, None, value=0.5),
+        Fault(0.0, FleetFaultKind.METRIC_AGE, None, value=3.0),
+    ]
     for policy in ("blend", "epp_blend"):
         assert Counter(one.outcome for one in ended(faults, policy)) == {Outcome.COMPLETED: 300}
 

@@ -11,9 +11,9 @@ import pytest
 from llmproxy.config import Config
 from llmproxy.lab.results.result import SimulationResult, to_bytes
 from llmproxy.lab.run import runs
-from llmproxy.lab.run.arrival import Trace, TraceError
 from llmproxy.lab.run.runs import Finished, Point, Simulation, points, prepared, run_all, run_one
 from llmproxy.lab.traces import trace_named
+from llmproxy.lab.traces.arrival import Trace, TraceError
 from tests.lab.small import fleet
 
 GENERATOR = "gen:step_bursts,rate=10,duration_s=8,period_s=4,step_s=1"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Outcome, Slo, Why
-from llmproxy.lab.run.arrival import Arrival, TraceError
 from llmproxy.lab.traces import decisions, open_trace, survey
+from llmproxy.lab.traces.arrival import Arrival, TraceError
 from llmproxy.telemetry.decisions import line_of
 from llmproxy.telemetry.exit import RequestExit
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llmproxy.lab.run.arrival import Arrival, Trace, TraceError
 from llmproxy.lab.traces import files, open_trace, survey, trace_named
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 7]}

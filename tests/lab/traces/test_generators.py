@@ -12,8 +12,8 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from llmproxy.lab.run.arrival import Arrival, Trace, TraceError
 from llmproxy.lab.traces import GENERATORS, generate, trace_named
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
 from llmproxy.lab.traces.parts import interleaved
 
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from llmproxy.config import Config
-from llmproxy.lab.run.arrival import Arrival, Trace
 from llmproxy.lab.run.runs import Simulation, prepared
 from llmproxy.lab.traces import generate
+from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.lab.traces.mix import SPREAD_S, Mix, mixed
 from tests.lab.small import fleet, trace, traffic
 

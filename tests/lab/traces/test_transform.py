@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from llmproxy.lab.run.arrival import Arrival, Trace, TraceError
 from llmproxy.lab.traces import replicated, scaled, sliced
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
 
 LOOP = Arrival(
     4.0, 10, 5, (0, 3), session="loop", think_s=2.0, then=Arrival(7.0, 20, 5, (0, 3, 4), session="loop", think_s=2.0)

@@ -16,7 +16,7 @@ from llmproxy.simulator.engine.profiles import PROFILES, profile_named
 H100 = PROFILES["llama-8b-h100"]
 
 
-def ask(name: str, prompt: int, output: int = 1, adapter: str | None = None, hashed: bool = True) -> EngineRequest:
+def wanted(name: str, prompt: int, output: int = 1, adapter: str | None = None, hashed: bool = True) -> EngineRequest:
     """Prompts of one length are equal, so that they share their blocks."""
     hashes = block_hashes(range(prompt + output), 16, adapter) if hashed else ()
     return EngineRequest(name, prompt, output, hashes, adapter)
@@ -33,7 +33,7 @@ def run_out(engine: Engine, steps_max: int = 10_000) -> list[StepResult]:
 
 def test_a_request_gets_its_tokens_one_step_after_the_other() -> None:
     engine = Engine(H100)
-    engine.add(ask("a", 100, 3))
+    engine.add(wanted("a", 100, 3))
     results = run_out(engine)
     assert [result.emitted for result in results] == [("a",)] * 3
     assert [result.finished for result in results] == [(), (), ("a",)]
@@ -47,10 +47,10 @@ def test_step_time_is_the_published_formula() -> None:
     prefill_ms = 1.2 + max(5.69 + 0.00615 * 8192, 0.22 + 0.01791 * 8192) + 0.75 + 4.27e-07 * 8192**2
     decode_ms = 1.2 + max(5.69 + 0.00615 * 2, 0.22 + 0.01791 * 2) + 0.44 + 4.465e-05 * (101 + 201)
     engine = Engine(H100)
-    engine.add(ask("a", 8192))
+    engine.add(wanted("a", 8192))
     assert engine.step().duration_s == pytest.approx(prefill_ms / 1000)
-    engine.add(ask("b", 100, 3, hashed=False))
-    engine.add(ask("c", 200, 3, hashed=False))
+    engine.add(wanted("b", 100, 3, hashed=False))
+    engine.add(wanted("c", 200, 3, hashed=False))
     engine.step()
     assert engine.step().duration_s == pytest.approx(decode_ms / 1000)
 
@@ -63,10 +63,10 @@ def test_pessimism_makes_prefill_tokens_dearer_and_decodes_not() -> None:
 
 def test_a_long_prompt_is_cut_at_the_token_budget_while_others_decode() -> None:
     engine = Engine(H100, step_tokens=512)
-    engine.add(ask("short", 10, 50, hashed=False))
+    engine.add(wanted("short", 10, 50, hashed=False))
     engine.step()
-    engine.add(ask("long", 1200, 1, hashed=False))
-    engine.add(ask("behind", 10, 1, hashed=False))
+    engine.add(wanted("long", 1200, 1, hashed=False))
+    engine.add(wanted("behind", 10, 1, hashed=False))
     results = [engine.step() for _ in range(3)]
     assert [result.prefill_tokens for result in results] == [511, 511, 1200 - 2 * 511 + 10]
     assert [result.emitted for result in results] == [("short",), ("short",), ("short", "long", "behind")]
@@ -75,14 +75,14 @@ def test_a_long_prompt_is_cut_at_the_token_budget_while_others_decode() -> None:
 def test_the_token_budget_is_shared_by_all_prompts_of_a_step() -> None:
     engine = Engine(H100, step_tokens=512)
     for name in ("a", "b", "c"):
-        engine.add(ask(name, 300, hashed=False))
+        engine.add(wanted(name, 300, hashed=False))
     assert [engine.step().prefill_tokens for _ in range(2)] == [512, 388]
 
 
 def test_admission_stops_at_max_num_seqs_and_is_first_come_first_served() -> None:
     engine = Engine(H100, max_num_seqs=2)
     for name in "abc":
-        engine.add(ask(name, 10, 2, hashed=False))
+        engine.add(wanted(name, 10, 2, hashed=False))
     assert [name for name, _ in engine.step().admitted] == ["a", "b"]
     assert (engine.gauges().running, engine.gauges().waiting) == (2, 1)
     engine.step()
@@ -91,10 +91,10 @@ def test_admission_stops_at_max_num_seqs_and_is_first_come_first_served() -> Non
 
 def test_a_cached_prefix_is_skipped_but_the_last_block_is_always_computed() -> None:
     engine = Engine(H100)
-    engine.add(ask("cold", 160))
+    engine.add(wanted("cold", 160))
     engine.step()
-    engine.add(ask("warm", 160))
-    engine.add(ask("longer", 170))
+    engine.add(wanted("warm", 160))
+    engine.add(wanted("longer", 170))
     result = engine.step()
     assert result.admitted == (("warm", 144), ("longer", 160))
     assert result.prefill_tokens == 16 + 10
@@ -104,9 +104,9 @@ def test_a_cached_prefix_is_skipped_but_the_last_block_is_always_computed() -> N
 
 def test_an_answer_is_cached_for_the_next_turn() -> None:
     engine = Engine(H100)
-    engine.add(ask("turn 1", 64, 64))
+    engine.add(wanted("turn 1", 64, 64))
     run_out(engine)
-    engine.add(ask("turn 2", 160))
+    engine.add(wanted("turn 2", 160))
     # 64 + 64 tokens, of which the last was never computed, and with it its block is not full.
     assert engine.step().admitted == (("turn 2", 112),)
 
@@ -125,19 +125,19 @@ def test_adapters_and_salts_share_no_blocks() -> None:
 
 def test_the_tail_of_a_freed_prompt_is_evicted_first() -> None:
     engine = Engine(H100, kv_tokens=16 * 11)
-    engine.add(ask("old", 16 * 8 + 1))
+    engine.add(wanted("old", 16 * 8 + 1))
     engine.step()
     # Ten blocks in all, one still fresh: of the old nine, the two at the tail are taken.
-    engine.add(ask("other", 16 * 2 + 1, hashed=False))
+    engine.add(wanted("other", 16 * 2 + 1, hashed=False))
     engine.step()
-    engine.add(ask("again", 16 * 8 + 1))
+    engine.add(wanted("again", 16 * 8 + 1))
     assert engine.step().admitted == (("again", 16 * 7),)
 
 
 def test_the_youngest_is_preempted_and_finishes_later_with_all_its_tokens() -> None:
     engine = Engine(H100, kv_tokens=16 * 9)
-    engine.add(ask("old", 48, 60, hashed=False))
-    engine.add(ask("young", 48, 60, hashed=False))
+    engine.add(wanted("old", 48, 60, hashed=False))
+    engine.add(wanted("young", 48, 60, hashed=False))
     results = run_out(engine)
     preempted = [name for result in results for name in result.preempted]
     assert set(preempted) == {"young"}
@@ -150,10 +150,10 @@ def test_the_youngest_is_preempted_and_finishes_later_with_all_its_tokens() -> N
 
 def test_who_was_preempted_is_first_in_line_and_nobody_is_admitted_in_that_step() -> None:
     engine = Engine(H100, kv_tokens=16 * 9)
-    engine.add(ask("old", 48, 60, hashed=False))
-    engine.add(ask("young", 48, 60, hashed=False))
+    engine.add(wanted("old", 48, 60, hashed=False))
+    engine.add(wanted("young", 48, 60, hashed=False))
     engine.step()
-    engine.add(ask("waiting", 80, 1, hashed=False))
+    engine.add(wanted("waiting", 80, 1, hashed=False))
     results = run_out(engine)
     (step,) = [number for number, result in enumerate(results) if result.preempted]
     assert results[step].admitted == ()
@@ -163,8 +163,8 @@ def test_who_was_preempted_is_first_in_line_and_nobody_is_admitted_in_that_step(
 def test_who_was_preempted_comes_back_a_step_later_even_where_it_would_fit_at_once() -> None:
     engine = Engine(H100, kv_tokens=16 * 9)
     # The young one shares two blocks; the others are copies of its own, for which it could share those of the old one.
-    engine.add(ask("old", 48, 60))
-    engine.add(ask("young", 48, 60))
+    engine.add(wanted("old", 48, 60))
+    engine.add(wanted("young", 48, 60))
     results = run_out(engine)
     step = next(number for number, result in enumerate(results) if result.preempted)
     assert results[step].preempted == ("young",)
@@ -174,10 +174,10 @@ def test_who_was_preempted_comes_back_a_step_later_even_where_it_would_fit_at_on
 
 def test_a_prompt_waits_until_all_of_it_fits() -> None:
     engine = Engine(H100, kv_tokens=16 * 9, step_tokens=32, max_num_seqs=8)
-    engine.add(ask("holder", 48, 3, hashed=False))
+    engine.add(wanted("holder", 48, 3, hashed=False))
     engine.step()
     engine.step()
-    engine.add(ask("big", 96, hashed=False))
+    engine.add(wanted("big", 96, hashed=False))
     assert engine.step().admitted == ()
     assert engine.gauges().waiting == 1
     run_out(engine)
@@ -185,10 +185,10 @@ def test_a_prompt_waits_until_all_of_it_fits() -> None:
 
 def test_an_adapter_without_a_slot_waits_and_others_pass_it() -> None:
     engine = Engine(H100, max_loras=1)
-    engine.add(ask("one", 10, 3, "lora-1", hashed=False))
-    engine.add(ask("two", 10, 1, "lora-2", hashed=False))
-    engine.add(ask("one more", 10, 3, "lora-1", hashed=False))
-    engine.add(ask("base", 10, 3, hashed=False))
+    engine.add(wanted("one", 10, 3, "lora-1", hashed=False))
+    engine.add(wanted("two", 10, 1, "lora-2", hashed=False))
+    engine.add(wanted("one more", 10, 3, "lora-1", hashed=False))
+    engine.add(wanted("base", 10, 3, hashed=False))
     assert [name for name, _ in engine.step().admitted] == ["one", "one more", "base"]
     gauges = engine.gauges()
     assert (gauges.waiting, gauges.deferred, gauges.running_adapters) == (1, 1, ("lora-1",))
@@ -199,7 +199,7 @@ def test_adapter_load_time_is_cold_then_resident_then_from_host_memory() -> None
     engine = Engine(H100, max_loras=1, max_cpu_loras=2)
 
     def load_s(adapter: str) -> float:
-        engine.add(ask("x", 10, 1, adapter, hashed=False))
+        engine.add(wanted("x", 10, 1, adapter, hashed=False))
         return engine.step().duration_s - H100.step_s(0, 0, [(0, 10)], adapters=True)
 
     assert load_s("a") == pytest.approx(0.3)
@@ -215,17 +215,17 @@ def test_the_adapter_used_longest_ago_gives_up_its_slot() -> None:
     quick_s = H100.step_s(0, 0, [(0, 10)], adapters=True)
     loads_s = []
     for adapter in ("a", "b", "a", "c", "a", "b"):
-        engine.add(ask("x", 10, 1, adapter, hashed=False))
+        engine.add(wanted("x", 10, 1, adapter, hashed=False))
         loads_s.append(engine.step().duration_s - quick_s)
     assert loads_s == pytest.approx([0.3, 0.3, 0.0, 0.3, 0.0, 0.01])
 
 
 def test_abort_frees_everything_whether_queued_cut_or_decoding() -> None:
     engine = Engine(H100, step_tokens=64, max_num_seqs=2)
-    engine.add(ask("decoding", 16, 50, "lora"))
+    engine.add(wanted("decoding", 16, 50, "lora"))
     engine.step()
-    engine.add(ask("cut", 200, 5))
-    engine.add(ask("queued", 10, 5, "lora"))
+    engine.add(wanted("cut", 200, 5))
+    engine.add(wanted("queued", 10, 5, "lora"))
     engine.step()
     for name in ("cut", "queued", "decoding"):
         assert engine.abort(name)
@@ -238,7 +238,7 @@ def test_abort_frees_everything_whether_queued_cut_or_decoding() -> None:
 
 def test_a_prompt_is_counted_with_its_first_token() -> None:
     engine = Engine(H100, step_tokens=64, max_num_seqs=2)
-    engine.add(ask("a", 100, 2))
+    engine.add(wanted("a", 100, 2))
     engine.step()
     assert (engine.counters.prefix_queries, engine.counters.prompt) == (100, 0)
     engine.step()
@@ -249,19 +249,19 @@ def test_a_prompt_is_counted_with_its_first_token() -> None:
 def test_a_decoded_block_is_seen_by_others_once_the_next_one_is_begun(steps: int, hit_tokens: int) -> None:
     """The second step computes token 15, the last of its block, and it is for the third one to find that block."""
     engine = Engine(H100)
-    engine.add(ask("first", 15, 40))
+    engine.add(wanted("first", 15, 40))
     for _ in range(steps):
         engine.step()
-    engine.add(ask("second", 40, 15))
+    engine.add(wanted("second", 40, 15))
     assert engine.step().admitted == (("second", hit_tokens),)
 
 
 def test_what_a_request_would_find_cached_is_what_it_finds() -> None:
     engine = Engine(H100)
-    engine.add(ask("first", 100, 1))
+    engine.add(wanted("first", 100, 1))
     engine.step()
     for prompt in (10, 95, 96, 97, 160):
-        waiting = ask(f"{prompt}", prompt, 1)
+        waiting = wanted(f"{prompt}", prompt, 1)
         foreseen = engine.cached_tokens(waiting)
         engine.add(waiting)
         assert engine.step().admitted == ((waiting.id, foreseen),)
@@ -271,7 +271,7 @@ def test_tokens_answered_so_far_count_every_step() -> None:
     engine = Engine(H100, kv_tokens=16 * 11, max_num_seqs=2)
     counted: dict[str, int] = {}
     for name, output in (("a", 60), ("b", 50), ("c", 5)):
-        engine.add(ask(name, 40, output, hashed=False))
+        engine.add(wanted(name, 40, output, hashed=False))
         counted[name] = 0
     while engine.busy:
         step = engine.step()
@@ -286,7 +286,7 @@ def test_tokens_answered_so_far_count_every_step() -> None:
 def test_only_those_that_a_pass_has_reached_count_as_deferred() -> None:
     engine = Engine(H100, max_loras=1, max_num_seqs=2)
     for name, adapter in (("a", "lora-1"), ("b", "lora-2"), ("c", "lora-1"), ("d", "lora-2")):
-        engine.add(ask(name, 10, 5, adapter, hashed=False))
+        engine.add(wanted(name, 10, 5, adapter, hashed=False))
     engine.step()
     # The batch was full before anybody looked at "d".
     assert (engine.gauges().waiting, engine.gauges().deferred) == (2, 1)
@@ -294,7 +294,7 @@ def test_only_those_that_a_pass_has_reached_count_as_deferred() -> None:
 
 def test_kv_usage_leaves_out_the_null_block_and_cached_but_unused_ones() -> None:
     engine = Engine(H100, kv_tokens=16 * 11)
-    engine.add(ask("a", 30, 5))
+    engine.add(wanted("a", 30, 5))
     engine.step()
     assert engine.gauges().kv_used == pytest.approx(2 / 10)
     run_out(engine)
@@ -304,10 +304,10 @@ def test_kv_usage_leaves_out_the_null_block_and_cached_but_unused_ones() -> None
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (ask("x", 0), "at least one prompt"),
-        (ask("x", 1, 0), "at least one prompt"),
-        (ask("x", 150, 11), "161 tokens, the cache 160"),
-        (ask("x", 1, 1, "lora"), "no adapter slot"),
+        (wanted("x", 0), "at least one prompt"),
+        (wanted("x", 1, 0), "at least one prompt"),
+        (wanted("x", 150, 11), "161 tokens, the cache 160"),
+        (wanted("x", 1, 1, "lora"), "no adapter slot"),
     ],
 )
 def test_what_could_never_finish_is_refused(request_: EngineRequest, words: str) -> None:
@@ -323,9 +323,9 @@ def test_setups_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="known: llama-70b-a100-tp4"):
         profile_named("llama-9b")
     engine = Engine(H100)
-    engine.add(ask("x", 1))
+    engine.add(wanted("x", 1))
     with pytest.raises(ValueError, match="already"):
-        engine.add(ask("x", 1))
+        engine.add(wanted("x", 1))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_the_books_agree_after_anything(data: st.DataObject) -> None:
             prompt = data.draw(st.integers(1, engine.kv_room_tokens - 1))
             output = data.draw(st.integers(1, engine.kv_room_tokens - prompt))
             adapter = data.draw(st.sampled_from((None, "a", "b", "c", "d")))
-            engine.add(ask(str(number), prompt, output, adapter))
+            engine.add(wanted(str(number), prompt, output, adapter))
             owed[str(number)] = output
         elif action == "abort" and owed:
             name = data.draw(st.sampled_from(sorted(owed)))

@@ -17,7 +17,7 @@ from llmproxy.simulator.engine.profiles import PROFILES, Noise
 H100 = PROFILES["llama-8b-h100"]
 
 
-def ask(name: str, prompt: int, output: int, adapter: str | None = None) -> EngineRequest:
+def wanted(name: str, prompt: int, output: int, adapter: str | None = None) -> EngineRequest:
     """Prompts share their beginning, and an answer is what a longer prompt goes on with."""
     return EngineRequest(name, prompt, output, block_hashes(range(prompt + output), 16, adapter), adapter)
 
@@ -62,7 +62,7 @@ def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) ->
             prompt = data.draw(st.integers(1, quick.kv_room_tokens - 1))
             output = data.draw(st.integers(1, quick.kv_room_tokens - prompt))
             adapter = data.draw(st.sampled_from((None, None, "a", "b", "c")))
-            request = ask(str(number), prompt, output, adapter)
+            request = wanted(str(number), prompt, output, adapter)
             quick.add(request)
             slow.add(request)
             names.append(request.id)
@@ -131,8 +131,8 @@ def test_the_steps_within_a_time_are_the_most_that_fit(sizes: list[tuple[int, in
 def test_a_stretch_settled_in_the_middle_goes_on_as_it_would_have() -> None:
     whole, parts = Engine(H100), Engine(H100)
     for engine in (whole, parts):
-        engine.add(ask("a", 1000, 400))
-        engine.add(ask("b", 3000, 300))
+        engine.add(wanted("a", 1000, 400))
+        engine.add(wanted("b", 3000, 300))
         engine.step()
     total_s = whole.stretch_s(299)
     done_s = 0.0
@@ -148,7 +148,7 @@ def test_who_waits_for_what_only_an_end_can_give_does_not_stop_a_stretch() -> No
     crowded = Engine(H100, kv_tokens=16 * 20)
     slots = Engine(H100, max_loras=1)
     for engine in (full, crowded, slots):
-        engine.add(ask("runs", 100, 50, "a"))
+        engine.add(wanted("runs", 100, 50, "a"))
         engine.add(EngineRequest("waits", 220, 5, adapter="b"))
         assert engine.stable_steps() == 0, "nobody has looked yet who may come in"
         engine.step()
@@ -179,7 +179,7 @@ def test_no_stretch_reaches_a_step_for_which_blocks_may_be_missing() -> None:
 @pytest.mark.parametrize("steps", [0, -1, 50])
 def test_more_steps_than_are_stable_are_refused(steps: int) -> None:
     engine = Engine(H100)
-    engine.add(ask("a", 10, 50))
+    engine.add(wanted("a", 10, 50))
     engine.step()
     with pytest.raises(ValueError, match="49 are stable"):
         engine.advance(steps)
@@ -189,11 +189,11 @@ def test_more_steps_than_are_stable_are_refused(steps: int) -> None:
 def test_the_noise_of_steps_is_repeatable_and_keeps_the_median() -> None:
     def times(seed: int) -> list[float]:
         engine = Engine(H100, noise=Noise(), seed=seed)
-        engine.add(ask("a", 10, 500))
+        engine.add(wanted("a", 10, 500))
         return [engine.step().duration_s for _ in range(500)]
 
     quiet = Engine(H100)
-    quiet.add(ask("a", 10, 500))
+    quiet.add(wanted("a", 10, 500))
     middle = sorted(quiet.step().duration_s for _ in range(500))[250]
     assert times(1) == times(1) != times(2)
     assert sorted(times(1))[250] == pytest.approx(middle, rel=0.02)

@@ -1,0 +1,123 @@
+"""The traffic of the demo: clients of three bands that come at random moments, and what became of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+
+MODEL = "sim-8b"
+ADAPTERS = ("sim-8b-sql", "sim-8b-support")
+RATES_PER_S: Mapping[str, Mapping[str, float]] = {
+    "calm": {"critical": 1.0, "default": 2.0, "sheddable": 1.0},
+    "overload": {"critical": 2.0, "default": 5.0, "sheddable": 12.0},
+}
+"""Requests per second by band. Three replicas serve about ten."""
+PRESENT_MAX = 256
+RECENT_S = 10.0
+"""Times to the first token are those of so many last seconds."""
+
+QUESTIONS = (
+    "What is a KV-cache?",
+    "Why does a batch of one waste a GPU?",
+    "Write a query that counts orders by month.",
+    "A customer's parcel is late. What do we answer?",
+    "Explain continuous batching to a child.",
+)
+PREAMBLE = (
+    "You are the assistant of a small shop that sells bicycles. Be brief, be kind, and never invent a price. " * 8
+)
+
+
+@dataclass(slots=True)
+class BandOutcomes:
+    """What became of the requests of one band.
+
+    `retried` are answered ones for which one attempt was not enough, `broken` streams that ended in an error after they
+    had begun, and `lost` those that got nothing but an error.
+    """
+
+    answered: int = 0
+    retried: int = 0
+    refused: int = 0
+    broken: int = 0
+    lost: int = 0
+    ttft: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=1000))
+
+    def recent_ttft_s(self) -> list[float]:
+        """Times to the first token of the last seconds, the least first."""
+        since = time.monotonic() - RECENT_S
+        return sorted(ttft_s for at, ttft_s in self.ttft if at >= since)
+
+
+class DemoClients:
+    """Clients with one request each; `names` are what addresses of replicas are called."""
+
+    def __init__(self, session: aiohttp.ClientSession, names: Mapping[str, str]) -> None:
+        self._session = session
+        self._names = names
+        self._random = random.Random()
+        self._present = 0
+        self.rates_per_s = RATES_PER_S["calm"]
+        self.bands = {band: BandOutcomes() for band in self.rates_per_s}
+        self.adapters: dict[str, Counter[str]] = {adapter: Counter() for adapter in ADAPTERS}
+
+    def come_and_go(self, group: asyncio.TaskGroup) -> None:
+        """Send requests, at `rates_per_s`, for as long as the group lives."""
+        for band in self.bands:
+            group.create_task(self._come(group, band))
+
+    async def _come(self, group: asyncio.TaskGroup, band: str) -> None:
+        while True:
+            await asyncio.sleep(self._random.expovariate(self.rates_per_s[band]))
+            if self._present < PRESENT_MAX:
+                self._present += 1
+                group.create_task(self._visit(band)).add_done_callback(self._left)
+
+    def _left(self, _: asyncio.Task[None]) -> None:
+        self._present -= 1
+
+    async def _visit(self, band: str) -> None:
+        pick, outcomes = self._random, self.bands[band]
+        critical = band == "critical"
+        stream = critical or pick.random() < 0.3
+        model = pick.choice((MODEL, *ADAPTERS))
+        body = {
+            "model": model,
+            "messages": [
+                {"role": "system", "content": PREAMBLE},
+                {"role": "user", "content": pick.choice(QUESTIONS)},
+            ],
+            "max_tokens": 24 if critical else pick.randint(80, 200),
+            "stream": stream,
+        }
+        sent_s, began = time.monotonic(), False
+        headers = {"x-llm-d-inference-objective": band}
+        try:
+            async with self._session.post("/v1/chat/completions", json=body, headers=headers) as answer:
+                async for _ in answer.content.iter_any():
+                    if stream and answer.status == 200 and not began:
+                        began = True
+                        now_s = time.monotonic()
+                        outcomes.ttft.append((now_s, now_s - sent_s))
+        except (aiohttp.ClientError, TimeoutError):
+            if began:
+                outcomes.broken += 1
+            else:
+                outcomes.lost += 1
+            return
+        if answer.status == 429:
+            outcomes.refused += 1
+        elif answer.status != 200:
+            outcomes.lost += 1
+        else:
+            outcomes.answered += 1
+            outcomes.retried += answer.headers.get("x-llmproxy-attempts", "1") != "1"
+            if model in self.adapters:
+                address = answer.headers.get("x-llmproxy-backend", "")
+                self.adapters[model][self._names.get(address, address)] += 1

@@ -1,0 +1,133 @@
+"""The processes of the demo and the ports that they listen on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+HOST = "127.0.0.1"
+STOP_TIMEOUT_S = 10.0
+
+Result = TypeVar("Result")
+
+
+class DemoError(Exception):
+    """The demo cannot start or go on; the text says why, for the person at the terminal."""
+
+
+@contextmanager
+def held_port(port: int) -> Iterator[int]:
+    """A port (0: any free one) that a child can listen on, and the kernel gives to nobody meanwhile. Raises DemoError.
+
+    A replica that is dead would otherwise find its port taken by somebody's outgoing connection.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind((HOST, port))
+        except OSError as error:
+            reason = error.strerror.lower() if error.strerror else error
+            raise DemoError(f"port {port} cannot be used ({reason}); try another one with --port") from None
+        yield int(holder.getsockname()[1])
+
+
+class _Process:
+    """One process of ours and the last lines that it printed."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.process = process
+        self.wanted = True
+        self.tail: deque[str] = deque(maxlen=20)
+        self.life = asyncio.create_task(self._live())
+
+    async def _live(self) -> None:
+        """Read what it prints until it ends, so that it never blocks on a full pipe."""
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self.tail.append(line.decode(errors="replace").rstrip())
+        await self.process.wait()
+
+    def obituary(self) -> str:
+        said = "\n".join(f"  {line}" for line in self.tail) or "  (nothing)"
+        return f"{self.name} ended with exit code {self.process.returncode}; its last words:\n{said}"
+
+
+class Processes:
+    """The processes of the demo; leaving the block ends them all, the proxy before the replicas that serve it."""
+
+    def __init__(self) -> None:
+        self._children: dict[str, _Process] = {}
+        self._bereft: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        replicas = list(self._children.values())
+        proxy = self._children.get("proxy")
+        await self._end([proxy] if proxy else [])
+        await self._end(replicas)
+
+    async def start(self, name: str, *arguments: str) -> None:
+        """Start `llmproxy ARGUMENTS` under a name, again where it was killed."""
+        # Settings of the person's own shell are meant for their proxy, not for this one.
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMPROXY_")}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "llmproxy.cli.child", *arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**environment, "PYTHONUNBUFFERED": "1"},
+            limit=1 << 20,
+            # Ctrl-C reaches a whole process group; the processes are to be ended by us, in order.
+            start_new_session=True,
+        )
+        child = self._children[name] = _Process(name, process)
+        child.life.add_done_callback(lambda _: self._ended(child))
+
+    def _ended(self, child: _Process) -> None:
+        if child.wanted and not self._bereft.done():
+            self._bereft.set_result(child)
+
+    async def kill(self, name: str) -> None:
+        """End a child as a crash would."""
+        child = self._children[name]
+        child.wanted = False
+        child.process.kill()
+        await child.life
+
+    async def unless_one_dies(self, work: Awaitable[Result]) -> Result:
+        """The result of `work`. Raises DemoError when a child that nobody killed ends first."""
+        task = asyncio.ensure_future(work)
+        either: list[asyncio.Future[Any]] = [task, self._bereft]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._bereft.done():
+                raise DemoError(self._bereft.result().obituary())
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    @staticmethod
+    async def _end(processes: list[_Process]) -> None:
+        for child in processes:
+            child.wanted = False
+            if child.process.returncode is None:
+                child.process.terminate()
+        if processes:
+            _, alive = await asyncio.wait([child.life for child in processes], timeout=STOP_TIMEOUT_S)
+            for child in processes:
+                if child.life in alive:
+                    child.process.kill()
+                await child.life

@@ -1,0 +1,77 @@
+"""What the baselines share: who can be chosen, what was given out and not yet returned, and the blocks of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from llmproxy.core.backends.view import View
+from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
+from llmproxy.core.placement import NO_CAPACITY, NO_MATCH_FOR_MODEL, Ledger, Placement, context_tokens, highest
+from llmproxy.lab.baselines.index import Block
+from llmproxy.lab.baselines.policy import Surroundings
+
+__all__ = ["Counting", "ImmediatePlacement", "Ledger", "best", "candidates", "prompt_blocks"]
+
+
+def candidates(request: Request, views: Sequence[View], excluded: frozenset[str]) -> list[View] | NoCapacity | NoMatch:
+    """The healthy backends that serve the model and can hold its context, however full they are.
+
+    Where no context is long enough all of them stay, because a router without a queue leaves the refusal to the engine.
+    """
+    up = [view for view in views if view.available]
+    if not up and views:
+        return NO_CAPACITY
+    found = [view for view in up if request.model in view.served and view.backend not in excluded]
+    if not found:
+        return NO_MATCH_FOR_MODEL
+    needed = context_tokens(request)
+    return [view for view in found if view.max_model_len is None or view.max_model_len >= needed] or found
+
+
+def prompt_blocks(request: Request, around: Surroundings) -> dict[Block, int]:
+    """The prompt's blocks in their order, each with its tokens; the last may be partial.
+
+    Where the trace knows no ids the blocks are the request's own: they match nothing, yet fill an index as they would.
+    """
+    prompt, size = around.prompts[request.id], around.block_tokens
+    count = -(-prompt.tokens // size)
+    blocks: list[Block] = list(prompt.blocks[:count])
+    blocks += [(request.id, i) for i in range(len(blocks), count)]
+    sized = dict.fromkeys(blocks, size)
+    if blocks:
+        sized[blocks[-1]] = prompt.tokens - size * (count - 1)
+    return sized
+
+
+def best(views: Sequence[View], scores: Sequence[float], terms: Mapping[str, Sequence[float]], rng: Random) -> Placed:
+    """The view of the highest score, equals drawn at random. `scores` and each of `terms` are parallel to `views`."""
+    at = highest(scores, rng)
+    return Placed(views[at].backend, scores[at], tuple((name, part[at]) for name, part in terms.items()), len(views))
+
+
+class ImmediatePlacement(Placement):
+    """A router without a waiting room: requests are bound as they come, so that limits and bands mean nothing."""
+
+    def place(
+        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
+    ) -> Placed | NoCapacity | NoMatch:
+        found = candidates(request, views, excluded)
+        return self.choose(request, found) if isinstance(found, list) else found
+
+    def choose(self, request: Request, views: Sequence[View]) -> Placed:
+        """One of `views`, of which there is at least one."""
+        raise NotImplementedError
+
+
+class Counting(ImmediatePlacement):
+    """Counts its own requests in flight, each as one whatever its size."""
+
+    def __init__(self) -> None:
+        self.in_flight = Ledger()
+
+    def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
+        self.in_flight.give(lease, placed.backend)
+
+    def finished(self, lease: int, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        self.in_flight.take_back(lease)

@@ -1,0 +1,72 @@
+"""What one subscriber to the engines' KV events knows of their caches: a little late, and not what was lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import takewhile
+
+from llmproxy.lab.fleet.world import World
+from llmproxy.simulator.engine.kv_cache import Changes
+
+DELAY_S = 0.010
+"""From the end of a step until a subscriber has applied its batch."""
+
+
+class KvEvents:
+    """One proxy's subscription to every replica, and the index that it keeps: which blocks each is told to have.
+
+    vLLM publishes one batch per step. A batch that is lost stays lost: what it stored is not known, and what it removed
+    is believed, until a later batch says otherwise or the replica's process ends.
+    """
+
+    def __init__(self, world: World, clock: Callable[[], float]) -> None:
+        self._world = world
+        self._clock = clock
+        self._asked: tuple[str, float] | None = None
+        self._found: dict[str, int] = {}
+        self._lines = {name: _Subscription() for name in world.replicas}
+        for name, line in self._lines.items():
+            world.replicas[name].subscribe(line)
+
+    def cached_tokens(self, request_id: str) -> dict[str, int]:
+        """How many tokens of a live request's prompt each replica is known to have cached; who has none is left out."""
+        # Who books a request asks again what was asked to place it, and looking at every replica takes a while.
+        asked = request_id, self._clock()
+        if asked != self._asked:
+            self._asked, self._found = asked, self._look_up(*asked)
+        return self._found
+
+    def _look_up(self, request_id: str, now: float) -> dict[str, int]:
+        sequence, block_tokens = self._world.sequence_of(request_id), self._world.blocks.engine_block
+        # An engine computes the last token of a prompt in any case.
+        hashes = sequence.hashes[: (sequence.prompt_tokens - 1) // block_tokens]
+        found = {}
+        for name, line in self._lines.items():
+            self._world.replicas[name].catch_up()
+            line.apply(now - DELAY_S)
+            if blocks := sum(1 for _ in takewhile(line.held.__contains__, hashes)):
+                found[name] = blocks * block_tokens
+        return found
+
+
+class _Subscription:
+    """The subscription to one replica: batches on their way, and the blocks that it is believed to hold."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self._coming: deque[tuple[float, Changes]] = deque()
+
+    def published(self, at_s: float, changes: Changes) -> None:
+        self._coming.append((at_s, changes))
+
+    def broken(self) -> None:
+        self._coming.clear()
+        self.held.clear()
+
+    def apply(self, until_s: float) -> None:
+        """Take in every batch that was published at `until_s` or before."""
+        while self._coming and self._coming[0][0] <= until_s:
+            _, changes = self._coming.popleft()
+            self.held |= changes.stored
+            self.held -= changes.removed

@@ -1,0 +1,421 @@
+"""One simulated vLLM server in virtual time: its engine stepped by timers, its front door, and what it publishes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Protocol
+
+from llmproxy.lab.fleet.spec import ReplicaSpec
+from llmproxy.simulator.engine.engine import Counters, Engine, EngineRequest, Gauges, StepResult
+from llmproxy.simulator.engine.kv_cache import Changes
+from llmproxy.simulator.engine.profiles import Noise
+
+NOISE = Noise()
+
+
+class Broken(Exception):  # noqa: N818 - what befalls an answer, not an error of this code
+    """The connection of an answer ended before the answer did; `by_timeout` when the proxy itself gave it up."""
+
+    def __init__(self, by_timeout: bool = False) -> None:
+        super().__init__()
+        self.by_timeout = by_timeout
+
+
+class Refusing(Exception):  # noqa: N818
+    """No process listens."""
+
+
+class Leaving(Exception):  # noqa: N818
+    """The server is about to stop: it ends what it has and takes nothing new."""
+
+
+class TooLong(Exception):  # noqa: N818
+    """The request is longer than this server's context: its own 400."""
+
+
+@dataclass(slots=True, eq=False)
+class ServerJob:
+    """One request at a replica. `ended` is set when the last token is out, or fails with `Broken`.
+
+    `on_first` is called when the first token exists. Times are the loop's; `first_s` is None before the first token.
+    `heard_tokens` and `heard_s` are how much of the answer its proxy saw, and when it last saw more.
+    """
+
+    request: EngineRequest
+    on_first: Callable[[], None]
+    ended: asyncio.Future[None]
+    hit_tokens: int | None = None
+    first_s: float | None = None
+    cut_short: bool = False
+    heard_tokens: int = 0
+    heard_s: float = 0.0
+
+    def break_off(self, by_timeout: bool = False) -> None:
+        """The connection is gone; nothing where the answer has ended."""
+        if not self.ended.done():
+            self.ended.set_exception(Broken(by_timeout))
+
+
+class Subscriber(Protocol):
+    """One end of a subscription to a replica's KV events."""
+
+    def published(self, at_s: float, changes: Changes) -> None:
+        """A step that ended at `at_s` changed which blocks are cached; told in the order of the steps."""
+
+    def broken(self) -> None:
+        """The process is gone, with its caches and with what it had not sent."""
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Pure decode steps under way: `steps` of them from `start_s` on, each `factor` times its noise-free time.
+
+    Those that had ended at `settled_s` are done and not among them.
+    """
+
+    start_s: float
+    steps: int
+    factor: float
+    settled_s: float
+
+
+@dataclass(slots=True)
+class _FaultsInForce:
+    """The faults in force. Gauges are remembered for `remembered_s`, the most that any fault to come will ask for."""
+
+    slow: float = 1.0
+    reset: float = 0.0
+    metric_age_s: float = 0.0
+    lost_readings: float = 0.0
+    lost_kv_events: float = 0.0
+    remembered_s: float = 0.0
+    frozen: bool = False
+
+
+class SimulatedServer:
+    """A server that accepts jobs and can be scraped, and the faults that can befall it.
+
+    The engine is advanced lazily: while nothing but decoding happens, a whole stretch of steps is one timer, and who
+    arrives or looks in the middle of it finds the engine as it is at that moment.
+    """
+
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        prefill_scale: float,
+        seed: int,
+        loop: asyncio.AbstractEventLoop,
+        noise: Noise = NOISE,
+    ) -> None:
+        self.spec = spec
+        self.alive = False
+        self._leaving_for_s: float | None = None
+        self.faults = _FaultsInForce()
+        self._earlier = Counters()
+        self.engine: Engine
+        self._profile = replace(spec.profile, prefill_factor=prefill_scale)
+        self._rng = Random(seed)
+        self._noise = noise
+        self._loop = loop
+        self._jobs: dict[str, ServerJob] = {}
+        self._unborn: dict[str, ServerJob] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._stretch: _Stretch | None = None
+        self._step: StepResult | None = None
+        self._left_s = 0.0
+        self._visible = self._coming = Gauges()
+        self._seen: deque[tuple[float, Gauges]] = deque()
+        self._subscribers: list[Subscriber] = []
+        self._install()
+
+    def _install(self) -> None:
+        spec = self.spec
+        self.engine = Engine(
+            self._profile,
+            max_num_seqs=spec.max_num_seqs,
+            max_loras=spec.max_loras,
+            max_cpu_loras=spec.max_cpu_loras,
+            kv_tokens=spec.kv_tokens,
+            block_size=spec.block_size,
+            step_tokens=spec.step_tokens,
+            noise=self._noise,
+            seed=self._rng.getrandbits(32),
+        )
+        self._visible = self._coming = Gauges()
+        self._seen.clear()
+        if self._subscribers:
+            self.engine.tell_kv_events()
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Serve, with cold caches."""
+        self.alive = True
+        self._leaving_for_s = None
+
+    def roll(self, gone_s: float) -> None:
+        """Take nothing new, end the answers under way, then stop, and serve again with cold caches `gone_s` later."""
+        self._leaving_for_s = gone_s
+        self._stop_when_done()
+
+    def _stop_when_done(self) -> None:
+        if self._leaving_for_s is not None and self.alive and not self._jobs:
+            self._loop.call_later(self._leaving_for_s, self.start)
+            self.kill()
+
+    def kill(self) -> None:
+        """The process dies: its connections break, its caches are lost."""
+        self._stop_timer()
+        self._stretch = self._step = None
+        self._earlier = self.counters
+        self.alive = False
+        self.faults.frozen = False
+        jobs, self._jobs = self._jobs, {}
+        self._unborn.clear()
+        self._install()
+        for job in jobs.values():
+            job.break_off()
+        for subscriber in self._subscribers:
+            subscriber.broken()
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop the engine's time, or let it go on; it accepts requests all the same."""
+        if frozen == self.faults.frozen or not self.alive:
+            return
+        self.faults.frozen = frozen
+        if frozen:
+            self._interrupt()
+            if self._timer is not None:
+                self._left_s = self._timer.when() - self._loop.time()
+                self._stop_timer()
+        elif self._step is not None:
+            self._timer = self._loop.call_later(self._left_s, self._step_done)
+        else:
+            self._next()
+
+    def slow_down(self, factor: float) -> None:
+        """Every step from the next one on takes `factor` times as long as it should."""
+        if not self.faults.frozen:
+            self._interrupt()
+        self.faults.slow = factor
+
+    # --- what clients do ----------------------------------------------------------------------------------------------
+
+    def open(self, request: EngineRequest, on_first: Callable[[], None]) -> ServerJob:
+        """Send a request. Raises Refusing when nobody listens, Leaving where the server is about to stop, and TooLong
+        for a request that it answers with 400.
+        """
+        if not self.alive:
+            raise Refusing
+        if self._leaving_for_s is not None:
+            raise Leaving
+        if not self.holds(request):
+            raise TooLong
+        job = ServerJob(request, on_first, self._loop.create_future())
+        if self.faults.reset and self._rng.random() < self.faults.reset:
+            job.cut_short = True
+            job.request = replace(request, output_tokens=self._rng.randint(1, request.output_tokens))
+        self._jobs[request.id] = job
+        self._loop.call_later(self._profile.frontend_s, self._enter, job)
+        return job
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt with its answer that this server takes."""
+        return min(self.spec.max_model_len, self.engine.kv_room_tokens)
+
+    def holds(self, request: EngineRequest) -> bool:
+        """Whether the context of this server is long enough."""
+        return request.prompt_tokens + request.output_tokens <= self.context_tokens
+
+    def answered_tokens(self, job: ServerJob) -> int:
+        """How many tokens of its answer have been sent by now."""
+        self.catch_up()
+        if job.first_s is None or job.ended.done():
+            return 0
+        answered = self.engine.answered_tokens(job.request.id)
+        # The engine forgets a request when it plans the step of its last token.
+        return job.request.output_tokens - 1 if answered is None else answered
+
+    def leave(self, job: ServerJob) -> None:
+        """The client closed the connection; nothing where the job has ended."""
+        request_id = job.request.id
+        if self._jobs.get(request_id) is not job:
+            return
+        del self._jobs[request_id]
+        if self._leaving_for_s is not None:
+            self._loop.call_soon(self._stop_when_done)
+        if self._unborn.pop(request_id, None) is not None or job.first_s is not None:
+            if not self.faults.frozen:
+                self._interrupt()
+            self.engine.abort(request_id)
+
+    def scrape(self) -> Gauges | None:
+        """What the metrics page shows; None where it is lost on its way. Raises Refusing, Leaving of a server whose
+        health says that it is about to stop, or TimeoutError of a hung one.
+        """
+        if not self.alive:
+            raise Refusing
+        if self._leaving_for_s is not None:
+            raise Leaving
+        if self.faults.frozen:
+            raise TimeoutError
+        if self.faults.lost_readings and self._rng.random() < self.faults.lost_readings:
+            return None
+        now = self._loop.time()
+        if self._stretch is not None:
+            self._settle(now)
+            self._visible = self.engine.gauges()
+        if self.faults.remembered_s:
+            self._seen.append((now, self._visible))
+            while len(self._seen) > 1 and self._seen[1][0] <= now - self.faults.remembered_s:
+                self._seen.popleft()
+        if not self.faults.metric_age_s:
+            return self._visible
+        old_s = now - self.faults.metric_age_s
+        past = [gauges for seen_s, gauges in self._seen if seen_s <= old_s]
+        # A process younger than that has nothing older to show than what it showed first.
+        return past[-1] if past else self._seen[0][1]
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Publish KV events to one more subscriber from now on, one batch per step."""
+        self._subscribers.append(subscriber)
+        self.engine.tell_kv_events()
+
+    @property
+    def counters(self) -> Counters:
+        """Of the engines of all its lives."""
+        return self._earlier + self.engine.counters
+
+    def load(self) -> tuple[int, int]:
+        """(running, waiting) at this moment, for the recorder of a run."""
+        gauges = self.engine.gauges()
+        return gauges.running, gauges.waiting
+
+    # --- the engine's time --------------------------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """Do every step that has ended by now."""
+        if self._stretch is not None and not self.faults.frozen:
+            self._settle(self._loop.time())
+
+    def _enter(self, job: ServerJob) -> None:
+        """The front end has tokenised the prompt."""
+        if self._jobs.get(job.request.id) is not job:
+            return
+        if not self.faults.frozen:
+            self._interrupt()
+        self.engine.add(job.request)
+        self._unborn[job.request.id] = job
+        if self._timer is None and not self.faults.frozen:
+            self._next()
+
+    def _next(self) -> None:
+        """Begin the next step, or a stretch of them."""
+        self._stretch = self._step = None
+        now = self._loop.time()
+        steps = self.engine.stable_steps()
+        if steps > 1:
+            factor = self._noise.stretch_factor(self._rng, steps) * self.faults.slow
+            self._stretch = _Stretch(now, steps, factor, now)
+            self._timer = self._loop.call_at(now + self.engine.stretch_s(steps) * factor, self._stretch_done)
+        elif self.engine.busy:
+            self._step = self.engine.step()
+            # Taken here, because what arrives while the step runs is unknown to its gauges.
+            self._coming = self.engine.gauges()
+            self._timer = self._loop.call_at(now + self._step.duration_s * self.faults.slow, self._step_done)
+        else:
+            self._timer = None
+            self._visible = self.engine.gauges()
+
+    def _step_done(self) -> None:
+        step, self._step = self._step, None
+        assert step is not None
+        self._visible = self._coming
+        for _, changes in step.kv_events:
+            self._publish(self._loop.time(), changes)
+        self._deliver(step)
+        self._next()
+
+    def _stretch_done(self) -> None:
+        stretch, self._stretch = self._stretch, None
+        assert stretch is not None
+        self._deliver(self._advance(stretch, stretch.steps))
+        self._visible = self.engine.gauges()
+        self._next()
+
+    def _settle(self, now: float) -> None:
+        """Bring the engine up to the last step of the stretch that is complete at `now`."""
+        stretch = self._stretch
+        assert stretch is not None
+        if now == stretch.settled_s:
+            # All streams of a replica are looked at in one moment.
+            return
+        stretch.settled_s = now
+        # The last step of a stretch may end requests, and that is for its own timer to deliver.
+        done = min(self.engine.steps_within((now - stretch.start_s) / stretch.factor), stretch.steps - 1)
+        if done > 0:
+            self._advance(stretch, done)
+
+    def _advance(self, stretch: _Stretch, steps: int) -> StepResult:
+        """Do the first steps of a stretch, which begins behind them then."""
+        result = self.engine.advance(steps)
+        for after_s, changes in result.kv_events:
+            self._publish(stretch.start_s + after_s * stretch.factor, changes)
+        stretch.start_s += result.duration_s * stretch.factor
+        stretch.steps -= steps
+        return result
+
+    def _interrupt(self) -> None:
+        """Something is about to change in the engine: of a stretch, only the step that is running now goes on."""
+        if self._stretch is None:
+            return
+        self._settle(self._loop.time())
+        stretch, self._stretch = self._stretch, None
+        self._stop_timer()
+        self._visible = self.engine.gauges()
+        self._step = self.engine.advance(1)
+        self._coming = self.engine.gauges()
+        end_s = stretch.start_s + self._step.duration_s * stretch.factor
+        # The step is taken as it was: what slowed it is in its factor already.
+        self._timer = self._loop.call_at(max(end_s, self._loop.time()), self._step_done)
+
+    def _publish(self, at_s: float, changes: Changes) -> None:
+        for subscriber in self._subscribers:
+            if not self.faults.lost_kv_events or self._rng.random() >= self.faults.lost_kv_events:
+                subscriber.published(at_s, changes)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _deliver(self, step: StepResult) -> None:
+        """Hand out what a step that ended now has brought."""
+        now = self._loop.time()
+        for request_id, cached_tokens in step.admitted:
+            job = self._jobs.get(request_id)
+            # A preempted request finds its own blocks again, which is no hit.
+            if job is not None and job.hit_tokens is None:
+                job.hit_tokens = cached_tokens
+        if self._unborn and step.emitted:
+            emitted = set(step.emitted)
+            for request_id in [one for one in self._unborn if one in emitted]:
+                job = self._unborn.pop(request_id)
+                job.first_s = job.heard_s = now
+                job.heard_tokens = 1
+                job.on_first()
+        for request_id in step.finished:
+            job = self._jobs.pop(request_id, None)
+            if job is None or job.ended.done():
+                continue
+            if job.cut_short:
+                job.ended.set_exception(Broken())
+            else:
+                job.ended.set_result(None)
+        if self._leaving_for_s is not None:
+            self._loop.call_soon(self._stop_when_done)

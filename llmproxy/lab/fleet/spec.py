@@ -1,0 +1,77 @@
+"""The simulated fleet of a replay: its replicas, and what befalls them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from llmproxy.simulator.engine.profiles import Profile
+
+STEP_TOKENS = 8_192
+MAX_NUM_SEQS = 256
+MAX_MODEL_LEN = 131_072
+
+
+class FleetFaultKind(StrEnum):
+    """What can befall a replica. All but `kill`, `restart` and `roll` end at `until_s`.
+
+    `kill`: the process dies, connections break and polls are refused; for good, or until a `restart`.
+    `restart`: the process dies (if it lives) and serves again, caches cold, `value` seconds later.
+    `roll`: it takes nothing new and says so, ends the answers under way, and then restarts as above: a rollout.
+    `hang`: it accepts requests and polls and answers neither; its engine stands still.
+    `slow`: every step takes `value` times as long.
+    `reset`: each answer that starts is cut in mid-stream with probability `value`.
+    `metric_age`: readings are `value` seconds old when they arrive, and do not say so.
+    `lost_readings`: each poll of the metrics fails with probability `value`.
+    `lost_kv_events`: each batch of KV events fails to reach a subscriber with probability `value`, and never comes.
+    """
+
+    KILL = "kill"
+    RESTART = "restart"
+    ROLL = "roll"
+    HANG = "hang"
+    SLOW = "slow"
+    RESET = "reset"
+    METRIC_AGE = "metric_age"
+    LOST_READINGS = "lost_readings"
+    LOST_KV_EVENTS = "lost_kv_events"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One entry of the timeline: `replica` is a name of the fleet, or None for all of them."""
+
+    at_s: float
+    kind: FleetFaultKind
+    replica: str | None = None
+    until_s: float | None = None
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """One simulated vLLM server. It is there from the start, or serves first `joins_s` seconds into the replay."""
+
+    name: str
+    profile_name: str
+    profile: Profile
+    kv_tokens: int
+    max_model_len: int = MAX_MODEL_LEN
+    max_num_seqs: int = MAX_NUM_SEQS
+    step_tokens: int = STEP_TOKENS
+    block_size: int = 16
+    max_loras: int = 8
+    max_cpu_loras: int = 32
+    joins_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFleet:
+    """Replicas with distinct names, the faults of the timeline in the order of their times, and how many proxies stand
+    in front, each knowing only its own requests.
+    """
+
+    name: str
+    replicas: tuple[ReplicaSpec, ...]
+    faults: tuple[Fault, ...] = ()
+    proxies: int = 1

@@ -1,0 +1,77 @@
+"""What all proxies of a run share: the replicas, and what is alive in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from llmproxy.lab.baselines.policy import KnownPrompt
+from llmproxy.lab.fleet.server import SimulatedServer
+from llmproxy.lab.traces.arrival import Arrival
+from llmproxy.simulator.engine.engine import EngineRequest
+
+
+class Blocks:
+    """From the blocks of a trace to those of an engine, and to what a proxy can know of a prompt."""
+
+    def __init__(self, block_tokens: int, engine_block: int) -> None:
+        assert block_tokens % engine_block == 0, "a block of the trace is no whole number of engine blocks"
+        self.block_tokens = block_tokens
+        self._parts = block_tokens // engine_block
+        self.engine_block = engine_block
+
+    def known(self, arrival: Arrival) -> KnownPrompt:
+        count = -(-arrival.prompt_tokens // self.block_tokens)
+        return KnownPrompt(arrival.prompt_tokens, arrival.own_blocks()[:count], arrival.session)
+
+    def cached(self, arrival: Arrival) -> tuple[int, ...]:
+        """The whole blocks of prompt and answer, as far as the trace knows them."""
+        return arrival.own_blocks()[: (arrival.prompt_tokens + arrival.output_tokens) // self.block_tokens]
+
+    def hashes(self, arrival: Arrival) -> tuple[int, ...]:
+        """One hash per full engine block of prompt and answer, as far as the trace knows them."""
+        parts = self._parts
+        known_tokens = min(arrival.prompt_tokens + arrival.output_tokens, len(arrival.blocks) * self.block_tokens)
+        hashes = [block * parts + i for block in arrival.own_blocks() for i in range(parts)]
+        return tuple(hashes[: known_tokens // self.engine_block])
+
+
+@dataclass(slots=True)
+class World:
+    """`prompts` and `arrivals` are those of the live requests by request id: what a proxy can know of each, and what is
+    hidden from all but the oracle.
+    """
+
+    replicas: dict[str, SimulatedServer]
+    adapters: tuple[str, ...]
+    blocks: Blocks
+    prompts: dict[str, KnownPrompt] = field(default_factory=dict)
+    arrivals: dict[str, Arrival] = field(default_factory=dict)
+    serial: Iterator[int] = field(default_factory=lambda: count(1))
+    _asked: tuple[str, EngineRequest] | None = None
+
+    def enter(self, arrival: Arrival) -> str:
+        """A request begins to live; its id."""
+        request_id = str(next(self.serial))
+        self.prompts[request_id] = self.blocks.known(arrival)
+        self.arrivals[request_id] = arrival
+        return request_id
+
+    def sequence(self, request_id: str, name: str) -> EngineRequest:
+        """A live request as an engine gets it, called `name` there."""
+        arrival = self.arrivals[request_id]
+        return EngineRequest(
+            name, arrival.prompt_tokens, arrival.output_tokens, self.blocks.hashes(arrival), arrival.adapter
+        )
+
+    def sequence_of(self, request_id: str) -> EngineRequest:
+        """A live request as an engine would get it."""
+        # Asked for every replica in turn, and again while the request waits: its hashes are many.
+        if self._asked is None or self._asked[0] != request_id:
+            self._asked = request_id, self.sequence(request_id, request_id)
+        return self._asked[1]
+
+    def leave(self, request_id: str) -> None:
+        del self.prompts[request_id]
+        del self.arrivals[request_id]

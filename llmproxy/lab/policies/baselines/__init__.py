@@ -1,7 +1,0 @@
-"""The published policies, each with its documented defaults; importing this registers them all."""
-
-from llmproxy.lab.policies.baseline import baselines
-from llmproxy.lab.policies.baselines import dynamo, epp, plain, session, sglang
-from llmproxy.lab.policies.baselines.tuning import baseline_named, variants, variants_of
-
-__all__ = ["baseline_named", "baselines", "dynamo", "epp", "plain", "session", "sglang", "variants", "variants_of"]

@@ -1,0 +1,281 @@
+"""The books of one run: every request's end and every look at the fleet, in memory that no trace can make grow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmproxy.core.domain import BAND_NAMES, Outcome
+from llmproxy.lab.fleet.spec import Fault
+from llmproxy.lab.results.audit import Audit
+from llmproxy.lab.results.fairness import Adherence, ServiceDifference
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.results.result import (
+    BackendResult,
+    FairnessResult,
+    FaultDetection,
+    Loaded,
+    PredictionResult,
+    RunResult,
+    Trail,
+    Utilisation,
+    WaitPoint,
+)
+from llmproxy.lab.results.sketch import Sketch
+from llmproxy.lab.results.sums import (
+    BANDS_KEPT,
+    BackendSums,
+    Group,
+    Groups,
+    PredictionErrors,
+    Timeline,
+    quantiles,
+    ratio,
+)
+from llmproxy.simulator.engine.engine import Counters
+
+TENANTS_TOLD = 100
+TENANTS_KEPT = 400
+"""When there are more, the smaller half is told as "(other)": a tenant that comes back after that starts at nothing."""
+SAMPLES_MAX = 512
+CDF_POINTS = 80
+
+_NAMES = {level: name for name, level in reversed(list(BAND_NAMES.items()))}
+
+
+def band_name(band: int) -> str:
+    """The name of a band as the configuration has it, or its number."""
+    return _NAMES.get(band, str(band))
+
+
+@dataclass(slots=True)
+class _Sample:
+    at_s: float
+    load: dict[str, tuple[int, int]]
+    queued: int
+
+
+class RunRecorder:
+    """Everything that is told of one run.
+
+    `duration_s` is the length of the trace and only sets how fine the time axes are: a run may last longer.
+    `replicas` are all that were there, the idle ones too. Requests that arrived before `warmup_s` are in no figure.
+    """
+
+    def __init__(self, duration_s: float, replicas: Sequence[str], warmup_s: float = 0.0) -> None:
+        self._duration_s = duration_s
+        self._warmup_s = warmup_s
+        self.service = ServiceDifference()
+        self._adherence = Adherence(duration_s)
+        self._withdrawals = 0
+        self._inversions = 0
+        self._ejections = 0
+        self._noticed: list[FaultDetection] = []
+        self._counter_difference: float | None = None
+        self._unfinished_tokens_most = 0
+        self._prompt_tokens_most = 0
+        self._outputs: list[Counter[str]] = []
+        self._total = Group()
+        self._e2e = Sketch()
+        self._ttft_foresight, self._tpot_foresight = PredictionErrors(), PredictionErrors()
+        self._outcomes: Counter[Outcome] = Counter()
+        self._attempts = 0
+        self._adapter_requests = 0
+        self._adapter_loads = 0
+        self._ended_s = 0.0
+        self._bands = Groups(BANDS_KEPT)
+        self._tenants = Groups(TENANTS_KEPT)
+        self._backends = {name: BackendSums() for name in replicas}
+        self._waits = Timeline(duration_s)
+        self._prompts = Timeline(duration_s)
+        self._samples: list[_Sample] = []
+        self._spacing = 1
+        self._looks = 0
+
+    def add(self, record: Record) -> None:
+        """A request ended. Raises KeyError for a backend that is none of the replicas."""
+        if record.arrived_s < self._warmup_s:
+            return
+        band = band_name(record.band)
+        for group in (self._total, self._bands.of(band), self._tenants.of(record.arrival.tenant)):
+            group.add(record)
+        if record.ttft_s is not None:
+            self.service.ended(record.arrival.tenant, record.arrival.prompt_tokens, record.output_tokens)
+        if record.outcome is not Outcome.CANCELLED:
+            self._adherence.ended(record.arrival.tenant, record.met, record.ended_s)
+        self._prompt_tokens_most = max(self._prompt_tokens_most, record.arrival.prompt_tokens)
+        self._withdrawals += record.withdrawals
+        self._outcomes[record.outcome] += 1
+        self._attempts += record.attempts
+        self._ended_s = max(self._ended_s, record.ended_s)
+        if record.backend is not None:
+            self._backends[record.backend].add(record)
+        if record.queue_wait_s is not None:
+            self._waits.add(band, record.arrived_s, record.queue_wait_s)
+        if record.outcome is Outcome.COMPLETED:
+            self._e2e.add(record.ended_s - record.arrived_s)
+            self._ttft_foresight.add(record.predicted_ttft, record.backend_ttft_s)
+            self._tpot_foresight.add(record.predicted_tpot, record.tpot_s)
+            self._prompts.add("hit", record.arrived_s, record.hit_tokens)
+            self._prompts.add("all", record.arrived_s, record.arrival.prompt_tokens)
+
+    def sample(self, at_s: float, load: Mapping[str, tuple[int, int]], queued: Mapping[int, int]) -> None:
+        """A look at the fleet: (running, waiting) inside each replica, and requests in the proxies by band.
+
+        Looks are expected at even distances; of too many, every second one is forgotten.
+        """
+        self._looks += 1
+        if (self._looks - 1) % self._spacing:
+            return
+        if len(self._samples) == SAMPLES_MAX:
+            del self._samples[1::2]
+            self._spacing *= 2
+        self._samples.append(_Sample(at_s, dict(load), sum(queued.values())))
+
+    def output(self, tokens: Mapping[int, int]) -> None:
+        """What was streamed so far by band; told when the warm-up is over, and again at the end of the trace."""
+        named: Counter[str] = Counter()
+        for band, count in tokens.items():
+            named[band_name(band)] += count
+        self._outputs.append(named)
+
+    def audited(self, audit: Audit) -> None:
+        """What another look at a proxy's waiting room found, over the whole run."""
+        self._inversions += audit.inversions
+        self._unfinished_tokens_most += audit.unfinished_tokens_most
+        if audit.counter_difference is not None:
+            self._counter_difference = max(self._counter_difference or 0.0, audit.counter_difference)
+
+    def ejected(self, times: int) -> None:
+        """How often a proxy ejected a replica, over the whole run."""
+        self._ejections += times
+
+    def noticed(self, fault: Fault, replica: str, noticed_s: float | None) -> None:
+        """How long after it began a fault was known; None where it ended before."""
+        self._noticed.append(FaultDetection(kind=fault.kind, replica=replica, at_s=fault.at_s, noticed_s=noticed_s))
+
+    def counted(self, replica: str, counters: Counters) -> None:
+        """What the engine of `replica` counted in the whole run."""
+        self._backends[replica].preemptions = counters.preemptions
+        self._adapter_requests += counters.adapter_requests
+        self._adapter_loads += counters.adapter_loads
+
+    def result(self, policy: str, seed: int, rate_scale: float, prefill_scale: float) -> RunResult:
+        """The figures of the run, under the name that the caller gives it."""
+        total = self._total
+        duration_s = max(self._duration_s, self._ended_s)
+        return RunResult(
+            policy=policy,
+            seed=seed,
+            rate_scale=rate_scale,
+            prefill_scale=prefill_scale,
+            offered=total.offered,
+            completed=total.completed,
+            refused=total.refused,
+            failed=total.failed,
+            goodput=ratio(total.met, total.offered),
+            ttft_s=quantiles(total.ttft),
+            tpot_s=quantiles(total.tpot),
+            queue_wait_s=quantiles(total.queue_wait),
+            e2e_s=quantiles(self._e2e),
+            hit_tokens_ratio=ratio(total.hit_tokens, total.prompt_tokens),
+            adapter_hit_ratio=ratio(self._adapter_requests - self._adapter_loads, self._adapter_requests),
+            prefill_imbalance=self._imbalance(),
+            service_difference_tokens=self.service.largest,
+            duration_s=duration_s,
+            attempts=self._attempts,
+            withdrawals=self._withdrawals,
+            inversions=self._inversions,
+            ejections=self._ejections,
+            noticed=sorted(self._noticed, key=lambda one: (one.at_s, one.replica)),
+            outcomes={outcome.value: count for outcome, count in self._outcomes.items()},
+            utilisation=self._utilisation(duration_s - self._warmup_s),
+            loaded=self._loaded(),
+            fairness=FairnessResult(
+                counter_difference=self._counter_difference,
+                jain_least=self.service.windows.least,
+                adherence_least=self._adherence.least,
+                ended_most=self._adherence.most,
+                prompt_tokens_most=self._prompt_tokens_most,
+                unfinished_tokens_most=self._unfinished_tokens_most,
+            ),
+            prediction=self._prediction(),
+            by_band={name: group.result(total) for name, group in self._bands.largest(BANDS_KEPT)},
+            by_tenant={name: group.result(total) for name, group in self._tenants.largest(TENANTS_TOLD)},
+            by_backend={name: self._backend(name) for name in self._backends},
+        )
+
+    def trail(self) -> Trail:
+        """What the plots of the run need beyond its figures."""
+        hits, hit_tokens, prompt_tokens = [], 0.0, 0.0
+        hit_at = {at_s: stretch.total for at_s, stretch in self._prompts.of("hit")}
+        for at_s, stretch in self._prompts.of("all"):
+            hit_tokens += hit_at[at_s]
+            prompt_tokens += stretch.total
+            if prompt_tokens:
+                hits.append((at_s, hit_tokens / prompt_tokens))
+        return Trail(
+            ttft_cdf=self._total.ttft.cdf(CDF_POINTS) or [],
+            tpot_cdf=self._total.tpot.cdf(CDF_POINTS) or [],
+            queue_wait={
+                band: [
+                    WaitPoint(at_s=at_s, mean_s=stretch.total / stretch.count, max_s=stretch.peak)
+                    for at_s, stretch in self._waits.of(band)
+                ]
+                for band in self._waits.names()
+            },
+            hits=hits,
+            load_at_s=[sample.at_s for sample in self._samples],
+            load={name: [sum(sample.load.get(name, (0, 0))) for sample in self._samples] for name in self._backends},
+        )
+
+    # --- parts of the result ------------------------------------------------------------------------------------------
+
+    def _loaded(self) -> Loaded:
+        if len(self._outputs) < 2:
+            return Loaded(duration_s=0.0, output_tokens={})
+        before, after = self._outputs
+        tokens = {band: count - before[band] for band, count in after.items()}
+        return Loaded(duration_s=self._duration_s - self._warmup_s, output_tokens=tokens)
+
+    def _prediction(self) -> PredictionResult:
+        ttft, tpot = self._ttft_foresight, self._tpot_foresight
+        return PredictionResult(
+            ttft_mape=ratio(ttft.error_ratios, ttft.count),
+            ttft_p90_coverage=ratio(ttft.covered, ttft.count),
+            tpot_mape=ratio(tpot.error_ratios, tpot.count),
+            tpot_p90_coverage=ratio(tpot.covered, tpot.count),
+        )
+
+    def _imbalance(self) -> float | None:
+        computed = [backend.prefill_tokens for backend in self._backends.values()]
+        return ratio(max(computed) * len(computed), sum(computed)) if computed else None
+
+    def _counted(self, replica: str) -> list[tuple[int, int]]:
+        return [s.load.get(replica, (0, 0)) for s in self._samples if s.at_s >= self._warmup_s]
+
+    def _backend(self, name: str) -> BackendResult:
+        backend, looks = self._backends[name], self._counted(name)
+        return BackendResult(
+            requests=backend.requests,
+            prefill_tokens=backend.prefill_tokens,
+            hit_tokens=backend.hit_tokens,
+            output_tokens=backend.output_tokens,
+            preemptions=backend.preemptions,
+            mean_running=ratio(sum(running for running, _ in looks), len(looks)),
+            mean_waiting=ratio(sum(waiting for _, waiting in looks), len(looks)),
+        )
+
+    def _utilisation(self, counted_s: float) -> Utilisation:
+        looks = [look for name in self._backends for look in self._counted(name)]
+        queued = [sample.queued for sample in self._samples if sample.at_s >= self._warmup_s]
+        return Utilisation(
+            completed_per_s=ratio(self._total.completed, counted_s),
+            prefill_tokens_per_s=ratio(sum(b.prefill_tokens for b in self._backends.values()), counted_s),
+            output_tokens_per_s=ratio(self._total.output_tokens, counted_s),
+            busy=ratio(sum(running + waiting > 0 for running, waiting in looks), len(looks)),
+            mean_running=ratio(sum(running for running, _ in looks), len(looks)),
+            mean_waiting=ratio(sum(waiting for _, waiting in looks), len(looks)),
+            mean_queued=ratio(sum(queued), len(queued)),
+        )

@@ -1,0 +1,232 @@
+"""Sums over requests: of a group of them, of a replica's, and over stretches of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llmproxy.core.domain import Outcome, Predicted
+from llmproxy.lab.results.record import Record
+from llmproxy.lab.results.result import GroupResult, Quantiles
+from llmproxy.lab.results.sketch import Sketch
+
+OTHER = "(other)"
+BANDS_KEPT = 64
+STRETCHES = 60
+
+REFUSALS = frozenset(
+    {
+        Outcome.BAD_REQUEST,
+        Outcome.UNKNOWN_MODEL,
+        Outcome.UNAUTHORIZED,
+        Outcome.TOO_LARGE,
+        Outcome.REJECTED_CAPACITY,
+        Outcome.REJECTED_NO_BACKENDS,
+        Outcome.REJECTED_DEADLINE,
+        Outcome.RATE_LIMITED,
+        Outcome.EXPIRED,
+        Outcome.EXPIRED_NO_BACKENDS,
+        Outcome.SHED,
+        Outcome.DRAINING,
+    }
+)
+"""The ends of requests that no backend was to blame for: they were turned away, or left the waiting room."""
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def quantiles(sketch: Sketch) -> Quantiles:
+    return Quantiles(
+        mean=sketch.mean,
+        p50=sketch.quantile(0.5),
+        p90=sketch.quantile(0.9),
+        p95=sketch.quantile(0.95),
+        p99=sketch.quantile(0.99),
+    )
+
+
+@dataclass(slots=True)
+class BackendSums:
+    requests: int = 0
+    prefill_tokens: int = 0
+    hit_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+
+    def add(self, record: Record) -> None:
+        self.requests += 1
+        # Without a first token nobody knows how much of the prompt was computed.
+        if record.ttft_s is not None:
+            self.prefill_tokens += record.arrival.prompt_tokens - record.hit_tokens
+            self.hit_tokens += record.hit_tokens
+            self.output_tokens += record.output_tokens
+
+
+@dataclass(slots=True)
+class Group:
+    """Some of the requests: all of them, or those of one band or tenant."""
+
+    offered: int = 0
+    completed: int = 0
+    refused: int = 0
+    met: int = 0
+    asked_tokens: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    output_tokens: int = 0
+    ttft: Sketch = field(default_factory=Sketch)
+    tpot: Sketch = field(default_factory=Sketch)
+    queue_wait: Sketch = field(default_factory=Sketch)
+
+    @property
+    def failed(self) -> int:
+        return self.offered - self.completed - self.refused
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    def add(self, record: Record) -> None:
+        arrival = record.arrival
+        self.offered += 1
+        self.asked_tokens += arrival.prompt_tokens + arrival.output_tokens
+        self.refused += record.outcome in REFUSALS
+        if record.outcome is not Outcome.COMPLETED:
+            return
+        self.completed += 1
+        self.met += record.met
+        self.prompt_tokens += arrival.prompt_tokens
+        self.hit_tokens += record.hit_tokens
+        self.output_tokens += record.output_tokens
+        for sketch, value in (
+            (self.ttft, record.ttft_s),
+            (self.tpot, record.tpot_s),
+            (self.queue_wait, record.queue_wait_s),
+        ):
+            if value is not None:
+                sketch.add(value)
+
+    def merge(self, other: Group) -> None:
+        for count in ("offered", "completed", "refused", "met", "asked_tokens", "prompt_tokens", "hit_tokens"):
+            setattr(self, count, getattr(self, count) + getattr(other, count))
+        self.output_tokens += other.output_tokens
+        self.ttft.merge(other.ttft)
+        self.tpot.merge(other.tpot)
+        self.queue_wait.merge(other.queue_wait)
+
+    def result(self, total: Group) -> GroupResult:
+        return GroupResult(
+            offered=self.offered,
+            completed=self.completed,
+            refused=self.refused,
+            failed=self.failed,
+            goodput=ratio(self.met, self.offered),
+            ttft_s=quantiles(self.ttft),
+            tpot_s=quantiles(self.tpot),
+            queue_wait_s=quantiles(self.queue_wait),
+            prompt_tokens=self.prompt_tokens,
+            hit_tokens=self.hit_tokens,
+            output_tokens=self.output_tokens,
+            token_share=ratio(self.tokens, total.tokens),
+            asked_share=ratio(self.asked_tokens, total.asked_tokens),
+        )
+
+
+@dataclass(slots=True)
+class PredictionErrors:
+    """How well one time of answers was predicted: by how much it was missed, and how often its p90 held."""
+
+    count: int = 0
+    error_ratios: float = 0.0
+    covered: int = 0
+
+    def add(self, predicted: Predicted | None, observed_s: float | None) -> None:
+        """Count one answer, unless nobody predicted its time or nobody saw it."""
+        if predicted is None or observed_s is None or observed_s <= 0.0:
+            return
+        self.count += 1
+        self.error_ratios += predicted.error_ratio(observed_s)
+        self.covered += predicted.covers(observed_s)
+
+
+class Groups:
+    """Groups by name, at most `kept` of them and one for all others."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._groups: dict[str, Group] = {}
+        self._other = Group()
+
+    def of(self, name: str) -> Group:
+        group = self._groups.get(name)
+        if group is None:
+            if len(self._groups) >= self._kept:
+                self._forget_all_but(self._kept // 2)
+            group = self._groups[name] = Group()
+        return group
+
+    def largest(self, told: int) -> Iterator[tuple[str, Group]]:
+        """The `told` largest by tokens, then all others as one, which is left out when there is nothing in it."""
+        rest = Group()
+        rest.merge(self._other)
+        for rank, (name, group) in enumerate(self._ranked()):
+            if rank < told:
+                yield name, group
+            else:
+                rest.merge(group)
+        if rest.offered:
+            yield OTHER, rest
+
+    def _forget_all_but(self, count: int) -> None:
+        ranked = self._ranked()
+        self._groups = dict(ranked[:count])
+        for _, group in ranked[count:]:
+            self._other.merge(group)
+
+    def _ranked(self) -> list[tuple[str, Group]]:
+        return sorted(self._groups.items(), key=lambda item: (-item[1].tokens, -item[1].asked_tokens, item[0]))
+
+
+@dataclass(slots=True)
+class Stretch:
+    count: int = 0
+    total: float = 0.0
+    peak: float = 0.0
+
+
+class Timeline:
+    """Values by name and by stretch of time. The stretches are twice as long as soon as they would be too many."""
+
+    def __init__(self, duration_s: float) -> None:
+        self._width_s = duration_s / STRETCHES if duration_s > 0 else 1.0
+        self._rows: dict[str, dict[int, Stretch]] = {}
+
+    def add(self, name: str, at_s: float, value: float) -> None:
+        while at_s >= 2 * STRETCHES * self._width_s:
+            self._widen()
+        if name not in self._rows and len(self._rows) >= BANDS_KEPT:
+            name = OTHER
+        stretch = self._rows.setdefault(name, {}).setdefault(int(at_s / self._width_s), Stretch())
+        stretch.count += 1
+        stretch.total += value
+        stretch.peak = max(stretch.peak, value)
+
+    def names(self) -> list[str]:
+        return sorted(self._rows)
+
+    def of(self, name: str) -> list[tuple[float, Stretch]]:
+        """The stretches that have a value, by the time at which they begin."""
+        return [(index * self._width_s, stretch) for index, stretch in sorted(self._rows.get(name, {}).items())]
+
+    def _widen(self) -> None:
+        self._width_s *= 2
+        for name, row in self._rows.items():
+            wider: dict[int, Stretch] = {}
+            for index, stretch in row.items():
+                into = wider.setdefault(index // 2, Stretch())
+                into.count += stretch.count
+                into.total += stretch.total
+                into.peak = max(into.peak, stretch.peak)
+            self._rows[name] = wider

@@ -1,0 +1,78 @@
+"""The ways in which a replica can be broken on purpose, each as a real vLLM was seen to break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+
+class FaultKind(StrEnum):
+    """What is wrong. `hang` and `refuse` close the port and end with a restart only; the others can be cleared."""
+
+    BUSY_503 = "busy_503"
+    """Generation is refused with 503 and the words of a full queue."""
+    DRAINING_500 = "draining_500"
+    """New generation gets 500, what runs goes on, `/health` is 200: vLLM with a shutdown timeout."""
+    HANG = "hang"
+    """The port refuses, open requests get no byte and no end: vLLM after a default SIGTERM."""
+    STREAM_ERROR_FIRST = "stream_error_first"
+    """A stream is accepted with 200, and its first event is an error; other requests get 500."""
+    ENGINE_DEAD = "engine_dead"
+    """Open streams end with an error event, everything else gets 500."""
+    FROZEN = "frozen"
+    """Nothing moves, gauges included, while `/health` says 200: a stopped worker process."""
+    RESET = "reset"
+    """The connection is reset after `after_bytes` bytes of the body; 0 is right behind the head."""
+    SLOW = "slow"
+    """Every step takes `factor` times as long: a GPU that is throttled."""
+    LIES = "lies"
+    """The gauges of load on `/metrics` say that it is idle, whatever runs."""
+    REFUSE = "refuse"
+    """The port refuses and every connection is cut: the process is gone."""
+
+
+PORT_CLOSING = frozenset({FaultKind.HANG, FaultKind.REFUSE})
+
+
+class FaultSwitch:
+    """The fault that is switched on, if any. `changed` is called with every new one and with None."""
+
+    def __init__(self, changed: Callable[[FaultKind | None], None]) -> None:
+        self.kind: FaultKind | None = None
+        self.after_bytes = 0
+        self.factor = 1.0
+        self._times: int | None = None
+        self._changed = changed
+
+    def set(
+        self, kind: FaultKind | str, *, after_bytes: int = 0, factor: float = 10.0, times: int | None = None
+    ) -> None:
+        """Switch a fault on, for the next `times` generation requests only where that is given (no matter to faults
+        that hit everybody at once). ValueError for an unknown kind, or a factor that is not above 0.
+        """
+        if self.kind in PORT_CLOSING:
+            raise RuntimeError(f"the fault {self.kind} has closed the port; restart the replica first")
+        if not factor > 0:
+            raise ValueError(f"factor must be above 0, got {factor}")
+        self.kind = FaultKind(kind)
+        self.after_bytes = after_bytes
+        self.factor = factor
+        self._times = times
+        self._changed(self.kind)
+
+    def clear(self) -> None:
+        """Switch the fault off. RuntimeError where only a restart helps."""
+        if self.kind in PORT_CLOSING:
+            raise RuntimeError(f"the fault {self.kind} has closed the port; restart the replica instead")
+        self.kind = None
+        self._changed(None)
+
+    def hits(self, kind: FaultKind) -> bool:
+        """Whether `kind` is on for one more request, which counts as one of its times."""
+        if self.kind is not kind:
+            return False
+        if self._times is not None:
+            self._times -= 1
+            if self._times <= 0:
+                self.clear()
+        return True

@@ -1,0 +1,226 @@
+"""One simulated vLLM server without its sockets: options, engine, adapters, stored answers and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.kv_cache import block_hashes
+from llmproxy.simulator.engine.profiles import Noise, profile_named
+from llmproxy.simulator.server.faults import FaultKind, FaultSwitch
+from llmproxy.simulator.server.metrics import ReplicaMetrics, unix_now_s
+from llmproxy.simulator.server.pacer import GenerationJob, Pacer
+from llmproxy.simulator.server.requests import ApiError, Body, GenerationRequest, Limits, items, resolve
+from llmproxy.simulator.server.text import seed_of, tokens_of, words
+
+BLOCK_SIZE = 16
+_DEFAULT_MODEL_LEN = 32_768
+_STORED_RESPONSES_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """How a replica is set up; the names are those of vLLM's flags where it has one.
+
+    `kv_tokens` is the size of the KV cache (None: the profile's), `max_model_len` the longest sequence (None: 32768, or
+    what the cache holds where that is less). `speed` 10 is ten times faster than real. `max_queued_requests` bounds the
+    requests in flight, waiting or running; beyond it they get 503. An answer ends of itself after `reply_tokens`
+    (least, most) tokens, unless the request sets `ignore_eos`. `prompt_tokens_details` puts cached tokens into
+    `usage`. `sse_keep_alive_s` is the pause after which an SSE comment is sent. `ragged_deltas` makes some tokens come
+    with an empty delta or merged into the next one. `noise` lets step times scatter, from `seed`. `requests_kept`
+    bounds how many requests are remembered for tests. `shutdown` is what SIGTERM does to a served replica: stop `now`,
+    or `hang` its open streams as vLLM does by default.
+    """
+
+    model: str = "sim"
+    adapters: tuple[str, ...] = ()
+    profile: str = "llama-8b-h100"
+    max_num_seqs: int = 256
+    max_loras: int = 4
+    max_cpu_loras: int | None = None
+    kv_tokens: int | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 8192
+    max_queued_requests: int | None = None
+    speed: float = 1.0
+    noise: bool = True
+    seed: int = 0
+    api_key: str | None = None
+    reply_tokens: tuple[int, int] = (64, 512)
+    prompt_tokens_details: bool = True
+    request_id_headers: bool = False
+    sse_keep_alive_s: float | None = None
+    ragged_deltas: bool = False
+    requests_kept: int = 1000
+    shutdown: Literal["now", "hang"] = "now"
+
+    def __post_init__(self) -> None:
+        if not self.speed > 0:
+            raise ValueError(f"speed must be above 0, got {self.speed}")
+        if not 1 <= self.reply_tokens[0] <= self.reply_tokens[1]:
+            raise ValueError(f"reply_tokens must be (least, most) with 1 <= least <= most, got {self.reply_tokens}")
+        if self.model in self.adapters or len(set(self.adapters)) < len(self.adapters):
+            raise ValueError(f"the model and its adapters need different names, got {(self.model, *self.adapters)}")
+
+
+class Service:
+    """A cold server. Its pacer runs only while `run` does."""
+
+    def __init__(self, options: ReplicaOptions, faults: FaultSwitch) -> None:
+        self.options = options
+        self.faults = faults
+        self.engine = Engine(
+            profile_named(options.profile),
+            max_num_seqs=options.max_num_seqs,
+            max_loras=options.max_loras,
+            max_cpu_loras=options.max_cpu_loras,
+            kv_tokens=options.kv_tokens,
+            block_size=BLOCK_SIZE,
+            step_tokens=options.max_num_batched_tokens,
+            noise=Noise() if options.noise else None,
+            seed=options.seed,
+        )
+        room = self.engine.kv_room_tokens
+        self.max_model_len = min(_DEFAULT_MODEL_LEN, room) if options.max_model_len is None else options.max_model_len
+        if self.max_model_len > room:
+            raise ValueError(f"max_model_len {self.max_model_len} does not fit the KV cache of {room} tokens")
+        self.metrics = ReplicaMetrics(options.model, options.max_loras, self._cache_labels())
+        self.pacer = Pacer(self.engine, options.speed, self.metrics)
+        self.created: dict[str, int] = {}
+        self.permissions: dict[str, str] = {}
+        self.roots: dict[str, str] = {}
+        self.list_model(options.model, options.model)
+        for name in options.adapters:
+            self.list_model(name, f"{options.model}/{name}")
+        self.in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._responses: OrderedDict[str, tuple[Body, list[Any]]] = OrderedDict()
+
+    @property
+    def limits(self) -> Limits:
+        """What is served now."""
+        return Limits(self.options.model, frozenset(self.created) - {self.options.model}, self.max_model_len)
+
+    @property
+    def frontend_s(self) -> float:
+        """Seconds between a request and its acceptance."""
+        return self.engine.profile.frontend_s / self.options.speed
+
+    def list_model(self, name: str, root: str) -> None:
+        """Make a model or adapter known; `root` is the path that it comes from."""
+        self.roots[name] = root
+        self.created[name] = int(unix_now_s())
+        self.permissions[name] = secrets.token_hex(8)
+
+    def unlist_model(self, name: str) -> None:
+        """Forget an adapter."""
+        del self.created[name], self.permissions[name], self.roots[name]
+
+    def fault_changed(self, kind: FaultKind | None) -> None:
+        """Do to the engine what a fault means for it."""
+        self.pacer.freeze(kind in (FaultKind.FROZEN, FaultKind.HANG))
+        self.pacer.speed = self.options.speed / (self.faults.factor if kind is FaultKind.SLOW else 1.0)
+        self.metrics.lies = kind is FaultKind.LIES
+        if kind is FaultKind.ENGINE_DEAD:
+            self.pacer.fail(engine_dead())
+
+    def refuse_if_told(self) -> None:
+        """Raise the error that a fault or a full server has for a new generation request."""
+        if self.faults.kind is FaultKind.ENGINE_DEAD:
+            raise engine_dead()
+        if self.faults.hits(FaultKind.DRAINING_500):
+            raise ApiError(500, "cannot schedule new futures after shutdown", "InternalServerError")
+        limit = self.options.max_queued_requests
+        full = limit is not None and self.in_flight >= limit
+        if full or self.faults.hits(FaultKind.BUSY_503):
+            self.metrics.rejections += 1
+            message = "The engine is currently busy and cannot accept new requests. "
+            raise ApiError(503, message + "Please try again later or on a different instance.", "Service Unavailable")
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a generation request as in flight for as long as this lasts."""
+        self.in_flight += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self.idle.set()
+
+    def job(self, generation: GenerationRequest, request_id: str, arrived_s: float) -> GenerationJob:
+        """The sequences of a request, one per prompt and choice, in the order of their index."""
+        sequences: list[EngineRequest] = []
+        reasons: list[str] = []
+        for tokens in generation.prompts:
+            for choice in range(generation.choices):
+                index = len(sequences)
+                seed = seed_of(tokens, generation.model, choice)
+                output_tokens, reason = self._length(generation, seed)
+                answer = tokens_of(words(seed, 0, output_tokens))
+                hashes = block_hashes((*tokens, *answer), BLOCK_SIZE, generation.adapter, generation.cache_salt)
+                name = f"{request_id}-{index}"
+                sequences.append(EngineRequest(name, len(tokens), output_tokens, hashes, generation.adapter))
+                reasons.append(reason)
+        return GenerationJob(sequences, reasons, generation.stream, arrived_s)
+
+    def continued(self, asked: Body) -> Body:
+        """The body of `/v1/responses` with what was said before it, but for instructions; ApiError 404."""
+        previous = asked.get("previous_response_id")
+        if previous is None or not isinstance(asked.get("input"), str | list):
+            return asked
+        resolve(asked, self.limits)
+        self.response(previous)
+        return asked | {"input": [*self._responses[previous][1], *items(asked["input"])]}
+
+    def keep_response(self, response_id: str, body: Body, said: list[Any]) -> None:
+        """Store an answer of `/v1/responses`, and what was `said` until then; the oldest goes if there are too many."""
+        self._responses[response_id] = body, said
+        if len(self._responses) > _STORED_RESPONSES_MAX:
+            self._responses.popitem(last=False)
+
+    def response(self, response_id: str) -> Body:
+        """A stored answer; ApiError 404."""
+        try:
+            return self._responses[response_id][0]
+        except KeyError:
+            message = f"Response with id '{response_id}' not found."
+            raise ApiError(404, message, "invalid_request_error", "response_id") from None
+
+    def _length(self, generation: GenerationRequest, seed: int) -> tuple[int, str]:
+        """How long the answer gets, and why it ends there."""
+        least, most = self.options.reply_tokens
+        natural = max(least + seed % (most - least + 1), generation.min_tokens)
+        if generation.ignore_eos or natural >= generation.max_tokens:
+            return generation.max_tokens, "length"
+        return natural, "stop"
+
+    def _cache_labels(self) -> dict[str, str]:
+        return {
+            "block_size": str(BLOCK_SIZE),
+            "cache_dtype": "auto",
+            "enable_prefix_caching": "True",
+            "engine": "0",
+            "gpu_memory_utilization": "0.92",
+            "kv_cache_memory_bytes": "None",
+            "kv_cache_size_tokens": str(self.engine.kv_blocks * BLOCK_SIZE),
+            "num_cpu_blocks": "None",
+            "num_gpu_blocks": str(self.engine.kv_blocks),
+            "num_gpu_blocks_override": "None",
+            "prefix_caching_hash_algo": "sha256",
+            "sliding_window": "None",
+        }
+
+
+def engine_dead() -> ApiError:
+    """What requests get after the engine died."""
+    message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    return ApiError(500, message, "InternalServerError")
