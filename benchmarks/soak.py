@@ -137,7 +137,7 @@ class Left:
 
         return cls(
             tasks=len(asyncio.all_tasks()),
-            walking=proxy.walker.walking,
+            walking=proxy.handler.open_requests,
             leases=proxy.dispatcher.leases,
             in_flight=total("in_flight_requests"),
             queued=total("queued_requests"),

@@ -64,7 +64,7 @@ class Proxy:
     admin_listener: Listener | None
     pools: Pools
     dispatcher: Dispatcher
-    walker: RequestHandler
+    handler: RequestHandler
     metrics: Metrics
     registry: BackendRegistry
     reloader: Reloader | None
@@ -86,14 +86,14 @@ class Proxy:
         return None if self.admin_listener is None else self.admin_listener.url
 
     @property
-    def walking(self) -> int:
+    def open_requests(self) -> int:
         """Requests that have come in and not ended."""
-        return self.front.walking
+        return self.front.open_requests
 
-    def leave(self, *, replaced: bool = False) -> None:
-        """See `RequestHandler.leave`."""
-        self.walker.leave(replaced=replaced)
-        self.front.leave(replaced=replaced)
+    def begin_shutdown(self, *, replaced: bool = False) -> None:
+        """See `RequestHandler.begin_shutdown`."""
+        self.handler.begin_shutdown(replaced=replaced)
+        self.front.begin_shutdown(replaced=replaced)
 
     async def drain(self) -> bool:
         """Refuse what is new, let leases end; what waits is refused or served first, as `drain_queued` says.
@@ -102,7 +102,7 @@ class Proxy:
         comes next, and those that are connected are served to the end. True when all of it ended within
         `drain_timeout_s`; what still waits then is refused.
         """
-        self.leave()
+        self.begin_shutdown()
         if self.front.held:
             await self.front.close_sockets()
         else:
@@ -110,22 +110,22 @@ class Proxy:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.config.drain_timeout_s):
-                    await self.front.seen_off()
+                    await self.front.wait_idle()
         finally:
             self.dispatcher.drain()
-        return self.walking == 0
+        return self.open_requests == 0
 
-    async def lead_out(self) -> None:
+    async def hand_over(self) -> None:
         """A successor accepts new connections: serve those that are open, each for one more answer, until none is.
 
         A client may send on a connection that it kept until the very moment in which it is closed, and its request
         would be lost. So none is closed here while it could still be used, except by its client or for its silence.
         """
-        self.leave(replaced=True)
+        self.begin_shutdown(replaced=True)
         await self.front.close_sockets()
         if self.admin_listener is not None:
             await self.admin_listener.close()
-        await self.front.seen_off()
+        await self.front.wait_idle()
 
 
 @asynccontextmanager
@@ -158,7 +158,7 @@ async def running(
         lambda: _state(
             dispatcher,
             rulebook.current.band_names,
-            (walker.bodies if supervisor is None else supervisor).held_bytes,
+            (handler.bodies if supervisor is None else supervisor).held_bytes,
             loop.time(),
         )
     )
@@ -180,7 +180,7 @@ async def running(
         stack.push_async_callback(registry.close)
         stored = StoredResponses(rulebook, registry.backends, upstream, dispatcher)
         answers = Answers(dispatcher.cached) if presets.hears_answers(settings.placement) else None
-        walker = RequestHandler(
+        handler = RequestHandler(
             rulebook, registry.backends, pools.estimator, dispatcher, stored, answers, metrics, decisions
         )  # fmt: skip
         adapters = Adapters(pools)
@@ -206,7 +206,7 @@ async def running(
             if new.log_level != rulebook.current.config.log_level:
                 logs.configure(new.log_format, new.log_level)
             rulebook.current = rules
-            walker.reconfigure(new)
+            handler.reconfigure(new)
             admin.reconfigure(new)
             keeper.reconfigure(new.backend_api_key, new.timeouts)
             pools.reconfigure(settings, _aliases(new), loop.time())
@@ -219,10 +219,10 @@ async def running(
         supervisor: WorkerSupervisor | None = None
         reloader = Reloader(config, reread, go_by, metrics.reloaded) if reread is not None else None
         pages = OwnPages(
-            rulebook, pools, walker, metrics, admin, changes, BackendRoutes(registry, reloader, loop.time)
+            rulebook, pools, handler, metrics, admin, changes, BackendRoutes(registry, reloader, loop.time)
         )  # fmt: skip
         door = FrontDoor(
-            rulebook, walker, stored, metrics, pages, _clients(config), config.clients.head_bytes_max
+            rulebook, handler, stored, metrics, pages, _clients(config), config.clients.head_bytes_max
         )  # fmt: skip
         watch.expect(backend.name for backend in _configured(config))
         registry.drain_who_joins(drained)
@@ -235,7 +235,7 @@ async def running(
         if reloader is not None and config.reload == "watch":
             await stack.enter_async_context(in_the_background(reloader.watch()))
         # Requests that are cut on the way out still return their lease and tell their end; then the rest may close.
-        stack.push_async_callback(walker.idle.wait)
+        stack.push_async_callback(handler.idle.wait)
         if sockets.ready_fd is not None:
             # A predecessor still serves, and no client need come to one that knows no backend yet. A lap of a poller
             # asks three questions.
@@ -253,16 +253,16 @@ async def running(
             await supervisor.start(opened)
         else:
             listener = await listen(stack, door, config, client_tls, opened, held=held)
-            front = Here(walker, listener, listener.url, held)
+            front = Here(handler, listener, listener.url, held)
         admin_listener = None
         if config.admin.port is not None:
             admin_door = AdminDoor(door, ClientLimits(clients_of_admin_port(config)))
             opened, held = sockets.listening(config.admin.host, config.admin.port)
             admin_listener = await listen(stack, admin_door, config, client_tls, opened, held=held)
-        stack.callback(walker.cut)
+        stack.callback(handler.cut)
         stack.callback(dispatcher.close)
         proxy = Proxy(
-            rulebook, front, admin_listener, pools, dispatcher, walker, metrics, registry, reloader, door.clients
+            rulebook, front, admin_listener, pools, dispatcher, handler, metrics, registry, reloader, door.clients
         )  # fmt: skip
         yield proxy
 

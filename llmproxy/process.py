@@ -87,7 +87,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
             early_signals.send_again()
             await orders.over.wait()
             finished = await _leave(proxy, orders)
-            _log.info("stopped", all_requests_finished=finished, cut=proxy.walking)
+            _log.info("stopped", all_requests_finished=finished, cut=proxy.open_requests)
     except ConfigError as error:
         for problem in error.problems:
             _log.error("cannot_start", problem=problem)
@@ -106,19 +106,21 @@ async def _leave(proxy: Proxy, orders: Orders) -> bool:
     config = proxy.config
     if orders.successor_pid is not None:
         # Before it is told: whoever reads of it may send something at once, and should be asked to come anew.
-        proxy.leave(replaced=True)
-        _log.info("replaced", by_pid=orders.successor_pid, requests=proxy.walking, timeout_s=config.drain_timeout_s)
-        if await unless(orders.stop, proxy.lead_out(), config.drain_timeout_s):
+        proxy.begin_shutdown(replaced=True)
+        _log.info(
+            "replaced", by_pid=orders.successor_pid, requests=proxy.open_requests, timeout_s=config.drain_timeout_s
+        )
+        if await unless(orders.stop, proxy.hand_over(), config.drain_timeout_s):
             return True
         if not orders.stop.is_set():
             proxy.dispatcher.drain()
-            return proxy.walking == 0
+            return proxy.open_requests == 0
     else:
         notify("STOPPING=1")
-        proxy.leave()
+        proxy.begin_shutdown()
         if config.drain_delay_s:
-            _log.info("leaving", requests=proxy.walking, delay_s=config.drain_delay_s)
+            _log.info("leaving", requests=proxy.open_requests, delay_s=config.drain_delay_s)
             await unless(orders.cut, asyncio.sleep(config.drain_delay_s))
-    _log.info("draining", requests=proxy.walking, timeout_s=config.drain_timeout_s)
+    _log.info("draining", requests=proxy.open_requests, timeout_s=config.drain_timeout_s)
     await unless(orders.cut, proxy.drain())
-    return proxy.walking == 0
+    return proxy.open_requests == 0

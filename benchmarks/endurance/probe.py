@@ -38,13 +38,13 @@ def left(proxy: Proxy) -> dict[str, Any]:
     return {
         "check": check,
         "requests": {
-            "walking": proxy.walker.walking,
+            "open_requests": proxy.handler.open_requests,
             "leases": proxy.dispatcher.leases,
             "sequences booked": sum(backend.sequences for backend in pools.backends.values()),
             "queued": sum(requests for requests, _ in queued),
             "queued bytes": sum(size for _, size in queued),
             "waiting for a name": proxy.dispatcher.nameless,
-            "kept bytes": proxy.walker.kept_bytes,
+            "kept bytes": proxy.handler.kept_bytes,
         },
         "tasks": Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks()),  # type: ignore[union-attr]
         "timers": Counter(name for each in gc.get_objects() if (name := _timer(each, now)) is not None),

@@ -29,16 +29,16 @@ class Front(Protocol):
     held: bool
 
     @property
-    def walking(self) -> int:
+    def open_requests(self) -> int:
         """Requests that have come in and not ended."""
 
-    def leave(self, *, replaced: bool = False) -> None:
-        """See `RequestHandler.leave`."""
+    def begin_shutdown(self, *, replaced: bool = False) -> None:
+        """See `RequestHandler.begin_shutdown`."""
 
     async def close_sockets(self) -> None:
         """Take no further connections. Those that are open stay."""
 
-    async def seen_off(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until no request runs; where another process serves instead, until no connection is open."""
 
 
@@ -46,26 +46,26 @@ class Front(Protocol):
 class Here:
     """This process has the clients."""
 
-    walker: RequestHandler
+    handler: RequestHandler
     listener: Listener
     url: str
     held: bool
 
     @property
-    def walking(self) -> int:
-        return self.walker.walking
+    def open_requests(self) -> int:
+        return self.handler.open_requests
 
-    def leave(self, *, replaced: bool = False) -> None:
-        del replaced  # The walker was told already.
+    def begin_shutdown(self, *, replaced: bool = False) -> None:
+        del replaced  # The handler was told already.
 
     async def close_sockets(self) -> None:
         await self.listener.close()
 
-    async def seen_off(self) -> None:
-        if self.walker.replaced:
+    async def wait_idle(self) -> None:
+        if self.handler.replaced:
             await self.listener.deserted()
         else:
-            await self.walker.idle.wait()
+            await self.handler.idle.wait()
 
 
 async def listen(

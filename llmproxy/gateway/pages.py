@@ -47,7 +47,7 @@ class OwnPages:
         self,
         rulebook: Rulebook,
         pools: Pools,
-        walker: RequestHandler,
+        handler: RequestHandler,
         metrics: Metrics,
         admin: AdminPages,
         adapters: AdapterRoutes,
@@ -55,7 +55,7 @@ class OwnPages:
     ) -> None:
         self._rulebook = rulebook
         self._pools = pools
-        self._walker = walker
+        self._handler = handler
         self._metrics = metrics
         self._admin = admin
         self._adapters = adapters
@@ -100,7 +100,7 @@ class OwnPages:
         return web.Response()
 
     async def _ready(self, _: web.BaseRequest) -> web.Response:
-        if self._walker.leaving and not self._walker.replaced:
+        if self._handler.shutting_down and not self._handler.replaced:
             reason = "draining"
         elif not self._pools.ready(asyncio.get_running_loop().time()):
             reason = "no backend is available"

@@ -37,7 +37,7 @@ class FrontDoor:
     def __init__(
         self,
         rulebook: Rulebook,
-        walker: RequestHandler,
+        handler: RequestHandler,
         stored: StoredResponses,
         metrics: ExitSink,
         pages: Pages,
@@ -48,7 +48,7 @@ class FrontDoor:
         self._head_bytes_max = head_bytes_max
         self._pages = pages
         self._rulebook = rulebook
-        self._walker = walker
+        self._handler = handler
         self._misled: set[str] = set()
         self._stored = stored
         self._metrics = metrics
@@ -70,7 +70,7 @@ class FrontDoor:
         cors = self._rulebook.current.cors
         if cors is not None and not (judged or on_admin_port or response.prepared or is_administrative(_path(request))):
             response.headers.extend(cors.answered(request.headers.get("origin")))
-        if self._walker.leaving and not response.prepared:
+        if self._handler.shutting_down and not response.prepared:
             # A client that keeps its connection would send its next request into an ending process, and lose it.
             response.force_close()
         return response
@@ -96,7 +96,7 @@ class FrontDoor:
             route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
             if route is not None:
                 only(request, route.method)
-                return await self._walker.serve(route, request)
+                return await self._handler.serve(route, request)
             return await self._by_itself(path, request)
         except Failure as failure:
             return self.refuse(request, failure, path)
@@ -143,16 +143,16 @@ class FrontDoor:
         self, path: str, request: web.BaseRequest, response_id: str, tenant: Tenant
     ) -> web.StreamResponse:
         own_id = request_id(request.headers) or uuid4().hex
-        self._walker.came()
+        self._handler.begin_request()
         try:
             response, outcome, error = await self._stored.serve(
-                path, request, response_id, own_id, tenant, lambda: self._walker.leaving
+                path, request, response_id, own_id, tenant, lambda: self._handler.shutting_down
             )
         except (asyncio.CancelledError, ConnectionError) as left:
-            self._ended(request, path, own_id, *self._walker.why_left(left))
+            self._ended(request, path, own_id, *self._handler.cancellation(left))
             raise
         finally:
-            self._walker.went()
+            self._handler.end_request()
         self._ended(request, path, own_id, outcome, response.status, error)
         return response
 

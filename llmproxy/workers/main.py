@@ -123,12 +123,12 @@ class _Worker:
         self._stored.on_made = lambda *made: channel.send(Made(*made))
         self._stored.catch_up = self._dispatcher.caught_up
         answers = Answers(self._dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
-        self.walker = RequestHandler(
+        self.handler = RequestHandler(
             self._rulebook, self.fleet.backends, self._estimator, self._dispatcher, self._stored, answers, metrics,
             None, ids=f"{name}-",
         )  # fmt: skip
         self.door = FrontDoor(
-            self._rulebook, self.walker, self._stored, metrics, RemotePages(self._calls, self._rulebook),
+            self._rulebook, self.handler, self._stored, metrics, RemotePages(self._calls, self._rulebook),
             ClientLimits(clients_of_process(config)), config.clients.head_bytes_max,
         )  # fmt: skip
         self.listener: Listener | None = None
@@ -166,12 +166,12 @@ class _Worker:
         if new.log_level != self._rulebook.current.config.log_level:
             logs.configure(new.log_format, new.log_level)
         self._rulebook.current = Rules.of(new, self._upstream)
-        self.walker.reconfigure(new)
+        self.handler.reconfigure(new)
 
     def _stand(self, standing: Standing) -> None:
         self._dispatcher.standing = standing
         if standing.leaving:
-            self.walker.leave(replaced=standing.replaced)
+            self.handler.begin_shutdown(replaced=standing.replaced)
         if standing.draining or standing.closed:
             if self._seeing_off is not None:
                 self._seeing_off.cancel()
@@ -182,7 +182,7 @@ class _Worker:
         told = 0
         while True:
             await asyncio.sleep(HELD_S)
-            if (held := self.walker.bodies.held_bytes) != told:
+            if (held := self.handler.bodies.held_bytes) != told:
                 self._channel.send(Holds(held))
                 told = held
 
@@ -192,7 +192,7 @@ class _Worker:
         if self.listener is not None and standing.replaced and not standing.draining:
             await self.listener.deserted()
         else:
-            await self.walker.idle.wait()
+            await self.handler.idle.wait()
         self._channel.send(Idle())
 
 
@@ -215,16 +215,16 @@ async def _serve(end: socket.socket) -> int:
             line.hear(worker.hear, worker.lost)
             await stack.enter_async_context(in_the_background(worker.fleet.follow_authorities()))
             await stack.enter_async_context(in_the_background(worker.tell_held()))
-            stack.push_async_callback(worker.walker.idle.wait)
+            stack.push_async_callback(worker.handler.idle.wait)
             opened = [socket.socket(fileno=fd) for fd in begin.fds]
             worker.listener = await listen(stack, worker.door, config, ClientTls.of(config.tls), opened)
-            stack.callback(worker.walker.cut)
+            stack.callback(worker.handler.cut)
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
             line.channel.send(Listening(worker.listener.url))
             await line.over.wait()
             if line.lost.is_set():
-                _log.error("scheduler_lost", requests=worker.walker.walking, hint="this worker ends")
+                _log.error("scheduler_lost", requests=worker.handler.open_requests, hint="this worker ends")
     except ConfigError as error:
         for problem in error.problems:
             _log.error("cannot_start", problem=problem)

@@ -199,7 +199,7 @@ class Estimates(Message, frozen=True, tag=20):
 
 
 class Standing(Message, frozen=True, tag=21):
-    """How far the proxy is on its way out; see `RequestHandler.leave`, `Listener.close` and `Dispatcher.drain`."""
+    """How far the shutdown is; see `RequestHandler.begin_shutdown`, `Listener.close` and `Dispatcher.drain`."""
 
     leaving: bool = False
     replaced: bool = False

@@ -95,7 +95,7 @@ class WorkerSession:
         self.channel: Channel[FromWorker] = Channel(FROM_WORKER, self._take, self._lost)
 
     @property
-    def walking(self) -> int:
+    def open_requests(self) -> int:
         """Requests of the worker that came to the waiting room, or went past it, and have not ended."""
         return len(self._walks) + self._direct
 

@@ -225,18 +225,18 @@ class WorkerSupervisor:
     # --- the way out --------------------------------------------------------------------------------------------------
 
     @property
-    def walking(self) -> int:
+    def open_requests(self) -> int:
         """Requests that are known of, and one for each worker that was told to see off its own and has not yet."""
         told = self._standing.draining or self._standing.closed
-        return sum(desk.walking or (told and not desk.idle.is_set()) for desk in self._desks.values())
+        return sum(desk.open_requests or (told and not desk.idle.is_set()) for desk in self._desks.values())
 
     @property
     def held_bytes(self) -> int:
         """Of request bodies, by all workers, as they last said."""
         return sum(desk.held_bytes for desk in self._desks.values())
 
-    def leave(self, *, replaced: bool = False) -> None:
-        """See `RequestHandler.leave`."""
+    def begin_shutdown(self, *, replaced: bool = False) -> None:
+        """See `RequestHandler.begin_shutdown`."""
         self._leaving, self._replaced = True, replaced
         self._changed()
 
@@ -251,7 +251,7 @@ class WorkerSupervisor:
             for one in hand:
                 one.close()
 
-    async def seen_off(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until every worker has seen off its requests; where it was replaced, its connections."""
         for desk in self._desks.values():
             await desk.idle.wait()

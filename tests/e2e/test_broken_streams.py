@@ -246,7 +246,7 @@ async def test_a_client_that_stops_reading_is_not_held_against_the_backend() -> 
         proxy.wire(raw_post(ENDLESS)),
     ):
         await until(lambda: proxy.outcomes() == {"cancelled": 1})
-        assert proxy.app.walker.walking == 0
+        assert proxy.app.handler.open_requests == 0
         assert proxy.app.pools.backends["b0"].health.available(asyncio.get_running_loop().time())
 
 
@@ -257,7 +257,7 @@ async def test_a_backend_that_goes_while_its_client_does_not_read() -> None:
         await flood.until_blocked()
         backend.hang()
         await until(lambda: proxy.outcomes() == {"broken_stream": 1})
-        assert proxy.app.walker.walking == 0
+        assert proxy.app.handler.open_requests == 0
 
 
 async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FAST) as proxy, proxy.stream() as response:
         await response.content.readany()
         proxy.replicas[0].faults.set("refuse")
-        await until(lambda: proxy.app.walker.walking == 0)
+        await until(lambda: proxy.app.handler.open_requests == 0)
         assert proxy.outcomes() == {"broken_stream": 1}
 
 
@@ -285,7 +285,7 @@ async def test_an_error_that_its_client_does_not_read_has_an_end() -> None:
         proxy.wire(asked),
     ):
         await until(lambda: proxy.outcomes()["cancelled"] == 1)
-        assert proxy.app.walker.walking == 0
+        assert proxy.app.handler.open_requests == 0
 
 
 async def test_an_answer_in_one_piece_that_its_client_does_not_read_has_an_end() -> None:

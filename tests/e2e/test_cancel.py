@@ -78,7 +78,7 @@ async def test_leaving_in_mid_stream_stops_the_engine() -> None:
 async def test_leaving_while_the_body_is_on_its_way() -> None:
     async with serving(FAST) as proxy:
         async with proxy.wire(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode()):
-            await until(lambda: proxy.app.walker.walking == 1)
+            await until(lambda: proxy.app.handler.open_requests == 1)
         await proxy.settled()
         assert proxy.outcomes() == {"cancelled": 1}
 

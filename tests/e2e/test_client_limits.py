@@ -85,7 +85,7 @@ async def test_the_time_of_a_head_ends_with_it(monkeypatch: pytest.MonkeyPatch) 
         async with proxy.wire(request[:40]) as (reader, writer):
             await until(lambda: made and made[-1]._head_timer is not None)
             writer.write(request[40:-10])
-            await until(lambda: proxy.app.walker.walking)
+            await until(lambda: proxy.app.handler.open_requests)
             assert made[-1]._head_timer is None, "the body may take its own time"
             writer.write(request[-10:])
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
@@ -122,7 +122,7 @@ async def test_the_end_of_an_answer_that_is_not_read_does_not_keep_its_connectio
         while not connection.transport.get_write_buffer_size():
             writer.write(raw_post(HELLO))
             asked += 1
-            await until(lambda: len(backend.requests) == asked and not proxy.app.walker.walking)  # noqa: B023
+            await until(lambda: len(backend.requests) == asked and not proxy.app.handler.open_requests)  # noqa: B023
         connection._limits = ClientsConfig(idle_timeout_s=0.05)
         connection.force_close()
         await until(lambda: not connections(proxy))
@@ -189,7 +189,7 @@ def filled(size: int) -> bytes:
 
 
 def held(proxy: ProxyUnderTest) -> int:
-    return proxy.app.walker.bodies.held_bytes
+    return proxy.app.handler.bodies.held_bytes
 
 
 async def test_the_largest_body_that_arrives_makes_room_and_small_ones_pass() -> None:
@@ -214,7 +214,7 @@ async def test_who_announces_much_and_sends_little_keeps_nobody_out() -> None:
     idle = filled(60_000)[:500]
     whole_body = filled(60_000)
     async with serving(FAST, **BODIES) as proxy, proxy.wire(idle), proxy.wire(idle), proxy.wire(idle), proxy.wire(idle):
-        await until(lambda: proxy.app.walker.walking == 4)
+        await until(lambda: proxy.app.handler.open_requests == 4)
         async with proxy.wire(whole_body) as (reader, _):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
         assert proxy.outcomes() == {"completed": 1}
@@ -262,14 +262,14 @@ async def test_a_body_that_ends_in_any_way_is_held_no_more(ends: Any, monkeypatc
     async with serving(FAST, **limits) as proxy, proxy.wire(begun) as (_, writer):
         await until(lambda: held(proxy) == 1_000)
         await ends(writer)
-        await until(lambda: not proxy.app.walker.walking)
+        await until(lambda: not proxy.app.handler.open_requests)
         assert held(proxy) == 0
 
 
 async def test_a_reload_changes_what_may_be_held(tmp_path: Path) -> None:
     async with serving(FAST, file=tmp_path / "config.json", **BODIES) as proxy:
         (tmp_path / "config.json").write_text(json.dumps({**proxy.told, "body_bytes_total_max": 200_000}))
-        await until(lambda: proxy.app.walker.bodies.bytes_max == 200_000)
+        await until(lambda: proxy.app.handler.bodies.bytes_max == 200_000)
 
 
 # --- requests and connections -----------------------------------------------------------------------------------------

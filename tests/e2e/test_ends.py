@@ -38,7 +38,7 @@ async def test_a_client_that_leaves_at_the_end_mark_has_had_it_all() -> None:
             )
             assert [piece.choices[0].delta.content async for piece in stream] == ["hi"]
             await stream.close()
-        await until(lambda: proxy.app.walker.walking == 0)
+        await until(lambda: proxy.app.handler.open_requests == 0)
         assert proxy.outcomes() == {"completed": 1}
 
 
@@ -201,7 +201,7 @@ async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:
         asked = asyncio.create_task(proxy.chat(HELLO | {"max_tokens": 30_000, "ignore_eos": True}))
         await until(lambda: proxy.replicas[0].in_flight == 1)
         asked.cancel()
-        await until(lambda: proxy.app.walker.walking == 0)
+        await until(lambda: proxy.app.handler.open_requests == 0)
         fairness = proxy.app.pools._schedulers["base"]._room.band(DEFAULT).fairness
         assert isinstance(fairness, FairShare)
         assert fairness.counter("base") > 2 * OUTPUT_TOKENS, "the estimate of the answer is charged, and the prompt"

@@ -163,7 +163,7 @@ async def test_draining_has_an_end() -> None:
     async with serving(FAST, drain_timeout_s=0.1) as proxy, proxy.stream() as running_stream:
         await running_stream.content.readany()
         assert not await proxy.app.drain()
-        assert proxy.app.walker.walking == 1
+        assert proxy.app.handler.open_requests == 1
 
 
 async def test_a_request_that_fails_while_draining_is_not_tried_elsewhere() -> None:
@@ -190,7 +190,7 @@ async def test_closing_cuts_what_still_runs(proxy: ProxyUnderTest) -> None:
         response = await proxy.http.post(second.url + CHAT, json=ENDLESS)
         await response.content.readany()
     response.close()
-    assert second.walker.walking == 0
+    assert second.handler.open_requests == 0
     assert second.dispatcher.leases == 0
     await until(lambda: not proxy.replicas[0].engine.busy)
 
@@ -235,19 +235,19 @@ async def test_whoever_is_led_out_is_served_once_more() -> None:
             await running_stream.content.readany()
             waiting = proxy.waiting()
             await until(lambda: proxy.queued == 1)
-            leading_out = asyncio.create_task(proxy.app.lead_out())
-            await until(lambda: proxy.app.walker.leaving)
+            handing_over = asyncio.create_task(proxy.app.hand_over())
+            await until(lambda: proxy.app.handler.shutting_down)
             async with aiohttp.ClientSession() as newcomer:
                 with pytest.raises(aiohttp.ClientConnectorError):
                     await newcomer.get(proxy.url + "/health")
             assert (await running_stream.content.read()).endswith(b"data: [DONE]\n\n")
             answer = await waiting
             assert (answer.status, answer.headers["connection"]) == (200, "close")
-        assert not leading_out.done(), "one client has kept its connection, and may send on it"
+        assert not handing_over.done(), "one client has kept its connection, and may send on it"
         async with idle.post(proxy.url + CHAT, json=HELLO) as last:
             assert (last.status, last.headers["connection"]) == (200, "close")
             await last.read()
-        await leading_out
+        await handing_over
 
 
 async def test_a_successor_hears_from_its_backends_before_it_accepts(proxy: ProxyUnderTest) -> None:

@@ -383,7 +383,7 @@ async def a_running_stream(**config: Any) -> AsyncIterator[RunningStream]:
 async def test_the_stream_of_a_stored_response_is_in_flight_and_waited_for_by_a_drain() -> None:
     async with a_running_stream() as one:
         proxy = one.proxy
-        assert proxy.metric("llmproxy_in_flight_requests", backend="b0") == proxy.app.walking == 1
+        assert proxy.metric("llmproxy_in_flight_requests", backend="b0") == proxy.app.open_requests == 1
         listed = (await proxy.get("/admin/backends")).json["backends"]
         assert [backend["in_flight"] for backend in listed] == [1]
         draining = asyncio.create_task(proxy.app.drain())
@@ -400,8 +400,8 @@ async def test_the_stream_of_a_stored_response_is_in_flight_and_waited_for_by_a_
 async def test_the_stream_of_a_stored_response_that_outlives_the_drain_is_cut() -> None:
     async with a_running_stream(drain_timeout_s=0.05) as one:
         assert not await one.proxy.app.drain()
-        assert one.proxy.app.walking == 1
-        one.proxy.app.walker.cut()
+        assert one.proxy.app.open_requests == 1
+        one.proxy.app.handler.cut()
         assert isinstance(one.proxy.app.front, Here)
         await one.proxy.app.front.listener.runner.cleanup()
         assert not (await one.reader.read(-1)).endswith(STREAM_END)
@@ -452,7 +452,7 @@ async def test_who_does_not_read_a_stored_response_keeps_no_backend_from_leaving
 async def test_a_stored_response_ends_its_connection_with_its_proxy() -> None:
     async with a_stored_response(whole(STORED)) as proxy:
         assert "connection" not in (await proxy.get("/v1/responses/resp_1")).headers
-        proxy.app.walker.leave()
+        proxy.app.handler.begin_shutdown()
         assert (await proxy.get("/v1/responses/resp_1")).headers["connection"] == "close"
 
 

@@ -85,7 +85,7 @@ async def test_the_turns_of_a_conversation_go_where_it_is_cached(tmp_path: Path)
 async def test_an_answer_is_known_to_be_cached_where_it_was_given(tmp_path: Path, stream: bool) -> None:
     async with serving_by_cost(tmp_path / "log") as (proxy, _):
         first = await ask(proxy, "first", said(LONG, max_tokens=2_000, ignore_eos=True, stream=stream))
-        await until(lambda: proxy.app.walker.kept_bytes == 0)
+        await until(lambda: proxy.app.handler.kept_bytes == 0)
         second = await ask(proxy, "second", said(LONG, spoken(first), "And then?"))
         assert second.backend == first.backend
         expected, cached, both = (proxy.metric("llmproxy_prefix_tokens_total", kind=kind) for kind in KINDS)
@@ -124,7 +124,7 @@ async def test_answers_are_kept_where_somebody_wants_to_hear_of_them(
 ) -> None:
     async with serving_by_cost(tmp_path / "log", placement) as (proxy, _), proxy.stream(ENDLESS) as turn:
         await turn.content.readany()
-        assert (proxy.app.walker.kept_bytes > 0) is keeps
+        assert (proxy.app.handler.kept_bytes > 0) is keeps
 
 
 @pytest.mark.parametrize("change", [{"model": "lora-0"}, {"cache_salt": "mine"}])

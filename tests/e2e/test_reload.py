@@ -209,7 +209,7 @@ async def test_every_part_goes_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
         key: dict[str, Any] = {"admin_key": hash_of("admin-2"), "backend_api_key": "engine-2"}
         await rewrite(proxy, **key, retry={"budget_ratio": 0.5}, log_level="warning")
         assert levels == ["warning"]
-        assert proxy.app.walker.budget.ratio == 0.5
+        assert proxy.app.handler.budget.ratio == 0.5
         assert (await proxy.post("/admin/backends/b0/drain", None, headers=ADMIN)).status == 401
         body = {"lora_name": "sql", "lora_path": "/sql"}
         assert (await proxy.post("/v1/load_lora_adapter", body, headers=again)).status == 200

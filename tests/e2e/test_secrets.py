@@ -90,7 +90,7 @@ async def test_no_key_and_no_cookie_is_in_any_log_page_or_answer(log: io.StringI
         assert (await proxy.chat(STREAM, headers={"x-api-key": KEYS[2]})).status == 200
         for scene in (unauthorized, client_errors, upstream_errors, a_client_that_leaves, broken_requests, pages):
             await scene(proxy)
-        await until(lambda: not proxy.app.walker.walking)
+        await until(lambda: not proxy.app.handler.open_requests)
         looked_at = ("/debug/queue", "/debug/explain", "/debug/adapters", "/metrics")
         shown = [repr(proxy.app.config), *[(await proxy.get(page)).body.decode() for page in looked_at]]
         outcomes = set(proxy.outcomes())

@@ -139,7 +139,7 @@ async def stops_reading(proxy: ProxyUnderTest, engine: Engine) -> str:
         await reader.readuntil(b"\r\n\r\n")
         await engine.blocked()
         assert 0 < engine.sent_bytes < BLOCKED_BYTES_MAX, "the replica is stopped, nothing is heaped up"
-        await until(lambda: not proxy.app.walker.walking)
+        await until(lambda: not proxy.app.handler.open_requests)
         with suppress(ConnectionError):
             while await reader.read(1 << 16):
                 pass

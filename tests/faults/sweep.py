@@ -60,14 +60,14 @@ class Swept:
         waited_for.add_done_callback(lambda _: task.cancel())
 
 
-def sweep(patch: pytest.MonkeyPatch, walker: RequestHandler, at: int, moment: Moment) -> list[Swept]:
+def sweep(patch: pytest.MonkeyPatch, handler: RequestHandler, at: int, moment: Moment) -> list[Swept]:
     """Cancel the next walks at their `at`-th wait; the walks are in the list."""
-    serve: Callable[[Route, Any], Awaitable[Any]] = type(walker).serve.__get__(walker)
+    serve: Callable[[Route, Any], Awaitable[Any]] = type(handler).serve.__get__(handler)
     walks: list[Swept] = []
 
     async def swept(route: Route, http: Any) -> Any:
         walks.append(Swept(serve(route, http), at, moment))
         return await walks[-1]
 
-    patch.setattr(walker, "serve", swept)
+    patch.setattr(handler, "serve", swept)
     return walks

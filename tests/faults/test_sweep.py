@@ -79,7 +79,7 @@ async def test_leaving_at_every_wait(case: Case, moment: Moment, monkeypatch: py
         sent = 0
         for at in range(1, WAITS_MAX):
             with monkeypatch.context() as patch:
-                walks = sweep(patch, proxy.app.walker, at, moment)
+                walks = sweep(patch, proxy.app.handler, at, moment)
                 await asyncio.gather(*(one(proxy, case) for _ in range(case.crowd)))
                 await proxy.settled()
             sent += case.crowd

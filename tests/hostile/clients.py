@@ -63,7 +63,7 @@ async def play(proxy: ProxyUnderTest, backend: Scripted, packets: list[bytes]) -
         wire.write(SENTINEL)
         answered = await wire.all()
     # What this case set going must not be taken for the doing of the next one.
-    await until(lambda: not proxy.app.walker.walking, LIMIT_S)
+    await until(lambda: not proxy.app.handler.open_requests, LIMIT_S)
     return Seen(answered, wire.reset, tuple(backend.requests))
 
 

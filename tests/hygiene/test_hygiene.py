@@ -86,7 +86,7 @@ async def test_what_cannot_be_parsed_is_neither_repeated_nor_logged(capsys: pyte
 async def test_a_body_whose_framing_breaks_is_refused_at_once() -> None:
     async with bench() as (proxy, backend), proxy.wire(chunked(b"")) as (reader, writer):
         # The head is read by now, and its handler waits for the body.
-        await until(lambda: proxy.app.walker.walking)
+        await until(lambda: proxy.app.handler.open_requests)
         writer.write(b"zz\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
         await reader.read()

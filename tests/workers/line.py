@@ -133,6 +133,6 @@ class Line:
 
     def check(self) -> None:
         """Nothing is held for the worker."""
-        assert (self.desk.walking, self.desk.leases, len(self.desk._calls)) == (0, 0, 0)
+        assert (self.desk.open_requests, self.desk.leases, len(self.desk._calls)) == (0, 0, 0)
         assert self.remote.leases == 0
         assert not self.calls._open

@@ -81,7 +81,7 @@ async def test_a_lease_is_lent_across_the_line_and_comes_back_with_what_was_lear
     async with line.remote.admit(asked) as lease:
         assert lease.backend == "a"
         assert lease.grant.request is asked
-        assert (one.leases, line.remote.leases, line.desk.walking) == (1, 1, 1)
+        assert (one.leases, line.remote.leases, line.desk.open_requests) == (1, 1, 1)
         lease.started()
         lease.committed()
         lease.progress(5)
@@ -444,7 +444,7 @@ async def test_requests_that_died_with_their_worker_are_told_of_once() -> None:
     line = Line(one)
     clients = [Client(line.remote, label=f"r{i}", band=CRITICAL) for i in range(3)]
     await turns(ENOUGH)
-    assert line.desk.walking == 3
+    assert line.desk.open_requests == 3
     line.die()
     await turns(ENOUGH)
     told = [(ended.request_id, ended.outcome, ended.band) for ended in line.told.exits]
@@ -532,9 +532,9 @@ async def test_what_goes_past_the_waiting_room_of_a_worker_is_in_flight_there() 
     with line.remote.direct("a", lambda: cuts.append("line")):
         with other.remote.direct("a", lambda: cuts.append("other")):
             await turns(ENOUGH)
-            assert (one.in_flight("a"), line.desk.walking, other.desk.walking) == (2, 1, 1)
+            assert (one.in_flight("a"), line.desk.open_requests, other.desk.open_requests) == (2, 1, 1)
         await turns(ENOUGH)
-        assert (one.in_flight("a"), line.desk.walking, other.desk.walking) == (1, 1, 0)
+        assert (one.in_flight("a"), line.desk.open_requests, other.desk.open_requests) == (1, 1, 0)
         assert cuts == []
         for _ in range(2):
             one.troubled("a", Trouble.REFUSED, "nobody there")
@@ -564,7 +564,7 @@ async def test_what_went_past_the_waiting_room_ends_with_its_worker_and_with_its
         assert one.in_flight("a") == 1
         line.die()
         await turns(ENOUGH)
-        assert (one.in_flight("a"), line.desk.walking, cuts) == (0, 0, ["cut"])
+        assert (one.in_flight("a"), line.desk.open_requests, cuts) == (0, 0, ["cut"])
     with pytest.raises(Refused), line.remote.direct("a", lambda: None):
         raise AssertionError("it was let in")
     await nothing_left(one, line)

@@ -135,7 +135,7 @@ async def test_a_change_is_told_before_a_grant_that_follows_from_it() -> None:
 @virtual
 async def test_the_way_out_is_told_step_by_step() -> None:
     supervisor, [desk, _] = crew_of({})
-    supervisor.leave()
+    supervisor.begin_shutdown()
     await turns()
     supervisor._dispatcher.drain(finish_waiting=True)
     await turns()
@@ -146,9 +146,9 @@ async def test_the_way_out_is_told_step_by_step() -> None:
         Standing(leaving=True, draining=True),
         Standing(leaving=True, draining=True, granting=False),
     ]
-    assert supervisor.walking == 2, "neither worker has said that it is idle"
+    assert supervisor.open_requests == 2, "neither worker has said that it is idle"
     desk.idle.set()
-    assert supervisor.walking == 1
+    assert supervisor.open_requests == 1
 
 
 @virtual

@@ -72,9 +72,9 @@ class RequestHandler:
         self.bodies, self._processes = Bodies(), config.workers
         self.reconfigure(config)
         self._ids, self._serial = ids, count(1)
-        self.leaving = self.replaced = False
+        self.shutting_down = self.replaced = False
         self._cutting = False
-        self.walking = 0
+        self.open_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -89,32 +89,32 @@ class RequestHandler:
         """Bytes of answers that are kept until they can be read."""
         return self._answers.kept_bytes if self._answers is not None else 0
 
-    def leave(self, *, replaced: bool = False) -> None:
+    def begin_shutdown(self, *, replaced: bool = False) -> None:
         """The proxy is about to end: answers ask their clients to close the connection from now on.
 
         `replaced` says that another one serves under the same address.
         """
-        self.leaving, self.replaced = True, replaced
+        self.shutting_down, self.replaced = True, replaced
 
     def _leaves(self) -> bool:
-        return self.leaving
+        return self.shutting_down
 
     def cut(self) -> None:
         """Whatever is still here is cut off now, and not left by its client."""
         self._cutting = True
 
-    def came(self) -> None:
+    def begin_request(self) -> None:
         """One request more is here for which the end of the proxy has to wait."""
-        self.walking += 1
+        self.open_requests += 1
         self.idle.clear()
 
-    def went(self) -> None:
+    def end_request(self) -> None:
         """One of them has ended."""
-        self.walking -= 1
-        if not self.walking:
+        self.open_requests -= 1
+        if not self.open_requests:
             self.idle.set()
 
-    def why_left(self, left: BaseException) -> tuple[Outcome, int, str]:
+    def cancellation(self, left: BaseException) -> tuple[Outcome, int, str]:
         """The outcome, the status and the story of a request whose task was cancelled, or that lost its client."""
         if self._cutting:
             return Outcome.DRAINING, 503, "cut: the proxy ended before this request did"
@@ -130,7 +130,7 @@ class RequestHandler:
         context = RequestContext(
             rules, route, http, client, extra, now, urandom(16).hex(), HeldBody(self.bodies)
         )  # fmt: skip
-        self.came()
+        self.begin_request()
         try:
             await self._walk(context)
         except Failure as failure:
@@ -151,7 +151,7 @@ class RequestHandler:
             await context.client.abort()
         finally:
             context.held.release()
-            self.went()
+            self.end_request()
             self._exit(context)
         assert context.client.response is not None
         return context.client.response
@@ -386,7 +386,7 @@ class RequestHandler:
         if context.outcome is Outcome.BROKEN_STREAM:
             # It left at the sight of its error event.
             return
-        context.outcome, context.status, context.error = self.why_left(left)
+        context.outcome, context.status, context.error = self.cancellation(left)
         if context.outcome is Outcome.DRAINING and context.client.status:
             context.status = context.client.status
 

@@ -133,28 +133,28 @@ class _PassedOn(web.StreamResponse):
 class ResponseWriter:
     """The client's side of one request: its answer goes straight to the transport, head and first bytes in one write.
 
-    `extra` are the proxy's own header fields, added to whichever answer is committed. `on_commit` is called when an
-    answer begins, before the client can have seen any of it. `keep` is given each piece of the body, unless it is
-    encoded. An answer that begins while `leaving()` asks the client to close its connection. `source` is told to pause
-    while the client is slower. `cors` says which pages may read the answer; None where that is no question.
+    `extra` are the proxy's own header fields, added to every answer. `on_commit` is called when an answer begins, and
+    its client has seen none of it. `keep` gets each piece of the body, unless the body is encoded. An answer that
+    begins while `shutting_down()` asks the client to close its connection. `source` is paused while the client is
+    slower. `cors` says which web pages may read the answer; None without such a rule.
     """
 
     __slots__ = (
-        "_chunked", "_connection", "_cors", "_drained", "_extra", "_head", "_leaving", "_request", "_transport", "keep",
-        "on_commit", "response", "sent_bytes", "source", "status",
+        "_chunked", "_connection", "_cors", "_drained", "_extra", "_head", "_request", "_shutting_down", "_transport",
+        "keep", "on_commit", "response", "sent_bytes", "source", "status",
     )  # fmt: skip
 
     def __init__(
         self,
         request: web.BaseRequest,
         extra: dict[str, str],
-        leaving: Callable[[], bool] = lambda: False,
+        shutting_down: Callable[[], bool] = lambda: False,
         cors: Cors | None = None,
     ) -> None:
         self._cors = cors
         self._request = request
         self._extra = extra
-        self._leaving = leaving
+        self._shutting_down = shutting_down
         self._transport: asyncio.Transport | None = None
         self._connection: ClientConnection | None = None
         self._head = b""
@@ -184,7 +184,7 @@ class ResponseWriter:
         if not delimited and modern:
             self._chunked = True
             fields.append(("Transfer-Encoding", "chunked"))
-        keep_alive = request.keep_alive and (delimited or modern) and not self._leaving()
+        keep_alive = request.keep_alive and (delimited or modern) and not self._shutting_down()
         if not keep_alive:
             self.response.force_close()
         if keep_alive is not modern:

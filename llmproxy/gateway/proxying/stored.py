@@ -170,7 +170,7 @@ class StoredResponses:
         response_id: str,
         own_id: str,
         tenant: Tenant,
-        leaving: Callable[[], bool],
+        shutting_down: Callable[[], bool],
     ) -> tuple[web.StreamResponse, Outcome, str | None]:
         """Pass a request of `tenant` about one response to the backend that made it: only that one has it.
 
@@ -185,7 +185,7 @@ class StoredResponses:
         extra = {"x-request-id": own_id}
         if rules.identity.shows_backend(request.remote, tenant):
             extra["x-llmproxy-backend"] = name
-        client = ResponseWriter(request, extra, leaving, rules.cors)
+        client = ResponseWriter(request, extra, shutting_down, rules.cors)
         headers = rules.identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
         exchange = None
