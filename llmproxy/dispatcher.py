@@ -73,7 +73,7 @@ class Lease:
 
     The holder says what became of the attempt by setting `verdict`; a block left without a word counts as left by its
     client. `on_cut` is called when the attempt is to end at once: `revoked`, because the backend is known to be gone
-    and nothing more will come from it, or `withdrawn`, because a request of a higher band needs the room. A withdrawn
+    and nothing more will come from it, or `preempted`, because a request of a higher band needs the room. A preempted
     lease whose answer has begun may be kept.
     """
 
@@ -83,7 +83,7 @@ class Lease:
     usage: Usage | None = None
     on_cut: Callable[[], None] | None = None
     revoked: bool = False
-    withdrawn: bool = False
+    preempted: bool = False
 
     @property
     def backend(self) -> str:
@@ -103,7 +103,7 @@ class Lease:
 
     def cut(self, *, revoked: bool) -> None:
         """Ask the holder to end the attempt."""
-        self.revoked, self.withdrawn = self.revoked or revoked, self.withdrawn or not revoked
+        self.revoked, self.preempted = self.revoked or revoked, self.preempted or not revoked
         if self.on_cut is not None:
             self.on_cut()
 

@@ -291,7 +291,7 @@ async def test_a_lease_revoked_before_anybody_listens_says_so() -> None:
 
 
 @virtual
-async def test_a_withdrawn_lease_is_cut_and_its_request_comes_back_first() -> None:
+async def test_a_preempted_lease_is_cut_and_its_request_comes_back_first() -> None:
     one = dispatcher(a=1)
     batch = Client(one, stream=True, band=SHEDDABLE)
     await turns()
@@ -299,13 +299,13 @@ async def test_a_withdrawn_lease_is_cut_and_its_request_comes_back_first() -> No
     urgent = Client(one, band=CRITICAL)
     assert batch.lease is not None
     told: list[bool] = []
-    batch.lease.on_cut = lambda: told.append(batch.lease is not None and batch.lease.withdrawn)
+    batch.lease.on_cut = lambda: told.append(batch.lease is not None and batch.lease.preempted)
     await turns()
     assert told == [True]
     assert not batch.lease.revoked
-    batch.verdict = Verdict.WITHDRAWN
+    batch.verdict = Verdict.PREEMPTED
     await batch.done()
-    again = Client(one, batch.request, entry=Entry.WITHDRAWN)
+    again = Client(one, batch.request, entry=Entry.PREEMPTED)
     await turns()
     assert [client.holds() for client in (urgent, again, other)] == ["a", None, None]
     await urgent.done()

@@ -23,7 +23,7 @@ LEARNED_IN_S = 10.0
 ALONE = Beside("critical alone", "cost", Mix(band="critical"))
 LEVEL = Beside("all bands equal, fcfs", "cost(fairness=fcfs,ceilings=1/1/1)", Mix(level=True))
 CEILINGS = (0.6, 0.7, 0.8, 0.9, 1.0)
-FRONTIER = {ceiling: f"cost(ceilings=1/{ceiling:g}/{ceiling:g})" for ceiling in CEILINGS} | {1.0: "cost(reserve_s=0)"}
+FRONTIER = {ceiling: f"cost(ceilings=1/{ceiling:g}/{ceiling:g})" for ceiling in CEILINGS} | {1.0: "cost(headroom_s=0)"}
 NO_ROOM = ("epp_blend", "least_request", "round_robin")
 """The endpoint picker's gate, no queue in front of the engines, and engines in turn: vLLM's own order of arrival."""
 

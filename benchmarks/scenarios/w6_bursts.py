@@ -21,8 +21,8 @@ from llmproxy.core.domain import Outcome
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.result import RunResult
 
-KEPT = "cost(withdrawal=false)"
-LEVEL, LEVEL_KEPT = "cost(reserve_s=0)", "cost(reserve_s=0,withdrawal=false)"
+KEPT = "cost(preemption=false)"
+LEVEL, LEVEL_KEPT = "cost(headroom_s=0)", "cost(headroom_s=0,preemption=false)"
 HOLD_S = 30.0
 IN_TURN_S = (20.0, 27.0, 33.0, 40.0)
 """For how long each of four replicas is gone."""
@@ -46,20 +46,20 @@ def rolled(kind: FleetFaultKind, gone_s: tuple[float, ...], first_s: float = 20.
     return shape
 
 
-def withdrawn(found: Found) -> list[Goal]:
+def preempted(found: Found) -> list[Goal]:
     """What taking leases back gives to critical requests, and takes from sheddable ones."""
     told = []
     for name, policy, kept in (("", "cost", KEPT), (", no ceilings", LEVEL, LEVEL_KEPT)):
         ours, others = found.runs[policy], found.runs[kept]
         count = mean(ours, lambda run: float(run.withdrawals)) or 0.0
         told += [
-            Goal(f"critical goodput, withdrawal on / off{name}", versus(ours, others, CRITICAL_GOODPUT.of), 1.0),
+            Goal(f"critical goodput, preemption on / off{name}", versus(ours, others, CRITICAL_GOODPUT.of), 1.0),
             Goal(
-                f"critical TTFT p99, withdrawal on / off{name}",
+                f"critical TTFT p99, preemption on / off{name}",
                 versus(ours, others, critical_ttft_p99),
                 1.0,
                 False,
-                f"{mean(ours, critical_ttft_p99) or 0.0:.3f} s, {count:.0f} withdrawals",
+                f"{mean(ours, critical_ttft_p99) or 0.0:.3f} s, {count:.0f} preemptions",
             ),
             Goal(
                 f"sheddable TTFT mean, on / off{name}",
@@ -125,7 +125,7 @@ SCENARIO = Scenario(
             (None,),
             shape=sized(max_num_seqs=32),
             policies=("cost", KEPT, LEVEL, LEVEL_KEPT, "least_request"),
-            goals=withdrawn,
+            goals=preempted,
         ),
         _rollout("rollout, 4 x 8B", "4xllama-8b-h100", 20.0, rolled(FleetFaultKind.ROLL, IN_TURN_S)),
         _rollout("rollout of one, 25 s", "1xllama-8b-h100", 5.0, rolled(FleetFaultKind.ROLL, (25.0,))),

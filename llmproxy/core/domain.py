@@ -127,7 +127,7 @@ class Entry(StrEnum):
 
     NEW = "new"
     RETRY = "retry"
-    WITHDRAWN = "withdrawn"
+    PREEMPTED = "preempted"
     SEEKING = "seeking"  # For the backend that keeps what it refers to; those that were asked have it not.
 
 
@@ -202,7 +202,7 @@ class Verdict(StrEnum):
     BUSY = "busy"
     DRAINING = "draining"
     LOST = "lost"
-    WITHDRAWN = "withdrawn"
+    PREEMPTED = "withdrawn"  # A label of `llmproxy_attempts_total`, whose values do not change.
     LOCAL_FAILURE = "local_failure"
 
 

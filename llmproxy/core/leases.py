@@ -41,7 +41,7 @@ class Leases:
     """The ledger of one pool: every lease from its grant to its return, by its number.
 
     What happens to a lease is told here once, and from here to all that follow it: its backend, the watch over those
-    that hang, the placement, usage limits, withdrawal, and its flow, which is charged an estimate with the grant, more
+    that hang, the placement, usage limits, preemption, and its flow, which is charged an estimate with the grant, more
     where the answer grows beyond it, and what it really took in the end. `serial` numbers the leases of all pools, in
     the order in which they are granted. Policies are told last, and what they raise goes to `faults`: an account of the
     core is settled whatever a policy does.
@@ -55,7 +55,7 @@ class Leases:
         placement: Placement,
         watch: OutlierDetection,
         limits: UsageLimits,
-        withdrawal: Preemption,
+        preemption: Preemption,
         min_shares: MinShares,
         first_token: FirstToken,
         faults: Faults,
@@ -65,7 +65,7 @@ class Leases:
         self._placement = placement
         self._watch = watch
         self._limits = limits
-        self._withdrawal = withdrawal
+        self._preemption = preemption
         self._min_shares = min_shares
         self._first_token = first_token
         self._tell = faults.tell
@@ -133,7 +133,7 @@ class Leases:
         self._watch.booked(lease, request, placed, cold, now)
         if not guaranteed:
             # What a band is granted by its minimum share is not to be taken back by those who waited above it.
-            self._withdrawal.booked(lease, request, backend)
+            self._preemption.booked(lease, request, backend)
         self._held[lease] = _Lease(request, backend, self._room.band(request.band).fairness, now)
         self._tell(self._placement.booked, lease, request, placed, now)
         return lease
@@ -155,7 +155,7 @@ class Leases:
         held = self._held[lease]
         held.backend.started(lease, now)
         self._watch.started(lease, now)
-        self._withdrawal.closed(lease)
+        self._preemption.closed(lease)
         self._tell(self._placement.started, lease, now)
         if held.request.stream:
             self._tell(held.fairness.started, held.request, now)
@@ -163,7 +163,7 @@ class Leases:
 
     def committed(self, lease: int, now: float) -> None:
         """A byte went to the client, be it a token or not: from here on its request stays where it is."""
-        self._withdrawal.closed(lease)
+        self._preemption.closed(lease)
         self._watch.committed(lease, now)
 
     def progress(self, lease: int, output_tokens: int, now: float) -> None:
@@ -181,7 +181,7 @@ class Leases:
         held = self._held.pop(lease)
         held.backend.release(lease, verdict, now, usage.output_tokens if usage is not None else 0)
         self._watch.finished(lease, now)
-        self._withdrawal.closed(lease)
+        self._preemption.closed(lease)
         self._limits.released(held.request, _used_tokens(held.request, verdict, usage), now)
         self._tell(self._placement.finished, lease, verdict, usage, now)
         if verdict is not Verdict.SERVED and (usage is None or not (usage.prompt_tokens or usage.output_tokens)):

@@ -11,7 +11,7 @@ from llmproxy.core.placement import context_tokens
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.settings import Settings
 
-WITHDRAW_MAX = 4
+PREEMPT_MAX = 4
 """Leases being taken back at a time, so that one burst does not empty the engines of all that they have begun."""
 LOOK_MAX = 64
 """Leases looked at by one pass."""
@@ -56,7 +56,7 @@ class Preemption:
         Such an engine had less room than was believed, and nobody inside it can be overtaken: what stands before a
         lease above `default` goes, and what is there beyond the limit that was learned since.
         """
-        if not self._open or not self._settings.withdrawal or not self._headroom.used_above(DEFAULT, now):
+        if not self._open or not self._settings.preemption or not self._headroom.used_above(DEFAULT, now):
             return
         behind = {backend.name: lease for lease, backend in self._urgent.items()}
         for backend in backends:
@@ -65,7 +65,7 @@ class Preemption:
                 continue
             queued = [x for x in backend.queued(now) if x in self._open and backend.unstarted(x)]
             for lease in sorted(queued, key=lambda lease: self._open[lease][0].band):
-                if len(self._pending) >= WITHDRAW_MAX:
+                if len(self._pending) >= PREEMPT_MAX:
                     return
                 if lease not in self._pending and (lease < last or beyond > 0):
                     beyond -= self._open[lease][0].sequences
@@ -81,9 +81,9 @@ class Preemption:
 
     def choose(self, head: Request, excluded: frozenset[str], waiting: int, now: float) -> Iterable[Preempt]:
         """What to take back so that `head`, and with it `waiting` requests of its band, find room."""
-        if head.band <= DEFAULT or not self._settings.withdrawal:
+        if head.band <= DEFAULT or not self._settings.preemption:
             return
-        while len(self._pending) < min(WITHDRAW_MAX, waiting):
+        while len(self._pending) < min(PREEMPT_MAX, waiting):
             # Each is looked for anew, as one that is taken back may be what the room for a newer one was short of.
             lease = next((x for x in self._newest() if self._makes_room(x, head, excluded, now)), None)
             if lease is None:

@@ -92,7 +92,7 @@ class Scheduler:
             settings, self._backends, self._room, self._headroom, limits, self._drain, self._first_token
         )
         self._min_shares = MinShares(settings.min_shares)
-        self._withdrawal = Preemption(settings, self._headroom)
+        self._preemption = Preemption(settings, self._headroom)
         self.leases = Leases(
             settings,
             lease_serial,
@@ -100,7 +100,7 @@ class Scheduler:
             placement,
             self._watch,
             limits,
-            self._withdrawal,
+            self._preemption,
             self._min_shares,
             self._first_token,
             self.faults,
@@ -117,7 +117,7 @@ class Scheduler:
         self._min_shares.reconfigure(settings.min_shares)
         self._peers.ejected_max = settings.health.ejected_max
         self._watch.settings = settings.health
-        for part in (self._headroom, self._admission, self._withdrawal):
+        for part in (self._headroom, self._admission, self._preemption):
             part.reconfigure(settings)
 
     # --- backends ------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Scheduler:
         if self._shed:
             decisions += self._shed
             self._shed = []
-        decisions += self._withdrawal.clear(self._backends.values(), now)
+        decisions += self._preemption.clear(self._backends.values(), now)
         alive = self.alive()
         self._room.pool_is(alive, now)
         self._more = False
@@ -246,7 +246,7 @@ class Scheduler:
                     continue
                 granted = self._grant_one(level, self._headroom.ceiling(level, this.now), this, unmatched)
                 if isinstance(granted, NoCapacity):
-                    self._withdraw(level, this)
+                    self._preempt(level, this)
                     # Lower bands see a lower ceiling: where this one finds no room, neither may they.
                     return
                 if granted is None and not self._unpark(level, this):
@@ -343,13 +343,13 @@ class Scheduler:
         this.steps += 1
         return grant
 
-    def _withdraw(self, level: int, this: _Pass) -> None:
+    def _preempt(self, level: int, this: _Pass) -> None:
         """Take back what may be taken back, for the head of a band that is blocked."""
         band = self._room.band(level)
-        if not self._withdrawal.open:
+        if not self._preemption.open:
             return
         queued = head(band, this.now)
-        this.decisions += self._withdrawal.choose(queued.request, queued.excluded, band.size, this.now)
+        this.decisions += self._preemption.choose(queued.request, queued.excluded, band.size, this.now)
 
     def _queue_closes(self, view: View, level: int, now: float) -> bool:
         """Whether a band goes to a backend no more because somebody waits inside its engine.
@@ -395,7 +395,7 @@ class Scheduler:
             self.views(now),
             alive=self.alive(),
             leases=len(self.leases),
-            withdrawing=self._withdrawal.pending,
+            preempting=self._preemption.pending,
             flows_max=flows_max,
         )
 

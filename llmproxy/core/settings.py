@@ -85,7 +85,7 @@ class Settings:
     """All of the above, and the choice of policies.
 
     `ceilings` maps a band to the saturation at which it waits (0..1]; a band without one takes that of the next lower
-    band that has one. What a ceiling leaves free is kept for a higher band for `reserve_s` after its last request; it
+    band that has one. What a ceiling leaves free is kept for a higher band for `headroom_s` after its last request; it
     is a slot at least, see `core.reserve`.
     `min_shares` maps a band to the share of the work (0..1) that it gets while it waits, however much waits above it.
     `charged` is the resource that counting policies share out. `ageing_s` is after how long the `shortest` ordering
@@ -100,14 +100,14 @@ class Settings:
     placement: str = "cost"
     charged: str = "tokens"
     ceilings: Mapping[int, float] = field(default_factory=lambda: {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85})
-    reserve_s: float = 60.0
+    headroom_s: float = 60.0
     min_shares: Mapping[int, float] = field(default_factory=dict)
     input_weight: float = 1.0
     output_weight: float = 2.0
     quantum_tokens: float = 16_384.0
     slo_window_s: float = 300.0
     ageing_s: float = 30.0
-    withdrawal: bool = True
+    preemption: bool = True
     refuse_late: bool = False
     limits: Mapping[str, UsageLimit] = field(default_factory=dict)
     prompt_ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -84,14 +84,14 @@ class BackendSnapshot:
 class PoolSnapshot:
     """One pool. `held` says that it has no backend that is up, and that what waits is kept until one is.
 
-    `leases` are the requests in flight, `withdrawing` those of them that were asked to give their room back.
+    `leases` are the requests in flight, `preempting` those of them that were asked to give their room back.
     """
 
     pool: str
     alive: bool
     held: bool
     leases: int
-    withdrawing: int
+    preempting: int
     bands: tuple[BandSnapshot, ...]
     backends: tuple[BackendSnapshot, ...]
 
@@ -158,7 +158,7 @@ class Look:
     first_token: FirstToken
 
     def shown(
-        self, views: Sequence[View], *, alive: bool, leases: int, withdrawing: int, flows_max: int
+        self, views: Sequence[View], *, alive: bool, leases: int, preempting: int, flows_max: int
     ) -> PoolSnapshot:
         """The pool; at most `flows_max` flows are shown, the highest bands first."""
         levels = sorted({*self.room.order, *self.settings.ceilings}, reverse=True)
@@ -178,7 +178,7 @@ class Look:
             for view in views
         ]
         held = not alive and self.settings.queue.hold_s > 0.0
-        return PoolSnapshot(self.pool, alive, held, leases, withdrawing, tuple(bands), tuple(backends))
+        return PoolSnapshot(self.pool, alive, held, leases, preempting, tuple(bands), tuple(backends))
 
     def position(self, queued: Queued) -> Position:
         request = queued.request

@@ -120,7 +120,7 @@ def line_of(ended: RequestExit, origin_s: float) -> dict[str, Any]:
         "tpot_s": _rounded(ended.time_per_output_token_s),
         "met": ended.met,
         "attempts": ended.attempts,
-        "withdrawals": ended.withdrawals,
+        "withdrawals": ended.preemptions,
         "granted_at_s": _since(origin_s, ended.granted_s),
         "ended_at_s": _since(origin_s, ended.arrived_s, ended.duration_s),
         "queued_ahead": ended.queued_ahead,

@@ -28,7 +28,7 @@ class RequestExit:
     `unknown_objective` is what its header asked for where nobody configured that. `expected_prompt_tokens` is the
     estimate by which it was scheduled, None where it never came to the waiting room. `expected_cached_tokens` is what
     the last placement believed that its backend has cached of it, None where no placement looks at prompts. `why` tells
-    why it was its turn at the last grant, `withdrawals` how often it gave its backend up for a request of a higher
+    why it was its turn at the last grant, `preemptions` how often it gave its backend up for a request of a higher
     band.
 
     `model` is the name that was asked for where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is the base
@@ -58,7 +58,7 @@ class RequestExit:
     stream: bool = False
     backend: str | None = None
     attempts: int = 0
-    withdrawals: int = 0
+    preemptions: int = 0
     why: Why | None = None
     candidates: int | None = None
     terms: tuple[tuple[str, float], ...] = ()

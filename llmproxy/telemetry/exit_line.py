@@ -30,8 +30,8 @@ def exit_fields(ended: RequestExit) -> dict[str, Any]:
     if ended.backend is not None:
         fields["backend"] = ended.backend
     fields["attempts"] = ended.attempts
-    if ended.withdrawals:
-        fields["withdrawals"] = ended.withdrawals
+    if ended.preemptions:
+        fields["withdrawals"] = ended.preemptions
     if ended.arrived_s is not None:
         fields["arrived_s"] = round(ended.arrived_s, 4)
     if ended.granted_s is not None:
@@ -89,8 +89,8 @@ def exit_text(ended: RequestExit) -> str:
     if ended.backend is not None:
         line += f" backend={_words[ended.backend]}"
     line += f" attempts={ended.attempts}"
-    if ended.withdrawals:
-        line += f" withdrawals={ended.withdrawals}"
+    if ended.preemptions:
+        line += f" withdrawals={ended.preemptions}"
     if ended.arrived_s is not None:
         line += f" arrived_s={_seconds(ended.arrived_s)}"
     if ended.granted_s is not None:

@@ -171,7 +171,7 @@ class Metrics:
             "attempts_total", "Attempts ended, by what they proved of their backend.", "backend", "verdict"
         )
         self._retries = counter("retries_total", "Attempts after one that failed.")
-        self._withdrawals = counter("withdrawals_total", "Leases given back for a request of a higher band.", "band")
+        self._preemptions = counter("withdrawals_total", "Leases preempted for a request of a higher band.", "band")
         self._objectives = counter("objectives_total", "Requests that kept or missed their objective.", "band", "met")
         self._unknown_objectives = counter(
             "unknown_objectives_total", "Requests whose header named an unknown objective."
@@ -253,8 +253,8 @@ class Metrics:
         """Count one request that has ended. Called exactly once for each."""
         band, model = ended.band or NO_BAND, self._model_label(ended.model)
         self._requests[ended.outcome.value, band, model] += 1
-        # A withdrawal is nobody's failure, and what follows it no retry.
-        if (retries := ended.attempts - ended.withdrawals - 1) > 0:
+        # A preemption is no failure, and the attempt after it is no retry.
+        if (retries := ended.attempts - ended.preemptions - 1) > 0:
             self._retries[()] += retries
         if ended.queue_wait_s is not None:
             self._queue_wait[band,].observe(ended.queue_wait_s)
@@ -271,8 +271,8 @@ class Metrics:
             self._predicted(ended.backend, "tpot", ended.predicted_tpot, per_token_s if ended.chunks > 1 else None)
         if ended.outcome is Outcome.COMPLETED:
             self._seconds[band, model].observe(ended.duration_s)
-        if ended.withdrawals:
-            self._withdrawals[band,] += ended.withdrawals
+        if ended.preemptions:
+            self._preemptions[band,] += ended.preemptions
         if ended.met is not None:
             self._objectives[band, "true" if ended.met else "false"] += 1
         if ended.unknown_objective is not None:

@@ -136,7 +136,7 @@ class WorkerSession:
                 )
             )  # fmt: skip
             lease.on_cut = lambda: self.tell(Cut(grant.lease, lease.revoked))
-            if lease.revoked or lease.withdrawn:
+            if lease.revoked or lease.preempted:
                 lease.on_cut()
             try:
                 lease.verdict, lease.usage = await returned

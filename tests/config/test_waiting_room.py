@@ -258,9 +258,9 @@ health: {{failures: 9}}
         ("quantum_tokens", 10.0),
         ("slo_window_s", 60.0),
         ("ageing_s", 5.0),
-        ("withdrawal", False),
+        ("preemption", False),
         ("refuse_late", True),
-        ("reserve_s", 7.0),
+        ("headroom_s", 7.0),
     ):
         assert getattr(told, name) == value
     assert [one.name for one in fields(Settings) if getattr(told, one.name) == getattr(Settings(), one.name)] == []

@@ -12,7 +12,7 @@ from math import inf
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Entry, Grant, Preempt, Request
-from llmproxy.core.preemption import WITHDRAW_MAX
+from llmproxy.core.preemption import PREEMPT_MAX
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import Settings
 
@@ -66,7 +66,7 @@ class Waiter:
     def rank(self, ordering: str, ageing_s: float, now: float) -> Rank:
         """Its place in its flow by the words of the ordering policies, least first."""
         asked = self.request
-        if self.entry is Entry.WITHDRAWN:
+        if self.entry is Entry.PREEMPTED:
             return (-inf, asked.arrived_s)
         ttft_s = asked.slo.ttft_s if asked.slo is not None else None
         match ordering:
@@ -124,7 +124,7 @@ class Books:
 
     def above(self, pool: str, band: int) -> list[int]:
         """The bands above `band` that are in use."""
-        lasts_s = self.settings.reserve_s
+        lasts_s = self.settings.headroom_s
         return [b for (name, b), at_s in self.used_s.items() if name == pool and b > band and self.now - at_s < lasts_s]
 
     def ceiling(self, pool: str, band: int) -> float:
@@ -276,30 +276,30 @@ class Books:
                 free = self.free_for(other, rows, ceiling)
                 assert not free, f"{asked.id} went before {other.request.id} of its flow"
 
-    def take_back(self, withdraw: Preempt, row: Row) -> None:
-        held = self.held[withdraw.lease]
-        assert self.settings.withdrawal
-        assert (held.grant.request, held.grant.placed.backend) == (withdraw.request, withdraw.backend)
-        assert withdraw.request.band <= DEFAULT
-        assert withdraw.request.band < DEFAULT or row.view.waiting > 0
+    def take_back(self, preempt: Preempt, row: Row) -> None:
+        held = self.held[preempt.lease]
+        assert self.settings.preemption
+        assert (held.grant.request, held.grant.placed.backend) == (preempt.request, preempt.backend)
+        assert preempt.request.band <= DEFAULT
+        assert preempt.request.band < DEFAULT or row.view.waiting > 0
         assert not held.started, "a lease was taken back that had spoken"
         assert not held.taken_back, "a lease was taken back twice"
         assert not held.grant.why.guaranteed, "a band lost what its minimum share had given it"
-        wanting = sum(w.request.band > DEFAULT and not self.limited(w) for w in self.waiting_in(withdraw.request.pool))
+        wanting = sum(w.request.band > DEFAULT and not self.limited(w) for w in self.waiting_in(preempt.request.pool))
         held.taken_back = True
-        held.in_the_way = self._in_the_way(withdraw, row)
-        taken = [h for h in self.held.values() if h.taken_back and h.grant.request.pool == withdraw.request.pool]
-        assert len(taken) <= WITHDRAW_MAX
+        held.in_the_way = self._in_the_way(preempt, row)
+        taken = [h for h in self.held.values() if h.taken_back and h.grant.request.pool == preempt.request.pool]
+        assert len(taken) <= PREEMPT_MAX
         # One that has spoken meanwhile makes no room yet, and another is taken back in its place.
         for_room = sum(not h.in_the_way and not h.started for h in taken)
         assert for_room <= wanting, f"{for_room} leases were taken back for {wanting}"
 
-    def _in_the_way(self, withdraw: Preempt, row: Row) -> bool:
+    def _in_the_way(self, preempt: Preempt, row: Row) -> bool:
         """Its engine has a queue of its own, and more than it is believed to run, or one above default behind it."""
         if row.view.waiting > 0 and row.load > row.view.limit + row.view.look_ahead:
-            return bool(self.above(withdraw.request.pool, DEFAULT))
-        behind = (h for lease, h in self.held.items() if lease > withdraw.lease and not h.started)
-        there = (h.grant for h in behind if h.grant.placed.backend == withdraw.backend)
+            return bool(self.above(preempt.request.pool, DEFAULT))
+        behind = (h for lease, h in self.held.items() if lease > preempt.lease and not h.started)
+        there = (h.grant for h in behind if h.grant.placed.backend == preempt.backend)
         return row.view.waiting > 0 and any(grant.request.band > DEFAULT for grant in there)
 
     # --- what must be done -----------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
         ordering=st.sampled_from(sorted(orderings.names())),
         limits=st.sampled_from(({}, LIMITS)),
         min_shares=st.sampled_from(MIN_SHARES),
-        withdrawal=st.booleans(),
+        preemption=st.booleans(),
         hold_s=st.sampled_from((0.0, 2.0, 30.0)),
     )
     def build(self, fleet: Any, ceilings: Any, **given: Any) -> None:
@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
     @rule(at_once=st.booleans())
     def give_back(self, at_once: bool) -> None:
         for lease in [lease for lease, held in self.world.held.items() if held.taken_back]:
-            self.world.finish(lease, Verdict.WITHDRAWN, None, retry=False)
+            self.world.finish(lease, Verdict.PREEMPTED, None, retry=False)
             if at_once:
                 self.world.decide()
 

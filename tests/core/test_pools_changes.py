@@ -207,7 +207,7 @@ def test_what_waits_survives_a_change_of_everything_that_can_change() -> None:
             TIGHT,
             ceilings={CRITICAL: 1.0, DEFAULT: 0.9},
             min_shares={DEFAULT: 0.1},
-            reserve_s=1.0,
+            headroom_s=1.0,
             queue=QueueSettings(requests_max=1, hold_s=5.0),
             health=HealthSettings(failures=1),
         ),

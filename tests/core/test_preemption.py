@@ -13,7 +13,7 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.pools import Pools
-from llmproxy.core.preemption import LOOK_MAX, WITHDRAW_MAX
+from llmproxy.core.preemption import LOOK_MAX, PREEMPT_MAX
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from tests.core.make import listing, pools, reading, request
 
@@ -48,8 +48,8 @@ def test_a_sheddable_request_without_a_byte_makes_room_for_a_critical_one() -> N
     of, (low,) = full()
     urgent(of)
     assert taken_back(of) == ["low0"]
-    of.finish(low, Verdict.WITHDRAWN, 2.1)
-    of.submit(low.request, 2.1, entry=Entry.WITHDRAWN)
+    of.finish(low, Verdict.PREEMPTED, 2.1)
+    of.submit(low.request, 2.1, entry=Entry.PREEMPTED)
     (granted,) = of.decide(2.1)
     assert isinstance(granted, Grant)
     assert granted.request.band == CRITICAL
@@ -89,7 +89,7 @@ def test_one_that_spoke_after_it_was_asked_back_makes_another_be_asked() -> None
     assert taken_back(of) == ["low1"]
     of.started(newer, 2.1)
     assert taken_back(of, 2.1) == ["low0"]
-    of.finish(older, Verdict.WITHDRAWN, 2.2)
+    of.finish(older, Verdict.PREEMPTED, 2.2)
 
 
 def test_the_newest_is_taken_back_first_and_no_more_than_wait() -> None:
@@ -112,11 +112,11 @@ def test_the_lowest_band_gives_way_first_and_is_not_hidden_by_those_above_it() -
 
 
 def test_only_so_many_are_outstanding_at_a_time() -> None:
-    of, held = full(WITHDRAW_MAX + 4)
-    urgent(of, WITHDRAW_MAX + 4)
-    assert len(taken_back(of)) == WITHDRAW_MAX
-    of.finish(held[-1], Verdict.WITHDRAWN, 3.0)
-    of.submit(held[-1].request, 3.0, entry=Entry.WITHDRAWN)
+    of, held = full(PREEMPT_MAX + 4)
+    urgent(of, PREEMPT_MAX + 4)
+    assert len(taken_back(of)) == PREEMPT_MAX
+    of.finish(held[-1], Verdict.PREEMPTED, 3.0)
+    of.submit(held[-1].request, 3.0, entry=Entry.PREEMPTED)
     granted, *more = of.decide(3.0)
     assert isinstance(granted, Grant)
     assert granted.request.band == CRITICAL
@@ -124,7 +124,7 @@ def test_only_so_many_are_outstanding_at_a_time() -> None:
 
 
 def test_settings_turn_it_off() -> None:
-    of, _ = full(settings=Settings(ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0), withdrawal=False))
+    of, _ = full(settings=Settings(ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0), preemption=False))
     urgent(of)
     assert taken_back(of) == []
 
@@ -228,14 +228,14 @@ def test_without_a_stream_other_clients_requests_prove_nothing() -> None:
 # --- nothing is lost by it --------------------------------------------------------------------------------------------
 
 
-def test_who_was_withdrawn_comes_back_before_all_others_of_its_flow() -> None:
+def test_who_was_preempted_comes_back_before_all_others_of_its_flow() -> None:
     of, held = full(2)
     of.submit(request(id="older", band=SHEDDABLE, flow="low", arrived_s=0.0), 1.5)
     urgent(of, 2)
     assert taken_back(of) == ["low1", "low0"]
     for one in reversed(held):
-        of.finish(one, Verdict.WITHDRAWN, 2.1)
-        of.submit(one.request, 2.1, entry=Entry.WITHDRAWN)
+        of.finish(one, Verdict.PREEMPTED, 2.1)
+        of.submit(one.request, 2.1, entry=Entry.PREEMPTED)
     served = [decision for decision in of.decide(2.1) if isinstance(decision, Grant)]
     assert [grant.request.band for grant in served] == [CRITICAL] * 2
     back: list[str] = []
@@ -246,28 +246,28 @@ def test_who_was_withdrawn_comes_back_before_all_others_of_its_flow() -> None:
     assert back == ["low0", "low1", "older"]
 
 
-def test_a_withdrawn_attempt_costs_its_flow_nothing_and_leaves_no_limit_behind() -> None:
+def test_a_preempted_attempt_costs_its_flow_nothing_and_leaves_no_limit_behind() -> None:
     of, (low,) = full()
     fairness = of._schedulers["base"]._room.band(SHEDDABLE).fairness
     assert dict(fairness.standing("low"))["counter"] == 30.0
     urgent(of)
     taken_back(of)
-    of.finish(low, Verdict.WITHDRAWN, 2.1)
+    of.finish(low, Verdict.PREEMPTED, 2.1)
     assert dict(fairness.standing("low"))["counter"] == 0.0
-    of.submit(low.request, 2.1, entry=Entry.WITHDRAWN)
+    of.submit(low.request, 2.1, entry=Entry.PREEMPTED)
     of.check(2.1)
-    assert of._schedulers["base"]._withdrawal.pending == 0
+    assert of._schedulers["base"]._preemption.pending == 0
 
 
-def test_a_withdrawn_request_keeps_its_deadline_and_is_let_in_over_a_full_queue() -> None:
+def test_a_preempted_request_keeps_its_deadline_and_is_let_in_over_a_full_queue() -> None:
     tight = Settings(
         ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(requests_max=1)
     )
     of, (low,) = full(settings=tight)
     urgent(of)
     assert taken_back(of) == ["low0"]
-    of.finish(low, Verdict.WITHDRAWN, 2.1)
-    of.submit(low.request, 2.1, entry=Entry.WITHDRAWN)
+    of.finish(low, Verdict.PREEMPTED, 2.1)
+    of.submit(low.request, 2.1, entry=Entry.PREEMPTED)
     of.decide(2.1)
     assert of.next_wakeup(2.1) == low.request.deadline_s
 
@@ -289,7 +289,7 @@ def test_nothing_that_failed_or_finished_is_asked_back() -> None:
     of.finish(low, Verdict.SERVED, 1.5, Usage(10, 10))
     urgent(of)
     assert [type(decision) for decision in of.decide(2.0)] == [Grant]
-    assert of._schedulers["base"]._withdrawal.open == 0
+    assert of._schedulers["base"]._preemption.open == 0
 
 
 def overfilled(slots: int = 8, of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant]]:
@@ -309,8 +309,8 @@ def test_who_waits_inside_an_engine_makes_way_though_there_seems_to_be_room(stre
     decided = of.decide(2.0)
     assert [type(decision) for decision in decided] == [Grant]
     assert taken_back(of, 2.1) == ["low7", "low6"]
-    of.finish(held[7], Verdict.WITHDRAWN, 2.2)
-    of.submit(held[7].request, 2.2, entry=Entry.WITHDRAWN)
+    of.finish(held[7], Verdict.PREEMPTED, 2.2)
+    of.submit(held[7].request, 2.2, entry=Entry.PREEMPTED)
     # It does not go back there, behind whom it made way for.
     assert of.decide(2.2) == []
     of.observe("a", reading(2.5, running=7, waiting=0))
@@ -340,7 +340,7 @@ def test_nobody_makes_way_inside_an_engine_without_a_queue_or_where_it_is_off() 
     of.decide(2.0)
     assert taken_back(of, 2.1) == []
     of, _ = overfilled()
-    of.reconfigure(Settings(ceilings={DEFAULT: 1.0}, withdrawal=False), {}, 1.6)
+    of.reconfigure(Settings(ceilings={DEFAULT: 1.0}, preemption=False), {}, 1.6)
     urgent(of)
     of.decide(2.0)
     assert taken_back(of, 2.1) == []
@@ -350,7 +350,7 @@ def test_no_more_than_some_make_way_inside_an_engine_at_a_time() -> None:
     of, _ = overfilled(slots=16, of_them=9)
     urgent(of)
     of.decide(2.0)
-    assert len(taken_back(of, 2.1)) == WITHDRAW_MAX
+    assert len(taken_back(of, 2.1)) == PREEMPT_MAX
 
 
 def test_nothing_is_taken_back_for_one_whom_a_usage_limit_keeps_where_the_last_slot_is_kept() -> None:

@@ -64,7 +64,7 @@ def test_higher_bands_go_first_and_lower_ones_leave_them_room() -> None:
         submit(one, *(request(band=band, flow=str(band)) for _ in range(30)))
     first = [grant.request.band for grant in grants(one)]
     assert first == [CRITICAL] * 20
-    idle = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0), reserve_s=inf))
+    idle = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0), headroom_s=inf))
     submit(idle, *(request(band=SHEDDABLE) for _ in range(30)))
     assert len(grants(idle)) == 17
     submit(idle, *(request(band=DEFAULT) for _ in range(30)))

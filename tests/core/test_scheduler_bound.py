@@ -81,7 +81,7 @@ def test_the_higher_band_has_its_backend_first() -> None:
 
 
 def test_only_what_its_own_backend_has_is_taken_back_for_it() -> None:
-    of = pools({"a": 1, "b": 1}, Settings(capacity=ROOMY.capacity, withdrawal=True))
+    of = pools({"a": 1, "b": 1}, Settings(capacity=ROOMY.capacity, preemption=True))
     for name in "ab":
         of.submit(request(id=f"low on {name}", band=SHEDDABLE, backend=name, stream=True), 0.0)
     assert len(grants(of.decide(0.0))) == 2

@@ -45,7 +45,7 @@ def band(house: Pools, level: int, now: float = 0.0) -> BandSnapshot:
 
 
 def test_every_band_is_shown_with_its_ceiling_and_share() -> None:
-    house = full(min_shares={SHEDDABLE: 0.1}, reserve_s=inf)
+    house = full(min_shares={SHEDDABLE: 0.1}, headroom_s=inf)
     enter(house, band=7)
     shown = [(one.level, one.ceiling, one.min_share, one.waiting) for one in only_pool(house, 0.0).bands]
     assert shown == [(CRITICAL, 1.0, 0.0, 0), (7, 0.95, 0.0, 1), (DEFAULT, 0.95, 0.0, 0), (SHEDDABLE, 0.85, 0.1, 0)]
@@ -150,7 +150,7 @@ def test_looking_changes_nothing(fairness: str) -> None:
 
 
 def test_backends_say_for_whom_they_have_room() -> None:
-    house = pools({"a": 10, "b": 10, "c": 10}, Settings(capacity=NO_LOOK_AHEAD, reserve_s=inf))
+    house = pools({"a": 10, "b": 10, "c": 10}, Settings(capacity=NO_LOOK_AHEAD, headroom_s=inf))
     house.observe("a", reading(0.0, running=9))
     house.observe("a", reading(0.1, running=9))
     house.observe("b", reading(0.0, running=10))
@@ -258,7 +258,7 @@ def test_a_place_is_that_of_the_ordering() -> None:
     long = enter(house, 0.1, prompt_tokens=500)
     short = enter(house, 0.2, prompt_tokens=5)
     back = request(id="back", prompt_tokens=900)
-    house.submit(back, 0.3, entry=Entry.WITHDRAWN)
+    house.submit(back, 0.3, entry=Entry.PREEMPTED)
     places = {one.id: house.position(one.id, 1.0) for one in (long, short, back)}
     assert [place and place.ahead_in_flow for place in places.values()] == [2, 1, 0]
 

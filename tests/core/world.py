@@ -162,14 +162,14 @@ class World:
     def finish(self, lease: int, verdict: Verdict, tokens: int | None, retry: bool) -> None:
         held = self.held.pop(lease)
         request = held.grant.request
-        if verdict is Verdict.WITHDRAWN and not held.taken_back:
+        if verdict is Verdict.PREEMPTED and not held.taken_back:
             verdict = Verdict.FAILED
         usage = (
-            Usage(request.prompt_tokens, tokens) if tokens is not None and verdict is not Verdict.WITHDRAWN else None
+            Usage(request.prompt_tokens, tokens) if tokens is not None and verdict is not Verdict.PREEMPTED else None
         )
         self.pools.finish(held.grant, verdict, self.now, usage)
-        if verdict is Verdict.WITHDRAWN:
-            self._enter(request, held.excluded, Entry.WITHDRAWN)
+        if verdict is Verdict.PREEMPTED:
+            self._enter(request, held.excluded, Entry.PREEMPTED)
         elif retry and verdict not in (Verdict.SERVED, Verdict.CLIENT_GONE):
             # Who may go to one backend alone is tried there again.
             failed = {held.grant.placed.backend} if request.backend is None else set()
@@ -378,11 +378,11 @@ class World:
         told = self._alive(waiter.request.pool) and not waiter.held
         return Outcome.EXPIRED if told else Outcome.EXPIRED_NO_BACKENDS
 
-    def _proven_to_wait(self, withdraw: Preempt) -> None:
-        reading = self.pools.backends[withdraw.backend].reading
+    def _proven_to_wait(self, preempt: Preempt) -> None:
+        reading = self.pools.backends[preempt.backend].reading
         assert reading is not None
         assert reading.waiting > 0
-        assert reading.taken_at_s > self.held[withdraw.lease].grant.at_s
+        assert reading.taken_at_s > self.held[preempt.lease].grant.at_s
 
     def _owed_by_one_that_hangs(self, revoke: Revoke) -> None:
         assert revoke.backend in self._ejected()
@@ -481,7 +481,7 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         assert not room._blocked.size
         assert not one.leases
         assert not one.leases._revoked
-        assert one._withdrawal.open == one._withdrawal.pending == 0
+        assert one._preemption.open == one._preemption.pending == 0
         if isinstance(one._placement, CostPlacement):
             assert not one._placement._flights
             assert one._placement._backend_loads.keys() <= one._backends.keys()

@@ -36,7 +36,7 @@ async def test_a_sheddable_stream_without_a_byte_makes_room_for_a_critical_reque
         await until(lambda: proxy.queued == 1)
         critical = proxy.waiting(STREAM, **CRITICAL, **{"x-request-id": "critical"})
         await until(lambda: posted(proxy) == ["sheddable", "critical"])
-        assert proxy.queued == 2, "the one that was withdrawn waits again"
+        assert proxy.queued == 2, "the one that was preempted waits again"
         proxy.replicas[0].faults.clear()
         for task in (critical, sheddable, behind):
             assert (await task).status == 200
@@ -45,7 +45,7 @@ async def test_a_sheddable_stream_without_a_byte_makes_room_for_a_critical_reque
         assert proxy.outcomes() == {"completed": 3}
 
 
-async def test_waiting_after_a_withdrawal_is_told_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_after_a_preemption_is_told_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "RETRY_WAIT_MIN_S", 0.08)
     async with serving_one_frozen() as proxy:
         sheddable = proxy.waiting(STREAM, **SHEDDABLE, **{"x-llm-d-inference-ttl": "80ms"})
@@ -84,7 +84,7 @@ async def test_only_what_is_above_default_may_take_a_seat(above: str) -> None:
         assert len(posted(proxy)) == 2
 
 
-async def test_withdrawal_can_be_switched_off() -> None:
+async def test_preemption_can_be_switched_off() -> None:
     async with serving_one_frozen(preemption=False) as proxy:
         sheddable = proxy.waiting(STREAM, **SHEDDABLE)
         await until(lambda: len(posted(proxy)) == 1)
@@ -95,7 +95,7 @@ async def test_withdrawal_can_be_switched_off() -> None:
         assert len(posted(proxy)) == 2
 
 
-async def test_a_plain_answer_that_may_have_begun_is_not_withdrawn() -> None:
+async def test_a_plain_answer_that_may_have_begun_is_not_preempted() -> None:
     async with serving_one_frozen() as proxy:
         sheddable = proxy.waiting(HELLO, **SHEDDABLE)
         await until(lambda: len(posted(proxy)) == 1)

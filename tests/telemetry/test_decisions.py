@@ -41,7 +41,7 @@ SERVED = RequestExit(
     stream=True,
     backend="gpu-0",
     attempts=2,
-    withdrawals=1,
+    preemptions=1,
     why=Why(waiting=((100, 3), (0, 7)), flows=2, standing=(("counter", 12.00001),), passed_over=1, guaranteed=True),
     candidates=2,
     terms=(("queue", 0.5), ("kv", 0.25)),

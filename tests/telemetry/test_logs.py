@@ -138,7 +138,7 @@ def test_why_it_was_its_turn_is_told_at_debug_level_alone() -> None:
 def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
     out = io.StringIO()
     configure("json", "info", out)
-    log_exit(replace(SERVED, tenant="acme", withdrawals=2, met=False, unknown_objective="gold"))
+    log_exit(replace(SERVED, tenant="acme", preemptions=2, met=False, unknown_objective="gold"))
     (line,) = json_lines(out)
     told = {key: line[key] for key in ("tenant", "withdrawals", "met", "unknown_objective")}
     assert told == {"tenant": "acme", "withdrawals": 2, "met": False, "unknown_objective": "gold"}

@@ -99,11 +99,11 @@ def test_an_engine_that_tells_of_less_than_no_tokens_turns_no_counter_back(metri
     assert value(metrics, "prefix_tokens_total", backend="a", kind="cached") == 4
 
 
-@pytest.mark.parametrize(("attempts", "withdrawals", "retries"), [(3, 1, 1), (2, 2, 0), (1, 1, 0)])
-def test_what_follows_a_withdrawal_is_no_retry(metrics: Metrics, attempts: int, withdrawals: int, retries: int) -> None:
-    metrics.record(replace(SERVED, attempts=attempts, withdrawals=withdrawals))
+@pytest.mark.parametrize(("attempts", "preemptions", "retries"), [(3, 1, 1), (2, 2, 0), (1, 1, 0)])
+def test_what_follows_a_preemption_is_no_retry(metrics: Metrics, attempts: int, preemptions: int, retries: int) -> None:
+    metrics.record(replace(SERVED, attempts=attempts, preemptions=preemptions))
     assert value(metrics, "retries_total") == retries
-    assert value(metrics, "withdrawals_total", band="default") == withdrawals
+    assert value(metrics, "withdrawals_total", band="default") == preemptions
 
 
 def test_a_refused_request_leaves_only_its_outcome(metrics: Metrics) -> None:
@@ -154,7 +154,7 @@ def test_the_number_of_model_labels_is_limited(metrics: Metrics) -> None:
 
 
 def test_what_a_decision_did_to_a_request_is_counted(metrics: Metrics) -> None:
-    metrics.record(replace(SERVED, band="sheddable", withdrawals=2, met=True, unknown_objective="gold"))
+    metrics.record(replace(SERVED, band="sheddable", preemptions=2, met=True, unknown_objective="gold"))
     metrics.record(replace(SERVED, met=False))
     metrics.record(SERVED)
     assert value(metrics, "withdrawals_total", band="sheddable") == 2
@@ -319,7 +319,7 @@ def test_a_real_scraper_reads_the_page(metrics: Metrics) -> None:
 
 
 def test_the_manual_lists_every_metric_with_its_type_and_labels(metrics: Metrics) -> None:
-    metrics.record(replace(PREDICTED, tenant="acme", met=True, withdrawals=1, expected_cached_tokens=1))
+    metrics.record(replace(PREDICTED, tenant="acme", met=True, preemptions=1, expected_cached_tokens=1))
     metrics.attempted("gpu-0", Verdict.SERVED)
     metrics.poll_failed("gpu-0", Trouble.TIMEOUT)
     metrics.adapter_told("gpu-0", "load", repeated=False, taken=True)

@@ -361,14 +361,14 @@ async def test_a_backend_that_is_gone_cuts_the_lease_in_its_worker() -> None:
         one.troubled("a", Trouble.REFUSED, "nobody listens")
     await turns(ENOUGH)
     assert cuts == [True]
-    assert (lease.revoked, lease.withdrawn) == (True, False)
+    assert (lease.revoked, lease.preempted) == (True, False)
     await client.done()
     done_with(line, client)
     await nothing_left(one, line)
 
 
 @virtual
-async def test_a_withdrawal_is_told_as_one() -> None:
+async def test_a_preemption_is_told_as_one() -> None:
     one = dispatcher(a=1)
     line = Line(one)
     client = Client(line.remote, stream=True, band=SHEDDABLE)
@@ -376,8 +376,8 @@ async def test_a_withdrawal_is_told_as_one() -> None:
     critical = Client(one, band=CRITICAL)
     await turns(ENOUGH)
     assert client.lease is not None
-    assert (client.lease.revoked, client.lease.withdrawn) == (False, True)
-    client.verdict = Verdict.WITHDRAWN
+    assert (client.lease.revoked, client.lease.preempted) == (False, True)
+    client.verdict = Verdict.PREEMPTED
     await client.done()
     await turns(ENOUGH)
     assert critical.holds() == "a"

@@ -51,7 +51,7 @@ class Admission:
     def enter(self, request: Request, excluded: frozenset[str], entry: Entry, now: float) -> list[Drop]:
         """Let a request in and answer who was shed for it; where it is refused, nothing has changed.
 
-        One that comes back after a failed attempt, or that was withdrawn, was let in once and is not held to limits
+        One that comes back after a failed attempt, or that was preempted, was let in once and is not held to limits
         anew: those are few, and turning them away would lose what a retry is there to save. Where a total is reached,
         the newest request of the lowest band makes room for one of a higher band.
 
@@ -60,7 +60,7 @@ class Admission:
         excluded, held = self._servable(request, excluded, entry, now)
         service_s = self._first_token.expected_s(request.prompt_tokens)
         # Policies may raise, also when one is made for a band: nobody was refused or shed for this request yet.
-        rank = head_rank(request) if entry is Entry.WITHDRAWN else self._ordering.rank(request, service_s)
+        rank = head_rank(request) if entry is Entry.PREEMPTED else self._ordering.rank(request, service_s)
         band = self._room.band(request.band)
         shed: list[Drop] = []
         if entry is Entry.NEW:

@@ -13,7 +13,7 @@ from llmproxy.core.settings import BELOW_HIGHEST, Settings
 class Headroom:
     """The ceilings of one pool.
 
-    What a ceiling keeps free is for the bands above it. A band that had no request for `reserve_s` is not waited for:
+    What a ceiling keeps free is for the bands above it. A band that had no request for `headroom_s` is not waited for:
     those below it may fill backends as far as it may, up to the next band that is in use. Its next request brings the
     ceilings back, and waits for one release at most where everything was full.
 
@@ -70,15 +70,15 @@ class Headroom:
 
     def changes_at(self, now: float) -> float | None:
         """When a band will have been out of use for long enough; None where time alone changes nothing."""
-        ends_s = [used_s + self._settings.reserve_s for used_s in self._used_s.values()]
+        ends_s = [used_s + self._settings.headroom_s for used_s in self._used_s.values()]
         return min((end_s for end_s in ends_s if now < end_s < inf), default=None)
 
     def _above(self, band: int, now: float) -> Iterator[int]:
         """The bands above `band` that are in use."""
-        if self._settings.reserve_s == inf:
+        if self._settings.headroom_s == inf:
             yield from (level for level in self._levels if level > band)
         if self._levels:
             yield from (other for other, used_s in self._used_s.items() if other > band and self._lasts(used_s, now))
 
     def _lasts(self, used_s: float, now: float) -> bool:
-        return now < used_s + self._settings.reserve_s
+        return now < used_s + self._settings.headroom_s

@@ -116,7 +116,7 @@ class Occupancy:
 class DrainRate:
     """How fast the waiting room empties, for `Retry-After`: measured over the last grants.
 
-    What came back, because its attempt failed or was withdrawn, has not left it and is not counted.
+    What came back, because its attempt failed or was preempted, has not left it and is not counted.
     """
 
     _GRANTS = 64

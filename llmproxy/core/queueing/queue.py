@@ -22,7 +22,7 @@ BEFORE_LOOK_MAX = 20_000
 
 
 def head_rank(request: Request) -> Rank:
-    """The rank of a request that was withdrawn: it had its turn already, and goes before all that had not."""
+    """The rank of a request that was preempted: it had its turn already, and goes before all that had not."""
     return Rank((-inf, request.arrived_s))
 
 

@@ -191,7 +191,7 @@ class AdminPages:
             "alive": pool.alive,
             "held": pool.held,
             "in_flight": pool.leases,
-            "being_withdrawn": pool.withdrawing,
+            "being_withdrawn": pool.preempting,
             "bands": [self._band(band) for band in pool.bands],
             "backends": [self._backend(backend) for backend in pool.backends],
         }

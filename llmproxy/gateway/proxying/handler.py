@@ -292,9 +292,9 @@ class RequestHandler:
                 if attempt.outcome is Outcome.BROKEN_STREAM:
                     await end_broken(attempt, context.route.dialect, context.client)
                 return
-            if attempt.verdict is Verdict.WITHDRAWN:
-                context.withdrawals += 1
-                entry = Entry.WITHDRAWN
+            if attempt.verdict is Verdict.PREEMPTED:
+                context.preemptions += 1
+                entry = Entry.PREEMPTED
                 continue
             if not self._retries(context, attempt):
                 await self._deliver_failure(context, attempt)
@@ -353,7 +353,7 @@ class RequestHandler:
             return self._dispatcher.granting
         return (
             attempt.retryable
-            and context.attempts - context.withdrawals <= context.rules.config.retry.extra_attempts
+            and context.attempts - context.preemptions <= context.rules.config.retry.extra_attempts
             and self._dispatcher.granting
             and self.budget.take(attempt.verdict)
         )

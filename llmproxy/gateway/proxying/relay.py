@@ -82,7 +82,7 @@ class Relay:
         exchange: Exchange | None = None
 
         def cut() -> None:
-            # What has begun to answer is not withdrawn any more. A dead backend is left, unless all of it came: what is
+            # What has begun to answer is not preempted any more. A dead backend is left, unless all of it came: what is
             # left then is for the client to take.
             came = exchange is not None and exchange.ended
             if not attempt.committed or (lease.revoked and not came):
@@ -92,7 +92,7 @@ class Relay:
             async with asyncio.timeout_at(timer.deadline_s) as scope:
                 timer.scope = scope
                 lease.on_cut = cut
-                if lease.revoked or lease.withdrawn:
+                if lease.revoked or lease.preempted:
                     timer.cut()
                 exchange = await self._upstream.open(
                     base_url, call.method, call.path_qs, call.headers, call.body, self._timeouts.connect_s
@@ -225,8 +225,8 @@ class Relay:
             message = gone if attempt.committed else hangs
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
             attempt.fail(lost, Verdict.LOST, message, retryable=True)
-        elif lease.withdrawn and not attempt.committed:
-            attempt.fail(Outcome.INTERNAL, Verdict.WITHDRAWN, "", retryable=True)
+        elif lease.preempted and not attempt.committed:
+            attempt.fail(Outcome.INTERNAL, Verdict.PREEMPTED, "", retryable=True)
         else:
             attempt.fail(outcome, Verdict.FAILED, timer.story(), retryable=timer.streams)
 

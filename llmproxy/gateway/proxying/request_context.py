@@ -56,7 +56,7 @@ class RequestContext:
     waited_s: float = 0.0
     waits_since_s: float | None = None
     attempts: int = 0
-    withdrawals: int = 0
+    preemptions: int = 0
     granted_s: float | None = None
     lease: Lease | None = None
     attempt: Attempt | None = None
@@ -103,7 +103,7 @@ class RequestContext:
             stream=request.stream if request is not None else False,
             backend=lease.backend if lease is not None else None,
             attempts=self.attempts,
-            withdrawals=self.withdrawals,
+            preemptions=self.preemptions,
             why=lease.grant.why if lease is not None else None,
             candidates=placed.candidates if placed is not None else None,
             terms=placed.terms if placed is not None else (),

@@ -152,5 +152,5 @@ def check_kept(lease: Lease) -> None:
 
     The timer that ends the attempt is running already, and must not go off between two bytes of an answer.
     """
-    if lease.withdrawn or lease.revoked:
+    if lease.preempted or lease.revoked:
         raise TimeoutError

@@ -80,7 +80,7 @@ def plan_named(text: str, config: Config) -> PolicyPlan:
         if given:
             raise ValueError(f"policy {text!r}: the oracle takes no parameters")
         about = "knows output lengths, the engines' state and caches and step times; one queue"
-        settings = replace(settings_of(config), ceilings={}, withdrawal=False)
+        settings = replace(settings_of(config), ceilings={}, preemption=False)
         return PolicyPlan(
             text, about, settings, config.poll.interval_s, lambda around, world: Oracle(world, around.clock),
             central=True,
@@ -97,7 +97,7 @@ def plan_named(text: str, config: Config) -> PolicyPlan:
         ordering="fcfs",
         ceilings={},
         min_shares={},
-        withdrawal=False,
+        preemption=False,
         refuse_late=False,
         capacity=capacity,
     )

@@ -15,7 +15,7 @@ class Record:
     `arrived_s` is when it really arrived (a closed loop decides that late), `band` the resolved level. `backend` and
     `hit_tokens` (prompt tokens found cached) are those of the last attempt. `tpot_s` is the mean time per output token
     after the first, None for answers of one token. `backend_ttft_s` counts from the last grant; `predicted_ttft` of it
-    and `predicted_tpot` are what the placement expected, None where it predicts nothing. `withdrawals` are leases that
+    and `predicted_tpot` are what the placement expected, None where it predicts nothing. `preemptions` are leases that
     were taken back, which are no attempts. `met` says whether a completed answer kept both objectives.
     """
 
@@ -26,7 +26,7 @@ class Record:
     ended_s: float = 0.0
     backend: str | None = None
     attempts: int = 0
-    withdrawals: int = 0
+    preemptions: int = 0
     queue_wait_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -68,7 +68,7 @@ class RunRecorder:
         self._warmup_s = warmup_s
         self.service = ServiceDifference()
         self._adherence = Adherence(duration_s)
-        self._withdrawals = 0
+        self._preemptions = 0
         self._inversions = 0
         self._ejections = 0
         self._noticed: list[FaultDetection] = []
@@ -105,7 +105,7 @@ class RunRecorder:
         if record.outcome is not Outcome.CANCELLED:
             self._adherence.ended(record.arrival.tenant, record.met, record.ended_s)
         self._prompt_tokens_most = max(self._prompt_tokens_most, record.arrival.prompt_tokens)
-        self._withdrawals += record.withdrawals
+        self._preemptions += record.preemptions
         self._outcomes[record.outcome] += 1
         self._attempts += record.attempts
         self._ended_s = max(self._ended_s, record.ended_s)
@@ -185,7 +185,7 @@ class RunRecorder:
             service_difference_tokens=self.service.largest,
             duration_s=duration_s,
             attempts=self._attempts,
-            withdrawals=self._withdrawals,
+            withdrawals=self._preemptions,
             inversions=self._inversions,
             ejections=self._ejections,
             noticed=sorted(self._noticed, key=lambda one: (one.at_s, one.replica)),

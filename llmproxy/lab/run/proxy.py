@@ -239,11 +239,11 @@ class LabProxy:
                 self.pools.estimator.learn(request.model, request.body_bytes, 1, usage)
                 self.dispatcher.cached(lease.grant, self._world.blocks.cached(record.arrival))
                 return
-            if lease.verdict is Verdict.WITHDRAWN:
+            if lease.verdict is Verdict.PREEMPTED:
                 # It had its turn taken back, through nobody's fault: that is no attempt.
                 record.attempts -= 1
-                record.withdrawals += 1
-                entry = Entry.WITHDRAWN
+                record.preemptions += 1
+                entry = Entry.PREEMPTED
                 continue
             if not retryable or record.attempts > self._config.retry.extra_attempts:
                 return
@@ -256,10 +256,10 @@ class LabProxy:
         """One try on one backend; whether another one may be made. Writes outcome, verdict and usage."""
         arrival, replica = record.arrival, self._replicas[lease.backend]
         record.predicted_ttft, record.predicted_tpot = lease.grant.placed.ttft, lease.grant.placed.tpot
-        if lease.withdrawn and not lease.revoked:
-            lease.verdict = Verdict.WITHDRAWN
+        if lease.preempted and not lease.revoked:
+            lease.verdict = Verdict.PREEMPTED
             return True
-        sequence = self._world.sequence(request.id, f"{request.id}.{record.attempts}.{record.withdrawals}")
+        sequence = self._world.sequence(request.id, f"{request.id}.{record.attempts}.{record.preemptions}")
         timers: list[asyncio.TimerHandle] = []
 
         def first() -> None:
@@ -280,7 +280,7 @@ class LabProxy:
         timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off, True))
 
         def cut() -> None:
-            # What has begun to answer is not withdrawn any more; a dead backend is left in any case.
+            # What has begun to answer is not preempted any more; a dead backend is left in any case.
             if lease.revoked or job.first_s is None:
                 job.break_off()
                 # The engine drops the sequence at once: no token of it may come between now and the task's turn.
@@ -307,8 +307,8 @@ class LabProxy:
         return False
 
     def _broke(self, request: Request, record: Record, lease: Lease, job: ServerJob, by_timeout: bool) -> bool:
-        if lease.withdrawn and not lease.revoked and job.first_s is None:
-            lease.verdict = Verdict.WITHDRAWN
+        if lease.preempted and not lease.revoked and job.first_s is None:
+            lease.verdict = Verdict.PREEMPTED
             return True
         lease.verdict = Verdict.LOST if lease.revoked else Verdict.FAILED
         if job.first_s is None:

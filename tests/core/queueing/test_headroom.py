@@ -36,7 +36,7 @@ def test_a_band_waits_for_the_next_one_above_it_that_is_in_use(used: int, ceilin
 
 
 def test_a_band_is_in_use_for_a_while_after_its_last_request() -> None:
-    headroom = Headroom(Settings(reserve_s=10.0))
+    headroom = Headroom(Settings(headroom_s=10.0))
     assert headroom.changes_at(0.0) is None
     headroom.used(CRITICAL, 1.0)
     headroom.used(DEFAULT, 3.0)
@@ -48,7 +48,7 @@ def test_a_band_is_in_use_for_a_while_after_its_last_request() -> None:
 
 
 def test_a_reserve_without_end_is_kept_before_the_first_request() -> None:
-    headroom = Headroom(Settings(reserve_s=inf))
+    headroom = Headroom(Settings(headroom_s=inf))
     assert [headroom.ceiling(band, 0.0) for band in (CRITICAL, DEFAULT, SHEDDABLE)] == [1.0, 0.95, 0.85]
     headroom.used(CRITICAL, 0.0)
     assert headroom.changes_at(1.0) is None
@@ -63,7 +63,7 @@ def test_no_band_may_ever_fill_more_than_one_above_it() -> None:
 
 
 def test_what_waits_gets_the_reserve_when_it_lapses_without_any_event() -> None:
-    one = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0), reserve_s=10.0))
+    one = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0), headroom_s=10.0))
     for band in (CRITICAL, *[DEFAULT] * 30):
         one.submit(request(band=band), 0.0)
 
@@ -88,16 +88,16 @@ FALLING = st.lists(FRACTIONS, min_size=3, max_size=3).map(
     limits=st.lists(st.integers(1, 64), min_size=1, max_size=3),
     ceilings=FALLING,
     used=st.sets(st.sampled_from(BANDS), min_size=2),
-    reserve_s=st.sampled_from((10.0, inf)),
+    headroom_s=st.sampled_from((10.0, inf)),
 )
 def test_below_the_highest_band_in_use_a_slot_is_always_free(
-    limits: list[int], ceilings: dict[int, float], used: set[int], reserve_s: float
+    limits: list[int], ceilings: dict[int, float], used: set[int], headroom_s: float
 ) -> None:
     settings = Settings(
-        ceilings=ceilings, reserve_s=reserve_s, placement="least_request", capacity=CapacitySettings(look_ahead=0)
+        ceilings=ceilings, headroom_s=headroom_s, placement="least_request", capacity=CapacitySettings(look_ahead=0)
     )
     one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, settings)
-    highest = max(used | set(ceilings)) if reserve_s == inf else max(used)
+    highest = max(used | set(ceilings)) if headroom_s == inf else max(used)
     one.submit(request(band=highest), 0.0)
     (first,) = one.decide(0.0)
     assert isinstance(first, Grant)
@@ -166,7 +166,7 @@ def test_small_replicas_keep_one_slot_in_the_whole_pool(limits: tuple[int, ...],
 
 
 def test_who_wants_no_room_kept_says_so() -> None:
-    one = pools({"a": 8}, Settings(reserve_s=0.0, capacity=CapacitySettings(look_ahead=0)))
+    one = pools({"a": 8}, Settings(headroom_s=0.0, capacity=CapacitySettings(look_ahead=0)))
     one.submit(request(band=CRITICAL), 0.0)
     for _ in range(20):
         one.submit(request(band=SHEDDABLE), 0.0)

@@ -132,7 +132,7 @@ def test_what_was_cut_short_uses_its_share_up() -> None:
 def owed(charged: str) -> tuple[Pools, Grant]:
     """One slot, held by the sheddable request "low" for the share that a critical grant has earned its band."""
     settings = Settings(
-        min_shares={SHEDDABLE: 0.4}, charged=charged, capacity=CapacitySettings(look_ahead=0), withdrawal=False
+        min_shares={SHEDDABLE: 0.4}, charged=charged, capacity=CapacitySettings(look_ahead=0), preemption=False
     )
     of = pools({"a": 1}, settings)
     of.submit(request(id="low", band=SHEDDABLE, flow="low"), 0.0)
@@ -289,8 +289,8 @@ def test_the_30_acu_example() -> None:
         except Refused as refusal:
             refused[band] += refusal.outcome is Outcome.REJECTED_CAPACITY
         if number % 4 == 3:
-            withdrawn = decide_and_obey(of, running, leases)
-            assert withdrawn <= 4
+            preempted = decide_and_obey(of, running, leases)
+            assert preempted <= 4
     queued = {band: requests for band, (requests, _) in of.queued().items()}
     assert running == {CRITICAL: 40, SHEDDABLE: 30}
     assert queued[CRITICAL] == refused[CRITICAL] == 0
@@ -300,7 +300,7 @@ def test_the_30_acu_example() -> None:
 
 def decide_and_obey(of: Pools, running: Counter[int], leases: dict[int, Grant]) -> int:
     """Let everything happen that the scheduler wants; how many leases it took back."""
-    withdrawn = 0
+    preempted = 0
     while decisions := of.decide(1.0):
         for decision in decisions:
             band = decision.request.band
@@ -308,11 +308,11 @@ def decide_and_obey(of: Pools, running: Counter[int], leases: dict[int, Grant]) 
                 running[band] += 1
                 leases[decision.lease] = decision
             elif isinstance(decision, Preempt):
-                withdrawn += 1
+                preempted += 1
                 running[band] -= 1
-                of.finish(leases.pop(decision.lease), Verdict.WITHDRAWN, 1.0)
-                of.submit(decision.request, 1.0, entry=Entry.WITHDRAWN)
-    return withdrawn
+                of.finish(leases.pop(decision.lease), Verdict.PREEMPTED, 1.0)
+                of.submit(decision.request, 1.0, entry=Entry.PREEMPTED)
+    return preempted
 
 
 @pytest.mark.parametrize("fairness", sorted(policies.names()))

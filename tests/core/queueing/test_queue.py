@@ -109,7 +109,7 @@ def test_a_retry_comes_back_to_where_it_stood() -> None:
     assert waiting(band) == ["r2", "r9"]
 
 
-def test_those_that_were_withdrawn_come_before_all_others_in_the_order_of_their_arrival() -> None:
+def test_those_that_were_preempted_come_before_all_others_in_the_order_of_their_arrival() -> None:
     band = Band(FcfsFairness(Settings()), Faults())
     first, second, third = (request(id=f"r{at}", arrived_s=float(at)) for at in (1, 2, 3))
     band.push(queued(first), 3.0)
@@ -301,7 +301,7 @@ def test_what_came_back_has_not_left_the_queue() -> None:
     assert drain.interval_s(10.0) == 2.0
 
 
-@pytest.mark.parametrize(("verdict", "entry"), [(Verdict.FAILED, Entry.RETRY), (Verdict.WITHDRAWN, Entry.WITHDRAWN)])
+@pytest.mark.parametrize(("verdict", "entry"), [(Verdict.FAILED, Entry.RETRY), (Verdict.PREEMPTED, Entry.PREEMPTED)])
 def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verdict, entry: Entry) -> None:
     of = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(band_requests_max=1)))
     of.submit(request(band=CRITICAL), 0.0)

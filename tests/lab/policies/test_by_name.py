@@ -101,10 +101,11 @@ def test_parameters_of_ours_are_keys_of_the_configuration() -> None:
 
 
 def test_who_goes_next_can_be_said_in_a_name() -> None:
-    text = "blend(fairness=slo,ordering=least_slack,withdrawal=false,charged=requests,ceilings=1/0.9/0.6)"
+    text = "blend(fairness=slo,ordering=least_slack,preemption=false,charged=requests,ceilings=1/0.9/0.6)"
     settings = plan_named(text, Config()).settings
     assert (settings.fairness, settings.ordering, settings.charged) == ("slo", "least_slack", "requests")
-    assert settings.withdrawal is False
+    assert settings.preemption is False
+    assert plan_named("blend(withdrawal=false)", Config()).settings.preemption is False, "the old name of the key"
     assert [settings.ceiling(band) for band in (100, 0, -100)] == [1.0, 0.9, 0.6]
 
 
@@ -113,11 +114,11 @@ def test_what_is_not_ours_has_none_of_our_waiting_room_s_ways() -> None:
     for name in (*NAMES, "oracle"):
         plan = plan_named(name, config)
         assert plan.late == (name == "oracle")
-        assert plan.settings.withdrawal is False
+        assert plan.settings.preemption is False
         if name in NAMES:
             assert (plan.settings.ordering, plan.settings.min_shares, plan.settings.refuse_late) == ("fcfs", {}, False)
     assert plan_named("blend", config).late
-    assert plan_named("blend", config).settings.withdrawal
+    assert plan_named("blend", config).settings.preemption
 
 
 def test_the_session_of_an_arrival_is_known_to_our_own_placement() -> None:

@@ -86,11 +86,11 @@ def test_policies_can_be_found_in_tables_and_plots_alike(html: str) -> None:
 
 def test_numbers_of_the_configuration_are_rounded() -> None:
     config: dict[str, Any] = {"trace_duration_s": 40.50000101250002, "scales": [4 / 3]}
-    config["scheduling"] = {"reserve_s": 0.1 + 0.2}
+    config["scheduling"] = {"headroom_s": 0.1 + 0.2}
     html = page(SimulationResult(runs=[], config=config), {}, "t")
     assert "<dt>trace_duration_s</dt><dd>40.5</dd>" in html
     assert "<dt>scales</dt><dd>1.33333</dd>" in html
-    assert "&quot;reserve_s&quot;: 0.3\n" in html
+    assert "&quot;headroom_s&quot;: 0.3\n" in html
     assert not re.search(r"\d\.\d{7}", re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))
 
 

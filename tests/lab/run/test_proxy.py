@@ -372,15 +372,15 @@ def test_a_sheddable_request_without_a_byte_is_taken_back_for_a_critical_one(hea
     what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine(preemption=on))
     ends = records(what)
     assert {one.outcome for one in ends} == {Outcome.COMPLETED}
-    withdrawn = [one for one in ends if one.withdrawals]
-    assert bool(withdrawn) == on
-    assert Counter(verdict for _, verdict, _ in heard.ends)[Verdict.WITHDRAWN] == sum(one.withdrawals for one in ends)
+    preempted = [one for one in ends if one.preemptions]
+    assert bool(preempted) == on
+    assert Counter(verdict for _, verdict, _ in heard.ends)[Verdict.PREEMPTED] == sum(one.preemptions for one in ends)
     assert {one.attempts for one in ends} == {1}
-    assert replay(what).result("blend", 1, 1.0, 1.0).withdrawals == sum(one.withdrawals for one in ends)
+    assert replay(what).result("blend", 1, 1.0, 1.0).withdrawals == sum(one.preemptions for one in ends)
     if on:
-        # It comes back as one that was withdrawn, nothing is held against its backend, and its wait goes on.
-        assert heard.attempts.count((0, Entry.WITHDRAWN)) >= len(withdrawn)
-        assert all(one.queue_wait_s is not None and one.queue_wait_s > 0.0 for one in withdrawn)
+        # It comes back as one that was preempted, nothing is held against its backend, and its wait goes on.
+        assert heard.attempts.count((0, Entry.PREEMPTED)) >= len(preempted)
+        assert all(one.queue_wait_s is not None and one.queue_wait_s > 0.0 for one in preempted)
 
 
 def test_an_engine_drops_what_is_taken_back_before_another_token_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +402,7 @@ def test_an_engine_drops_what_is_taken_back_before_another_token_can_come(monkey
 
 def test_nothing_is_taken_back_for_a_default_request() -> None:
     ends = records(setup(overloaded("default"), on=fleet(1, max_num_seqs=4), config=one_engine()))
-    assert not any(one.withdrawals for one in ends)
+    assert not any(one.preemptions for one in ends)
 
 
 def test_what_was_taken_back_leaves_no_work_in_the_engine() -> None:

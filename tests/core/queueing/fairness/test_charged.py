@@ -68,7 +68,7 @@ def test_work_that_a_client_aborts_is_charged_for_what_was_done() -> None:
 
 
 @pytest.mark.parametrize(
-    "verdict", [Verdict.CONNECT_FAILED, Verdict.FAILED, Verdict.BUSY, Verdict.LOST, Verdict.WITHDRAWN]
+    "verdict", [Verdict.CONNECT_FAILED, Verdict.FAILED, Verdict.BUSY, Verdict.LOST, Verdict.PREEMPTED]
 )
 def test_an_attempt_that_gave_nothing_costs_nothing(verdict: Verdict) -> None:
     one = pools({"a": 4})
