@@ -176,7 +176,8 @@ class OutlierDetection:
         pulse = self._pulses.get(placed.backend)
         if pulse is None:
             pulse = self._pulses[placed.backend] = _Pulse(Loads(self._load_time))
-        own_tokens = float(request.prompt_tokens - placed.cached_tokens)
+        # A placement may believe more tokens to be cached than the prompt is estimated to have.
+        own_tokens = max(0.0, float(request.prompt_tokens - placed.cached_tokens))
         if not request.stream:
             # Nobody sees its first token; that its prompt takes time is all it tells.
             pulse.work_tokens += own_tokens

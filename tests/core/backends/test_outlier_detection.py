@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from llmproxy.core.backends.health import Ejected, Health, Peers
-from llmproxy.core.backends.outlier_detection import OutlierDetection
+from llmproxy.core.backends.outlier_detection import BASE_TOKENS, OutlierDetection
 from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Trouble, Verdict
 from llmproxy.core.settings import HealthSettings, Settings
 from tests.core.make import pools, reading, request
@@ -367,3 +367,12 @@ def test_what_a_process_was_is_forgotten_with_it() -> None:
     stand.factors["a"] = 6.0
     stand.run(20.0)
     assert not stand.ejected("a"), "the new one is another kind of machine"
+
+
+def test_a_prompt_may_be_estimated_shorter_than_its_cached_part() -> None:
+    """By as many tokens as a first token costs without any prompt: what is left to compute is nothing, and not less."""
+    watch = OutlierDetection(HealthSettings(), Peers(0.5))
+    asked = request(prompt_tokens=10, stream=True)
+    watch.booked(1, asked, Placed("a", 1.0, (), 1, cached_tokens=10 + round(BASE_TOKENS)), cold=False, now=0.0)
+    watch.started(1, 0.5)
+    watch.check()
