@@ -12,13 +12,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from benchmarks.peers.cases import Case
 from benchmarks.peers.competitors import PEERS
 from benchmarks.peers.table import DIRECT, Round, figures, kept, values
 from benchmarks.peers.table import Figure as Column
-from llmproxy.lab.results.drawing import INK, MUTED, SERIES, WIDTH_IN, minor_label, style
+from llmproxy.lab.results.drawing import INK, MUTED, SERIES, WIDTH_IN, log_ticks, style
 
 PEER_NAMES = frozenset(peer.name for peer in PEERS)
 ROW_IN = 0.19
@@ -60,10 +59,8 @@ def _panel(axes: Axes, column: Column, rounds: Sequence[Round], proxies: Sequenc
             axes.plot([middle], [place], marker="o", markersize=4, color=color)
             axes.annotate(f"{middle:,.3g}" if middle < 1000 else f"{middle:,.0f}", (middle, place), (0, 3),
                           textcoords="offset points", fontsize=5.5, color=INK, ha="center")  # fmt: skip
-    axes.set_xscale("log")
+    log_ticks(axes)
     axes.margins(x=0.1)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda amount, _: f"{amount:,.0f}"))
-    axes.xaxis.set_minor_formatter(FuncFormatter(minor_label(axes)))
     axes.set_xlabel(column.name, fontsize=7)
     axes.tick_params(which="both", labelsize=6.5)
     axes.set_yticks(range(len(proxies)), [""] * len(proxies))

@@ -216,8 +216,8 @@ class RunRecorder:
             if prompt_tokens:
                 hits.append((at_s, hit_tokens / prompt_tokens))
         return Trail(
-            ttft_cdf=self._total.ttft.cdf(CDF_POINTS) or [],
-            tpot_cdf=self._total.tpot.cdf(CDF_POINTS) or [],
+            ttft_cdf=self._total.ttft.cdf(CDF_POINTS),
+            tpot_cdf=self._total.tpot.cdf(CDF_POINTS),
             queue_wait={
                 band: [
                     WaitPoint(at_s=at_s, mean_s=stretch.total / stretch.count, max_s=stretch.peak)

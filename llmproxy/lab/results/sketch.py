@@ -1,33 +1,30 @@
 """Quantiles of a stream in constant memory: DDSketch (Masson, Rim and Lee, VLDB 2019).
 
 Values are counted in buckets whose bounds grow by a constant factor, so that any value of a bucket stands for all of
-them within a known relative error. Two sketches of equal accuracy merge without losing any.
+them within a known relative error.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 ACCURACY = 0.005
+"""Relative error of a quantile."""
 BUCKETS_MAX = 2_048
 """About nine decades at the accuracy above. Beyond it the lowest buckets become one, and only low quantiles suffer."""
 ZERO = 1e-9
-"""What is not above it counts as zero, which no bucket of a logarithmic scale could hold."""
+"""Values up to this count as zero, which no bucket of a logarithmic scale could hold."""
+_GAMMA = (1.0 + ACCURACY) / (1.0 - ACCURACY)
+_SCALE = 1.0 / math.log(_GAMMA)
 
 
 class Sketch:
-    """Counts of values >= 0, within `accuracy` of each value (relative)."""
+    """Counts of values >= 0, each within `ACCURACY`. The mean is exact."""
 
-    def __init__(self, accuracy: float = ACCURACY, buckets_max: int = BUCKETS_MAX) -> None:
-        """Raises ValueError unless 0 < accuracy < 1 and buckets_max >= 1."""
-        if not 0.0 < accuracy < 1.0 or buckets_max < 1:
-            raise ValueError(f"a sketch cannot have accuracy {accuracy} and {buckets_max} buckets")
-        self.accuracy = accuracy
+    def __init__(self) -> None:
         self.count = 0
-        self._gamma = (1.0 + accuracy) / (1.0 - accuracy)
-        self._scale = 1.0 / math.log(self._gamma)
-        self._buckets_max = buckets_max
-        self._buckets: dict[int, int] = {}
+        self._buckets: Counter[int] = Counter()
         self._zeros = 0
         self._sum = 0.0
         self._min = math.inf
@@ -43,23 +40,18 @@ class Sketch:
         self._max = max(self._max, value)
         if value <= ZERO:
             self._zeros += 1
-            return
-        bucket = math.ceil(math.log(value) * self._scale)
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-        if len(self._buckets) > self._buckets_max:
+        else:
+            self._buckets[math.ceil(math.log(value) * _SCALE)] += 1
             self._collapse()
 
     def merge(self, other: Sketch) -> None:
-        """Count all that `other` counted. Raises ValueError when their accuracies differ."""
-        if other.accuracy != self.accuracy:
-            raise ValueError(f"sketches of accuracy {self.accuracy} and {other.accuracy} cannot be merged")
+        """Count all that `other` counted."""
         self.count += other.count
         self._sum += other._sum
         self._min = min(self._min, other._min)
         self._max = max(self._max, other._max)
         self._zeros += other._zeros
-        for bucket, count in other._buckets.items():
-            self._buckets[bucket] = self._buckets.get(bucket, 0) + count
+        self._buckets.update(other._buckets)
         self._collapse()
 
     @property
@@ -68,21 +60,18 @@ class Sketch:
         return self._sum / self.count if self.count else None
 
     def quantile(self, q: float) -> float | None:
-        """The nearest-rank quantile: the value of rank ceil(q * count), at least the first; None without values.
-
-        Raises ValueError unless 0 <= q <= 1.
+        """The nearest-rank quantile for q from 0 to 1: the value of rank ceil(q * count), at least the first; None
+        without values.
         """
-        if not 0.0 <= q <= 1.0:
-            raise ValueError(f"a quantile is asked for with a share from 0 to 1, not {q}")
         return self._at_ranks([self._rank(q)])[0] if self.count else None
 
-    def cdf(self, points: int) -> list[tuple[float, float]] | None:
+    def cdf(self, points: int) -> list[tuple[float, float]]:
         """The distribution as at most `points` (>= 2) pairs (value, share of all values that are not above it).
 
-        The pairs are evenly spaced in the share, and both ends are among them. None without values.
+        The pairs are evenly spaced in the share, and both ends are among them. Empty without values.
         """
         if not self.count:
-            return None
+            return []
         ranks = [self._rank(i / (points - 1)) for i in range(points)]
         highest = dict(zip(self._at_ranks(ranks), ranks, strict=True))
         return [(value, rank / self.count) for value, rank in highest.items()]
@@ -100,14 +89,13 @@ class Sketch:
             while seen < rank:
                 bucket, count = next(buckets)
                 seen += count
-                value = 2.0 * self._gamma**bucket / (self._gamma + 1.0)
+                value = 2.0 * _GAMMA**bucket / (_GAMMA + 1.0)
             values.append(min(max(value, self._min), self._max))
         return values
 
     def _collapse(self) -> None:
         """Make the lowest buckets one until there are few enough."""
-        excess = len(self._buckets) - self._buckets_max
-        if excess <= 0:
-            return
-        lowest = sorted(self._buckets)[: excess + 1]
-        self._buckets[lowest[-1]] += sum(self._buckets.pop(bucket) for bucket in lowest[:-1])
+        excess = len(self._buckets) - BUCKETS_MAX
+        if excess > 0:
+            lowest = sorted(self._buckets)[: excess + 1]
+            self._buckets[lowest[-1]] += sum(self._buckets.pop(bucket) for bucket in lowest[:-1])
