@@ -19,8 +19,8 @@ import orjson
 
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.proxying.sse import StreamTap
-from llmproxy.gateway.request.body import PARSE_BYTES_MAX
 from llmproxy.gateway.request.body_reader import BodyReader
+from llmproxy.gateway.request.json_scan import PARSE_BYTES_MAX
 
 MB = 1_000_000
 ROUNDS = 5

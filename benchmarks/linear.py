@@ -31,10 +31,9 @@ from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.proxying.answers import ANSWER_BYTES_MAX, answer_of
 from llmproxy.gateway.proxying.sse import HELD_BYTES_MAX, USAGE_TAIL_BYTES, StreamTap, usage_of_tail
 from llmproxy.gateway.request.auth import Keys
-from llmproxy.gateway.request.body import PARSE_BYTES_MAX, parses_at_once
-from llmproxy.gateway.request.body_reader import read_form, read_large, read_small
+from llmproxy.gateway.request.body_reader import parses_at_once, read_form, read_large, read_small
 from llmproxy.gateway.request.identity import Identity, parse_duration_s, request_id
-from llmproxy.gateway.request.json_scan import BadBody, drain
+from llmproxy.gateway.request.json_scan import PARSE_BYTES_MAX, BadBody, drain
 from llmproxy.gateway.request.prefix_hash import chain_of
 
 MIB = 1 << 20
@@ -144,7 +143,7 @@ def parsers() -> Iterator[Parser]:
     for pump in (b"9", b"1s", b".", b" "):
         duration = _json(lambda value: parse_duration_s(value.decode()))
         yield Parser(f"time to wait: {pump.decode()!r}", head, _filled(b"", pump, b"x"), duration)
-        slo = _header("x-slo-ttft-ms", lambda fields: _IDENTITY["header:x-s"].standing(fields, True, "m", "m"))
+        slo = _header("x-slo-ttft-ms", lambda fields: _IDENTITY["header:x-s"].classify(fields, True, "m", "m"))
         yield Parser(f"objective in ms: {pump.decode()!r}", head, _filled(b" ", pump, b"x"), slo)
     yield Parser("request id", head, _filled(b"", b"x"), _header("x-request-id", request_id))
     yield Parser("key", head, _filled(b"Bearer ", b" x"), _header("authorization", _KEYS.check))

@@ -152,7 +152,7 @@ class LogLinesLost(Message, frozen=True, tag=28):
 
 
 class Holds(Message, frozen=True, tag=30):
-    """`Bodies.held_bytes` of the worker, for the metrics."""
+    """`BodyBudget.held_bytes` of the worker, for the metrics."""
 
     body_bytes: int
 

@@ -20,7 +20,7 @@ from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, is_poll, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Scripted, answering, chunk, scripted, whole
 from tests.e2e.vllm_requests import PATHS
-from tests.gateway.test_small_rooms import MANAGEMENT
+from tests.gateway.http.test_routes import MANAGEMENT
 from tests.upstream.raw_server import Peer
 
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 3}

@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmproxy.gateway.http.routes import BodyKind
-from llmproxy.gateway.request.body_reader import ParsedBody, read_large, read_small
+from llmproxy.gateway.request.body_reader import read_large, read_small
 from llmproxy.gateway.request.json_scan import BadBody, drain
+from llmproxy.gateway.request.parsed_body import ParsedBody
 from tests.fuzz.profile import FUZZED
 
 JSON_KINDS = [kind for kind in BodyKind if kind is not BodyKind.FORM]

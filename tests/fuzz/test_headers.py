@@ -86,7 +86,7 @@ def test_no_field_raises_anything_but_a_failure(fields: list[tuple[str, str]]) -
     for act in (
         lambda: check(fields),
         lambda: keys.check(headers),
-        lambda: identity.standing(headers, True, "m", "m"),
+        lambda: identity.classify(headers, True, "m", "m"),
         lambda: request_id(headers),
         lambda: identity.session(request(fields), {}),
     ):

@@ -21,9 +21,9 @@ import orjson
 
 from llmproxy.core.domain import Grant
 from llmproxy.gateway.http.routes import BodyKind
-from llmproxy.gateway.request.body import parses_at_once
-from llmproxy.gateway.request.body_reader import TURN_S, ParsedBody
+from llmproxy.gateway.request.body_reader import TURN_S, parses_at_once
 from llmproxy.gateway.request.json_scan import Slices
+from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCKS_MAX, PROMPT_MEMBERS, Chain, answer_bytes
 
 ANSWER_BYTES_MAX = 1 << 20

@@ -28,10 +28,11 @@ from llmproxy.gateway.proxying.request_context import RequestContext
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, read_body
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
-from llmproxy.gateway.request.body import Bodies, HeldBody
-from llmproxy.gateway.request.body_reader import SEQUENCES_MAX, ParsedBody
+from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
+from llmproxy.gateway.request.body_reader import SEQUENCES_MAX
 from llmproxy.gateway.request.identity import request_id
 from llmproxy.gateway.request.json_scan import BadBody
+from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
 from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink
@@ -69,7 +70,7 @@ class RequestHandler:
         self._answers = answers
         config = rulebook.current.config
         self.budget = RetryBudget(config.retry.budget_ratio)
-        self.bodies, self._processes = Bodies(), config.workers
+        self.bodies, self._processes = BodyBudget(), config.workers
         self.reconfigure(config)
         self._ids, self._serial = ids, count(1)
         self.shutting_down = self.replaced = False
@@ -218,7 +219,7 @@ class RequestHandler:
     def _make_request(self, context: RequestContext, parsed: ParsedBody, target: Target) -> Request:
         http, facts = context.http, parsed.facts
         trusted = context.rules.identity.trusts(http.remote, context.tenant)
-        standing = context.rules.identity.standing(
+        standing = context.rules.identity.classify(
             http.headers, trusted, target.requested, target.model, context.tenant
         )
         context.ttl_s, context.unknown_objective = standing.ttl_s, standing.unknown_objective

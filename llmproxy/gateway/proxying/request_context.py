@@ -18,8 +18,8 @@ from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.gateway.proxying.stored import Previous
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
-from llmproxy.gateway.request.body import HeldBody
-from llmproxy.gateway.request.body_reader import ParsedBody
+from llmproxy.gateway.request.body_budget import HeldBody
+from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
 
 ERROR_CHARS_MAX = 2_000

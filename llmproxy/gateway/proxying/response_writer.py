@@ -18,7 +18,7 @@ from llmproxy.gateway.http.connection import ClientConnection
 from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import Headers, reason_to_client
-from llmproxy.gateway.request.body import Bodies, HeldBody
+from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
 from llmproxy.upstream import http1
 
 _PATIENCE = ClientsConfig()
@@ -45,7 +45,7 @@ async def read_body(
     Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 429 when it is not to be held, 408 when it
     stops arriving or takes longer than `patience` allows, 400 where its framing is broken.
     """
-    held = HeldBody(Bodies()) if held is None else held
+    held = HeldBody(BodyBudget()) if held is None else held
     length = request.content_length
     if length is not None and length > bytes_max:
         raise _too_large(bytes_max, sized=True)
@@ -56,7 +56,7 @@ async def read_body(
         whole = content.read_nowait()
         if len(whole) > bytes_max:
             raise _too_large(bytes_max, sized=length is not None)
-        if not held.came(len(whole)):
+        if not held.add_whole(len(whole)):
             raise _no_room()
         return whole
     body = BytesIO()
@@ -65,11 +65,11 @@ async def read_body(
     limit = asyncio.timeout_at(min(now() + silence_s, latest_s))
     try:
         async with limit:
-            held.arriving(lambda: None if limit.expired() else limit.reschedule(now()))
+            held.begin(lambda: None if limit.expired() else limit.reschedule(now()))
             while piece := await content.readany():
                 if body.tell() + len(piece) > bytes_max:
                     raise _too_large(bytes_max, sized=length is not None)
-                if not held.grown(len(piece)):
+                if not held.add_piece(len(piece)):
                     raise _no_room(closes=True)
                 body.write(piece)
                 limit.reschedule(min(now() + silence_s, latest_s))
@@ -85,7 +85,7 @@ async def read_body(
         else:
             message = f"The request body took more than {patience.body_timeout_s:g} s (clients.body_timeout_s)."
         raise Failure(Outcome.BAD_REQUEST, message, status=408, headers={"Connection": "close"}) from None
-    if not held.arrived():
+    if not held.finish():
         raise _no_room(closes=True)
     # Unlike joining a list of pieces, this hands out the bytes gathered so far without one more copy of all of them.
     return body.getvalue()

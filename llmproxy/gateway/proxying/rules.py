@@ -15,8 +15,9 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import BodyKind, Route
 from llmproxy.gateway.proxying.relay import Relay
 from llmproxy.gateway.request.auth import Keys
-from llmproxy.gateway.request.body_reader import BodyReader, ParsedBody
+from llmproxy.gateway.request.body_reader import BodyReader
 from llmproxy.gateway.request.identity import Identity
+from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.upstream.port import Upstream
 
 

@@ -27,8 +27,8 @@ from llmproxy.gateway.proxying.relay import end_saying, end_within, is_encoded, 
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
-from llmproxy.gateway.request.body_reader import REQUEST_ID, ParsedBody
 from llmproxy.gateway.request.json_scan import BadBody
+from llmproxy.gateway.request.parsed_body import REQUEST_ID, ParsedBody
 from llmproxy.gateway.request.prefix_hash import PREVIOUS
 from llmproxy.upstream.port import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
 

@@ -1,4 +1,4 @@
-"""Which clients may come in, and whose they are: keys compared with known hashes in constant time."""
+"""Authenticates clients: compares their keys with known hashes in constant time, and finds their tenant."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llmproxy.gateway.http.errors import Failure
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose request it is, as its key tells, and what its tenant may do.
+    """The tenant of a request, found by its key, and its rights.
 
-    `band` is that of its requests where no trusted header names one, None where the model decides; none of them gets
-    above `band_max`. `models` are the names that it may ask for, None for all. `salt` is the secret that keeps its
-    prefixes apart in the caches of engines, None where it shares them.
+    `band` is the band of its requests if no trusted header names one; None leaves it to the model. No request gets
+    above `band_max`. `models` are the model names that it may use, None for all. `salt` is the secret that keeps its
+    prefixes apart in the caches of engines, None if it shares them.
     """
 
     name: str = ""
@@ -35,23 +35,23 @@ class Tenant:
     salt: bytes | None = field(default=None, repr=False)
 
     def cache_salt(self, own: str | None) -> str | None:
-        """What stands for `cache_salt` in its requests; `own` is what the client says there, None without a salt.
+        """The `cache_salt` that its requests get instead of `own`, the client's. None if the tenant has no secret.
 
-        An HMAC (RFC 2104) under the tenant's secret, of which the client chooses the message alone: whatever it writes,
-        it hits upon no prefix of another tenant. It has 43 characters, the length that vLLM advises.
+        It is an HMAC (RFC 2104) under the tenant's secret. The client chooses only the message, so it can never match a
+        prefix of another tenant. It has 43 characters, the length that vLLM advises.
         """
         if self.salt is None:
             return None
-        said = b"" if own is None else own.encode("utf-8", "surrogatepass")
-        return urlsafe_b64encode(digest(self.salt, said, "sha256")).decode().rstrip("=")
+        message = b"" if own is None else own.encode("utf-8", "surrogatepass")
+        return urlsafe_b64encode(digest(self.salt, message, "sha256")).decode().rstrip("=")
 
     def allows(self, name: str) -> bool:
-        """Whether its clients may ask for `name`; any other is to be answered like a name that nobody serves."""
+        """Whether its clients may use the model `name`. Any other name is answered like one that does not exist."""
         return self.models is None or name in self.models
 
 
 NO_TENANT = Tenant()
-"""Whose the clients are that present a plain key, or none where none is needed."""
+"""The tenant of clients with a plain key, and of all clients if no key is configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,7 @@ def _utc_now() -> datetime:
 class Keys:
     """The client keys, kept as digests so that no dump or log of this object shows one.
 
-    `wall_clock` is asked for nothing but whether a key has expired, which is a date: everything else in this program
-    runs on a monotonic clock.
+    `wall_clock` is used only for the expiry of keys, which is a date. Everything else runs on a monotonic clock.
     """
 
     def __init__(self, config: Config, wall_clock: Callable[[], datetime] = _utc_now) -> None:
@@ -80,14 +79,14 @@ class Keys:
             self._known += [_Known(digest_of(key.hash), tenant, key.expires) for key in entry.keys]
 
     def check(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant whose key the request presents. Raises Failure (401) for an unknown or expired one.
+        """The tenant whose key the request has. Raises Failure (401) if the key is unknown or expired.
 
-        The key is a bearer token, as OpenAI's clients send it, or stands in `x-api-key`, as Anthropic's send it.
+        OpenAI's clients send the key as a bearer token, Anthropic's in `x-api-key`.
         """
         if not self._known:
             return NO_TENANT
         digest = presented(headers)
-        # Every key is compared, so that the time taken does not tell which one was close.
+        # Every key is compared, so that the time taken does not reveal which one was close.
         found = [known for known in self._known if compare_digest(digest, known.digest)]
         if not found:
             _refuse("Missing or wrong API key: send one that this proxy accepts as `Authorization: Bearer KEY`.")
@@ -97,14 +96,14 @@ class Keys:
 
 
 def presented(headers: Mapping[str, str]) -> bytes:
-    """The digest of the key that a request presents, be it an empty one."""
+    """The digest of the key in a request. A request without a key has the digest of an empty one."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return sha256(given.encode("utf-8", "surrogateescape")).digest()
 
 
 def digest_of(key_hash: str) -> bytes:
-    """The digest in what a configuration holds instead of a key."""
+    """The digest in a key hash of the configuration."""
     return bytes.fromhex(key_hash.removeprefix("sha256:"))
 
 
@@ -130,6 +129,6 @@ def _salt(entry: TenantConfig) -> bytes | None:
     """The secret of a tenant, the same in every process that has this configuration."""
     if entry.cache_salt is None:
         return None
-    # Who has this key can make the secret, and gains by it no more than the key gives.
+    # The owner of this key can compute the secret, which gives no more than the key itself gives.
     text = f"{entry.name}\0{entry.keys[0].hash}" if entry.cache_salt == AUTO_SALT else entry.cache_salt
     return sha256(f"llmproxy cache salt\0{text}".encode()).digest()

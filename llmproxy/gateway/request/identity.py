@@ -1,4 +1,4 @@
-"""Whose request it is, how urgent, what it may expect, how long it may wait: from keys, headers and configuration."""
+"""Classifies a request by its key, headers and configuration: band, flow, objective, limits and time to wait."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 TTL_HEADER = "x-llm-d-inference-ttl"
 REQUEST_ID_HEADER = "x-request-id"
 FLOW_CHARS_MAX = 256
-TIME_CHARS_MAX = 64  # Of a header that says a time; every part that Go itself would write fits in 32.
+TIME_CHARS_MAX = 64  # Of a header with a time. What Go writes is shorter than 32.
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-# What has matched is never given back: digits that could be split in n ways cost time by the power of n.
+# Possessive: with backtracking, digits that can be split in many ways would take exponential time.
 _NUMBER = r"\d++(?:\.\d*+)?|\.\d++"
 _MILLISECONDS = re.compile(rf"\s*+({_NUMBER})\s*+", re.ASCII)
 _DURATION_PART = re.compile(rf"({_NUMBER})(ns|us|µs|μs|ms|s|m|h)", re.ASCII)  # Go writes micro with either sign.
@@ -40,12 +40,12 @@ _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What a request is worth to the waiting room.
+class RequestClass:
+    """How the waiting room treats a request.
 
-    Its band, its flow with the share `weight`, how long it may wait (seconds), its tenant ("" for none), its objective,
-    and the names of the usage limits that it counts against. `unknown_objective` is what its header asked for where
-    nobody configured that.
+    `band` is its priority. `flow` is the queue that shares fairly with others, by `weight`. It waits for at most
+    `ttl_s` seconds. `tenant` is "" for none. `slo` is its objective. `limits` are the names of the usage limits that it
+    counts against. `unknown_objective` is the objective that its header names if that is not configured.
     """
 
     band: int
@@ -60,18 +60,18 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """What a name in a header, or one that clients ask for, says; None leaves to others what it is silent about."""
+    """What one source (a header, a tenant, a model) says about a request. None leaves the decision to other sources."""
 
     band: int | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
 
 
-_SILENT = _Objective()
+_NOTHING = _Objective()
 
 
 class Identity:
-    """Reads a request's standing. Headers that give advantage count only from those who are trusted."""
+    """Classifies requests. Headers that give an advantage count only from trusted peers and tenants."""
 
     def __init__(self, config: Config) -> None:
         self._trusted: Sequence[Network] = config.trust_headers
@@ -95,9 +95,9 @@ class Identity:
         self._keeps_credentials = config.forward_credentials
 
     def trusts(self, peer: str | None, tenant: Tenant = NO_TENANT) -> bool:
-        """True when headers of this peer address, or of this tenant from anywhere, count.
+        """Whether headers of this peer address, or of this tenant from any address, count.
 
-        A peer that is gone already has no address, and is nobody.
+        A peer that has disconnected has no address and is not trusted.
         """
         if tenant.trusted:
             return True
@@ -118,7 +118,7 @@ class Identity:
     def to_backend(
         self, http: web.BaseRequest, request_id: str, backend: BackendConfig, tenant: Tenant = NO_TENANT
     ) -> Headers:
-        """The header fields of a request as `backend` gets them: its own key, and no privilege that is not trusted."""
+        """The header fields for `backend`: with its own key, without privileged fields of an untrusted client."""
         key = backend.api_key or self._backend_key
         return to_backend(
             http.headers.items(),
@@ -129,13 +129,13 @@ class Identity:
         )
 
     def key_hint(self, backend: BackendConfig) -> str:
-        """What the log says of a backend that takes no request without another key."""
+        """What the log says about a backend that refuses requests for lack of a valid key."""
         if backend.api_key or self._backend_key:
             return f"{backend.name} does not accept the key that is configured for it (api_key or backend_api_key)"
-        return f"{backend.name} wants a key: set backend_api_key, or its own api_key; those of clients are not sent on"
+        return f"{backend.name} wants a key: set backend_api_key, or its own api_key; keys of clients are not forwarded"
 
     def shows_backend(self, peer: str | None, tenant: Tenant) -> bool:
-        """Whether answers name their backend: to all but tenants whose word counts for nothing."""
+        """Whether answers name their backend. They do, except to tenants that are not trusted."""
         return not tenant.name or self.trusts(peer, tenant)
 
     @property
@@ -144,10 +144,10 @@ class Identity:
         return tuple(name for place, name in self._session_names if place == "body")
 
     def session(self, http: web.BaseRequest, in_body: Mapping[str, str], tenant: Tenant = NO_TENANT) -> str | None:
-        """The session of a request, as a hash that is the same in every process; None where it names none.
+        """The session of a request, as a hash that is the same in every process. None if it names no session.
 
-        The first of the configured names that it gives counts; `in_body` are its texts of `session_members`. Tenants
-        share no sessions, however they name them.
+        The first configured name that the request has counts. `in_body` holds the texts of its `session_members`. Equal
+        names of different tenants are different sessions.
         """
         for place, name in self._session_names:
             if place == "header":
@@ -158,33 +158,33 @@ class Identity:
                 return xxh64_hexdigest(f"{tenant.name}\0{named}".encode("utf-8", "surrogatepass"))
         return None
 
-    def standing(
+    def classify(
         self, headers: Mapping[str, str], trusted: bool, requested: str, target: str, tenant: Tenant = NO_TENANT
-    ) -> Standing:
-        """The standing of a request of `tenant` for `requested`, which means `target`.
+    ) -> RequestClass:
+        """The class of a request of `tenant` for the model name `requested`, which stands for `target`.
 
-        The first that says something decides: a trusted header, the tenant, the model. Nothing lifts a request above
-        its tenant's highest band. Raises Failure (400) for a header that counts and cannot be understood.
+        A trusted header takes precedence over the tenant, and the tenant over the model. No request gets above its
+        tenant's highest band. Raises Failure (400) for a header that counts and is not valid.
         """
-        asked = _first(headers, OBJECTIVE_HEADERS) if trusted else None
-        objective, unknown = _SILENT, None
-        if asked is not None:
-            known = self._objectives.get(asked[1])
+        named = _first(headers, OBJECTIVE_HEADERS) if trusted else None
+        objective, unknown = _NOTHING, None
+        if named is not None:
+            known = self._objectives.get(named[1])
             objective = _Objective(DEFAULT) if known is None else known
-            unknown = asked[1][:FLOW_CHARS_MAX] if known is None else None
-        said = [objective, _Objective(tenant.band, tenant.ttft_s, tenant.tpot_s)]
-        said += [self._models.get(name, _SILENT) for name in (requested, target)]
-        band = next((one.band for one in said if one.band is not None), DEFAULT)
+            unknown = named[1][:FLOW_CHARS_MAX] if known is None else None
+        sources = [objective, _Objective(tenant.band, tenant.ttft_s, tenant.tpot_s)]
+        sources += [self._models.get(name, _NOTHING) for name in (requested, target)]
+        band = next((one.band for one in sources if one.band is not None), DEFAULT)
         if tenant.band_max is not None:
             band = min(band, tenant.band_max)
         ttft_s = _milliseconds(headers, TTFT_HEADERS) if trusted else None
         tpot_s = _milliseconds(headers, TPOT_HEADERS) if trusted else None
         if ttft_s is None:
-            ttft_s = next((one.ttft_s for one in said if one.ttft_s is not None), None)
+            ttft_s = next((one.ttft_s for one in sources if one.ttft_s is not None), None)
         if tpot_s is None:
-            tpot_s = next((one.tpot_s for one in said if one.tpot_s is not None), None)
+            tpot_s = next((one.tpot_s for one in sources if one.tpot_s is not None), None)
         flow = self._flow_of(headers, trusted, requested, tenant)
-        return Standing(
+        return RequestClass(
             band=band,
             flow=flow,
             ttl_s=self.ttl_s(headers, band),
@@ -209,11 +209,11 @@ class Identity:
 
     def _limits_of(self, tenant: str, requested: str, target: str) -> Iterator[str]:
         names = (tenant_limit(tenant), model_limit(requested), model_limit(target))
-        # An alias for nothing is its own target, and counts once.
+        # A name that is no alias is its own target, and counts once.
         return (name for name in dict.fromkeys(names) if name in self._limits)
 
     def ttl_s(self, headers: Mapping[str, str], band: int = DEFAULT) -> float:
-        """How long a request of `band` may wait, in seconds. Raises Failure (400) for a header that says no time."""
+        """How long a request of `band` may wait, in seconds. Raises Failure (400) if the TTL header is no duration."""
         ttl_s, text = self._band_ttls_s.get(band, self._ttl_s), headers.get(TTL_HEADER)
         if text is None:
             return ttl_s
@@ -230,7 +230,7 @@ def _of_model(config: Config, model: ModelConfig) -> _Objective:
 
 
 def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
-    """Seconds of the first of these headers, which say milliseconds; None without any. Raises Failure (400)."""
+    """The first of these headers, which hold milliseconds, in seconds. None without any. Raises Failure (400)."""
     given = _first(headers, names)
     if given is None:
         return None
@@ -243,7 +243,7 @@ def _milliseconds(headers: Mapping[str, str], names: Sequence[str]) -> float | N
 
 
 def parse_duration_s(text: str) -> float | None:
-    """Seconds of a duration in Go's notation (`1h2m3.5s`), None where it is none."""
+    """The seconds of a duration in Go's notation (`1h2m3.5s`). None if it is no duration."""
     body = text.strip().removeprefix("+")
     if body == "0":
         return 0.0
@@ -260,7 +260,7 @@ def parse_duration_s(text: str) -> float | None:
 
 
 def request_id(headers: Mapping[str, str]) -> str | None:
-    """The client's own request id, None where it sent none. Raises Failure (400) for one unfit for a log line."""
+    """The client's request id, None if it sent none. Raises Failure (400) if it does not fit a log line."""
     given = headers.get(REQUEST_ID_HEADER)
     if given is None:
         return None
@@ -271,7 +271,7 @@ def request_id(headers: Mapping[str, str]) -> str | None:
 
 
 def id_for_error(headers: Mapping[str, str]) -> str:
-    """The id under which a refusal is told and logged: the client's where it is fit for that, else a new one."""
+    """The request id of a refusal, for answer and log: the client's if it is valid, else a new one."""
     given = headers.get(REQUEST_ID_HEADER)
     return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid4().hex
 

@@ -1,11 +1,11 @@
-"""Where the members of a JSON object lie, found without building objects, in slices that never hold the loop for long.
+"""Finds where the members of a JSON object lie, without building objects, in slices that never hold the loop for long.
 
-A parser turns every element into a Python object before it returns; for a body of many megabytes that is one long
-stall. The scan here looks at bytes in bulk instead: per slice it masks escapes, splits at the quotes and sums up the
-brackets between the strings, all in C, so that a string of 50 MB costs a few memory passes and no Python loop.
+A parser turns every element into a Python object before it returns, which is one long stall for a body of many
+megabytes. The scan works on bytes in bulk instead: for each slice it masks escapes, splits at the quotes and sums up
+the brackets between the strings, all in C. A string of 50 MB costs a few passes over memory and no Python loop.
 
-It answers for valid JSON and refuses broken structure; it does not vet numbers or escapes in values nobody asked for,
-because the engine reads the same bytes again and says so itself.
+It is exact for valid JSON and refuses broken structure. It does not check numbers or escapes in values that nobody
+needs here, because the engine reads the same bytes and reports such errors itself.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ from typing import TypeVar
 import orjson
 
 T = TypeVar("T")
-Slices = Generator[None, None, T]  # A computation that yields after each bounded piece of work and returns a T.
+Slices = Generator[None, None, T]
+"""A computation that yields after each bounded piece of work and returns a T."""
 
+PARSE_BYTES_MAX = 128 * 1024
+"""No larger body is parsed in one go."""
 SLICE_BYTES = 64 * 1024
-# An image or a sound counts like 1,000 tokens of text: the length of its base64 says nothing of what it costs.
+# An image or a sound counts like 1,000 tokens of text: the length of its base64 says nothing about its cost.
 MEDIA_BYTES = 4000
 MEDIA_HEAD_BYTES = 256
-KEY_BYTES_MAX = 4096  # Nobody asks for a member whose name is longer.
-MEMBERS_MAX = 4096  # Each top-level member costs microseconds of Python, the only part of a scan that bulk cannot help.
+KEY_BYTES_MAX = 4096  # No member that is looked for has a longer name.
+MEMBERS_MAX = 4096  # Each top-level member costs microseconds of Python, which work in bulk cannot avoid.
 
 _FIRST_SLICE_BYTES = 256
-_HAND_WALK_BYTES = 64
+_BYTEWISE_BYTES = 64
 _WHITESPACE = re.compile(rb"[ \t\r\n]*")
 _LITERAL = re.compile(rb"[-+.0-9A-Za-z]*")
 _MARKS = re.compile(rb'["\[\]{}]')
-# How the depth changes with each byte: not at all with what is no bracket, and may not even belong there.
+# How each byte changes the depth. Anything but a bracket does not change it.
 _STEPS = bytes({ord("["): 1, ord("{"): 1, ord("]"): 255, ord("}"): 255}.get(byte, 0) for byte in range(256))
 _NOT_BRACKETS = b" \t\r\n,:-+.0123456789truefalsniyEIN"
 _MEDIA = re.compile(rb"data:[\w.+-]+\\?/[\w.+-]+[;,]|(?:[A-Za-z0-9+_-]|\\?/){200}")
 
 
-class BadBody(Exception):  # noqa: N818 - it is the client's body that is bad, and the name is what handlers read
+class BadBody(Exception):  # noqa: N818 - the body is bad, which is no error of this code
     """A request body that cannot be read. `message` is for people and never repeats the text of a prompt.
 
-    `param` names the place as vLLM does (`body.model`, `body.<position>`); `status` is the HTTP status to answer with.
+    `param` names the place as vLLM does (`body.model`, `body.<position>`). `status` is the HTTP status of the answer.
     """
 
     def __init__(self, message: str, param: str = "body", status: int = 400) -> None:
@@ -64,11 +67,11 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Member:
-    """One member's value: `body[start:end]`, and sums over all that lies inside it.
+    """One member's value, `body[start:end]`, and sums over its content.
 
-    `text_bytes` is the estimated UTF-8 size of all strings (object keys included, escapes undone, media at their flat
-    price); `strings`, `colons`, `commas`, `arrays` and `objects` count occurrences outside strings, the value itself
-    included.
+    `text_bytes` is the estimated UTF-8 size of all strings (with object keys, escapes undone, MEDIA_BYTES for each
+    image or sound). `strings`, `colons`, `commas`, `arrays` and `objects` count occurrences outside strings and include
+    the value itself.
     """
 
     kind: Kind
@@ -88,16 +91,16 @@ def is_media(head: bytes) -> bool:
 
 
 def scan_members(body: bytes, wanted: Collection[str], slice_bytes: int = SLICE_BYTES) -> Slices[dict[str, Member]]:
-    """Like scan_every; the last of equal names wins, as in the engine."""
+    """Like `scan_every`; the last of equal names wins, as in the engine."""
     return dict((yield from scan_every(body, wanted, slice_bytes)))
 
 
 def scan_every(
     body: bytes, wanted: Collection[str], slice_bytes: int = SLICE_BYTES
 ) -> Slices[list[tuple[str, Member]]]:
-    """Find the values of the `wanted` top-level names of the JSON object in `body`, in their order.
+    """Find the values of the `wanted` top-level names of the JSON object in `body`, in order, with repeated names.
 
-    Yields after at most about `slice_bytes` of work. Raises BadBody where `body` is no well-formed object.
+    Yields after at most about `slice_bytes` of work. Raises BadBody if `body` is no well-formed object.
     """
     names = {name.encode(): name for name in wanted}
     found: list[tuple[str, Member]] = []
@@ -141,7 +144,7 @@ def scan_every(
 
 
 def drain(slices: Slices[T]) -> T:
-    """Run a sliced computation to its end without a pause. Raises what the computation raises."""
+    """Run a sliced computation to its end without a pause. Raises whatever the computation raises."""
     while True:
         try:
             next(slices)
@@ -175,7 +178,7 @@ def _name(body: bytes, key: Member, names: dict[bytes, str]) -> str | None:
 
 
 def _run(pattern: re.Pattern[bytes], body: bytes, at: int, slice_bytes: int) -> Slices[int]:
-    """Skip what a one-byte-class pattern matches; returns the position after it."""
+    """Skip the bytes that `pattern`, a repeated class of bytes, matches. Returns the position after them."""
     while True:
         match = pattern.match(body, at, at + slice_bytes)
         assert match is not None  # The patterns match the empty string too.
@@ -202,19 +205,19 @@ def _value(body: bytes, at: int, slice_bytes: int) -> Slices[Member]:
 
 
 def _unescaped(piece: bytes) -> tuple[bytes, int]:
-    """A copy of the same length whose only quotes are real ones, and how many bytes its escapes add to the text."""
+    """A copy of the same length without escaped quotes, and how many bytes escapes add to the length of the text."""
     if b"\\" not in piece:
         return piece, 0
     backslashes = piece.count(b"\\")
     masked = piece.replace(b"\\\\", b"__")
     singles = masked.count(b"\\")
-    # A \uXXXX spends six bytes on a character of about three; every other escape two on one.
+    # A \uXXXX has six bytes for a character of about three. Every other escape has two for one.
     added = (backslashes - singles) // 2 + singles + 2 * masked.count(b"\\u")
     return masked.replace(b'\\"', b"__"), added
 
 
 def _piece(body: bytes, at: int, size: int) -> bytes:
-    """At most `size` bytes from `at` on, cut so that no escape is torn in two."""
+    """At most `size` bytes from `at`, cut so that no escape is split."""
     piece = body[at : at + size]
     if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
         piece = piece[:-1]
@@ -224,7 +227,7 @@ def _piece(body: bytes, at: int, size: int) -> bytes:
 
 
 def _string(body: bytes, string: Member, slice_bytes: int) -> Slices[None]:
-    """Find the end of the string that `string` starts; sets `end` and the sums."""
+    """Find the end of the string that begins at `string.start`; sets `end` and the sums."""
     at, size = string.start + 1, min(_FIRST_SLICE_BYTES, slice_bytes)
     string.strings = 1
     while not string.end:
@@ -242,8 +245,8 @@ def _string(body: bytes, string: Member, slice_bytes: int) -> Slices[None]:
 
 
 @dataclass(slots=True)
-class _Spot:
-    """Where the scan of a container stands between two pieces."""
+class _ScanState:
+    """The state of a container's scan between two pieces."""
 
     arrays_open: int = 0
     objects_open: int = 0
@@ -252,53 +255,53 @@ class _Spot:
 
 
 def _container(body: bytes, container: Member, slice_bytes: int) -> Slices[None]:
-    """Find the end of the array or object that `container` starts; sets `end` and the sums."""
-    at, spot = container.start, _Spot()
+    """Find the end of the array or object that begins at `container.start`; sets `end` and the sums."""
+    at, state = container.start, _ScanState()
     size, size_max = min(_FIRST_SLICE_BYTES, slice_bytes), slice_bytes
     while not container.end:
         piece = _piece(body, at, size)
         masked, added = _unescaped(piece)
         parts = masked.split(b'"')
-        outside = b"".join(parts[spot.in_string :: 2])
+        outside = b"".join(parts[state.in_string :: 2])
         brackets = outside.translate(None, _NOT_BRACKETS)
-        if _closes(brackets, spot):
-            # The sums are those of whole pieces, so the end is approached by halving and then walked to.
-            if len(piece) > _HAND_WALK_BYTES:
-                size = size_max = max(_HAND_WALK_BYTES, len(piece) // 2)
+        if _closes(brackets, state):
+            # Sums are over whole pieces, so pieces are halved until the end is near, and the rest is read bytewise.
+            if len(piece) > _BYTEWISE_BYTES:
+                size = size_max = max(_BYTEWISE_BYTES, len(piece) // 2)
                 yield
                 continue
-            container.end = at + _end_in(masked, spot)
+            container.end = at + _end_in(masked, state)
             masked, added = _unescaped(piece[: container.end - at])
             parts = masked.split(b'"')
-            outside = b"".join(parts[spot.in_string :: 2])
+            outside = b"".join(parts[state.in_string :: 2])
             brackets = outside.translate(None, _NOT_BRACKETS)
         if brackets.translate(None, b"[]{}"):
             raise _broken("unexpected characters between two strings or values", at)
-        spot.arrays_open += brackets.count(b"[") - brackets.count(b"]")
-        spot.objects_open += brackets.count(b"{") - brackets.count(b"}")
+        state.arrays_open += brackets.count(b"[") - brackets.count(b"]")
+        state.objects_open += brackets.count(b"{") - brackets.count(b"}")
         container.arrays += brackets.count(b"[")
         container.objects += brackets.count(b"{")
         container.commas += outside.count(b",")
         container.colons += outside.count(b":")
-        _add_strings(body, at, container, spot, parts, added)
+        _add_strings(body, at, container, state, parts, added)
         at += len(piece)
         size = min(size * 4, size_max)
         yield
-    if spot.arrays_open or spot.objects_open:
+    if state.arrays_open or state.objects_open:
         raise _broken("brackets do not match in the value that starts here", container.start)
 
 
-def _closes(brackets: bytes, spot: _Spot) -> bool:
+def _closes(brackets: bytes, state: _ScanState) -> bool:
     """Whether the depth falls to zero somewhere in these brackets."""
     if not brackets:
         return False
     steps = memoryview(brackets.translate(_STEPS)).cast("b")
-    return spot.arrays_open + spot.objects_open + min(accumulate(steps)) <= 0
+    return state.arrays_open + state.objects_open + min(accumulate(steps)) <= 0
 
 
-def _end_in(masked: bytes, spot: _Spot) -> int:
-    """The position after the bracket that closes the container, in a piece that is known to hold it."""
-    depth, in_string = spot.arrays_open + spot.objects_open, spot.in_string
+def _end_in(masked: bytes, state: _ScanState) -> int:
+    """The position after the bracket that closes the container, in a piece that contains it."""
+    depth, in_string = state.arrays_open + state.objects_open, state.in_string
     for mark in _MARKS.finditer(masked):
         byte = mark.group()
         if byte == b'"':
@@ -307,28 +310,28 @@ def _end_in(masked: bytes, spot: _Spot) -> int:
             depth += 1 if byte in b"[{" else -1
             if depth == 0:
                 return mark.end()
-    raise AssertionError("the depth was seen to fall to zero in this piece")
+    raise AssertionError("the depth falls to zero in this piece")
 
 
-def _add_strings(body: bytes, at: int, container: Member, spot: _Spot, parts: list[bytes], added: int) -> None:
-    """Add the strings of one piece, given split at its quotes, and move `spot` behind the piece."""
-    was_in_string, whole = spot.in_string, len(parts) > 1
+def _add_strings(body: bytes, at: int, container: Member, state: _ScanState, parts: list[bytes], added: int) -> None:
+    """Add the strings of one piece, given as its parts between quotes, and advance `state` past the piece."""
+    was_in_string, whole = state.in_string, len(parts) > 1
     inside = parts[not was_in_string :: 2]
-    spot.in_string = was_in_string != (len(parts) % 2 == 0)
+    state.in_string = was_in_string != (len(parts) % 2 == 0)
     container.strings += len(inside) - was_in_string
     if was_in_string and not whole:
-        container.text_bytes += 0 if spot.in_media else len(parts[0]) - added
+        container.text_bytes += 0 if state.in_media else len(parts[0]) - added
         return
     lengths = list(map(len, inside))
     text_bytes = sum(lengths) - added
-    if was_in_string and spot.in_media:
+    if was_in_string and state.in_media:
         text_bytes -= lengths.pop(0)
         inside = inside[1:]
-    if spot.in_string:
-        # A string torn by the end of the piece is judged by its first bytes, which lie in the body behind the piece.
+    if state.in_string:
+        # Whether a string that continues after the piece is media is decided by its first bytes, read from the body.
         start = at + sum(map(len, parts)) + len(parts) - 1 - len(parts[-1])
-        spot.in_media = is_media(body[start : start + MEDIA_HEAD_BYTES])
-        if spot.in_media:
+        state.in_media = is_media(body[start : start + MEDIA_HEAD_BYTES])
+        if state.in_media:
             text_bytes += MEDIA_BYTES - lengths.pop()
             inside = inside[:-1]
     if max(lengths, default=0) > MEDIA_BYTES:

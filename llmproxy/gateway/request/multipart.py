@@ -1,7 +1,7 @@
-"""Where the small fields of a multipart/form-data body lie, found without copying or reading the files in it.
+"""Finds the small fields of a multipart/form-data body, without copying or reading its files.
 
-What a header could say in two ways is refused. The engine reads the same bytes with a parser of its own, and a client
-that is told apart by its `model` here must not be able to name another one there.
+Headers that can be read in two ways are refused. The engine reads the same bytes with its own parser, and a client must
+not be able to name one `model` to the proxy and another to the engine.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ FIELD_BYTES_MAX = 4096
 SLICE_BYTES = 1024 * 1024
 
 _BOUNDARY_BYTES_MAX = 256
-# What surrounds a parameter is space and tab alone: other readers differ in what else they take for white space.
+# Only space and tab may surround a parameter: parsers differ in what else they take for white space.
 _PARAM = re.compile(
     r"""[ \t]*+;[ \t]*+([\w!#$%&'*+.^`|~-]++)[ \t]*+=[ \t]*+("(?:[^"\\]|\\.)*+"|[!#-:<-\[\]-~]*+)[ \t]*+""", re.ASCII
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-# The one extended parameter (RFC 8187) that clients send; others would be taken for the plain ones of their name.
+# The only extended parameter (RFC 8187) that clients send. Some parsers take others for the plain ones.
 _EXTENDED = "filename*"
 
 
 def scan_form(body: bytes, content_type: str, wanted: Collection[str]) -> Slices[dict[str, Member]]:
     """Find the values of the `wanted` fields of a form.
 
-    Yields after each megabyte searched. Raises BadBody where the boundary is missing, the parts are not well-formed, or
-    a wanted field is given twice or as a file.
+    Yields after each megabyte searched. Raises BadBody if the boundary is missing, the parts are not well-formed, or a
+    wanted field is given twice or as a file.
     """
     delimiter = b"--" + _boundary(content_type)
     found: dict[str, Member] = {}
     at = yield from _find(body, delimiter, 0)
-    # The first delimiter may follow a preamble, every further one follows the line break that belongs to it.
+    # The first delimiter may follow a preamble. Every other one follows a line break that belongs to it.
     if at < 0 or (at > 0 and body[at - 2 : at] != b"\r\n"):
         raise BadBody("The form does not begin with the boundary that its content-type names.")
     at += len(delimiter)
@@ -68,7 +68,7 @@ def _boundary(content_type: str) -> bytes:
     params = _params(content_type)
     boundary = params.pop("boundary", "")
     if params:
-        # With a `charset` the engine's framework would read the names of the fields in another way.
+        # With a `charset`, the engine's framework would decode the field names differently.
         message = f"The content-type of a form takes no parameter but boundary: leave out {', '.join(params)[:200]}."
         raise BadBody(message, "content-type")
     if not boundary or len(boundary) > _BOUNDARY_BYTES_MAX or not boundary.isascii() or "\\" in boundary:
@@ -77,9 +77,9 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _params(header: str) -> dict[str, str]:
-    """The parameters of a header value, names in lower case; what a quoted value contains cannot pass for a name.
+    """The parameters of a header value, with names in lower case. The content of a quoted value is never a name.
 
-    Raises BadBody for what is not parameters from end to end, each of them given once.
+    Raises BadBody if the value holds anything but parameters, or one of them twice.
     """
     params: dict[str, str] = {}
     header = header.rstrip("; \t")
@@ -96,7 +96,7 @@ def _params(header: str) -> dict[str, str]:
 
 
 def _field(head: bytes) -> tuple[str, bool]:
-    """The name of a field from the header block of its part, "" for none, and whether it is a file."""
+    """The name of the field with this header block ("" if it has none), and whether it is a file."""
     lines = head.decode("utf-8", "replace").split("\r\n")
     if any(map(_CONTROL.search, lines)):
         raise BadBody("The header of a part of the form has a control character.")
@@ -104,7 +104,7 @@ def _field(head: bytes) -> tuple[str, bool]:
     dispositions = [value for name, value in fields if name == "content-disposition"]
     if len(dispositions) > 1:
         raise BadBody("A part of the form has more than one Content-Disposition.")
-    # A stray quote in front of the parameters would make names of what is quoted here, and the other way round.
+    # A stray quote before the parameters would turn quoted text into names, and names into quoted text.
     if dispositions and dispositions[0].partition(";")[0].strip(" \t").lower() != "form-data":
         raise BadBody("The Content-Disposition of a part of the form is not form-data.")
     params = _params(dispositions[0]) if dispositions else {}
@@ -115,7 +115,7 @@ def _field(head: bytes) -> tuple[str, bool]:
 
 
 def _find(body: bytes, what: bytes, at: int) -> Slices[int]:
-    """Like bytes.find, with a pause after each slice."""
+    """Like `bytes.find`, in slices."""
     while at < len(body):
         found = body.find(what, at, at + SLICE_BYTES + len(what) - 1)
         if found >= 0:

@@ -1,20 +1,20 @@
-"""The identity of a prompt: a chain of block hashes over its canonical bytes, which prompts with equal starts share.
+"""Identifies a prompt by a chain of block hashes over its canonical bytes. Prompts with the same start share hashes.
 
 The *canonical bytes* hold what an engine would tokenise, in the order of a chat template: tools and system, then one
-message after the other. A message is its mark, its text, whatever else it has that counts, its role and its name;
-nothing depends on what comes later, so the chain of a conversation begins with the chain of every earlier turn of it,
-answers included. Text is taken unescaped, so spelling and whitespace of the JSON do not matter, nor whether text comes
-as a string or as one part of a list. Images and sounds count by a hash of their bytes. What vLLM drops before it asks
-the template is left out: the attribution header of Claude Code, another in each run, which is the first line of a
-system text; what tools and messages have for the API alone; empty members and parts. Equal bytes do not prove equal
-tokens (a template may look ahead), and need not: the chain predicts, the engine decides.
+message after the other. A message is its mark, its text, its other relevant members, its role and its name. Nothing
+depends on what comes later, so the chain of a conversation begins with the chain of every earlier turn, answers
+included. Text is unescaped, so the spelling and whitespace of the JSON do not matter, nor does it matter whether text
+is a string or the only part of a list. Images and sounds count by a hash of their bytes. Left out is what vLLM drops
+before it applies the template: the attribution header of Claude Code (the first line of a system text, different in
+each run), members of tools and messages that only the API uses, and empty members and parts. Equal bytes do not prove
+equal tokens, because a template may look ahead. They need not: the chain is a prediction, and the engine decides.
 
 The *chain* is that of prefix-caching routers, in bytes instead of tokens: hash 0 = H(`cache_salt`), hash n = H(hash
-n-1, block n), with XXH64 and the hash before as its seed, over full blocks only. It is the same in every process. A
-body is read before it is known what its model's name means, so model and adapter are mixed into the finished hashes.
-It guards nothing: who crafts a collision spoils the prediction for prompts of the same model, adapter and salt.
+n-1, block n), with XXH64 and the previous hash as its seed, over full blocks only. It is the same in every process. A
+body is read before the meaning of its model name is known, so model and adapter are mixed into the finished hashes.
+The chain protects nothing: a crafted collision only spoils predictions for the same model, adapter and salt.
 
-Small bodies come parsed; `prompt_scan` reads large ones in slices, with the same result.
+This module reads parsed bodies; `prefix_hash_large` reads large bodies in slices, with the same result.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from xxhash import xxh64_digest, xxh64_intdigest
 
 from llmproxy.gateway.http.routes import BodyKind
 
-# About 120 tokens: what a half-matched block hides costs an engine a millisecond. Half of it costs 1.6 times the time.
+# About 120 tokens, which an engine prefills in a millisecond. Blocks of half the size take 1.6 times as long to hash.
 BLOCK_BYTES = 512
 ID_BYTES = array("I").itemsize
-"""Of a token that comes as its id."""
-# Half a million tokens, more than any engine takes; what follows has no identity and counts as never cached.
+"""Bytes of one token id in the canonical bytes."""
+# Half a million tokens, more than engines take. The rest of a longer prompt has no hashes and counts as not cached.
 BLOCKS_MAX = 4096
 
-# Members of a body that make the prompt, in the order of the canonical bytes. A large body is read from these.
+# The members of a body that make up the prompt, in the order of the canonical bytes.
 PROMPT_MEMBERS: Mapping[BodyKind, tuple[str, ...]] = {
     BodyKind.CHAT: ("tools", "messages"),
     BodyKind.MESSAGES: ("system", "tools", "messages"),
@@ -44,31 +44,31 @@ PROMPT_MEMBERS: Mapping[BodyKind, tuple[str, ...]] = {
     BodyKind.COMPLETION: ("prompt",),
 }
 SALT = "cache_salt"
-# The engine puts what it stored between the instructions and the input of such a body: nobody here knows it.
+# The engine inserts a stored conversation, unknown here, between the instructions and the input of such a body.
 PREVIOUS = "previous_response_id"
-# Of a text with the role `system`, or of the members above it, the engine drops the line that begins so.
+# The engine drops the first line of a system text if it begins with this.
 HEADER = "x-anthropic-billing-header"
 _HEADER_BYTES = HEADER.encode()
 
-# Bounds the time on a parsed body of nothing but tiny values, to a few milliseconds; a message makes about three.
+# Limits the time for a parsed body of tiny values to a few milliseconds. A message makes about three pieces.
 PIECES_MAX = 10_000
-DEPTH_MAX = 8  # Deeper values are taken as they stand; no content goes that deep.
-MESSAGE, PART, MEMBER, MEDIUM = b"\x1e", b"\x1d", b"\x1f", b"\x1c"  # What the canonical bytes put before each.
-# Members of messages and their parts that hold the text, those that hold an image or a sound, and those that templates
-# leave out: what the API needs for itself, and the reasoning of turns gone by.
+DEPTH_MAX = 8  # Deeper values are taken as JSON; no real content is that deep.
+MESSAGE, PART, MEMBER, MEDIUM = b"\x1e", b"\x1d", b"\x1f", b"\x1c"  # The marks before each in the canonical bytes.
+# Members of messages and their parts that hold text, those that hold an image or a sound, and (SKIPPED) those that
+# templates leave out: members for the API, and the reasoning of earlier turns.
 TEXT = frozenset({"content", "text", "output"})
 MEDIA = frozenset(
     {"image_url", "image", "input_audio", "audio_url", "video_url", "image_embeds", "audio_embeds", "source"}
 )
-# Members whose values are items again: an engine and its clients write those of a tool call in different orders.
+# Members whose values are items again. Engines and clients write the members of a tool call in different orders.
 CALLS = frozenset({"tool_calls", "function"})
-# What is written last, in this order, because clients differ in where they put it.
+# Members that are written last, in this order, because clients put them in different places.
 LAST = ("role", "name")
 SKIPPED = frozenset(
     {"type", "id", "tool_call_id", "call_id", "tool_use_id", "cache_control", "status", "detail", "index", "logprobs"}
     | {"reasoning", "reasoning_content", "thinking", "signature", "is_error"}
 )
-# What a message has beside all these and no engine knows, templates do not see; of a part it may be the content.
+# Templates see no other members of a message. Other members of a part may be its content.
 MESSAGE_DEPTH = 1
 MESSAGE_MEMBERS = frozenset({"arguments", "input", "namespace"})
 CACHE_CONTROL = "cache_control"
@@ -77,10 +77,10 @@ ROLES = {role: MEMBER + b'role"%b"' % role.encode() for role in ("system", "user
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The hashes of a prompt's full blocks, and what is needed to go on: the last hash and the bytes of no full block.
+    """The hashes of a prompt's full blocks, the last hash and the remaining bytes, from which the chain can continue.
 
-    At BLOCKS_MAX blocks a chain is full and stays as it is. `salt` is the one that the proxy puts into the body in the
-    place of the client's own, None where it puts none.
+    A chain of BLOCKS_MAX blocks is full and does not change. `salt` is the salt by which the proxy replaces the
+    client's in the body, None if it does not.
     """
 
     hashes: tuple[int, ...]
@@ -89,7 +89,7 @@ class Chain:
     salt: str | None = None
 
     def extended(self, text: bytes) -> Chain:
-        """The chain of this prompt and `text` after it; equal to that of both in one go. Costs what `text` costs."""
+        """The chain of this prompt followed by `text`. The cost depends only on the length of `text`."""
         data = self.tail + text
         blocks = min(len(data) // BLOCK_BYTES, BLOCKS_MAX - len(self.hashes))
         digest, last, hashes = xxh64_intdigest, self.last, []
@@ -100,13 +100,13 @@ class Chain:
         return Chain((*self.hashes, *hashes), last, b"" if full else data[blocks * BLOCK_BYTES :], self.salt)
 
     def hashes_on(self, model: str, adapter: str | None) -> tuple[int, ...]:
-        """The hashes as `model` and `adapter` have them, who share no cached block with any other, nor do salts."""
+        """The hashes for `model` and `adapter`. Different models, adapters or salts share no cached block."""
         mark = xxh64_intdigest(orjson.dumps([model, adapter] if self.salt is None else [model, adapter, self.salt]))
         return tuple([block ^ mark for block in self.hashes])
 
 
 class SystemText:
-    """Gives `sink` a text that comes in pieces, less its first line where that is HEADER's."""
+    """Passes a text that arrives in pieces to `sink`, without its first line if that begins with HEADER."""
 
     def __init__(self, sink: Callable[[bytes], object]) -> None:
         self._sink = sink
@@ -129,18 +129,18 @@ class SystemText:
             self.end()
 
     def end(self) -> None:
-        """There is no more of it."""
+        """Finish the text."""
         begin, self._begin = self._begin, None
         if begin is not None and not self._headed:
             self._sink(begin)
 
 
 class _DenseError(Exception):
-    """A body has more pieces than anybody writes."""
+    """A body has more than PIECES_MAX pieces."""
 
 
 def chain_of(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
-    """The chain of a body as orjson parsed it. An endpoint without a prompt has an empty chain; bad values pass.
+    """The chain of a body that orjson parsed. It is empty for an endpoint without a prompt. Bad values are no error.
 
     It ends early after PIECES_MAX pieces.
     """
@@ -160,11 +160,11 @@ def chain_of(fields: Mapping[str, Any], kind: BodyKind) -> Chain:
 
 
 def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
-    """The canonical bytes of an answer, which extend the chain of its prompt to that of the next turn's start.
+    """The canonical bytes of an answer, by which the chain of its prompt becomes the start of the next turn's chain.
 
     `answer` is what the client will send back: the message of a chat choice, the `content` list of an Anthropic
-    message, the `output` list of a response; of a completion the text, to which the next prompt only adds. Nothing
-    where the prompt of such a turn would end early.
+    message, the `output` list of a response, or the text of a completion. Empty if the chain of the next turn would end
+    early.
     """
     out: list[bytes] = []
     try:
@@ -180,7 +180,7 @@ def answer_bytes(answer: Any, kind: BodyKind) -> bytes:
 
 
 def empty_chain(salt: Any) -> Chain:
-    """The chain of nothing, for a body with this `cache_salt`; one that is no string the engine refuses."""
+    """The empty chain of a body with this `cache_salt`. The engine refuses a salt that is no string."""
     return Chain((), xxh64_intdigest(salt.encode() if isinstance(salt, str) else b""))
 
 
@@ -195,20 +195,20 @@ def _member(out: list[bytes], name: str, value: Any) -> None:
         _messages(out, value)
     else:
         out.append(MEMBER)
-        # The blocks of a `system` are one text to the engine.
+        # The engine joins the blocks of a `system` to one text.
         for block in value if type(value) is list else [value]:
             _content(out, block, 1, system=True)
 
 
 def _tool(tool: Any) -> Any:
-    """A tool without what it has for the API."""
+    """A tool without its member for the API."""
     if type(tool) is not dict:
         return tool
     return {name: value for name, value in tool.items() if name != CACHE_CONTROL}
 
 
 def _prompt(out: list[bytes], value: Any) -> None:
-    """A prompt of a completion: text, token ids, or the first of a list of such."""
+    """A prompt of a completion: text, token ids, or the first prompt of a list."""
     first = value[0] if isinstance(value, list) and value else value
     if type(first) is int:
         first = value
@@ -236,7 +236,7 @@ def _content(out: list[bytes], value: Any, depth: int, system: bool = False) -> 
     elif type(value) is dict:
         _item(out, value, depth, system)
     elif type(value) is list:
-        out.append(b"")  # It takes time like any other piece.
+        out.append(b"")  # Counts as a piece, because it takes as much time.
         if len(value) == 1:
             _content(out, value[0], depth + 1, system)
             return
@@ -265,7 +265,7 @@ def _item(out: list[bytes], item: dict[str, Any], depth: int, system: bool) -> N
             out += (MEDIUM, xxh64_digest(orjson.dumps(value)))
         elif name in last:
             if name == "role" and type(value) is str and value in ROLES:
-                # Said behind the content, as no client does, it comes too late here.
+                # A role after the content, which no client sends, comes too late to mark the content as system text.
                 last[name], system = ROLES[value], value == "system"
             else:
                 last[name] = MEMBER + name.encode() + orjson.dumps(value)
@@ -273,7 +273,7 @@ def _item(out: list[bytes], item: dict[str, Any], depth: int, system: bool) -> N
             out.append(MEMBER + name.encode())
             _content(out, value, depth + 1)
         elif depth != MESSAGE_DEPTH or name in MESSAGE_MEMBERS:
-            # What orjson returns is copied: to keep thousands of its shrunken buffers is slow, twenty times over.
+            # Copies the output of orjson: keeping thousands of its oversized buffers is twenty times slower.
             out.append(MEMBER + name.encode() + orjson.dumps(value))
     out.append(b"".join(last.values()))
 
@@ -282,4 +282,4 @@ def _ids(ids: list[Any]) -> bytes:
     try:
         return array("I", ids).tobytes()
     except (TypeError, OverflowError):
-        return b""  # No token ids: the engine will refuse the body.
+        return b""  # These are no token ids. The engine will refuse the body.

@@ -1,8 +1,8 @@
-"""The identity of a prompt in a large body: the chain that `prompt` gives the parsed one, read in slices.
+"""Computes the chain of `prefix_hash` for a large body, in slices.
 
-A parser would hold the loop, so the canonical bytes are written while one pass goes over the JSON, value by value and
-long strings piece by piece. The chain is bounded, hence so is the reading: two megabytes of text, whatever the body's
-size, and what is skipped or hashed between.
+A parser would hold the loop. Instead, one pass over the JSON writes the canonical bytes value by value, and long
+strings piece by piece. The chain is limited, so the reading is too: to two megabytes of text, whatever the size of the
+body, and the media and skipped members between.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import orjson
 from xxhash import xxh64, xxh64_hexdigest
 
 from llmproxy.gateway.http.routes import BodyKind
-from llmproxy.gateway.request.body import PARSE_BYTES_MAX
-from llmproxy.gateway.request.json_scan import SLICE_BYTES, Member, Slices
+from llmproxy.gateway.request.json_scan import PARSE_BYTES_MAX, SLICE_BYTES, Member, Slices
 from llmproxy.gateway.request.prefix_hash import (
     BLOCKS_MAX,
     CACHE_CONTROL,
@@ -42,10 +41,10 @@ from llmproxy.gateway.request.prefix_hash import (
     empty_chain,
 )
 
-# A body small enough to be parsed cannot hold more values than this; a larger one that does is not worth the time.
+# More values than a body that is parsed in one go can hold. A large body with more is not worth the time.
 _VALUES_MAX = 1 << 17
 _VALUES_PER_SLICE = 1024
-_JSON_DEPTH_MAX = 254  # As deep as orjson writes.
+_JSON_DEPTH_MAX = 254  # The depth limit of orjson.
 
 _BLANKS = re.compile(rb"[ \t\r\n]*")
 _SEPARATORS = re.compile(rb"[ \t\r\n,:]*")
@@ -53,7 +52,7 @@ _EMPTY = re.compile(rb"\[[ \t\r\n]*\]|\{[ \t\r\n]*\}|null")
 _NOTHING = re.compile(_EMPTY.pattern + rb'|""')
 _LITERAL = re.compile(rb"[-+.0-9A-Za-z]+")
 _IDS = re.compile(rb"\[[ \t\r\n]*(?:\[[ \t\r\n]*)?[0-9]")
-# Whole characters and escapes only; the two halves of a surrogate pair are one.
+# Matches whole characters and escapes only. The two halves of a surrogate pair count as one.
 _STRING = re.compile(
     rb'(?:[^"\\]+|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*+', re.DOTALL
 )
@@ -62,17 +61,17 @@ _STRING = re.compile(
 def chain_of_large(
     body: bytes, members: Mapping[str, Member], kind: BodyKind, slice_bytes: int = SLICE_BYTES
 ) -> Slices[Chain]:
-    """The chain of a body of any size, given where its PROMPT_MEMBERS, PREVIOUS and SALT lie.
+    """The chain of a body of any size, in which `members` are its PROMPT_MEMBERS, PREVIOUS and SALT.
 
-    Equal to `chain_of`, but where an object has two members of one name, or a body more than PIECES_MAX pieces; no
-    client sends either. It ends early where the JSON cannot be read, or holds more than _VALUES_MAX values; the engine
-    says what is wrong with it. Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
+    Equal to `chain_of`, except if an object has two members of one name or the body has more than PIECES_MAX pieces,
+    neither of which clients send. The chain ends early if the JSON cannot be read, which the engine will report, or has
+    more than _VALUES_MAX values. Yields after at most about `slice_bytes` (16 or more) of text or 1,024 values.
     """
     try:
         begin = empty_chain(_salt(body, members.get(SALT)))
     except orjson.JSONDecodeError:
         return empty_chain(None)
-    reader = _Reader(body, begin, slice_bytes)
+    reader = _CanonicalReader(body, begin, slice_bytes)
     try:
         for name in PROMPT_MEMBERS.get(kind, ()):
             if name == "input" and PREVIOUS in members and not body.startswith(b"null", members[PREVIOUS].start):
@@ -91,23 +90,23 @@ def _salt(body: bytes, member: Member | None) -> Any:
     if member is None:
         return None
     if member.end - member.start > PARSE_BYTES_MAX:
-        # No small body has one of this size, so its spelling may count.
+        # No parsed body has a salt of this size, so its spelling may count.
         return xxh64_hexdigest(body[member.start : member.start + PARSE_BYTES_MAX])
     return orjson.loads(body[member.start : member.end])
 
 
 class _EndError(Exception):
-    """The chain ends here: it is full, or what follows cannot be read."""
+    """The chain ends here, because it is full or the rest cannot be read."""
 
 
 class _NoPromptError(Exception):
-    """The prompt is nothing that an engine takes; it has no chain at all, however far it was read."""
+    """No engine accepts this prompt, so it has no chain at all, however far it was read."""
 
 
 _Sink = Callable[[bytes], object]
 
 
-class _Reader:
+class _CanonicalReader:
     """Writes the canonical bytes of members of a body, value by value, without parsing any of them as a whole."""
 
     def __init__(self, body: bytes, begin: Chain, slice_bytes: int) -> None:
@@ -117,7 +116,7 @@ class _Reader:
         self._chain = begin
         self._written: list[bytes] = []
         self._written_bytes, self._bytes_due = 0, slice_bytes
-        self._between = b""  # To be written before whatever is written next.
+        self._between = b""  # Is written before the next text.
         self._values = 0
         self._values_due = _VALUES_PER_SLICE
 
@@ -146,7 +145,7 @@ class _Reader:
         self._written_bytes += len(text)
 
     def _due(self) -> bool:
-        """Whether it is time for a pause; what was written goes into the chain before one."""
+        """Whether a pause is due. If so, the chain was extended by what was written."""
         if self._values < self._values_due and self._written_bytes < self._bytes_due:
             return False
         if self._values > _VALUES_MAX or len(self.chain().hashes) == BLOCKS_MAX:
@@ -156,11 +155,11 @@ class _Reader:
         return True
 
     def _next(self, skipped: re.Pattern[bytes]) -> int:
-        """Go to the next byte that is not `skipped`, and answer it."""
+        """Move to the next byte that is not `skipped`, and return it."""
         match = skipped.match(self._body, self._at, min(self._at + PARSE_BYTES_MAX, self._end))
         assert match is not None  # The patterns match the empty string too.
         self._at = match.end()
-        # Nowhere do as many blanks follow each other in a small body.
+        # No small body can have as many blanks in a row.
         if self._at == self._end or self._at - match.start() == PARSE_BYTES_MAX:
             raise _EndError
         self._values += 1
@@ -215,7 +214,7 @@ class _Reader:
             name = self._name()
             self._next(_SEPARATORS)
             if name == CACHE_CONTROL:
-                yield from self._json(len)  # Read and thrown away.
+                yield from self._json(len)  # Reads and discards the value.
                 if self._due():
                     yield
                 continue
@@ -265,7 +264,7 @@ class _Reader:
         elif first == 0x22:
             yield from self._string(self._write, as_json=False)
         elif first not in b"[{":
-            self._literal()  # No text.
+            self._literal()  # Is no text.
         elif depth == DEPTH_MAX:
             self._write(MEMBER)
             yield from self._json(self._write)
@@ -294,7 +293,7 @@ class _Reader:
             if name in TEXT:
                 yield from self._content(depth + 1, system=system)
             elif name in SKIPPED:
-                yield from self._json(len)  # Read and thrown away.
+                yield from self._json(len)  # Reads and discards the value.
             elif empty := _EMPTY.match(self._body, self._at, self._at + PARSE_BYTES_MAX):
                 self._at = empty.end()
             elif name in MEDIA:
@@ -302,10 +301,10 @@ class _Reader:
                 yield from self._json(digest.update)
                 self._write(MEDIUM + digest.digest())
             elif name in last:
-                said = last[name] = [MEMBER, name.encode()]
-                yield from self._json(said.append)
+                parts = last[name] = [MEMBER, name.encode()]
+                yield from self._json(parts.append)
                 if name == "role":
-                    system = b"".join(said) == ROLES["system"]
+                    system = b"".join(parts) == ROLES["system"]
             elif name in CALLS:
                 self._write(MEMBER + name.encode())
                 yield from self._content(depth + 1)
@@ -322,7 +321,7 @@ class _Reader:
                 self._write(b"".join(written))
 
     def _json(self, sink: _Sink, outside: int = 0) -> Slices[None]:
-        """Give `sink` the value that follows as orjson would write it, which stands so deep in what is written."""
+        """Pass the next value to `sink` as orjson would write it, inside `outside` levels of other containers."""
         depth = 0
         while True:
             first = self._next(_BLANKS)
@@ -356,10 +355,10 @@ class _Reader:
         if match is None:
             raise _EndError
         self._at = match.end()
-        return bytes(memoryview(orjson.dumps(orjson.loads(match.group()))))  # A copy, as in `prompt`.
+        return bytes(memoryview(orjson.dumps(orjson.loads(match.group()))))  # A copy, as in `_item` of `prefix_hash`.
 
     def _string(self, sink: _Sink, *, as_json: bool) -> Slices[None]:
-        """Give `sink` the text of the string that follows, without its quotes, and escaped as orjson would."""
+        """Pass the text of the next string to `sink`, without quotes; with `as_json`, escaped as orjson does it."""
         body, end = self._body, self._end
         self._at += 1
         while True:
@@ -375,7 +374,7 @@ class _Reader:
                 to = at if match is None else match.end()
                 closed = to < stop and body[to] == 0x22
             while not closed and to > at and 0x80 <= body[to] < 0xC0:
-                to -= 1  # No piece may end within a character.
+                to -= 1  # A piece must not end inside a character.
             if escaped:
                 text = orjson.loads(b'"' + body[at:to] + b'"')
                 sink(orjson.dumps(text)[1:-1] if as_json else text.encode())

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from llmproxy.core.domain import RequestFacts
 from llmproxy.gateway.http.routes import BodyKind
 from llmproxy.gateway.request import body_reader as body_reader_module
-from llmproxy.gateway.request.body import PARSE_BYTES_MAX, PARSE_VALUES_MAX
 from llmproxy.gateway.request.body_reader import (
     OPTION_BYTES_MAX,
+    PARSE_VALUES_MAX,
     SEQUENCES_MAX,
     SESSION_CHARS_MAX,
     BodyReader,
-    ParsedBody,
     read_form,
     read_large,
     read_small,
 )
-from llmproxy.gateway.request.json_scan import MEDIA_BYTES, BadBody, drain
+from llmproxy.gateway.request.json_scan import MEDIA_BYTES, PARSE_BYTES_MAX, BadBody, drain
+from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, chain_of
 
 CHAT, COMPLETION, OTHER = BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.OTHER

@@ -16,7 +16,7 @@ from llmproxy.gateway.request.identity import (
     FLOW_CHARS_MAX,
     TTL_HEADER,
     Identity,
-    Standing,
+    RequestClass,
     parse_duration_s,
     request_id,
 )
@@ -74,10 +74,10 @@ def test_request_ids_are_taken_when_they_fit_a_log_line() -> None:
 
 def test_the_ttl_header_can_only_shorten() -> None:
     identity = Identity(config(queue={"ttl_s": 10}))
-    assert identity.standing({TTL: "300ms"}, False, "m", "m").ttl_s == pytest.approx(0.3)
-    assert identity.standing({TTL: "1h"}, False, "m", "m").ttl_s == 10
+    assert identity.classify({TTL: "300ms"}, False, "m", "m").ttl_s == pytest.approx(0.3)
+    assert identity.classify({TTL: "1h"}, False, "m", "m").ttl_s == 10
     with pytest.raises(Failure):
-        identity.standing({TTL: "soon"}, False, "m", "m")
+        identity.classify({TTL: "soon"}, False, "m", "m")
 
 
 @pytest.mark.parametrize("header", sorted({TTL_HEADER, *PRIVILEGED}))
@@ -90,7 +90,7 @@ def test_a_band_may_wait_longer_or_shorter_than_others() -> None:
     identity = Identity(config(queue={"ttl_s": 10, "band_ttl_s": {"sheddable": 600, "critical": 2}}))
 
     def ttl_s(band: str, **headers: str) -> float:
-        return identity.standing({OBJECTIVE: band} | headers, True, "m", "m").ttl_s
+        return identity.classify({OBJECTIVE: band} | headers, True, "m", "m").ttl_s
 
     assert [ttl_s(band) for band in ("critical", "default", "sheddable")] == [2, 10, 600]
     assert [ttl_s(band, **{TTL: "60s"}) for band in ("critical", "default", "sheddable")] == [2, 10, 60]
@@ -98,7 +98,7 @@ def test_a_band_may_wait_longer_or_shorter_than_others() -> None:
 
 def test_the_time_to_wait_is_that_of_the_band_a_request_ends_up_in() -> None:
     identity, acme = of_acme({"band_max": "sheddable"}, queue={"band_ttl_s": {"sheddable": 600}})
-    assert identity.standing({OBJECTIVE: "critical"}, True, "m", "m", acme).ttl_s == 600
+    assert identity.classify({OBJECTIVE: "critical"}, True, "m", "m", acme).ttl_s == 600
 
 
 # --- trust ------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_of_the_untrusted_nothing_counts_but_a_shorter_wait() -> None:
         "x-llm-d-slo-tpot-ms": "-1",
         TTL: "5s",
     }
-    assert identity.standing(headers, False, "m", "m") == Standing(DEFAULT, "m", 5.0)
+    assert identity.classify(headers, False, "m", "m") == RequestClass(DEFAULT, "m", 5.0)
 
 
 # --- bands ------------------------------------------------------------------------------------------------------------
@@ -152,11 +152,11 @@ def test_a_trusted_header_beats_the_models_entry_and_an_untrusted_one_does_not_c
         )
     )
     headers = {OBJECTIVE: "batch", FAIRNESS: "team-a"}
-    trusted = identity.standing(headers, True, "fast", "base")
+    trusted = identity.classify(headers, True, "fast", "base")
     assert (trusted.band, trusted.flow) == (SHEDDABLE, "team-a")
-    untrusted = identity.standing(headers, False, "fast", "base")
+    untrusted = identity.classify(headers, False, "fast", "base")
     assert (untrusted.band, untrusted.flow) == (CRITICAL, "fast")
-    assert identity.standing({}, True, "base", "base").band == DEFAULT
+    assert identity.classify({}, True, "base", "base").band == DEFAULT
 
 
 def test_a_band_of_the_target_holds_for_its_alias_unless_the_alias_has_its_own() -> None:
@@ -166,8 +166,8 @@ def test_a_band_of_the_target_holds_for_its_alias_unless_the_alias_has_its_own()
         {"name": "slow", "target": "base", "criticality": "sheddable"},
     ]
     identity = Identity(config(models=models))
-    assert identity.standing({}, False, "alias", "base").band == CRITICAL
-    assert identity.standing({}, False, "slow", "base").band == SHEDDABLE
+    assert identity.classify({}, False, "alias", "base").band == CRITICAL
+    assert identity.classify({}, False, "slow", "base").band == SHEDDABLE
 
 
 @pytest.mark.parametrize(
@@ -195,16 +195,16 @@ def test_the_band_is_the_headers_else_the_tenants_else_the_models_and_never_abov
         models=[{"name": "m", "criticality": "sheddable"}],
         objectives=[{"name": "quick", "ttft_s": 0.5}],
     )
-    assert identity.standing(headers, True, "m", "m", acme).band == band
+    assert identity.classify(headers, True, "m", "m", acme).band == band
 
 
 def test_an_objective_that_nobody_configured_is_the_default_band_and_told() -> None:
     identity = Identity(config(objectives=[{"name": "batch", "criticality": "sheddable"}]))
-    standing = identity.standing({OBJECTIVE: "bacth"}, True, "m", "m")
-    assert (standing.band, standing.unknown_objective) == (DEFAULT, "bacth")
-    assert identity.standing({OBJECTIVE: "batch"}, True, "m", "m").unknown_objective is None
-    assert identity.standing({OBJECTIVE: "bacth"}, False, "m", "m").unknown_objective is None
-    long = identity.standing({OBJECTIVE: "x" * 9999}, True, "m", "m").unknown_objective
+    found = identity.classify({OBJECTIVE: "bacth"}, True, "m", "m")
+    assert (found.band, found.unknown_objective) == (DEFAULT, "bacth")
+    assert identity.classify({OBJECTIVE: "batch"}, True, "m", "m").unknown_objective is None
+    assert identity.classify({OBJECTIVE: "bacth"}, False, "m", "m").unknown_objective is None
+    long = identity.classify({OBJECTIVE: "x" * 9999}, True, "m", "m").unknown_objective
     assert long is not None
     assert len(long) == FLOW_CHARS_MAX
 
@@ -218,26 +218,26 @@ def test_an_objective_that_nobody_configured_is_the_default_band_and_told() -> N
 )
 def test_what_makes_a_flow(kind: str, flow: str) -> None:
     identity, acme = of_acme(scheduling={"flow": kind})
-    assert identity.standing({"x-team": "blue"}, True, "alias", "base", acme).flow == flow
-    assert identity.standing({FAIRNESS: "green", "x-team": "blue"}, True, "alias", "base", acme).flow == "green"
+    assert identity.classify({"x-team": "blue"}, True, "alias", "base", acme).flow == flow
+    assert identity.classify({FAIRNESS: "green", "x-team": "blue"}, True, "alias", "base", acme).flow == "green"
 
 
 @pytest.mark.parametrize(("kind", "flow"), [("tenant", ""), ("tenant+model", "+m"), ("header:x-team", "m")])
 def test_the_flow_of_a_client_without_a_tenant_or_a_header(kind: str, flow: str) -> None:
-    assert Identity(config(scheduling={"flow": kind})).standing({}, True, "m", "m").flow == flow
+    assert Identity(config(scheduling={"flow": kind})).classify({}, True, "m", "m").flow == flow
 
 
 def test_names_of_flows_are_bounded() -> None:
     identity = Identity(config())
-    assert identity.standing({FAIRNESS: "x" * 9999}, True, "m", "m").flow == "x" * FLOW_CHARS_MAX
-    assert len(identity.standing({}, False, "x" * 9999, "m").flow) == FLOW_CHARS_MAX
+    assert identity.classify({FAIRNESS: "x" * 9999}, True, "m", "m").flow == "x" * FLOW_CHARS_MAX
+    assert len(identity.classify({}, False, "x" * 9999, "m").flow) == FLOW_CHARS_MAX
 
 
 def test_the_weight_of_a_flow_is_its_own_else_the_tenants_else_one() -> None:
     identity, acme = of_acme({"weight": 3}, scheduling={"weights": {"gold": 5}})
-    assert identity.standing({FAIRNESS: "gold"}, True, "m", "m", acme).weight == 5
-    assert identity.standing({}, True, "m", "m", acme).weight == 3
-    assert identity.standing({}, True, "m", "m").weight == 1
+    assert identity.classify({FAIRNESS: "gold"}, True, "m", "m", acme).weight == 5
+    assert identity.classify({}, True, "m", "m", acme).weight == 3
+    assert identity.classify({}, True, "m", "m").weight == 1
 
 
 # --- objectives -------------------------------------------------------------------------------------------------------
@@ -274,14 +274,14 @@ def test_each_part_of_an_objective_is_that_of_a_header_else_the_named_objectives
 ) -> None:
     identity, acme = of_acme(tenant, **PLACES)
     target = "m" if requested == "alias" else requested
-    assert identity.standing(headers, True, requested, target, acme).slo == slo
+    assert identity.classify(headers, True, requested, target, acme).slo == slo
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf", "1e3", "1_000", "9" * 400, "250ms", " "])
 @pytest.mark.parametrize("header", ["x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
 def test_an_objective_in_a_trusted_header_is_a_positive_number_of_milliseconds(header: str, text: str) -> None:
     with pytest.raises(Failure) as caught:
-        Identity(config()).standing({header: text}, True, "m", "m")
+        Identity(config()).classify({header: text}, True, "m", "m")
     assert caught.value.status == 400
     assert caught.value.param == header
 
@@ -297,16 +297,16 @@ def test_a_request_counts_against_the_limits_of_its_tenant_its_name_and_its_targ
         {"name": "free", "target": "m"},
     ]
     identity, acme = of_acme({"limits": {"tokens_per_min": 5}}, models=models)
-    assert identity.standing({}, False, "alias", "m", acme).limits == ("tenant:acme", "model:alias", "model:m")
-    assert identity.standing({}, False, "free", "m", acme).limits == ("tenant:acme", "model:m")
-    assert identity.standing({}, False, "m", "m").limits == ("model:m",)
-    assert identity.standing({}, False, "other", "other").limits == ()
+    assert identity.classify({}, False, "alias", "m", acme).limits == ("tenant:acme", "model:alias", "model:m")
+    assert identity.classify({}, False, "free", "m", acme).limits == ("tenant:acme", "model:m")
+    assert identity.classify({}, False, "m", "m").limits == ("model:m",)
+    assert identity.classify({}, False, "other", "other").limits == ()
 
 
 def test_a_tenant_without_limits_counts_against_none() -> None:
     identity, acme = of_acme()
-    standing = identity.standing({}, False, "m", "m", acme)
-    assert (standing.tenant, standing.limits) == ("acme", ())
+    found = identity.classify({}, False, "m", "m", acme)
+    assert (found.tenant, found.limits) == ("acme", ())
 
 
 # --- the session ------------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmproxy.gateway.http.routes import BodyKind
-from llmproxy.gateway.request.body import PARSE_BYTES_MAX
-from llmproxy.gateway.request.json_scan import Kind, Member, drain, scan_members
+from llmproxy.gateway.request.json_scan import PARSE_BYTES_MAX, Kind, Member, drain, scan_members
 from llmproxy.gateway.request.prefix_hash import (
     BLOCK_BYTES,
     BLOCKS_MAX,

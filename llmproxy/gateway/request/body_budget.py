@@ -1,0 +1,108 @@
+"""The memory budget for request bodies of one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+_FAST_PART = 8
+"""One part in this many of the budget is reserved for bodies that arrive together with their head."""
+
+
+class BodyBudget:
+    """Counts the bytes of all request bodies that are held: arriving, waiting or being sent.
+
+    It counts received bytes, not announced ones, so that a client that announces much and sends little blocks nobody.
+    When the budget is exceeded, one of the largest bodies that still arrive is refused, and small ones continue. Bodies
+    that arrive slowly cannot use the whole budget: a part is reserved for bodies that arrive with their head.
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self.arriving_bytes = 0
+        # Grouped by the bit length of their size, which finds the largest within a factor of two without a search.
+        self._arriving: dict[int, dict[HeldBody, None]] = {}
+        self.bytes_max = self.slow_bytes_max = sys.maxsize
+
+    def limit(self, bytes_max: int, body_bytes_max: int) -> None:
+        """Set the limits for all bodies together and for one body. Bodies above the new limits are kept."""
+        self.bytes_max = max(bytes_max, body_bytes_max)
+        self.slow_bytes_max = max(self.bytes_max - self.bytes_max // _FAST_PART, body_bytes_max)
+
+    def make_room(self, bytes_max: int) -> None:
+        """Refuse arriving bodies, the largest first, until at most `bytes_max` bytes are held."""
+        while self.held_bytes > bytes_max and self._arriving:
+            # Among bodies of similar size, the one that has received nothing for the longest time.
+            body = next(iter(self._arriving[max(self._arriving)]))
+            body.refused = True
+            on_refused = body.on_refused
+            body.release()
+            if on_refused is not None:
+                on_refused()
+
+    def add_arriving(self, body: HeldBody) -> None:
+        self._arriving.setdefault(body.size.bit_length(), {})[body] = None
+        self.arriving_bytes += body.size
+
+    def remove_arriving(self, body: HeldBody) -> None:
+        group = self._arriving[body.size.bit_length()]
+        del group[body]
+        if not group:
+            del self._arriving[body.size.bit_length()]
+        self.arriving_bytes -= body.size
+
+
+class HeldBody:
+    """The share of one request in a `BodyBudget`, until it is released."""
+
+    __slots__ = ("_budget", "on_refused", "refused", "size")
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.size = 0
+        self.refused = False
+        self.on_refused: Callable[[], None] | None = None
+
+    def add_whole(self, size: int) -> bool:
+        """Count a body that arrived in one piece of `size` bytes. Returns False if it does not fit."""
+        budget = self._budget
+        if budget.held_bytes - budget.arriving_bytes + size > budget.bytes_max:
+            return False
+        self.size = size
+        budget.held_bytes += size
+        budget.make_room(budget.bytes_max)
+        return True
+
+    def begin(self, on_refused: Callable[[], None]) -> None:
+        """Start a body that arrives in pieces. `on_refused` is called when another body causes its refusal."""
+        self.on_refused = on_refused
+        self._budget.add_arriving(self)
+
+    def add_piece(self, size: int) -> bool:
+        """Count `size` more bytes of a body. Returns False if it is refused."""
+        budget = self._budget
+        if self.on_refused is None:
+            return False
+        budget.remove_arriving(self)
+        self.size += size
+        budget.held_bytes += size
+        budget.add_arriving(self)
+        if budget.held_bytes - budget.arriving_bytes + self.size > budget.slow_bytes_max:
+            # It would not fit even if all other arriving bodies were refused.
+            self.release()
+            return False
+        budget.make_room(budget.slow_bytes_max)
+        return not self.refused
+
+    def finish(self) -> bool:
+        """Mark the body as complete. Returns False if it was refused before."""
+        if self.on_refused is not None:
+            self._budget.remove_arriving(self)
+            self.on_refused = None
+        return not self.refused
+
+    def release(self) -> None:
+        """Return the bytes to the budget. Calling it again changes nothing."""
+        self.finish()
+        self._budget.held_bytes -= self.size
+        self.size = 0

@@ -1,0 +1,200 @@
+"""What was read from one request body, and the edits that the bytes need before they go to a backend.
+
+A body is never serialised again. A change, such as the model behind an alias or the usage option of a stream, is
+spliced into the bytes that the client sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from llmproxy.core.domain import RequestFacts
+from llmproxy.gateway.http.routes import BodyKind
+from llmproxy.gateway.request.json_scan import BadBody, Kind, Member, Slices, drain, scan_every, scan_members
+from llmproxy.gateway.request.prefix_hash import PREVIOUS, SALT, Chain
+
+TRANSFER = ("kv_transfer_params", "ec_transfer_params")
+"""Members by which an engine reads the cache of another engine or keeps its own for another, and on which some versions
+crash. They are for operators, never for clients."""
+# Members with the engine's own arguments, in which transfer parameters count as well, and the path to them inside.
+_ARGUMENTS = {"vllm_xargs": (), "sampling_params": ("extra_args",)}
+PRIORITY = "priority"
+GUARDED = frozenset({*TRANSFER, *_ARGUMENTS, PRIORITY})
+"""Members by which a client could give an engine orders that are not the client's to give."""
+# Members of `/v1/responses` about stored responses: the response to continue, the id of the new one, whether to store.
+REQUEST_ID, STORE = "request_id", "store"
+KEPT = (PREVIOUS, REQUEST_ID, STORE)
+
+ABSENT = object()
+_USAGE_ON = b'"include_usage":true'
+TRUE = frozenset({"true", "1", "on", "yes", "t", "y"})
+FALSE = frozenset({"false", "0", "off", "no", "f", "n", ""})
+_CLOSES = re.compile(rb"\s*\}")
+_PRIORITISED = frozenset({BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.RESPONSES})
+
+_Edit = tuple[int, int, bytes]
+"""Start, end and new content of a stretch of the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spliced:
+    """The bytes to send, in order, without a copy of what the client sent.
+
+    `hides_usage` says that the engine was asked for a usage event that the client did not ask for.
+    """
+
+    parts: tuple[bytes | memoryview, ...]
+    hides_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody:
+    """What was read from one body.
+
+    `facts` is what scheduling needs. `members` says where values lie, None for a small body, which is scanned only when
+    a splice needs it. `chain` is the chain of the prompt, if it was asked for. `sessions` holds the texts of the
+    members that name a session, by member name. `kept` holds the members of a `/v1/responses` body about stored
+    responses. `guarded` holds every transfer parameter and priority, repeated names included. `sequences` is the number
+    of sequences that the engine may run, without the limit that `facts` has.
+    """
+
+    facts: RequestFacts
+    kind: BodyKind
+    body: bytes = field(repr=False)
+    stream_options: Any = ABSENT
+    members: Mapping[str, Member] | None = field(default=None, repr=False)
+    chain: Chain | None = field(default=None, repr=False)
+    sessions: Mapping[str, str] = field(default_factory=dict, repr=False)
+    kept: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    guarded: tuple[tuple[str, Member], ...] = field(default=(), repr=False)
+    sequences: int = 1
+
+    @property
+    def stores(self) -> bool:
+        """Whether the engine may store its response. It may if the body does not say."""
+        return truth_of(self.kept.get(STORE, True)) is True
+
+    def text(self, name: str) -> str | None:
+        """The text of the top-level member `name`; None if it is missing or no text."""
+        member = self._member(name)
+        if member is None or member.kind is not Kind.STRING:
+            return None
+        try:
+            return str(orjson.loads(self.body[member.start : member.end]))
+        except orjson.JSONDecodeError:
+            return None  # The engine reads the same bytes and reports the error.
+
+    def spliced(
+        self,
+        *,
+        model: str | None = None,
+        want_usage: bool = False,
+        priority: int | None = None,
+        salt: str | None = None,
+        trusted: bool = True,
+    ) -> Spliced:
+        """The body with these edits, and with null for every transfer parameter.
+
+        `model` replaces the model name; a body without a name stays without one. `want_usage` asks for usage in chat
+        and completion streams whose client did not ask for it. `priority` is the engine's priority, lower first; it
+        replaces the client's where the endpoint has such a field. Elsewhere the priority of a client that is not
+        `trusted` becomes the usual one, 0. `salt` replaces `cache_salt`.
+        """
+        if not self.body:
+            return Spliced(())
+        edits: list[_Edit] = [(member.start, member.end, b"null") for name, member in self.guarded if name in TRANSFER]
+        added: list[bytes] = []
+        if model is not None and model != self.facts.model and self.facts.model is not None:
+            self._set("model", model.encode() if self.kind is BodyKind.FORM else orjson.dumps(model), edits, added)
+        usage = self._usage_option() if want_usage else None
+        if usage is not None and self.stream_options is ABSENT:
+            added.append(b'"stream_options":' + usage)
+        elif usage is not None:
+            self._set("stream_options", usage, edits, added)
+        own = str(priority).encode() if priority is not None and self.kind in _PRIORITISED else None
+        given = [member for name, member in self.guarded if name == PRIORITY]
+        if own is not None or not trusted:
+            edits += [(member.start, member.end, own or b"0") for member in given]
+        if own is not None and not given:
+            added.append(b'"priority":' + own)
+        if salt is not None:
+            self._set(SALT, orjson.dumps(salt), edits, added)
+        if added:
+            start = self.body.index(b"{") + 1
+            last = b"" if _CLOSES.match(self.body, start) else b","
+            edits.append((start, start, b",".join(added) + last))
+        return Spliced(_spliced(self.body, sorted(edits)), usage is not None)
+
+    def _usage_option(self) -> bytes | None:
+        """The `stream_options` that ask for usage; None where they should stay as they are."""
+        if not self.facts.stream or self.kind not in (BodyKind.CHAT, BodyKind.COMPLETION):
+            return None
+        options = self.stream_options
+        if options is ABSENT or options is None:
+            return b"{" + _USAGE_ON + b"}"
+        if not isinstance(options, dict) or truth_of(options.get("include_usage")) is not False:
+            return None
+        asked = options | {"include_usage": True}
+        if "continuous_usage_stats" in options:
+            # It has no effect without usage. With usage, the engine would put usage on every event.
+            asked["continuous_usage_stats"] = False
+        return orjson.dumps(asked)
+
+    def _set(self, name: str, value: bytes, edits: list[_Edit], added: list[bytes]) -> None:
+        """Replace the value of the top-level member `name`, or add the member."""
+        found = self._member(name)
+        if found is None:
+            added.append(b'"' + name.encode() + b'":' + value)
+        else:
+            edits.append((found.start, found.end, value))
+
+    def _member(self, name: str) -> Member | None:
+        members = drain(scan_members(self.body, (name,))) if self.members is None else self.members
+        return members.get(name)
+
+
+def _spliced(body: bytes, edits: list[_Edit]) -> tuple[bytes | memoryview, ...]:
+    if not edits:
+        return (body,)
+    view = memoryview(body)
+    parts: list[bytes | memoryview] = []
+    at = 0
+    for start, end, new in edits:
+        parts += [view[at:start], new]
+        at = end
+    parts.append(view[at:])
+    return tuple(parts)
+
+
+def guarded_in(body: bytes, found: list[tuple[str, Member]]) -> Slices[tuple[tuple[str, Member], ...]]:
+    """The transfer parameters and priorities in `found`. Raises BadBody for transfer parameters in engine arguments."""
+    for name, member in found:
+        if name in _ARGUMENTS:
+            yield from _check_arguments(body[member.start : member.end], name, *_ARGUMENTS[name])
+    return tuple((name, member) for name, member in found if name in TRANSFER or name == PRIORITY)
+
+
+def _check_arguments(value: bytes, name: str, *path: str) -> Slices[None]:
+    """Raise BadBody for transfer parameters in `value`, the JSON value of `name`, or at `path` below it."""
+    if not value.startswith(b"{"):
+        return
+    for inner, member in (yield from scan_every(value, path[:1] or TRANSFER)):
+        if inner in TRANSFER:
+            raise BadBody(f"The field {name}.{inner} is not taken from clients.", f"body.{name}.{inner}")
+        yield from _check_arguments(value[member.start : member.end], f"{name}.{inner}", *path[1:])
+
+
+def truth_of(value: Any) -> bool | None:
+    """The truth value of a JSON value, read as generously as the engine does: null is false. None if it has none."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, int | float) and value in (0, 1):
+        return value == 1
+    if isinstance(value, str) and value and value.lower() in TRUE | FALSE:
+        return value.lower() in TRUE
+    return None

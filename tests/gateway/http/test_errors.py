@@ -1,0 +1,54 @@
+"""Errors have the dialect of their endpoint, a status, and a hint at the right path."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.errors import STATUS, Failure, error_body, error_event, nothing_at
+from llmproxy.gateway.http.routes import Dialect, dialect_of
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/models", "/v1/models"),
+        ("/v1/classify", "/classify"),
+    ],
+)
+def test_a_path_with_one_v1_too_few_or_too_many_is_told_which_is_meant(asked: str, meant: str) -> None:
+    assert nothing_at(asked).message == f"There is nothing at {asked}; {meant} is what you may mean."
+
+
+@pytest.mark.parametrize("asked", ["/", "/v1", "/v1/metrics", "/v1/debug/queue", "/v1/chat", "/sleep"])
+def test_other_paths_are_told_of_no_path(asked: str) -> None:
+    assert nothing_at(asked).message == f"There is nothing at {asked}."
+
+
+def test_every_outcome_but_success_has_a_status() -> None:
+    assert set(Outcome) - set(STATUS) == {Outcome.COMPLETED}
+
+
+def test_errors_speak_the_dialect_of_their_endpoint() -> None:
+    openai = orjson.loads(error_body(dialect_of("/v1/chat/completions"), 404, "no such model", "model"))
+    assert openai == {"error": {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}}
+    anthropic = orjson.loads(error_body(dialect_of("/v1/messages"), 404, "no such model"))
+    assert anthropic == {"type": "error", "error": {"type": "not_found_error", "message": "no such model"}}
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_an_error_event_is_one_whole_event_with_json_data(dialect: Dialect) -> None:
+    event = error_event(dialect, 'broke\n\n"here"')
+    assert event.endswith(b"\n\n")
+    assert event.count(b"\n\n") == 1
+    data = event.split(b"data: ", 1)[1]
+    assert "broke" in orjson.dumps(orjson.loads(data)).decode()
+
+
+def test_retry_after_is_a_whole_number_of_seconds_and_never_zero() -> None:
+    assert Failure(Outcome.EXPIRED, "late", retry_after_s=0.2).headers == {"Retry-After": "1"}
+    assert Failure(Outcome.EXPIRED, "late", retry_after_s=2.1).headers == {"Retry-After": "3"}
+    assert Failure(Outcome.BAD_REQUEST, "bad").headers == {}

@@ -1,0 +1,39 @@
+"""The table of routes: what is in it, what must not be, and that its page in the docs is complete."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from llmproxy.fleet.adapter_keeper import PATHS
+from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dialect
+from tests import ROOT
+
+MANAGEMENT = (
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/sleep", "/wake_up", "/pause", "/resume",
+    "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/server_info",
+    "/update_weights", "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine",
+    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/abort_requests", "/inference/v1/abort_requests",
+    "/release_kv_cache_memory", "/start_profile", "/stop_profile", "/invocations", "/load",
+    "/shutdown_weight_transfer_engine", "/start_draft_weight_update", "/update_weight_version", "/weight_info",
+    "/weight_checker", "/get_world_size", "/is_sleeping", "/is_paused", "/kv_event_sources", "/adapters/{adapter_name}",
+    "/init_weights_update_group", "/fault_tolerance",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", MANAGEMENT)
+def test_management_routes_do_not_exist(path: str) -> None:
+    assert path not in SCHEDULED
+
+
+def test_adapters_are_changed_at_vllms_own_paths() -> None:
+    assert set(PATHS.values()) == {LOAD_ADAPTER, UNLOAD_ADAPTER}
+
+
+def test_the_page_on_routes_lists_exactly_those_of_the_table() -> None:
+    page = (ROOT / "docs" / "reference" / "routes.md").read_text()
+    rows = re.findall(r"^\| `(/\S+)` \| (OpenAI|Anthropic) \| ([a-z ]+) \|$", page, re.MULTILINE)
+    listed = {path: (dialect, work) for path, dialect, work in rows}
+    table = {p: ("Anthropic" if r.dialect is Dialect.ANTHROPIC else "OpenAI", r.work) for p, r in SCHEDULED.items()}
+    assert listed == table

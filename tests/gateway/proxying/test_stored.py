@@ -1,0 +1,108 @@
+"""The backend that made a stored response is remembered, within limits and for its tenant only."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmproxy.config import Config
+from llmproxy.gateway.proxying.rules import Rulebook, Rules
+from llmproxy.gateway.proxying.stored import IDS_MAX, StoredResponses
+from llmproxy.gateway.request.auth import Tenant
+from llmproxy.upstream.port import Exchange
+from tests.dispatching import dispatcher
+
+
+class NoUpstream:
+    async def open(self, *_: object) -> Exchange:
+        raise AssertionError("nothing should be sent")
+
+
+def config(**fields: object) -> Config:
+    return Config.model_validate({"backends": ["http://gpu-0:8000"], **fields})
+
+
+def stored_responses() -> StoredResponses:
+    return StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream(), dispatcher())
+
+
+def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
+    stored = stored_responses()
+    stored.remember(b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1', "gpu-0")
+    stored.remember(b'{"error":{}}', "gpu-0")
+    assert stored.backend_of("resp_0") == "gpu-0"
+    for i in range(1, IDS_MAX + 1):
+        stored.remember(f'{{"id":"resp_{i}"}}'.encode(), "gpu-1")
+    assert stored.backend_of("resp_0") is None
+    assert stored.backend_of(f"resp_{IDS_MAX}") == "gpu-1"
+    assert len(stored.made_by) == IDS_MAX
+
+
+def test_who_makes_many_responses_forgets_its_own() -> None:
+    stored = stored_responses()
+    acme, zeta = Tenant(name="acme"), Tenant(name="zeta")
+    stored.remember(b'{"id":"resp_acme"}', "gpu-0", acme)
+    for i in range(IDS_MAX + 5):
+        stored.remember(f'{{"id":"resp_{i}"}}'.encode(), "gpu-1", zeta)
+    assert (len(stored.made_by), stored.backend_of("resp_acme", acme)) == (IDS_MAX, "gpu-0")
+    assert [stored.backend_of(f"resp_{i}", zeta) for i in (5, 6)] == [None, "gpu-1"]
+
+
+CREATED = b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1}}\n\n'
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b'{"id":"resp_0","object":"response","instructions":"x","metadata":{"id":"resp_1"}}',
+        b' { "object" : "response", "created_at": 17, "done": null, "id" : "resp_0" }',
+        CREATED,
+        b": keep-alive\n\n: keep-alive\r\n\r\nretry: 5\n" + CREATED,
+        b'data: {"type":"response.created","sequence_number":0,"response":{"object":"response","id":"resp_0","a',
+    ],
+)
+def test_the_id_of_a_response_is_found(head: bytes) -> None:
+    stored = stored_responses()
+    stored.remember(head, "gpu-0")
+    assert list(stored.made_by) == ["resp_0"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        # What a client says in its instructions or its metadata comes back in the answer.
+        b'{"metadata":{"id":"resp_1"},"id":"resp_0"}',
+        b'{"instructions":"\\"id\\":\\"resp_1\\"","id":"resp_0"}',
+        b'{"instructions":"say \\",\\"id\\":\\"resp_1\\"","object":"response"}',
+        b'{"output":[{"id":"resp_1"}],"id":"resp_0"}',
+        b'{"id":"msg_0","x":{"id":"resp_1"}}',
+        b'{"id":7,"id":"resp_1"}',
+        b'event: response.created\ndata: {"metadata":{"id":"resp_1"},"response":{"id":"resp_0"}}',
+        b'event: response.created\ndata: {"response":{"metadata":{"id":"resp_1"}}}',
+        b'event: response.created\ndata: {"id":"resp_1"}\n\ndata: {"response":{"id":"resp_1"}}\n\n',
+        b'data: {"response":{"instructions":"a"}}\n\ndata: {"response":{"id":"resp_1"}}\n\n',
+        b'{"error":{"message":"{\\"id\\":\\"resp_1\\"}"}}',
+        b'{"id":"resp_' + b"1" * 5000,
+        b'{"a":1' + b" " * 4000,
+        b"event: " * 500,
+    ],
+)
+def test_an_id_elsewhere_in_an_answer_is_not_that_of_the_response(head: bytes) -> None:
+    stored = stored_responses()
+    stored.remember(head, "gpu-0")
+    assert list(stored.made_by) == []
+
+
+def test_a_response_exists_for_the_tenant_that_made_it_alone() -> None:
+    stored = stored_responses()
+    acme, zeta = Tenant(name="acme"), Tenant(name="zeta")
+    stored.remember(b'{"id":"resp_0"}', "gpu-0", acme)
+    assert stored.backend_of("resp_0", acme) == "gpu-0"
+    assert stored.backend_of("resp_0", zeta) is stored.backend_of("resp_0") is None
+    told: list[tuple[str, str, str]] = []
+    stored.on_made = lambda *made: told.append(made)
+    stored.remember(b'{"id":"resp_0"}', "gpu-1", zeta)
+    assert (told, dict(stored.made_by)) == ([], {"resp_0": ("gpu-0", "acme")})
+    stored.remember(b'{"id":"resp_0"}', "gpu-1", acme)
+    assert stored.backend_of("resp_0", acme) == "gpu-1", "made once more by its owner"
+    assert stored.note("resp_0", "gpu-2", "zeta", settled=True), "as it was decided where all workers' are known"
+    assert (stored.backend_of("resp_0", acme), stored.backend_of("resp_0", zeta)) == (None, "gpu-2")
