@@ -1,1 +1,1 @@
-"""What a request will cost and when it will answer, learned from those before it."""
+"""What a request will cost and when it will answer, learned from earlier requests."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp
 
 from llmproxy.core.domain import Request
+from llmproxy.core.estimates.learning import DecayingRate
 from llmproxy.core.placement.adapter_demand import Slots
 from llmproxy.core.placement.prefix_index import InUse
-from llmproxy.core.placement.rates import Pace, Rates
+from llmproxy.core.placement.rates import PoolRates, SpeedFactor
 
 WORK_S = 30.0
 """How far back the share of time that a backend spends on prompts is looked at."""
@@ -50,27 +50,26 @@ class BackendLoad:
     """
 
     def __init__(self) -> None:
-        self.prefill = Pace()
-        self.step = Pace()
+        self.prefill = SpeedFactor()
+        self.step = SpeedFactor()
         self.adapters = Slots()
         self.in_use = InUse()
         self.kv_tokens = 0
         self.limit: int | None = None
+        self.busy_share = DecayingRate(WORK_S)
         self.in_flight = 0
         self._unstarted: dict[int, InFlight] = {}
         self._to_prefill_tokens = 0.0
         self._loading: dict[int, int] = {}
         self._spoke_s = -1.0
         self._busy_s = 0.0
-        self._work_s = 0.0
-        self._work_at_s = 0.0
         self._step_tokens = 0.0
         self._step_took_s = 0.0
         self._step_loads: list[int] = []
         self._step_known = True
         self._mixed = False
 
-    def renew(self, rates: Rates, now: float) -> None:
+    def renew(self, rates: PoolRates, now: float) -> None:
         """Bring both paces up to what the pool knows now, and teach it what adapters took that were just loaded."""
         if rates.prefill.seen >= self.prefill.stale_at:
             self.prefill.renew(rates.prefill)
@@ -80,7 +79,7 @@ class BackendLoad:
             # What loads take is worth knowing before the next first byte: until then more of them would be begun.
             self._end_step(rates)
 
-    def queue_s(self, rates: Rates, now: float) -> float:
+    def queue_s(self, rates: PoolRates, now: float) -> float:
         """Until the backend has computed the prompts that it has, with adapters that it loads for them, and once more
         what every prompt takes at least.
         """
@@ -101,13 +100,7 @@ class BackendLoad:
             queue_s += max(0.0, now - due_s)
         return queue_s
 
-    def busy_share(self, now: float) -> float:
-        """The share of its time that lately went into prompts and into loading adapters; more than 1 where it was given
-        more than it can do.
-        """
-        return self._work_s / WORK_S * exp((self._work_at_s - now) / WORK_S)
-
-    def book(self, lease: int, flight: InFlight, rates: Rates, now: float) -> None:
+    def book(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
         if not self._unstarted:
             self._busy_s = now
             self._mixed = False
@@ -123,8 +116,7 @@ class BackendLoad:
         self._to_prefill_tokens += flight.own_tokens
         flight.due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
         work_s = flight.own_tokens * rates.prefill.slope * self.prefill.factor + load_s
-        self._work_s = WORK_S * self.busy_share(now) + work_s
-        self._work_at_s = now
+        self.busy_share.add(work_s, now)
         self.in_flight += request.sequences
         flight.crowded = self.limit is not None and self.in_flight > self.limit
         self.in_use.add(request.prefix)
@@ -142,7 +134,7 @@ class BackendLoad:
         """How many wait for a first byte."""
         return len(self._unstarted)
 
-    def start(self, lease: int, flight: InFlight, rates: Rates, now: float) -> None:
+    def start(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
         """Its first byte came: learn from the time since the one before, or since there was something to compute."""
         if not flight.request.stream:
             # This byte is one of its last, and says nothing of when its prompt was computed.
@@ -189,7 +181,7 @@ class BackendLoad:
             self._settle(lease, oldest)
         return None
 
-    def _end_step(self, rates: Rates) -> None:
+    def _end_step(self, rates: PoolRates) -> None:
         """No more first bytes of the last step will come. Where adapters were loaded, it says nothing of prompts."""
         if self._step_tokens and self._step_known:
             if self._step_loads:

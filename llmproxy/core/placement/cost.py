@@ -25,7 +25,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.placement.adapter_demand import Demand
+from llmproxy.core.placement.adapter_demand import AdapterDemand
 from llmproxy.core.placement.backend_load import BackendLoad, InFlight
 from llmproxy.core.placement.policy import (
     NO_CAPACITY,
@@ -37,7 +37,7 @@ from llmproxy.core.placement.policy import (
     with_context,
 )
 from llmproxy.core.placement.prefix_index import PrefixIndex
-from llmproxy.core.placement.rates import Rates
+from llmproxy.core.placement.rates import PoolRates
 
 LATER = NoMatch(whole_model=False, later=True)
 TIE_S = 0.005
@@ -117,8 +117,8 @@ class CostPlacement(Placement):
     Of a request with a latency objective its own time counts only as far as it misses it; see `_under`.
 
     A backend that is full may thus be the cheapest. Then the request waits for it, while others may take the room that
-    there is; those that wait for the same backend before it count. Rates are learned online: the pool's, and how much
-    faster or slower each backend is.
+    there is; those that wait for the same backend before it count. Rates are learned online, those of the pool and how
+    much faster or slower each backend is.
     """
 
     def __init__(self, rng: Random, index: PrefixIndex | None = None, without: frozenset[str] = frozenset()) -> None:
@@ -126,11 +126,11 @@ class CostPlacement(Placement):
         self._rng = rng
         self._without = without
         self._index = index or PrefixIndex()
-        self._rates = Rates()
+        self._rates = PoolRates()
         self._backend_loads: dict[str, BackendLoad] = {}
         self._flights: dict[int, InFlight] = {}
         self._hit_ratio = 0.0
-        self._demand = Demand(self._rates.loads)
+        self._demand = AdapterDemand(self._rates.loads)
         self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[_Row]]] = deque(maxlen=EXPLAINED_MAX)
         self._claims: dict[str, dict[str, int]] = {}
         self._claims_at_s = -1.0
@@ -254,7 +254,7 @@ class CostPlacement(Placement):
             crowd_s = output_tokens * load * step_slope_s * step_factor
             ttft_s = queue_s + prefill_s
             stream_s = STREAM * answer_s
-            scarce = _scarce(backend_load.busy_share(now))
+            scarce = _scarce(backend_load.busy_share.at(now))
             harm_s = STREAM * (crowd_s + load * prefill_s) + prefill_s * scarce
             eviction_s = prefill_s * displaces
             total_s = queue_s + prefill_s + stream_s + harm_s + eviction_s
@@ -394,7 +394,7 @@ class CostPlacement(Placement):
             backend,
             backend_load.prefill.factor,
             backend_load.step.factor,
-            backend_load.busy_share(now),
+            backend_load.busy_share.at(now),
             backend_load.in_flight,
             index.size(backend),
             index.limit(backend),

@@ -10,7 +10,7 @@ import pytest
 
 from llmproxy.core.domain import Request
 from llmproxy.core.placement.backend_load import OVERDUE, SAME_STEP_S, WORK_S, BackendLoad, InFlight
-from llmproxy.core.placement.rates import Rates
+from llmproxy.core.placement.rates import PoolRates
 from tests.core.make import request
 
 TOKEN_S = 1 / 15_000
@@ -22,7 +22,7 @@ class Stand:
     """A station, the rates of its pool, and the time."""
 
     def __init__(self) -> None:
-        self.rates = Rates()
+        self.rates = PoolRates()
         self.backend_load = BackendLoad()
         self.now = 100.0
         self._flights: dict[int, InFlight] = {}
@@ -148,14 +148,14 @@ def test_a_backend_of_half_the_pace_has_a_queue_of_twice_the_time() -> None:
 
 def test_the_share_of_time_that_goes_into_prompts_is_found_and_forgotten() -> None:
     stand = Stand()
-    assert stand.backend_load.busy_share(stand.now) == 0.0
+    assert stand.backend_load.busy_share.at(stand.now) == 0.0
     for _ in range(400):
         stand.now += 0.5
         stand.book(0.5 * 0.4 / TOKEN_S)
-    share = stand.backend_load.busy_share(stand.now)
+    share = stand.backend_load.busy_share.at(stand.now)
     assert share == pytest.approx(0.4, rel=0.05)
-    assert stand.backend_load.busy_share(stand.now + WORK_S) == pytest.approx(share / 2.718, rel=0.01)
-    assert stand.backend_load.busy_share(stand.now + 10 * WORK_S) < 1e-4
+    assert stand.backend_load.busy_share.at(stand.now + WORK_S) == pytest.approx(share / 2.718, rel=0.01)
+    assert stand.backend_load.busy_share.at(stand.now + 10 * WORK_S) < 1e-4
 
 
 def test_a_backend_may_be_given_more_than_it_can_do() -> None:
@@ -163,7 +163,7 @@ def test_a_backend_may_be_given_more_than_it_can_do() -> None:
     for _ in range(400):
         stand.now += 0.5
         stand.book(0.5 * 1.5 / TOKEN_S)
-    assert stand.backend_load.busy_share(stand.now) == pytest.approx(1.5, rel=0.05)
+    assert stand.backend_load.busy_share.at(stand.now) == pytest.approx(1.5, rel=0.05)
 
 
 def test_the_same_prompts_keep_a_slow_backend_busier() -> None:
@@ -171,7 +171,7 @@ def test_the_same_prompts_keep_a_slow_backend_busier() -> None:
     slow.backend_load.prefill.factor = 2.0
     for stand in (usual, slow):
         stand.book(3_000)
-    assert slow.backend_load.busy_share(100.0) == pytest.approx(2.0 * usual.backend_load.busy_share(100.0))
+    assert slow.backend_load.busy_share.at(100.0) == pytest.approx(2.0 * usual.backend_load.busy_share.at(100.0))
 
 
 # --- what first bytes teach -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.placement.rates import TIERS, LoadTimes
+from llmproxy.core.placement.rates import TIERS, LoadTimesByTier
 from tests.core.cost_bench import BASE_S, TOKEN_S, Stand, streamed
 from tests.core.make import view
 
@@ -145,7 +145,7 @@ def test_what_an_engine_keeps_in_host_memory_is_told_from_what_it_reads_from_dis
 
 
 def test_a_load_time_that_is_not_known_is_that_of_the_next_colder_tier() -> None:
-    times = LoadTimes()
+    times = LoadTimesByTier()
     times.learn(TIERS - 1, 1.0)
     assert times.at(1) == 1.0
     times.learn(2, 0.1)

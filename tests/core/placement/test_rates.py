@@ -9,19 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.core.placement.rates import LATE_MOST, TIERS, Line, Pace, QuantileTracker, Rates
+from llmproxy.core.estimates.learning import QuantileTracker
+from llmproxy.core.placement.rates import TIERS, LearnedLine, PoolRates, SpeedFactor
 
 # --- a line -----------------------------------------------------------------------------------------------------------
 
 
 def test_before_any_observation_the_guessed_line_holds() -> None:
-    line = Line(0.5, 0.01, 100.0, 0.01)
+    line = LearnedLine(0.5, 0.01, 100.0, 0.01)
     assert [line.at(x) for x in (0.0, 50.0, 1_000.0)] == pytest.approx([0.5, 1.0, 10.5])
 
 
 @pytest.mark.parametrize(("base", "slope"), [(2.0, 0.003), (0.0, 0.02), (0.1, 0.0)])
 def test_a_line_is_found_whatever_was_guessed(base: float, slope: float) -> None:
-    line = Line(0.5, 0.01, 100.0, 0.01)
+    line = LearnedLine(0.5, 0.01, 100.0, 0.01)
     for i in range(600):
         x = float(i % 10) * 100.0
         line.learn(x, base + slope * x)
@@ -30,14 +31,14 @@ def test_a_line_is_found_whatever_was_guessed(base: float, slope: float) -> None
 
 
 def test_a_few_observations_outweigh_a_bad_guess() -> None:
-    line = Line(0.03, 1 / 15_000, 4_000.0, 0.02)
+    line = LearnedLine(0.03, 1 / 15_000, 4_000.0, 0.02)
     for x in 3 * (200.0, 3_000.0, 800.0, 2_000.0, 400.0, 1_000.0, 3_000.0, 100.0, 1_500.0, 600.0):
         line.learn(x, 0.03 + x / 5_000)
     assert line.at(1_000.0) == pytest.approx(0.23, rel=0.1)
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    line = Line(0.0, 0.01, 100.0, 0.01)
+    line = LearnedLine(0.0, 0.01, 100.0, 0.01)
     for slope, times in ((0.04, 1_000), (0.08, 400), (0.02, 400)):
         for i in range(times):
             line.learn(float(i % 10), slope * (i % 10))
@@ -46,7 +47,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
 
 def test_errors_count_by_the_size_of_what_they_are_errors_of() -> None:
     """Long prompts are off by more than short ones take, and must not say what those take."""
-    line, rng = Line(0.1, 0.001, 1_000.0, 0.01), Random(1)
+    line, rng = LearnedLine(0.1, 0.001, 1_000.0, 0.01), Random(1)
     bases = []
     for _ in range(2_000):
         x = rng.choice((200.0, 10_000.0, 12_000.0, 15_000.0, 18_000.0, 20_000.0, 22_000.0, 25_000.0))
@@ -56,7 +57,7 @@ def test_errors_count_by_the_size_of_what_they_are_errors_of() -> None:
 
 
 def test_a_falling_line_has_no_slope() -> None:
-    line = Line(0.0, 0.01, 100.0, 0.01)
+    line = LearnedLine(0.0, 0.01, 100.0, 0.01)
     for i in range(1_000):
         line.learn(float(i % 10), 10.0 - i % 10)
     assert line.slope == 0.0
@@ -64,7 +65,7 @@ def test_a_falling_line_has_no_slope() -> None:
 
 
 def test_a_line_that_would_begin_below_nothing_begins_at_nothing() -> None:
-    line = Line(0.0, 0.0, 1.0, 0.01)
+    line = LearnedLine(0.0, 0.0, 1.0, 0.01)
     for i in range(1_000):
         line.learn(10.0 + 10.0 * (i % 2), float(i % 2))
     assert line.at(0.0) == 0.0
@@ -72,7 +73,7 @@ def test_a_line_that_would_begin_below_nothing_begins_at_nothing() -> None:
 
 
 def test_observations_at_one_place_move_the_level_and_keep_the_slope() -> None:
-    line = Line(1.0, 0.01, 100.0, 0.01)
+    line = LearnedLine(1.0, 0.01, 100.0, 0.01)
     for _ in range(2_000):
         line.learn(500.0, 7.0)
     slope = line.slope
@@ -85,7 +86,7 @@ def test_observations_at_one_place_move_the_level_and_keep_the_slope() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e5), st.floats(0.0, 1e3)), max_size=60))
 def test_a_line_never_falls_nor_expects_less_than_nothing(seen: list[tuple[float, float]]) -> None:
-    line = Line(0.03, 1 / 15_000, 4_000.0, 0.02)
+    line = LearnedLine(0.03, 1 / 15_000, 4_000.0, 0.02)
     for x, y in seen:
         line.learn(x, y)
         assert line.base >= 0.0
@@ -102,7 +103,7 @@ def takes(rng: Random, slower: float = 1.0, noise: float = 0.3) -> Iterator[tupl
         yield expected_s, slower * expected_s * max(0.1, rng.gauss(1.0, noise))
 
 
-UNIT = Line(0.0, 1.0, 1.0, 1e-3)
+UNIT = LearnedLine(0.0, 1.0, 1.0, 1e-3)
 """The line of a pool in which x takes x seconds."""
 
 
@@ -110,7 +111,7 @@ def paces(times: int, slower: float = 1.0, noise: float = 0.3, before: int = 0) 
     """The factors of a hundred backends after each of so many observations, `before` of which were as expected."""
     found = []
     for seed in range(100):
-        pace, rng = Pace(), Random(seed)
+        pace, rng = SpeedFactor(), Random(seed)
         alike, other = takes(rng, 1.0, noise), takes(rng, slower, noise)
         for _ in range(before):
             pace.learn(UNIT, *next(alike))
@@ -123,12 +124,12 @@ def paces(times: int, slower: float = 1.0, noise: float = 0.3, before: int = 0) 
 
 
 def test_a_backend_keeps_the_pace_of_its_pool_until_it_was_seen() -> None:
-    assert Pace().factor == 1.0
+    assert SpeedFactor().factor == 1.0
 
 
 @pytest.mark.parametrize("took_s", [0.0, 0.01, 0.5, 2.0, 300.0])
 def test_one_observation_alone_proves_nothing(took_s: float) -> None:
-    pace = Pace()
+    pace = SpeedFactor()
     pace.learn(UNIT, 1.0, took_s)
     assert pace.factor == 1.0
 
@@ -164,7 +165,7 @@ def test_the_more_is_seen_of_a_backend_the_better_its_pace_is_known() -> None:
 
 
 def test_a_backend_that_recovers_keeps_the_pace_of_its_pool_again() -> None:
-    pace = Pace()
+    pace = SpeedFactor()
     for _ in range(20):
         pace.learn(UNIT, 1.0, 3.0)
     assert pace.factor == pytest.approx(3.0, rel=0.01)
@@ -174,7 +175,7 @@ def test_a_backend_that_recovers_keeps_the_pace_of_its_pool_again() -> None:
 
 
 def test_long_prompts_say_more_of_a_pace_than_short_ones() -> None:
-    pace = Pace()
+    pace = SpeedFactor()
     for _ in range(100):
         pace.learn(UNIT, 2.0, 4.0)
         pace.learn(UNIT, 0.01, 0.01)
@@ -182,7 +183,7 @@ def test_long_prompts_say_more_of_a_pace_than_short_ones() -> None:
 
 
 def test_no_backend_is_believed_to_take_no_time() -> None:
-    pace = Pace()
+    pace = SpeedFactor()
     for _ in range(50):
         pace.learn(UNIT, 1.0, 0.0)
     assert pace.factor == pytest.approx(0.05)
@@ -212,14 +213,14 @@ def test_what_is_allowed_for_has_bounds() -> None:
     assert late.factor == 1.0
     for _ in range(1_000):
         late.learn(1.0, 1e9)
-    assert late.factor == LATE_MOST
+    assert late.factor == QuantileTracker.MOST
 
 
 # --- a pool -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_teaches_the_line_of_the_pool_and_the_pace_of_its_backend() -> None:
-    rates, usual, slow = Rates(), Pace(), Pace()
+    rates, usual, slow = PoolRates(), SpeedFactor(), SpeedFactor()
     for i in range(300):
         tokens = 200.0 * (1 + i % 20)
         for pace, slower in ((usual, 1.0), (usual, 1.0), (usual, 1.0), (slow, 2.9)):
@@ -230,7 +231,7 @@ def test_a_prompt_teaches_the_line_of_the_pool_and_the_pace_of_its_backend() -> 
 
 
 def test_a_slow_backend_that_gets_the_long_prompts_does_not_make_long_prompts_slow() -> None:
-    rates, usual, slow, rng = Rates(), Pace(), Pace(), Random(2)
+    rates, usual, slow, rng = PoolRates(), SpeedFactor(), SpeedFactor(), Random(2)
     for _ in range(400):
         for pace, slower, most in ((usual, 1.0, 1_200), (usual, 1.0, 1_200), (slow, 3.0, 6_000)):
             tokens = float(rng.randrange(100, most))
@@ -239,7 +240,7 @@ def test_a_slow_backend_that_gets_the_long_prompts_does_not_make_long_prompts_sl
 
 
 def test_a_cold_adapter_teaches_its_own_time_and_nothing_of_prompts() -> None:
-    rates, pace = Rates(), Pace()
+    rates, pace = PoolRates(), SpeedFactor()
     expected_s = rates.prefill.at(1_000.0)
     for _ in range(50):
         rates.loaded(pace, [TIERS - 1], 1_000.0, expected_s + 2.0)
@@ -251,22 +252,22 @@ def test_a_cold_adapter_teaches_its_own_time_and_nothing_of_prompts() -> None:
 
 
 def test_a_slow_backend_does_not_make_adapters_slow() -> None:
-    rates, pace = Rates(), Pace()
+    rates, pace = PoolRates(), SpeedFactor()
     for _ in range(60):
         rates.prefilled(pace, 1_000.0, 3.0 * rates.prefill.at(1_000.0))
-        rates.prefilled(Pace(), 1_000.0, rates.prefill.at(1_000.0))
+        rates.prefilled(SpeedFactor(), 1_000.0, rates.prefill.at(1_000.0))
     for _ in range(50):
         rates.loaded(pace, [TIERS - 1], 1_000.0, rates.prefill.at(1_000.0) * pace.factor + 0.4)
     assert rates.loads.coldest_s == pytest.approx(0.4, rel=0.05)
 
 
 def test_prompts_and_streams_are_learned_apart() -> None:
-    rates, prefill, step = Rates(), Pace(), Pace()
+    rates, prefill, step = PoolRates(), SpeedFactor(), SpeedFactor()
     step_s, prefill_s = rates.step.at(10.0), rates.prefill.at(500.0)
     for i in range(30):
         rates.prefilled(prefill, float(i % 10) * 100.0, 1.0)
     assert rates.step.at(10.0) == step_s
-    rates = Rates()
+    rates = PoolRates()
     for i in range(300):
         rates.streamed(step, float(i * 7 % 40), 0.02 + 0.0005 * (i * 7 % 40))
     assert (rates.step.base, rates.step.slope) == pytest.approx((0.02, 0.0005), rel=0.05)
@@ -274,14 +275,14 @@ def test_prompts_and_streams_are_learned_apart() -> None:
 
 
 def test_while_the_pool_learns_its_first_backend_has_no_pace_of_its_own() -> None:
-    rates, first = Rates(), Pace()
+    rates, first = PoolRates(), SpeedFactor()
     for number in range(30):
         rates.prefilled(first, 50.0 + number, 0.002 + number * 1e-5)
     assert first.factor == pytest.approx(1.0, abs=0.15), "what it takes is what the pool takes"
 
 
 def test_a_backend_that_seemed_slow_is_tried_again_when_others_have_done_much() -> None:
-    rates, usual, slow = Rates(), Pace(), Pace()
+    rates, usual, slow = PoolRates(), SpeedFactor(), SpeedFactor()
     for number in range(40):
         rates.prefilled(usual, 500.0 + number, 0.1)
         rates.prefilled(slow, 500.0 + number, 1.0 if number > 20 else 0.1)
@@ -296,7 +297,7 @@ def test_a_backend_that_seemed_slow_is_tried_again_when_others_have_done_much() 
 
 
 def test_one_answer_that_was_held_up_for_another_reason_does_not_move_the_line_far() -> None:
-    usual, disturbed = Line(0.03, 1e-4, 4_000.0, 0.02), Line(0.03, 1e-4, 4_000.0, 0.02)
+    usual, disturbed = LearnedLine(0.03, 1e-4, 4_000.0, 0.02), LearnedLine(0.03, 1e-4, 4_000.0, 0.02)
     for number in range(20):
         for line in (usual, disturbed):
             line.learn(100.0 * number, 0.03 + 0.01 * number)
@@ -305,7 +306,7 @@ def test_one_answer_that_was_held_up_for_another_reason_does_not_move_the_line_f
 
 
 def test_many_that_are_held_up_move_it_all_the_same() -> None:
-    line = Line(0.03, 1e-4, 4_000.0, 0.02)
+    line = LearnedLine(0.03, 1e-4, 4_000.0, 0.02)
     for number in range(200):
         line.learn(100.0 * (number % 20), 3.0)
     assert line.at(1_000.0) == pytest.approx(3.0, rel=0.2)

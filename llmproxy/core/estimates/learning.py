@@ -1,0 +1,81 @@
+"""The online learners of the core. In all of them a newer observation counts more than an older one."""
+
+from __future__ import annotations
+
+from math import exp
+
+
+def gain(least: float, seen: int) -> float:
+    """The weight of the newest of `seen` observations: a plain mean at first, `least` in the long run."""
+    return max(least, 1.0 / seen)
+
+
+def follow(mean: float, observed: float, weight: float) -> float:
+    """An exponentially weighted mean after one more observation of this weight (0..1)."""
+    return mean + weight * (observed - mean)
+
+
+def follow_ratio(mean: float, observed: float, weight: float, least: float, most: float) -> float:
+    """The same for a geometric mean. An observation counts as `least` to `most` times the mean, to bound outliers."""
+    ratio: float = min(most, max(least, observed / mean)) ** weight
+    return mean * ratio
+
+
+class LineSums:
+    """The sums of a least squares fit of y over x. Each new observation multiplies the older weights by `keep`."""
+
+    __slots__ = ("_keep", "n", "x", "xx", "xy", "y")
+
+    def __init__(self, keep: float) -> None:
+        self._keep = keep
+        self.n = self.x = self.xx = self.y = self.xy = 0.0
+
+    def add(self, x: float, y: float, weight: float = 1.0) -> None:
+        keep = self._keep
+        self.n = keep * self.n + weight
+        self.x = keep * self.x + weight * x
+        self.xx = keep * self.xx + weight * x * x
+        self.y = keep * self.y + weight * y
+        self.xy = keep * self.xy + weight * x * y
+
+    def slope(self, spread_min: float) -> float | None:
+        """The fitted slope. None where the observed x are nearly equal: those say nothing about other x.
+
+        `spread_min` is the least variance of x, as a share of the mean of x squared.
+        """
+        spread = self.n * self.xx - self.x * self.x
+        return (self.n * self.xy - self.x * self.y) / spread if spread > spread_min * self.n * self.xx else None
+
+
+class QuantileTracker:
+    """The factor by which observed times exceed their predictions in one case of ten.
+
+    Stochastic approximation of a quantile (Robbins and Monro, 1951) on the logarithm: nine steps up for each time above
+    the factor, one step down for each time below.
+    """
+
+    STEP = 0.01
+    MOST = 20.0
+
+    def __init__(self) -> None:
+        self.factor = 1.5
+
+    def learn(self, predicted: float, observed: float) -> None:
+        above = observed > predicted * self.factor
+        self.factor = min(self.MOST, max(1.0, self.factor * (1.0 + 9.0 * self.STEP if above else 1.0 - self.STEP)))
+
+
+class DecayingRate:
+    """Amounts per second, where an amount counts e times less after each `window_s` seconds."""
+
+    __slots__ = ("_at_s", "_per_s", "_window_s")
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._per_s = self._at_s = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        self._per_s, self._at_s = self.at(now) + amount / self._window_s, now
+
+    def at(self, now: float) -> float:
+        return self._per_s * exp((self._at_s - now) / self._window_s)
