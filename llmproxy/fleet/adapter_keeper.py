@@ -16,7 +16,9 @@ import structlog
 
 from llmproxy.config import BackendConfig, TimeoutsConfig
 from llmproxy.core.adapters import Adapters, Change, Plan, Reply, Report
+from llmproxy.core.domain import Listing
 from llmproxy.core.pools import Pools
+from llmproxy.fleet.events import BackendObserver
 from llmproxy.upstream.port import ConnectFailed, Upstream, UpstreamBroken, read_body
 
 PATHS = {"load": "/v1/load_lora_adapter", "unload": "/v1/unload_lora_adapter"}
@@ -33,7 +35,7 @@ class Lister(Protocol):
     async def list_now(self) -> None: ...
 
 
-class AdapterKeeper:
+class AdapterKeeper(BackendObserver):
     """Carries out changes of adapters, and sees to it that they stay carried out.
 
     `backends` and `listers` are by name, and may change. `on_told` hears of every telling: backend, kind of change,
@@ -67,8 +69,9 @@ class AdapterKeeper:
         """Tell all backends of a plan, at the same time. It is carried out to its end, whoever waits for it or not."""
         return await asyncio.shield(self._spawn(self._carry_out(plan)))
 
-    def listed(self, backend: str) -> None:
-        """A backend's listing was taken in: tell it what it lacks."""
+    def listed(self, backend: str, listing: Listing) -> None:
+        """Load and unload what a backend lacks or has too much."""
+        del listing
         if backend not in self._catching_up and self._adapters.due(backend, _now()):
             self._catching_up.add(backend)
             self._spawn(self._catch_up(backend))
@@ -77,8 +80,7 @@ class AdapterKeeper:
         """Tell with another key, or more or less patiently, from now on."""
         self._backend_api_key, self._timeouts = backend_api_key, timeouts
 
-    def forget(self, backend: str) -> None:
-        """A backend is no more, and is told nothing any more."""
+    def removed(self, backend: str) -> None:
         self._turns.pop(backend, None)
         self._adapters.forget(backend)
 

@@ -18,7 +18,7 @@ import structlog
 
 from llmproxy.config import DNS, SRV, BackendConfig, Config, ConfigError, WatchedFile, load_backends
 from llmproxy.fleet.registry import BackendRegistry
-from llmproxy.upstream.resolver import Names
+from llmproxy.upstream.resolver import Resolver
 
 FILE_LOOK_S = 1.0
 LOOK_UP_TIMEOUT_S = 5.0
@@ -111,10 +111,10 @@ class DnsSource:
         return self._template.model_copy(update={"url": f"{self._scheme}://{place}", "name": place})
 
 
-async def addresses(names: Names, host: str, port: int) -> list[Address]:
+async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
     """Everything behind A and AAAA records."""
     try:
-        found = await names.look_up(host)
+        found = await resolver.look_up(host)
     except socket.gaierror as error:
         if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
             return []

@@ -23,8 +23,9 @@ from urllib.parse import quote
 
 import structlog
 
-from llmproxy.core.domain import Listing, Reading, Trouble
+from llmproxy.core.domain import Reading, Trouble
 from llmproxy.fleet.engine_config import SERVER_INFO_PATH, parse_sequences
+from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.metrics_text import METRIC_NAMES, is_filtered, parse_reading
 from llmproxy.fleet.models import parse_listing
 from llmproxy.lifecycle.descriptors import lack_of
@@ -59,28 +60,6 @@ FILTERED_PATH = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for na
 T = TypeVar("T")
 
 _log = structlog.get_logger()
-
-
-class ReadingSink(Protocol):
-    """Who is told. The methods are synchronous and quick; they are called on the event loop, in the order of a lap."""
-
-    def listed(self, backend: str, listing: Listing) -> None:
-        """The backend's models, as it lists them now."""
-
-    def observe(self, backend: str, reading: Reading) -> None:
-        """The backend's load. Called before `answered`; never called for a server that publishes no vLLM metrics."""
-
-    def published(self, backend: str, limit: int) -> None:
-        """How many sequences the backend runs at once by its own configuration; called where it publishes that."""
-
-    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """The backend's load could not be read, which says nothing of its health; the verdict of the lap follows."""
-
-    def answered(self, backend: str) -> None:
-        """A lap ended in good health, whether or not it brought a reading."""
-
-    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        """A lap ended early. `detail` is one line for people: what was asked, and what came."""
 
 
 class Pace(Protocol):
@@ -132,7 +111,7 @@ class Poller:
         url: str,
         api_key: str | None,
         upstream: Upstream,
-        sink: ReadingSink,
+        events: BackendObserver,
         pace: Pace,
         *,
         works: Callable[[], bool] = lambda: True,
@@ -145,7 +124,7 @@ class Poller:
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._has_key = bool(api_key)
         self._upstream = upstream
-        self._sink = sink
+        self._events = events
         self._pace = pace
         self._works = works
         self._clock = clock or asyncio.get_running_loop().time
@@ -170,7 +149,7 @@ class Poller:
             asking.cancel()
 
     async def list_now(self) -> None:
-        """Tell the sink of the backend's models at once, for one who changed them; laps go on beside this.
+        """Report the backend's models at once, for one who changed them; laps go on beside this.
 
         No answer is no news: that is left to the next lap.
         """
@@ -189,19 +168,19 @@ class Poller:
                     await asyncio.sleep(LIMIT_PAUSE_S)
                     continue
                 if status == 200 and (limit := parse_sequences(body)) is not None:
-                    self._sink.published(self._backend, limit)
+                    self._events.published(self._backend, limit)
                 break
             await asyncio.sleep(LIMIT_PAUSE_S)
 
     # --- one lap -------------------------------------------------------------------------------------------------
 
     async def lap(self) -> float:
-        """Ask what is due, tell the sink, and return the seconds to wait before the next lap."""
+        """Ask what is due, report it, and return the seconds to wait before the next lap."""
         try:
             await self._walk()
         except _LapFailed as failure:
             self._start_afresh()
-            self._sink.troubled(self._backend, failure.trouble, failure.detail)
+            self._events.troubled(self._backend, failure.trouble, failure.detail)
             # Refusing costs a machine nothing, and both the repetition and the end of it are news worth having soon.
             soon = failure.trouble is Trouble.REFUSED
             return self._jittered(self._pace.interval_s if soon else self._pace.page_interval_s)
@@ -240,7 +219,7 @@ class Poller:
             self._models_due_s = self._clock() + self._jittered(self._pace.models_interval_s)
         if self._clock() >= self._metrics_due_s:
             await self._read_load()
-        self._sink.answered(self._backend)
+        self._events.answered(self._backend)
         if not self._well:
             self._well = True
             self._began.set()
@@ -253,7 +232,7 @@ class Poller:
             if failure.trouble is Trouble.REFUSED:
                 raise
             self._source = None
-            self._sink.unread(self._backend, failure.trouble, failure.detail)
+            self._events.unread(self._backend, failure.trouble, failure.detail)
             # The last good word of its health is from before this: a machine that is gone hangs just the same.
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
@@ -263,7 +242,7 @@ class Poller:
         if self._idle:
             self._metrics_due_s = max(self._metrics_due_s, self._health_due_s)
         if reading is not None:
-            self._sink.observe(self._backend, reading)
+            self._events.observe(self._backend, reading)
 
     async def _ask_health(self) -> None:
         # A server without this route cannot be called ill for it: only its 5xx is a statement about its health.
@@ -286,7 +265,7 @@ class Poller:
         # The answer to an earlier question may come later; it must not undo what is known.
         if sent_at_s >= self._listed_at_s:
             self._listed_at_s = sent_at_s
-            self._sink.listed(self._backend, listing)
+            self._events.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
         """The reading of the best source that gives one, beginning with the last that did, and when to ask again."""

@@ -8,7 +8,7 @@ there ends in its own time (`timeouts.total_s` at the most), and then it is forg
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -19,13 +19,11 @@ from llmproxy.config import BackendConfig, PollConfig
 from llmproxy.core.domain import KnownLimit
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.fleet.poller import Poller, ReadingSink
+from llmproxy.fleet.events import BackendObserver
+from llmproxy.fleet.poller import Poller
+from llmproxy.upstream.peers import Peers
 from llmproxy.upstream.port import Upstream
-from llmproxy.upstream.resolver import Names
-from llmproxy.upstream.tls import PeerTls, peers_tls, renew_trust, settle_trust, unfit
-
-LOOK_S = 2.0
-"""How often files of authorities are looked at. A change is taken in by the second look that finds it."""
+from llmproxy.upstream.tls import peers_tls
 
 _log = structlog.get_logger()
 
@@ -67,30 +65,26 @@ class _Member:
 class BackendRegistry:
     """The members of the fleet, with the poller of each, which runs until the member is gone or `close` is called.
 
-    `tls` and `names` are kept up to date for those who send requests: how to trust each member that is reached by
-    https, by URL, and which hosts to follow. Each of `on_gone` hears of every backend that is no more, so that nobody
-    else remembers it for ever.
+    `peers` is kept up to date for those who send requests. `events` is told what polls find out, and of every backend
+    that is removed.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         upstream: Upstream,
-        sink: ReadingSink,
+        events: BackendObserver,
         poll: PollConfig,
         api_key: str | None,
-        tls: dict[str, PeerTls],
-        names: Names,
+        peers: Peers,
     ) -> None:
-        self._tls = tls
-        self._names = names
+        self._peers = peers
         self._dispatcher = dispatcher
         self._pools: Pools = dispatcher.pools
         self._upstream = upstream
-        self._sink = sink
+        self._events = events
         self._poll = poll
         self._api_key = api_key
-        self.on_gone: Sequence[Callable[[str], None]] = ()
         self._wanted: dict[str, tuple[BackendConfig, ...]] = {}
         self._members: dict[str, _Member] = {}
         self._backends: dict[str, BackendConfig] = {}
@@ -189,7 +183,7 @@ class BackendRegistry:
                 urls.add(backend.url)
         # Those that are wanted come last: a URL is theirs, and not that of one that leaves it.
         staying = (backend for backend, _ in wanted.values())
-        self._prepare([*(one for name, one in self._backends.items() if name not in wanted), *staying])
+        self._peers.replace([*(one for name, one in self._backends.items() if name not in wanted), *staying])
         for source, name in sorted(clashes - self._clashes):
             _log.warning("backend_listed_twice", backend=name, ignored_from=source)
         self._clashes = clashes
@@ -203,11 +197,6 @@ class BackendRegistry:
             if name not in wanted and member.leaving is None:
                 self._leave(member)
         self._dispatcher.reconsider()
-
-    def _prepare(self, backends: Collection[BackendConfig]) -> None:
-        """Whatever it takes to connect to these. Raises ConfigError, and has changed nothing then."""
-        settle_trust(self._tls, backends)
-        self._names.follow(backend.url for backend in backends)
 
     def _join(self, backend: BackendConfig, source: str) -> None:
         self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
@@ -252,10 +241,9 @@ class BackendRegistry:
         # From here on nothing waits: a backend that was just found empty cannot be granted to anybody meanwhile.
         member.polling.cancel()
         del self._members[name], self._backends[name], self._pollers[name]
-        self._prepare(self._backends.values())
+        self._peers.replace(self._backends.values())
         self._pools.remove_backend(name)
-        for forget in self.on_gone:
-            forget(name)
+        self._events.removed(name)
         self._dispatcher.reconsider()
         _log.info("backend_removed", backend=name)
 
@@ -264,7 +252,7 @@ class BackendRegistry:
     def _poller(self, backend: BackendConfig) -> Poller:
         key = backend.api_key or self._api_key
         poller = Poller(
-            backend.name, backend.url, key, self._upstream, self._sink, self._poll,
+            backend.name, backend.url, key, self._upstream, self._events, self._poll,
             works=lambda: self._dispatcher.in_flight(backend.name) > 0,
         )  # fmt: skip
         self._pollers[backend.name] = poller
@@ -277,27 +265,6 @@ class BackendRegistry:
         member.polling.cancel()
         member.poller = self._poller(member.config)
         member.polling = self._start(member.poller, member.config.name)
-
-    async def follow_authorities(self) -> None:
-        """Believe those who stand in members' files of authorities now, until cancelled.
-
-        A file of no use is logged once and changes nothing. Connections that are open stay, and are used no more once
-        they are idle.
-        """
-        while True:
-            await asyncio.sleep(LOOK_S)
-            for member in self._members.values():
-                self._renew_trust(member)
-
-    def _renew_trust(self, member: _Member) -> None:
-        backend = member.config
-        try:
-            renewed = renew_trust(self._tls, backend)
-        except OSError as error:
-            _log.warning("authorities_kept", backend=backend.name, why=unfit(backend, error))
-            return
-        if renewed:
-            _log.info("authorities_renewed", backend=backend.name, ca=str(backend.tls.ca))
 
     async def close(self) -> None:
         """Stop all pollers, and let nobody leave any more."""

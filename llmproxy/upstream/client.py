@@ -16,8 +16,8 @@ from yarl import URL
 from llmproxy.lifecycle.descriptors import lack_of
 from llmproxy.upstream import http1
 from llmproxy.upstream.connection import BackendConnection, ConnectionDropped, HttpExchange
+from llmproxy.upstream.peers import Peers
 from llmproxy.upstream.port import Body, ConnectFailed, Headers, LocalFailure
-from llmproxy.upstream.resolver import Names
 from llmproxy.upstream.tls import PeerTls
 
 IDLE_MAX_S = 4.0
@@ -37,19 +37,12 @@ _Way = tuple[str, PeerTls | None]
 class HttpUpstream:
     """The upstream port over HTTP/1.1. Closed by `close` or by leaving its block.
 
-    `tls` says, by base URL, how to trust a backend; any other is trusted as this machine trusts anybody. Of
-    `connections_max`, those that are idle make room for one that is needed. `names` says what hosts mean.
+    `peers` says how to reach and trust backends. Beyond `connections_max`, idle connections make room for new ones.
     """
 
-    def __init__(
-        self,
-        tls: Mapping[str, PeerTls] | None = None,
-        connections_max: int = sys.maxsize,
-        names: Names | None = None,
-    ) -> None:
-        self._names = names or Names()
+    def __init__(self, peers: Peers | None = None, connections_max: int = sys.maxsize) -> None:
+        self._peers = peers or Peers()
         self._connections_max = connections_max
-        self._tls = tls if tls is not None else {}
         self._connections: set[BackendConnection] = set()
         # The freshest last, and taken first: the others may then go when they are not needed. None is used where a
         # backend is trusted otherwise than it was when the connection was opened.
@@ -88,7 +81,7 @@ class HttpUpstream:
         url = URL(base_url)
         size_bytes = sum(map(len, body))
         head = _head(url, method, path_qs, headers, size_bytes)
-        way = base_url, self._tls.get(base_url)
+        way = base_url, self._peers.tls.get(base_url)
         kept = self._kept(way)
         if kept is not None:
             sent_s = asyncio.get_running_loop().time()
@@ -112,7 +105,7 @@ class HttpUpstream:
         found: list[aiohappyeyeballs.AddrInfoType] = []
         try:
             async with asyncio.timeout(timeout_s):
-                found = await self._names.connectable(url.raw_host or "", url.port or 80)
+                found = await self._peers.resolver.connectable(url.raw_host or "", url.port or 80)
                 sock = await aiohappyeyeballs.start_connection(
                     found, happy_eyeballs_delay=OTHER_ADDRESS_AFTER_S, loop=loop
                 )

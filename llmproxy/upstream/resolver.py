@@ -52,7 +52,7 @@ class _Name:
     following: asyncio.Task[None] | None = None
 
 
-class Names:
+class Resolver:
     """What names mean to this process. Those of `follow` are looked up every `REFRESH_S`, and what was known last is
     kept while that fails. Any other is looked up whenever it is resolved. Ended by `close`.
     """

@@ -51,37 +51,9 @@ def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
     return peers
 
 
-def settle_trust(tls: dict[str, PeerTls], backends: Iterable[BackendConfig]) -> None:
-    """Know, by base URL, how to trust these backends and no others. Of two at one URL, the last has its way.
-
-    Raises ConfigError for a file of authorities that cannot be read, and has changed nothing then.
-    """
-    wanted = {backend.url: backend for backend in backends if backend.by_https}
-    made = peers_tls(one for url, one in wanted.items() if url not in tls or tls[url].settings != one.tls)
-    for url in tls.keys() - wanted.keys():
-        del tls[url]
-    tls.update(made)
-
-
 def unfit(backend: BackendConfig, error: OSError) -> str:
     """What is wrong with its file of authorities, for people."""
     return f"{backend.tls.ca} holds no certificate: {error.strerror or error}"
-
-
-def renew_trust(tls: dict[str, PeerTls], backend: BackendConfig) -> bool:
-    """Believe those who stand in the backend's file of authorities now; True when the file had changed.
-
-    Raises OSError for a file of no use, once for each change, and has changed nothing then.
-    """
-    peer = tls.get(backend.url)
-    if peer is None or peer.settings != backend.tls:
-        # Another backend at its URL says how, while this one leaves.
-        return False
-    if peer.authorities is None or not peer.authorities.has_changed():
-        return False
-    # Another context: an authority can be added to one, and not be taken out again.
-    tls[backend.url] = PeerTls.of(backend)
-    return True
 
 
 def _context(backend: BackendConfig) -> ssl.SSLContext:

@@ -19,24 +19,18 @@ from contextlib import AsyncExitStack
 import structlog
 import uvloop
 
-from llmproxy.config import Config, ConfigError
-from llmproxy.core.placement import presets
+from llmproxy.config import BackendConfig, Config, ConfigError
+from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.front import in_the_background, listen
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.listener import Listener
 from llmproxy.gateway.http.tls import ClientTls
-from llmproxy.gateway.proxying.answers import Answers
-from llmproxy.gateway.proxying.handler import RequestHandler
-from llmproxy.gateway.proxying.rules import Rulebook, Rules
-from llmproxy.gateway.proxying.stored import StoredResponses
-from llmproxy.gateway.server import FrontDoor
 from llmproxy.lifecycle import GC_THRESHOLDS
 from llmproxy.lifecycle.descriptors import clients_of_process, connections_max
 from llmproxy.telemetry import logs
 from llmproxy.upstream.client import HttpUpstream
+from llmproxy.upstream.peers import Peers
 from llmproxy.upstream.port import Upstream
-from llmproxy.upstream.resolver import Names
-from llmproxy.upstream.tls import PeerTls
 from llmproxy.workers.protocol import (
     TO_WORKER,
     Begin,
@@ -57,7 +51,7 @@ from llmproxy.workers.protocol import (
     Stop,
     ToWorker,
 )
-from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteFleet, RemoteMetrics, RemotePages
+from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics, RemotePages
 
 HELD_S = 1.0
 """How old the number of held bytes in the metrics may be."""
@@ -108,29 +102,22 @@ class _Line:
 class _Worker:
     """The parts of a worker, and what each message does to them."""
 
-    def __init__(
-        self, name: str, config: Config, channel: Channel[ToWorker], upstream: Upstream, fleet: RemoteFleet
-    ) -> None:
+    def __init__(self, name: str, config: Config, channel: Channel[ToWorker], upstream: Upstream, peers: Peers) -> None:
         self._channel = channel
-        self._upstream = upstream
-        self._rulebook = Rulebook(Rules.of(config, upstream))
         self._calls = Calls(channel)
         self._dispatcher = RemoteDispatcher(channel, self._calls)
         self._estimator = RemoteEstimator(channel)
-        self.fleet = fleet
-        metrics = RemoteMetrics(channel)
-        self._stored = StoredResponses(self._rulebook, self.fleet.backends, upstream, self._dispatcher)
-        self._stored.on_made = lambda *made: channel.send(Made(*made))
-        self._stored.catch_up = self._dispatcher.caught_up
-        answers = Answers(self._dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
-        self.handler = RequestHandler(
-            self._rulebook, self.fleet.backends, self._estimator, self._dispatcher, self._stored, answers, metrics,
-            None, ids=f"{name}-",
+        self._peers = peers
+        self._backends: dict[str, BackendConfig] = {}
+        gateway = self._gateway = Gateway.build(
+            config, self._backends, upstream, self._dispatcher, self._estimator, RemoteMetrics(channel),
+            ids=f"{name}-",
         )  # fmt: skip
-        self.door = FrontDoor(
-            self._rulebook, self.handler, self._stored, metrics, RemotePages(self._calls, self._rulebook),
-            ClientLimits(clients_of_process(config)), config.clients.head_bytes_max,
-        )  # fmt: skip
+        gateway.stored.on_made = lambda *made: channel.send(Made(*made))
+        gateway.stored.catch_up = self._dispatcher.caught_up
+        self.handler = gateway.handler
+        pages = RemotePages(self._calls, gateway.rulebook)
+        self.front_door = gateway.front_door(pages, ClientLimits(clients_of_process(config)))
         self.listener: Listener | None = None
         self._seeing_off: asyncio.Task[None] | None = None
 
@@ -144,15 +131,11 @@ class _Worker:
                 for model, estimate in models.items():
                     self._estimator.take(model, estimate)
             case Made(response_id, backend, tenant):
-                self._stored.note(response_id, backend, tenant, settled=True)
+                self._gateway.stored.note(response_id, backend, tenant, settled=True)
             case Fleet():
-                self._dispatcher.names(message)
-                try:
-                    self.fleet.take(message)
-                except ConfigError as error:
-                    _log.error("backend_not_trusted", problems=list(error.problems))
+                self._know(message)
             case GoBy(config):
-                self._go_by(pickle.loads(config))
+                self._gateway.reconfigure(pickle.loads(config))
             case Standing():
                 self._stand(message)
             case _:
@@ -162,11 +145,16 @@ class _Worker:
         """There is no scheduler any more."""
         self._dispatcher.lost()
 
-    def _go_by(self, new: Config) -> None:
-        if new.log_level != self._rulebook.current.config.log_level:
-            logs.configure(new.log_format, new.log_level)
-        self._rulebook.current = Rules.of(new, self._upstream)
-        self.handler.reconfigure(new)
+    def _know(self, fleet: Fleet) -> None:
+        """Use these backends and no others."""
+        self._dispatcher.names(fleet)
+        backends: tuple[BackendConfig, ...] = pickle.loads(fleet.backends)
+        self._backends.clear()
+        self._backends.update((backend.name, backend) for backend in backends)
+        try:
+            self._peers.replace(backends)
+        except ConfigError as error:
+            _log.error("backend_not_trusted", problems=list(error.problems))
 
     def _stand(self, standing: Standing) -> None:
         self._dispatcher.standing = standing
@@ -207,17 +195,16 @@ async def _serve(end: socket.socket) -> int:
     try:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(_hung_up, line)
-            tls: dict[str, PeerTls] = {}
-            names = Names()
-            stack.push_async_callback(names.close)
-            upstream = await stack.enter_async_context(HttpUpstream(tls, connections_max(), names))
-            worker = _Worker(begin.name, config, line.channel, upstream, RemoteFleet(tls, names))
+            peers = Peers()
+            stack.push_async_callback(peers.close)
+            upstream = await stack.enter_async_context(HttpUpstream(peers, connections_max()))
+            worker = _Worker(begin.name, config, line.channel, upstream, peers)
             line.hear(worker.hear, worker.lost)
-            await stack.enter_async_context(in_the_background(worker.fleet.follow_authorities()))
+            await stack.enter_async_context(in_the_background(peers.follow_authorities(quiet=True)))
             await stack.enter_async_context(in_the_background(worker.tell_held()))
             stack.push_async_callback(worker.handler.idle.wait)
             opened = [socket.socket(fileno=fd) for fd in begin.fds]
-            worker.listener = await listen(stack, worker.door, config, ClientTls.of(config.tls), opened)
+            worker.listener = await listen(stack, worker.front_door, config, ClientTls.of(config.tls), opened)
             stack.callback(worker.handler.cut)
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)

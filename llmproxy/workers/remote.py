@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
-from types import MappingProxyType
 
 from aiohttp import web
 
-from llmproxy.config import BackendConfig
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Grant, Refused, Request, Usage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.dispatcher import Admitted, Lease, shutting_down
-from llmproxy.fleet.registry import LOOK_S
 from llmproxy.gateway.admin.adapters import BODY_BYTES_MAX
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.proxying.response_writer import read_body
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.upstream.resolver import Names
-from llmproxy.upstream.tls import PeerTls, renew_trust, settle_trust
 from llmproxy.workers.protocol import (
     Admit,
     Attempted,
@@ -304,37 +298,6 @@ def _raw(request: web.BaseRequest, body: bytes | None) -> bytes:
     version = f"HTTP/{request.version.major}.{request.version.minor}"
     first = f"{request.method} {request.raw_path} {version}\r\n".encode("utf-8", "surrogateescape")
     return first + b"".join(b"%b: %b\r\n" % field for field in fields) + b"\r\n" + (body or b"")
-
-
-class RemoteFleet:
-    """The backends as the scheduler process last told of them, how to trust each that is reached by https, and the
-    hosts to follow."""
-
-    def __init__(self, tls: dict[str, PeerTls], names: Names) -> None:
-        self._tls = tls
-        self._names = names
-        self._backends: dict[str, BackendConfig] = {}
-
-    @property
-    def backends(self) -> Mapping[str, BackendConfig]:
-        """Every backend by its name; one mapping that follows all changes."""
-        return MappingProxyType(self._backends)
-
-    def take(self, fleet: Fleet) -> None:
-        """Know these backends and no others. Raises ConfigError where the authorities of one cannot be read."""
-        told: tuple[BackendConfig, ...] = pickle.loads(fleet.backends)
-        self._backends.clear()
-        self._backends.update((backend.name, backend) for backend in told)
-        self._names.follow(backend.url for backend in told)
-        settle_trust(self._tls, told)
-
-    async def follow_authorities(self) -> None:
-        """See `BackendRegistry.follow_authorities`, which says in the log what it finds."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            for backend in self._backends.values():
-                with suppress(OSError):
-                    renew_trust(self._tls, backend)
 
 
 def _now() -> float:

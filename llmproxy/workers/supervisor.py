@@ -21,9 +21,7 @@ from llmproxy.config import BackendConfig, ConfigError
 from llmproxy.core.domain import Refused
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.gateway.proxying.rules import Rulebook
-from llmproxy.gateway.proxying.stored import StoredResponses
-from llmproxy.telemetry.decisions import DecisionLog
+from llmproxy.gateway.build import Gateway
 from llmproxy.telemetry.metrics import Metrics
 from llmproxy.workers.protocol import Begin, Estimates, Fleet, GoBy, Made, Page, Shown, Standing, Stop
 from llmproxy.workers.session import SchedulerContext, WorkerSession
@@ -49,25 +47,23 @@ class WorkerSupervisor:
 
     def __init__(
         self,
-        rulebook: Rulebook,
+        gateway: Gateway,
         dispatcher: Dispatcher,
         backends: Mapping[str, BackendConfig],
-        stored: StoredResponses,
         metrics: Metrics,
-        decisions: DecisionLog | None,
         page: Callable[[Page], Coroutine[Any, Any, Shown]],
         held: bool,
     ) -> None:
-        self._rulebook = rulebook
+        self._rulebook = gateway.rulebook
         self._dispatcher = dispatcher
         self._pools: Pools = dispatcher.pools
         self._backends = backends
-        self._stored = stored
+        self._stored = gateway.stored
         self._metrics = metrics
         self.held = held
         self.url = ""
         self._house = SchedulerContext(
-            rulebook, dispatcher, metrics, decisions, self.settle, page, self._learned, self._made
+            gateway.rulebook, dispatcher, metrics, gateway.decisions, self.settle, page, self._learned, self._made
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._desks: dict[int, WorkerSession] = {}
@@ -193,7 +189,7 @@ class WorkerSupervisor:
             unnamed = None
         return Fleet(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
 
-    def go_by(self) -> None:
+    def reconfigure(self) -> None:
         """The rules are others: a new configuration was taken in."""
         self._tell_all(self._rules())
 

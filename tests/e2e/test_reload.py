@@ -203,7 +203,7 @@ async def test_backends_change_their_address_key_and_limit(tmp_path: Path) -> No
 
 async def test_every_part_goes_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[str] = []
-    monkeypatch.setattr("llmproxy.app.logs.configure", lambda _, level: levels.append(level))
+    monkeypatch.setattr("llmproxy.gateway.build.logs.configure", lambda _, level: levels.append(level))
     async with reloadable(tmp_path, FAST, FAST, backend_api_key="engine-1") as proxy:
         again = {"authorization": "Bearer admin-2"}
         key: dict[str, Any] = {"admin_key": hash_of("admin-2"), "backend_api_key": "engine-2"}

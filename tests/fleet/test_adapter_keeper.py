@@ -105,8 +105,9 @@ class Fleet:
     def lists(self, backend: str) -> None:
         """A poll brought what the backend has by now."""
         cards = [ModelCard(name, BASE, None) for name in self.loaded[backend]]
-        self.pools.listed(backend, Listing(0.0, (ModelCard(BASE, None, 4096), *cards)))
-        self.keeper.listed(backend)
+        listing = Listing(0.0, (ModelCard(BASE, None, 4096), *cards))
+        self.pools.listed(backend, listing)
+        self.keeper.listed(backend, listing)
 
     async def load(self, *names: str, replicas: int = 1) -> Report:
         for name in names:

@@ -11,15 +11,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.config import BackendConfig, BackendTlsConfig, Config, ConfigError, PollConfig
-from llmproxy.core.domain import Listing, Reading, Trouble, Verdict
+from llmproxy.core.domain import Verdict
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet import discovery
 from llmproxy.fleet.discovery import BACKENDS_MAX, Address, Discovery, DnsSource, SourceFailedError, addresses, check
+from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.poller import Poller
 from llmproxy.fleet.registry import BackendRegistry, State
-from llmproxy.upstream import resolver as names_module
 from llmproxy.upstream.client import HttpUpstream
-from llmproxy.upstream.tls import PeerTls
+from llmproxy.upstream.peers import Peers
+from llmproxy.upstream.resolver import Resolver
 from tests.core.make import pools, request
 
 Answer = list[Address] | Exception
@@ -110,7 +111,7 @@ async def test_a_resolver_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_the_systems_resolver_knows_this_machine() -> None:
-    assert ("127.0.0.1", 80) in await addresses(names_module.Names(), "127.0.0.1", 80)
+    assert ("127.0.0.1", 80) in await addresses(Resolver(), "127.0.0.1", 80)
 
 
 @pytest.mark.parametrize(("number", "fails"), [(socket.EAI_NONAME, False), (socket.EAI_AGAIN, True)])
@@ -118,7 +119,7 @@ async def test_a_name_that_does_not_exist_is_an_empty_answer_and_no_failure(numb
     async def look_up(_: str) -> Any:
         raise socket.gaierror(number, "told so")
 
-    names = names_module.Names(look_up)
+    names = Resolver(look_up)
     if fails:
         with pytest.raises(SourceFailedError, match="told so"):
             await addresses(names, "vllm.svc", 80)
@@ -151,31 +152,19 @@ def test_service_records_need_their_library(monkeypatch: pytest.MonkeyPatch) -> 
 # --- what the roster makes of it --------------------------------------------------------------------------------------
 
 
-class Deaf:
-    def listed(self, backend: str, listing: Listing) -> None: ...
-    def observe(self, backend: str, reading: Reading) -> None: ...
-    def published(self, backend: str, limit: int) -> None: ...
-
-    def unread(self, backend: str, trouble: Trouble, detail: str) -> None: ...
-    def answered(self, backend: str) -> None: ...
-    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None: ...
+@pytest.fixture
+def peers() -> Peers:
+    return Peers()
 
 
 @pytest.fixture
-def tls() -> dict[str, PeerTls]:
-    return {}
-
-
-@pytest.fixture
-async def registry(tls: dict[str, PeerTls]) -> AsyncIterator[BackendRegistry]:
-    made = pools({})
-    names = names_module.Names()
-    async with HttpUpstream(tls, names=names) as upstream:
+async def registry(peers: Peers) -> AsyncIterator[BackendRegistry]:
+    async with HttpUpstream(peers) as upstream:
         # Nobody listens behind these names; the polls find nothing, and tell nobody.
-        one = BackendRegistry(Dispatcher(made), upstream, Deaf(), PollConfig(), None, tls, names)
+        one = BackendRegistry(Dispatcher(pools({})), upstream, BackendObserver(), PollConfig(), None, peers)
         yield one
         await one.close()
-        await names.close()
+        await peers.close()
 
 
 def told(registry: BackendRegistry) -> dict[str, tuple[str, str]]:
@@ -228,13 +217,13 @@ async def test_what_two_sources_name_belongs_to_the_first_and_stays_while_either
 
 
 async def test_trust_is_that_of_whoever_is_wanted_at_a_url_and_goes_with_the_last(
-    registry: BackendRegistry, tls: dict[str, PeerTls]
+    registry: BackendRegistry, peers: Peers
 ) -> None:
     def at(name: str, url: str, server_name: str) -> BackendConfig:
         return BackendConfig(name=name, url=url, tls=BackendTlsConfig(server_name=server_name))
 
     def trusted() -> dict[str, str | None]:
-        return {url: peer.server_name for url, peer in tls.items()}
+        return {url: peer.server_name for url, peer in peers.tls.items()}
 
     def end(name: str, lease: int) -> None:
         registry._pools.backends[name].release(lease, Verdict.SERVED, 1.0)
@@ -260,7 +249,7 @@ async def test_trust_is_that_of_whoever_is_wanted_at_a_url_and_goes_with_the_las
     end("b", 7)
     registry.tell("config", [])
     await until(lambda: not told(registry))
-    assert not tls
+    assert not peers.tls
 
 
 async def test_authorities_are_not_read_again_where_a_source_says_the_same(

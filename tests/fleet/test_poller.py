@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.fleet import poller as poller_module
+from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.metrics_text import LABELS_BYTES_MAX, METRIC_NAMES
 from llmproxy.fleet.poller import Poller
 from llmproxy.upstream.client import HttpUpstream
@@ -103,7 +104,7 @@ class Pace:
 
 
 @dataclass
-class Sink:
+class Sink(BackendObserver):
     """Writes down what it is told; `seen` has one word per call."""
 
     seen: list[str] = field(default_factory=list)

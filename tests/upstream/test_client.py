@@ -17,8 +17,9 @@ from llmproxy.config import BackendTlsConfig
 from llmproxy.upstream import connection as connection_module
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.connection import ConnectionDropped, HttpExchange
+from llmproxy.upstream.peers import Peers
 from llmproxy.upstream.port import ConnectFailed, Exchange, InvalidResponse, LocalFailure, UpstreamBroken
-from llmproxy.upstream.resolver import Address, Names
+from llmproxy.upstream.resolver import Address, Resolver
 from llmproxy.upstream.tls import PeerTls
 
 from .raw_server import Peer, RawServer, answering, answering_once
@@ -188,7 +189,7 @@ async def test_a_name_that_does_not_resolve_is_not_blamed_on_the_backend(server:
         return known[host]
 
     url = server.url.replace("127.0.0.1", "gpu.test")
-    async with HttpUpstream(names=Names(look_up)) as upstream:
+    async with HttpUpstream(Peers(Resolver(look_up))) as upstream:
         with pytest.raises(LocalFailure, match=r"the name gpu\.test does not resolve: Temporary failure") as caught:
             await post(upstream, url)
         assert "gpu.test" not in caught.value.message
@@ -711,13 +712,13 @@ async def test_idle_connections_make_room_the_oldest_first(server: RawServer) ->
 
 async def test_a_kept_connection_is_not_used_where_its_backend_is_trusted_otherwise_by_now(server: RawServer) -> None:
     server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-    tls: dict[str, PeerTls] = {}
-    async with HttpUpstream(tls) as upstream:
+    peers = Peers()
+    async with HttpUpstream(peers) as upstream:
         for connections in (1, 2, 3):
             for reused in (False, True):
                 exchange = await post(upstream, server.url)
                 assert (exchange.reused, await read_all(exchange), len(server.peers)) == (reused, b"ok", connections)
-            tls[server.url] = PeerTls(ssl.create_default_context(), BackendTlsConfig(), None)
+            peers.tls[server.url] = PeerTls(ssl.create_default_context(), BackendTlsConfig(), None)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import pickle
 import socket
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from llmproxy.config import BackendConfig, BackendTlsConfig
 from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
@@ -30,10 +28,7 @@ from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.upstream.resolver import Names
-from llmproxy.upstream.tls import PeerTls
-from llmproxy.workers.protocol import FROM_WORKER, TO_WORKER, Channel, Fleet, Granted, Page, Shown, Standing
-from llmproxy.workers.remote import RemoteFleet
+from llmproxy.workers.protocol import FROM_WORKER, TO_WORKER, Channel, Granted, Page, Shown, Standing
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
 from tests.workers.line import Line, Told
@@ -653,26 +648,3 @@ async def test_it_works_over_a_socket_pair() -> None:
     await line.desk.gone.wait()
     assert not line.told.exits
     await nothing_left(one, line)
-
-
-# --- what is known of the fleet ---------------------------------------------------------------------------------------
-
-
-def test_trust_follows_the_fleet_by_url_and_the_last_of_two_has_its_way() -> None:
-    def at(name: str, url: str) -> BackendConfig:
-        return BackendConfig(name=name, url=url, tls=BackendTlsConfig(server_name=name))
-
-    def take(*backends: BackendConfig) -> dict[str, str | None]:
-        fleet.take(Fleet(pickle.dumps(backends), {}, None))
-        return {url: peer.server_name for url, peer in tls.items()}
-
-    tls: dict[str, PeerTls] = {}
-    fleet = RemoteFleet(tls, Names())
-    one, two, three = (f"https://127.0.0.1:{port}" for port in (1, 2, 3))
-    assert take(at("a", one), at("b", two)) == {one: "a", two: "b"}
-    kept = tls[two]
-    assert take(at("a", one), at("b", two), at("c", one)) == {one: "c", two: "b"}
-    # What has changed elsewhere gives nobody back a URL that he leaves.
-    assert take(at("a", one), at("b", two), at("c", one), at("d", three)) == {one: "c", two: "b", three: "d"}
-    assert tls[two] is kept, "nothing about it has changed"
-    assert take(at("b", one), at("c", two)) == {one: "b", two: "c"}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from llmproxy.config import BackendConfig, Config, ConfigError
 from llmproxy.core.domain import Usage
-from llmproxy.gateway.proxying.rules import Rulebook, Rules
-from llmproxy.gateway.proxying.stored import StoredResponses
+from llmproxy.gateway.build import Gateway
+from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.workers.protocol import Estimates, Fleet, GoBy, Made, Message, Page, Shown, Standing
 from llmproxy.workers.session import WorkerSession
@@ -81,9 +81,8 @@ class Listener(WorkerSession):
 
 def crew_of(backends: dict[str, BackendConfig], count: int = 2) -> tuple[WorkerSupervisor, list[Listener]]:
     one = dispatcher(a=1)
-    rulebook = Rulebook(Rules.of(Config(), Nowhere()))  # type: ignore[arg-type]
-    stored = StoredResponses(rulebook, backends, Nowhere(), one)  # type: ignore[arg-type]
-    supervisor = WorkerSupervisor(rulebook, one, backends, stored, Told(), None, no_page, held=False)  # type: ignore[arg-type]
+    gateway = Gateway.build(Config(), backends, Nowhere(), one, one.pools.estimator, Told())  # type: ignore[arg-type]
+    supervisor = WorkerSupervisor(gateway, one, backends, Told(), no_page, held=False)  # type: ignore[arg-type]
     desks = [Listener(supervisor) for _ in range(count)]
     supervisor._desks.update(enumerate(desks))
     return supervisor, desks
@@ -180,7 +179,7 @@ async def test_a_reload_is_told_whole() -> None:
     supervisor, [desk, _] = crew_of({})
     new = Config(models=[{"name": "alias", "target": "base"}])  # type: ignore[arg-type]
     supervisor._rulebook.current = Rules.of(new, Nowhere())  # type: ignore[arg-type]
-    supervisor.go_by()
+    supervisor.reconfigure()
     [told] = desk.told
     assert isinstance(told, GoBy)
     assert pickle.loads(told.config) == new

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import structlog
 
-from llmproxy.config import ConfigError, TlsConfig
+from llmproxy.config import ConfigError, TlsConfig, WatchedFile
 
-LOOK_S = 2.0
-"""How often the files are looked at: a stat of each."""
-
-_Signature = tuple[tuple[int, int, int], ...]
+LOOK_S = 1.0
+"""How often the files are looked at: a stat of each. A change is taken in by the second look that finds it."""
 
 _log = structlog.get_logger()
 
@@ -26,7 +24,9 @@ class ClientTls:
 
     def __init__(self, cert: Path, key: Path | None, client_ca: Path | None) -> None:
         self._cert, self._key = cert, key
-        self._seen = self._signature()
+        self._files = [WatchedFile(path, missing_counts=True) for path in (cert, key) if path is not None]
+        for file in self._files:
+            file.take()
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.context.set_alpn_protocols(["http/1.1"])
@@ -55,10 +55,9 @@ class ClientTls:
 
         What is of no use is logged once, and changes nothing.
         """
-        signature = self._signature()
-        if signature == self._seen:
+        changed = [file.has_changed() for file in self._files]
+        if True not in changed:
             return False
-        self._seen = signature
         try:
             # A pair that does not match would be loaded halfway: whether it does is found out on another context.
             self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
@@ -78,16 +77,6 @@ class ClientTls:
     def _load(self, context: ssl.SSLContext) -> None:
         # Without any, OpenSSL would ask the terminal for the passphrase of a key that has one.
         context.load_cert_chain(self._cert, self._key, password="")
-
-    def _signature(self) -> _Signature:
-        found = []
-        for path in filter(None, (self._cert, self._key)):
-            try:
-                stat = path.stat()
-                found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
-            except OSError:
-                found.append((0, 0, 0))
-        return tuple(found)
 
     def _unfit(self, error: OSError) -> str:
         key = "its key in the same file, as tls.key names none," if self._key is None else f"the key {self._key}"

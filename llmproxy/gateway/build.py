@@ -1,0 +1,68 @@
+"""Builds the gateway, the part of the proxy that has clients: in the one process, and in each relay worker, alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmproxy.config import BackendConfig, Config
+from llmproxy.core.estimates.tokens import Estimator
+from llmproxy.core.placement import presets
+from llmproxy.dispatcher import Leasing
+from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.pages import Pages
+from llmproxy.gateway.proxying.answers import Answers
+from llmproxy.gateway.proxying.handler import RequestHandler
+from llmproxy.gateway.proxying.rules import Rulebook, Rules
+from llmproxy.gateway.proxying.stored import StoredResponses
+from llmproxy.gateway.server import FrontDoor
+from llmproxy.telemetry import logs
+from llmproxy.telemetry.decisions import DecisionLog
+from llmproxy.telemetry.exit import ExitSink
+from llmproxy.upstream.port import Upstream
+
+
+@dataclass(slots=True)
+class Gateway:
+    """The request handler, and what it needs that follows the configuration."""
+
+    rulebook: Rulebook
+    stored: StoredResponses
+    handler: RequestHandler
+    decisions: DecisionLog | None
+    _upstream: Upstream
+    _metrics: ExitSink
+
+    @classmethod
+    def build(
+        cls,
+        config: Config,
+        backends: Mapping[str, BackendConfig],
+        upstream: Upstream,
+        dispatcher: Leasing,
+        estimator: Estimator,
+        metrics: ExitSink,
+        decisions: DecisionLog | None = None,
+        ids: str = "",
+    ) -> Gateway:
+        """`ids` is a prefix of the ids of requests, so that those of several gateways differ."""
+        rulebook = Rulebook(Rules.of(config, upstream))
+        stored = StoredResponses(rulebook, backends, upstream, dispatcher)
+        answers = Answers(dispatcher.cached) if presets.hears_answers(config.scheduling.placement) else None
+        handler = RequestHandler(
+            rulebook, backends, estimator, dispatcher, stored, answers, metrics, decisions, ids=ids
+        )  # fmt: skip
+        return cls(rulebook, stored, handler, decisions, upstream, metrics)
+
+    def front_door(self, pages: Pages, clients: ClientLimits) -> FrontDoor:
+        """Where requests come in. `pages` answers those that are not for an engine."""
+        head_bytes_max = self.rulebook.current.config.clients.head_bytes_max
+        return FrontDoor(self.rulebook, self.handler, self.stored, self._metrics, pages, clients, head_bytes_max)
+
+    def reconfigure(self, config: Config) -> None:
+        """Treat requests that come from now on by another configuration. Raises what `Rules.of` raises, before that."""
+        rules = Rules.of(config, self._upstream)
+        if config.log_level != self.rulebook.current.config.log_level:
+            logs.configure(config.log_format, config.log_level)
+        self.rulebook.current = rules
+        self.handler.reconfigure(config)
