@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmproxy.core.domain import Verdict
+from llmproxy.core.rate_limit import TokenBucket
 
 RETRY_RESERVE = 1024.0
 """Retries that may be made beyond the budget's share: a backend that dies takes all of its batch at once, and 1,024 is
@@ -20,15 +21,14 @@ class RetryBudget:
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
-        self._left = RETRY_RESERVE
+        # Requests fill it, not time.
+        self._bucket = TokenBucket(RETRY_RESERVE, 0.0)
 
     def request(self) -> None:
-        self._left = min(RETRY_RESERVE, self._left + self.ratio)
+        """A new request came: it earns its share of a retry."""
+        self._bucket.take(-self.ratio, 0.0)
 
     def take(self, verdict: Verdict) -> bool:
-        if verdict in (Verdict.CONNECT_FAILED, Verdict.LOST, Verdict.LOCAL_FAILURE):
-            return True
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
+        """Whether an attempt that ended with `verdict` may be retried; counts the retry if so."""
+        costs_nothing = verdict in (Verdict.CONNECT_FAILED, Verdict.LOST, Verdict.LOCAL_FAILURE)
+        return costs_nothing or self._bucket.try_take(1.0, 0.0)

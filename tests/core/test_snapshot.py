@@ -10,7 +10,7 @@ import pytest
 from llmproxy.core import snapshot
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Refused, Request, Slo, Trouble, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.core.queueing import queue
+from llmproxy.core.queueing import lazy_heap, queue
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from llmproxy.core.snapshot import BandSnapshot, PoolSnapshot
 from tests.core.make import listing, pools, reading, request
@@ -117,7 +117,7 @@ def test_only_the_first_of_each_flow_are_looked_at(monkeypatch: pytest.MonkeyPat
     for i in range(100):
         enter(house, float(i), flow="blue")
     looked = 0
-    really = queue.LazyHeap.__iter__
+    really = lazy_heap.LazyHeap.__iter__
 
     def counted(heap: Any) -> Any:
         nonlocal looked
@@ -125,7 +125,7 @@ def test_only_the_first_of_each_flow_are_looked_at(monkeypatch: pytest.MonkeyPat
             looked += 1
             yield queued
 
-    monkeypatch.setattr(queue.LazyHeap, "__iter__", counted)
+    monkeypatch.setattr(lazy_heap.LazyHeap, "__iter__", counted)
     house.snapshot(100.0)
     assert 0 < looked <= queue.FLOW_LOOK_MAX
 
@@ -302,11 +302,11 @@ def test_a_line_too_long_to_count_is_not_counted(monkeypatch: pytest.MonkeyPatch
     house = full()
     for i in range(12):
         enter(house, i / 10, label=f"l{i}")
-    monkeypatch.setattr(queue, "BEFORE_LOOK_MAX", 12)
+    monkeypatch.setattr(lazy_heap, "BEFORE_LOOK_MAX", 12)
     position = house.position("l7", 2.0)
     assert position is not None
     assert position.ahead_in_flow == 7
-    monkeypatch.setattr(queue, "BEFORE_LOOK_MAX", 11)
+    monkeypatch.setattr(lazy_heap, "BEFORE_LOOK_MAX", 11)
     position = house.position("l7", 2.0)
     assert position is not None
     assert position.ahead_in_flow is None

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from math import inf
 
-from llmproxy.core.queueing.queue import LazyHeap, Queued
+from llmproxy.core.queueing.lazy_heap import LazyHeap
+from llmproxy.core.queueing.queue import Queued, waits
 from llmproxy.core.queueing.usage_limits import UsageLimits
 
 Key = tuple[float, float]
@@ -24,7 +25,7 @@ class BlockedRequests:
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, LazyHeap[Key]] = {}
+        self._lines: dict[str, LazyHeap[Key, Queued]] = {}
         self._sizes: dict[str, int] = {}
         self.size = 0
         self._by_band: Counter[tuple[int, str]] = Counter()
@@ -37,7 +38,7 @@ class BlockedRequests:
         self.size += 1
         line = self._lines.get(name)
         if line is None:
-            line = self._lines[name] = LazyHeap(lambda _, queued: not queued.gone)
+            line = self._lines[name] = LazyHeap(waits)
         line.push((-queued.request.band, queued.request.arrived_s), queued, size)
 
     def remove(self, queued: Queued) -> None:

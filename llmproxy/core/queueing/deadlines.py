@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from llmproxy.core.queueing.queue import LazyHeap, Queued
+from llmproxy.core.queueing.lazy_heap import LazyHeap
+from llmproxy.core.queueing.queue import Queued
 
 ROUNDING_S = 1e-6
 """Sums of times differ by their rounding: without this, whoever is asked to come back at a deadline may come just
@@ -97,5 +98,5 @@ class Deadlines:
         return due
 
 
-def _deadlines(clock: int) -> LazyHeap[float]:
-    return LazyHeap(lambda due_s, queued: not queued.gone and queued.due_s[clock] == due_s)
+def _deadlines(clock: int) -> LazyHeap[float, Queued]:
+    return LazyHeap(lambda entry: not entry[2].gone and entry[2].due_s[clock] == entry[0])

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import count
 from math import inf
-from typing import Generic, TypeVar
+from typing import Any
 
 from llmproxy.core.domain import Request
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.fairness import FairnessPolicy
+from llmproxy.core.queueing.lazy_heap import HeapEntry, LazyHeap
 from llmproxy.core.queueing.ordering import Key, Rank
 
 FLOW_LOOK_MAX = 8
 """Requests of one flow that are looked at when the first of them fit nowhere; bounds the time of a pass."""
-
-BEFORE_LOOK_MAX = 20_000
-"""Entries of a heap that are counted to say how many come before one of them: some milliseconds of work."""
 
 
 def head_rank(request: Request) -> Rank:
@@ -47,66 +43,16 @@ class Queued:
     gone: bool = False
 
 
-K = TypeVar("K", bound=tuple[float, ...] | float)
-Entry = tuple[K, int, Queued]
+def waits(entry: HeapEntry[Any, Queued]) -> bool:
+    """Whether the request of a heap's entry still waits, and as this object."""
+    return not entry[2].gone
 
 
-class LazyHeap(Generic[K]):
-    """A heap from which entries are not taken out when they stop to count, but dropped when they surface.
-
-    Putting one in is O(log n), leaving is free; `counts` says whether an entry still does.
-    """
-
-    __slots__ = ("_counts", "_entries", "_serial")
-
-    def __init__(self, counts: Callable[[K, Queued], bool]) -> None:
-        self._entries: list[Entry[K]] = []
-        self._counts = counts
-        self._serial = count()
-
-    def push(self, key: K, queued: Queued, live: int) -> None:
-        """Put in an entry; `live` is about how many count, beyond a multiple of which the rest is cleared out."""
-        heappush(self._entries, (key, next(self._serial), queued))
-        if len(self._entries) > 64 + 2 * live:
-            self._entries = [entry for entry in self._entries if self._counts(entry[0], entry[2])]
-            heapify(self._entries)
-
-    def least(self) -> Entry[K] | None:
-        """The least entry that counts."""
-        entries = self._entries
-        while entries and not self._counts(entries[0][0], entries[0][2]):
-            heappop(entries)
-        return entries[0] if entries else None
-
-    def pop(self) -> Queued:
-        """Take out the entry that `least` has just answered."""
-        return heappop(self._entries)[2]
-
-    def before(self, queued: Queued) -> int | None:
-        """How many come before `queued`, None where there are more than `BEFORE_LOOK_MAX` entries to count."""
-        if len(self._entries) > BEFORE_LOOK_MAX:
-            return None
-        own = next(entry for entry in self._entries if entry[2] is queued and self._counts(entry[0], queued))
-        return sum(1 for entry in self._entries if entry < own and self._counts(entry[0], entry[2]))
-
-    def __iter__(self) -> Generator[Queued, None, None]:
-        """Those that count, least key first. Close the iterator before changing anything."""
-        taken: list[Entry[K]] = []
-        try:
-            while (entry := self.least()) is not None:
-                # The first is asked for almost always and those behind it hardly ever: it stays where it is till then.
-                yield entry[2]
-                taken.append(heappop(self._entries))
-        finally:
-            for entry in taken:
-                heappush(self._entries, entry)
+def _in_place(entry: HeapEntry[Key, Queued]) -> bool:
+    return not entry[2].gone and entry[2].key == entry[0]
 
 
-def _in_place(key: Key, queued: Queued) -> bool:
-    return not queued.gone and queued.key == key
-
-
-class _Line(LazyHeap[Key]):
+class _Line(LazyHeap[Key, Queued]):
     """The waiting requests of one flow, in the order of their ranks."""
 
     __slots__ = ("size",)
@@ -132,7 +78,7 @@ class Band:
         self._tell = faults.tell
         self.size = 0
         self._lines: dict[str, _Line] = {}
-        self._turns: LazyHeap[float] = LazyHeap(lambda _, queued: not queued.gone)
+        self._turns: LazyHeap[float, Queued] = LazyHeap(waits)
 
     @property
     def flows(self) -> int:

@@ -6,68 +6,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmproxy.core.domain import Outcome, Refused, Request
+from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.settings import UsageLimit
 
 MINUTE_S = 60.0
-ROUNDING_S = 1e-6
 UNBOUNDED_FREE = 64
 """Requests that come back at a time to a flow from the line of a limit that was lifted."""
-
-
-class _Bucket:
-    """A token bucket that holds one minute's worth and fills evenly."""
-
-    def __init__(self, per_min: float) -> None:
-        self._per_min = per_min
-        self._level = per_min
-        self._at_s = 0.0
-
-    def reconfigure(self, per_min: float, now: float) -> None:
-        """Hold another minute's worth, less what was taken of the old one."""
-        self._fill(now)
-        self._level, self._per_min = per_min - (self._per_min - self._level), per_min
-
-    def lacks_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` may be taken; what is more than a minute's worth may be taken from a full bucket."""
-        self._fill(now)
-        wait_s = (min(amount, self._per_min) - self._level) * MINUTE_S / self._per_min
-        # A level filled in many steps is a sum of floats, and who comes when told to must not be told once more.
-        return wait_s if wait_s > ROUNDING_S else 0.0
-
-    def take(self, amount: float, now: float) -> None:
-        """Take `amount`, perhaps more than there is; a negative one is given back."""
-        self._fill(now)
-        self._level = min(self._per_min, self._level - amount)
-
-    def left(self, now: float) -> float:
-        """How much may be taken now; below 0 where more was taken than there was."""
-        self._fill(now)
-        return self._level
-
-    def _fill(self, now: float) -> None:
-        self._level = min(self._per_min, self._level + max(0.0, now - self._at_s) * self._per_min / MINUTE_S)
-        self._at_s = now
 
 
 class _Use:
     def __init__(self, limit: UsageLimit) -> None:
         self.limit = limit
         self.in_flight = 0
-        self.requests = _Bucket(limit.requests_per_min) if limit.requests_per_min is not None else None
-        self.tokens = _Bucket(limit.tokens_per_min) if limit.tokens_per_min is not None else None
+        self.requests = _resized(None, limit.requests_per_min, 0.0)
+        self.tokens = _resized(None, limit.tokens_per_min, 0.0)
 
     def reconfigure(self, limit: UsageLimit, now: float) -> None:
         self.limit = limit
-        self.requests = _reconfigured(self.requests, limit.requests_per_min, now)
-        self.tokens = _reconfigured(self.tokens, limit.tokens_per_min, now)
+        self.requests = _resized(self.requests, limit.requests_per_min, now)
+        self.tokens = _resized(self.tokens, limit.tokens_per_min, now)
 
 
-def _reconfigured(bucket: _Bucket | None, per_min: float | None, now: float) -> _Bucket | None:
+def _resized(bucket: TokenBucket | None, per_min: float | None, now: float) -> TokenBucket | None:
+    """A bucket that holds one minute's worth, from which as much was taken as from `bucket`; None without a rate."""
     if per_min is None:
         return None
     if bucket is None:
-        return _Bucket(per_min)
-    bucket.reconfigure(per_min, now)
+        return TokenBucket(per_min, per_min / MINUTE_S)
+    bucket.resize(per_min, per_min / MINUTE_S, now)
     return bucket
 
 
@@ -127,7 +93,7 @@ class UsageLimits:
         for name in request.limits:
             use = self._use(name)
             for bucket, amount, key in ((use.requests, 1.0, "requests"), (use.tokens, tokens, "tokens")):
-                wait_s = 0.0 if bucket is None else bucket.lacks_s(amount, now)
+                wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now)
                 if wait_s > longest_s:
                     allowed = use.limit.requests_per_min if key == "requests" else use.limit.tokens_per_min
                     message = f"The limit of {allowed:g} {key} per minute of {told(name)} is used up. Try again later."
@@ -188,8 +154,8 @@ class UsageLimits:
     def left_per_min(self, name: str, now: float) -> tuple[float | None, float | None]:
         """(Requests, tokens) that may still be taken now under the limit `name`, None where it has no such rate."""
         use = self._use(name)
-        requests = None if use.requests is None else use.requests.left(now)
-        return requests, None if use.tokens is None else use.tokens.left(now)
+        requests = None if use.requests is None else use.requests.level(now)
+        return requests, None if use.tokens is None else use.tokens.level(now)
 
     @property
     def open(self) -> int:

@@ -9,9 +9,10 @@ from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.blocked import OF_BACKEND, BlockedRequests, Key
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness import policies
+from llmproxy.core.queueing.lazy_heap import LazyHeap
 from llmproxy.core.queueing.occupancy import Full, Occupancy
 from llmproxy.core.queueing.ordering import Rank
-from llmproxy.core.queueing.queue import Band, LazyHeap, Queued
+from llmproxy.core.queueing.queue import Band, Queued, waits
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.settings import Settings
 
@@ -38,7 +39,7 @@ class WaitingRoom:
         self._occupancy = occupancy
         self._limits = limits
         self._bands: dict[int, Band] = {}
-        self._newest: dict[int, LazyHeap[float]] = {}
+        self._newest: dict[int, LazyHeap[float, Queued]] = {}
         self._blocked = BlockedRequests()
         self._deadlines = Deadlines(settings.queue.hold_s)
         self._labels: dict[str, str] = {}
@@ -59,7 +60,7 @@ class WaitingRoom:
         if band is None:
             fairness = policies.get(self._settings.fairness)(self._settings)
             band = self._bands[level] = Band(fairness, self._faults)
-            self._newest[level] = LazyHeap(lambda _, queued: not queued.gone)
+            self._newest[level] = LazyHeap(waits)
             self.order = sorted(self._bands, reverse=True)
         return band
 

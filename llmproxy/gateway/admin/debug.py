@@ -19,6 +19,7 @@ from aiohttp import web
 from llmproxy.config import Config
 from llmproxy.core.adapters import Adapters, AdapterState
 from llmproxy.core.domain import Outcome
+from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin.explained import pages_of
@@ -58,8 +59,7 @@ class AdminPages:
         self._has_port = config.admin.port is not None
         self._bound = {config.host.lower(), config.admin.host.lower()}
         self.reconfigure(config)
-        self._allowance = BURST
-        self._at_s = clock()
+        self._bucket = TokenBucket(BURST, PAGES_PER_S)
 
     def reconfigure(self, config: Config) -> None:
         """Go by another admin key, other names of bands and other tenants from now on."""
@@ -117,7 +117,7 @@ class AdminPages:
 
     def adapters(self) -> web.Response:
         """What was loaded through the proxy, and how it stands with each on each backend; 429 as for `queue`."""
-        if not self._may(self._clock()):
+        if not self._bucket.try_take(1.0, self._clock()):
             return _too_often()
         states, more = self._adapters.states()
         return shown({"adapters": [_adapter(state) for state in states], "more": more})
@@ -128,7 +128,7 @@ class AdminPages:
         429 to those who ask too often. No look is a request of the metrics or the log: it is of another kind.
         """
         now, wanted = self._clock(), request.query.get("request")
-        if not self._may(now):
+        if not self._bucket.try_take(1.0, now):
             return _too_often()
         if not wanted:
             return shown(self._everything(now))
@@ -143,7 +143,7 @@ class AdminPages:
         404 where none for that request is remembered, 429 as for `queue`.
         """
         now, wanted = self._clock(), request.query.get("request")
-        if not self._may(now):
+        if not self._bucket.try_take(1.0, now):
             return _too_often()
         asked = request.query.get("limit")
         if asked is not None and not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= CHOICES_MAX):
@@ -153,14 +153,6 @@ class AdminPages:
         if wanted and not any(pool["choices"] for pool in pools):
             return _refusal(404, f"No choice for a request `{wanted[:256]}` is remembered.")
         return shown({"placement": self._pools.settings.placement, "pools": pools})
-
-    def _may(self, now: float) -> bool:
-        self._allowance = min(BURST, self._allowance + (now - self._at_s) * PAGES_PER_S)
-        self._at_s = now
-        if self._allowance < 1.0:
-            return False
-        self._allowance -= 1.0
-        return True
 
     def _name(self, level: int) -> str:
         return self._names.get(level, str(level))

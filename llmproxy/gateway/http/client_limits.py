@@ -11,6 +11,7 @@ from ipaddress import IPv6Address, ip_address
 
 from llmproxy.config import ClientsConfig
 from llmproxy.core.domain import Outcome
+from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.gateway.http.errors import Failure
 
 ADDRESSES_MAX = 10_000
@@ -25,7 +26,7 @@ class ClientLimits:
         self._limits = limits
         self._open = 0
         self._open_by: Counter[str] = Counter()
-        self._full_at_s: OrderedDict[str, float] = OrderedDict()
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def opened(self, address: str) -> Failure | None:
         """Count a connection of `address`, until it is `closed`; or say why it is to be closed at once, uncounted."""
@@ -50,22 +51,21 @@ class ClientLimits:
     def ask(self, address: str, now: float) -> None:
         """Count a request. Raises Failure (429) where the address has used up its rate.
 
-        A token bucket that holds a second's worth, kept as the one time at which it will be full again (the generic
-        cell rate algorithm, ITU-T I.371).
+        An address has a token bucket that holds a second's worth, and one request at least.
         """
         rate = self._limits.address_requests_per_s
         if rate is None:
             return
-        key, token_s = network_of(address), 1.0 / rate
-        full_at_s = max(now, self._full_at_s.get(key, now))
-        wait_s = full_at_s + token_s - now - max(1.0, token_s)
-        if wait_s > 1e-9:
+        key = network_of(address)
+        bucket = self._buckets.get(key) or TokenBucket(max(1.0, rate), rate)
+        if (wait_s := bucket.wait_s(1.0, now)) > 0.0:
             message = f"This address may send {rate:g} requests a second (clients.address_requests_per_s). Try again."
             raise Failure(Outcome.RATE_LIMITED, message, retry_after_s=wait_s)
-        self._full_at_s[key] = full_at_s + token_s
-        self._full_at_s.move_to_end(key)
-        if len(self._full_at_s) > ADDRESSES_MAX:
-            self._full_at_s.popitem(last=False)
+        bucket.take(1.0, now)
+        self._buckets[key] = bucket
+        self._buckets.move_to_end(key)
+        if len(self._buckets) > ADDRESSES_MAX:
+            self._buckets.popitem(last=False)
 
     @property
     def open(self) -> int:

@@ -8,7 +8,7 @@ from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
 from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.ordering import Rank
-from llmproxy.core.queueing.queue import Band, LazyHeap, Queued, head_rank
+from llmproxy.core.queueing.queue import Band, Queued, head_rank
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
 from tests.core.make import pools, request
 
@@ -171,31 +171,6 @@ def test_one_that_left_does_not_turn() -> None:
     band.remove(gone)
     band.settle(10.0)
     assert band.flows == 0
-
-
-# --- heaps ------------------------------------------------------------------------------------------------------------
-
-
-def test_entries_of_those_that_left_do_not_pile_up() -> None:
-    heap: LazyHeap[float] = LazyHeap(lambda _, queued: not queued.gone)
-    for at in range(10_000):
-        one = queued(request())
-        heap.push(-float(at), one, 1)
-        one.gone = True
-    assert len(heap._entries) <= 70
-
-
-def test_looking_along_a_heap_takes_nothing_out() -> None:
-    heap: LazyHeap[float] = LazyHeap(lambda _, queued: not queued.gone)
-    lines = [queued(request(arrived_s=float(at))) for at in (2, 0, 1)]
-    for one in lines:
-        heap.push(one.request.arrived_s, one, 3)
-    lines[1].gone = True
-    looking = iter(heap)
-    assert next(looking) is lines[2]
-    assert next(looking) is lines[0]
-    looking.close()
-    assert [one.request.arrived_s for one in heap] == [1.0, 2.0]
 
 
 # --- time to wait -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmproxy.core.domain import Request
 from llmproxy.core.queueing.fairness.accounts import Accounts
 from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
-from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
+from llmproxy.core.queueing.lazy_heap import KeyedHeap
 from llmproxy.core.settings import Settings
 
 
@@ -47,7 +47,7 @@ class FairShare(FairnessPolicy):
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._flows = SortedFlows()
+        self._flows = KeyedHeap()
         self._accounts = Accounts(_Account)
         self._floor = 0.0
 

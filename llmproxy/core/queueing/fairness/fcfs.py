@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from llmproxy.core.domain import Request
 from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
-from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
+from llmproxy.core.queueing.lazy_heap import KeyedHeap
 from llmproxy.core.settings import Settings
 
 
@@ -15,7 +15,7 @@ class FcfsFairness(FairnessPolicy):
     """The flow whose head arrived first."""
 
     def __init__(self, settings: Settings) -> None:
-        self._flows = SortedFlows()
+        self._flows = KeyedHeap()
 
     def backlogged(self, flow: str, head: Request) -> None:
         self._flows.set(flow, head.arrived_s)

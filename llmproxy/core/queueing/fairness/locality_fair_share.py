@@ -9,7 +9,7 @@ from math import inf
 from llmproxy.core.domain import Request
 from llmproxy.core.queueing.fairness.accounts import Accounts
 from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
-from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
+from llmproxy.core.queueing.lazy_heap import KeyedHeap
 from llmproxy.core.settings import Settings
 
 
@@ -57,8 +57,8 @@ class LocalityFairShare(FairnessPolicy):
         self._level = settings.quantum_tokens
         self._turns = 0
         self._accounts = Accounts(_Account)
-        self._positive = SortedFlows()
-        self._spent = SortedFlows()
+        self._positive = KeyedHeap()
+        self._spent = KeyedHeap()
 
     def backlogged(self, flow: str, head: Request) -> None:
         account = self._accounts.wait(flow)

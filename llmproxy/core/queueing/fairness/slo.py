@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from math import inf
 
 from llmproxy.core.domain import Request
 from llmproxy.core.queueing.fairness.accounts import Accounts
 from llmproxy.core.queueing.fairness.policy import FairnessPolicy, policies
-from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
+from llmproxy.core.queueing.lazy_heap import KeyedHeap
 from llmproxy.core.settings import Settings
 
 BUCKETS = 60
@@ -63,11 +62,11 @@ class SloAdherence(FairnessPolicy):
     def __init__(self, settings: Settings) -> None:
         self._bucket_s = settings.slo_window_s / BUCKETS
         self._accounts = Accounts(_Account, self._erase)
-        self._flows = SortedFlows()
+        self._flows = KeyedHeap()
         self._buckets: deque[tuple[int, dict[str, _Tally]]] = deque()
-        self._unstarted: set[str] = set()
+        self._unstarted: dict[str, str] = {}
         self._counted_late: set[str] = set()
-        self._alarms: list[tuple[float, str, str]] = []
+        self._alarms = KeyedHeap()
         self._now = -inf
 
     def entered(self, request: Request, now: float) -> None:
@@ -97,11 +96,11 @@ class SloAdherence(FairnessPolicy):
 
     def started(self, request: Request, now: float) -> None:
         self._advance(now)
-        self._unstarted.discard(request.id)
+        self._forget(request)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         self._advance(now)
-        self._unstarted.discard(request.id)
+        self._forget(request)
         if request.id in self._counted_late:
             self._counted_late.discard(request.id)
         elif met is not None:
@@ -142,12 +141,9 @@ class SloAdherence(FairnessPolicy):
         self._now = now
         while self._buckets and self._buckets[0][0] < self._bucket() - BUCKETS:
             self._leave(self._buckets.popleft()[1])
-        while self._alarms and self._alarms[0][0] < now:
-            _, request_id, flow = heappop(self._alarms)
-            if request_id in self._unstarted:
-                self._unstarted.discard(request_id)
-                self._counted_late.add(request_id)
-                self._count(flow, met=False)
+        for request_id in self._alarms.take_below(now):
+            self._counted_late.add(request_id)
+            self._count(self._unstarted.pop(request_id), met=False)
 
     def _leave(self, bucket: dict[str, _Tally]) -> None:
         for flow, tally in bucket.items():
@@ -169,12 +165,12 @@ class SloAdherence(FairnessPolicy):
         due_s = _due_s(request)
         if due_s == inf or request.id in self._unstarted or request.id in self._counted_late:
             return
-        self._unstarted.add(request.id)
-        heappush(self._alarms, (due_s, request.id, request.flow))
-        # Most requests start in time; without this the alarms of those would outnumber the requests still watched.
-        if len(self._alarms) > 64 + 4 * len(self._unstarted):
-            self._alarms = list({alarm for alarm in self._alarms if alarm[1] in self._unstarted})
-            heapify(self._alarms)
+        self._unstarted[request.id] = request.flow
+        self._alarms.set(request.id, due_s)
+
+    def _forget(self, request: Request) -> None:
+        self._unstarted.pop(request.id, None)
+        self._alarms.discard(request.id)
 
 
 def _due_s(request: Request) -> float:

@@ -7,7 +7,6 @@ import pytest
 from llmproxy.core.domain import Slo
 from llmproxy.core.queueing.fairness import FairnessPolicy, accounts, policies
 from llmproxy.core.queueing.fairness.accounts import Accounts
-from llmproxy.core.queueing.fairness.sorted_flows import SortedFlows
 from llmproxy.core.settings import Settings
 from tests.core.make import request
 from tests.core.queueing.fairness.fairness_engine import arrive, first, offered
@@ -122,26 +121,6 @@ def test_round_robin_puts_a_flow_that_comes_back_behind_the_others() -> None:
 
 
 # --- what they are made of --------------------------------------------------------------------------------------------
-
-
-def test_flows_are_sorted_by_their_newest_key_and_equals_by_who_was_set_first() -> None:
-    flows = SortedFlows()
-    for flow, key in (("a", 3.0), ("b", 1.0), ("c", 3.0), ("b", 5.0), ("d", 3.0), ("e", 0.0)):
-        flows.set(flow, key)
-    flows.discard("e")
-    assert list(flows) == ["a", "c", "d", "b"]
-    assert flows.least() == (3.0,)
-    assert flows.take_below(3.0) == []
-    assert flows.take_below(5.0) == ["a", "c", "d"]
-    assert list(flows) == ["b"]
-    assert "a" not in flows
-
-
-def test_a_key_that_changes_often_leaves_no_heap_of_old_ones() -> None:
-    flows = SortedFlows()
-    for number in range(1000):
-        flows.set("a", float(number))
-    assert len(flows._heap) <= 64 + 4
 
 
 def test_the_idle_flow_heard_of_longest_ago_is_forgotten_and_waiting_ones_never(

@@ -294,7 +294,7 @@ def test_a_long_run_leaves_nothing_behind() -> None:
         policy.started(again, 2500.0)
     policy.ended(again, True, 2500.0)
     policy.emptied("again")
-    assert len(policy._alarms) <= 64 + 4 * 11
+    assert len(policy._alarms._heap._entries) <= 64 + 4 * 11
     assert len(policy._buckets) <= BUCKETS + 1
     for one in waiting:
         policy.ended(one, True, 2500.0)
