@@ -31,26 +31,8 @@ from llmproxy.telemetry import logs
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.peers import Peers
 from llmproxy.upstream.port import Upstream
-from llmproxy.workers.protocol import (
-    TO_WORKER,
-    Begin,
-    Channel,
-    Cut,
-    Estimates,
-    Fleet,
-    GoBy,
-    Granted,
-    Holds,
-    Idle,
-    Listening,
-    Made,
-    Refuse,
-    Resolved,
-    Shown,
-    Standing,
-    Stop,
-    ToWorker,
-)
+from llmproxy.workers import protocol
+from llmproxy.workers.channel import TO_WORKER, Channel
 from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics, RemotePages
 
 HELD_S = 1.0
@@ -66,26 +48,26 @@ class _Line:
         self.over = asyncio.Event()
         """There is nothing more to do: the worker was told to stop, or the scheduler is gone."""
         self.lost = asyncio.Event()
-        self.begun: asyncio.Future[tuple[Begin, Config]] = asyncio.get_running_loop().create_future()
-        self.channel: Channel[ToWorker] = Channel(TO_WORKER, self._take, self._lost)
-        self._early: list[ToWorker] = []
-        self._begin: Begin | None = None
-        self._hear: Callable[[ToWorker], None] | None = None
+        self.begun: asyncio.Future[tuple[protocol.WorkerStart, Config]] = asyncio.get_running_loop().create_future()
+        self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._take, self._lost)
+        self._early: list[protocol.ToWorker] = []
+        self._begin: protocol.WorkerStart | None = None
+        self._hear: Callable[[protocol.ToWorker], None] | None = None
         self._on_lost: Callable[[], None] = lambda: None
 
-    def hear(self, hear: Callable[[ToWorker], None], on_lost: Callable[[], None]) -> None:
+    def hear(self, hear: Callable[[protocol.ToWorker], None], on_lost: Callable[[], None]) -> None:
         """From now on `hear` is told everything, first what came already, and `on_lost` of the end."""
         self._hear, self._on_lost = hear, on_lost
         for message in self._early:
             hear(message)
         self._early.clear()
 
-    def _take(self, message: ToWorker) -> None:
-        if isinstance(message, Stop):
+    def _take(self, message: protocol.ToWorker) -> None:
+        if isinstance(message, protocol.StopWorker):
             self.over.set()
-        elif isinstance(message, Begin):
+        elif isinstance(message, protocol.WorkerStart):
             self._begin = message
-        elif isinstance(message, GoBy) and self._begin is not None and not self.begun.done():
+        elif isinstance(message, protocol.NewConfig) and self._begin is not None and not self.begun.done():
             self.begun.set_result((self._begin, pickle.loads(message.config)))
         elif self._hear is None:
             self._early.append(message)
@@ -102,7 +84,9 @@ class _Line:
 class _Worker:
     """The parts of a worker, and what each message does to them."""
 
-    def __init__(self, name: str, config: Config, channel: Channel[ToWorker], upstream: Upstream, peers: Peers) -> None:
+    def __init__(
+        self, name: str, config: Config, channel: Channel[protocol.ToWorker], upstream: Upstream, peers: Peers
+    ) -> None:
         self._channel = channel
         self._calls = Calls(channel)
         self._dispatcher = RemoteDispatcher(channel, self._calls)
@@ -113,7 +97,7 @@ class _Worker:
             config, self._backends, upstream, self._dispatcher, self._estimator, RemoteMetrics(channel),
             ids=f"{name}-",
         )  # fmt: skip
-        gateway.stored.on_made = lambda *made: channel.send(Made(*made))
+        gateway.stored.on_made = lambda *made: channel.send(protocol.ResponseStored(*made))
         gateway.stored.catch_up = self._dispatcher.caught_up
         self.handler = gateway.handler
         pages = RemotePages(self._calls, gateway.rulebook)
@@ -121,22 +105,22 @@ class _Worker:
         self.listener: Listener | None = None
         self._seeing_off: asyncio.Task[None] | None = None
 
-    def hear(self, message: ToWorker) -> None:
+    def hear(self, message: protocol.ToWorker) -> None:
         match message:
-            case Granted() | Refuse() | Resolved() | Shown():
+            case protocol.LeaseGranted() | protocol.CallRefused() | protocol.NameResolved() | protocol.PageResponse():
                 self._calls.answered(message)
-            case Cut():
+            case protocol.LeaseCut():
                 self._dispatcher.cut(message)
-            case Estimates(models):
+            case protocol.LearnedEstimates(models):
                 for model, estimate in models.items():
                     self._estimator.take(model, estimate)
-            case Made(response_id, backend, tenant):
+            case protocol.ResponseStored(response_id, backend, tenant):
                 self._gateway.stored.note(response_id, backend, tenant, settled=True)
-            case Fleet():
+            case protocol.KnownBackends():
                 self._know(message)
-            case GoBy(config):
+            case protocol.NewConfig(config):
                 self._gateway.reconfigure(pickle.loads(config))
-            case Standing():
+            case protocol.ShutdownState():
                 self._stand(message)
             case _:
                 raise NotImplementedError(type(message).__name__)
@@ -145,7 +129,7 @@ class _Worker:
         """There is no scheduler any more."""
         self._dispatcher.lost()
 
-    def _know(self, fleet: Fleet) -> None:
+    def _know(self, fleet: protocol.KnownBackends) -> None:
         """Use these backends and no others."""
         self._dispatcher.names(fleet)
         backends: tuple[BackendConfig, ...] = pickle.loads(fleet.backends)
@@ -156,7 +140,7 @@ class _Worker:
         except ConfigError as error:
             _log.error("backend_not_trusted", problems=list(error.problems))
 
-    def _stand(self, standing: Standing) -> None:
+    def _stand(self, standing: protocol.ShutdownState) -> None:
         self._dispatcher.standing = standing
         if standing.leaving:
             self.handler.begin_shutdown(replaced=standing.replaced)
@@ -171,17 +155,17 @@ class _Worker:
         while True:
             await asyncio.sleep(HELD_S)
             if (held := self.handler.bodies.held_bytes) != told:
-                self._channel.send(Holds(held))
+                self._channel.send(protocol.HeldBytes(held))
                 told = held
 
-    async def _see_off(self, standing: Standing) -> None:
+    async def _see_off(self, standing: protocol.ShutdownState) -> None:
         if self.listener is not None and standing.closed:
             await self.listener.close()
         if self.listener is not None and standing.replaced and not standing.draining:
             await self.listener.deserted()
         else:
             await self.handler.idle.wait()
-        self._channel.send(Idle())
+        self._channel.send(protocol.WorkerIdle())
 
 
 async def _serve(end: socket.socket) -> int:
@@ -208,7 +192,7 @@ async def _serve(end: socket.socket) -> int:
             stack.callback(worker.handler.cut)
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            line.channel.send(Listening(worker.listener.url))
+            line.channel.send(protocol.Listening(worker.listener.url))
             await line.over.wait()
             if line.lost.is_set():
                 _log.error("scheduler_lost", requests=worker.handler.open_requests, hint="this worker ends")

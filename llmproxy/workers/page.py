@@ -19,7 +19,7 @@ from llmproxy.gateway.http.connection import ClientServer
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.server import FrontDoor
-from llmproxy.workers.protocol import Page, Shown
+from llmproxy.workers.protocol import PageRequest, PageResponse
 
 CUT_AFTER_S = 0.1
 """How long what still runs behind an answer, or for nobody, gets before it is cut."""
@@ -33,8 +33,8 @@ class _Hatch:
 
     front: FrontDoor
     clients: ClientLimits
-    page: Page
-    answer: asyncio.Future[Shown]
+    page: PageRequest
+    answer: asyncio.Future[PageResponse]
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         response = await self.front.handle_judged(request.clone(remote=self.page.remote))
@@ -53,11 +53,11 @@ class _Hatch:
         if not self.answer.done():
             body = response.body if isinstance(response.body, bytes) else b""
             fields = tuple(response.headers.items())
-            self.answer.set_result(Shown(self.page.call, response.status, response.reason, fields, body))
+            self.answer.set_result(PageResponse(self.page.call, response.status, response.reason, fields, body))
         return response
 
 
-async def answer_page(front: FrontDoor, page: Page) -> Shown:
+async def answer_page(front: FrontDoor, page: PageRequest) -> PageResponse:
     """What the front door answers to a page that a client of a worker asked for; 100 where it waits for a body."""
     loop = asyncio.get_running_loop()
     hatch = _Hatch(front, ClientLimits(ClientsConfig()), page, loop.create_future())
@@ -72,7 +72,7 @@ async def answer_page(front: FrontDoor, page: Page) -> Shown:
             told = loop.create_task(loop.sock_recv(ours, 1))
             await asyncio.wait((hatch.answer, told), return_when=asyncio.FIRST_COMPLETED)
             # Bytes of a server that has not answered are an interim answer.
-            return hatch.answer.result() if hatch.answer.done() else Shown(page.call, 100, "", (), b"")
+            return hatch.answer.result() if hatch.answer.done() else PageResponse(page.call, 100, "", (), b"")
     finally:
         if told is not None:
             told.cancel()

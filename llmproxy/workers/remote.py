@@ -19,35 +19,10 @@ from llmproxy.gateway.proxying.response_writer import read_body
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.workers.protocol import (
-    Admit,
-    Attempted,
-    Cached,
-    Cancel,
-    Channel,
-    Committed,
-    Cut,
-    Direct,
-    Ended,
-    Exit,
-    Fleet,
-    Granted,
-    Learn,
-    LogLinesLost,
-    Message,
-    Page,
-    Progress,
-    Refuse,
-    Resolve,
-    Resolved,
-    Return,
-    Shown,
-    Standing,
-    Started,
-    ToWorker,
-)
+from llmproxy.workers import protocol
+from llmproxy.workers.channel import Channel
 
-Answered = Granted | Resolved | Shown
+Answered = protocol.LeaseGranted | protocol.NameResolved | protocol.PageResponse
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 """Fields that speak of how a body comes on its connection."""
 
@@ -55,12 +30,12 @@ _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 class Calls:
     """What this worker asked and was not answered yet. When the scheduler is gone, nobody is let in any more."""
 
-    def __init__(self, channel: Channel[ToWorker]) -> None:
+    def __init__(self, channel: Channel[protocol.ToWorker]) -> None:
         self._channel = channel
         self._serial = count(1)
         self._open: dict[int, asyncio.Future[Answered]] = {}
 
-    async def answer(self, asked: Callable[[int], Message]) -> Answered:
+    async def answer(self, asked: Callable[[int], protocol.Message]) -> Answered:
         """Send what `asked` makes of the number of this call, and wait. Raises Refused."""
         if self._channel.lost:
             raise shutting_down()
@@ -72,7 +47,7 @@ class Calls:
             return await answer
         except asyncio.CancelledError:
             # Also where the answer is here already: the scheduler then ends the lease that was granted.
-            self._channel.send(Cancel(call))
+            self._channel.send(protocol.CancelCall(call))
             raise
         finally:
             del self._open[call]
@@ -80,7 +55,7 @@ class Calls:
             del answer
 
     @contextmanager
-    def lasting(self, asked: Callable[[int], Message], refused: Callable[[], None]) -> Iterator[None]:
+    def lasting(self, asked: Callable[[int], protocol.Message], refused: Callable[[], None]) -> Iterator[None]:
         """A call that lasts as long as the block, unless it is refused, or there is nobody to refuse it any more."""
         if self._channel.lost:
             raise shutting_down()
@@ -97,16 +72,16 @@ class Calls:
         try:
             yield
         finally:
-            self._channel.send(Cancel(call))
+            self._channel.send(protocol.CancelCall(call))
             del self._open[call]
             answer.cancel()
 
-    def answered(self, message: Answered | Refuse) -> None:
+    def answered(self, message: Answered | protocol.CallRefused) -> None:
         """The answer to a call; nobody may be waiting for it any more."""
         answer = self._open.get(message.call)
         if answer is None or answer.done():
             return
-        if isinstance(message, Refuse):
+        if isinstance(message, protocol.CallRefused):
             answer.set_exception(Refused(message.outcome, message.message, message.retry_after_s))
         else:
             answer.set_result(message)
@@ -121,13 +96,13 @@ class Calls:
 class RemoteDispatcher:
     """`Leasing`, by asking the process that schedules. What names mean is known here, as far as it was told."""
 
-    def __init__(self, channel: Channel[ToWorker], calls: Calls) -> None:
+    def __init__(self, channel: Channel[protocol.ToWorker], calls: Calls) -> None:
         self._channel = channel
         self._calls = calls
         self._leases: dict[int, Lease] = {}
         self._targets: Mapping[str, Target] = {}
         self._unnamed: Target | None = None
-        self.standing = Standing()
+        self.standing = protocol.ShutdownState()
 
     @property
     def draining(self) -> bool:
@@ -148,8 +123,8 @@ class RemoteDispatcher:
     async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
         """The lease of a request; see `admit`."""
         asked_s = _now()
-        granted = await self._calls.answer(lambda call: Admit(call, request, excluded, entry))
-        assert isinstance(granted, Granted)
+        granted = await self._calls.answer(lambda call: protocol.Admit(call, request, excluded, entry))
+        assert isinstance(granted, protocol.LeaseGranted)
         # Loops read the clock once a turn: that of the scheduler may have done so before this one asked.
         at_s = max(asked_s, granted.at_s)
         grant = Grant(
@@ -161,97 +136,97 @@ class RemoteDispatcher:
     def returned(self, lease: Lease) -> None:
         """A lease is over."""
         del self._leases[lease.grant.lease]
-        self._channel.send(Return(lease.grant.lease, lease.verdict, lease.usage))
+        self._channel.send(protocol.LeaseReturned(lease.grant.lease, lease.verdict, lease.usage))
 
     async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
         """See `Dispatcher.resolve`, which is asked of whatever is not known here."""
         known = self._unnamed if name is None else self._targets.get(name)
         if known is not None:
             return known
-        resolved = await self._calls.answer(lambda call: Resolve(call, name, hold_s, body_bytes))
-        assert isinstance(resolved, Resolved)
+        resolved = await self._calls.answer(lambda call: protocol.Resolve(call, name, hold_s, body_bytes))
+        assert isinstance(resolved, protocol.NameResolved)
         return resolved.target
 
     async def caught_up(self) -> None:
         """Know here what the scheduler knew when it was asked: what it tells comes in order, before any answer."""
         with suppress(Refused):
-            await self._calls.answer(lambda call: Resolve(call, None, 0.0, 0))
+            await self._calls.answer(lambda call: protocol.Resolve(call, None, 0.0, 0))
 
     def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]:
         """See `Dispatcher.direct`."""
         if self.draining:
             raise shutting_down()
-        return self._calls.lasting(lambda call: Direct(call, backend), cut)
+        return self._calls.lasting(lambda call: protocol.DirectRequest(call, backend), cut)
 
     def ended(self, request: Request, met: bool | None) -> None:
-        self._channel.send(Ended(request.id, met))
+        self._channel.send(protocol.RequestEnded(request.id, met))
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
-        self._channel.send(Cached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
+        self._channel.send(protocol.PrefixCached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
 
     # --- what leases tell -------------------------------------------------------------------------------------------
 
     def started(self, grant: Grant, now: float) -> None:
         del now
-        self._channel.send(Started(grant.lease))
+        self._channel.send(protocol.LeaseStarted(grant.lease))
 
     def committed(self, grant: Grant, now: float) -> None:
         del now
-        self._channel.send(Committed(grant.lease))
+        self._channel.send(protocol.LeaseCommitted(grant.lease))
 
     def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
         del now
-        self._channel.send(Progress(grant.lease, output_tokens))
+        self._channel.send(protocol.LeaseProgress(grant.lease, output_tokens))
 
     # --- what the scheduler tells -----------------------------------------------------------------------------------
 
-    def cut(self, message: Cut) -> None:
+    def cut(self, message: protocol.LeaseCut) -> None:
         """A lease is taken back, which may be given back already."""
         # Not before the task that was granted it knows of it, which it does in the next turn, before this.
         asyncio.get_running_loop().call_soon(self._cut, message)
 
-    def _cut(self, message: Cut) -> None:
+    def _cut(self, message: protocol.LeaseCut) -> None:
         lease = self._leases.get(message.lease)
         if lease is not None:
             lease.cut(revoked=message.revoked)
 
-    def names(self, fleet: Fleet) -> None:
+    def names(self, fleet: protocol.KnownBackends) -> None:
         """Know these names from now on."""
         self._targets, self._unnamed = fleet.targets, fleet.unnamed
 
     def lost(self) -> None:
         """The scheduler is gone: whatever runs ends, and nothing is granted any more."""
-        self.standing = Standing(leaving=True, draining=True, granting=False)
+        self.standing = protocol.ShutdownState(leaving=True, draining=True, granting=False)
         self._calls.lost()
 
 
 class RemoteEstimator(Estimator):
     """Learns what the scheduler learns from the answers of all workers, and tells it of those that came by here."""
 
-    def __init__(self, channel: Channel[ToWorker]) -> None:
+    def __init__(self, channel: Channel[protocol.ToWorker]) -> None:
         super().__init__()
         self._channel = channel
 
     def learn(self, model: str, prompt_bytes: int | None, sequences: int | None, usage: Usage) -> None:
-        self._channel.send(Learn(model, prompt_bytes, sequences, usage))
+        self._channel.send(protocol.UsageLearned(model, prompt_bytes, sequences, usage))
 
 
 class RemoteMetrics:
     """`ExitSink`, for the metrics and the decision log of the scheduler process."""
 
-    def __init__(self, channel: Channel[ToWorker]) -> None:
+    def __init__(self, channel: Channel[protocol.ToWorker]) -> None:
         self._channel = channel
 
     def record(self, ended: RequestExit) -> None:
-        self._channel.send(Exit(ended))
+        self._channel.send(protocol.ExitReport(ended))
         if lost := logs.take_lines_lost():
             self.log_lines_lost(lost)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
-        self._channel.send(Attempted(backend, verdict))
+        self._channel.send(protocol.AttemptEnded(backend, verdict))
 
     def log_lines_lost(self, lines: int) -> None:
-        self._channel.send(LogLinesLost(lines))
+        self._channel.send(protocol.LogLinesLost(lines))
 
 
 class RemotePages:
@@ -277,13 +252,13 @@ class RemotePages:
             shown = await self._ask(request, body)
         return web.Response(status=shown.status, reason=shown.reason, headers=list(shown.headers), body=shown.body)
 
-    async def _ask(self, request: web.BaseRequest, body: bytes | None) -> Shown:
+    async def _ask(self, request: web.BaseRequest, body: bytes | None) -> protocol.PageResponse:
         raw = _raw(request, body)
         try:
-            shown = await self._calls.answer(lambda call: Page(call, raw, request.remote or ""))
+            shown = await self._calls.answer(lambda call: protocol.PageRequest(call, raw, request.remote or ""))
         except Refused as refused:
             raise Failure.of(refused) from None
-        assert isinstance(shown, Shown)
+        assert isinstance(shown, protocol.PageResponse)
         return shown
 
 

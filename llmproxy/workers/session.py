@@ -19,38 +19,10 @@ from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink, RequestExit
 from llmproxy.telemetry.logs import log_exit, log_internal
-from llmproxy.workers.protocol import (
-    FROM_WORKER,
-    Admit,
-    Attempted,
-    Cached,
-    Cancel,
-    Channel,
-    Committed,
-    Cut,
-    Direct,
-    Ended,
-    Exit,
-    FromWorker,
-    Granted,
-    Holds,
-    Idle,
-    Learn,
-    Listening,
-    LogLinesLost,
-    Made,
-    Message,
-    Page,
-    Progress,
-    Refuse,
-    Resolve,
-    Resolved,
-    Return,
-    Shown,
-    Started,
-)
+from llmproxy.workers import protocol
+from llmproxy.workers.channel import FROM_WORKER, Channel
 
-Asked = TypeVar("Asked", Admit, Resolve, Page, Direct)
+CallT = TypeVar("CallT", protocol.Admit, protocol.Resolve, protocol.PageRequest, protocol.DirectRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +39,9 @@ class SchedulerContext:
     metrics: ExitSink
     decisions: DecisionLog | None
     settle: Callable[[], None]
-    page: Callable[[Page], Awaitable[Shown]]
+    page: Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
     learned: Callable[[str], None]
-    made: Callable[[Made, WorkerSession], None]
+    made: Callable[[protocol.ResponseStored, WorkerSession], None]
 
 
 class WorkerSession:
@@ -92,7 +64,7 @@ class WorkerSession:
         """Requests that ended because the worker did."""
         self.held_bytes = 0
         """Of request bodies, as the worker last said."""
-        self.channel: Channel[FromWorker] = Channel(FROM_WORKER, self._take, self._lost)
+        self.channel: Channel[protocol.FromWorker] = Channel(FROM_WORKER, self._take, self._lost)
 
     @property
     def open_requests(self) -> int:
@@ -104,38 +76,38 @@ class WorkerSession:
         """Leases that the worker holds."""
         return len(self._leases)
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: protocol.Message) -> None:
         """Send one message to the worker."""
         self.channel.send(message)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def _call(self, work: Callable[[Asked], Awaitable[None]], asked: Asked) -> None:
+    def _call(self, work: Callable[[CallT], Awaitable[None]], asked: CallT) -> None:
         task = self._calls[asked.call] = self._loop.create_task(self._answered(work, asked))
         task.add_done_callback(lambda _: self._calls.pop(asked.call))
 
-    async def _answered(self, work: Callable[[Asked], Awaitable[None]], asked: Asked) -> None:
+    async def _answered(self, work: Callable[[CallT], Awaitable[None]], asked: CallT) -> None:
         call = asked.call
         try:
             await work(asked)
         except Refused as refused:
-            self.tell(Refuse(call, refused.outcome, refused.message, refused.retry_after_s))
+            self.tell(protocol.CallRefused(call, refused.outcome, refused.message, refused.retry_after_s))
         except Exception as bug:  # noqa: BLE001 - the last wall: the worker's request must hear of it, and end
             log_internal(f"call {call}", bug)
-            self.tell(Refuse(call, Outcome.INTERNAL, INTERNAL_MESSAGE, None))
+            self.tell(protocol.CallRefused(call, Outcome.INTERNAL, INTERNAL_MESSAGE, None))
 
-    async def _admit(self, ask: Admit) -> None:
+    async def _admit(self, ask: protocol.Admit) -> None:
         async with self._dispatcher.admit(ask.request, ask.excluded, ask.entry) as lease:
             grant = lease.grant
             returned: asyncio.Future[tuple[Verdict, Usage | None]] = self._loop.create_future()
             self._leases[grant.lease] = lease, returned
             self._house.settle()
             self.tell(
-                Granted(
+                protocol.LeaseGranted(
                     ask.call, grant.lease, grant.placed, grant.at_s, grant.queued_ahead, grant.why, grant.left_s
                 )
             )  # fmt: skip
-            lease.on_cut = lambda: self.tell(Cut(grant.lease, lease.revoked))
+            lease.on_cut = lambda: self.tell(protocol.LeaseCut(grant.lease, lease.revoked))
             if lease.revoked or lease.preempted:
                 lease.on_cut()
             try:
@@ -145,15 +117,15 @@ class WorkerSession:
                 # It names the lease that it belongs to: both would stay until cycles are looked for.
                 lease.on_cut = None
 
-    async def _resolve(self, asked: Resolve) -> None:
+    async def _resolve(self, asked: protocol.Resolve) -> None:
         target = await self._dispatcher.resolve(asked.name, asked.hold_s, asked.body_bytes)
         self._house.settle()
-        self.tell(Resolved(asked.call, target))
+        self.tell(protocol.NameResolved(asked.call, target))
 
-    async def _page(self, page: Page) -> None:
+    async def _page(self, page: protocol.PageRequest) -> None:
         self.tell(await self._house.page(page))
 
-    async def _go_direct(self, asked: Direct) -> None:
+    async def _go_direct(self, asked: protocol.DirectRequest) -> None:
         cut = asyncio.Event()
         with self._dispatcher.direct(asked.backend, cut.set):
             self._direct += 1
@@ -165,58 +137,67 @@ class WorkerSession:
 
     # --- what the worker says -----------------------------------------------------------------------------------------
 
-    def _take(self, message: FromWorker) -> None:
+    def _take(self, message: protocol.FromWorker) -> None:
         match message:
-            case Progress(lease, output_tokens):
+            case protocol.LeaseProgress(lease, output_tokens):
                 self._leases[lease][0].progress(output_tokens)
-            case Admit(_, request):
+            case protocol.Admit(_, request):
                 self._walks[request.id] = request
                 self._call(self._admit, message)
-            case Committed(lease):
+            case protocol.LeaseCommitted(lease):
                 self._leases[lease][0].committed()
-            case Started(lease):
+            case protocol.LeaseStarted(lease):
                 self._leases[lease][0].started()
-            case Return(lease, verdict, usage):
+            case protocol.LeaseReturned(lease, verdict, usage):
                 self._leases[lease][1].set_result((verdict, usage))
-            case Ended(request_id, met):
+            case protocol.RequestEnded(request_id, met):
                 # Not before the task that holds its lease has given it back, which is the first thing of the next turn.
                 self._loop.call_soon(self._ended, request_id, met)
-            case Cached(pool, lease, backend, hashes):
+            case protocol.PrefixCached(pool, lease, backend, hashes):
                 self._loop.call_soon(self._pools.cached_on, pool, lease, backend, hashes)
-            case Attempted(backend, verdict):
+            case protocol.AttemptEnded(backend, verdict):
                 self._house.metrics.attempted(backend, verdict)
-            case Exit(record):
+            case protocol.ExitReport(record):
                 self._house.metrics.record(record)
                 if self._house.decisions is not None:
                     self._house.decisions.record(record)
-            case Learn(model, prompt_bytes, sequences, answered):
+            case protocol.UsageLearned(model, prompt_bytes, sequences, answered):
                 self._pools.estimator.learn(model, prompt_bytes, sequences, answered)
                 self._house.learned(model)
             case _:
                 self._take_rare(message)
 
     def _take_rare(
-        self, message: Direct | Cancel | Resolve | Page | Made | Idle | Listening | LogLinesLost | Holds
+        self,
+        message: protocol.DirectRequest
+        | protocol.CancelCall
+        | protocol.Resolve
+        | protocol.PageRequest
+        | protocol.ResponseStored
+        | protocol.WorkerIdle
+        | protocol.Listening
+        | protocol.LogLinesLost
+        | protocol.HeldBytes,
     ) -> None:
         match message:
-            case Cancel(call):
+            case protocol.CancelCall(call):
                 if call in self._calls:
                     self._calls[call].cancel()
-            case Resolve():
+            case protocol.Resolve():
                 self._call(self._resolve, message)
-            case Page():
+            case protocol.PageRequest():
                 self._call(self._page, message)
-            case Direct():
+            case protocol.DirectRequest():
                 self._call(self._go_direct, message)
-            case Made():
+            case protocol.ResponseStored():
                 self._house.made(message, self)
-            case Idle():
+            case protocol.WorkerIdle():
                 self.idle.set()
-            case LogLinesLost(lines):
+            case protocol.LogLinesLost(lines):
                 self._house.metrics.log_lines_lost(lines)
-            case Holds(body_bytes):
+            case protocol.HeldBytes(body_bytes):
                 self.held_bytes = body_bytes
-            case Listening(url):
+            case protocol.Listening(url):
                 self.url.set_result(url)
 
     def _ended(self, request_id: str, met: bool | None) -> None:

@@ -23,7 +23,17 @@ from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.build import Gateway
 from llmproxy.telemetry.metrics import Metrics
-from llmproxy.workers.protocol import Begin, Estimates, Fleet, GoBy, Made, Page, Shown, Standing, Stop
+from llmproxy.workers.protocol import (
+    KnownBackends,
+    LearnedEstimates,
+    NewConfig,
+    PageRequest,
+    PageResponse,
+    ResponseStored,
+    ShutdownState,
+    StopWorker,
+    WorkerStart,
+)
 from llmproxy.workers.session import SchedulerContext, WorkerSession
 
 START_MAX_S = 60.0
@@ -51,7 +61,7 @@ class WorkerSupervisor:
         dispatcher: Dispatcher,
         backends: Mapping[str, BackendConfig],
         metrics: Metrics,
-        page: Callable[[Page], Coroutine[Any, Any, Shown]],
+        page: Callable[[PageRequest], Coroutine[Any, Any, PageResponse]],
         held: bool,
     ) -> None:
         self._rulebook = gateway.rulebook
@@ -73,7 +83,7 @@ class WorkerSupervisor:
         self._serial = 0
         self._leaving = self._replaced = self._closed = self._ending = False
         self._unsettled = False
-        self._standing = Standing()
+        self._standing = ShutdownState()
         self._known: tuple[list[BackendConfig], int] = [], -1
         self._fleet = self._fleet_now()
         self._unlearned: set[str] = set()
@@ -107,12 +117,12 @@ class WorkerSupervisor:
                 raise
         self._desks[slot], self._processes[slot] = desk, process
         self.settle()
-        desk.tell(Begin(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
+        desk.tell(WorkerStart(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
         desk.tell(self._rules())
         desk.tell(self._fleet)
-        desk.tell(Estimates(dict(self._pools.estimator.models)))
+        desk.tell(LearnedEstimates(dict(self._pools.estimator.models)))
         for response_id, (backend, tenant) in self._stored.made_by.items():
-            desk.tell(Made(response_id, backend, tenant))
+            desk.tell(ResponseStored(response_id, backend, tenant))
         desk.tell(self._standing)
 
     async def _keep(self, slot: int) -> None:
@@ -141,7 +151,7 @@ class WorkerSupervisor:
         """Cut what is left, and end all workers."""
         self._ending = True
         for desk in self._desks.values():
-            desk.tell(Stop())
+            desk.tell(StopWorker())
         try:
             async with asyncio.timeout(STOP_MAX_S):
                 for desk in self._desks.values():
@@ -168,7 +178,7 @@ class WorkerSupervisor:
         if not self._unsettled:
             return
         self._unsettled = False
-        standing = Standing(
+        standing = ShutdownState(
             self._leaving, self._replaced, self._closed, self._dispatcher.draining, self._dispatcher.granting
         )  # fmt: skip
         if standing != self._standing:
@@ -179,7 +189,7 @@ class WorkerSupervisor:
             self._fleet = self._fleet_now()
             self._tell_all(self._fleet)
 
-    def _fleet_now(self) -> Fleet:
+    def _fleet_now(self) -> KnownBackends:
         catalogue = self._pools.catalogue
         backends = [*self._backends.values()]
         self._known = backends, catalogue.revision
@@ -187,14 +197,14 @@ class WorkerSupervisor:
             unnamed = catalogue.resolve(None)
         except Refused:
             unnamed = None
-        return Fleet(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
+        return KnownBackends(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
 
     def reconfigure(self) -> None:
         """The rules are others: a new configuration was taken in."""
         self._tell_all(self._rules())
 
-    def _rules(self) -> GoBy:
-        return GoBy(pickle.dumps(self._rulebook.current.config))
+    def _rules(self) -> NewConfig:
+        return NewConfig(pickle.dumps(self._rulebook.current.config))
 
     def _learned(self, model: str) -> None:
         if not self._unlearned:
@@ -203,18 +213,18 @@ class WorkerSupervisor:
 
     def _tell_learned(self) -> None:
         models = self._pools.estimator.models
-        self._tell_all(Estimates({model: models[model] for model in self._unlearned if model in models}))
+        self._tell_all(LearnedEstimates({model: models[model] for model in self._unlearned if model in models}))
         self._unlearned.clear()
 
-    def _made(self, made: Made, by: WorkerSession) -> None:
+    def _made(self, made: ResponseStored, by: WorkerSession) -> None:
         if not self._stored.note(made.response_id, made.backend, made.tenant):
-            by.tell(Made(made.response_id, *self._stored.made_by[made.response_id]))
+            by.tell(ResponseStored(made.response_id, *self._stored.made_by[made.response_id]))
             return
         for desk in self._desks.values():
             if desk is not by:
                 desk.tell(made)
 
-    def _tell_all(self, message: Fleet | Estimates | Standing | GoBy) -> None:
+    def _tell_all(self, message: KnownBackends | LearnedEstimates | ShutdownState | NewConfig) -> None:
         for desk in self._desks.values():
             desk.tell(message)
 

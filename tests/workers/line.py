@@ -11,17 +11,16 @@ from llmproxy.core.domain import Verdict
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.telemetry.exit import RequestExit
+from llmproxy.workers.channel import TO_WORKER, Channel
 from llmproxy.workers.protocol import (
-    TO_WORKER,
-    Channel,
-    Cut,
-    Granted,
-    Made,
-    Page,
-    Refuse,
-    Resolved,
-    Shown,
-    Standing,
+    CallRefused,
+    LeaseCut,
+    LeaseGranted,
+    NameResolved,
+    PageRequest,
+    PageResponse,
+    ResponseStored,
+    ShutdownState,
     ToWorker,
 )
 from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
@@ -39,7 +38,7 @@ class Told:
     exits: list[RequestExit] = field(default_factory=list)
     attempts: list[tuple[str, Verdict]] = field(default_factory=list)
     learned: list[str] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
+    made: list[ResponseStored] = field(default_factory=list)
     lost: int = 0
     log_lines: int = 0
 
@@ -56,10 +55,10 @@ class Told:
         self.lost += 1
 
     def house(self, dispatcher: Dispatcher, settle: Callable[[], None]) -> SchedulerContext:
-        async def page(page: Page) -> Shown:
-            return Shown(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
+        async def page(page: PageRequest) -> PageResponse:
+            return PageResponse(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
 
-        def made(one: Made, _: WorkerSession) -> None:
+        def made(one: ResponseStored, _: WorkerSession) -> None:
             self.made.append(one)
 
         rulebook = Rulebook(Rules.of(Config(), Nowhere()))  # type: ignore[arg-type]
@@ -117,11 +116,11 @@ class Line:
         self.desk.channel.connection_made(self.down)
 
     def _hear(self, message: ToWorker) -> None:
-        if isinstance(message, Granted | Refuse | Resolved | Shown):
+        if isinstance(message, LeaseGranted | CallRefused | NameResolved | PageResponse):
             self.calls.answered(message)
-        elif isinstance(message, Cut):
+        elif isinstance(message, LeaseCut):
             self.remote.cut(message)
-        elif isinstance(message, Standing):
+        elif isinstance(message, ShutdownState):
             self.remote.standing = message
 
     def _lost(self) -> None:

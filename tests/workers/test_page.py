@@ -12,7 +12,7 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.response_writer import read_body
 from llmproxy.workers.page import answer_page
-from llmproxy.workers.protocol import Page, Shown
+from llmproxy.workers.protocol import PageRequest, PageResponse
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class Front:
         return failure.raw()
 
 
-async def answered(front: Front, raw: bytes) -> Shown:
-    return await answer_page(front, Page(7, raw, "10.1.2.3"))  # type: ignore[arg-type]
+async def answered(front: Front, raw: bytes) -> PageResponse:
+    return await answer_page(front, PageRequest(7, raw, "10.1.2.3"))  # type: ignore[arg-type]
 
 
 async def test_the_front_door_sees_the_client_and_the_worker_gets_the_whole_answer() -> None:

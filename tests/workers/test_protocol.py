@@ -16,40 +16,34 @@ from msgspec.structs import replace
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Outcome, Placed, Predicted, Slo, Usage, Verdict, Why
 from llmproxy.telemetry.exit import RequestExit
+from llmproxy.workers.channel import FROM_WORKER, INTEGER_MAX, TO_WORKER, BrokenFrameError, Channel, Frames, frame
 from llmproxy.workers.protocol import (
-    FROM_WORKER,
-    INTEGER_MAX,
-    TO_WORKER,
     Admit,
-    Begin,
-    BrokenFrameError,
-    Cached,
-    Cancel,
-    Channel,
-    Cut,
-    Ended,
-    Estimates,
-    Exit,
-    Fleet,
-    Frames,
-    Granted,
-    Holds,
-    Idle,
+    CallRefused,
+    CancelCall,
+    ExitReport,
+    HeldBytes,
+    KnownBackends,
+    LearnedEstimates,
+    LeaseCut,
+    LeaseGranted,
+    LeaseProgress,
+    LeaseReturned,
+    LeaseStarted,
     Listening,
     LogLinesLost,
-    Made,
     Message,
-    Page,
-    Progress,
-    Refuse,
+    NameResolved,
+    PageRequest,
+    PageResponse,
+    PrefixCached,
+    RequestEnded,
     Resolve,
-    Resolved,
-    Return,
-    Shown,
-    Standing,
-    Started,
-    Stop,
-    frame,
+    ResponseStored,
+    ShutdownState,
+    StopWorker,
+    WorkerIdle,
+    WorkerStart,
 )
 from tests.core.make import request
 from tests.dispatching import turns, virtual
@@ -95,24 +89,38 @@ EXITS = st.builds(
 UP: st.SearchStrategy[list[Message]] = st.lists(
     st.builds(Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(Entry))
     | st.builds(Resolve, NUMBERS, st.none() | TEXTS, TIMES, NUMBERS)
-    | st.builds(Page, NUMBERS, st.binary(max_size=50), TEXTS)
-    | st.builds(Return, NUMBERS, st.sampled_from(Verdict), USAGES)
-    | st.builds(Ended, TEXTS, st.none() | st.booleans())
-    | st.builds(Cached, TEXTS, NUMBERS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple))
-    | st.builds(Exit, EXITS)
-    | st.builds(Progress, NUMBERS, NUMBERS)
+    | st.builds(PageRequest, NUMBERS, st.binary(max_size=50), TEXTS)
+    | st.builds(LeaseReturned, NUMBERS, st.sampled_from(Verdict), USAGES)
+    | st.builds(RequestEnded, TEXTS, st.none() | st.booleans())
+    | st.builds(PrefixCached, TEXTS, NUMBERS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple))
+    | st.builds(ExitReport, EXITS)
+    | st.builds(LeaseProgress, NUMBERS, NUMBERS)
     | st.sampled_from(
-        [Cancel(1), Started(2), Idle(), Listening("http://h:1"), Made("resp_1", "a", ""), LogLinesLost(3), Holds(4)]
+        [
+            CancelCall(1),
+            LeaseStarted(2),
+            WorkerIdle(),
+            Listening("http://h:1"),
+            ResponseStored("resp_1", "a", ""),
+            LogLinesLost(3),
+            HeldBytes(4),
+        ]
     ),
     max_size=6,
 )
 DOWN: st.SearchStrategy[list[Message]] = st.lists(
-    st.builds(Granted, NUMBERS, NUMBERS, PLACED, TIMES, NUMBERS, WHYS, TIMES | st.just(inf))
-    | st.builds(Refuse, NUMBERS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES)
-    | st.builds(Resolved, NUMBERS, st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS))
-    | st.builds(Shown, NUMBERS, NUMBERS, TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=3).map(tuple), st.binary())
-    | st.builds(Fleet, st.binary(), st.dictionaries(TEXTS, st.builds(Target, TEXTS, TEXTS, TEXTS, TEXTS)), st.none())
-    | st.sampled_from([Cut(1, True), Stop(), Standing(leaving=True), Begin("w1", (3, 4)), Estimates({})]),
+    st.builds(LeaseGranted, NUMBERS, NUMBERS, PLACED, TIMES, NUMBERS, WHYS, TIMES | st.just(inf))
+    | st.builds(CallRefused, NUMBERS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES)
+    | st.builds(NameResolved, NUMBERS, st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS))
+    | st.builds(
+        PageResponse, NUMBERS, NUMBERS, TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=3).map(tuple), st.binary()
+    )
+    | st.builds(
+        KnownBackends, st.binary(), st.dictionaries(TEXTS, st.builds(Target, TEXTS, TEXTS, TEXTS, TEXTS)), st.none()
+    )
+    | st.sampled_from(
+        [LeaseCut(1, True), StopWorker(), ShutdownState(leaving=True), WorkerStart("w1", (3, 4)), LearnedEstimates({})]
+    ),
     max_size=6,
 )
 
@@ -162,8 +170,8 @@ def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
     class Name(str):
         __slots__ = ()
 
-    [shown] = Frames(TO_WORKER).feed(frame([Shown(1, 200, "OK", ((Name("A"), Name("b")),), b"")]))
-    assert shown == Shown(1, 200, "OK", (("A", "b"),), b"")
+    [shown] = Frames(TO_WORKER).feed(frame([PageResponse(1, 200, "OK", ((Name("A"), Name("b")),), b"")]))
+    assert shown == PageResponse(1, 200, "OK", (("A", "b"),), b"")
 
 
 # --- what no end of ours writes ---------------------------------------------------------------------------------------
@@ -175,7 +183,7 @@ def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x01\xc1",
         b"\x00\x00\x00\x01\x80",
-        frame([Stop()]),
+        frame([StopWorker()]),
         frame([]) + b"\x00\x00\x00\x02\x91\x90",
     ],
     ids=["a frame of 4 GB", "no MessagePack", "no array", "a message of the other side", "a message of no kind"],
@@ -204,7 +212,7 @@ class _End:
         self.pipe = Pipe(self.channel)
 
     def _hear(self, message: Any) -> None:
-        if message == Cancel(0):
+        if message == CancelCall(0):
             raise ValueError("a bug")
         self.heard.append(message)
 
@@ -218,22 +226,22 @@ async def test_what_is_sent_in_one_turn_travels_in_one_write() -> None:
     sender = Channel(TO_WORKER, lambda _: None, lambda: None)
     sender.connection_made(end.pipe)
     for call in (1, 2, 3):
-        sender.send(Cancel(call))
+        sender.send(CancelCall(call))
     assert end.pipe.writes == 0
     await turns()
     assert end.pipe.writes == 1
-    sender.send(Cancel(4))
+    sender.send(CancelCall(4))
     await turns()
     assert end.pipe.writes == 2
-    assert end.heard == [Cancel(1), Cancel(2), Cancel(3), Cancel(4)]
+    assert end.heard == [CancelCall(1), CancelCall(2), CancelCall(3), CancelCall(4)]
 
 
 @virtual
 async def test_a_bug_with_one_message_does_not_lose_the_next() -> None:
     end = _End()
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    end.channel.data_received(frame([Cancel(0), Cancel(1)]))
-    assert end.heard == [Cancel(1)]
+    end.channel.data_received(frame([CancelCall(0), CancelCall(1)]))
+    assert end.heard == [CancelCall(1)]
 
 
 @virtual
@@ -241,9 +249,9 @@ async def test_a_channel_that_is_lost_takes_what_is_sent_into_nothing() -> None:
     end, told = _End(), []
     sender = Channel(TO_WORKER, lambda _: None, lambda: told.append("lost"))
     sender.connection_made(end.pipe)
-    sender.send(Cancel(1))
+    sender.send(CancelCall(1))
     sender.connection_lost(None)
-    sender.send(Cancel(2))
+    sender.send(CancelCall(2))
     await turns()
     assert told == ["lost"]
     assert end.heard == []
@@ -260,5 +268,5 @@ async def test_a_broken_frame_ends_the_connection() -> None:
 
 
 def test_what_is_sent_is_as_small_as_it_should_be() -> None:
-    assert len(frame([Progress(12345, 96)])) < 16
-    assert len(msgspec.msgpack.encode(Started(12345))) < 8
+    assert len(frame([LeaseProgress(12345, 96)])) < 16
+    assert len(msgspec.msgpack.encode(LeaseStarted(12345))) < 8

@@ -28,7 +28,8 @@ from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.workers.protocol import FROM_WORKER, TO_WORKER, Channel, Granted, Page, Shown, Standing
+from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
+from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ShutdownState
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
 from tests.workers.line import Line, Told
@@ -113,7 +114,7 @@ async def test_what_has_changed_is_told_before_a_grant_and_before_what_a_name_me
 
     def settle() -> None:
         changes.append(now())
-        line.desk.tell(Standing(leaving=True))
+        line.desk.tell(ShutdownState(leaving=True))
 
     line = Line(one, settle=settle)
     client = Client(line.remote)
@@ -134,8 +135,8 @@ async def test_nobody_is_granted_anything_before_he_asked() -> None:
     line = Line(dispatcher(a=1))
     await asyncio.sleep(5.0)
 
-    async def answer(_: object) -> Granted:
-        return Granted(1, 1, Placed("a", 0.0, (), 1), 4.999, 0, Why((), 1, (), 0), 60.0)
+    async def answer(_: object) -> LeaseGranted:
+        return LeaseGranted(1, 1, Placed("a", 0.0, (), 1), 4.999, 0, Why((), 1, (), 0), 60.0)
 
     line.calls.answer = answer  # type: ignore[assignment, method-assign]
     async with line.remote.admit(request()) as lease:
@@ -509,7 +510,7 @@ async def test_who_waits_while_the_proxy_drains_is_refused_in_its_worker() -> No
     holder, waiting = Client(line.remote), Client(line.remote)
     await turns(ENOUGH)
     one.drain()
-    line.desk.tell(Standing(leaving=True, draining=True, granting=False))
+    line.desk.tell(ShutdownState(leaving=True, draining=True, granting=False))
     await turns(ENOUGH)
     assert waiting.refused is not None
     assert waiting.refused.outcome is Outcome.DRAINING
@@ -543,7 +544,7 @@ async def test_what_goes_past_the_waiting_room_of_a_worker_is_in_flight_there() 
         pass
     await nothing_left(one, line, other)
     assert cuts == ["line", "gone"], "who has left is not told"
-    line.remote.standing = Standing(draining=True)
+    line.remote.standing = ShutdownState(draining=True)
     with pytest.raises(Refused) as refused, line.remote.direct("a", lambda: None):
         raise AssertionError("it was let in")
     assert refused.value.outcome is Outcome.DRAINING
@@ -568,8 +569,8 @@ async def test_what_went_past_the_waiting_room_ends_with_its_worker_and_with_its
 @virtual
 async def test_a_page_is_answered_by_the_scheduler() -> None:
     line = Line(dispatcher(a=1))
-    shown = await line.calls.answer(lambda call: Page(call, b"GET / HTTP/1.1\r\n\r\n", "10.0.0.1"))
-    assert shown == Shown(shown.call, 200, "OK", (("x-remote", "10.0.0.1"),), b"GET / HTTP/1.1\r\n\r\n")
+    shown = await line.calls.answer(lambda call: PageRequest(call, b"GET / HTTP/1.1\r\n\r\n", "10.0.0.1"))
+    assert shown == PageResponse(shown.call, 200, "OK", (("x-remote", "10.0.0.1"),), b"GET / HTTP/1.1\r\n\r\n")
 
 
 @virtual

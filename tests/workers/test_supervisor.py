@@ -16,7 +16,16 @@ from llmproxy.core.domain import Usage
 from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.lifecycle.sockets import Sockets
-from llmproxy.workers.protocol import Estimates, Fleet, GoBy, Made, Message, Page, Shown, Standing
+from llmproxy.workers.protocol import (
+    KnownBackends,
+    LearnedEstimates,
+    Message,
+    NewConfig,
+    PageRequest,
+    PageResponse,
+    ResponseStored,
+    ShutdownState,
+)
 from llmproxy.workers.session import WorkerSession
 from llmproxy.workers.supervisor import WorkerSupervisor, dealt
 from tests.core.make import listing
@@ -64,7 +73,7 @@ def test_workers_share_one_port_and_nobody_elses() -> None:
 # --- what every worker knows ------------------------------------------------------------------------------------------
 
 
-async def no_page(page: Page) -> Shown:
+async def no_page(page: PageRequest) -> PageResponse:
     raise NotImplementedError
 
 
@@ -102,7 +111,7 @@ async def test_a_change_is_told_once_to_all_and_no_change_to_nobody() -> None:
     await turns()
     for desk in desks:
         [fleet] = desk.told
-        assert isinstance(fleet, Fleet)
+        assert isinstance(fleet, KnownBackends)
         assert fleet.targets.keys() == {"base", "lora"}
         assert fleet.unnamed == fleet.targets["base"]
         assert pickle.loads(fleet.backends) == (backends["a"],)
@@ -111,7 +120,7 @@ async def test_a_change_is_told_once_to_all_and_no_change_to_nobody() -> None:
     await turns()
     for desk in desks:
         fleet = desk.told[-1]
-        assert isinstance(fleet, Fleet)
+        assert isinstance(fleet, KnownBackends)
         assert [(backend.name, backend.api_key) for backend in pickle.loads(fleet.backends)] == [
             ("a", None),
             ("b", "k"),
@@ -126,7 +135,7 @@ async def test_a_change_is_told_before_a_grant_that_follows_from_it() -> None:
     supervisor._dispatcher.reconsider()
     # A desk does this before it tells of a grant.
     supervisor.settle()
-    assert isinstance(desk.told[0], Fleet)
+    assert isinstance(desk.told[0], KnownBackends)
     await turns()
     assert len(desk.told) == 1
 
@@ -141,9 +150,9 @@ async def test_the_way_out_is_told_step_by_step() -> None:
     supervisor._dispatcher.drain()
     await turns()
     assert desk.told == [
-        Standing(leaving=True),
-        Standing(leaving=True, draining=True),
-        Standing(leaving=True, draining=True, granting=False),
+        ShutdownState(leaving=True),
+        ShutdownState(leaving=True, draining=True),
+        ShutdownState(leaving=True, draining=True, granting=False),
     ]
     assert supervisor.open_requests == 2, "neither worker has said that it is idle"
     desk.idle.set()
@@ -153,12 +162,12 @@ async def test_the_way_out_is_told_step_by_step() -> None:
 @virtual
 async def test_what_is_learned_and_made_by_one_worker_is_told_to_the_others() -> None:
     supervisor, [maker, other] = crew_of({})
-    supervisor._house.made(Made("resp_1", "a", "t"), maker)
-    assert (maker.told, other.told) == ([], [Made("resp_1", "a", "t")])
+    supervisor._house.made(ResponseStored("resp_1", "a", "t"), maker)
+    assert (maker.told, other.told) == ([], [ResponseStored("resp_1", "a", "t")])
     assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
     # Two workers saw the same id made in the same instant: whose word came first, it is, for both.
-    supervisor._house.made(Made("resp_1", "b", "u"), other)
-    assert (maker.told, other.told) == ([], [Made("resp_1", "a", "t")] * 2)
+    supervisor._house.made(ResponseStored("resp_1", "b", "u"), other)
+    assert (maker.told, other.told) == ([], [ResponseStored("resp_1", "a", "t")] * 2)
     assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
     for _ in range(5):
         supervisor._pools.estimator.learn("base", 300, 1, Usage(100, 50))
@@ -167,7 +176,7 @@ async def test_what_is_learned_and_made_by_one_worker_is_told_to_the_others() ->
     assert not maker.told, "not with every answer"
     await asyncio.sleep(1.0)
     [estimates] = maker.told
-    assert isinstance(estimates, Estimates)
+    assert isinstance(estimates, LearnedEstimates)
     assert (estimates.models["base"].seen, estimates.models["base"].output_tokens) == (5, 50.0)
     supervisor._house.learned("base")
     await asyncio.sleep(1.0)
@@ -181,7 +190,7 @@ async def test_a_reload_is_told_whole() -> None:
     supervisor._rulebook.current = Rules.of(new, Nowhere())  # type: ignore[arg-type]
     supervisor.reconfigure()
     [told] = desk.told
-    assert isinstance(told, GoBy)
+    assert isinstance(told, NewConfig)
     assert pickle.loads(told.config) == new
 
 
