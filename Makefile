@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit newest fuzz hostile chaos compat bench lab lab-full lock audit sbom clean
+.PHONY: demo test lint types contracts unit newest fuzz hostile chaos compat bench lab lab-full docs lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -81,9 +81,19 @@ lab: .venv
 lab-full: .venv
 	$(BIN)/python -m benchmarks.scenarios.run --full
 
+# The documentation as a web site, in site/index.html. A link or an anchor that leads nowhere ends it with an error;
+# `make test` checks the same links without this environment.
+docs: .venv-docs
+	NO_COLOR=1 .venv-docs/bin/zensical build --clean --strict
+
+.venv-docs: .ci/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	@$(PYTHON) .ci/install.py .venv-docs/bin/python .ci/docs.txt
+	@touch .venv-docs
+
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for
-# building that, and for the tools of `audit`, `sbom`, `hostile` and `compat`. Those are no dependencies of anything. Of the
-# clients, those with most dependencies have pins without hashes: these would be 900 KB.
+# building that, and for the tools of `audit`, `sbom`, `docs`, `hostile` and `compat`. Those are no dependencies of
+# anything. Of the clients, those with most dependencies have pins without hashes: these would be 900 KB.
 # Versions of those for Node are raised by hand (`npm install --package-lock-only --omit-lockfile-registry-resolved`).
 COMPILE = $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
 lock: .venv
@@ -92,6 +102,7 @@ lock: .venv
 	$(COMPILE) --upgrade --constraint .ci/requirements.txt pyproject.toml --output-file .ci/runtime.txt
 	echo hatchling | $(COMPILE) --upgrade --constraint .ci/requirements.txt - --output-file .ci/build.txt
 	printf 'pip-audit\ncyclonedx-bom\n' | $(COMPILE) --upgrade - --output-file .ci/tools.txt
+	echo zensical | $(COMPILE) --upgrade - --output-file .ci/docs.txt
 	echo schemathesis | $(COMPILE) --upgrade - --output-file .ci/hostile.txt
 	echo openai | $(COMPILE) --upgrade - --output-file .ci/compat/openai.txt
 	printf 'anthropic\nlangchain-openai\nopenai-agents\n' | $(COMPILE) --upgrade - --output-file .ci/compat/agents.txt
@@ -120,4 +131,4 @@ sbom: .venv-tools
 	    --output-reproducible --output-format JSON --output-file dist/llmproxy.cdx.json
 
 clean:
-	rm -rf .venv .venv-compat .venv-hostile .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf .cache site .venv .venv-compat .venv-docs .venv-hostile .venv-newest .venv-tools .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist

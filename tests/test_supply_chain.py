@@ -237,6 +237,7 @@ def test_what_is_shipped_and_built_with_is_what_was_tested() -> None:
     assert wanted <= locked("runtime.txt").keys()
     assert set(project["build-system"]["requires"]) <= locked("build.txt").keys()
     assert {"pip-audit", "cyclonedx-bom"} <= locked("tools.txt").keys()
+    assert "zensical" in locked("docs.txt")
 
 
 # --- installing it ----------------------------------------------------------------------------------------------------

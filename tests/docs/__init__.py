@@ -1,0 +1,1 @@
+"""Tests of README.md, SECURITY.md and the pages in docs/."""

@@ -1,0 +1,169 @@
+"""Tables of the reference that are written from the code: `python -m tests.docs.reference` writes them anew.
+
+Each stands in its page between `<!-- generated: NAME -->` and `<!-- end -->`; what is around them is written by hand.
+Names, types, labels, statuses and fields come from the code, and what they mean from here where the code does not say.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from llmproxy.core.domain import Outcome, Predicted, Slo, Trouble, Verdict, Why
+from llmproxy.gateway.http.errors import STATUS, error_fields
+from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.exit_line import exit_fields
+from llmproxy.telemetry.logs import LEVELS
+from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
+from tests import ROOT
+from tests.docs.meanings import EVENTS, FIELDS, METRICS, OUTCOMES
+
+REFERENCE = ROOT / "docs" / "reference"
+_PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; a bar inside a cell is escaped."""
+    lines = [heads, ["---"] * len(heads), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def full_exit() -> RequestExit:
+    """A record of a request in which every field is set."""
+    return RequestExit(
+        request_id="r", method="POST", path="/v1/completions", outcome=Outcome.COMPLETED, status=200, duration_s=1.0,
+        model="alias", target="adapter", adapter="adapter", tenant="t", band="default", level=0, flow="f", ttl_s=60.0,
+        slo=Slo(ttft_s=1.0), met=True, unknown_objective="x", stream=True, backend="b", attempts=2, preemptions=1,
+        why=Why(waiting=((0, 1),), flows=1, standing=(("counter", 0.0),), passed_over=0, guaranteed=False),
+        candidates=1, terms=(("queue", 0.0),), predicted_ttft=Predicted(0.1, 0.2), predicted_tpot=Predicted(0.01, 0.02),
+        arrived_s=0.0, granted_s=0.1, queued_ahead=1, queue_wait_s=0.1, ttft_s=0.5, max_gap_s=0.1,
+        expected_prompt_tokens=1, expected_cached_tokens=1, prompt_tokens=2, cached_tokens=1, output_tokens=3,
+        body_bytes=1, response_bytes=1, chunks=2, error="e",
+    )  # fmt: skip
+
+
+def live_state() -> LiveState:
+    """A state in which every gauge has a series."""
+    backend = BackendState("b", 1, 1, 1.0, True, running=1, waiting=1, kv_used=0.5, reading_age_s=0.1)
+    return LiveState(queues=(QueueState("default", 1, 1),), parked={"limit": 1}, backends=(backend,))
+
+
+def metrics() -> str:
+    found = Metrics(live_state)
+    found.record(full_exit())
+    found.attempted("b", Verdict.SERVED)
+    found.poll_failed("b", Trouble.TIMEOUT)
+    found.adapter_told("b", "load", repeated=False, taken=True)
+    found.looked("file", True)
+    found.reloaded(True)
+    rows: list[tuple[str, ...]] = []
+    for family in found.registry.collect():
+        if family.name.startswith("llmproxy_"):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
+            rows.append((f"`{name}`", family.type, code(labels), METRICS.get(name, family.documentation)))
+    unknown = METRICS.keys() - {row[0].strip("`") for row in rows}
+    assert not unknown, f"tests/docs/meanings.py explains metrics that do not exist: {sorted(unknown)}"
+    return table(("name", "type", "labels", "what it tells"), sorted(rows))
+
+
+def outcomes() -> str:
+    rows: list[tuple[str, ...]] = []
+    for outcome in Outcome:
+        status = STATUS.get(outcome, 200)
+        kind = f"`{error_fields(status, '')['type']}`" if status >= 400 else ""
+        rows.append((f"`{outcome.value}`", str(status), kind, OUTCOMES[outcome.value]))
+    return table(("outcome", "status", "`error.type`", "when"), sorted(rows, key=lambda row: row[1]))
+
+
+def request_fields() -> str:
+    names = exit_fields(full_exit())
+    return table(("field", "meaning"), ((f"`{name}`", FIELDS[name]) for name in names))
+
+
+def events() -> str:
+    """The events that the code logs, by the calls of `_log` in it."""
+    found: dict[str, tuple[set[str], dict[str, None]]] = {}
+    for path in sorted((ROOT / "llmproxy").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for name, level, names in _events_of(node):
+                levels, fields = found.setdefault(name, (set(), {}))
+                levels.add(level)
+                fields |= dict.fromkeys(names)
+    missing = found.keys() - EVENTS.keys()
+    gone = EVENTS.keys() - found.keys()
+    assert not missing | gone, f"tests/docs/meanings.py: no meaning of {missing}, {gone} no longer logged"
+    rows = (
+        (f"`{name}`", ", ".join(sorted(found[name][0])), EVENTS[name], code(found[name][1])) for name in sorted(found)
+    )
+    return table(("event", "level", "meaning", "fields"), rows)
+
+
+def _events_of(node: ast.AST) -> Iterator[tuple[str, str, list[str]]]:
+    """Name, level and fields of the events of a call such as `_log.info("reloaded", cause=...)`."""
+    if not (isinstance(node, ast.Call) and node.args):
+        return
+    fields = [word.arg for word in node.keywords if word.arg is not None and word.arg != "exc_info"]
+    for function, event in product(_choices(node.func), _choices(node.args[0])):
+        owner, _, level = ast.unparse(function).rpartition(".")
+        if owner == "_log" and level in LEVELS and isinstance(event, ast.Constant):
+            yield str(event.value), level, fields
+
+
+def _choices(node: ast.expr) -> tuple[ast.expr, ...]:
+    return (node.body, node.orelse) if isinstance(node, ast.IfExp) else (node,)
+
+
+def result() -> str:
+    schema = json.loads((REFERENCE / "simulate-result.schema.json").read_bytes())
+    parts = {"SimulationResult": schema, **schema["$defs"]}
+    del parts["JsonValue"]
+    text = []
+    for name, part in parts.items():
+        rows = ((f"`{field}`", _type(kind)) for field, kind in part["properties"].items())
+        text += [f"## {name}", part["description"], table(("field", "type"), rows)]
+    return "\n\n".join(text)
+
+
+def _type(kind: dict[str, Any]) -> str:
+    if "anyOf" in kind:
+        return " or ".join(_type(one) for one in kind["anyOf"])
+    if "$ref" in kind:
+        name = kind["$ref"].rpartition("/")[2]
+        if name == "JsonValue":
+            return "any"
+        return f"[{name}](#{name.lower()})"
+    if kind.get("type") == "array":
+        return "list of " + _type(kind.get("items") or kind.get("prefixItems", [{}])[0])
+    if kind.get("type") == "object" and isinstance(kind.get("additionalProperties"), dict):
+        return "mapping to " + _type(kind["additionalProperties"])
+    return str(kind.get("type") or kind.get("const") or "any")
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "metrics": metrics, "outcomes": outcomes, "request-fields": request_fields, "events": events, "result": result,
+}  # fmt: skip
+PAGES = ("metrics.md", "errors.md", "log-fields.md", "result.md")
+
+
+def generated(text: str) -> str:
+    """A page with every generated part written anew."""
+    return _PART.sub(lambda part: part[1] + PARTS[part[2]]() + "\n" + part[3], text)
+
+
+def main() -> None:
+    for name in PAGES:
+        page = REFERENCE / name
+        page.write_text(generated(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

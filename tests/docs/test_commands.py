@@ -1,0 +1,37 @@
+"""The commands of README.md and of the tutorial do what these pages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.docs.shell import matches, run
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorial").glob("*.md"))]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    outputs = list(run(page, tmp_path))
+    assert outputs
+    for line, expected, printed in outputs:
+        assert matches(expected, printed), f"{page.name}, line {line}: printed {printed!r}"
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"),
+    [
+        ("a\nb\n", "a\nb", True),
+        ("a ... c\n", "a b c", True),
+        ("...\nend\n", "first\nsecond\nend", True),
+        ("...\nend\n", "end", True),
+        ("a\n", "b", False),
+        ("a ...\n", "b a c", False),
+        ("a\n", "a\nb", False),
+    ],
+)
+def test_dots_stand_for_anything(expected: str, printed: str, same: bool) -> None:
+    assert matches(expected, printed) is same

@@ -1,0 +1,54 @@
+"""Links and anchors of all pages lead somewhere, and every page of docs/ is in the menu of the site."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+from tests.docs.pages import REPOSITORY, broken, pages
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    assert list(broken(page)) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "reason"),
+    [
+        ("missing.md", "no such file"),
+        ("glossary.md#no-such-word", "no such heading"),
+        ("#nowhere", "no such heading"),
+        ("../README.md", "the site has only docs/"),
+        (f"{REPOSITORY}missing.py", "no such file"),
+    ],
+)
+def test_broken_links_are_found(link: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.docs.pages.ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name, text in (("README.md", "# Readme"), ("docs/glossary.md", "# Glossary")):
+        (tmp_path / name).write_text(text)
+    page = tmp_path / "docs" / "page.md"
+    page.write_text(f"# Title\n\nA [link]({link}), [another](#title) and [one](https://example.org/x).\n")
+    [problem] = broken(page)
+    assert problem.startswith(link)
+    assert reason in problem
+
+
+def test_the_menu_lists_every_page_once() -> None:
+    menu = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    listed = list(_leaves(menu))
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def _leaves(entry: Any) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for inner in entry.values() if isinstance(entry, dict) else entry:
+            yield from _leaves(inner)
