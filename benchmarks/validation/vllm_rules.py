@@ -41,9 +41,11 @@ import aiohttp
 
 from benchmarks.validation.request_list import Part, recorded_list
 from benchmarks.validation.vllm_replica import Answer, Replica, Settings, State, UnfitError
-from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.kv_cache import block_hashes
 from llmproxy.simulator.engine.profiles import profile_named
+from llmproxy.simulator.engine.sequence import EngineRequest
+from tests.simulator.engine.invariants import check_engine
 
 SEED = 7
 PART_WITHIN_S = 180.0
@@ -147,7 +149,7 @@ def ask_model(settings: Settings, part: Part, answers: dict[str, Answer]) -> See
             gauges = engine.gauges()
             adapters = tuple(sorted(gauges.running_adapters))
             seen.add_state(State(gauges.running, gauges.waiting, gauges.deferred, adapters))
-            engine.check()
+            check_engine(engine)
     totals = asdict(engine.counters)
     names = ("prefix_queries", "prefix_hits", "preemptions", "prompt", "generation")
     seen.counters = {name: totals[name] for name in names} | {"token_steps": token_steps}

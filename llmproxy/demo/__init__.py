@@ -1,7 +1,7 @@
-"""The demo: simulated replicas, the proxy before them, and one table of what becomes of traffic that is too much.
+"""The demo: simulated replicas, the proxy before them, and one table of how overload is handled.
 
-Everything it starts runs as a `llmproxy.cli.child`, which ends when its standard input does. The demo alone holds the
-other end of that pipe, so nothing outlives it.
+Everything it starts runs as a `llmproxy.cli.child`, which ends when its standard input does. Only the demo holds
+the other end of that pipe, so no process outlives it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ More to see: /v1/models /metrics /debug/queue /debug/explain. Ctrl-C ends all.
 """
 
 SCRIPT: tuple[tuple[float, str, str], ...] = (
-    (5.0, "calm", "quiet: everybody is served at once"),
+    (5.0, "calm", "quiet: all requests are served at once"),
     (10.0, "overload", "overload: sheddable requests wait or are refused, critical go first"),
-    (6.0, "calm", "the overload is over: those who waited are served"),
+    (6.0, "calm", "the overload is over: the requests that waited are served"),
     (5.0, "death", "{victim} was killed: what it had not begun to answer is retried"),
     (8.0, "calm", "{victim} is started again"),
 )
@@ -144,7 +144,7 @@ async def _play(
         async with asyncio.TaskGroup() as group:
             clients.come_and_go(group)
             group.create_task(_follow(session, clients, replicas, display))
-            # A lone replica stays: whoever wants to see its requests held may kill it.
+            # A lone replica is not killed: no other one could take its requests.
             script = [part for part in SCRIPT if len(replicas) > 1 or part[1] != "death"]
             for seconds, part, news in cycle(script[: None if len(replicas) > 1 else 3]):
                 victim = replicas[-1]

@@ -84,7 +84,7 @@ class Display:
             _nobody_reads()
 
     def news(self, text: str) -> None:
-        """Tell what happens now."""
+        """Show a line about what happens now."""
         line = f"{time.strftime('%H:%M:%S')}  {text}"
         self._news.append(line)
         if not self._drawn:
@@ -179,7 +179,7 @@ def _quantiles(values_s: Sequence[float]) -> tuple[str, str]:
 
 
 def _places(adapter: str, counts: Mapping[str, int]) -> str:
-    places = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items())) or "nobody yet"
+    places = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items())) or "no replica yet"
     return f"{adapter.removeprefix('sim-8b-'):<11} requests went to {places}"
 
 

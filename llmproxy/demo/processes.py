@@ -24,9 +24,9 @@ class DemoError(Exception):
 
 @contextmanager
 def held_port(port: int) -> Iterator[int]:
-    """A port (0: any free one) that a child can listen on, and the kernel gives to nobody meanwhile. Raises DemoError.
+    """A port (0: any free one) that a process of the demo can listen on, and no other. Raises DemoError.
 
-    A replica that is dead would otherwise find its port taken by somebody's outgoing connection.
+    Otherwise an outgoing connection could take the port of a replica that is down.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,31 +41,31 @@ def held_port(port: int) -> Iterator[int]:
 class _Process:
     """One process of ours and the last lines that it printed."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, handle: asyncio.subprocess.Process) -> None:
         self.name = name
-        self.process = process
+        self.handle = handle
         self.wanted = True
         self.tail: deque[str] = deque(maxlen=20)
         self.life = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
         """Read what it prints until it ends, so that it never blocks on a full pipe."""
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
+        assert self.handle.stdout is not None
+        async for line in self.handle.stdout:
             self.tail.append(line.decode(errors="replace").rstrip())
-        await self.process.wait()
+        await self.handle.wait()
 
     def obituary(self) -> str:
         said = "\n".join(f"  {line}" for line in self.tail) or "  (nothing)"
-        return f"{self.name} ended with exit code {self.process.returncode}; its last words:\n{said}"
+        return f"{self.name} ended with exit code {self.handle.returncode}; its last lines:\n{said}"
 
 
 class Processes:
     """The processes of the demo; leaving the block ends them all, the proxy before the replicas that serve it."""
 
     def __init__(self) -> None:
-        self._children: dict[str, _Process] = {}
-        self._bereft: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
+        self._running: dict[str, _Process] = {}
+        self._first_to_die: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,8 +73,8 @@ class Processes:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        replicas = list(self._children.values())
-        proxy = self._children.get("proxy")
+        replicas = list(self._running.values())
+        proxy = self._running.get("proxy")
         await self._end([proxy] if proxy else [])
         await self._end(replicas)
 
@@ -89,31 +89,31 @@ class Processes:
             stderr=asyncio.subprocess.STDOUT,
             env={**environment, "PYTHONUNBUFFERED": "1"},
             limit=1 << 20,
-            # Ctrl-C reaches a whole process group; the processes are to be ended by us, in order.
+            # Ctrl-C reaches a whole process group; the demo ends its processes itself, in order.
             start_new_session=True,
         )
-        child = self._children[name] = _Process(name, process)
-        child.life.add_done_callback(lambda _: self._ended(child))
+        started = self._running[name] = _Process(name, process)
+        started.life.add_done_callback(lambda _: self._ended(started))
 
-    def _ended(self, child: _Process) -> None:
-        if child.wanted and not self._bereft.done():
-            self._bereft.set_result(child)
+    def _ended(self, process: _Process) -> None:
+        if process.wanted and not self._first_to_die.done():
+            self._first_to_die.set_result(process)
 
     async def kill(self, name: str) -> None:
-        """End a child as a crash would."""
-        child = self._children[name]
-        child.wanted = False
-        child.process.kill()
-        await child.life
+        """Kill a process, as a crash would."""
+        process = self._running[name]
+        process.wanted = False
+        process.handle.kill()
+        await process.life
 
     async def unless_one_dies(self, work: Awaitable[Result]) -> Result:
-        """The result of `work`. Raises DemoError when a child that nobody killed ends first."""
+        """The result of `work`. Raises DemoError when a process that was not killed ends first."""
         task = asyncio.ensure_future(work)
-        either: list[asyncio.Future[Any]] = [task, self._bereft]
+        either: list[asyncio.Future[Any]] = [task, self._first_to_die]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._bereft.done():
-                raise DemoError(self._bereft.result().obituary())
+            if self._first_to_die.done():
+                raise DemoError(self._first_to_die.result().obituary())
             return task.result()
         finally:
             task.cancel()
@@ -121,13 +121,13 @@ class Processes:
 
     @staticmethod
     async def _end(processes: list[_Process]) -> None:
-        for child in processes:
-            child.wanted = False
-            if child.process.returncode is None:
-                child.process.terminate()
+        for process in processes:
+            process.wanted = False
+            if process.handle.returncode is None:
+                process.handle.terminate()
         if processes:
-            _, alive = await asyncio.wait([child.life for child in processes], timeout=STOP_TIMEOUT_S)
-            for child in processes:
-                if child.life in alive:
-                    child.process.kill()
-                await child.life
+            _, alive = await asyncio.wait([process.life for process in processes], timeout=STOP_TIMEOUT_S)
+            for process in processes:
+                if process.life in alive:
+                    process.handle.kill()
+                await process.life

@@ -51,11 +51,11 @@ class Options:
 
 
 class Unusable(Exception):  # noqa: N818 - an answer for people, not an error of this code
-    """What was asked for cannot be simulated; the message says why and what to do."""
+    """The wanted simulation cannot be run; the message says why and what to do."""
 
 
 def simulate(options: Options) -> None:
-    """Run everything and tell it. Raises Unusable."""
+    """Run everything, print tables and write the files. Raises Unusable."""
     try:
         _simulate(options)
     except (TraceError, FleetError) as error:
@@ -82,8 +82,8 @@ def _simulate(options: Options) -> None:
     with Console(stderr=True).status(f"reading {escape(options.trace)}"):
         found = [prepared(simulation, point.seed, point.rate_scale)[1] for point in chosen]
     if found[0].guessed:
-        told = f"{found[0].guessed:,} of {found[0].count:,} requests got no answer when the trace was taken"
-        console.print(f"{told}: each is given the mean length of its model's answers", markup=False)
+        guessed = f"{found[0].guessed:,} of {found[0].count:,} requests got no answer when the trace was taken"
+        console.print(f"{guessed}: each is given the mean length of its model's answers", markup=False)
     _check(options, fleet, prepared(simulation, chosen[0].seed, chosen[0].rate_scale))
     if options.out is not None:
         _make_room(options.out)
@@ -93,7 +93,7 @@ def _simulate(options: Options) -> None:
     result = SimulationResult(
         runs=[one.run for one in finished],
         bounds=bounds,
-        config=_told(options, fleet, list(plans.values()), found[0]),
+        config=_description(options, fleet, list(plans.values()), found[0]),
     )
     print_tables(result, console)
     if options.out is not None:
@@ -150,11 +150,11 @@ def _run(simulation: Simulation, chosen: Sequence[Point], totals: Sequence[int],
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(f"0/{len(chosen)} runs", total=sum(totals))
 
-        def tell(ended: Sequence[int]) -> None:
+        def show(ended: Sequence[int]) -> None:
             done = sum(one is not None for one in finished)
             bar.update(task, completed=sum(ended), description=f"{done}/{len(chosen)} runs")
 
-        for index, one in run_all([(simulation, point) for point in chosen], workers, tell):
+        for index, one in run_all([(simulation, point) for point in chosen], workers, show):
             finished[index] = one
     return [one for one in finished if one is not None]
 
@@ -174,8 +174,8 @@ def _bounds(simulation: Simulation, chosen: Sequence[Point]) -> dict[str, dict[s
     }
 
 
-def _told(options: Options, fleet: SimulatedFleet, plans: Sequence[PolicyPlan], found: Survey) -> dict[str, Any]:
-    """What was simulated, in words and numbers that somebody else could repeat it with."""
+def _description(options: Options, fleet: SimulatedFleet, plans: Sequence[PolicyPlan], found: Survey) -> dict[str, Any]:
+    """What was simulated, in words and numbers with which it can be repeated."""
     return {
         "trace": Path(options.trace).name if not options.trace.startswith("gen:") else options.trace,
         "requests": found.count,

@@ -1,4 +1,4 @@
-"""A simulated vLLM replica on a real port: in-process for tests, or served until it is told to stop."""
+"""A simulated vLLM replica on a real port: in-process for tests, or served until a signal."""
 
 from __future__ import annotations
 
@@ -163,13 +163,13 @@ async def serve_replica(options: ReplicaOptions, host: str, port: int) -> None:
     OSError where the address cannot be bound.
     """
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    stopping = asyncio.Event()
     async with Replica(replace(options, requests_kept=0), host, port) as replica:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, told.set)
+            loop.add_signal_handler(number, stopping.set)
         try:
             print(f"simulated vLLM replica of {options.model} on {replica.url}", flush=True)
-            await told.wait()
+            await stopping.wait()
             if options.shutdown == "hang":
                 replica.faults.set(FaultKind.HANG)
                 await replica.idle()
@@ -179,7 +179,7 @@ async def serve_replica(options: ReplicaOptions, host: str, port: int) -> None:
 
 
 class _Connection(web.RequestHandler):
-    """aiohttp gives a new connection the keep-alive time for its first request; vLLM waits for ever."""
+    """aiohttp gives a new connection the keep-alive time for its first request; vLLM waits forever."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

@@ -27,6 +27,7 @@ from llmproxy.config.reload import Reread
 from llmproxy.fleet.limits_file import LimitsFile
 from llmproxy.simulator.replica import Replica, ReplicaOptions, SeenRequest
 from tests.e2e.leftovers import nothing_left
+from tests.simulator.engine.invariants import check_engine
 
 FAST = ReplicaOptions(model="base", adapters=("lora-0", "lora-1"), profile="tiny", noise=False)
 """A replica whose steps take about a millisecond."""
@@ -182,7 +183,7 @@ class ProxyUnderTest:
         pools.check(asyncio.get_running_loop().time())
         for replica in self.replicas:
             assert not replica.engine.busy
-            replica.engine.check()
+            check_engine(replica.engine)
         assert self.outcomes()["internal"] == self.bugs_expected, "the proxy met a bug of its own"
 
 

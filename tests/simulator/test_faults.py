@@ -14,6 +14,7 @@ import pytest
 from llmproxy.simulator.replica import Replica, ReplicaOptions, serve_replica
 from llmproxy.simulator.server.faults import FaultKind
 from tests.simulator.conftest import CHAT, ENDLESS, FAST, chunks_of, post, until
+from tests.simulator.engine.invariants import check_engine
 
 STREAM = CHAT | {"stream": True}
 ENGINE_ERROR = (
@@ -47,7 +48,7 @@ async def test_a_client_that_leaves_frees_its_seat_and_the_gauge_says_so(
     while await gauge(client, replica, "num_requests_running"):  # noqa: ASYNC110 - it comes with the next step
         await asyncio.sleep(0.001)
     assert await gauge(client, replica, "kv_cache_usage_perc") == 0.0
-    replica.engine.check()
+    check_engine(replica.engine)
 
 
 async def test_gauges_that_lie_say_that_it_is_idle_until_the_fault_is_cleared(

@@ -66,7 +66,7 @@ class Active:
 
 
 class KvEventCaches:
-    """What the engines' KV events have told: the blocks that each had 10 ms ago, unless some events were lost."""
+    """What the engines' KV events say: the blocks that each had 10 ms ago, unless some events were lost."""
 
     def __init__(self, around: Surroundings) -> None:
         self._cached_tokens = around.kv_events()

@@ -77,7 +77,7 @@ class LruIndex:
         self._capacity: dict[str, int] = {}
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """How many blocks each backend holds, gaps not minded, up to the first block that nobody holds."""
+        """How many blocks each backend holds, gaps included, up to the first block that no backend holds."""
         return self._blocks.matches(hashes, unbroken=False)
 
     def record(self, backend: str, hashes: Sequence[int]) -> None:

@@ -23,16 +23,16 @@ class BlockIndex:
         self._holders: dict[Block, int] = {}
 
     def matches(self, blocks: Iterable[Block], *, unbroken: bool) -> dict[str, int]:
-        """How many of a prompt's `blocks` each backend holds, walking from the first until nobody holds one.
+        """How many of a prompt's `blocks` each backend holds, from the first until one that no backend holds.
 
         With `unbroken` a backend's count ends at the first block that it lacks. Backends without any are left out.
         """
         counts: dict[str, int] = {}
-        everybody = -1
+        unbroken_holders = -1
         for holders, length in self._runs(blocks):
-            counted = holders & everybody
+            counted = holders & unbroken_holders
             if unbroken:
-                everybody = counted
+                unbroken_holders = counted
             while counted:
                 lowest = counted & -counted
                 name = self._names[lowest.bit_length() - 1]
@@ -116,5 +116,5 @@ class BlockIndex:
         return list(self._lists)
 
     def __len__(self) -> int:
-        """How many blocks somebody holds."""
+        """How many blocks any backend holds."""
         return len(self._holders)

@@ -1,4 +1,4 @@
-"""What a replay can be run under: a named placement, its waiting room, and how late it hears of the fleet."""
+"""What a replay can be run under: a named placement, its waiting room, and how old its readings are."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class CacheAware(Counting):
     Unequal is: the most requests in flight exceed the fewest by more than `abs_load` and `rel_load` times over. A known
     prefix counts when more than `match` of the prompt is known. The tree is of text there and of the trace's blocks
     here, which sees a common beginning only in whole blocks. It is written when a request is routed, and cut back to
-    its limit per backend only once in `EVICT_EVERY_S`. It does not hear of restarts, as theirs does not.
+    its limit per backend only once in `EVICT_EVERY_S`. It is not cleared when a backend restarts, as theirs is not.
     """
 
     def __init__(self, around: Surroundings, match: float, abs_load: float, rel_load: float) -> None:

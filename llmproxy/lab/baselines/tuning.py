@@ -1,4 +1,4 @@
-"""Baselines by name, with other parameters than their documented ones where a tuning grid asks for it."""
+"""Baselines by name, with other parameters than their documented ones for a tuning grid."""
 
 from __future__ import annotations
 

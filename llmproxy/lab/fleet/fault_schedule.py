@@ -1,4 +1,4 @@
-"""The timeline of a replay: what befalls the replicas, and when."""
+"""The timeline of a replay: which fault begins and ends when."""
 
 from __future__ import annotations
 

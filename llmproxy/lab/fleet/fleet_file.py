@@ -44,7 +44,7 @@ REPLICAS_MAX = 4_096
 PROXIES_MAX = 256
 FAULTS_MAX = 1_000
 EVERY = "all"
-"""What a fault names to befall every replica."""
+"""The name by which a fault hits every replica."""
 EXAMPLE = "write it like 8xllama-8b-h100, 4xllama-8b-h100+4xllama-8b-a100, or as the path of a YAML file"
 
 KNOWN_PROFILES = tuple(PROFILES)
@@ -123,7 +123,7 @@ def room_tokens(kv_tokens: int, block_size: int) -> int:
 
 
 def _context_tokens(kv_tokens: int, block_size: int) -> int:
-    """The longest context that a server serves unless it is told another."""
+    """The longest context that a server serves by default."""
     return min(MAX_MODEL_LEN, room_tokens(kv_tokens, block_size))
 
 

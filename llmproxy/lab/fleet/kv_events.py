@@ -14,7 +14,7 @@ DELAY_S = 0.010
 
 
 class KvEvents:
-    """One proxy's subscription to every replica, and the index that it keeps: which blocks each is told to have.
+    """One proxy's subscription to every replica, and the index that it keeps: which blocks each is known to have.
 
     vLLM publishes one batch per step. A batch that is lost stays lost: what it stored is not known, and what it removed
     is believed, until a later batch says otherwise or the replica's process ends.
@@ -23,7 +23,7 @@ class KvEvents:
     def __init__(self, world: World, clock: Callable[[], float]) -> None:
         self._world = world
         self._clock = clock
-        self._asked: tuple[str, float] | None = None
+        self._found_for: tuple[str, float] | None = None
         self._found: dict[str, int] = {}
         self._lines = {name: _Subscription() for name in world.replicas}
         for name, line in self._lines.items():
@@ -31,10 +31,10 @@ class KvEvents:
 
     def cached_tokens(self, request_id: str) -> dict[str, int]:
         """How many tokens of a live request's prompt each replica is known to have cached; who has none is left out."""
-        # Who books a request asks again what was asked to place it, and looking at every replica takes a while.
-        asked = request_id, self._clock()
-        if asked != self._asked:
-            self._asked, self._found = asked, self._look_up(*asked)
+        # Booking a request needs the same answer as placing it, and looking at every replica takes a while.
+        key = request_id, self._clock()
+        if key != self._found_for:
+            self._found_for, self._found = key, self._look_up(*key)
         return self._found
 
     def _look_up(self, request_id: str, now: float) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""One simulated vLLM server in virtual time: its engine stepped by timers, its front door, and what it publishes."""
+"""One simulated vLLM server in virtual time: its engine stepped by timers, its requests, and what it publishes."""
 
 from __future__ import annotations
 
@@ -9,62 +9,22 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
+from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong
 from llmproxy.lab.fleet.spec import ReplicaSpec
-from llmproxy.simulator.engine.engine import Counters, Engine, EngineRequest, Gauges, StepResult
+from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.kv_cache import Changes
 from llmproxy.simulator.engine.profiles import Noise
+from llmproxy.simulator.engine.reports import Counters, Gauges, StepResult
+from llmproxy.simulator.engine.sequence import EngineRequest
 
 NOISE = Noise()
-
-
-class Broken(Exception):  # noqa: N818 - what befalls an answer, not an error of this code
-    """The connection of an answer ended before the answer did; `by_timeout` when the proxy itself gave it up."""
-
-    def __init__(self, by_timeout: bool = False) -> None:
-        super().__init__()
-        self.by_timeout = by_timeout
-
-
-class Refusing(Exception):  # noqa: N818
-    """No process listens."""
-
-
-class Leaving(Exception):  # noqa: N818
-    """The server is about to stop: it ends what it has and takes nothing new."""
-
-
-class TooLong(Exception):  # noqa: N818
-    """The request is longer than this server's context: its own 400."""
-
-
-@dataclass(slots=True, eq=False)
-class ServerJob:
-    """One request at a replica. `ended` is set when the last token is out, or fails with `Broken`.
-
-    `on_first` is called when the first token exists. Times are the loop's; `first_s` is None before the first token.
-    `heard_tokens` and `heard_s` are how much of the answer its proxy saw, and when it last saw more.
-    """
-
-    request: EngineRequest
-    on_first: Callable[[], None]
-    ended: asyncio.Future[None]
-    hit_tokens: int | None = None
-    first_s: float | None = None
-    cut_short: bool = False
-    heard_tokens: int = 0
-    heard_s: float = 0.0
-
-    def break_off(self, by_timeout: bool = False) -> None:
-        """The connection is gone; nothing where the answer has ended."""
-        if not self.ended.done():
-            self.ended.set_exception(Broken(by_timeout))
 
 
 class Subscriber(Protocol):
     """One end of a subscription to a replica's KV events."""
 
     def published(self, at_s: float, changes: Changes) -> None:
-        """A step that ended at `at_s` changed which blocks are cached; told in the order of the steps."""
+        """A step that ended at `at_s` changed which blocks are cached; called in the order of the steps."""
 
     def broken(self) -> None:
         """The process is gone, with its caches and with what it had not sent."""
@@ -97,10 +57,10 @@ class _FaultsInForce:
 
 
 class SimulatedServer:
-    """A server that accepts jobs and can be scraped, and the faults that can befall it.
+    """A server that accepts jobs and can be scraped, and its faults.
 
-    The engine is advanced lazily: while nothing but decoding happens, a whole stretch of steps is one timer, and who
-    arrives or looks in the middle of it finds the engine as it is at that moment.
+    The engine is advanced lazily: while nothing but decoding happens, a whole stretch of steps is one timer, and a
+    request or scrape in the middle of it finds the engine as it is at that moment.
     """
 
     def __init__(
@@ -122,7 +82,7 @@ class SimulatedServer:
         self._noise = noise
         self._loop = loop
         self._jobs: dict[str, ServerJob] = {}
-        self._unborn: dict[str, ServerJob] = {}
+        self._before_first_token: dict[str, ServerJob] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._stretch: _Stretch | None = None
         self._step: StepResult | None = None
@@ -148,7 +108,7 @@ class SimulatedServer:
         self._visible = self._coming = Gauges()
         self._seen.clear()
         if self._subscribers:
-            self.engine.tell_kv_events()
+            self.engine.publish_kv_events()
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -175,7 +135,7 @@ class SimulatedServer:
         self.alive = False
         self.faults.frozen = False
         jobs, self._jobs = self._jobs, {}
-        self._unborn.clear()
+        self._before_first_token.clear()
         self._install()
         for job in jobs.values():
             job.break_off()
@@ -206,7 +166,7 @@ class SimulatedServer:
     # --- what clients do ----------------------------------------------------------------------------------------------
 
     def open(self, request: EngineRequest, on_first: Callable[[], None]) -> ServerJob:
-        """Send a request. Raises Refusing when nobody listens, Leaving where the server is about to stop, and TooLong
+        """Send a request. Raises Refusing when it is not alive, Leaving where the server is about to stop, and TooLong
         for a request that it answers with 400.
         """
         if not self.alive:
@@ -249,7 +209,7 @@ class SimulatedServer:
         del self._jobs[request_id]
         if self._leaving_for_s is not None:
             self._loop.call_soon(self._stop_when_done)
-        if self._unborn.pop(request_id, None) is not None or job.first_s is not None:
+        if self._before_first_token.pop(request_id, None) is not None or job.first_s is not None:
             if not self.faults.frozen:
                 self._interrupt()
             self.engine.abort(request_id)
@@ -284,7 +244,7 @@ class SimulatedServer:
     def subscribe(self, subscriber: Subscriber) -> None:
         """Publish KV events to one more subscriber from now on, one batch per step."""
         self._subscribers.append(subscriber)
-        self.engine.tell_kv_events()
+        self.engine.publish_kv_events()
 
     @property
     def counters(self) -> Counters:
@@ -310,7 +270,7 @@ class SimulatedServer:
         if not self.faults.frozen:
             self._interrupt()
         self.engine.add(job.request)
-        self._unborn[job.request.id] = job
+        self._before_first_token[job.request.id] = job
         if self._timer is None and not self.faults.frozen:
             self._next()
 
@@ -402,10 +362,10 @@ class SimulatedServer:
             # A preempted request finds its own blocks again, which is no hit.
             if job is not None and job.hit_tokens is None:
                 job.hit_tokens = cached_tokens
-        if self._unborn and step.emitted:
+        if self._before_first_token and step.emitted:
             emitted = set(step.emitted)
-            for request_id in [one for one in self._unborn if one in emitted]:
-                job = self._unborn.pop(request_id)
+            for request_id in [one for one in self._before_first_token if one in emitted]:
+                job = self._before_first_token.pop(request_id)
                 job.first_s = job.heard_s = now
                 job.heard_tokens = 1
                 job.on_first()

@@ -1,4 +1,4 @@
-"""The simulated fleet of a replay: its replicas, and what befalls them."""
+"""The simulated fleet of a replay: its replicas, and their faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_MODEL_LEN = 131_072
 
 
 class FleetFaultKind(StrEnum):
-    """What can befall a replica. All but `kill`, `restart` and `roll` end at `until_s`.
+    """A fault of a replica. All but `kill`, `restart` and `roll` end at `until_s`.
 
     `kill`: the process dies, connections break and polls are refused; for good, or until a `restart`.
     `restart`: the process dies (if it lives) and serves again, caches cold, `value` seconds later.

@@ -9,7 +9,7 @@ from itertools import count
 from llmproxy.lab.baselines.policy import KnownPrompt
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.simulator.engine.engine import EngineRequest
+from llmproxy.simulator.engine.sequence import EngineRequest
 
 
 class Blocks:
@@ -49,7 +49,7 @@ class World:
     prompts: dict[str, KnownPrompt] = field(default_factory=dict)
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     serial: Iterator[int] = field(default_factory=lambda: count(1))
-    _asked: tuple[str, EngineRequest] | None = None
+    _last_sequence: tuple[str, EngineRequest] | None = None
 
     def enter(self, arrival: Arrival) -> str:
         """A request begins to live; its id."""
@@ -67,10 +67,10 @@ class World:
 
     def sequence_of(self, request_id: str) -> EngineRequest:
         """A live request as an engine would get it."""
-        # Asked for every replica in turn, and again while the request waits: its hashes are many.
-        if self._asked is None or self._asked[0] != request_id:
-            self._asked = request_id, self.sequence(request_id, request_id)
-        return self._asked[1]
+        # Needed for every replica in turn, and again while the request waits: its hashes are many.
+        if self._last_sequence is None or self._last_sequence[0] != request_id:
+            self._last_sequence = request_id, self.sequence(request_id, request_id)
+        return self._last_sequence[1]
 
     def leave(self, request_id: str) -> None:
         del self.prompts[request_id]

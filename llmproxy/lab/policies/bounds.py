@@ -54,7 +54,7 @@ def pooled_lru(trace: Trace, capacity_tokens: int, warmup_s: float = 0.0) -> Hit
     errs upwards; but a policy that orders its queue by prefix, or that keeps one-shot prompts apart, can beat it, as
     evicting with knowledge of the future would by far. *Endless* is a strict bound for all policies.
     """
-    return _TraceSums.of(_OrderedRequests(trace, capacity_tokens, warmup_s=warmup_s)).hits()
+    return _TraceSums.over(_OrderedRequests(trace, capacity_tokens, warmup_s=warmup_s)).hits()
 
 
 def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:
@@ -84,7 +84,7 @@ def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | N
 def all_bounds(
     trace: Trace, fleet: SimulatedFleet, prefill_scale: float = 1.0, warmup_s: float = 0.0
 ) -> dict[str, Bound]:
-    """Every bound by name, in the order in which they should be told. Requests before `warmup_s` are not counted.
+    """Every bound by name, in the order in which they should be shown. Requests before `warmup_s` are not counted.
 
     The trace is read twice, and nothing is kept of it but the blocks in the caches. All replicas are taken to be there
     and well all the time. Requests longer than every replica's context are refused by all policies and do no work;
@@ -92,21 +92,21 @@ def all_bounds(
     """
     longest = max(min(spec.max_model_len, room_tokens(spec.kv_tokens, spec.block_size)) for spec in fleet.replicas)
     cache_tokens = sum(spec.kv_tokens for spec in fleet.replicas)
-    tally = _TraceSums.of(_OrderedRequests(trace, cache_tokens, longest, warmup_s))
+    sums = _TraceSums.over(_OrderedRequests(trace, cache_tokens, longest, warmup_s))
     queue, balance = QueueBounds(), None
-    if tally.fitting:
-        balance = balance_rps(fleet, prefill_scale, tally.work)
-        server = PooledServer(fleet, prefill_scale, tally.work)
+    if sums.fitting:
+        balance = balance_rps(fleet, prefill_scale, sums.work)
+        server = PooledServer(fleet, prefill_scale, sums.work)
         again = _OrderedRequests(trace, cache_tokens, longest, warmup_s)
-        queue = queue_bounds(again.fitting(), server, timed=not tally.closed, since_s=warmup_s)
-    return _queue_told(tally, queue, balance) | _cache_told(tally) | _fairness_told(tally, fleet)
+        queue = queue_bounds(again.fitting(), server, timed=not sums.closed, since_s=warmup_s)
+    return _queue_bounds(sums, queue, balance) | _cache_bounds(sums) | _fairness_bounds(sums, fleet)
 
 
-def _queue_told(tally: _TraceSums, queue: QueueBounds, balance: float | None) -> dict[str, Bound]:
-    untimed = "; not computed: later turns arrive when earlier answers end" if tally.closed else ""
+def _queue_bounds(sums: _TraceSums, queue: QueueBounds, balance: float | None) -> dict[str, Bound]:
+    untimed = "; not computed: later turns arrive when earlier answers end" if sums.closed else ""
     bounds = {
         "goodput_max": Bound(
-            value=tally.fitting / tally.offered if tally.offered else None,
+            value=sums.fitting / sums.offered if sums.offered else None,
             unit="share",
             about="requests that fit into the context of a replica; all others are refused by every policy",
         ),
@@ -148,8 +148,8 @@ def _queue_told(tally: _TraceSums, queue: QueueBounds, balance: float | None) ->
     return bounds
 
 
-def _cache_told(tally: _TraceSums) -> dict[str, Bound]:
-    hits = tally.hits()
+def _cache_bounds(sums: _TraceSums) -> dict[str, Bound]:
+    hits = sums.hits()
     excess = "" if hits.endless_exact else f"; too low, since only {BLOCKS_MAX:,} distinct blocks are remembered"
     return {
         "hit_pooled_lru": Bound(
@@ -163,19 +163,19 @@ def _cache_told(tally: _TraceSums) -> dict[str, Bound]:
     }
 
 
-def _fairness_told(tally: _TraceSums, fleet: SimulatedFleet) -> dict[str, Bound]:
+def _fairness_bounds(sums: _TraceSums, fleet: SimulatedFleet) -> dict[str, Bound]:
     bounds = {
         "vtc_difference": Bound(
-            value=vtc_bound_tokens(tally.longest_prompt_tokens, fleet),
+            value=vtc_bound_tokens(sums.longest_prompt_tokens, fleet),
             unit="tokens",
             about="weighted service of two backlogged tenants under VTC: 2 max(longest prompt, 2 x KV of the fleet)",
         )
     }
-    if tally.adapters:
-        excess = f"; not computed: more than {ADAPTERS_MAX:,} adapters" if tally.unlisted else ""
+    if sums.adapters:
+        excess = f"; not computed: more than {ADAPTERS_MAX:,} adapters" if sums.unlisted else ""
         slots = sum(spec.max_loras for spec in fleet.replicas)
         bounds["lora_static_hit"] = Bound(
-            value=None if tally.unlisted else static_lora(tally.adapters, slots),
+            value=None if sums.unlisted else static_lora(sums.adapters, slots),
             unit="share",
             about=f"requests whose adapter is resident when the {slots} most popular ones stay{excess}",
         )
@@ -188,7 +188,7 @@ def _fairness_told(tally: _TraceSums, fleet: SimulatedFleet) -> dict[str, Bound]
 def in_order(arrivals: Iterator[Arrival]) -> Iterator[tuple[float, Arrival]]:
     """All arrivals, later turns of closed loops included, each with the earliest time at which it can come.
 
-    A later turn comes `think_s` after the one before: as if answers took no time, which only a run can tell. Those of
+    A later turn comes `think_s` after the one before: as if answers took no time, which only a run can show. Those of
     one time take turns, so that loops without a pause go on side by side.
     """
     serial = count()
@@ -254,7 +254,7 @@ class _OrderedRequests:
 
 @dataclass(slots=True)
 class _TraceSums:
-    """What one walk adds up over the requests that are counted; `unlisted` ones have adapters beyond `ADAPTERS_MAX`."""
+    """Sums over the requests that are counted; `unlisted` ones have adapters beyond `ADAPTERS_MAX`."""
 
     offered: int = 0
     fitting: int = 0
@@ -269,16 +269,16 @@ class _TraceSums:
     endless_exact: bool = True
 
     @classmethod
-    def of(cls, walk: _OrderedRequests) -> _TraceSums:
-        tally = cls()
-        for served, fits in walk.all():
-            tally.closed |= served.arrival.then is not None
+    def over(cls, requests: _OrderedRequests) -> _TraceSums:
+        sums = cls()
+        for served, fits in requests.all():
+            sums.closed |= served.arrival.then is not None
             if served.counted:
-                tally.offered += 1
+                sums.offered += 1
                 if fits:
-                    tally._count(served)
-        tally.endless_exact = not walk.endless.full
-        return tally
+                    sums._count(served)
+        sums.endless_exact = not requests.endless.full
+        return sums
 
     def _count(self, served: Served) -> None:
         arrival = served.arrival

@@ -1,4 +1,4 @@
-"""From the name of a policy to all that a run needs to know of it."""
+"""Policies by name: what a run needs to know of each."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def _with(config: Config, text: str, given: Mapping[str, str]) -> Config:
     try:
         scheduling = SchedulingConfig.model_validate({**config.scheduling.model_dump(), **values})
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ValueError(f"policy {text!r}: {told}") from None
+        reasons = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"policy {text!r}: {reasons}") from None
     return config.model_copy(update={"scheduling": scheduling})
 
 
@@ -160,6 +160,7 @@ def _ceilings(text: str, given: str) -> dict[str, str]:
     except ValueError:
         falling = False
     if len(parts) != len(CEILED) or not falling:
-        told = ", ".join(CEILED)
-        raise ValueError(f"policy {text!r}: ceilings are written like 1/0.95/0.85, for {told}, and do not rise")
+        raise ValueError(
+            f"policy {text!r}: ceilings are written like 1/0.95/0.85, for {', '.join(CEILED)}, and do not rise"
+        )
     return dict(zip(CEILED, parts, strict=True))

@@ -13,7 +13,7 @@ from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, P
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.world import World
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.simulator.engine.engine import EngineRequest
+from llmproxy.simulator.engine.sequence import EngineRequest
 
 PATIENCE_S = 0.5
 """A request may be bound to a replica that will begin it this much later; any longer it waits in the central queue."""
@@ -58,10 +58,10 @@ class Oracle(Placement):
 
     For each replica: when it can begin the request (a free sequence, a slot for the adapter, room for prompt and answer
     in the KV-cache, the prompts ahead of it), the prefill of what its cache really lacks, the answer at its true length
-    and step times, what prefill and decode take from everybody in the batch, and once more the prefill, because what is
-    computed twice displaces something else. The least sum gets the request, of the replicas that can begin at once and
-    of those with so much more of it cached that waiting for them may pay. Where the best could not begin soon, the
-    request waits, so that whoever comes with a higher priority may pass.
+    and step times, and what prefill and decode take from every request in the batch. The prefill counts once more,
+    because what is computed twice displaces something else. The least sum gets the request, of the replicas that can
+    begin at once and of those with so much more of it cached that waiting for them may pay. Where the best could not
+    begin soon, the request waits, so that a request of higher priority may pass it.
 
     It uses the caches as they are. Crediting every replica with the hits of a pooled cache looks more like an oracle,
     but lets it scatter prompts that share a prefix, and the copies then cost the memory that sharing would have saved.
@@ -86,7 +86,7 @@ class Oracle(Placement):
         warm_tokens = max((offer.warm_tokens for offer in at_once), default=0) + SAVING_TOKENS
         best = min((*at_once, *(offer for offer in offers if offer.warm_tokens >= warm_tokens)), default=None)
         if best is None or best.begin_s > PATIENCE_S:
-            # Who waits for a slot of an adapter does not hold up the others.
+            # A request that waits for an adapter slot does not block the others.
             return NO_CAPACITY if sequence.adapter is None else NO_MATCH
         return Placed(best.name, -best.delay_s, (("delay_s", best.delay_s), ("begin_s", best.begin_s)), len(serving))
 
@@ -106,7 +106,7 @@ class Oracle(Placement):
         return _Offer(begin_s + slow * (own_s + harm_s), replica.spec.name, begin_s, warm_tokens)
 
     def _begin_s(self, replica: SimulatedServer, sequence: EngineRequest, cached_tokens: int) -> float:
-        """How long until the replica can begin the request: prompts ahead of it, and whoever must end first."""
+        """How long until the replica can begin the request: prompts ahead of it, and requests that must end first."""
         held, spec, engine = self._held[replica.spec.name], replica.spec, replica.engine
         ahead_s = 0.0
         if held.ahead_tokens > spec.step_tokens:
@@ -142,7 +142,7 @@ class Oracle(Placement):
         adapters = held.adapters()
         return sequence.adapter in adapters or len(adapters) < slots
 
-    # --- its own books ------------------------------------------------------------------------------------------------
+    # --- its own leases -----------------------------------------------------------------------------------------------
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         backend = placed.backend

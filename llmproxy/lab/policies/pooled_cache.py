@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class PooledCache:
-    """Least recently used blocks of `block_tokens` tokens each, `capacity_tokens` in all, asked in order of arrival.
+    """The blocks used last, of `block_tokens` tokens each, `capacity_tokens` in all, looked up in order of arrival.
 
     Blocks are prefixes: a hit ends at the first block that is not there, and tails are evicted before heads.
     """

@@ -39,7 +39,7 @@ class EngineWork(NamedTuple):
 
     `prefill_squares` is end² - first² of the prompt positions to compute. `context_tokens` adds up, over all decoded
     tokens, the context that each attends to, and `private_tokens` that part of it which no earlier request has brought
-    along, so that nobody else in the batch can hold it.
+    along, so that no other request in the batch can hold it.
     """
 
     requests: float = 0.0

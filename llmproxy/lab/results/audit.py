@@ -1,6 +1,6 @@
 """An independent audit of a waiting room: priority inversions, and how far the counters of flows differed.
 
-It hears what the core hears and says, and keeps its own books, so that it holds for every policy alike.
+It sees every call of the core and every decision, and counts by itself, so that it is the same for every policy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _AuditedLease:
 
 
 class Audit:
-    """The books of one waiting room.
+    """The counts of one waiting room.
 
     `inversions` counts grants to a backend that a waiting request of a higher band could have had. Ceilings do not rise
     as priority falls, so where a lower band found room, the higher one had it too, and could have gone unless the
@@ -146,7 +146,7 @@ class Audit:
 
 
 class AuditedPools(Pools):
-    """The production pools, every word with them overheard by an `Audit`."""
+    """The production pools, every call of which an `Audit` sees."""
 
     def __init__(self, settings: Settings, *others: Any) -> None:
         super().__init__(settings, *others)

@@ -116,7 +116,7 @@ def add_legend(figure: Figure, axes: Axes) -> None:
 
 
 def to_svg(figure: Figure, number: int) -> str:
-    """An `svg` element to stand in a page. `number` tells apart the plots of a page, which share one space of names."""
+    """An `svg` element to stand in a page. `number` makes the ids of the plots of one page distinct."""
     FigureCanvasSVG(figure)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

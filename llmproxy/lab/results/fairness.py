@@ -22,8 +22,8 @@ ADHERENCE_LEAST = 20
 class ServiceDifference:
     """The largest difference of weighted service between two tenants over any time in which both were backlogged.
 
-    For each pair the difference of what both were served is followed from the moment at which both have somebody
-    waiting until one has not; how far it moves, up and down, is what the paper's bound limits.
+    For each pair the difference of what both were served is followed from the moment at which both are
+    backlogged until one is not; how far it moves, up and down, is what the paper's bound limits.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class ServiceDifference:
     def ended(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request of `tenant` is over, and this much was served of it."""
         if tenant not in self._followed:
-            # Only how a difference moves while both wait counts, and nobody unknown has waited yet.
+            # A difference counts only while both are backlogged, and an unknown tenant never was.
             return
         service = PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
         self._ended[tenant] = self._ended.get(tenant, 0.0) + service
@@ -105,7 +105,7 @@ class Adherence:
         self.most = 0
 
     def ended(self, tenant: str, met: bool, at_s: float) -> None:
-        """A request ended; to be told in the order of the ends. What ends after `until_s` is the tail of a trace."""
+        """A request ended; to be called in the order of the ends. What ends after `until_s` is the tail of a trace."""
         part = int(at_s / self._part_s)
         if at_s > self._until_s:
             return

@@ -1,4 +1,4 @@
-"""The books of one run: every request's end and every look at the fleet, in memory that no trace can make grow."""
+"""The figures of one run, from every request's end and samples of the fleet, in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from llmproxy.lab.results.sums import (
     quantiles,
     ratio,
 )
-from llmproxy.simulator.engine.engine import Counters
+from llmproxy.simulator.engine.reports import Counters
 
-TENANTS_TOLD = 100
+TENANTS_SHOWN = 100
 TENANTS_KEPT = 400
-"""When there are more, the smaller half is told as "(other)": a tenant that comes back after that starts at nothing."""
+"""When there are more, the smaller half counts as "(other)": a tenant that comes back after that starts at zero."""
 SAMPLES_MAX = 512
 CDF_POINTS = 80
 
@@ -57,7 +57,7 @@ class _Sample:
 
 
 class RunRecorder:
-    """Everything that is told of one run.
+    """Collects the figures of one run.
 
     `duration_s` is the length of the trace and only sets how fine the time axes are: a run may last longer.
     `replicas` are all that were there, the idle ones too. Requests that arrived before `warmup_s` are in no figure.
@@ -71,7 +71,7 @@ class RunRecorder:
         self._preemptions = 0
         self._inversions = 0
         self._ejections = 0
-        self._noticed: list[FaultDetection] = []
+        self._detections: list[FaultDetection] = []
         self._counter_difference: float | None = None
         self._unfinished_tokens_most = 0
         self._prompt_tokens_most = 0
@@ -134,7 +134,7 @@ class RunRecorder:
         self._samples.append(_Sample(at_s, dict(load), sum(queued.values())))
 
     def output(self, tokens: Mapping[int, int]) -> None:
-        """What was streamed so far by band; told when the warm-up is over, and again at the end of the trace."""
+        """What was streamed so far by band; called when the warm-up is over, and again at the end of the trace."""
         named: Counter[str] = Counter()
         for band, count in tokens.items():
             named[band_name(band)] += count
@@ -151,9 +151,9 @@ class RunRecorder:
         """How often a proxy ejected a replica, over the whole run."""
         self._ejections += times
 
-    def noticed(self, fault: Fault, replica: str, noticed_s: float | None) -> None:
-        """How long after it began a fault was known; None where it ended before."""
-        self._noticed.append(FaultDetection(kind=fault.kind, replica=replica, at_s=fault.at_s, noticed_s=noticed_s))
+    def fault_detected(self, fault: Fault, replica: str, detected_s: float | None) -> None:
+        """How long after its begin a fault was detected; None where it ended before."""
+        self._detections.append(FaultDetection(kind=fault.kind, replica=replica, at_s=fault.at_s, noticed_s=detected_s))
 
     def counted(self, replica: str, counters: Counters) -> None:
         """What the engine of `replica` counted in the whole run."""
@@ -188,7 +188,7 @@ class RunRecorder:
             withdrawals=self._preemptions,
             inversions=self._inversions,
             ejections=self._ejections,
-            noticed=sorted(self._noticed, key=lambda one: (one.at_s, one.replica)),
+            noticed=sorted(self._detections, key=lambda one: (one.at_s, one.replica)),
             outcomes={outcome.value: count for outcome, count in self._outcomes.items()},
             utilisation=self._utilisation(duration_s - self._warmup_s),
             loaded=self._loaded(),
@@ -202,7 +202,7 @@ class RunRecorder:
             ),
             prediction=self._prediction(),
             by_band={name: group.result(total) for name, group in self._bands.largest(BANDS_KEPT)},
-            by_tenant={name: group.result(total) for name, group in self._tenants.largest(TENANTS_TOLD)},
+            by_tenant={name: group.result(total) for name, group in self._tenants.largest(TENANTS_SHOWN)},
             by_backend={name: self._backend(name) for name in self._backends},
         )
 

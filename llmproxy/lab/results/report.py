@@ -16,7 +16,7 @@ from llmproxy.lab.results.table import (
     ORACLE_NOTE,
     REFERENCES,
     bound_value,
-    bounds_told,
+    bounds_by_name,
     has_oracle,
     is_best,
     write,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FACTS_FIRST = ("workload", "case", "trace", "requests", "trace_duration_s", "fleet", "replicas", "proxies", "seeds")
 FACT_MAX = 120
-"""Longer values of the configuration are told in full below the plots only."""
+"""Longer values of the configuration are shown in full below the plots only."""
 HIT_BOUNDS = ("hit_pooled_lru",)
 RULES = (
     "Every policy met the same arrivals. Goodput is the share of all <em>offered</em> requests that were completed "
@@ -138,7 +138,7 @@ def _figure(plot: Plot, svg: str) -> str:
 
 
 def _facts(result: SimulationResult, points: list[LoadPoint], policies: list[str]) -> str:
-    """What was simulated, in short: the plain values of the configuration, and what the runs themselves tell."""
+    """What was simulated, in short: the plain values of the configuration, and figures of the runs themselves."""
     facts = {name: _plain(value) for name, value in result.config.items()}
     ranks = {name: rank for rank, name in enumerate(FACTS_FIRST)}
     ordered = sorted(facts, key=lambda name: ranks.get(name, len(ranks)))
@@ -214,15 +214,15 @@ def _row(row: Row, rivals: list[Row], number: int, own: Collection[str], referen
 
 
 def _bounds(points: list[LoadPoint]) -> str:
-    told = bounds_told(points)
-    if not told:
+    bounds = bounds_by_name(points)
+    if not bounds:
         return ""
     loads = "".join(f"<th>rate {point.rate_scale:g}<br>prefill {point.prefill_scale:g}</th>" for point in points)
     rows = "".join(
         f"<tr><th>{escape(name)}</th>"
         + "".join(f"<td>{bound_value(point.bounds.get(name))}</td>" for point in points)
         + f"<td class=text>{escape(bound.unit)}</td><td class=text>{escape(bound.about)}</td></tr>"
-        for name, bound in told.items()
+        for name, bound in bounds.items()
     )
     head = f"<tr><th>bound</th>{loads}<th class=text>unit</th><th class=text>what it bounds</th></tr>"
     return (

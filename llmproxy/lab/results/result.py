@@ -17,7 +17,7 @@ SIGNIFICANT_DIGITS = 6
 
 
 def _by_key(value: Any) -> Any:
-    """The order in which somebody filled a mapping means nothing, so it must not be seen in the bytes."""
+    """The order in which a mapping was filled means nothing, so the bytes must not depend on it."""
     if isinstance(value, dict):
         return {key: _by_key(value[key]) for key in sorted(value)}
     return [_by_key(item) for item in value] if isinstance(value, list) else value
@@ -140,7 +140,7 @@ class PredictionResult(_Model):
 
 
 class RunKey(NamedTuple):
-    """What tells the runs of one simulation apart."""
+    """Identifies a run of one simulation."""
 
     policy: str
     seed: int
@@ -171,9 +171,9 @@ class RunResult(_Model):
     token, 2 per output token) of two tenants differed over a time in which both were backlogged, null where there were
     no two. A tenant is backlogged while a request of it waits in the proxy, or, under policies that bind at once, has
     no first token. `withdrawals` are leases taken back for a request of a higher band, and `inversions` grants to a
-    request while one of a higher band could have had them. `ejections` counts how often what requests met spoke against
-    a replica, and `noticed` says how soon each fault was. `by_tenant` names the largest tenants by tokens, and all
-    others together as "(other)".
+    request while one of a higher band could have had them. `ejections` counts how often a replica was ejected, and
+    `noticed` says how soon each fault was detected. `by_tenant` names the largest tenants by tokens, and all others
+    together as "(other)".
     """
 
     policy: str
@@ -251,7 +251,7 @@ class Bound(_Model):
 class SimulationResult(_Model):
     """All runs of one trace on one fleet.
 
-    `bounds` are by load, as `load_label` names it, and then by name, in the order in which they should be told.
+    `bounds` are by load, as `load_label` names it, and then by name, in the order in which they should be shown.
     """
 
     format: Literal["llmproxy-simulate/1"] = FORMAT

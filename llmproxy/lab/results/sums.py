@@ -57,7 +57,7 @@ class BackendSums:
 
     def add(self, record: Record) -> None:
         self.requests += 1
-        # Without a first token nobody knows how much of the prompt was computed.
+        # Without a first token it is unknown how much of the prompt was computed.
         if record.ttft_s is not None:
             self.prefill_tokens += record.arrival.prompt_tokens - record.hit_tokens
             self.hit_tokens += record.hit_tokens
@@ -143,7 +143,7 @@ class PredictionErrors:
     covered: int = 0
 
     def add(self, predicted: Predicted | None, observed_s: float | None) -> None:
-        """Count one answer, unless nobody predicted its time or nobody saw it."""
+        """Count one answer, unless its time was not predicted or not observed."""
         if predicted is None or observed_s is None or observed_s <= 0.0:
             return
         self.count += 1
@@ -167,12 +167,12 @@ class Groups:
             group = self._groups[name] = Group()
         return group
 
-    def largest(self, told: int) -> Iterator[tuple[str, Group]]:
-        """The `told` largest by tokens, then all others as one, which is left out when there is nothing in it."""
+    def largest(self, count: int) -> Iterator[tuple[str, Group]]:
+        """The `count` largest by tokens, then all others as one, which is left out when there is nothing in it."""
         rest = Group()
         rest.merge(self._other)
         for rank, (name, group) in enumerate(self._ranked()):
-            if rank < told:
+            if rank < count:
                 yield name, group
             else:
                 rest.merge(group)

@@ -98,7 +98,7 @@ def print_tables(result: SimulationResult, console: Console, references: Collect
     bounded = [point for point in points if point.bounds]
     for first in range(0, len(bounded), LOADS_ACROSS):
         console.print(_bounds(bounded[first : first + LOADS_ACROSS]))
-    for name, bound in bounds_told(points).items():
+    for name, bound in bounds_by_name(points).items():
         console.print(Text(f"{name}: {bound.about}", style="dim"))
 
 
@@ -107,7 +107,7 @@ def has_oracle(points: Sequence[LoadPoint]) -> bool:
     return any(row.policy == "oracle" for point in points for row in point.rows)
 
 
-def bounds_told(points: Sequence[LoadPoint]) -> dict[str, Bound]:
+def bounds_by_name(points: Sequence[LoadPoint]) -> dict[str, Bound]:
     """Every bound that any load has, by name, for its unit and its meaning."""
     return {name: bound for point in reversed(points) for name, bound in point.bounds.items()}
 
@@ -134,8 +134,8 @@ def _bounds(points: Sequence[LoadPoint]) -> Table:
     table.add_column("unit", no_wrap=True)
     for point in points:
         table.add_column(f"rate {point.rate_scale:g}\nprefill {point.prefill_scale:g}", justify="right", no_wrap=True)
-    for name, told in bounds_told(points).items():
-        table.add_row(Text(name), Text(told.unit), *(bound_value(point.bounds.get(name)) for point in points))
+    for name, bound in bounds_by_name(points).items():
+        table.add_row(Text(name), Text(bound.unit), *(bound_value(point.bounds.get(name)) for point in points))
     return table
 
 

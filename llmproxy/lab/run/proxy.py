@@ -25,8 +25,9 @@ from llmproxy.core.domain import (
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
 from llmproxy.lab.baselines.policy import Surroundings
+from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong
 from llmproxy.lab.fleet.kv_events import KvEvents
-from llmproxy.lab.fleet.server import Broken, Leaving, Refusing, ServerJob, SimulatedServer, TooLong
+from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.by_name import PolicyPlan
 from llmproxy.lab.results.audit import AuditedPools

@@ -30,10 +30,10 @@ SETTLE_S = 2.0
 SAMPLES = 120
 """Looks at every replica's load over the length of a trace; as often until the last answer."""
 SAMPLE_LEAST_S = 0.05
-NOTICE_S = 0.02
-"""How often one looks whether a fault is known."""
-NOTICED = frozenset({FleetFaultKind.KILL, FleetFaultKind.RESTART, FleetFaultKind.HANG, FleetFaultKind.SLOW})
-"""Faults that a proxy should know of."""
+DETECT_EVERY_S = 0.02
+"""How often a run checks whether a fault is detected."""
+DETECTABLE = frozenset({FleetFaultKind.KILL, FleetFaultKind.RESTART, FleetFaultKind.HANG, FleetFaultKind.SLOW})
+"""Faults that a proxy should detect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Setup:
 
 
 def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> RunRecorder:
-    """Run it. `progress` is told the number of requests that ended, now and then. Raises TraceError."""
+    """Run it. `progress` is called with the number of requests that ended, now and then. Raises TraceError."""
     frozen = gc.get_threshold()
     # Live requests are many and die without cycles; looking at them often finds nothing.
     gc.set_threshold(100_000, 20, 20)
@@ -98,7 +98,7 @@ class Run:
         self.proxies = self._start_proxies(self._world)
         schedule(setup.fleet.faults, replicas, SETTLE_S)
         for fault in setup.fleet.faults:
-            if fault.kind in NOTICED and fault.replica is not None:
+            if fault.kind in DETECTABLE and fault.replica is not None:
                 loop.call_at(SETTLE_S + fault.at_s, self._watch_for, loop, fault, fault.replica)
         loop.call_at(SETTLE_S, self._sample, loop, 0)
         loop.call_at(SETTLE_S + max(LOOK_EVERY_S, setup.warmup_s), self._look_at_service, loop)
@@ -135,14 +135,14 @@ class Run:
         passed_s = loop.time() - SETTLE_S - fault.at_s
         healths = [proxy.pools.backends[replica].health for proxy in self.proxies]
         if any(health.down or health.ejected for health in healths):
-            self.recorder.noticed(fault, replica, passed_s)
+            self.recorder.fault_detected(fault, replica, passed_s)
         elif self._over or passed_s > _lasts_s(fault):
-            self.recorder.noticed(fault, replica, None)
+            self.recorder.fault_detected(fault, replica, None)
         else:
-            loop.call_later(NOTICE_S, self._watch_for, loop, fault, replica)
+            loop.call_later(DETECT_EVERY_S, self._watch_for, loop, fault, replica)
 
     def _sample(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Look at every replica's load, and ask to look again while anybody is there."""
+        """Look at every replica's load, and again while any request is live."""
         if self._over:
             return
         queued: dict[int, int] = {}
@@ -155,7 +155,7 @@ class Run:
         loop.call_at(SETTLE_S + (number + 1) * every_s, self._sample, loop, number + 1)
 
     def _look_at_service(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Who has been served how much by now, and who has to wait, for as long as anybody is there."""
+        """Record the service of each tenant so far and which tenants wait, while any request is live."""
         under_way: dict[str, float] = {}
         waiting: dict[str, None] = {} if self._setup.plan.late else dict.fromkeys(self._world.arrivals)
         for proxy in self.proxies:
@@ -197,7 +197,7 @@ class Run:
 
     async def _serve(self, proxy: LabProxy, arrival: Arrival) -> None:
         record = await proxy.serve(arrival)
-        # The books count from the beginning of the trace.
+        # Results count from the beginning of the trace.
         record.arrived_s -= SETTLE_S
         record.ended_s -= SETTLE_S
         self._judge(record)

@@ -65,7 +65,7 @@ class Finished:
 def points(
     policies: Sequence[str], seeds: Sequence[int], rate_scales: Sequence[float], prefill_scales: Sequence[float]
 ) -> list[Point]:
-    """Every combination, in the order in which results are told."""
+    """Every combination, in the order of the results."""
     return [Point(p, s, r, f) for r, f, p, s in product(rate_scales, prefill_scales, policies, seeds)]
 
 
@@ -126,8 +126,8 @@ def run_all(
     workers: int | None = None,
     progress: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Iterator[tuple[int, Finished]]:
-    """Simulate all tasks and answer (index, result) as each is ready. `progress` is told, now and then, how many
-    requests of each task have ended.
+    """Simulate all tasks and answer (index, result) as each is ready. `progress` is called, now and then, with
+    how many requests of each task have ended.
     """
     workers = min(len(tasks), workers or os.cpu_count() or 1)
     if workers <= 1:
@@ -163,7 +163,7 @@ def run_all(
                 yield answer
             progress(list(ended))
     finally:
-        # Whoever stops listening, by Ctrl-C or by an error, stops the runs too.
+        # A caller that stops, by Ctrl-C or by an error, stops the runs too.
         for process in busy.values():
             process.kill()
             process.join()
@@ -175,25 +175,25 @@ def _one_by_one(
     ended = [0] * len(tasks)
     for index, (simulation, point) in enumerate(tasks):
 
-        def tell(count: int, index: int = index) -> None:
+        def count_ended(count: int, index: int = index) -> None:
             ended[index] = count
             progress(ended)
 
-        yield index, run_one(simulation, point, tell)
+        yield index, run_one(simulation, point, count_ended)
 
 
-def _work(asked: Connection, ended: Any) -> None:
+def _work(pipe: Connection, ended: Any) -> None:
     """A worker: runs one task after the other until the other end is closed."""
     while True:
         try:
-            index, (simulation, point) = asked.recv()
+            index, (simulation, point) = pipe.recv()
         except EOFError:
             return
 
-        def tell(count: int, index: int = index) -> None:
+        def count_ended(count: int, index: int = index) -> None:
             ended[index] = count
 
         try:
-            asked.send((index, run_one(simulation, point, tell)))
-        except Exception as error:  # noqa: BLE001 - whatever went wrong is for the caller to hear
-            asked.send(error)
+            pipe.send((index, run_one(simulation, point, count_ended)))
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            pipe.send(error)

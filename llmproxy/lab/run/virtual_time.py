@@ -24,7 +24,7 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For pure asyncio code only: sockets, subprocesses and threads would never be heard of."""
+    """For pure asyncio code only: sockets, subprocesses and threads never get a turn."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -41,7 +41,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now_s = max(self._now_s, scheduled[0].when())
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        # A callback that fails would otherwise be logged, and what it was to set off would be waited for in vain.
+        # A callback that fails would otherwise be logged, and the run would wait for its effect in vain.
         if "handle" in context:
             raise context["exception"]
         super().call_exception_handler(context)

@@ -1,4 +1,4 @@
-"""What clients ask for in a replay: arrivals, and the trace that they make."""
+"""The requests of a replay: arrivals, and the trace that they make."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 BASE_MODEL = "base"
-"""What the base model of every replay is called; a trace that names it asks for no adapter."""
+"""What the base model of every replay is called; a request for it has no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Arrival:
     the base model. `band` is a name or an integer as in the configuration. `ttl_s` is the longest wait in the queue
     that the client asks for; `ttft_slo_s` and `tpot_slo_s` are its own objectives, None for the fleet's. `then` is the
     next turn of a closed loop: it arrives `think_s` seconds after this answer ended, whatever its `at_s` says, and
-    never when this request got no answer. `guessed` says that the real one got none, and its length is an assumption.
+    never when this request failed. `guessed` says that the real one got none, and its length is an assumption.
     """
 
     at_s: float

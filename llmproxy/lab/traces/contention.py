@@ -1,4 +1,4 @@
-"""Generators of contention: tenants that want more than there is, critical requests above a full fleet."""
+"""Generators of contention: tenants that exceed the capacity, critical requests on a full fleet."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def unequal_tenants(
     output_tokens: int = 128,
     seed: int = 0,
 ) -> Trace:
-    """Tenants of which each asks `ratio` times as often as the one before, all for the same and with one objective.
+    """Tenants of which each sends `ratio` times as many requests as the one before, all alike and with one objective.
 
-    Together they ask `rate` times a second (Poisson), and the first token should come within `ttft_slo_s`; nothing is
-    asked of the rest. Requests cost the same, so a fleet can keep the objective of as many as it completes, whosever
-    they are, and the max-min optimum of the tenants' adherence is that number over those offered, for each of them.
+    Together they send `rate` requests a second (Poisson), and the first token should come within `ttft_slo_s`; there
+    is no other objective. Requests cost the same, so a fleet can keep the objective of as many as it completes, of any
+    tenant, and the max-min optimum of the tenants' adherence is that number over those offered, for each of them.
     Raises TraceError.
     """
     check(2, 1_000, tenants=tenants)

@@ -25,7 +25,7 @@ from llmproxy.lab.traces.parts import (
 )
 
 NOMINAL_TOKEN_S = 0.02
-"""The pace of answers from which chained turns get their nominal times; a replay goes by the real ones."""
+"""The pace of answers from which chained turns get their nominal times; a replay uses the real ones."""
 CHAIN_MAX = 200
 """Turns of one closed loop: they are held at once, each inside the one before it."""
 
@@ -71,11 +71,11 @@ def multi_round_chat(
             dialogue = Text(ids, block_tokens, system)
             dialogue.grow(history_tokens)
             facts = {"session": f"user-{users + user}", "think_s": ask_gap_s}
-            asked = [
+            dialogue_turns = [
                 dialogue.turn(joins_s + number * ask_gap_s, question_tokens, answer_tokens, **facts)
                 for number in range(rounds)
             ]
-            return [turn for turn in asked if 0 <= turn.at_s < duration_s]
+            return [turn for turn in dialogue_turns if 0 <= turn.at_s < duration_s]
 
         def begin_s(turns: list[Arrival]) -> float:
             return turns[0].at_s
@@ -125,14 +125,14 @@ def interactive_chat(
         shared = Text(ids, block_tokens)
         shared.grow(shared_tokens)
         for number, at_s in enumerate(poisson_times(rng, rate / turns, duration_s)):
-            dialogue, asked = Text(ids, block_tokens, shared), list[Arrival]()
+            dialogue, dialogue_turns = Text(ids, block_tokens, shared), list[Arrival]()
             dialogue.grow(context.tokens(rng))
             for _ in range(turns):
                 turn = dialogue.turn(at_s, question_tokens, answer_tokens, session=f"chat-{number}")
                 turn = replace(turn, think_s=think.draw(rng))
-                asked.append(turn)
+                dialogue_turns.append(turn)
                 at_s = _nominal_end_s(turn)
-            yield chained(asked)
+            yield chained(dialogue_turns)
 
     return Trace("interactive_chat", arrivals, block_tokens)
 
@@ -175,7 +175,7 @@ def agent_loops(
     check_block(block_tokens)
     if context_tokens_min > context_tokens_max:
         raise TraceError(f"context_tokens_min {context_tokens_min} is above context_tokens_max {context_tokens_max}")
-    heard, said = LogNormal(input_tokens, sigma, 100, 10_000), LogNormal(output_tokens, sigma, 50, 4_000)
+    inputs, outputs = LogNormal(input_tokens, sigma, 100, 10_000), LogNormal(output_tokens, sigma, 50, 4_000)
 
     def arrivals() -> Iterator[Arrival]:
         rng, ids = Random(seed), count()
@@ -188,7 +188,7 @@ def agent_loops(
                 text.grow(rng.randint(context_tokens_min, context_tokens_max))
                 for _ in range(min(max(round(rng.gauss(turns, turns_sigma)), 2), 20)):
                     session = f"agent-{agent}-{conversation}"
-                    turn = text.turn(at_s, heard.tokens(rng), said.tokens(rng), session=session)
+                    turn = text.turn(at_s, inputs.tokens(rng), outputs.tokens(rng), session=session)
                     loop.append(replace(turn, think_s=think_s))
                     at_s = _nominal_end_s(loop[-1])
             yield chained(loop)

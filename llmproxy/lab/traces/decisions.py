@@ -70,7 +70,7 @@ class _Logged:
 
 @dataclass(slots=True)
 class _FirstPass:
-    """What one reading of the whole file tells: `late_s` is the most by which a line is behind an earlier one."""
+    """What one pass over the whole file finds: `late_s` is the most by which a line is behind an earlier one."""
 
     count: int = 0
     first_s: float = inf
@@ -93,7 +93,7 @@ class _FirstPass:
         if not logged.arrival.guessed:
             return logged.arrival
         if not self._answers:
-            raise TraceError(f"{path}: no request got an answer, so that nobody knows how long one is")
+            raise TraceError(f"{path}: no request got an answer, so that the length of one is unknown")
         own = self._answers.get(logged.model)
         answers, tokens = own or [sum(column) for column in zip(*self._answers.values(), strict=True)]
         return replace(logged.arrival, output_tokens=max(1, round(tokens / answers)))

@@ -1,4 +1,4 @@
-"""Trace files: streamed line by line, and every fault told with its file and line."""
+"""Trace files: streamed line by line, and every error names its file and line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def open_trace(path: Path) -> Trace:
-    """The trace in a file whose format its first line tells, gzipped or not; see `formats` for those known.
+    """The trace in a file, gzipped or not. Its first line shows its format; `formats` has those known.
 
     Only that first line is looked at here. `Trace.arrivals` reads the file anew each time and holds one line at once;
     of a decision log, whose lines are not in the order of their times, as many as one request may last. It raises

@@ -7,7 +7,7 @@
 - arena CSV: `t_s`, `client`, `prompt_tokens`, `output_tokens`. A client is a tenant in both.
 - Our own JSONL: the fields of `Arrival` by name, of which `at_s`, `prompt_tokens` and `output_tokens` are required.
   `criticality` is the band; `model` may be said for `adapter`, and `deadline_s` (after the arrival) for `ttl_s`. A
-  first line `{"llmproxy_trace": 1, "block_tokens": 512}` may tell the size of a block.
+  first line `{"llmproxy_trace": 1, "block_tokens": 512}` may give the size of a block.
 
 Decision logs of the proxy have a module of their own, `decisions`.
 """
@@ -89,7 +89,7 @@ def _headed(first: Mapping[str, Any]) -> Layout:
     _all_known(first, HEADER)
     version, block_tokens = first[HEADER[0]], first.get(HEADER[1], MOONCAKE_BLOCK_TOKENS)
     if type(version) is not int or version != VERSION:
-        raise LineError(f"llmproxy_trace is {_told(version)}; only version {VERSION} is known")
+        raise LineError(f"llmproxy_trace is {_quoted(version)}; only version {VERSION} is known")
     return Layout(partial(_own, count_of("block_tokens", block_tokens, BLOCK_TOKENS_MAX)), True, block_tokens)
 
 
@@ -151,14 +151,14 @@ def object_of(line: str) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise LineError(f"not valid JSON: {error}; if this is the last line, the file was cut off") from None
     if not isinstance(found, dict):
-        raise LineError(f"not a JSON object but {_told(found)}")
+        raise LineError(f"not a JSON object but {_quoted(found)}")
     return found
 
 
 def _all_known(given: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in given:
         if key not in known:
-            raise LineError(f'unknown key {_told(key)} (nearest: "{nearest(key, known)}")')
+            raise LineError(f'unknown key {_quoted(key)} (nearest: "{nearest(key, known)}")')
 
 
 def _all_there(given: Mapping[str, Any], required: Sequence[str]) -> None:
@@ -169,7 +169,7 @@ def _all_there(given: Mapping[str, Any], required: Sequence[str]) -> None:
 
 def count_of(name: str, value: Any, most: int = LENGTH_TOKENS_MAX) -> int:
     if type(value) is not int:
-        raise LineError(f"{name} is {_told(value)}; should be an integer")
+        raise LineError(f"{name} is {_quoted(value)}; should be an integer")
     if not 1 <= value <= most:
         raise LineError(f"{name} is {value}; should be 1 to {most:,}")
     return value
@@ -177,7 +177,7 @@ def count_of(name: str, value: Any, most: int = LENGTH_TOKENS_MAX) -> int:
 
 def seconds_of(name: str, value: Any, unit_s: float = 1.0) -> float:
     if type(value) not in (int, float) or not isfinite(value):
-        raise LineError(f"{name} is {_told(value)}; should be a number")
+        raise LineError(f"{name} is {_quoted(value)}; should be a number")
     at_s = float(value * unit_s)
     if not 0 <= at_s <= TIME_MAX_S:
         raise LineError(f"{name} is {value}; times count from the start of the trace, at most {TIME_MAX_S:,.0f} s")
@@ -186,13 +186,13 @@ def seconds_of(name: str, value: Any, unit_s: float = 1.0) -> float:
 
 def _span(name: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value <= TIME_MAX_S:
-        raise LineError(f"{name} is {_told(value)}; should be a number of seconds above 0")
+        raise LineError(f"{name} is {_quoted(value)}; should be a number of seconds above 0")
     return float(value)
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= NAME_CHARS_MAX:
-        raise LineError(f"{name} is {_told(value)}; should be a text of 1 to {NAME_CHARS_MAX} characters")
+        raise LineError(f"{name} is {_quoted(value)}; should be a text of 1 to {NAME_CHARS_MAX} characters")
     return value
 
 
@@ -208,7 +208,7 @@ def _fit(name: str, ids: Sequence[int], tokens: int, block_tokens: int) -> None:
         raise LineError(f"{name} has {len(ids)} blocks, but {tokens:,} tokens fill {room} of {block_tokens} tokens")
 
 
-def _told(value: Any) -> str:
+def _quoted(value: Any) -> str:
     """A value as JSON writes it, cut to what fits into a message."""
     text = orjson.dumps(value, default=str).decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -248,7 +248,7 @@ def _csv_layout(header: Sequence[str]) -> Layout:
     known = (*meant.required(), *meant.ignored)
     for name in names:
         if name not in known:
-            raise LineError(f'unknown column {_told(name)} in {meant.format} CSV (nearest: "{nearest(name, known)}")')
+            raise LineError(f'unknown column {_quoted(name)} in {meant.format} CSV (nearest: "{nearest(name, known)}")')
     time_of = _Stamps() if meant is AZURE else _number
     return Layout(partial(_row, meant, [names.index(name) for name in meant.required()], len(names), time_of), True)
 
@@ -281,7 +281,7 @@ def _digits(name: str, text: str) -> int:
     # int() takes underscores and the digits of every script, and is slow to refuse a very long number.
     if len(text) < 12 and text.isascii() and text.isdigit() and 1 <= (value := int(text)) <= LENGTH_TOKENS_MAX:
         return value
-    raise LineError(f"{name} is {_told(text)}; should be an integer from 1 to {LENGTH_TOKENS_MAX:,}")
+    raise LineError(f"{name} is {_quoted(text)}; should be an integer from 1 to {LENGTH_TOKENS_MAX:,}")
 
 
 def _number(name: str, text: str) -> float:
@@ -290,12 +290,12 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         value = nan
     if not isfinite(value):
-        raise LineError(f"{name} is {_told(text)}; should be a number of seconds")
+        raise LineError(f"{name} is {_quoted(text)}; should be a number of seconds")
     return seconds_of(name, value)
 
 
 class _Stamps:
-    """Seconds since the first timestamp that it was asked for."""
+    """Seconds since the first timestamp that it parsed."""
 
     def __init__(self) -> None:
         self._first: datetime | None = None
@@ -306,7 +306,7 @@ class _Stamps:
             self._first = self._first or stamp
             at_s = (stamp - self._first).total_seconds()
         except (ValueError, TypeError):
-            raise LineError(f"{name} is {_told(text)}; should be like 2023-11-16 18:15:46.6805900") from None
+            raise LineError(f"{name} is {_quoted(text)}; should be like 2023-11-16 18:15:46.6805900") from None
         if at_s < 0:
             raise LineError(f"{name} {text} is before that of the first request: sort the file by time")
         return seconds_of(name, at_s)

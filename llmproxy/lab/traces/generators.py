@@ -180,8 +180,8 @@ def noisy_neighbour(
     sigma: float = 0.8,
     seed: int = 0,
 ) -> Trace:
-    """`tenants` with equal shares of `rate` requests per second (Poisson), one of which, called `noisy`, asks `factor`
-    times as often from `start_s` to `end_s`, growing to that and falling from it over `ramp_s`.
+    """`tenants` with equal shares of `rate` requests per second (Poisson), one of which, called `noisy`, sends `factor`
+    times as many from `start_s` to `end_s`, growing to that and falling from it over `ramp_s`.
 
     Lengths are log-normal with the given means and share nothing. Raises TraceError.
     """

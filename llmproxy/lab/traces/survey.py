@@ -36,7 +36,7 @@ class Survey:
 
 
 def survey(trace: Trace) -> Survey:
-    """Read all of `trace`, so that whatever is wrong with it is told before a run. Raises TraceError, also for a trace
+    """Read all of `trace`, so that any error in it shows before a run. Raises TraceError, also for a trace
     without any request, of more than 10,000 adapters or of more than 100 bands.
     """
     count = prompt_sum = output_sum = prompt_max = output_max = context_max = guessed = 0

@@ -53,19 +53,9 @@ class AdapterSlots:
         return load_s
 
     def leave(self, adapter: str | None) -> None:
-        """A request leaves the batch; its adapter stays resident until somebody needs the slot."""
+        """A request leaves the batch; its adapter stays resident until another needs the slot."""
         if adapter is None:
             return
         self._users[adapter] -= 1
         if not self._users[adapter]:
             del self._users[adapter]
-
-    def check(self, running: list[str]) -> None:
-        """Raise AssertionError unless the books agree with the adapters of the running requests."""
-        assert {name: running.count(name) for name in running} == self._users, (
-            "the adapters in the batch are miscounted"
-        )
-        assert len(self._users) <= self._limit, "more adapters run than there are slots"
-        assert len(self._resident) <= self._limit, "more adapters are resident than there are slots"
-        assert set(self._users) <= set(self._resident) <= set(self._host), "a running adapter is not resident"
-        assert len(self._host) <= self._host_limit, "more adapters in host memory than fit"

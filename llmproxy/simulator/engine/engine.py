@@ -9,40 +9,24 @@ A step costs time in what *changes*: requests admitted, finished or entering a n
 touched between two blocks, since everything about it follows from the number of the step; while nothing but decoding
 happens, any number of steps can be done at once.
 
-Left out is the overlap of vLLM's asynchronous scheduling, which plans a step while the one before it runs: there, who
-arrives, ends or makes room during a step is noticed one step later than here.
+vLLM's asynchronous scheduling plans a step while the one before it runs. This is left out: in vLLM, what arrives, ends
+or makes room during a step takes effect one step later than here.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
 from itertools import islice
 
 from llmproxy.simulator.engine.adapter_slots import AdapterSlots
 from llmproxy.simulator.engine.kv_cache import Changes, KvCache
 from llmproxy.simulator.engine.profiles import Noise, Profile
 from llmproxy.simulator.engine.reports import Counters, Gauges, StepResult
-from llmproxy.simulator.engine.sequence import Decodes, EngineRequest, LiveSequence, Waiting
-
-__all__ = ["Counters", "Engine", "EngineRequest", "Gauges", "StepResult"]
+from llmproxy.simulator.engine.sequence import Decodes, EngineRequest, LiveSequence, StepPlan, Waiting
 
 # A stretch of steps that ends this much after a moment has ended at that moment: sums of floats are not exact.
 _SAME_MOMENT_S = 1e-9
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What the step `now` has decided so far; `ready` are the prompts that it completes."""
-
-    now: int
-    budget: int = 0
-    load_s: float = 0.0
-    chunks: list[tuple[int, int]] = field(default_factory=list)
-    ready: list[LiveSequence] = field(default_factory=list)
-    admitted: list[tuple[str, int]] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
 
 
 class Engine:
@@ -77,13 +61,13 @@ class Engine:
         self._cache = KvCache((profile.kv_tokens if kv_tokens is None else kv_tokens) // block_size)
         self._live: dict[str, LiveSequence] = {}
         self._waiting = Waiting()
-        self._asked: tuple[EngineRequest, int] | None = None
+        self._found_for: tuple[EngineRequest, int] | None = None
         self._found = 0
-        # Whether those that wait were found to have to: whoever may come in is looked for again only when a request
-        # came or left. Decoding alone makes room for nobody.
+        # Whether no waiting request can be admitted. Looked at again only when a request came or left: decoding alone
+        # makes no room.
         self._blocked = False
         # In order of admission. At most one, and then the last, is still in prefill: a chunk is cut only where the
-        # budget ends, so nobody is admitted behind it.
+        # budget ends, so no request is admitted behind it.
         self._running: dict[str, LiveSequence] = {}
         self._prefilling: LiveSequence | None = None
         self._decodes = Decodes(block_size)
@@ -108,10 +92,10 @@ class Engine:
 
     def cached_tokens(self, request: EngineRequest) -> int:
         """How many tokens of its prompt a request would find cached now."""
-        # Who waits for room is asked for again and again, between steps that change nothing here.
-        asked = request, self._cache.version
-        if asked != self._asked:
-            self._asked, self._found = asked, len(self._cached(request, request.prompt_tokens))
+        # Placement asks for the same waiting request again and again between steps that change nothing here.
+        key = request, self._cache.version
+        if key != self._found_for:
+            self._found_for, self._found = key, len(self._cached(request, request.prompt_tokens))
         return self.block_size * self._found
 
     def answered_tokens(self, request_id: str) -> int | None:
@@ -123,8 +107,8 @@ class Engine:
             return sequence.emitted
         return sequence.request.output_tokens - (sequence.last_step - self.counters.steps)
 
-    def tell_kv_events(self) -> None:
-        """Tell from now on, with each step, which blocks became cached and which went."""
+    def publish_kv_events(self) -> None:
+        """Report from now on, with each step, which blocks became cached and which were evicted."""
         self._cache.changes = Changes()
 
     def add(self, request: EngineRequest) -> None:
@@ -156,7 +140,7 @@ class Engine:
         return True
 
     def gauges(self) -> Gauges:
-        """The state now. vLLM shows it to the world only after a step, which is for the caller to imitate."""
+        """The state now. vLLM publishes it only after a step, which the caller has to imitate."""
         return Gauges(
             running=len(self._running),
             waiting=len(self._live) - len(self._running),
@@ -166,11 +150,11 @@ class Engine:
         )
 
     def step(self) -> StepResult:
-        """Do one step. Where nobody runs or waits it does nothing and takes no time."""
+        """Do one step. Without any request it does nothing and takes no time."""
         if not self._live:
             return StepResult(0.0)
         self.counters.steps += 1
-        plan = _Plan(self.counters.steps)
+        plan = StepPlan(self.counters.steps)
         self._grow_decodes(plan)
         decodes, context_tokens = len(self._decodes), self._decodes.context_tokens(plan.now)
         plan.budget = self._step_tokens - decodes
@@ -191,19 +175,6 @@ class Engine:
             kv_events=self._changes(duration_s),
         )
 
-    def check(self) -> None:
-        """Raise AssertionError unless all books agree with a recount; for tests."""
-        self._cache.check([(one.blocks, one.request.hashes, one.stored) for one in self._live.values()])
-        waiting = list(self._waiting)
-        self._waiting.check()
-        assert len(waiting) + len(self._running) == len(self._live), "a request is in no list or in two"
-        assert all(not sequence.blocks for sequence in waiting), "a waiting request holds blocks"
-        self._decodes.check([one for one in self._running.values() if one is not self._prefilling])
-        assert len(self._running) <= self.max_num_seqs, "more run than max_num_seqs"
-        self._slots.check([s.request.adapter for s in self._running.values() if s.request.adapter is not None])
-        if self._prefilling is not None:
-            assert next(reversed(self._running.values())) is self._prefilling, "somebody runs behind a cut prefill"
-
     # --- many steps at once -------------------------------------------------------------------------------------------
 
     def stable_steps(self) -> int:
@@ -223,7 +194,7 @@ class Engine:
         """How many of the stable steps have ended `seconds` from now, without noise."""
         limit_s = max(seconds, 0.0) + _SAME_MOMENT_S
         first_s, growth_s = self._decode_s()
-        # The positive root of `_series(n) == limit_s`, in the form that stands no growth and loses no digits.
+        # The positive root of `_series(n) == limit_s`, in the form that works without growth and loses no digits.
         half_s = first_s - growth_s / 2
         root = 2 * limit_s / (half_s + math.sqrt(half_s * half_s + 2 * growth_s * limit_s))
         steps = min(int(root) + 1, self.stable_steps())
@@ -234,8 +205,8 @@ class Engine:
     def advance(self, steps: int) -> StepResult:
         """Do that many stable steps, after which everything is as `step` would have left it.
 
-        `duration_s` is without noise. Nobody is named as `emitted`: whoever decodes got a token with every step, and
-        some `finished` with the last one. ValueError for more steps than are stable.
+        `duration_s` is without noise. `emitted` is empty: every decoding request got a token with every step, and some
+        `finished` with the last one. ValueError for more steps than are stable.
         """
         if not 1 <= steps <= self.stable_steps():
             raise ValueError(f"{steps} steps were to be done at once and {self.stable_steps()} are stable")
@@ -250,7 +221,7 @@ class Engine:
                 kv_events += self._changes(_series(first_s, growth_s, now - done))
         self.counters.steps += steps
         self.counters.generation += decodes * (steps - 1)
-        finished = self._emit(_Plan(self.counters.steps))
+        finished = self._emit(StepPlan(self.counters.steps))
         kv_events += self._changes(duration_s)
         return StepResult(duration_s, finished=finished, decode_tokens=decodes * steps, kv_events=kv_events)
 
@@ -272,7 +243,7 @@ class Engine:
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
-    def _grow_decodes(self, plan: _Plan) -> None:
+    def _grow_decodes(self, plan: StepPlan) -> None:
         """Give a block to each decode that enters one, preempting the youngest while there is none."""
         for sequence in list(self._decodes.entering(plan.now)):
             if sequence.request.id not in self._running:
@@ -283,15 +254,15 @@ class Engine:
                 if youngest is sequence:
                     break
 
-    def _continue_prefill(self, plan: _Plan) -> None:
+    def _continue_prefill(self, plan: StepPlan) -> None:
         """Compute the next chunk of the prompt that the last step cut."""
         sequence = self._prefilling
         if sequence is not None and not self._prefill(sequence, plan):
             self._preempt(sequence, plan)
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         """Let waiting requests in, first come first served among those whose adapter fits the batch. Not in a step that
-        has preempted somebody.
+        has preempted a request.
         """
         if self._blocked or plan.preempted:
             return
@@ -303,7 +274,7 @@ class Engine:
                 return
             self._prefill(sequence, plan)
 
-    def _enter(self, sequence: LiveSequence, plan: _Plan) -> bool:
+    def _enter(self, sequence: LiveSequence, plan: StepPlan) -> bool:
         """Take a request from the queue into the batch; False where the free blocks do not hold all of it."""
         request, length = sequence.request, sequence.length
         hits = self._cached(request, length)
@@ -328,10 +299,10 @@ class Engine:
         return True
 
     def _cached(self, request: EngineRequest, length: int) -> list[int]:
-        # Nobody starts from a cached prompt alone: its last token must be computed to get the next one.
+        # A cached prompt alone is not enough: its last token must be computed to get the next one.
         return self._cache.match(islice(request.hashes, (length - 1) // self.block_size))
 
-    def _prefill(self, sequence: LiveSequence, plan: _Plan) -> bool:
+    def _prefill(self, sequence: LiveSequence, plan: StepPlan) -> bool:
         """Compute as much of the prompt as the budget allows; the end of it is the first token of the answer. False
         where there are too few blocks.
         """
@@ -347,8 +318,8 @@ class Engine:
             plan.ready.append(sequence)
         return True
 
-    def _emit(self, plan: _Plan) -> tuple[str, ...]:
-        """Hand out this step's tokens, end who got the last one, and let the finished prefills decode from now on."""
+    def _emit(self, plan: StepPlan) -> tuple[str, ...]:
+        """Emit this step's tokens, end requests that got their last one, and let finished prefills decode."""
         self.counters.generation += len(self._decodes) + len(plan.ready)
         done = self._decodes.ending(plan.now)
         for sequence in plan.ready:
@@ -408,7 +379,7 @@ class Engine:
         sequence.stored = 0
         self._blocked = False
 
-    def _preempt(self, sequence: LiveSequence, plan: _Plan) -> None:
+    def _preempt(self, sequence: LiveSequence, plan: StepPlan) -> None:
         """Back to the head of the queue, with all its tokens to compute anew."""
         if sequence is not self._prefilling:
             sequence.emitted = sequence.request.output_tokens - (sequence.last_step - plan.now + 1)

@@ -1,15 +1,15 @@
 """The paged KV cache of vLLM V1 as a model: blocks, reference counts, chained hashes and LRU eviction. Pure.
 
 What is modelled follows vLLM V1's block pool: one null block is set aside, only full blocks are cached, a freed block
-keeps its content until somebody needs the room, and a request's blocks are freed tail first, so that the shared head of
-a prompt lives longest. Room is taken first from blocks without content, then from the block freed longest ago. Nobody
-gives a block back because another one has the same content: the oldest copy is handed out, the others are in reserve.
+keeps its content until its room is needed, and a request's blocks are freed tail first, so that the shared head of
+a prompt lives longest. Room is taken first from blocks without content, then from the block freed longest ago. A
+request keeps its block when another one has the same content: the oldest copy is handed out, the others are spare.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat, takewhile
@@ -46,7 +46,7 @@ class KvCache:
     """`blocks` blocks in all, of which one is never used, as in vLLM.
 
     Every call costs time in the blocks it names, never in the size of the cache. `changes`, unless None, gathers what
-    vLLM tells in its KV events. Of several copies of a block the first and the last one count; vLLM tells of each.
+    vLLM publishes as KV events: of several copies of a block only the first stored and the last removed.
     While `version` stays the same, so does every answer of `match`.
     """
 
@@ -63,14 +63,14 @@ class KvCache:
         self._cached: dict[int, int] = {}
         self._copies: dict[int, dict[int, None]] = {}
         # Three kinds of free blocks, in the order in which they are taken: emptied, never used, and full ones with the
-        # hash of their content, None where nobody told it.
+        # hash of their content, None where it has none.
         self._empty: list[int] = []
         self._fresh = 1
         self._freed: OrderedDict[int, int | None] = OrderedDict()
 
     @property
     def free(self) -> int:
-        """Blocks that an allocation may take; cached ones that nobody uses count as free."""
+        """Blocks that an allocation may take; cached ones that no request uses count as free."""
         return self.blocks - 1 - self._used
 
     @property
@@ -115,7 +115,7 @@ class KvCache:
         return taken + self._evict(count - len(taken)) if len(taken) < count else taken
 
     def store(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
-        """Blocks became full; those beyond `hashes` with what will never be asked for."""
+        """Blocks became full; those beyond `hashes` with content that no other request can have."""
         self.version += 1
         if self.changes is not None:
             new = [block_hash for block_hash in hashes if block_hash not in self._cached]
@@ -139,25 +139,6 @@ class KvCache:
             else:
                 freed[block] = block_hash
         self._used -= len(freed) - free_before + len(blocks) - full
-
-    def check(self, held: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> None:
-        """Raise AssertionError unless the books agree with what requests hold, each given as to `release`."""
-        counted: Counter[int] = Counter()
-        contents = dict(self._freed)
-        for blocks, hashes, full in held:
-            counted.update(blocks)
-            contents.update(zip(blocks[:full], hashes, strict=False))
-        assert self._holders == {block: count for block, count in counted.items() if count > 1}, "holders miscounted"
-        assert self._used == len(counted), "the used blocks are miscounted"
-        everything = sorted([*counted, *self._empty, *self._freed])
-        assert everything == list(range(1, self._fresh)), "a block was lost, or is free and in use"
-        assert self._fresh <= self.blocks, "a block outside the cache is in use"
-        named = {block: block_hash for block_hash, block in self._cached.items()}
-        named |= {block: block_hash for block_hash, copies in self._copies.items() for block in copies}
-        assert named == {block: name for block, name in contents.items() if name is not None}, (
-            "a hash names wrong blocks"
-        )
-        assert all(self._copies.values()), "an empty list of copies was kept"
 
     def _evict(self, count: int) -> list[int]:
         """Take the full blocks that were freed longest ago."""

@@ -1,4 +1,4 @@
-"""What an engine tells: the result of a step, the gauges that vLLM publishes after it, and its totals."""
+"""What an engine reports: the result of a step, the gauges that vLLM publishes after it, and its totals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StepResult:
     `emitted` got one token each, in the order of admission; `finished` are those of them that got their last one;
     `admitted` left the queue, each with the prompt tokens it found cached. `kv_events` are batches, at most one for
     each step, each with the seconds from the start of the first step to the end of its own. There are none
-    unless they were asked for.
+    before `publish_kv_events`.
     """
 
     duration_s: float

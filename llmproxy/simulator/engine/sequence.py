@@ -46,8 +46,21 @@ class LiveSequence:
         return self.request.prompt_tokens + self.emitted
 
 
+@dataclass(slots=True)
+class StepPlan:
+    """What the step `now` has decided so far; `ready` are the prompts that it completes."""
+
+    now: int
+    budget: int = 0
+    load_s: float = 0.0
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    ready: list[LiveSequence] = field(default_factory=list)
+    admitted: list[tuple[str, int]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
 class Waiting:
-    """Who waits, first come first served; one line per adapter, so that those that fit need not be searched for."""
+    """The waiting requests, first come first served; one line per adapter, so that those that fit are found at once."""
 
     def __init__(self) -> None:
         self._lines: dict[str | None, OrderedDict[str, LiveSequence]] = {}
@@ -81,7 +94,7 @@ class Waiting:
             del self._lines[sequence.request.adapter]
 
     def first(self, fits: Callable[[str | None], bool]) -> LiveSequence | None:
-        """Who is next among those whose adapter `fits`; whoever is before them in the line has been passed over."""
+        """The next request whose adapter `fits`. Requests before it in the line count as passed over."""
         heads, others = [], []
         for adapter, line in self._lines.items():
             if fits(adapter):
@@ -100,13 +113,6 @@ class Waiting:
     def deferred(self) -> int:
         """How many have been passed over because their adapter did not fit; they count until they are admitted."""
         return len(self._passed_over)
-
-    def check(self) -> None:
-        """Raise AssertionError where a line is empty or out of order; for tests."""
-        for line in self._lines.values():
-            orders = [sequence.order for sequence in line.values()]
-            assert orders, "an empty line was kept"
-            assert orders == sorted(orders), "a line is out of order"
 
 
 class Decodes:
@@ -144,16 +150,16 @@ class Decodes:
         return self._marks + self._count * (step + 1)
 
     def entering(self, step: int) -> ValuesView[LiveSequence]:
-        """Who needs a new block in that step."""
+        """The sequences that need a new block in that step."""
         return self._entering[step % self._block_size].values()
 
     def ending(self, step: int) -> list[LiveSequence]:
-        """Who gets its last token in that step."""
+        """The sequences that get their last token in that step."""
         return list(self._ending.get(step, {}).values())
 
     def steady_steps(self, step: int, free_blocks: int) -> int:
-        """How many steps after `step` there are up to the first in which somebody ends, that one included, as far as
-        `free_blocks` suffice. There must be somebody.
+        """How many steps after `step` there are up to the first in which a sequence ends, that one included, as far as
+        `free_blocks` suffice. There must be a sequence.
         """
         to_end = min(self._ending) - step
         cycles, left = divmod(free_blocks, self._count)
@@ -164,10 +170,3 @@ class Decodes:
                 return steps
             steps += 1
         return to_end
-
-    def check(self, decoding: list[LiveSequence]) -> None:
-        """Raise AssertionError unless the books agree with those that decode; for tests."""
-        assert self._count == len(decoding), "the number of decodes is wrong"
-        assert self._marks == sum(sequence.mark for sequence in decoding), "the decode context is wrong"
-        assert sum(map(len, self._entering)) == sum(map(len, self._ending.values())) == self._count
-        assert all(self._ending.values()), "an empty ending was kept"

@@ -78,25 +78,25 @@ class ResponsesAnswer:
         return item | {"type": "message", "phase": None}
 
     def _body(self, status: str, output: list[Body], usage: AnswerUsage | None) -> Body:
-        asked = self._generation.body
+        body = self._generation.body
         return {
             "id": self.id,
             "created_at": self._created,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.get("instructions"),
-            "metadata": asked.get("metadata"),
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata"),
             "model": self._generation.model,
             "object": "response",
             "output": output,
             "parallel_tool_calls": True,
-            "temperature": float(asked.get("temperature") or 0.0) if "temperature" in asked else 1.0,
+            "temperature": float(body.get("temperature") or 0.0) if "temperature" in body else 1.0,
             "tool_choice": "none",
             "tools": [],
             "top_p": 1.0,
             "background": False,
             "max_output_tokens": self._generation.max_tokens,
             "max_tool_calls": None,
-            "previous_response_id": asked.get("previous_response_id"),
+            "previous_response_id": body.get("previous_response_id"),
             **dict.fromkeys(("prompt", "reasoning")),
             "service_tier": "auto",
             "status": status,
@@ -104,7 +104,7 @@ class ResponsesAnswer:
             "top_logprobs": None,
             "truncation": "disabled",
             "usage": None if usage is None else _responses_usage(usage),
-            "user": asked.get("user"),
+            "user": body.get("user"),
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages")),

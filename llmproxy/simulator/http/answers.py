@@ -1,6 +1,6 @@
 """The bytes of answers as vLLM 0.32 writes them: chat and text completions, their streams, usage and errors.
 
-An answer object is one request's side of the wire. A stream is `prologue` at acceptance, `opening` with the first
+An `AnswerWriter` writes the answer to one request. A stream is `prologue` at acceptance, `opening` with the first
 token, `delta` for every piece of text, `closing` at the end; an answer in one piece is `whole`. Every item of those
 lists is one event, which the server sends as one HTTP chunk.
 """
@@ -29,7 +29,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 @dataclass(frozen=True, slots=True)
 class Head:
     """What is decided when a request is accepted: its id (without prefix) and the Unix time; `count_details` says
-    whether usage tells the cached tokens.
+    whether usage has the cached tokens.
     """
 
     id: str
@@ -68,7 +68,7 @@ class Choice:
 
 
 class AnswerWriter(Protocol):
-    """One request's side of the wire; see the module."""
+    """Writes the answer to one request; see the module."""
 
     def prologue(self) -> list[bytes]: ...
     def opening(self, usage: AnswerUsage) -> list[bytes]: ...

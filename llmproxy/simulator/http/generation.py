@@ -54,7 +54,7 @@ async def generate(
     if writer_type is ResponsesAnswer:
         body = service.continued(body)
     generation = writer_type.parse(body, service.limits)
-    service.refuse_if_told()
+    service.refuse_if_due()
     arrived_s = asyncio.get_running_loop().time()
     request_id = request.headers.get("x-request-id") or body.get("request_id") or secrets.token_hex(8)
     head = Head(str(request_id), int(unix_now_s()), service.options.prompt_tokens_details)
@@ -72,7 +72,7 @@ async def generate(
 
 @dataclass(slots=True)
 class _Sent:
-    """How much of one choice is on the wire: tokens looked at, and tokens whose text was sent."""
+    """How much of one choice was sent: tokens looked at, and tokens whose text was sent."""
 
     seed: int
     tokens: int = 0
@@ -99,7 +99,7 @@ class _Exchange:
             _Sent(seed_of(p, generation.model, c)) for p in generation.prompts for c in range(generation.choices)
         ]
         self._opened = False
-        # None until a reset is due after so many more bytes of the body.
+        # How many more bytes of the body are sent before a reset; None where none is due.
         self._bytes_to_reset: int | None = None
 
     async def whole(self) -> web.StreamResponse:

@@ -144,32 +144,32 @@ class Routes:
         return self._json(request, shown)
 
     async def _tokenize(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        asked = _object(request, body)
-        resolve(asked, self._service.limits)
-        messages, prompt = asked.get("messages"), asked.get("prompt")
+        fields = _object(request, body)
+        resolve(fields, self._service.limits)
+        messages, prompt = fields.get("messages"), fields.get("prompt")
         if not isinstance(messages, list) and not isinstance(prompt, str):
-            raise invalid("missing", "body.prompt", "Field required", f"<dict of {len(asked)} items>")
+            raise invalid("missing", "body.prompt", "Field required", f"<dict of {len(fields)} items>")
         tokens = chat_tokens(messages) if isinstance(messages, list) else tokens_of(str(prompt))
-        strings = [text_of([token]) for token in tokens] if asked.get("return_token_strs") else None
+        strings = [text_of([token]) for token in tokens] if fields.get("return_token_strs") else None
         shown = {"count": len(tokens), "max_model_len": self._service.max_model_len, "tokens": tokens}
         return self._json(request, {**shown, "token_strs": strings})
 
     async def _detokenize(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        asked = _object(request, body)
-        resolve(asked, self._service.limits)
-        tokens = asked.get("tokens")
+        fields = _object(request, body)
+        resolve(fields, self._service.limits)
+        tokens = fields.get("tokens")
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise invalid("missing", "body.tokens", "Field required", f"<dict of {len(asked)} items>")
+            raise invalid("missing", "body.tokens", "Field required", f"<dict of {len(fields)} items>")
         return self._json(request, {"prompt": text_of(tokens)})
 
     async def _load_adapter(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        asked = _object(request, body)
-        name, path = (_text_field(asked, field) for field in ("lora_name", "lora_path"))
+        fields = _object(request, body)
+        name, path = (_text_field(fields, field) for field in ("lora_name", "lora_path"))
         if not name or not path:
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
         if name == self._service.options.model:
             raise ApiError(400, f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
-        if name in self._service.created and not asked.get("load_inplace"):
+        if name in self._service.created and not fields.get("load_inplace"):
             message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
             raise ApiError(400, message + "set 'load_inplace' to True.", "InvalidUserInput")
         if not self._service.options.max_loras:
@@ -219,18 +219,18 @@ class Routes:
 
     async def _fault(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         """Not vLLM's: `{"kind": ..., "after_bytes": 0, "factor": 10, "times": null}` breaks it, kind null heals it."""
-        asked = parse_object(body, "application/json")
-        kind = asked.get("kind")
+        fields = parse_object(body, "application/json")
+        kind = fields.get("kind")
         if kind is not None and kind not in list(FaultKind):
             raise ApiError(400, f"there is no fault {kind!r}; known: {', '.join(FaultKind)}", param="kind")
         if kind is None:
             self._service.faults.clear()
         else:
-            after_bytes, factor = asked.get("after_bytes") or 0, asked.get("factor") or 10.0
+            after_bytes, factor = fields.get("after_bytes") or 0, fields.get("factor") or 10.0
             if not isinstance(factor, int | float) or factor <= 0:
                 raise ApiError(400, f"factor must be a number above 0, got {factor!r}", param="factor")
             switch_on = partial(
-                self._service.faults.set, kind, after_bytes=after_bytes, factor=factor, times=asked.get("times")
+                self._service.faults.set, kind, after_bytes=after_bytes, factor=factor, times=fields.get("times")
             )
             # The answer is on its way before the connection that it needs is closed.
             asyncio.get_running_loop().call_later(0.01, switch_on)
@@ -267,8 +267,8 @@ def _object(request: web.BaseRequest, body: bytes) -> Body:
     return parse_object(body, request.headers.get("content-type", ""))
 
 
-def _text_field(asked: Body, name: str) -> str:
-    value = asked.get(name)
+def _text_field(fields: Body, name: str) -> str:
+    value = fields.get(name)
     if not isinstance(value, str):
-        raise invalid("missing", f"body.{name}", "Field required", f"<dict of {len(asked)} items>")
+        raise invalid("missing", f"body.{name}", "Field required", f"<dict of {len(fields)} items>")
     return value

@@ -47,8 +47,8 @@ class FaultSwitch:
     def set(
         self, kind: FaultKind | str, *, after_bytes: int = 0, factor: float = 10.0, times: int | None = None
     ) -> None:
-        """Switch a fault on, for the next `times` generation requests only where that is given (no matter to faults
-        that hit everybody at once). ValueError for an unknown kind, or a factor that is not above 0.
+        """Switch a fault on, for the next `times` generation requests only where that is given (faults that hit
+        all requests at once ignore it). ValueError for an unknown kind, or a factor that is not above 0.
         """
         if self.kind in PORT_CLOSING:
             raise RuntimeError(f"the fault {self.kind} has closed the port; restart the replica first")

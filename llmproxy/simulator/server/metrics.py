@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llmproxy.simulator.engine.engine import Counters, EngineRequest, Gauges, StepResult
+from llmproxy.simulator.engine.reports import Counters, Gauges, StepResult
+from llmproxy.simulator.engine.sequence import EngineRequest
 
 # A real server never drops a series; this many combinations are more than any reader of the page should need.
 _LORA_SERIES_MAX = 512

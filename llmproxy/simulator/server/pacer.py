@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.engine import Engine
+from llmproxy.simulator.engine.sequence import EngineRequest
 from llmproxy.simulator.server.metrics import ReplicaMetrics
 from llmproxy.simulator.server.requests import ApiError
 
@@ -27,7 +28,7 @@ class SequenceProgress:
 
 class GenerationJob:
     """The sequences of one HTTP request and why each will end (`length`, `stop`). `each_token` says whether its owner
-    wants news of every token or of the end only. `error` is set when the engine died under it.
+    is notified of every token or of the end only. `error` is set when the engine died under it.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class GenerationJob:
         """Whether every sequence has got its last token."""
         return all(progress.finished for progress in self.progress)
 
-    def tell(self) -> None:
-        """Wake who waits for `news`."""
+    def notify(self) -> None:
+        """Wake the task that waits for `news`."""
         self._news.set()
 
     async def news(self) -> None:
-        """Wait until there are tokens (where asked for each), the end, or an error."""
+        """Wait until there are tokens (with `each_token`), the end, or an error."""
         await self._news.wait()
         self._news.clear()
 
@@ -98,7 +99,7 @@ class Pacer:
         for job in {id(job): job for job, _ in self._jobs.values()}.values():
             job.error = error
             self.drop(job)
-            job.tell()
+            job.notify()
 
     async def run(self) -> None:
         """Step for ever."""
@@ -145,7 +146,7 @@ class Pacer:
                 progress.first_s = now_s
                 self._metrics.first_token(job.arrived_s, progress.admitted_s, now_s)
             if job.each_token:
-                job.tell()
+                job.notify()
         for request_id in finished:
             held = self._jobs.pop(request_id, None)
             if held is None:
@@ -156,5 +157,5 @@ class Pacer:
             times_s = (job.arrived_s, progress.admitted_s, progress.first_s, now_s)
             self._metrics.finished(job.sequences[index], job.reasons[index], *times_s)
             if job.finished or job.each_token:
-                job.tell()
+                job.notify()
         return firsts

@@ -1,4 +1,4 @@
-"""What a request body asks for, checked as vLLM 0.32 checks it, with its messages and its order of checks."""
+"""Request bodies, checked as vLLM 0.32 checks them: its messages, and its order of checks."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def messages_request(body: Body, limits: Limits, counting: bool = False) -> Gene
 
 
 def resolve(body: Body, limits: Limits) -> tuple[str, str | None]:
-    """(model name as asked for, adapter or None); the base model where the body names none."""
+    """(model name as given, adapter or None); the base model where the body names none."""
     name = body.get("model")
     if name is not None and not isinstance(name, str):
         raise invalid("string_type", "body.model", "Input should be a valid string", _shown(name))
@@ -219,7 +219,7 @@ def _checked(
     default_tokens: int | None = None,
 ) -> GenerationRequest:
     """The checks that all endpoints share, in vLLM's order."""
-    asked = _integer(body, limit_name)
+    wanted = _integer(body, limit_name)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise invalid("model_attributes_type", "body.stream_options", "Input should be an object", _shown(options))
@@ -239,7 +239,7 @@ def _checked(
         model=model,
         adapter=adapter,
         prompts=tuple(prompts),
-        max_tokens=_fitting_tokens(asked, limit_name, longest, limits.max_model_len, default_tokens),
+        max_tokens=_fitting_tokens(wanted, limit_name, longest, limits.max_model_len, default_tokens),
         choices=choices,
         stream=stream,
         include_usage=include_usage,
@@ -251,28 +251,28 @@ def _checked(
     )
 
 
-def _fitting_tokens(asked: int | None, name: str, prompt_tokens: int, max_len: int, default: int | None) -> int:
-    if asked is not None and asked < 1:
-        raise ApiError(400, f"{name} must be at least 1, got {asked}. (parameter={name}, value={asked})", param=name)
-    if asked is not None and asked > max_len:
-        message = f"{name}={asked} cannot be greater than max_model_len={max_len}. Please request fewer output tokens."
-        raise ApiError(400, f"{message} (parameter={name}, value={asked})", param=name)
+def _fitting_tokens(wanted: int | None, name: str, prompt_tokens: int, max_len: int, default: int | None) -> int:
+    if wanted is not None and wanted < 1:
+        raise ApiError(400, f"{name} must be at least 1, got {wanted}. (parameter={name}, value={wanted})", param=name)
+    if wanted is not None and wanted > max_len:
+        message = f"{name}={wanted} cannot be greater than max_model_len={max_len}. Please request fewer output tokens."
+        raise ApiError(400, f"{message} (parameter={name}, value={wanted})", param=name)
     room = max_len - prompt_tokens
-    if room < 1 or (asked is not None and asked > room):
+    if room < 1 or (wanted is not None and wanted > room):
         at_least = max_len + 1 if room < 1 else prompt_tokens
         too_long = f"your prompt contains at least {at_least} input tokens"
         what = (
             f"{too_long}, which exceeds this limit even without any output tokens. "
             "Please reduce the length of the input prompt."
             if room < 1
-            else f"you requested {asked} output tokens and {too_long}. "
+            else f"you requested {wanted} output tokens and {too_long}. "
             "Please reduce the length of the input prompt or the number of requested output tokens."
         )
         message = f"This model's maximum context length is {max_len} tokens. However, {what}"
         raise ApiError(400, f"{message} (parameter=input_tokens, value={at_least})", param="input_tokens")
-    if asked is None:
+    if wanted is None:
         return room if default is None else min(default, room)
-    return asked
+    return wanted
 
 
 def _integer(body: Body, name: str) -> int | None:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.kv_cache import block_hashes
 from llmproxy.simulator.engine.profiles import Noise, profile_named
+from llmproxy.simulator.engine.sequence import EngineRequest
 from llmproxy.simulator.server.faults import FaultKind, FaultSwitch
 from llmproxy.simulator.server.metrics import ReplicaMetrics, unix_now_s
 from llmproxy.simulator.server.pacer import GenerationJob, Pacer
@@ -131,7 +132,7 @@ class Service:
         if kind is FaultKind.ENGINE_DEAD:
             self.pacer.fail(engine_dead())
 
-    def refuse_if_told(self) -> None:
+    def refuse_if_due(self) -> None:
         """Raise the error that a fault or a full server has for a new generation request."""
         if self.faults.kind is FaultKind.ENGINE_DEAD:
             raise engine_dead()
@@ -172,18 +173,18 @@ class Service:
                 reasons.append(reason)
         return GenerationJob(sequences, reasons, generation.stream, arrived_s)
 
-    def continued(self, asked: Body) -> Body:
-        """The body of `/v1/responses` with what was said before it, but for instructions; ApiError 404."""
-        previous = asked.get("previous_response_id")
-        if previous is None or not isinstance(asked.get("input"), str | list):
-            return asked
-        resolve(asked, self.limits)
+    def continued(self, body: Body) -> Body:
+        """The body of `/v1/responses` with the conversation before it, but for instructions; ApiError 404."""
+        previous = body.get("previous_response_id")
+        if previous is None or not isinstance(body.get("input"), str | list):
+            return body
+        resolve(body, self.limits)
         self.response(previous)
-        return asked | {"input": [*self._responses[previous][1], *items(asked["input"])]}
+        return body | {"input": [*self._responses[previous][1], *items(body["input"])]}
 
-    def keep_response(self, response_id: str, body: Body, said: list[Any]) -> None:
-        """Store an answer of `/v1/responses`, and what was `said` until then; the oldest goes if there are too many."""
-        self._responses[response_id] = body, said
+    def keep_response(self, response_id: str, body: Body, conversation: list[Any]) -> None:
+        """Store an answer of `/v1/responses` and its conversation; the oldest goes where there are too many."""
+        self._responses[response_id] = body, conversation
         if len(self._responses) > _STORED_RESPONSES_MAX:
             self._responses.popitem(last=False)
 

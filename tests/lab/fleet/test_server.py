@@ -8,11 +8,15 @@ from random import Random
 
 import pytest
 
-from llmproxy.lab.fleet.server import Broken, Refusing, ServerJob, SimulatedServer, TooLong
+from llmproxy.lab.fleet.job import Broken, Refusing, ServerJob, TooLong
+from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import ReplicaSpec
 from llmproxy.lab.run.virtual_time import run
-from llmproxy.simulator.engine.engine import Engine, EngineRequest, Gauges
+from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.profiles import Noise, profile_named
+from llmproxy.simulator.engine.reports import Gauges
+from llmproxy.simulator.engine.sequence import EngineRequest
+from tests.simulator.engine.invariants import check_engine
 
 QUIET = Noise(sigma=0.0, slow_chance=0.0)
 PROFILE = profile_named("llama-8b-h100")
@@ -75,7 +79,7 @@ async def lazily(plan: list[tuple[float, EngineRequest]], looks_s: list[float]) 
     for at_s, request in plan:
         tasks.append(asyncio.create_task(later(at_s, request)))
     await asyncio.gather(*tasks)
-    one.engine.check()
+    check_engine(one.engine)
     assert not one.engine.busy
     return seen, scrapes
 

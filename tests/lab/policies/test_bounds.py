@@ -25,7 +25,8 @@ from llmproxy.lab.policies.pooled_server import (
     work_of,
 )
 from llmproxy.lab.traces.arrival import Arrival, Trace
-from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.engine import Engine
+from llmproxy.simulator.engine.sequence import EngineRequest
 
 H100 = fleet_named("1xllama-8b-h100")
 

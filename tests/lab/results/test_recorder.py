@@ -10,7 +10,7 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Predicte
 from llmproxy.lab.results import recorder as recorder_module
 from llmproxy.lab.results import sums as sums_module
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.results.recorder import SAMPLES_MAX, TENANTS_KEPT, TENANTS_TOLD, RunRecorder, band_name
+from llmproxy.lab.results.recorder import SAMPLES_MAX, TENANTS_KEPT, TENANTS_SHOWN, RunRecorder, band_name
 from llmproxy.lab.results.result import PredictionResult, Quantiles, RunResult
 from llmproxy.lab.results.sums import OTHER, REFUSALS, STRETCHES
 from llmproxy.lab.traces.arrival import Arrival
@@ -156,12 +156,12 @@ def test_shares_tell_what_each_tenant_asked_for_and_what_it_got() -> None:
 
 def test_the_largest_tenants_are_told_and_nobody_is_lost() -> None:
     recorder = RunRecorder(100.0, ["a"])
-    for i in range(TENANTS_TOLD + 20):
+    for i in range(TENANTS_SHOWN + 20):
         recorder.add(record(tenant=f"t{i:03d}", prompt_tokens=1_000 - i, outcome=Outcome.COMPLETED))
     tenants = told(recorder).by_tenant
-    assert len(tenants) == TENANTS_TOLD + 1
+    assert len(tenants) == TENANTS_SHOWN + 1
     assert "t000" in tenants
-    assert f"t{TENANTS_TOLD}" not in tenants
+    assert f"t{TENANTS_SHOWN}" not in tenants
     assert tenants[OTHER].offered == 20
     assert sum(group.token_share or 0.0 for group in tenants.values()) == pytest.approx(1.0)
 

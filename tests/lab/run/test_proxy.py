@@ -21,7 +21,7 @@ from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.replay import SETTLE_S, Run, replay
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.simulator.engine.engine import Gauges
+from llmproxy.simulator.engine.reports import Gauges
 from tests.lab.small import fleet, records, setup, traffic
 
 
@@ -412,7 +412,7 @@ def test_what_was_taken_back_leaves_no_work_in_the_engine() -> None:
     (replica,) = one._replicas.values()
     assert replica.load() == (0, 0)
     assert not replica._jobs
-    assert not replica._unborn
+    assert not replica._before_first_token
 
 
 def test_every_request_ends_once_for_the_policy_and_with_whether_it_kept_its_objective(

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmproxy.simulator.engine.engine import Engine, EngineRequest, StepResult
+from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.kv_cache import block_hashes
 from llmproxy.simulator.engine.profiles import PROFILES, profile_named
+from llmproxy.simulator.engine.reports import StepResult
+from llmproxy.simulator.engine.sequence import EngineRequest
+from tests.simulator.engine.invariants import check_engine
 
 H100 = PROFILES["llama-8b-h100"]
 
@@ -26,7 +29,7 @@ def run_out(engine: Engine, steps_max: int = 10_000) -> list[StepResult]:
     results = []
     while engine.busy:
         results.append(engine.step())
-        engine.check()
+        check_engine(engine)
         assert len(results) < steps_max, "the engine does not come to an end"
     return results
 
@@ -229,7 +232,7 @@ def test_abort_frees_everything_whether_queued_cut_or_decoding() -> None:
     engine.step()
     for name in ("cut", "queued", "decoding"):
         assert engine.abort(name)
-        engine.check()
+        check_engine(engine)
         assert not engine.abort(name)
     assert not engine.busy
     gauges = engine.gauges()
@@ -382,10 +385,10 @@ def test_the_books_agree_after_anything(data: st.DataObject) -> None:
             del owed[name]
         else:
             settle(engine, owed)
-        engine.check()
+        check_engine(engine)
     while engine.busy:
         settle(engine, owed)
-        engine.check()
+        check_engine(engine)
     assert not owed
     assert engine.gauges().kv_used == 0.0
 

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmproxy.simulator.engine.engine import Engine, EngineRequest
+from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.kv_cache import block_hashes
 from llmproxy.simulator.engine.profiles import PROFILES, Noise
+from llmproxy.simulator.engine.sequence import EngineRequest
+from tests.simulator.engine.invariants import check_engine
 
 H100 = PROFILES["llama-8b-h100"]
 
@@ -53,7 +55,7 @@ def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) ->
         for _ in range(2)
     )
     for engine in (quick, slow):
-        engine.tell_kv_events()
+        engine.publish_kv_events()
     told: set[int] = set()
     names: list[str] = []
     for number in range(data.draw(st.integers(1, 40))):
@@ -102,7 +104,7 @@ def go(quick: Engine, slow: Engine, steps: int, told: set[int]) -> None:
         told -= changes.removed
     assert told == quick._cache._cached.keys()
     assert state(quick) == state(slow)
-    quick.check()
+    check_engine(quick)
 
 
 @settings(deadline=None, max_examples=100)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmproxy.simulator.engine.kv_cache import KvCache
+from tests.simulator.engine.invariants import check_cache
 
 
 def filled(cache: KvCache, *hashes: int) -> list[int]:
@@ -118,8 +119,8 @@ def test_the_books_agree_and_what_is_found_was_stored_as_such(data: st.DataObjec
                 blocks = hits + new
                 cache.store(blocks[len(hits) : full], hashes[len(hits) : told])
                 requests.append((blocks, hashes[:told], full))
-        cache.check(requests)
+        check_cache(cache, requests)
     for request in requests:
         cache.release(*request)
-    cache.check([])
+    check_cache(cache, [])
     assert cache.usage == 0.0

@@ -9,7 +9,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from llmproxy.simulator.engine.engine import Counters, Gauges
+from llmproxy.simulator.engine.reports import Counters, Gauges
 from llmproxy.simulator.replica import Replica
 from llmproxy.simulator.server.metrics import ReplicaMetrics
 from tests.simulator.conftest import CHAT, ENDLESS, FAST, post, until

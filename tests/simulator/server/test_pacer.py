@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from llmproxy.simulator.engine.engine import Counters, Engine, EngineRequest, Gauges
+from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.profiles import PROFILES
+from llmproxy.simulator.engine.reports import Counters, Gauges
+from llmproxy.simulator.engine.sequence import EngineRequest
 from llmproxy.simulator.server.metrics import ReplicaMetrics
 from llmproxy.simulator.server.pacer import GenerationJob, Pacer
 from tests.simulator.conftest import until
