@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,3 +53,11 @@ def _leaves(entry: Any) -> Iterator[str]:
     else:
         for inner in entry.values() if isinstance(entry, dict) else entry:
             yield from _leaves(inner)
+
+
+def test_files_named_by_the_architecture_page_exist() -> None:
+    text = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
+    named = re.findall(r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`", text)
+    folders = [ROOT / "llmproxy", *(ROOT / "llmproxy" / one for one in ("gateway", "core")), ROOT]
+    assert len(named) > 60
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
