@@ -25,13 +25,12 @@ from llmproxy.gateway.admin.adapters import AdapterRoutes
 from llmproxy.gateway.admin.backends import BackendRoutes
 from llmproxy.gateway.admin.debug import AdminPages
 from llmproxy.gateway.build import Gateway
-from llmproxy.gateway.front import Front, Here, in_the_background, listen
 from llmproxy.gateway.http.client_limits import ClientLimits
-from llmproxy.gateway.http.listener import Listener
 from llmproxy.gateway.http.tls import ClientTls
+from llmproxy.gateway.listener import Frontend, Listener, LocalFrontend, background_task, listen
 from llmproxy.gateway.pages import OwnPages
 from llmproxy.gateway.proxying.handler import RequestHandler
-from llmproxy.gateway.server import AdminDoor, FrontDoor
+from llmproxy.gateway.router import AdminRouter, Router
 from llmproxy.lifecycle.descriptors import clients_of_admin_port, clients_of_process, connections_max
 from llmproxy.lifecycle.handover import unless
 from llmproxy.lifecycle.sockets import Sockets
@@ -65,7 +64,7 @@ class Proxy:
     admin_pages: AdminPages
     clients: ClientLimits
     pages: OwnPages = field(init=False)
-    front: Front = field(init=False)
+    front: Frontend = field(init=False)
     admin_listener: Listener | None = None
     reloader: Reloader | None = None
     supervisor: WorkerSupervisor | None = None
@@ -178,18 +177,18 @@ async def running(
         proxy.registry.drain_who_joins(drained)
         if limits is not None:
             proxy.registry.recall_limits(limits.read())
-            await stack.enter_async_context(in_the_background(limits.follow(proxy.registry.known_limits)))
+            await stack.enter_async_context(background_task(limits.follow(proxy.registry.known_limits)))
         proxy.look_for_backends()
-        await stack.enter_async_context(in_the_background(peers.follow_authorities()))
+        await stack.enter_async_context(background_task(peers.follow_authorities()))
         if proxy.reloader is not None and config.reload == "watch":
-            await stack.enter_async_context(in_the_background(proxy.reloader.watch()))
+            await stack.enter_async_context(background_task(proxy.reloader.watch()))
         # Requests that are cut on the way out still return their lease and report their end; then the rest may close.
         stack.push_async_callback(proxy.gateway.handler.idle.wait)
         if sockets.ready_fd is not None:
             # A predecessor still serves, and no client need come to a process that knows no backend yet. A poll asks
             # three questions.
             await unless(backend_log.all_polled, asyncio.sleep(3 * config.poll.timeout_s))
-        await _listen(stack, proxy, sockets, proxy.gateway.front_door(proxy.pages, proxy.clients))
+        await _listen(stack, proxy, sockets, proxy.gateway.router(proxy.pages, proxy.clients))
         stack.callback(proxy.gateway.handler.cut)
         stack.callback(proxy.dispatcher.close)
         yield proxy
@@ -237,7 +236,7 @@ async def _wired(
     return proxy
 
 
-async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, door: FrontDoor) -> None:
+async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, router: Router) -> None:
     """Let clients in, here or in relay workers, and those who run the proxy. Raises ListenError."""
     config = proxy.config
     client_tls = ClientTls.of(config.tls)
@@ -245,17 +244,17 @@ async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, door: F
     opened, held = sockets.listening(config.host, config.port, config.workers)
     if config.workers > 1:
         supervisor = proxy.front = proxy.supervisor = WorkerSupervisor(
-            proxy.gateway, proxy.dispatcher, proxy.registry.backends, proxy.metrics, partial(answer_page, door), held
+            proxy.gateway, proxy.dispatcher, proxy.registry.backends, proxy.metrics, partial(answer_page, router), held
         )
         stack.push_async_callback(supervisor.close)
         await supervisor.start(opened)
     else:
-        listener = await listen(stack, door, config, client_tls, opened, held=held)
-        proxy.front = Here(proxy.gateway.handler, listener, listener.url, held)
+        listener = await listen(stack, router, config, client_tls, opened, held=held)
+        proxy.front = LocalFrontend(proxy.gateway.handler, listener, listener.url, held)
     if config.admin.port is not None:
-        admin_door = AdminDoor(door, ClientLimits(clients_of_admin_port(config)))
+        admin_router = AdminRouter(router, ClientLimits(clients_of_admin_port(config)))
         opened, held = sockets.listening(config.admin.host, config.admin.port)
-        proxy.admin_listener = await listen(stack, admin_door, config, client_tls, opened, held=held)
+        proxy.admin_listener = await listen(stack, admin_router, config, client_tls, opened, held=held)
 
 
 def _check(config: Config) -> None:

@@ -30,6 +30,22 @@ LIMITS_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """One backend as an operator sees it.
+
+    `source` says where its address comes from, `state` is its administrative or health state. `since_s` is the time, on
+    the clock of the loop, when it joined or was last drained or undrained.
+    """
+
+    name: str
+    url: str
+    source: str
+    state: str
+    in_flight: int
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class HeadSnapshot:
     """The first request of a flow. `left_s` is how long it may still wait.
 

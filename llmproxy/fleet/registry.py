@@ -18,6 +18,7 @@ import structlog
 from llmproxy.config import BackendConfig, PollConfig
 from llmproxy.core.domain import KnownLimit
 from llmproxy.core.pools import Pools
+from llmproxy.core.snapshot import BackendStatus
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.poller import Poller
@@ -36,19 +37,6 @@ class State(StrEnum):
     DOWN = "down"
     DRAINED = "drained"
     LEAVING = "leaving"
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """One backend as a person may see it. `since_s` is the moment, on the clock of the loop, when it joined or was last
-    drained or undrained."""
-
-    name: str
-    url: str
-    source: str
-    state: State
-    in_flight: int
-    since_s: float
 
 
 @dataclass(slots=True)
@@ -275,15 +263,15 @@ class BackendRegistry:
 
     # --- looking in -----------------------------------------------------------------------------------------------
 
-    def standings(self) -> list[Standing]:
+    def statuses(self) -> list[BackendStatus]:
         """Every member, by name."""
-        return [self._standing(member) for _, member in sorted(self._members.items())]
+        return [self._status(member) for _, member in sorted(self._members.items())]
 
-    def standing(self, name: str) -> Standing:
+    def status(self, name: str) -> BackendStatus:
         """One member. Raises KeyError."""
-        return self._standing(self._members[name])
+        return self._status(self._members[name])
 
-    def _standing(self, member: _Member) -> Standing:
+    def _status(self, member: _Member) -> BackendStatus:
         backend = self._pools.backends[member.config.name]
         if member.leaving is not None:
             state = State.LEAVING
@@ -295,7 +283,7 @@ class BackendRegistry:
             state = State.UP if backend.health.available(_now()) else State.RESTING
         config = member.config
         in_flight = self._dispatcher.in_flight(config.name)
-        return Standing(config.name, config.url, member.source, state, in_flight, member.since_s)
+        return BackendStatus(config.name, config.url, member.source, state, in_flight, member.since_s)
 
 
 def _now() -> float:

@@ -15,7 +15,7 @@ from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.gateway.proxying.stored import StoredResponses
-from llmproxy.gateway.server import FrontDoor
+from llmproxy.gateway.router import Router
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink
@@ -54,10 +54,10 @@ class Gateway:
         )  # fmt: skip
         return cls(rulebook, stored, handler, decisions, upstream, metrics)
 
-    def front_door(self, pages: Pages, clients: ClientLimits) -> FrontDoor:
+    def router(self, pages: Pages, clients: ClientLimits) -> Router:
         """Where requests come in. `pages` answers those that are not for an engine."""
         head_bytes_max = self.rulebook.current.config.clients.head_bytes_max
-        return FrontDoor(self.rulebook, self.handler, self.stored, self._metrics, pages, clients, head_bytes_max)
+        return Router(self.rulebook, self.handler, self.stored, self._metrics, pages, clients, head_bytes_max)
 
     def reconfigure(self, config: Config) -> None:
         """Treat requests that come from now on by another configuration. Raises what `Rules.of` raises, before that."""

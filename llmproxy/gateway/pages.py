@@ -1,4 +1,4 @@
-"""What the proxy answers by itself: probes, the list of models, and the pages for those who run it."""
+"""Requests that the proxy answers itself: probes, the list of models, and the pages for operators."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from llmproxy.telemetry.metrics import CONTENT_TYPE, Metrics
 
 READY_RETRY_S = 1.0
 PROBES = frozenset({"/health", "/ready", "/version"})
-"""What is answered on either port."""
+"""Paths that are answered on both ports."""
 ANTHROPIC = "anthropic-version"
 """The header field that every client of Anthropic's API sends."""
 OWN = PROBES | {ROOT, PING, MODELS}
 
 
 class Pages(Protocol):
-    """Who answers what is not for an engine. Both raise Failure."""
+    """Answers requests that are not for an engine. Both methods raise Failure."""
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
-        """Answer a request of a path in `OWN`, or below `MODELS`."""
+        """Answer a request for a path in `OWN` or below `MODELS`."""
 
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
-        """Answer at an administrative path, to whom it is for."""
+        """Answer a request for an administrative path, if the client may use it."""
 
 
 class OwnPages:
@@ -51,7 +51,7 @@ class OwnPages:
         metrics: Metrics,
         admin: AdminPages,
         adapters: AdapterRoutes,
-        fleet: BackendRoutes,
+        backends: BackendRoutes,
     ) -> None:
         self._rulebook = rulebook
         self._pools = pools
@@ -59,7 +59,7 @@ class OwnPages:
         self._metrics = metrics
         self._admin = admin
         self._adapters = adapters
-        self._fleet = fleet
+        self._backends = backends
         self._own: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {
             ROOT: self._root,
             "/health": self._health,
@@ -82,15 +82,15 @@ class OwnPages:
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
         self._admin.check(path, request, on_admin_port)
         if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
-            only(request, "POST")
+            check_method(request, "POST")
             return await self._adapters.serve(path, request)
-        if methods := self._fleet.methods(path):
-            only(request, *methods)
-            return await self._fleet.serve(path)
+        if methods := self._backends.methods(path):
+            check_method(request, *methods)
+            return await self._backends.serve(path)
         page = self._pages.get(path)
         if page is None:
             raise nothing_at(path)
-        only(request, "GET", "HEAD")
+        check_method(request, "GET", "HEAD")
         return page(request)
 
     async def _root(self, _: web.BaseRequest) -> web.Response:
@@ -129,25 +129,25 @@ class OwnPages:
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{name[:200]}` does not exist.")
 
     def _models_for(self, request: web.BaseRequest) -> list[dict[str, Any]]:
-        """The models that the tenant of this request may ask for, with Anthropic's fields beside OpenAI's for those
-        who speak to its API. Raises Failure (401)."""
+        """The models that the tenant of this request may use, with Anthropic's fields in addition for clients of its
+        API. Raises Failure (401)."""
         tenant = self._rulebook.current.keys.check(request.headers)
         entries = [entry for entry in self._pools.models() if tenant.allows(entry["id"])]
         return [entry | _anthropic(entry) for entry in entries] if ANTHROPIC in request.headers else entries
 
 
 def _anthropic(entry: dict[str, Any]) -> dict[str, Any]:
-    """What Anthropic's API says of a model."""
-    # What an engine calls `created` may be anything.
-    told = {"type": "model", "display_name": entry["id"]}
+    """The fields of a model in Anthropic's API."""
+    # The `created` of an engine may be anything.
+    fields = {"type": "model", "display_name": entry["id"]}
     created_s = entry.get("created")
     if isinstance(created_s, int) and 0 <= created_s < 1 << 32:
-        told["created_at"] = datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return told
+        fields["created_at"] = datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return fields
 
 
-def only(request: web.BaseRequest, *methods: str) -> None:
-    """Raise Failure (405) for any other method than these."""
+def check_method(request: web.BaseRequest, *methods: str) -> None:
+    """Raise Failure (405) for any method but these."""
     if request.method not in methods:
         allowed = ", ".join(methods)
         message = f"Method {request.method} is not allowed here; allowed: {allowed}."

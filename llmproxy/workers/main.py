@@ -21,10 +21,9 @@ import uvloop
 
 from llmproxy.config import BackendConfig, Config, ConfigError
 from llmproxy.gateway.build import Gateway
-from llmproxy.gateway.front import in_the_background, listen
 from llmproxy.gateway.http.client_limits import ClientLimits
-from llmproxy.gateway.http.listener import Listener
 from llmproxy.gateway.http.tls import ClientTls
+from llmproxy.gateway.listener import Listener, background_task, listen
 from llmproxy.lifecycle import GC_THRESHOLDS
 from llmproxy.lifecycle.descriptors import clients_of_process, connections_max
 from llmproxy.telemetry import logs
@@ -101,7 +100,7 @@ class _Worker:
         gateway.stored.catch_up = self._dispatcher.caught_up
         self.handler = gateway.handler
         pages = RemotePages(self._calls, gateway.rulebook)
-        self.front_door = gateway.front_door(pages, ClientLimits(clients_of_process(config)))
+        self.router = gateway.router(pages, ClientLimits(clients_of_process(config)))
         self.listener: Listener | None = None
         self._seeing_off: asyncio.Task[None] | None = None
 
@@ -162,7 +161,7 @@ class _Worker:
         if self.listener is not None and standing.closed:
             await self.listener.close()
         if self.listener is not None and standing.replaced and not standing.draining:
-            await self.listener.deserted()
+            await self.listener.wait_closed()
         else:
             await self.handler.idle.wait()
         self._channel.send(protocol.WorkerIdle())
@@ -184,11 +183,11 @@ async def _serve(end: socket.socket) -> int:
             upstream = await stack.enter_async_context(HttpUpstream(peers, connections_max()))
             worker = _Worker(begin.name, config, line.channel, upstream, peers)
             line.hear(worker.hear, worker.lost)
-            await stack.enter_async_context(in_the_background(peers.follow_authorities(quiet=True)))
-            await stack.enter_async_context(in_the_background(worker.tell_held()))
+            await stack.enter_async_context(background_task(peers.follow_authorities(quiet=True)))
+            await stack.enter_async_context(background_task(worker.tell_held()))
             stack.push_async_callback(worker.handler.idle.wait)
             opened = [socket.socket(fileno=fd) for fd in begin.fds]
-            worker.listener = await listen(stack, worker.front_door, config, ClientTls.of(config.tls), opened)
+            worker.listener = await listen(stack, worker.router, config, ClientTls.of(config.tls), opened)
             stack.callback(worker.handler.cut)
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)

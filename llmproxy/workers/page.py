@@ -18,7 +18,7 @@ from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.connection import ClientServer
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import Dialect
-from llmproxy.gateway.server import FrontDoor
+from llmproxy.gateway.router import Router
 from llmproxy.workers.protocol import PageRequest, PageResponse
 
 CUT_AFTER_S = 0.1
@@ -28,25 +28,25 @@ _ANY_SIZE = ClientsConfig().model_copy(update={"head_bytes_max": 1 << 30, "head_
 
 
 @dataclass(slots=True)
-class _Hatch:
+class _PageHandler:
     """A door for one request, behind which the answer to it stays."""
 
-    front: FrontDoor
+    front: Router
     clients: ClientLimits
     page: PageRequest
     answer: asyncio.Future[PageResponse]
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = await self.front.handle_judged(request.clone(remote=self.page.remote))
+        response = await self.front.handle_checked(request.clone(remote=self.page.remote))
         assert isinstance(response, web.Response)
         return self._taken(response)
 
     def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
         return self._taken(self.front.refuse(request, failure))
 
-    def turn_away(self, failure: Failure) -> bytes:
+    def reject(self, failure: Failure) -> bytes:
         self._taken(failure.response(Dialect.OPENAI, {}))
-        return self.front.turn_away(failure)
+        return self.front.reject(failure)
 
     def _taken(self, response: web.Response) -> web.Response:
         # Now: the server is about to add what concerns its own connection.
@@ -57,11 +57,11 @@ class _Hatch:
         return response
 
 
-async def answer_page(front: FrontDoor, page: PageRequest) -> PageResponse:
+async def answer_page(front: Router, page: PageRequest) -> PageResponse:
     """What the front door answers to a page that a client of a worker asked for; 100 where it waits for a body."""
     loop = asyncio.get_running_loop()
-    hatch = _Hatch(front, ClientLimits(ClientsConfig()), page, loop.create_future())
-    server = ClientServer(hatch, _ANY_SIZE)
+    handler = _PageHandler(front, ClientLimits(ClientsConfig()), page, loop.create_future())
+    server = ClientServer(handler, _ANY_SIZE)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     told: asyncio.Future[bytes] | None = None
@@ -70,9 +70,9 @@ async def answer_page(front: FrontDoor, page: PageRequest) -> PageResponse:
             await loop.connect_accepted_socket(server, theirs)
             await loop.sock_sendall(ours, page.request)
             told = loop.create_task(loop.sock_recv(ours, 1))
-            await asyncio.wait((hatch.answer, told), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((handler.answer, told), return_when=asyncio.FIRST_COMPLETED)
             # Bytes of a server that has not answered are an interim answer.
-            return hatch.answer.result() if hatch.answer.done() else PageResponse(page.call, 100, "", (), b"")
+            return handler.answer.result() if handler.answer.done() else PageResponse(page.call, 100, "", (), b"")
     finally:
         if told is not None:
             told.cancel()

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from llmproxy.config import ClientsConfig
-from llmproxy.gateway.front import Here
 from llmproxy.gateway.http.connection import ClientConnection, ClientServer
+from llmproxy.gateway.listener import LocalFrontend
 from llmproxy.simulator.replica import Replica
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import answering, scripted, whole
 from tests.e2e.test_restart import START_MAX_S, served
-from tests.hygiene.wire import connected
+from tests.strictness.wire import connected
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
 
@@ -131,7 +131,7 @@ async def test_the_end_of_an_answer_that_is_not_read_does_not_keep_its_connectio
 async def the_connection(proxy: ProxyUnderTest) -> Any:
     """The proxy's side of the one that there is."""
     await until(lambda: connections(proxy))
-    assert isinstance(proxy.app.front, Here)
+    assert isinstance(proxy.app.front, LocalFrontend)
     (connection,) = proxy.app.front.listener.server.connections
     return connection
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.proxies import FAST, ProxyUnderTest, serving
-from tests.hygiene.wire import connected
+from tests.strictness.wire import connected
 
 MODEL = "sim-8b"
 CODEX_OPENING = b"""\

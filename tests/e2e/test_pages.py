@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy import __version__
-from llmproxy.gateway.front import Here
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
+from llmproxy.gateway.listener import LocalFrontend
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, is_poll, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Scripted, answering, chunk, scripted, whole
 from tests.e2e.vllm_requests import PATHS
@@ -402,7 +402,7 @@ async def test_the_stream_of_a_stored_response_that_outlives_the_drain_is_cut() 
         assert not await one.proxy.app.drain()
         assert one.proxy.app.open_requests == 1
         one.proxy.app.handler.cut()
-        assert isinstance(one.proxy.app.front, Here)
+        assert isinstance(one.proxy.app.front, LocalFrontend)
         await one.proxy.app.front.listener.runner.cleanup()
         assert not (await one.reader.read(-1)).endswith(STREAM_END)
         assert one.proxy.outcomes() == {"completed": 1, "draining": 1}
@@ -413,10 +413,10 @@ async def test_a_backend_leaves_when_the_stream_of_its_stored_response_has_ended
         registry = one.proxy.app.registry
         registry.tell("config", ())
         await asyncio.sleep(0.1)
-        assert [(standing.state, standing.in_flight) for standing in registry.standings()] == [("leaving", 1)]
+        assert [(standing.state, standing.in_flight) for standing in registry.statuses()] == [("leaving", 1)]
         one.go_on.set()
         await one.reader.readuntil(STREAM_END)
-        await until(lambda: not registry.standings())
+        await until(lambda: not registry.statuses())
 
 
 async def test_the_stream_of_a_stored_response_ends_with_its_backend() -> None:

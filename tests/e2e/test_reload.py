@@ -307,9 +307,7 @@ async def test_backends_come_and_go_with_a_file(tmp_path: Path, monkeypatch: pyt
         listed.write_text(json.dumps({"backends": [other]}))
         await until(lambda: not pools.catalogue.expecting)
         await rewrite(proxy, backends=[one])
-        await until(
-            lambda: {s.name: s.source for s in proxy.app.registry.standings()} == {"b0": "config", "b1": "file"}
-        )
+        await until(lambda: {s.name: s.source for s in proxy.app.registry.statuses()} == {"b0": "config", "b1": "file"})
         assert (await proxy.chat(HELLO | {"model": "elsewhere"})).status == 404
         listed.write_text("backends: [nonsense://x]")
         await until(lambda: proxy.metric("llmproxy_discovery_looks_total", source="file", ok="false") > 0)

@@ -130,7 +130,7 @@ async def shown(proxy: ProxyUnderTest, trusting: ssl.SSLContext) -> bytes | None
 async def test_a_renewed_certificate_is_shown_to_new_connections(
     files: Files, trusting: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmproxy.gateway.http.tls.LOOK_S", 0.01)
+    monkeypatch.setattr("llmproxy.gateway.http.tls.CHECK_S", 0.01)
     async with serving(FAST, tls=files.config) as proxy:
         first = await shown(proxy, trusting)
         assert await shown(proxy, trusting) == first

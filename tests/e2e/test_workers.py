@@ -25,7 +25,7 @@ from llmproxy.simulator.replica import Replica
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 from tests.e2e.test_restart import AS_SYSTEMD, START_MAX_S, Served, served
-from tests.hygiene.wire import connected
+from tests.strictness.wire import connected
 from tests.upstream.raw_server import Peer
 
 pytestmark = pytest.mark.timeout(300, method="thread")

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from llmproxy.gateway.http.wrong_protocol import HTTP2_PREFACE, wrong_protocol
 from tests.e2e.proxies import serving
-from tests.hygiene.wire import connected
+from tests.strictness.wire import connected
 
 GREETING = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(505)
 SETTINGS = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00\x64"

@@ -168,7 +168,7 @@ async def registry(peers: Peers) -> AsyncIterator[BackendRegistry]:
 
 
 def told(registry: BackendRegistry) -> dict[str, tuple[str, str]]:
-    return {one.name: (one.source, one.url) for one in registry.standings()}
+    return {one.name: (one.source, one.url) for one in registry.statuses()}
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -267,11 +267,11 @@ async def test_a_drain_by_hand_outlives_what_sources_say_and_ends_with_the_backe
     registry.tell("config", [one])
     registry.drain("a")
     registry.tell("config", [one.model_copy(update={"max_in_flight": 3})])
-    assert registry.standing("a").state is State.DRAINED
+    assert registry.status("a").state is State.DRAINED
     registry.tell("config", [])
     await until(lambda: not told(registry))
     registry.tell("config", [one])
-    assert registry.standing("a").state is State.DOWN
+    assert registry.status("a").state is State.DOWN
     with pytest.raises(KeyError):
         registry.drain("b")
 
@@ -281,14 +281,14 @@ async def test_who_was_drained_under_a_predecessor_joins_drained_and_but_once(re
     registry.drain_who_joins(["a", "never"])
     assert registry.drained() == {"a", "never"}
     registry.tell("config", [one])
-    assert registry.standing("a").state is State.DRAINED
+    assert registry.status("a").state is State.DRAINED
     assert registry.drained() == {"a", "never"}
     registry.undrain("a")
     assert registry.drained() == {"never"}
     registry.tell("config", [])
     await until(lambda: not told(registry))
     registry.tell("config", [one])
-    assert registry.standing("a").state is State.DOWN
+    assert registry.status("a").state is State.DOWN
 
 
 async def test_sources_are_asked_anew_when_their_settings_change_and_leave_with_their_backends(

@@ -18,7 +18,7 @@ import uvloop
 
 from llmproxy.telemetry import logs
 from tests.hostile import answers, backends, bodies, clients, fuzzed, requests
-from tests.hygiene.table import observed
+from tests.strictness.table import observed
 
 BATCH = 250
 """Cases that one process plays over one proxy."""

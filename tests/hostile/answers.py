@@ -8,7 +8,7 @@ from random import Random
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk
 from tests.hostile.edits import EVERY, LINE_ENDS, NASTY, everywhere, line_ends, several, spelt
 from tests.hostile.requests import CODINGS, LENGTHS, SIZES
-from tests.hygiene.answers import BODY, CHUNK, LAST, SIZE, TE, whole_of
+from tests.strictness.answers import BODY, CHUNK, LAST, SIZE, TE, whole_of
 
 INNER = whole_of(b"content-length: 15\r\n", body=b'{"smuggled": 1}')
 """What is hidden in an answer, for the client or for whoever asks next."""

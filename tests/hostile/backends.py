@@ -12,8 +12,8 @@ from typing import Any
 
 from tests.e2e.proxies import ProxyUnderTest
 from tests.e2e.scripted import Scripted
-from tests.hygiene.answers import NEXT, Got, answer_bench, observe_answer
-from tests.hygiene.reading import End, Message, Reading, answers_of
+from tests.strictness.answers import NEXT, Got, answer_bench, observe_answer
+from tests.strictness.reading import End, Message, Reading, answers_of
 
 TIMEOUTS: dict[str, Any] = {"connect_s": 5, "first_byte_s": 2, "stall_s": 2, "total_s": 3}
 """Nothing that is hostile here may last until one of them: what is wrong is seen, or the connection is closed."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.hostile.clients import ANSWER, Seen
 from tests.hostile.edits import NASTY, everywhere, several
-from tests.hygiene.reading import answers_of
-from tests.hygiene.vector import CHAT, HOST, JSON, head
+from tests.strictness.reading import answers_of
+from tests.strictness.vector import CHAT, HOST, JSON, head
 
 PADDING = '"padding":[' + "0," * 17_000 + "0]"
 """With this many values a body is scanned, and not parsed."""

@@ -17,10 +17,10 @@ from llmproxy.gateway.http.routes import SCHEDULED
 from tests.e2e.proxies import ProxyUnderTest, serving, until
 from tests.e2e.scripted import Scripted, answering, scripted, whole
 from tests.hostile.requests import SENTINEL
-from tests.hygiene.answers import CONFIG
-from tests.hygiene.observe import form_of
-from tests.hygiene.reading import End, Message, Reading, answers_of, requests_of
-from tests.hygiene.wire import connected
+from tests.strictness.answers import CONFIG
+from tests.strictness.observe import form_of
+from tests.strictness.reading import End, Message, Reading, answers_of, requests_of
+from tests.strictness.wire import connected
 
 LIMIT_S = 8.0
 """How long a case may take; every limit of the proxy is far below."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from tests.hostile.edits import EVERY, LINE_ENDS, NASTY, everywhere, line_ends, several, spelt
-from tests.hygiene.vector import CHAT, HOST, JSON, head
+from tests.strictness.vector import CHAT, HOST, JSON, head
 
 TE = b"transfer-encoding: chunked"
 

@@ -9,8 +9,8 @@ from tests.hostile import answers, backends, clients, requests
 from tests.hostile.__main__ import PLAYS, Play, cases_of
 from tests.hostile.clients import ANSWER, Seen
 from tests.hostile.requests import INNER, SENTINEL, in_chunks, sized
-from tests.hygiene.answers import BODY, NEXT, SIZE, Got, whole_of
-from tests.hygiene.reading import End, answers_of, requests_of
+from tests.strictness.answers import BODY, NEXT, SIZE, Got, whole_of
+from tests.strictness.reading import End, answers_of, requests_of
 
 CASES = 8
 

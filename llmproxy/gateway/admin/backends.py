@@ -1,4 +1,4 @@
-"""`/admin/backends` and `/admin/reload`: who the backends are, draining them, and reading the configuration again."""
+"""`/admin/backends` and `/admin/reload`: list backends, drain them, and reload the configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from aiohttp import web
 from llmproxy.config import ConfigError
 from llmproxy.config.reload import Reloader
 from llmproxy.core.domain import Outcome
-from llmproxy.gateway.admin.debug import shown
+from llmproxy.core.snapshot import BackendStatus
+from llmproxy.gateway.admin.debug import page_response
 from llmproxy.gateway.http.errors import Failure, error_fields
 
 BACKENDS = "/admin/backends"
@@ -19,78 +20,61 @@ RELOAD = "/admin/reload"
 DRAINING = re.compile(rf"{BACKENDS}/(.{{1,300}})/(drain|undrain)", re.DOTALL)
 
 
-class Standing(Protocol):
-    """How one backend stands; `since_s` is on the clock of the loop."""
+class DrainableBackends(Protocol):
+    """The backends and their administrative states. All methods with a name raise KeyError for an unknown one."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def url(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def in_flight(self) -> int: ...
-    @property
-    def since_s(self) -> float: ...
+    def statuses(self) -> Sequence[BackendStatus]:
+        """The status of every backend."""
 
-
-class Fleet(Protocol):
-    """Who knows the backends, and drains them."""
-
-    def standings(self) -> Sequence[Standing]:
-        """Every backend."""
-
-    def standing(self, name: str) -> Standing:
-        """One backend. Raises KeyError."""
+    def status(self, name: str) -> BackendStatus:
+        """The status of one backend."""
 
     def drain(self, name: str) -> None:
-        """Grant nothing new there. Raises KeyError."""
+        """Send no new requests there."""
 
     def undrain(self, name: str) -> None:
-        """Let it be given work again. Raises KeyError."""
+        """Send new requests there again."""
 
 
 class BackendRoutes:
-    """Answers those who run the proxy; who that is was found out before. `reloader` is None where there is no file."""
+    """Serves these paths to clients that were authenticated before. `reloader` is None without a configuration file."""
 
-    def __init__(self, fleet: Fleet, reloader: Reloader | None, clock: Callable[[], float]) -> None:
-        self._fleet = fleet
+    def __init__(self, backends: DrainableBackends, reloader: Reloader | None, clock: Callable[[], float]) -> None:
+        self._backends = backends
         self._reloader = reloader
         self._clock = clock
 
     @staticmethod
     def methods(path: str) -> tuple[str, ...]:
-        """What may be done at a path; nothing where there is no such page."""
+        """The methods that a path allows; none if there is no such path."""
         if path == BACKENDS:
             return ("GET", "HEAD")
         return ("POST",) if path == RELOAD or DRAINING.fullmatch(path) else ()
 
     async def serve(self, path: str) -> web.Response:
-        """Show or do what stands at a path that `methods` knows. Raises Failure."""
+        """Serve a path for which `methods` is not empty. Raises Failure."""
         if path == BACKENDS:
-            return shown({"backends": [self._shown(one) for one in self._fleet.standings()]})
+            return page_response({"backends": [self._shown(status) for status in self._backends.statuses()]})
         if path == RELOAD:
             return await self._reload()
         found = DRAINING.fullmatch(path)
         assert found is not None
         name, verb = found.groups()
         try:
-            (self._fleet.drain if verb == "drain" else self._fleet.undrain)(name)
-            return shown(self._shown(self._fleet.standing(name)))
+            (self._backends.drain if verb == "drain" else self._backends.undrain)(name)
+            return page_response(self._shown(self._backends.status(name)))
         except KeyError:
             message = f"There is no backend `{name}`; see {BACKENDS}."
             raise Failure(Outcome.BAD_REQUEST, message, status=404) from None
 
-    def _shown(self, one: Standing) -> dict[str, Any]:
+    def _shown(self, status: BackendStatus) -> dict[str, Any]:
         return {
-            "backend": one.name,
-            "url": one.url,
-            "source": one.source,
-            "state": one.state,
-            "in_flight": one.in_flight,
-            "since_s": round(self._clock() - one.since_s, 3),
+            "backend": status.name,
+            "url": status.url,
+            "source": status.source,
+            "state": status.state,
+            "in_flight": status.in_flight,
+            "since_s": round(self._clock() - status.since_s, 3),
         }
 
     async def _reload(self) -> web.Response:
@@ -101,8 +85,8 @@ class BackendRoutes:
             done = await self._reloader.reload("request")
         except ConfigError as error:
             wrong = error_fields(400, "The configuration was not reloaded, and nothing has changed.")
-            return shown({"reloaded": False, "problems": list(error.problems), "error": wrong}, status=400)
-        return shown(
+            return page_response({"reloaded": False, "problems": list(error.problems), "error": wrong}, status=400)
+        return page_response(
             {
                 "reloaded": True,
                 "changes": [str(change) for change in done.changes],

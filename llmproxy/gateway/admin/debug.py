@@ -120,7 +120,7 @@ class AdminPages:
         if not self._bucket.try_take(1.0, self._clock()):
             return _too_often()
         states, more = self._adapters.states()
-        return shown({"adapters": [_adapter(state) for state in states], "more": more})
+        return page_response({"adapters": [_adapter(state) for state in states], "more": more})
 
     def queue(self, request: web.BaseRequest) -> web.Response:
         """The page, or with `?request=` where one waiting request stands (404 where none of that name waits).
@@ -131,11 +131,11 @@ class AdminPages:
         if not self._bucket.try_take(1.0, now):
             return _too_often()
         if not wanted:
-            return shown(self._everything(now))
+            return page_response(self._everything(now))
         position = self._pools.position(wanted, now)
         if position is None:
             return _refusal(404, f"No request `{wanted[:256]}` waits.")
-        return shown(self._position(position))
+        return page_response(self._position(position))
 
     def explain(self, request: web.BaseRequest) -> web.Response:
         """The last choices of each pool: `?limit=` of them (1 to 100), or `?request=` those for one request.
@@ -152,7 +152,7 @@ class AdminPages:
         pools = pages_of(self._pools.choices(now), now, limit, wanted or None)
         if wanted and not any(pool["choices"] for pool in pools):
             return _refusal(404, f"No choice for a request `{wanted[:256]}` is remembered.")
-        return shown({"placement": self._pools.settings.placement, "pools": pools})
+        return page_response({"placement": self._pools.settings.placement, "pools": pools})
 
     def _name(self, level: int) -> str:
         return self._names.get(level, str(level))
@@ -259,7 +259,7 @@ def _adapter(state: AdapterState) -> dict[str, Any]:
     }
 
 
-def shown(page: dict[str, Any], *, status: int = 200) -> web.Response:
+def page_response(page: dict[str, Any], *, status: int = 200) -> web.Response:
     """A page for people to read, which nothing on the way may keep."""
     return web.Response(status=status, body=_dumped(page), content_type="application/json", headers=UNSTORED)
 

@@ -1,7 +1,7 @@
-"""What one client's address may use of the front door: connections, and requests a second.
+"""Limits for one client address: connections, and requests per second.
 
-An address is that of the connection; what `X-Forwarded-For` says is not believed. All addresses of one IPv6 network of
-64 bits are one, because whoever has one of them has them all.
+The address is that of the connection; `X-Forwarded-For` is not used. All addresses of one IPv6 network of 64 bits count
+as one, because one client usually has them all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.gateway.http.errors import Failure
 
 ADDRESSES_MAX = 10_000
-"""Addresses whose rate is remembered; one that is forgotten, the least recently seen, begins anew."""
+"""Addresses whose rate is remembered. The least recently seen is forgotten first and starts with a full rate."""
 RETRY_S = 1.0
 
 
@@ -29,7 +29,7 @@ class ClientLimits:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def opened(self, address: str) -> Failure | None:
-        """Count a connection of `address`, until it is `closed`; or say why it is to be closed at once, uncounted."""
+        """Count a connection of `address` until it is `closed`. If it is refused, return why, and do not count it."""
         limits, key = self._limits, network_of(address)
         if self._open >= limits.connections_max:
             message = "Too many connections are open here (clients.connections_max, or the limit of open files)."
@@ -48,10 +48,10 @@ class ClientLimits:
         if not self._open_by[key]:
             del self._open_by[key]
 
-    def ask(self, address: str, now: float) -> None:
-        """Count a request. Raises Failure (429) where the address has used up its rate.
+    def count_request(self, address: str, now: float) -> None:
+        """Count a request. Raises Failure (429) if the address exceeds its rate.
 
-        An address has a token bucket that holds a second's worth, and one request at least.
+        Each address has a token bucket with the requests of one second, and at least one request.
         """
         rate = self._limits.address_requests_per_s
         if rate is None:
@@ -69,12 +69,12 @@ class ClientLimits:
 
     @property
     def open(self) -> int:
-        """Connections that are open."""
+        """The number of open connections."""
         return self._open
 
 
 def network_of(address: str) -> str:
-    """Whom an address stands for: itself, or its network of 64 bits where it is one of IPv6."""
+    """The key under which an address counts: itself, or the network of 64 bits of an IPv6 address."""
     if ":" not in address:
         return address
     parsed = ip_address(address.partition("%")[0])

@@ -1,8 +1,8 @@
-"""Which web pages of other origins may read answers (the CORS protocol of the Fetch standard).
+"""Allows web pages of other origins to read answers (the CORS protocol of the Fetch standard).
 
-A browser sends where a page comes from, asks first where a request is none that a form could send (the preflight), and
-shows the page an answer only where the answer says that it may. It protects people who use browsers, not servers: who
-uses none may read everything.
+A browser sends the origin of a page. Before a request that no HTML form could send, it asks for permission (the
+preflight). It shows an answer to the page only if the answer allows it. This protects people who use browsers, not
+servers: any other client can read everything.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from llmproxy.gateway.http.headers import Headers
 
 METHODS = "GET, HEAD, POST"
 EXPOSED = "retry-after, x-request-id, x-llmproxy-attempts, x-llmproxy-backend, x-llmproxy-queue-ms"
-"""Fields of answers that pages may read, beside the few that they always may."""
+"""Fields of answers that pages may read, in addition to the few that they always may."""
 MAX_AGE_S = 600
-"""How long a browser may remember that it has asked."""
+"""How long a browser may remember the answer to a preflight."""
 
 _NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:[ \t]*,[ \t]*[\w!#$%&'*+.^`|~-]+)*+", re.ASCII)
 
 
 class Cors:
-    """What pages of some origins are let do. Credentials of the browser's own (cookies) are never let through."""
+    """The permissions of pages of the allowed origins. Credentials of the browser (cookies) are never allowed."""
 
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._any = "*" in origins
@@ -34,14 +34,14 @@ class Cors:
 
     @classmethod
     def of(cls, config: Config) -> Cors | None:
-        """None where no origin is allowed: all answers are then as if there were no such thing."""
+        """None if no origin is allowed. Answers then have no fields of CORS."""
         return cls(config.clients.allowed_origins) if config.clients.allowed_origins else None
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """The answer to a browser that asks whether a page may send a request; None for any other request.
+        """The answer to a preflight; None for any other request.
 
-        Every field may be sent: those that count here say nothing that a page could not know, and SDKs add their own.
-        Raises Failure (403) for a page of an origin that is not allowed.
+        Every header field is allowed: none of them carries what a page could not know, and SDKs add their own. Raises
+        Failure (403) for an origin that is not allowed.
         """
         asked = request.headers
         origin = asked.get("origin")
@@ -60,7 +60,7 @@ class Cors:
         return web.Response(status=204, headers=fields)
 
     def answered(self, origin: str | None, varies: str = "") -> Headers:
-        """What an answer to a page of `origin` says of who may read it; `varies` are its own Vary fields."""
+        """The fields that let a page of `origin` read an answer. `varies` is the Vary field that the answer has."""
         fields: Headers = []
         if not self._any and not {"origin", "*"} & {name.strip() for name in varies.lower().split(",")}:
             fields.append(("Vary", "Origin"))
@@ -70,7 +70,7 @@ class Cors:
         return fields
 
     def passed_on(self, origin: str | None, fields: Headers) -> Headers:
-        """The fields of a backend's answer with ours in the place of its own: two of them would be as good as none."""
+        """The fields of a backend's answer, with the proxy's CORS fields in place of its own. Browsers take one set."""
         kept = [field for field in fields if not field[0].lower().startswith("access-control-")]
         varies = ",".join(value for name, value in kept if name.lower() == "vary")
         return kept + self.answered(origin, varies)

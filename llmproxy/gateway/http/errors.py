@@ -72,10 +72,10 @@ _ANTHROPIC_TYPES = {
 }
 
 
-class Failure(Exception):  # noqa: N818 - it is what the client is told, which need not be an error of this code
-    """A request that ends with an answer of the proxy's own, before any byte of a backend's answer.
+class Failure(Exception):  # noqa: N818 - an answer to a client, which need not be an error of this code
+    """Ends a request with an answer of the proxy, before any byte of a backend's answer.
 
-    `message` is for the client, `detail` for the log alone: addresses are nobody else's business.
+    `message` is for the client. `detail` is for the log only, because it may hold addresses of backends.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Failure(Exception):  # noqa: N818 - it is what the client is told, which n
         return cls(refused.outcome, refused.message, retry_after_s=refused.retry_after_s)
 
     def response(self, dialect: Dialect, headers: Mapping[str, str]) -> web.Response:
-        """What the client is told; `headers` go with it, under those of the failure itself."""
+        """The answer, with `headers` and those of the failure itself, which take precedence."""
         body = error_body(dialect, self.status, self.message, self.param)
         fields = CIMultiDict({**headers, **self.headers})
         response = web.Response(status=self.status, body=body, content_type="application/json", headers=fields)
@@ -113,18 +113,18 @@ class Failure(Exception):  # noqa: N818 - it is what the client is told, which n
         return response
 
     def raw(self) -> bytes:
-        """The same below HTTP, for a connection that ends with it."""
+        """The answer as bytes, for a connection that ends with it."""
         body = error_body(Dialect.OPENAI, self.status, self.message, self.param)
         fields = {**self.headers, "Connection": "close", "Content-Length": len(body)}
-        told = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         line = f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\nContent-Type: application/json\r\n"
-        return f"{line}{told}\r\n".encode() + body
+        return f"{line}{lines}\r\n".encode() + body
 
 
 def nothing_at(path: str) -> Failure:
-    """What is told of a path that does not exist, or not for whoever asks.
+    """The failure for a path that does not exist, or not for this client.
 
-    Some SDKs add the /v1 of a path to their base URL and others expect it there: one too few or too many is named.
+    Some SDKs add /v1 to their base URL and others expect it there, so a path with one too few or too many gets a hint.
     """
     message = f"There is nothing at {path[:200]}."
     for meant in (f"/v1{path}", path.removeprefix("/v1")):
@@ -134,7 +134,7 @@ def nothing_at(path: str) -> Failure:
 
 
 def error_body(dialect: Dialect, status: int, message: str, param: str | None = None) -> bytes:
-    """The JSON body of an error: Anthropic's shape under its routes, vLLM's form of OpenAI's everywhere else."""
+    """The JSON body of an error: Anthropic's format on its routes, vLLM's form of OpenAI's everywhere else."""
     if dialect is Dialect.ANTHROPIC:
         kind = _ANTHROPIC_TYPES.get(status, "api_error")
         return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
@@ -142,13 +142,13 @@ def error_body(dialect: Dialect, status: int, message: str, param: str | None = 
 
 
 def error_fields(status: int, message: str, param: str | None = None) -> dict[str, object]:
-    """What stands under `error` in vLLM's form of OpenAI's errors."""
+    """The value of `error` in vLLM's form of OpenAI's errors."""
     kind = _OPENAI_TYPES.get(status, "InternalServerError")
     return {"message": message, "type": kind, "param": param, "code": status}
 
 
 def error_event(dialect: Dialect, message: str) -> bytes:
-    """One well-formed SSE event that ends a stream which broke after its first byte."""
+    """One SSE event that ends a stream that broke after its first byte."""
     if dialect is Dialect.ANTHROPIC:
         return b"event: error\ndata: " + error_body(dialect, 500, message) + b"\n\n"
     if dialect is Dialect.RESPONSES:

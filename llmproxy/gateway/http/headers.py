@@ -1,4 +1,4 @@
-"""Which header fields travel from one leg to the other (RFC 9110, section 7.6.1)."""
+"""The header fields that are forwarded between client and backend (RFC 9110, section 7.6.1)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _HOP_BY_HOP = frozenset(
     }
 )
 CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie"})
-"""Fields by which a client says who it is: to the proxy, and to backends only where that is configured."""
+"""Fields by which a client identifies itself. They go to backends only if that is configured."""
 _NOTHING: frozenset[str] = frozenset()
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REPLACED_UPSTREAM = frozenset({"host", "content-length", "expect", "x-request-id", "accept-encoding"})
 SERVER = ("Server", "llmproxy")
-"""What this server calls itself (RFC 9110, section 10.2.4): no versions, its own or those below it, which would help
-whoever looks for servers with a known hole."""
+"""The name of this server (RFC 9110, section 10.2.4), without versions, which would help to find servers with a known
+vulnerability."""
 _OURS_DOWNSTREAM = frozenset(
     {"server", "x-request-id", "x-llmproxy-backend", "x-llmproxy-queue-ms", "x-llmproxy-attempts"}
 )
@@ -41,7 +41,7 @@ OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objecti
 FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
-# Where llm-d's sidecar, which may stand before an engine, is to fetch the prefill or the encoded media from.
+# Addresses from which llm-d's sidecar in front of an engine fetches the prefill or encoded media.
 _DISAGGREGATION_HEADERS = ("x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port")
 PRIVILEGED = frozenset(
     {
@@ -54,8 +54,8 @@ PRIVILEGED = frozenset(
         *TPOT_HEADERS,
     }
 )
-"""Fields by which a client could choose its own place in a queue or in a fleet; passed on for those who are trusted
-only."""
+"""Fields by which a client could choose its place in a queue or in the fleet. Only those of trusted clients are
+forwarded."""
 
 
 def to_backend(
@@ -68,9 +68,9 @@ def to_backend(
 ) -> Headers:
     """The client's end-to-end fields, with the proxy's request id and the backend's key in place of the client's.
 
-    Answers are asked for as they are, whatever the client takes: what compresses a stream holds back its tokens.
-    Fields named in `withheld` (lower case) stay here.
-    CREDENTIALS stay here too, unless `keep_credentials`; even then `authorization` replaces the client's own key.
+    Answers are requested without compression, whatever the client accepts, because compressing a stream delays its
+    tokens. Fields in `withheld` (lower case) are dropped. CREDENTIALS are dropped unless `keep_credentials`; even then
+    `authorization` replaces the client's key.
     """
     fields = list(fields)
     dropped = _DROPPED_UPSTREAM if not keep_credentials else _DROPPED_BUT_CREDENTIALS
@@ -86,11 +86,11 @@ def to_backend(
 
 
 def to_client(fields: Iterable[tuple[str, str]]) -> Headers:
-    """A backend's end-to-end fields, without those that the proxy answers itself.
+    """A backend's end-to-end fields, without those that the proxy sets itself.
 
     Control characters, a line break above all, become spaces (RFC 9110, section 5.5).
     """
-    # What is printable ASCII, as nearly everything is, needs no second look.
+    # Nearly every value is printable ASCII and needs no cleaning.
     fields = [(name, value if value.isascii() and value.isprintable() else _clean(value)) for name, value in fields]
     dropped = _DROPPED_DOWNSTREAM
     if named := named_in_connection(fields):
@@ -106,7 +106,7 @@ def reason_to_client(reason: str) -> str:
 
 
 def check(fields: Iterable[tuple[str, str]]) -> None:
-    """Raise Failure (400) for a field whose bytes are not UTF-8: it could not be passed on as it is."""
+    """Raise Failure (400) for a field that is not UTF-8, because it could not be forwarded unchanged."""
     for name, value in fields:
         if not value.isascii() and _writable(value) is not value:
             raise Failure(Outcome.BAD_REQUEST, f"The value of the header field {name} is not UTF-8.", param=name)
@@ -117,7 +117,7 @@ def _clean(value: str) -> str:
 
 
 def _writable(value: str) -> str:
-    """`value` itself where it can be written as UTF-8, else its bytes read as Latin-1: better than leaving them out."""
+    """`value` itself if it can be encoded as UTF-8, else its bytes decoded as Latin-1."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -126,6 +126,6 @@ def _writable(value: str) -> str:
 
 
 def named_in_connection(fields: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Names that a `Connection` field declares to be meant for this hop only."""
-    said = [value for name, value in fields if name.lower() == "connection"]
-    return frozenset(token.strip().lower() for value in said for token in value.split(",")) if said else _NOTHING
+    """The names that `Connection` fields declare to be for this hop only."""
+    values = [value for name, value in fields if name.lower() == "connection"]
+    return frozenset(token.strip().lower() for value in values for token in value.split(",")) if values else _NOTHING

@@ -1,4 +1,4 @@
-"""The one table of what can be reached through the proxy. What is not in it does not exist for a client."""
+"""The table of all routes. A path that is not in it does not exist for clients."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from enum import StrEnum
 
 
 class BodyKind(StrEnum):
-    """How the body of a route is to be read.
+    """How the body of a route is read.
 
-    `CHAT` and `COMPLETION` streams can be asked for usage; `OTHER` is any JSON body of an endpoint whose engine does
-    not vet `stream`; `FORM` is multipart/form-data.
+    `CHAT` and `COMPLETION` streams can be asked for usage. `OTHER` is a JSON body of an endpoint whose engine does not
+    check `stream`. `FORM` is multipart/form-data.
     """
 
     CHAT = "chat"
@@ -22,7 +22,7 @@ class BodyKind(StrEnum):
 
 
 class Dialect(StrEnum):
-    """How a client of a route expects to be told of an error."""
+    """The format of errors on a route."""
 
     OPENAI = "openai"
     RESPONSES = "responses"
@@ -30,11 +30,11 @@ class Dialect(StrEnum):
 
 
 class Work(StrEnum):
-    """What an engine does for a request of a route, and so what the request is charged.
+    """What an engine does for a request of a route, which decides what the request is charged.
 
-    `GENERATES`: it runs the prompt and answers with tokens. `READS`: it runs the prompt only. Both are charged what the
-    answer's own `usage` says, as far as that can be, else what was expected. `NOTHING`: it runs no model. That costs
-    nothing, whatever the answer says: it may be the client's own numbers.
+    `GENERATES`: it runs the prompt and generates tokens. `READS`: it runs the prompt only. Both are charged the `usage`
+    in the answer, or the estimate if there is none. `NOTHING`: it runs no model. That is free, whatever the answer
+    says, because its numbers may be the client's own.
     """
 
     GENERATES = "prompt and answer"
@@ -44,7 +44,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One scheduled route, its method, how its bodies are read (a GET has none), what its requests are charged."""
+    """One scheduled route: its method, how its bodies are read (a GET has none) and what its requests are charged."""
 
     path: str
     kind: BodyKind = BodyKind.OTHER
@@ -54,7 +54,7 @@ class Route:
 
     @property
     def computes(self) -> bool:
-        """Whether the engine runs the prompt, which is then found in the prefix cache."""
+        """Whether the engine runs the prompt, so that its prefix cache then has it."""
         return self.work is not Work.NOTHING
 
 
@@ -113,7 +113,7 @@ SALTED: frozenset[str] = frozenset(
         "/inference/v1/generate",
     }
 )
-"""Where vLLM takes a `cache_salt` for a prompt that it runs."""
+"""Routes on which vLLM accepts a `cache_salt`."""
 
 STORED_RESPONSES = "/v1/responses/"
 """`GET {id}` and `POST {id}/cancel` below it go to the backend that made the response."""
@@ -128,14 +128,14 @@ PING = "/ping"
 
 
 def is_administrative(path: str) -> bool:
-    """Whether a path is for those who run the proxy and not for their clients."""
+    """Whether a path is for operators and not for clients."""
     if path.startswith(("/debug/", "/admin/")):
         return True
     return path in (METRICS, LOAD_ADAPTER, UNLOAD_ADAPTER, "/debug", "/admin")
 
 
 def dialect_of(path: str) -> Dialect:
-    """The dialect in which an error about `path` is written, whether or not the path exists."""
+    """The dialect of errors on `path`, whether or not the path exists."""
     if path.startswith("/v1/messages"):
         return Dialect.ANTHROPIC
     return Dialect.OPENAI

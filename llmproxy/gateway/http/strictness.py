@@ -1,8 +1,8 @@
-"""What a request must be like before anything is made of it: where readers of HTTP/1 disagree, nobody reads it here.
+"""Refuses requests that two readers of HTTP/1 could understand differently.
 
-The parser refuses most of what is malformed. The rest, which it lets through and another server might read differently
-(RFC 9112, sections 3.2, 6.1 and 11.2), is refused here, and the connection closed: where its next request begins is
-then a matter of opinion.
+The parser refuses most malformed requests. This module refuses the rest, which the parser accepts and another server
+might read differently (RFC 9112, sections 3.2, 6.1 and 11.2). It closes the connection, because it is not certain where
+the next request would begin.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.headers import named_in_connection
 
 SINGLE = ("authorization", "x-api-key", "x-request-id", "content-encoding", "expect")
-"""Fields that are read here and may be read again by a backend, beyond those that the parser wants once at most."""
+"""Fields that the proxy and a backend both may read, so that they must not be repeated. The parser checks others."""
 
 LOOKALIKES = ("transfer_encoding", "content_length")
-"""Servers that turn `-` into `_` cannot tell these from the fields that say where a body ends."""
+"""Servers that turn `-` into `_` cannot distinguish these from the fields that frame the body."""
 
 VERSIONS = (HttpVersion11, HttpVersion10)
-"""What is spoken here."""
+"""The versions of HTTP that are accepted."""
 
 _HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[0-9a-fA-F:.]+\])(:\d{0,5})?", re.ASCII)
 
 
 def check(request: web.BaseRequest, head_bytes_max: int) -> None:
-    """Raise Failure for a request that two servers may understand in two ways (400, 405, 417, 501, 505), and for one
-    whose head is larger than `head_bytes_max` (431).
+    """Check one request.
+
+    Raises Failure if two servers may understand it differently (400, 405, 417, 501, 505), or if its head is larger than
+    `head_bytes_max` (431).
     """
-    # Each field is bounded by the parser, and what has not arrived whole by its connection; this is the sum of them.
+    # The parser limits each field, and the connection limits a head that has not ended. This limits the sum.
     if len(request.raw_path) + sum(len(name) + len(value) for name, value in request.raw_headers) > head_bytes_max:
         raise head_too_large()
     if request.version not in VERSIONS:
@@ -71,8 +73,9 @@ def asks_for_websocket(request: web.BaseRequest) -> bool:
 
 
 def no_websocket() -> Failure:
-    """What is told of such a handshake (RFC 9110, section 15.5.22). Its client may have sent frames behind it already,
-    which are no requests: the connection closes.
+    """The answer to such a handshake (RFC 9110, section 15.5.22).
+
+    The connection closes, because frames that the client has already sent are no requests.
     """
     message = "This proxy speaks no WebSocket: send the same request by HTTP, a POST whose answer may be a stream."
     return _refused(message, status=426, headers={"Upgrade": "HTTP/1.1", "Connection": "upgrade, close"})

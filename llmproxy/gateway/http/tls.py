@@ -1,25 +1,38 @@
-"""TLS to clients: a certificate that may be renewed under a running proxy."""
+"""TLS to clients: a certificate that is renewed while the proxy runs, and connections before HTTP begins on them."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
 from llmproxy.config import ConfigError, TlsConfig, WatchedFile
+from llmproxy.gateway.http.client_limits import ClientLimits
+from llmproxy.gateway.http.errors import Failure
+from llmproxy.gateway.http.wrong_protocol import plain_http
 
-LOOK_S = 1.0
-"""How often the files are looked at: a stat of each. A change is taken in by the second look that finds it."""
+if TYPE_CHECKING:
+    # It has the same origin, and type checkers know it.
+    from asyncio.sslproto import SSLProtocol
+else:
+    from uvloop.loop import SSLProtocol
+
+CHECK_S = 1.0
+"""How often the files are checked, by a stat of each. A change is used by the second check that finds it."""
+PLAIN_HTTP = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
+"""OpenSSL's reasons for a first record that is a request line of plain HTTP."""
 
 _log = structlog.get_logger()
 
 
 class ClientTls:
-    """The TLS context of the listening socket; `context` stays the same object while its certificate is renewed.
+    """The TLS context of the listening sockets. `context` stays the same object when its certificate is renewed.
 
-    Raises ConfigError where the files are of no use.
+    Raises ConfigError if the files cannot be used.
     """
 
     def __init__(self, cert: Path, key: Path | None, client_ca: Path | None) -> None:
@@ -33,17 +46,17 @@ class ClientTls:
         try:
             self._load(self.context)
         except OSError as error:
-            raise ConfigError([f"tls.cert: {self._unfit(error)}"]) from None
+            raise ConfigError([f"tls.cert: {self._problem(error)}"]) from None
         if client_ca is not None:
             try:
                 self.context.load_verify_locations(client_ca)
             except OSError as error:
-                raise ConfigError([f"tls.client_ca: {client_ca} holds no certificate: {_why(error)}"]) from None
+                raise ConfigError([f"tls.client_ca: {client_ca} holds no certificate: {_reason(error)}"]) from None
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     @classmethod
     def of(cls, config: TlsConfig) -> ClientTls | None:
-        """None where clients are to come by http. Raises ConfigError where half of it is missing."""
+        """None if clients use plain HTTP. Raises ConfigError if only a part is configured."""
         if config.cert is not None:
             return cls(config.cert, config.key, config.client_ca)
         if config.key is not None or config.client_ca is not None:
@@ -51,40 +64,122 @@ class ClientTls:
         return None
 
     def renew(self) -> bool:
-        """Use the files from the next handshake on, if they changed; True when they are in use.
+        """Use the files for the next handshakes if they have changed. Returns True if they are now used.
 
-        What is of no use is logged once, and changes nothing.
+        Files that cannot be used are logged once and change nothing.
         """
         changed = [file.has_changed() for file in self._files]
         if True not in changed:
             return False
         try:
-            # A pair that does not match would be loaded halfway: whether it does is found out on another context.
+            # A pair that does not match would be loaded in part, so it is tried on another context first.
             self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
             self._load(self.context)
         except OSError as error:
-            _log.warning("certificate_kept", why=self._unfit(error))
+            _log.warning("certificate_kept", why=self._problem(error))
             return False
         _log.info("certificate_renewed", cert=str(self._cert))
         return True
 
     async def watch(self) -> None:
-        """Look at the files until cancelled."""
+        """Check the files regularly until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             self.renew()
 
     def _load(self, context: ssl.SSLContext) -> None:
-        # Without any, OpenSSL would ask the terminal for the passphrase of a key that has one.
+        # Without a password, OpenSSL would ask the terminal for the passphrase of an encrypted key.
         context.load_cert_chain(self._cert, self._key, password="")
 
-    def _unfit(self, error: OSError) -> str:
+    def _problem(self, error: OSError) -> str:
         key = "its key in the same file, as tls.key names none," if self._key is None else f"the key {self._key}"
-        return f"{self._cert} with {key} is of no use: {_why(error)}"
+        return f"{self._cert} with {key} is of no use: {_reason(error)}"
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     if not isinstance(error, ssl.SSLError):
         return error.strerror or str(error)
-    # OpenSSL has a name for most of what can be wrong, such as KEY_VALUES_MISMATCH.
+    # OpenSSL has a name for most problems, such as KEY_VALUES_MISMATCH.
     return error.reason.lower().replace("_", " ") if error.reason else "it cannot be read as PEM without a passphrase"
+
+
+def address_of(transport: asyncio.BaseTransport) -> str:
+    """The address of the peer, "" if it has none."""
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) else ""
+
+
+class _Handshake:
+    """Stands for uvloop's SSL context and for the TLS object made by it, so that plain HTTP gets an answer.
+
+    Without it, uvloop would close a connection that begins with plain HTTP without a word. `wire` is the connection
+    while it is open.
+    """
+
+    def __init__(self, context: ssl.SSLContext, reject: Callable[[Failure], bytes]) -> None:
+        self._context = context
+        self._reject = reject
+        self._tls: Any = None
+        self.wire: asyncio.Transport | None = None
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, **options: Any) -> _Handshake:
+        self._tls = self._context.wrap_bio(incoming, outgoing, **options)
+        return self
+
+    def do_handshake(self) -> None:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLError as error:
+            if error.reason not in PLAIN_HTTP or self.wire is None:
+                raise
+            self.wire.write(self._reject(plain_http()))
+            self.wire.close()
+            # Any other error would cut the connection before the answer is sent.
+            raise ssl.SSLWantReadError from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tls, name)
+
+
+class TlsConnection(SSLProtocol):
+    """uvloop's TLS below the protocol `connection`, counted from the moment of its acceptance.
+
+    With `create_server(ssl=...)`, a connection is announced only after its handshake, so that limits would not count
+    connections whose handshake never ends. A client with too many connections is cut off before the handshake, which
+    costs far more than an answer; `reject` counts and logs that. A handshake that takes more than `timeout_s` seconds
+    is closed without an answer.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connection: asyncio.Protocol,
+        context: ssl.SSLContext,
+        clients: ClientLimits,
+        reject: Callable[[Failure], bytes],
+        timeout_s: float,
+    ) -> None:
+        options: dict[str, Any] = {"server_side": True, "ssl_handshake_timeout": timeout_s}
+        # No waiter: `connection` is told when the handshake has ended.
+        self._handshake = _Handshake(context, reject)
+        super().__init__(loop, connection, cast(ssl.SSLContext, self._handshake), None, **options)  # type: ignore[arg-type]
+        self._clients = clients
+        self._reject = reject
+        self._address: str | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        address = address_of(transport)
+        refused = self._clients.opened(address)
+        if refused is not None:
+            self._reject(refused)
+            transport.abort()  # type: ignore[attr-defined] # a connection can be written to
+            return
+        self._address = address
+        self._handshake.wire = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._address is not None:
+            self._clients.closed(self._address)
+            self._handshake.wire = None
+            super().connection_lost(exc)

@@ -13,7 +13,7 @@ from llmproxy.gateway.http.errors import Failure
 
 def allowed(clients: ClientLimits, address: str, now: float) -> bool:
     try:
-        clients.ask(address, now)
+        clients.count_request(address, now)
     except Failure:
         return False
     return True
@@ -38,7 +38,7 @@ def test_a_rate_below_one_a_second() -> None:
     clients = ClientLimits(ClientsConfig(address_requests_per_s=0.1))
     assert allowed(clients, "a", 0.0)
     with pytest.raises(Failure) as refused:
-        clients.ask("a", 1.0)
+        clients.count_request("a", 1.0)
     assert (refused.value.outcome, refused.value.status) == (Outcome.RATE_LIMITED, 429)
     assert refused.value.headers["Retry-After"] == "9"
     assert allowed(clients, "a", 10.0), "who comes when told to is served"

@@ -1,4 +1,4 @@
-"""The front door: which path leads where."""
+"""Routes each request of a client by its path."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure, nothing_at
 from llmproxy.gateway.http.routes import MODELS, PING, SCHEDULED, STORED_RESPONSES, dialect_of, is_administrative
 from llmproxy.gateway.http.strictness import asks_for_websocket, no_websocket
-from llmproxy.gateway.http.strictness import check as check_hygiene
+from llmproxy.gateway.http.strictness import check as check_strictness
 from llmproxy.gateway.http.wrong_protocol import WrongProtocol
-from llmproxy.gateway.pages import OWN, PROBES, Pages, only
+from llmproxy.gateway.pages import OWN, PROBES, Pages, check_method
 from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
@@ -28,10 +28,10 @@ from llmproxy.telemetry.logs import log_exit, log_internal
 _log = structlog.get_logger()
 
 
-class FrontDoor:
-    """Sends each request where its path leads.
+class Router:
+    """Passes each request to the part that serves its path: engines, stored responses or pages.
 
-    `handle` is the one handler of the server for clients; those who run the proxy come in by `AdminDoor`.
+    `handle` serves the port for clients, `AdminRouter` the port for operators.
     """
 
     def __init__(
@@ -49,93 +49,95 @@ class FrontDoor:
         self._pages = pages
         self._rulebook = rulebook
         self._handler = handler
-        self._misled: set[str] = set()
+        self._logged_protocols: set[str] = set()
         self._stored = stored
         self._metrics = metrics
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request of a client; whatever goes wrong, in the JSON of the endpoint's dialect."""
+        """Answer one request of a client. Errors have the JSON of the endpoint's dialect."""
         return await self._handle(request, on_admin_port=False)
 
     async def handle_admin(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request on the port for those who run the proxy."""
+        """Answer one request on the port for operators."""
         return await self._handle(request, on_admin_port=True)
 
-    async def handle_judged(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request of a client that the front door of a worker has let in."""
-        return await self._handle(request, on_admin_port=False, judged=True)
+    async def handle_checked(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request of a client that a relay worker has already checked."""
+        return await self._handle(request, on_admin_port=False, checked=True)
 
-    async def _handle(self, request: web.BaseRequest, on_admin_port: bool, judged: bool = False) -> web.StreamResponse:
-        response = await self._answer(request, on_admin_port, judged)
+    async def _handle(self, request: web.BaseRequest, on_admin_port: bool, checked: bool = False) -> web.StreamResponse:
+        response = await self._answer(request, on_admin_port, checked)
         cors = self._rulebook.current.cors
-        if cors is not None and not (judged or on_admin_port or response.prepared or is_administrative(_path(request))):
+        if cors is not None and not (
+            checked or on_admin_port or response.prepared or is_administrative(_path(request))
+        ):
             response.headers.extend(cors.answered(request.headers.get("origin")))
         if self._handler.shutting_down and not response.prepared:
-            # A client that keeps its connection would send its next request into an ending process, and lose it.
+            # On a kept connection, the client would send its next request to a process that ends, and lose it.
             response.force_close()
         return response
 
-    async def _answer(self, request: web.BaseRequest, on_admin_port: bool, judged: bool) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, on_admin_port: bool, checked: bool) -> web.StreamResponse:
         path = _path(request)
         try:
-            if not judged:
-                check_hygiene(request, self._head_bytes_max)
+            if not checked:
+                check_strictness(request, self._head_bytes_max)
             if is_administrative(path):
                 return await self._pages.administer(path, request, on_admin_port)
             if on_admin_port and path not in PROBES:
                 raise nothing_at(path)
             cors = self._rulebook.current.cors
-            if cors is not None and not on_admin_port and (asked := cors.preflight(request)) is not None:
-                return asked
+            if cors is not None and not on_admin_port and (preflight := cors.preflight(request)) is not None:
+                return preflight
             if asks_for_websocket(request):
-                # No error: clients that can do either ask for this first, and go on over HTTP at the sight of it.
+                # This is not logged as an error: clients that can do both try this first, and then use HTTP.
                 return no_websocket().response(dialect_of(path), {"x-request-id": id_for_error(request.headers)})
             if path not in OWN:
-                self.clients.ask(request.remote or "", asyncio.get_running_loop().time())
-            # By its very bytes: %2f is no slash where somebody else has decided what may pass.
+                self.clients.count_request(request.remote or "", asyncio.get_running_loop().time())
+            # The raw path: a proxy in front that decides by path does not take %2f for a slash.
             route = SCHEDULED.get(request.rel_url.raw_path.rstrip("/"))
             if route is not None:
-                only(request, route.method)
+                check_method(request, route.method)
                 return await self._handler.serve(route, request)
-            return await self._by_itself(path, request)
+            return await self._unscheduled(path, request)
         except Failure as failure:
             return self.refuse(request, failure, path)
         except (ConnectionError, web.RequestPayloadError):
-            # Nobody is there to read it; the server only needs something to close the connection with.
+            # The client is gone. The server only needs a response to close the connection with.
             return web.Response(status=400)
-        except Exception as bug:  # noqa: BLE001 - the last wall: a bug becomes one 500 and a full story in the log
+        except Exception as bug:  # noqa: BLE001 - a bug in handling one request becomes a 500 and a traceback in the log
             return self._internal(path, request, bug)
 
     def _internal(self, path: str, request: web.BaseRequest, bug: Exception) -> web.Response:
         own_id = id_for_error(request.headers)
         log_internal(own_id, bug)
         if path not in SCHEDULED:
-            # A walk tells of its end itself.
-            self._ended(request, path, own_id, Outcome.INTERNAL, 500, INTERNAL_MESSAGE)
+            # The handler of scheduled requests records their end itself.
+            self._record(request, path, own_id, Outcome.INTERNAL, 500, INTERNAL_MESSAGE)
         if request.writer.output_size and request.transport is not None:
-            # An answer has begun; another one in the middle of it would pass for a part of it.
+            # An answer has begun. Another one would be taken for a part of it.
             request.transport.abort()
         failure = Failure(Outcome.INTERNAL, INTERNAL_MESSAGE)
         return failure.response(dialect_of(path), {"x-request-id": own_id})
 
     def refuse(self, request: web.BaseRequest, failure: Failure, path: str = "") -> web.Response:
-        """Count and log what goes no further, and make the answer to it; without a path, it could not be parsed."""
+        """Count and log a refused request, and make its answer. `path` is "" if the request could not be parsed."""
         own_id = id_for_error(request.headers)
-        story = " ".join(filter(None, (failure.message, failure.detail)))
-        self._ended(request, path, own_id, failure.outcome, failure.status, story)
+        error = " ".join(filter(None, (failure.message, failure.detail)))
+        self._record(request, path, own_id, failure.outcome, failure.status, error)
         return failure.response(dialect_of(path), {"x-request-id": own_id})
 
-    def turn_away(self, failure: Failure) -> bytes:
-        """Count and log a connection on which no request came about, and make the bytes of the answer to it.
+    def reject(self, failure: Failure) -> bytes:
+        """Count and log a connection that ends before any request, and make the bytes of its answer.
 
-        A wrong protocol is told once: who has the wrong URL tries it again and again.
+        Each wrong protocol is logged once, because a client with a wrong URL retries again and again.
         """
         ended = _exit("", "", uuid4().hex, failure.outcome, failure.status, failure.message)
         self._metrics.record(ended)
         if not isinstance(failure, WrongProtocol):
             log_exit(ended)
-        elif failure.message not in self._misled:
-            self._misled.add(failure.message)
+        elif failure.message not in self._logged_protocols:
+            self._logged_protocols.add(failure.message)
             _log.warning("wrong_protocol", what=failure.message, hint=failure.hint)
         return failure.raw()
 
@@ -149,29 +151,29 @@ class FrontDoor:
                 path, request, response_id, own_id, tenant, lambda: self._handler.shutting_down
             )
         except (asyncio.CancelledError, ConnectionError) as left:
-            self._ended(request, path, own_id, *self._handler.cancellation(left))
+            self._record(request, path, own_id, *self._handler.cancellation(left))
             raise
         finally:
             self._handler.end_request()
-        self._ended(request, path, own_id, outcome, response.status, error)
+        self._record(request, path, own_id, outcome, response.status, error)
         return response
 
-    def _ended(
+    def _record(
         self, request: web.BaseRequest, path: str, own_id: str, outcome: Outcome, status: int, error: str | None
     ) -> None:
         ended = _exit(request.method, path, own_id, outcome, status, error)
         self._metrics.record(ended)
         log_exit(ended)
 
-    async def _by_itself(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
+    async def _unscheduled(self, path: str, request: web.BaseRequest) -> web.StreamResponse:
         if path in OWN or path.startswith(MODELS + "/"):
-            only(request, "GET", "HEAD", *(["POST"] if path == PING else []))
+            check_method(request, "GET", "HEAD", *(["POST"] if path == PING else []))
             return await self._pages.show(path, request)
         if path.startswith(STORED_RESPONSES):
             tenant = self._rulebook.current.keys.check(request.headers)
             response_id, _, verb = path.removeprefix(STORED_RESPONSES).partition("/")
             if verb in ("", "cancel"):
-                only(request, "POST" if verb else "GET")
+                check_method(request, "POST" if verb else "GET")
                 return await self._stored_response(path, request, response_id, tenant)
         raise nothing_at(path)
 
@@ -194,17 +196,17 @@ def _exit(method: str, path: str, own_id: str, outcome: Outcome, status: int, er
 
 
 @dataclass(frozen=True, slots=True)
-class AdminDoor:
-    """The door on the port for those who run the proxy: connections of clients do not count there."""
+class AdminRouter:
+    """Serves the port for operators, whose connections do not count against the limits for clients."""
 
-    front: FrontDoor
+    router: Router
     clients: ClientLimits
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self.front.handle_admin(request)
+        return await self.router.handle_admin(request)
 
     def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
-        return self.front.refuse(request, failure)
+        return self.router.refuse(request, failure)
 
-    def turn_away(self, failure: Failure) -> bytes:
-        return self.front.turn_away(failure)
+    def reject(self, failure: Failure) -> bytes:
+        return self.router.reject(failure)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 
-from tests.hygiene.vector import BODY, CHAT, HOST, JSON, SMUGGLED, Vector, chunked, declined, framed, head, post
-from tests.hygiene.vector import refused as no
-from tests.hygiene.vector import served as ok
+from tests.strictness.vector import BODY, CHAT, HOST, JSON, SMUGGLED, Vector, chunked, declined, framed, head, post
+from tests.strictness.vector import refused as no
+from tests.strictness.vector import served as ok
 
 SIZE = b"content-length: %d" % len(BODY)
 TE = b"transfer-encoding: chunked"

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from tests.e2e.proxies import ProxyUnderTest, serving
 from tests.e2e.scripted import Scripted, answering, scripted, whole
-from tests.hygiene.vector import Vector
-from tests.hygiene.wire import connected
+from tests.strictness.vector import Vector
+from tests.strictness.wire import connected
 
 SENTINEL = b"GET /sentinel HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 _HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"http2-settings",

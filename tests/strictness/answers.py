@@ -10,9 +10,9 @@ from typing import Any
 
 from tests.e2e.proxies import STREAM, ProxyUnderTest, raw_post, serving
 from tests.e2e.scripted import Scripted, answering, scripted, whole
-from tests.hygiene.reading import End, answers_of
-from tests.hygiene.vector import post
-from tests.hygiene.wire import connected
+from tests.strictness.reading import End, answers_of
+from tests.strictness.vector import post
+from tests.strictness.wire import connected
 from tests.upstream.raw_server import Peer
 
 BODY = b'{"a":1}'

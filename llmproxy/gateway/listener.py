@@ -1,4 +1,4 @@
-"""Where clients come in, whichever process they come to."""
+"""The listening sockets for clients, whichever process accepts from them."""
 
 from __future__ import annotations
 
@@ -12,39 +12,60 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from llmproxy.config import Config
-from llmproxy.gateway.http.connection import ClientServer, Door
-from llmproxy.gateway.http.listener import Listener
+from llmproxy.gateway.http.connection import ClientServer, ConnectionHandler
 from llmproxy.gateway.http.tls import ClientTls
 from llmproxy.gateway.proxying.handler import RequestHandler
 
 BACKLOG = 4096
 CUT_AFTER_S = 0.1
-"""How long requests that outlived the drain get before they are cut; the server library takes 0 for "for ever"."""
+"""How long requests that outlived the drain get before they are cut. The server library takes 0 for no limit."""
+IDLE_CHECK_S = 0.05
+"""How often the number of connections is checked: the server library does not report when one ends."""
 
 
-class Front(Protocol):
-    """Who has the clients: this process, or its relay workers. `held` is that of the `Listener`."""
+@dataclass(slots=True)
+class Listener:
+    """A started server on its sockets. `held` says that another process keeps the sockets open for new connections."""
+
+    server: web.Server
+    runner: web.ServerRunner
+    url: str
+    held: bool
+
+    async def close(self) -> None:
+        """Accept no more connections. Open ones stay."""
+        for site in list(self.runner.sites):
+            await site.stop()
+
+    async def wait_closed(self) -> None:
+        """Wait until no connection is open."""
+        while self.server.connections:  # noqa: ASYNC110 - see IDLE_CHECK_S
+            await asyncio.sleep(IDLE_CHECK_S)
+
+
+class Frontend(Protocol):
+    """The part that serves clients: this process, or its relay workers. `held` is that of the `Listener`."""
 
     url: str
     held: bool
 
     @property
     def open_requests(self) -> int:
-        """Requests that have come in and not ended."""
+        """The number of requests that have begun and not ended."""
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
         """See `RequestHandler.begin_shutdown`."""
 
     async def close_sockets(self) -> None:
-        """Take no further connections. Those that are open stay."""
+        """Accept no more connections. Open ones stay."""
 
     async def wait_idle(self) -> None:
-        """Wait until no request runs; where another process serves instead, until no connection is open."""
+        """Wait until no request runs, or, if another process has taken over, until no connection is open."""
 
 
 @dataclass(slots=True)
-class Here:
-    """This process has the clients."""
+class LocalFrontend:
+    """The frontend of a process that serves clients itself."""
 
     handler: RequestHandler
     listener: Listener
@@ -56,21 +77,21 @@ class Here:
         return self.handler.open_requests
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
-        del replaced  # The handler was told already.
+        del replaced  # The handler already knows.
 
     async def close_sockets(self) -> None:
         await self.listener.close()
 
     async def wait_idle(self) -> None:
         if self.handler.replaced:
-            await self.listener.deserted()
+            await self.listener.wait_closed()
         else:
             await self.handler.idle.wait()
 
 
 async def listen(
     stack: AsyncExitStack,
-    door: Door,
+    handler: ConnectionHandler,
     config: Config,
     tls: ClientTls | None,
     opened: Iterable[socket],
@@ -79,8 +100,8 @@ async def listen(
 ) -> Listener:
     """Accept connections on these sockets until the stack is left. `held` is that of the `Listener`."""
     if tls is not None:
-        await stack.enter_async_context(in_the_background(tls.watch()))
-    server = ClientServer(door, config.clients, tls.context if tls else None)
+        await stack.enter_async_context(background_task(tls.watch()))
+    server = ClientServer(handler, config.clients, tls.context if tls else None)
     runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_AFTER_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
@@ -92,8 +113,8 @@ async def listen(
 
 
 @asynccontextmanager
-async def in_the_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Let something go on for the length of the block."""
+async def background_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` for the length of the block."""
     task = asyncio.create_task(work)
     try:
         yield

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.proxies import serving, until
-from tests.hygiene.answers import ANSWERS, answer_bench, answer_differences, answer_row, observe_answer
-from tests.hygiene.observe import bench, differences, observe
-from tests.hygiene.table import PAGE, page, row
-from tests.hygiene.vector import chunked, post
-from tests.hygiene.vectors import TABLE
+from tests.strictness.answers import ANSWERS, answer_bench, answer_differences, answer_row, observe_answer
+from tests.strictness.observe import bench, differences, observe
+from tests.strictness.table import PAGE, page, row
+from tests.strictness.vector import chunked, post
+from tests.strictness.vectors import TABLE
 
 
 @pytest.mark.parametrize("pieces", [1, 30])
@@ -32,7 +32,7 @@ def test_the_page_tells_what_is_tested() -> None:
         for group, vectors in TABLE.items()
     }
     answer_rows = [answer_row(vector, vector.status, vector.cut, vector.kept) for vector in ANSWERS]
-    assert PAGE.read_text() == page(rows, answer_rows), "python -m tests.hygiene.table writes it anew"
+    assert PAGE.read_text() == page(rows, answer_rows), "python -m tests.strictness.table writes it anew"
 
 
 async def test_what_comes_of_an_answer(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Sends the requests that gunicorn's own tests parse: `python -m tests.hygiene.corpus gunicorn-27.0.1/tests/requests`.
+"""Sends the requests of gunicorn's tests: `python -m tests.strictness.corpus gunicorn-27.0.1/tests/requests`.
 
 The folder comes from gunicorn's source distribution (`pip download --no-binary gunicorn --no-deps gunicorn`), which has
 its license; nothing of it is kept here. Its `invalid` requests must be refused, its `valid` ones accepted, which any
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvloop
 
-from tests.hygiene.observe import Observed, bench, observe
+from tests.strictness.observe import Observed, bench, observe
 
 REFUSALS = {400, 408, 413, 414, 417, 431, 501, 505}
 

@@ -1,4 +1,4 @@
-"""`python -m tests.hygiene.table` writes docs/reference/strictness.md from what it observes; exits 1 on a surprise."""
+"""`python -m tests.strictness.table` writes docs/reference/strictness.md from observations; exits 1 on differences."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import uvloop
 
 from llmproxy.telemetry import logs
 from tests import ROOT
-from tests.hygiene.answers import ANSWERS, answer_bench, answer_differences, answer_row, client_saw, observe_answer
-from tests.hygiene.observe import Observed, bench, differences, observe
-from tests.hygiene.vector import Vector
-from tests.hygiene.vectors import TABLE
+from tests.strictness.answers import ANSWERS, answer_bench, answer_differences, answer_row, client_saw, observe_answer
+from tests.strictness.observe import Observed, bench, differences, observe
+from tests.strictness.vector import Vector
+from tests.strictness.vectors import TABLE
 
 PAGE = ROOT / "docs" / "reference" / "strictness.md"
-PREFACE = """# HTTP hygiene
+PREFACE = """# HTTP strictness
 
 Where two servers may read one request in two ways, somebody can hide a second request in the first. The proxy parses
 strictly (llhttp, in aiohttp), refuses by itself what the parser lets through and another server might read differently
-(`gateway/hygiene.py`), and writes every request to a backend anew: one request line with a path from its own table of
-routes, one `Host`, one `Content-Length`, no `Transfer-Encoding`, no field for a single hop. No request can choose its
-backend, whatever its target or `Host` says.
+(`gateway/http/strictness.py`), and writes every request to a backend anew: one request line with a path from its own
+table of routes, one `Host`, one `Content-Length`, no `Transfer-Encoding`, no field for a single hop. No request can
+choose its backend, whatever its target or `Host` says.
 
 What is refused is answered in JSON like any other error, counted (`outcome="bad_request"`) and logged in one line. The
 bytes that could not be parsed are neither repeated to the client nor logged: they may hold a key. Wherever the end of
@@ -46,7 +46,7 @@ content type says.
 
 ## Limits
 
-All but one are in the section `clients` of the configuration; `tests/e2e/test_client_limits.py` and `tests/hygiene`
+All but one are in the section `clients` of the configuration; `tests/e2e/test_client_limits.py` and `tests/strictness`
 hold the proxy to them.
 
 | what a client does | key, default | answer |
@@ -96,9 +96,9 @@ tab, passed with the coding still on them.
 
 ## What was tried
 
-The tables were written by `python -m tests.hygiene.table`, which sends each row to a proxy and keeps the bytes that
-reach its backend, or lets the backend answer so and keeps the bytes that reach the client; `tests/hygiene` holds the
-proxy to them. Further, `python -m tests.hygiene.corpus` sends the requests that gunicorn 27.0.1 has in its source
+The tables were written by `python -m tests.strictness.table`, which sends each row to a proxy and keeps the bytes that
+reach its backend, or lets the backend answer so and keeps the bytes that reach the client; `tests/strictness` holds the
+proxy to them. Further, `python -m tests.strictness.corpus` sends the requests that gunicorn 27.0.1 has in its source
 distribution (143 in `tests/requests`, MIT; not part of this repository):
 @CORPUS@
 
