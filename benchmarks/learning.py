@@ -2,11 +2,11 @@
 
     python -m benchmarks.learning --seeds 5
 
-Both in virtual time, on the fleet and the conversations of W7: four H100 and four A100, nobody labelled, and half way
-one H100 takes twice as long for everything. The first table holds what was learned after so many answers against the
+Both in virtual time, on the fleet and the conversations of W7: four H100 and four A100 without labels, and half way one
+H100 takes twice as long for everything. The first table holds what was learned after so many answers against the
 step times of the simulated engines: how many times as long an A100 takes for a prompt of 1,000 tokens, and for a step
 of 16 sequences. The second puts requests side by side that are the same but for the fault, by when they arrived after
-it, and tells the p99 of their TTFT with the fault over that without it, for `cost` and for the oracle, which knows.
+it, and has the p99 of their TTFT with the fault over that without it, for `cost` and for the oracle, which knows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 from rich.console import Console
@@ -26,7 +26,6 @@ from llmproxy.core.domain import Learned, Outcome
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.objectives import scaled_profile
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.replay import SETTLE_S, Run, Setup
 from llmproxy.lab.run.runs import Simulation, prepared
 from llmproxy.lab.run.virtual_time import run
@@ -34,46 +33,41 @@ from llmproxy.lab.run.virtual_time import run
 AFTER_ANSWERS = (25, 50, 100, 150, 200, 300, 500, 1_000)
 PROMPT_TOKENS = 1_000
 SEQUENCES, CONTEXT_TOKENS = 16, 1_200
-"""The step that is asked about, and the mean context of W7's conversations."""
+"""The step that is compared, and the mean context of W7's conversations."""
 WINDOWS_S = ((0.0, 5.0), (5.0, 10.0), (10.0, 15.0), (15.0, 30.0))
 
 
-class Diary(RunRecorder):
-    """The book of a run that also keeps every request, and what was learned by so many ends."""
+@dataclass(slots=True)
+class Observed:
+    """(arrival, TTFT) in seconds of each completed request, and what was learned after so many answers."""
 
-    def __init__(self, of: Run, duration_s: float, replicas: Sequence[str]) -> None:
-        super().__init__(duration_s, replicas)
-        self._of = of
-        self.ttft_s: dict[str, tuple[float, float]] = {}
-        self.learned: dict[int, Learned] = {}
-        self._answers = 0
-
-    def add(self, record: Record) -> None:
-        super().add(record)
-        if record.outcome is not Outcome.COMPLETED or record.ttft_s is None:
-            return
-        arrival = record.arrival
-        # Arrivals are told apart by what they are: both runs get the very same ones.
-        self.ttft_s[f"{arrival.at_s}/{arrival.prompt_tokens}"] = (record.arrived_s, record.ttft_s)
-        self._answers += 1
-        if self._answers in AFTER_ANSWERS:
-            choices = self._of.proxies[0].pools.choices(asyncio.get_running_loop().time())
-            if choices and choices[0].learned is not None:
-                self.learned[self._answers] = choices[0].learned
+    ttft_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    learned: dict[int, Learned] = field(default_factory=dict)
 
 
-def watched(place: Place, policy: str, seed: int, *, faults: bool) -> Diary:
-    """One run of a place, with or without what befalls its fleet."""
+def observed(place: Place, policy: str, seed: int, *, faults: bool) -> Observed:
+    """One run of a place, with or without the faults of its fleet."""
     simulation: Simulation = place.simulation(seed)
     fleet = simulation.fleet if faults else replace(simulation.fleet, faults=())
     trace, found = prepared(simulation, seed, place.rate_scale)
     plan = plan_named(policy, simulation.config)
-    one = Run(
-        Setup(trace, fleet, plan, simulation.config, seed, place.prefill_scale, found.duration_s, ()), lambda _: None
-    )
-    diary = one.recorder = Diary(one, found.duration_s, [spec.name for spec in fleet.replicas])
+    seen = Observed()
+
+    def add(record: Record) -> None:
+        if record.outcome is not Outcome.COMPLETED or record.ttft_s is None:
+            return
+        arrival = record.arrival
+        # Both runs have the same arrivals, each of which is identified by its time and length.
+        seen.ttft_s[f"{arrival.at_s}/{arrival.prompt_tokens}"] = (record.arrived_s, record.ttft_s)
+        if len(seen.ttft_s) in AFTER_ANSWERS:
+            choices = one.proxies[0].pools.choices(asyncio.get_running_loop().time())
+            if choices and choices[0].learned is not None:
+                seen.learned[len(seen.ttft_s)] = choices[0].learned
+
+    setup = Setup(trace, fleet, plan, simulation.config, seed, place.prefill_scale, found.duration_s, ())
+    one = Run(setup, on_record=add)
     run(one.go())
-    return diary
+    return seen
 
 
 def true_ratios(place: Place) -> tuple[float, float]:
@@ -106,7 +100,7 @@ def p99(values: Sequence[float]) -> float:
 
 
 def main() -> None:
-    """Run both and tell them."""
+    """Run both and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--load", type=float, default=0.7, help="share of what the fleet can balance")
@@ -115,8 +109,8 @@ def main() -> None:
     seeds = range(1, args.seeds + 1)
     place = placed(SCENARIO, SCENARIO.cases[0], args.load, args.prefill_scale, 1)
     console = Console()
-    with_fault = {p: [watched(place, p, seed, faults=True) for seed in seeds] for p in ("cost", "oracle")}
-    without = {p: [watched(place, p, seed, faults=False) for seed in seeds] for p in ("cost", "oracle")}
+    with_fault = {p: [observed(place, p, seed, faults=True) for seed in seeds] for p in ("cost", "oracle")}
+    without = {p: [observed(place, p, seed, faults=False) for seed in seeds] for p in ("cost", "oracle")}
 
     true_prompt, true_step = true_ratios(place)
     table = Table(title=f"learned after so many answers: A100 over H100 (true {true_prompt:.2f}, {true_step:.2f})")

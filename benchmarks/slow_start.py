@@ -3,8 +3,8 @@
     python -m benchmarks.slow_start --seeds 5
 
 In virtual time: one of eight replicas dies, and is back five seconds later with an empty cache, while conversations go
-on at a share of what the fleet can balance. Told is what became of the requests that arrived within 30 s of its return:
-of those that it served itself, and of all. Goodput is the share of them that kept both objectives.
+on at a share of what the fleet can balance. The table is of the requests that arrived within 30 s of its return: of
+those that it served itself, and of all. Goodput is the share of them that kept both objectives.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from llmproxy.config import Config
 from llmproxy.lab.fleet.spec import FleetFaultKind
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.results.recorder import RunRecorder
-from llmproxy.lab.run.replay import Run, Setup
+from llmproxy.lab.run.replay import Setup, records_of
 from llmproxy.lab.run.runs import Simulation, prepared
-from llmproxy.lab.run.virtual_time import run
 
 AWAY_S = 5.0
 FIRST_S = 30.0
@@ -33,7 +31,7 @@ DIES_AT = 0.4
 FLEET = "8xllama-8b-h100"
 RETURNS = befallen(DIES_AT, FleetFaultKind.RESTART, 1, AWAY_S)
 CASES = (
-    # Prompts of up to 126,000 tokens that build on each other: whoever has an empty cache has most to compute.
+    # Prompts of up to 126,000 tokens that build on each other: an empty cache costs most.
     Case("Mooncake conversations", "mooncake_conversation.jsonl.gz", FLEET, (), requests=1_000, shape=RETURNS),
     Case(
         "Azure conversations, batches of 16", "azure2023_conv.csv.gz", FLEET, (), requests=2_000,
@@ -63,18 +61,6 @@ class After:
         return [str(self.count), f"{self.good / self.count:.3f}", f"{p99(self.ttft_s):.2f}"]
 
 
-class Diary(RunRecorder):
-    """The book of a run that also keeps every request."""
-
-    def __init__(self, duration_s: float, replicas: Sequence[str]) -> None:
-        super().__init__(duration_s, replicas)
-        self.records: list[Record] = []
-
-    def add(self, record: Record) -> None:
-        super().add(record)
-        self.records.append(record)
-
-
 def with_slow_start(config: Config, seconds: float) -> Config:
     return config.model_copy(update={"health": config.health.model_copy(update={"slow_start_s": seconds})})
 
@@ -86,17 +72,13 @@ def after_return(place: Place, policy: str, slow_start_s: float, seed: int) -> l
     trace, found = prepared(simulation, seed, place.rate_scale)
     plan = plan_named(policy, config)
     setup = Setup(trace, simulation.fleet, plan, config, seed, place.prefill_scale, found.duration_s, ())
-    one = Run(setup, lambda _: None)
-    diary = Diary(found.duration_s, [spec.name for spec in simulation.fleet.replicas])
-    one.recorder = diary
-    run(one.go())
     (fault,) = simulation.fleet.faults
     back_s = fault.at_s + AWAY_S
-    return [record for record in diary.records if back_s <= record.arrived_s < back_s + FIRST_S]
+    return [record for record in records_of(setup) if back_s <= record.arrived_s < back_s + FIRST_S]
 
 
 def main() -> None:
-    """Run all and tell them."""
+    """Run all and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--load", type=float, action="append", help="share of what the fleet can balance; repeatable")

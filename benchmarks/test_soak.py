@@ -136,7 +136,7 @@ def test_one_seed_is_one_order_of_requests_and_about_so_many_leave() -> None:
     assert 60 <= sum(ask.leaves_after_s is not None for ask in first) <= 140
 
 
-def test_the_configuration_of_the_soak_is_sound_with_and_without_a_backend(tmp_path: Path) -> None:
+def test_soak_configuration_is_valid_with_and_without_a_backend(tmp_path: Path) -> None:
     urls = [f"http://127.0.0.1:{8001 + index}" for index in range(len(MODELS))]
     rig = Rig(tmp_path, None, urls, "http://127.0.0.1:8000")  # type: ignore[arg-type]
     rig.write()

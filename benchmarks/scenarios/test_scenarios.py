@@ -1,32 +1,28 @@
-"""The standing workloads: fair pairs, runs that are believed only if they are the same, and traffic that suffices."""
+"""The workloads W1 to W9: their traffic, their figures and their goals."""
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
-from math import exp, log, sqrt
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks.scenarios import SCENARIOS, store
+from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.goals import full_step_s, versus
-from benchmarks.scenarios.run import FULL_SEEDS, PREFILL_SCALES, QUICK_SEEDS, policies_of
+from benchmarks.scenarios.run import FULL_SEEDS, PREFILL_SCALES, QUICK_SEEDS
 from benchmarks.scenarios.scenario import (
-    GOODPUT,
     POLICIES,
     TELLING,
     TRACES,
-    TTFT_P99,
     Beside,
     Case,
     Found,
     Goal,
-    Metric,
     Place,
     Scenario,
     config_of,
@@ -35,15 +31,12 @@ from benchmarks.scenarios.scenario import (
     places,
     victims_goodput,
 )
-from benchmarks.scenarios.statistics import Ratio, paired_ratio
-from benchmarks.scenarios.store import Store, code_digest
 from benchmarks.scenarios.tables import goal_rows, print_place, print_verdicts, told, write_pages
-from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
-from llmproxy.config import Config
+from benchmarks.scenarios.tuning import TUNING_SEEDS
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.policies.by_name import plan_named
-from llmproxy.lab.results.result import Bound, Loaded, Quantiles, RunResult
-from llmproxy.lab.run.runs import Finished, Point, Simulation
+from llmproxy.lab.results.result import Bound, Loaded, RunResult
+from llmproxy.lab.run.runs import Finished, Point
 from llmproxy.lab.traces.mix import Mix
 from tests.lab.invented import invented_run
 
@@ -51,236 +44,12 @@ CASES = [(scenario, case) for scenario in SCENARIOS for case in scenario.cases]
 NAMED = pytest.mark.parametrize(("scenario", "case"), CASES, ids=[f"{s.key} {c.name}" for s, c in CASES])
 
 
-# --- ratios -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_ratio_is_the_geometric_mean_of_pairs() -> None:
-    ratio = paired_ratio([2.0, 8.0], [1.0, 1.0])
-    assert ratio is not None
-    assert ratio.mean == pytest.approx(4.0)
-    # Of the four samples of two pairs, one is all 2 and one is all 8.
-    assert [ratio.low, ratio.high] == pytest.approx([2.0, 8.0])
-    assert ratio.above_one is True
-
-
-def test_pairs_that_agree_leave_no_doubt() -> None:
-    ratio = paired_ratio([0.4, 0.2, 0.1], [0.8, 0.4, 0.2])
-    assert ratio is not None
-    assert [ratio.mean, ratio.low, ratio.high] == pytest.approx([0.5] * 3)
-    assert ratio.above_one is False
-    assert str(ratio) == "0.500 [0.500, 0.500]"
-
-
-def test_the_interval_is_that_of_the_mean_and_holds_it() -> None:
-    logs = [0.3, -0.1, 0.2, -0.2, 0.1, 0.15, -0.05, 0.25]
-    ratio = paired_ratio([exp(one) for one in logs], [1.0] * 8)
-    assert ratio is not None
-    assert ratio.low is not None
-    assert ratio.high is not None
-    mean = sum(logs) / 8
-    sigma = sqrt(sum((one - mean) ** 2 for one in logs) / 8)
-    assert log(ratio.mean) == pytest.approx(mean)
-    assert log(ratio.low) == pytest.approx(mean - 1.96 * sigma / sqrt(8), abs=0.02)
-    assert log(ratio.high) == pytest.approx(mean + 1.96 * sigma / sqrt(8), abs=0.02)
-    assert ratio.above_one is None
-
-
-def test_turned_round_it_is_the_inverse_and_equal_figures_give_equal_intervals() -> None:
-    ours, theirs = [0.9, 0.7, 0.8, 0.95], [0.6, 0.75, 0.5, 0.9]
-    one, other = paired_ratio(ours, theirs), paired_ratio(theirs, ours)
-    assert one is not None
-    assert other is not None
-    assert one.mean == pytest.approx(1.0 / other.mean)
-    assert one == paired_ratio(ours, theirs)
-
-
-def test_what_has_no_ratio_or_no_interval() -> None:
-    assert paired_ratio([1.0, 0.0], [1.0, 1.0]) is None
-    assert paired_ratio([1.0, 1.0], [0.0, 1.0]) is None
-    assert paired_ratio([], []) is None
-    assert str(paired_ratio([3.0], [2.0])) == "1.500"
-    assert Ratio(1.5).above_one is None
-    with pytest.raises(ValueError, match="2 figures cannot be paired with 1"):
-        paired_ratio([1.0, 2.0], [1.0])
-
-
-# --- runs that were made before ---------------------------------------------------------------------------------------
-
-GENERATED = Simulation("gen:step_bursts,rate=10", fleet_named("2xllama-8b-h100"), Config())
-
-
 def made(point: Point) -> Finished:
     return Finished(point, *invented_run(point.policy, point.rate_scale, seed=point.seed, count=30))
 
 
-def test_a_run_is_found_again_as_it_was(tmp_path: Path) -> None:
-    kept, one = Store(tmp_path / "runs"), made(Point("cost", 1))
-    assert kept.get(GENERATED, one.point) is None
-    kept.put(GENERATED, one)
-    assert kept.get(GENERATED, one.point) == one
-    assert Store(tmp_path / "runs").get(GENERATED, one.point) == one
-
-
-def other_config(**given: object) -> Simulation:
-    return replace(GENERATED, config=Config.model_validate({"scheduling": given}))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(GENERATED, fleet=fleet_named("3xllama-8b-h100")),
-        replace(GENERATED, fleet=replace(GENERATED.fleet, proxies=2)),
-        other_config(look_ahead=0),
-        other_config(flow="header:x-tenant"),
-        replace(GENERATED, trace="gen:step_bursts,rate=11"),
-        replace(GENERATED, skip=1),
-        replace(GENERATED, requests=10),
-        replace(GENERATED, replicate=2),
-        replace(GENERATED, warmup=0.1),
-        replace(GENERATED, mix=Mix(band="critical")),
-    ],
-)
-def test_a_run_of_anything_else_is_not_found(tmp_path: Path, other: Simulation) -> None:
-    kept, one = Store(tmp_path), made(Point("cost", 1))
-    kept.put(GENERATED, one)
-    assert kept.get(other, one.point) is None
-
-
-@pytest.mark.parametrize(
-    "other",
-    [Point("random", 1), Point("cost", 2), Point("cost", 1, 2.0), Point("cost", 1, 1.0, 1.9)],
-)
-def test_a_run_of_another_point_is_not_found(tmp_path: Path, other: Point) -> None:
-    kept = Store(tmp_path)
-    kept.put(GENERATED, made(Point("cost", 1)))
-    assert kept.get(GENERATED, other) is None
-
-
-def test_a_run_of_another_file_or_another_code_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"]
-    for path, text in zip(files, ("same", "same", "other"), strict=True):
-        path.write_text(text)
-    kept, one = Store(tmp_path / "runs"), made(Point("cost", 1))
-    kept.put(replace(GENERATED, trace=str(files[0])), one)
-    found = [kept.get(replace(GENERATED, trace=str(path)), one.point) for path in files]
-    assert found == [one, one, None]
-    monkeypatch.setattr(store, "code_digest", lambda rivals: f"changed {rivals}")
-    assert kept.get(replace(GENERATED, trace=str(files[0])), one.point) is None
-
-
-def test_code_that_a_run_passes_through_counts_and_what_only_shows_it_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "llmproxy"
-    names = ("core/queue.py", "config/load.py", "simulator/engine/engine.py", "lab/run/replay.py", "dispatcher.py")
-    rival, shown = "lab/baselines/epp.py", "lab/results/plots.py"
-    for name in (*names, rival, shown):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text("before")
-    monkeypatch.setattr(store, "PACKAGE", package)
-
-    def digests_with(changed: str) -> tuple[str, str]:
-        (package / changed).write_text("after")
-        code_digest.cache_clear()
-        told = code_digest(False), code_digest(True)
-        (package / changed).write_text("before")
-        return told
-
-    try:
-        before = digests_with(shown)
-        for name in names:
-            assert all(a != b for a, b in zip(digests_with(name), before, strict=True)), name
-        ours, theirs = digests_with(rival)
-        assert (ours == before[0], theirs == before[1]) == (True, False)
-    finally:
-        code_digest.cache_clear()
-
-
-def test_a_run_that_was_half_written_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, one = Store(tmp_path), made(Point("cost", 1))
-
-    def half(path: Path, data: bytes) -> int:
-        path.open("wb").close()
-        with path.open("wb") as file:
-            file.write(data[: len(data) // 2])
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as stopped:
-        stopped.setattr(Path, "write_bytes", half)
-        with pytest.raises(KeyboardInterrupt):
-            kept.put(GENERATED, one)
-    assert len(list(tmp_path.iterdir())) == 1
-    assert kept.get(GENERATED, one.point) is None
-    kept.put(GENERATED, one)
-    assert kept.get(GENERATED, one.point) == one
-
-
-# --- tuning -----------------------------------------------------------------------------------------------------------
-
-
 def place_of(scenario: Scenario, case: Case, load: float | None = None) -> Place:
     return Place(scenario, case, load, 1.0, 1.0, fleet_named(case.fleet), {})
-
-
-def runs_with(
-    figures: Mapping[str, Sequence[float | None]], asked: list[Sequence[int]]
-) -> Callable[..., list[Finished]]:
-    run, trail = invented_run("epp_sticky", 1.0, count=30)
-
-    def runs(place: Place, policy: str, seeds: Sequence[int]) -> list[Finished]:
-        del place
-        asked.append(seeds)
-        return [
-            Finished(
-                Point(policy, seed),
-                run.model_copy(update={"goodput": figure, "ttft_s": Quantiles(p99=figure)}),
-                trail,
-            )
-            for seed, figure in zip(seeds, figures[policy], strict=False)
-        ]
-
-    return runs
-
-
-@pytest.mark.parametrize(("metric", "best"), [(GOODPUT, "b"), (TTFT_P99, "c")])
-def test_the_variant_with_the_best_mean_is_taken(metric: Metric, best: str) -> None:
-    asked: list[Sequence[int]] = []
-    figures = {"a": (0.9, 0.1), "b": (0.6, 0.7), "c": (0.3, None), "d": (None, None)}
-    scenario = replace(SCENARIOS[0], decides=metric)
-    place = place_of(scenario, scenario.cases[0])
-    tuned = pick(place, "a", tuple(figures), runs_with(figures, asked))
-    assert (tuned.best, tuned.baseline, tuned.workload) == (best, "a", scenario.key)
-    assert tuned.figures == {"a": 0.5, "b": pytest.approx(0.65), "c": 0.3, "d": None}
-    assert asked == [TUNING_SEEDS] * 4
-
-
-def test_what_was_never_run_stays_as_documented() -> None:
-    place = place_of(SCENARIOS[0], SCENARIOS[0].cases[0])
-    assert pick(place, "epp_blend", ("x", "y"), runs_with({"x": (), "y": ()}, [])).best == "epp_blend"
-
-
-def test_only_baselines_that_run_somewhere_are_tuned_there() -> None:
-    scenario = SCENARIOS[0]
-    everywhere = contenders(place_of(scenario, scenario.cases[0]))
-    assert set(everywhere) == {"epp_sticky", "epp_blend", "dynamo_cost"}
-    # The documented parameters are among those tried.
-    assert all(len(tried) >= 4 and sum("(" not in one for one in tried) <= 1 for tried in everywhere.values())
-    few = replace(scenario.cases[0], policies=("cost", "epp_sticky"))
-    assert set(contenders(place_of(scenario, few))) == {"epp_sticky"}
-
-
-def test_what_tuning_found_runs_in_the_quick_cases_of_its_workload_alone() -> None:
-    scenario = SCENARIOS[0]
-    quick = replace(scenario.cases[0], policies=("cost", "epp_sticky"), quick=True)
-    tuned = {
-        "a": Tuned(scenario.key, "epp_sticky", {}, "epp_sticky(match=0.5)"),
-        "b": Tuned(scenario.key, "epp_blend", {}, "epp_blend(gate=0)"),
-        "c": Tuned("W9", "epp_sticky", {}, "epp_sticky(penalty_s=2)"),
-    }
-    assert policies_of(place_of(scenario, quick), tuned) == ["cost", "epp_sticky", "epp_sticky(match=0.5)"]
-    assert policies_of(place_of(scenario, replace(quick, quick=False)), tuned) == ["cost", "epp_sticky"]
-    tuned["a"] = replace(tuned["a"], best="epp_sticky")
-    assert policies_of(place_of(scenario, quick), tuned) == ["cost", "epp_sticky"]
 
 
 # --- figures that decide ----------------------------------------------------------------------------------------------
@@ -332,7 +101,7 @@ def test_the_case_that_is_tuned_on_has_other_traffic_for_every_seed(scenario: Sc
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def test_the_workloads_are_w1_to_w9_and_no_two_places_are_called_the_same() -> None:
+def test_workloads_are_w1_to_w9_with_unique_labels() -> None:
     workloads = ["W1", "W2", "W3", "W4", "W4b", "W5", "W5b", *(f"W{i}" for i in range(6, 10))]
     assert [scenario.key for scenario in SCENARIOS] == [*workloads, "A"]
     labels = [place_of(scenario, case, load).label for scenario, case in CASES for load in case.loads]
@@ -394,7 +163,7 @@ def test_the_quick_set_is_the_quick_cases_at_their_quick_loads() -> None:
 # --- goals ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_goal_is_met_at_its_value_and_a_figure_that_does_not_exist_meets_none() -> None:
+def test_goal_is_met_at_its_value_and_never_by_a_missing_figure() -> None:
     assert Goal("x", 0.95, 0.95).met
     assert not Goal("x", 0.949, 0.95).met
     assert Goal("x", 0.95, 0.95, at_least=False).met
@@ -509,7 +278,7 @@ def test_goals_can_be_judged_on_runs_of_any_kind_and_on_none(scenario: Scenario,
         assert len({goal.name for goal in goals}) == len(goals) > 0
 
 
-def test_the_frontier_is_drawn_for_every_cost_of_a_prompt_and_without_runs() -> None:
+def test_frontier_is_drawn_for_every_prefill_cost() -> None:
     pytest.importorskip("matplotlib")
     w5 = next(scenario for scenario in SCENARIOS if scenario.key == "W5")
     case = next(case for case in w5.cases if case.plots is not None)

@@ -48,13 +48,13 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 
-from benchmarks.validation.replayed import Check, percentile, print_table, records_of, report_broken, trace_of
+from benchmarks.validation.replayed import Check, percentile, print_table, report_broken, trace_of
 from llmproxy.config import load
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.replay import Setup
+from llmproxy.lab.run.replay import Setup, records_of
 from llmproxy.lab.traces import trace_named
 from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.lab.traces.generators import B2B_STAGES

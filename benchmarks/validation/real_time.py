@@ -42,12 +42,12 @@ import aiohttp
 
 from benchmarks.fleet import Fleet as Processes
 from benchmarks.fleet import fleet as processes
-from benchmarks.validation.replayed import Check, percentile, print_table, records_of, report_broken, trace_of
+from benchmarks.validation.replayed import Check, percentile, print_table, report_broken, trace_of
 from llmproxy.config import Config, load
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.by_name import own_name, plan_named
-from llmproxy.lab.run.replay import SETTLE_S, Setup
+from llmproxy.lab.run.replay import SETTLE_S, Setup, records_of
 from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.simulator.server.text import TOKEN_BYTES
 

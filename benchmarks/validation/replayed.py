@@ -1,35 +1,11 @@
-"""What the validations of the laboratory share: a replay that keeps every record, and tables that say what broke."""
+"""What the validations of the laboratory share: percentiles, and tables that say what broke."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmproxy.lab.results.record import Record
-from llmproxy.lab.results.recorder import RunRecorder
-from llmproxy.lab.run.replay import Run, Setup
-from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival, Trace
-
-
-class _Keeping(RunRecorder):
-    """A recorder whose records can be read one by one: for traces short enough to be held."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup.duration_s, [replica.name for replica in setup.fleet.replicas])
-        self.records: list[Record] = []
-
-    def add(self, record: Record) -> None:
-        super().add(record)
-        self.records.append(record)
-
-
-def records_of(setup: Setup) -> list[Record]:
-    """Every request of a replay, in the order of their ends."""
-    replay = Run(setup, lambda _: None)
-    replay.recorder = kept = _Keeping(setup)
-    run(replay.go())
-    return kept.records
 
 
 def trace_of(name: str, arrivals: Sequence[Arrival], block_tokens: int) -> Trace:

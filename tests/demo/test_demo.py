@@ -120,7 +120,7 @@ async def test_a_child_that_dies_ends_the_demo_with_its_last_words() -> None:
             await processes.unless_one_dies(asyncio.sleep(PATIENCE_S))
 
 
-async def test_a_replica_that_is_killed_ends_nothing_and_comes_back_where_it_was() -> None:
+async def test_killed_replica_comes_back_on_its_port() -> None:
     async def answered() -> None:
         while True:
             with contextlib.suppress(aiohttp.ClientConnectionError):

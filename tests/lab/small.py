@@ -1,4 +1,4 @@
-"""Small traces and fleets for tests, and one call that replays them."""
+"""Small traces and fleets for tests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 from llmproxy.config import Config
 from llmproxy.lab.fleet.spec import Fault, ReplicaSpec, SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
-from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.replay import Run, Setup
-from llmproxy.lab.run.virtual_time import run
+from llmproxy.lab.run.replay import Setup
 from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.simulator.engine.profiles import profile_named
 
@@ -63,18 +61,3 @@ def setup(
         duration_s=max((one.at_s for one in arrivals), default=0.0),
         adapters=tuple(adapters),
     )
-
-
-def records(what: Setup) -> list[Record]:
-    """Every request's end, in the order of the ends."""
-    kept: list[Record] = []
-    one = Run(what, lambda _: None)
-    add = one.recorder.add
-
-    def keep(record: Record) -> None:
-        kept.append(record)
-        add(record)
-
-    one.recorder.add = keep  # type: ignore[method-assign]
-    run(one.go())
-    return kept

@@ -104,7 +104,7 @@ def test_two_runs_write_the_same_bytes(trace: str, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "a" / "result.json").read_bytes() != written[0]
 
 
-def test_without_matplotlib_there_is_a_result_and_a_line_saying_what_is_missing(
+def test_missing_matplotlib_leaves_the_result_and_a_line(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_matplotlib(monkeypatch)
@@ -212,7 +212,7 @@ def test_a_mistake_on_the_command_line_is_told_in_one_line(trace: str, flags: li
         (request(4.0, criticality="urgent"), "tiny: 'urgent' is no band; known: critical"),
     ],
 )
-def test_a_bad_request_at_the_end_of_a_trace_stops_it_before_anything_runs(
+def test_bad_last_line_of_a_trace_is_refused_before_any_run(
     tmp_path: Path, line: dict[str, object], reason: str
 ) -> None:
     trace = write(tmp_path / "tiny.jsonl", [*(request(i / 5) for i in range(20)), line])

@@ -51,9 +51,7 @@ async def test_a_client_that_leaves_frees_its_seat_and_the_gauge_says_so(
     check_engine(replica.engine)
 
 
-async def test_gauges_that_lie_say_that_it_is_idle_until_the_fault_is_cleared(
-    replica: Replica, client: aiohttp.ClientSession
-) -> None:
+async def test_lying_gauges_show_an_idle_engine_until_cleared(replica: Replica, client: aiohttp.ClientSession) -> None:
     async with client.post(chat(replica), json=ENDLESS | {"stream": True}) as running:
         await until(lambda: replica.engine.counters.generation > 10)
         replica.faults.set(FaultKind.LIES)
@@ -250,9 +248,7 @@ async def test_faults_can_be_switched_over_http(replica: Replica, client: aiohtt
         replica.faults.set("tired")
 
 
-async def test_a_slow_replica_takes_so_many_times_as_long_for_each_step_until_it_is_healed(
-    replica: Replica, client: aiohttp.ClientSession
-) -> None:
+async def test_slow_fault_multiplies_each_step_until_cleared(replica: Replica, client: aiohttp.ClientSession) -> None:
     url = f"{replica.url}/sim/fault"
     pacer = replica._service.pacer
     fast = pacer.speed

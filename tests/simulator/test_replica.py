@@ -213,7 +213,7 @@ async def test_responses_have_events_from_acceptance_on_and_can_be_fetched(
     assert (status, answer_body["error"]["message"]) == (400, "Cannot cancel a synchronous response.")
 
 
-async def test_the_id_of_a_response_is_that_of_its_request_and_what_is_not_to_be_stored_is_not(
+async def test_response_id_is_the_request_id_and_store_false_is_kept(
     replica: Replica, client: aiohttp.ClientSession
 ) -> None:
     url, body = f"{replica.url}/v1/responses", {"input": "Hello", "max_output_tokens": 2}
@@ -382,7 +382,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: 
         replace(FAST, **options)
 
 
-def test_a_model_longer_than_the_cache_is_refused_unless_its_length_is_left_open() -> None:
+def test_model_length_beyond_the_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="max_model_len 5000 does not fit the KV cache of 4080 tokens"):
         Replica(ReplicaOptions(kv_tokens=4096, max_model_len=5000))
     Replica(ReplicaOptions(kv_tokens=4096))

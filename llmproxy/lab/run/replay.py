@@ -65,12 +65,26 @@ def replay(setup: Setup, progress: Callable[[int], None] = lambda _: None) -> Ru
         gc.set_threshold(*frozen)
 
 
+def records_of(setup: Setup) -> list[Record]:
+    """Every request of a replay, in the order of their ends: for traces short enough to be held."""
+    kept: list[Record] = []
+    run(Run(setup, on_record=kept.append).go())
+    return kept
+
+
 class Run:
     """One run. `recorder` collects its figures; `proxies` exists once it runs."""
 
-    def __init__(self, setup: Setup, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        progress: Callable[[int], None] = lambda _: None,
+        on_record: Callable[[Record], None] = lambda _: None,
+    ) -> None:
+        """`on_record` gets every record once it is complete."""
         self._setup = setup
         self._progress = progress
+        self._on_record = on_record
         self._rng = Random(setup.seed)
         self.recorder = RunRecorder(setup.duration_s, [r.name for r in setup.fleet.replicas], setup.warmup_s)
         self._objectives = Objectives(setup.fleet, setup.prefill_scale)
@@ -202,7 +216,7 @@ class Run:
         record.ended_s -= SETTLE_S
         self._judge(record)
         self._output_tokens[record.band] += record.output_tokens
-        self.recorder.add(record)
+        self._add(record)
         self._ended += 1
         if self._ended % 256 == 0:
             self._progress(self._ended)
@@ -217,8 +231,12 @@ class Run:
     def _give_up(self, turn: Arrival | None, failed: Record) -> None:
         """The turns that a failed one leaves unasked count as offered and missed, or failing would pay."""
         while turn is not None:
-            self.recorder.add(Record(turn, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
+            self._add(Record(turn, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
             turn = turn.then
+
+    def _add(self, record: Record) -> None:
+        self.recorder.add(record)
+        self._on_record(record)
 
     def _judge(self, record: Record) -> None:
         """Say whether the answer kept its objectives."""

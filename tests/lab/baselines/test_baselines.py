@@ -67,7 +67,7 @@ def test_only_those_up_that_serve_the_model_are_chosen_however_full(name: str) -
         assert placed.backend == "full"
 
 
-def test_who_cannot_be_served_now_is_told_from_who_cannot_be_served_here(name: str) -> None:
+def test_no_capacity_differs_from_no_match(name: str) -> None:
     world = World(name)
     up, down = seen(view("up"), view("down", available=False, served=frozenset({"base", "lora"})))
     assert world.place(world.ask(1), [down]) == NoCapacity()

@@ -144,7 +144,7 @@ def test_work_in_flight_costs_and_what_is_cached_is_credited() -> None:
     assert costs(world, 1, 2) == (0.0, 64, 64.0)
 
 
-def test_only_the_uncached_part_is_prefill_in_flight_and_shared_blocks_count_once() -> None:
+def test_prefill_counts_uncached_tokens_and_shared_blocks_once() -> None:
     world = World("dynamo_cost(events=0)")
     world.serve(world.ask(1, 2), views("a"))
     first = world.send(world.ask(1, 2, 3), views("a"))[1]
@@ -157,7 +157,7 @@ def test_only_the_uncached_part_is_prefill_in_flight_and_shared_blocks_count_onc
     assert costs(world, 9) == (32.0, 32, 64.0)
 
 
-def test_affinity_yields_when_the_holder_is_busier_than_the_prompt_is_long() -> None:
+def test_affinity_yields_to_load_beyond_the_prompt_length() -> None:
     world = World("dynamo_cost(events=0)")
     world.serve(world.ask(1, 2, 3), views("a"))
     world.send(world.ask(50, tokens=300), views("a"))

@@ -215,6 +215,6 @@ def test_the_load_is_uncached_tokens_in_flight_and_this_prompt() -> None:
     assert dict(world.placed(world.ask(9), idle("a")).terms)["tokens"] == 2 * BLOCK
 
 
-def test_cold_prompts_go_to_the_fewest_tokens_although_readings_stand_still() -> None:
+def test_cold_prompts_go_to_the_fewest_tokens_in_flight() -> None:
     world = World("epp_sticky")
     assert {world.send(world.ask(i), idle("a", "b", "c"))[0] for i in (10, 20, 30)} == {"a", "b", "c"}

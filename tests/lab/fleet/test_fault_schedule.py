@@ -12,10 +12,10 @@ from llmproxy.core.pools import Pools
 from llmproxy.lab.fleet.fault_schedule import schedule
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
-from llmproxy.lab.run.replay import SETTLE_S
+from llmproxy.lab.run.replay import SETTLE_S, records_of
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
-from tests.lab.small import fleet, records, setup, traffic
+from tests.lab.small import fleet, setup, traffic
 
 START_S = 1.5
 Look = Callable[[SimulatedServer], float]
@@ -87,7 +87,7 @@ def test_answers_are_slow_for_as_long_as_their_replica_is(replicas: int) -> None
     faults = [Fault(2.0, FleetFaultKind.SLOW, None, 4.0, 6.0), Fault(8.0, FleetFaultKind.SLOW, None, 10.0, 2.0)]
     faults.append(Fault(10.0, FleetFaultKind.SLOW, None, None, 4.0))
     moments_s = {0.5: 1.0, 2.5: 6.0, 6.0: 1.0, 8.5: 2.0, 12.0: 4.0}
-    ends = records(setup([Arrival(at_s, 100, 30) for at_s in moments_s], on=fleet(replicas, faults)))
+    ends = records_of(setup([Arrival(at_s, 100, 30) for at_s in moments_s], on=fleet(replicas, faults)))
     plain_s = ends[0].tpot_s
     assert plain_s is not None
     factors = {one.arrival.at_s: (one.tpot_s or 0.0) / plain_s for one in ends}
@@ -96,15 +96,15 @@ def test_answers_are_slow_for_as_long_as_their_replica_is(replicas: int) -> None
 
 def test_a_hung_replica_goes_on_with_its_answers_when_it_wakes() -> None:
     on = fleet(1, [Fault(1.0, FleetFaultKind.HANG, None, 3.5)])
-    (end,) = records(setup([Arrival(0.5, 100, 200)], on=on))
-    (free,) = records(setup([Arrival(0.5, 100, 200)], on=fleet(1)))
+    (end,) = records_of(setup([Arrival(0.5, 100, 200)], on=on))
+    (free,) = records_of(setup([Arrival(0.5, 100, 200)], on=fleet(1)))
     assert end.outcome is Outcome.COMPLETED
     assert end.ended_s - free.ended_s == pytest.approx(2.5, abs=0.05)
 
 
 def test_no_answer_is_cut_after_the_end_of_resets() -> None:
     on = fleet(2, [Fault(2.0, FleetFaultKind.RESET, None, 4.0, 1.0)])
-    ends = records(setup(traffic(rate=30.0), on=on))
+    ends = records_of(setup(traffic(rate=30.0), on=on))
     sent_s = {id(one): one.arrived_s + (one.queue_wait_s or 0.0) for one in ends}
     broken = [sent_s[id(one)] for one in ends if one.outcome is Outcome.BROKEN_STREAM]
     whole = [sent_s[id(one)] for one in ends if one.outcome is Outcome.COMPLETED]
@@ -133,7 +133,7 @@ def test_readings_are_lost_as_often_as_asked_for(
     readings: list[tuple[float, Reading]], chance: float, least: int, most: int
 ) -> None:
     on = fleet(4, [Fault(2.0, FleetFaultKind.LOST_READINGS, None, 6.0, chance)])
-    ends = records(setup([Arrival(0.0, 100, 1_500)], on=on))
+    ends = records_of(setup([Arrival(0.0, 100, 1_500)], on=on))
     assert ends[0].outcome is Outcome.COMPLETED
     # Four replicas are read every 0.16 to 0.2 s.
     assert sum(at_s < 2.0 for at_s, _ in readings) > 80
@@ -142,10 +142,10 @@ def test_readings_are_lost_as_often_as_asked_for(
 
 
 def test_readings_are_as_old_as_asked_for_and_do_not_say_so(readings: list[tuple[float, Reading]]) -> None:
-    (alone,) = records(setup([Arrival(1.0, 100, 200)], on=fleet(1)))
+    (alone,) = records_of(setup([Arrival(1.0, 100, 200)], on=fleet(1)))
     readings.clear()
     on = fleet(1, [Fault(0.5, FleetFaultKind.METRIC_AGE, None, 6.0, 2.0)])
-    records(setup([Arrival(1.0, 100, 200), Arrival(7.0, 100, 500)], on=on))
+    records_of(setup([Arrival(1.0, 100, 200), Arrival(7.0, 100, 500)], on=on))
     shown = [at_s for at_s, reading in readings if reading.running and at_s < 6.0]
     assert 3.0 < min(shown) < 3.3
     assert alone.ended_s + 1.7 < max(shown) < alone.ended_s + 2.1
@@ -153,19 +153,19 @@ def test_readings_are_as_old_as_asked_for_and_do_not_say_so(readings: list[tuple
     assert all(reading.taken_at_s - SETTLE_S == at_s for at_s, reading in readings)
 
 
-def test_a_replica_that_is_rolled_ends_what_it_has_and_takes_nothing_new_until_it_is_back() -> None:
+def test_rolled_server_ends_its_answers_and_takes_nothing_new() -> None:
     arrivals = [Arrival(0.0, 100, 300), Arrival(1.1, 100, 10), Arrival(1.2, 100, 10)]
-    ends = records(
+    ends = records_of(
         setup(arrivals, on=fleet(2, [Fault(1.0, FleetFaultKind.ROLL, f"gpu-{i}", None, 3.0) for i in range(1)]))
     )
     assert {one.outcome for one in ends} == {Outcome.COMPLETED}
     assert all(one.backend == "gpu-1" for one in ends if one.arrived_s > 1.0)
 
 
-def test_a_fleet_of_one_that_is_rolled_is_back_so_long_after_its_last_answer() -> None:
+def test_rolled_fleet_of_one_is_back_after_its_last_answer() -> None:
     arrivals = [Arrival(0.0, 100, 300), Arrival(1.5, 100, 10)]
     first, held = sorted(
-        records(setup(arrivals, on=fleet(1, [Fault(1.0, FleetFaultKind.ROLL, "gpu-0", None, 4.0)]))),
+        records_of(setup(arrivals, on=fleet(1, [Fault(1.0, FleetFaultKind.ROLL, "gpu-0", None, 4.0)]))),
         key=lambda one: one.arrived_s,
     )
     assert first.outcome is held.outcome is Outcome.COMPLETED
@@ -174,10 +174,10 @@ def test_a_fleet_of_one_that_is_rolled_is_back_so_long_after_its_last_answer() -
     assert first.ended_s + 4.0 < held.arrived_s + held.ttft_s < first.ended_s + 5.5
 
 
-def test_a_request_that_meets_a_replica_that_is_leaving_comes_back_and_is_held_for_it() -> None:
+def test_request_to_a_leaving_server_is_held_for_its_return() -> None:
     arrivals = [Arrival(0.0, 100, 300), Arrival(1.0005, 100, 10)]
     on = fleet(1, [Fault(1.0, FleetFaultKind.ROLL, "gpu-0", None, 4.0)])
-    held, first = sorted(records(setup(arrivals, on=on)), key=lambda one: -one.arrived_s)
+    held, first = sorted(records_of(setup(arrivals, on=on)), key=lambda one: -one.arrived_s)
     assert first.outcome is held.outcome is Outcome.COMPLETED
     assert (first.attempts, held.attempts) == (1, 2)
     assert held.ended_s > first.ended_s + 4.0

@@ -120,7 +120,7 @@ def test_a_lost_batch_stays_lost_whether_it_stored_or_removed() -> None:
     played(scene)
 
 
-def test_batches_are_lost_as_often_as_asked_for_and_for_each_subscriber_on_its_own() -> None:
+def test_batches_are_lost_with_their_probability_per_subscriber() -> None:
     async def scene() -> None:
         here = Scene()
         other = here.subscriber()
@@ -138,7 +138,7 @@ def test_batches_are_lost_as_often_as_asked_for_and_for_each_subscriber_on_its_o
     played(scene)
 
 
-def test_with_its_process_a_replica_loses_all_that_was_known_of_it_and_what_was_on_its_way() -> None:
+def test_kill_clears_the_index_and_batches_on_their_way() -> None:
     async def scene() -> None:
         here = Scene(2)
         one, two = here.prompt(1), here.prompt(2)

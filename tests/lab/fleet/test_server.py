@@ -105,7 +105,7 @@ def step_by_step(plan: list[tuple[float, EngineRequest]]) -> Seen:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_lazily_advanced_replica_answers_when_one_that_takes_every_step_does(seed: int) -> None:
+def test_lazy_server_answers_when_a_stepping_one_does(seed: int) -> None:
     plan = arrivals(seed)
     looks_s = [0.013 * number for number in range(400)]
     seen, scrapes = run(lazily(plan, looks_s))

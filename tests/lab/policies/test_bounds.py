@@ -175,7 +175,7 @@ def engine_s(fleet: SimulatedFleet, arrivals: Sequence[Arrival], prefill_scale: 
         ((100, 20_000), (1, 400), 100, 0.7),
     ],
 )
-def test_no_engine_is_faster_than_the_rate_and_none_needs_be_much_slower(
+def test_rate_bound_is_near_the_fastest_engine(
     name: str, prefill_scale: float, prompts: tuple[int, int], outputs: tuple[int, int], count: int, at_least: float
 ) -> None:
     rng, fleet = Random(7), fleet_named(f"1x{name}")

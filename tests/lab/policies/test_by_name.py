@@ -11,7 +11,8 @@ import pytest
 from llmproxy.config import PLACEMENT_PRESETS, Config
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.policies.by_name import is_own, names, own_name, plan_named
-from tests.lab.small import records, setup, traffic
+from llmproxy.lab.run.replay import records_of
+from tests.lab.small import setup, traffic
 
 NAMES = (
     "random",
@@ -124,7 +125,7 @@ def test_what_is_not_ours_has_none_of_our_waiting_room_s_ways() -> None:
 def test_the_session_of_an_arrival_is_known_to_our_own_placement() -> None:
     arrivals = [replace(one, session=f"s{i % 12}") for i, one in enumerate(traffic(count=60, rate=2.0))]
     found: dict[str | None, set[str | None]] = {}
-    for record in records(setup(arrivals, "late_session(start_limit=32)")):
+    for record in records_of(setup(arrivals, "late_session(start_limit=32)")):
         found.setdefault(record.arrival.session, set()).add(record.backend)
     assert len(found) == 12
     assert all(len(backends) == 1 for backends in found.values())

@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from llmproxy.lab.results.record import Record
+from llmproxy.lab.run.replay import records_of
 from llmproxy.lab.traces.arrival import Arrival
-from tests.lab.small import fleet, records, setup
+from tests.lab.small import fleet, setup
 
 BLOCK_TOKENS = 64
 SYSTEM_BLOCKS = 32
@@ -44,9 +45,9 @@ def computed(found: list[Record]) -> int:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_system_prompt_that_outgrows_one_replica_is_spread_and_sends_not_all_to_one(seed: int) -> None:
+def test_hot_system_prompt_is_spread_over_replicas(seed: int) -> None:
     on = fleet(4, max_num_seqs=32)
-    found = records(setup(asked([(40.0, 20.0)], 1, 150, seed), "cost", on, seed=seed))
+    found = records_of(setup(asked([(40.0, 20.0)], 1, 150, seed), "cost", on, seed=seed))
     shares = Counter(one.backend for one in found)
     assert max(shares.values()) < 0.4 * len(found), shares
     assert min(shares.values()) > 0.1 * len(found), shares
@@ -55,19 +56,19 @@ def test_a_system_prompt_that_outgrows_one_replica_is_spread_and_sends_not_all_t
 
 
 def test_a_system_prompt_that_one_replica_can_serve_stays_there() -> None:
-    found = records(setup(asked([(2.0, 30.0)], 1, 50), "cost", fleet(4)))
+    found = records_of(setup(asked([(2.0, 30.0)], 1, 50), "cost", fleet(4)))
     assert max(Counter(one.backend for one in found).values()) > 0.9 * len(found)
     assert computed(found) <= 2
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_burst_that_breaks_affinity_does_not_end_in_a_spiral_of_misses(seed: int) -> None:
+def test_burst_that_breaks_affinity_does_not_spiral_into_misses(seed: int) -> None:
     """More system prompts than one replica can cache, and room for one copy of each in all: a guard that spreads them
     under load makes misses, which make load. When the burst is over, everything has to be found again.
     """
     # Twenty system prompts of 2,048 tokens in four caches of 20,000, beside what runs.
     on = fleet(4, kv_tokens=20_000, max_num_seqs=16)
-    found = records(setup(asked([(16.0, 30.0), (64.0, 6.0), (16.0, 30.0)], 20, 60, seed), "cost", on, seed=seed))
+    found = records_of(setup(asked([(16.0, 30.0), (64.0, 6.0), (16.0, 30.0)], 20, 60, seed), "cost", on, seed=seed))
     before, after = hits(found, 10.0, 30.0), hits(found, 50.0, 66.0)
     assert before > 0.75
     assert after > 0.95 * before

@@ -15,11 +15,12 @@ from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.fleet.world import Blocks, World
 from llmproxy.lab.policies.oracle import PATIENCE_S, Oracle
+from llmproxy.lab.run.replay import records_of
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 from llmproxy.simulator.engine.profiles import profile_named
 from tests.core.make import view
-from tests.lab.small import fleet, records, setup, traffic
+from tests.lab.small import fleet, setup, traffic
 
 
 class Stand:
@@ -131,7 +132,7 @@ def test_it_waits_where_nobody_can_begin() -> None:
     run(body())
 
 
-def test_only_for_a_warm_cache_it_binds_shortly_before_a_place_is_free() -> None:
+def test_oracle_waits_for_a_place_only_for_a_warm_cache() -> None:
     async def body() -> None:
         stand = Stand(fleet(1, max_num_seqs=1))
         warm, cold = Arrival(0.0, 3_200, 500, tuple(range(50))), Arrival(0.0, 3_200, 500)
@@ -176,7 +177,7 @@ def test_it_leaves_out_who_is_down_excluded_or_too_small() -> None:
     run(body())
 
 
-def test_an_adapter_prefers_the_replica_that_has_it_and_waits_where_no_slot_is_free() -> None:
+def test_adapter_prefers_its_replica_and_waits_for_a_slot() -> None:
     async def body() -> None:
         stand = Stand(fleet(2, max_loras=1))
         await stand.hold(Arrival(0.0, 100, 2_000, adapter="x"), "gpu-1")
@@ -193,7 +194,7 @@ def test_an_adapter_that_fits_nowhere_does_not_hold_up_the_others() -> None:
     first = Arrival(0.0, 100, 500, adapter="x")
     waiting = Arrival(0.5, 100, 20, adapter="y")
     passing = [Arrival(0.6, 100, 20), Arrival(0.7, 100, 20, adapter="x")]
-    ends = records(setup([first, waiting, *passing], "oracle", fleet(1, max_loras=1)))
+    ends = records_of(setup([first, waiting, *passing], "oracle", fleet(1, max_loras=1)))
     by_arrival = {id(one.arrival): one for one in ends}
     assert [by_arrival[id(one)].queue_wait_s for one in passing] == [0.0, 0.0]
     late = by_arrival[id(waiting)]
@@ -211,7 +212,7 @@ def test_its_books_are_empty_when_everything_has_ended(faults: tuple[Fault, ...]
 
     arrivals = [replace(one, adapter="x" if i % 3 else None) for i, one in enumerate(traffic(rate=80.0))]
     what = setup(arrivals, "oracle", fleet(3, faults))
-    ends = records(replace(what, plan=replace(what.plan, make_placement=kept_oracle)))
+    ends = records_of(replace(what, plan=replace(what.plan, make_placement=kept_oracle)))
     assert any(one.outcome is Outcome.BROKEN_STREAM for one in ends) == bool(faults)
     (oracle,) = kept
     fresh = Oracle(oracle._world, oracle._clock)

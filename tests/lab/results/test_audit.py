@@ -75,7 +75,7 @@ def test_a_grant_by_a_minimum_share_is_no_inversion() -> None:
     assert audit.inversions == 0
 
 
-def test_counters_are_charged_by_estimate_and_trued_up_and_compared_while_both_wait() -> None:
+def test_counters_are_charged_by_estimate_then_corrected() -> None:
     audit = waiting(*(asked(str(i), flow="ab"[i % 2]) for i in range(4)))
     audit.compare()
     assert audit.counter_difference == 0.0
@@ -123,7 +123,7 @@ def test_weights_divide_charges() -> None:
     assert audit.counter_difference == 50.0
 
 
-def test_what_gave_nothing_costs_nothing_and_what_is_under_way_is_counted_at_its_most() -> None:
+def test_failed_attempt_costs_nothing_and_progress_is_counted() -> None:
     audit = waiting(asked("1"), asked("2"))
     first, second = granted(asked("1"), 1), granted(asked("2"), 2)
     audit.granted(first, None)

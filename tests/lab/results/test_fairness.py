@@ -52,7 +52,7 @@ def test_the_pairs_that_are_followed_are_bounded() -> None:
     assert len(service._spans) == TENANTS_MAX * (TENANTS_MAX - 1) // 2
 
 
-def test_fair_share_keeps_backlogged_tenants_closer_than_first_come_first_served() -> None:
+def test_fair_share_keeps_tenants_closer_than_fcfs() -> None:
     arrivals = [
         replace(one, tenant="loud" if i % 10 else "quiet") for i, one in enumerate(traffic(rate=150.0, count=900))
     ]
@@ -69,7 +69,7 @@ def test_fair_share_keeps_backlogged_tenants_closer_than_first_come_first_served
 # --- windows ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_index_of_jain_is_one_for_equals_and_the_inverse_of_their_number_for_one_that_has_all() -> None:
+def test_jain_index_runs_from_one_over_n_to_one() -> None:
     assert jain([5.0] * 4) == 1.0
     assert jain([8.0, 0.0, 0.0, 0.0]) == 0.25
     assert jain([1.0, 3.0]) == 0.8
@@ -105,7 +105,7 @@ def test_adherence_is_the_least_of_any_tenant_over_any_five_minutes() -> None:
     assert adherence.most == 600
 
 
-def test_the_first_five_minutes_a_rare_tenant_and_the_tail_say_nothing_of_adherence() -> None:
+def test_adherence_ignores_start_rare_tenants_and_tail() -> None:
     adherence = Adherence(until_s=700.0)
     for second in range(290):
         adherence.ended("a", True, float(second))

@@ -39,7 +39,7 @@ def test_a_step_budget_cuts_the_prompt_into_chunks() -> None:
     assert prefill_s(profile, 4_000, 6_000, 6_000) == 0.0
 
 
-def test_the_first_token_has_a_second_or_three_times_the_unloaded_time() -> None:
+def test_first_token_objective_is_a_second_or_three_times_unloaded() -> None:
     objectives = Objectives(fleet_named("1xllama-8b-h100"), 1.0)
     assert objectives.of(prompt(100))[0] == 1.0
     long_s = objectives.unloaded_ttft_s(60_000)

@@ -111,7 +111,7 @@ def test_a_run_of_nothing_has_no_ratios() -> None:
     assert (trail.ttft_cdf, trail.hits, trail.queue_wait) == ([], [], {})
 
 
-def test_an_idle_replica_counts_in_the_imbalance_and_what_was_cached_does_not() -> None:
+def test_imbalance_counts_idle_replicas_and_no_cached_tokens() -> None:
     recorder = RunRecorder(100.0, ["a", "b", "idle"])
     recorder.add(record(backend="a", prompt_tokens=400, hit_tokens=100))
     recorder.add(record(backend="b", prompt_tokens=600, hit_tokens=500))
@@ -121,7 +121,7 @@ def test_an_idle_replica_counts_in_the_imbalance_and_what_was_cached_does_not() 
     assert [result.by_backend[name].prefill_tokens for name in ("a", "b", "idle")] == [300, 100, 0]
 
 
-def test_a_stream_that_broke_had_its_prompt_computed_and_one_without_a_byte_had_not() -> None:
+def test_broken_stream_counts_its_prompt_unless_no_token_came() -> None:
     recorder = RunRecorder(100.0, ["a"])
     recorder.add(record(outcome=Outcome.BROKEN_STREAM, prompt_tokens=300, hit_tokens=100))
     recorder.add(record(outcome=Outcome.UPSTREAM_TIMEOUT, prompt_tokens=999))
@@ -187,7 +187,7 @@ def test_looks_at_the_fleet_stay_few_and_evenly_spaced() -> None:
     assert {later - earlier for earlier, later in pairwise(times)} == {8.0}
 
 
-def test_load_over_time_is_what_runs_and_waits_and_zero_where_nothing_was_seen() -> None:
+def test_load_over_time_is_running_plus_waiting() -> None:
     recorder = RunRecorder(100.0, ["a", "b"])
     recorder.sample(0.0, {"a": (3, 2)}, {DEFAULT: 4, CRITICAL: 2})
     recorder.sample(50.0, {"a": (0, 0), "b": (1, 0)}, {})

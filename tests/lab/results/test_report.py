@@ -107,7 +107,7 @@ def test_equal_results_give_equal_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_a_run_that_completed_nothing_has_reasons_instead_of_empty_plots() -> None:
+def test_run_without_completions_has_reasons_instead_of_plots() -> None:
     run, trail = invented_run("blend", 1.0, skill=0.0, count=30)
     said = " ".join(absences(page(SimulationResult(runs=[run]), {run.key: trail}, "t")))
     assert said.count("no request was completed") == 3
@@ -115,7 +115,7 @@ def test_a_run_that_completed_nothing_has_reasons_instead_of_empty_plots() -> No
     assert "nothing was found in any prefix cache" in said
 
 
-def test_policies_without_a_figure_are_named_where_the_others_are_drawn() -> None:
+def test_policies_without_a_figure_are_named_in_the_caption() -> None:
     bad, bad_trail = invented_run("session", 1.0, skill=0.0, count=30)
     good, good_trail = invented_run("random", 1.0, count=30)
     html = page(SimulationResult(runs=[bad, good]), {bad.key: bad_trail, good.key: good_trail}, "t")

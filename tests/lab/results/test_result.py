@@ -188,7 +188,7 @@ def test_a_run_that_completed_nothing_has_a_row_without_latencies() -> None:
     assert line.split() == ["blend", "0.0%", "-", "-", "-", "-", "-", "-", "-", "100.0%", "0.0%"]
 
 
-def test_bounds_of_all_loads_stand_side_by_side_and_are_explained_once() -> None:
+def test_bounds_of_all_loads_are_explained_once() -> None:
     rates = tuple(float(rate) for rate in range(1, 8))
     text = printed(invented(("blend",), rates, count=10)[0])
     values = [line.split() for line in text.splitlines() if line.split()[:2] == ["hit_pooled_lru", "share"]]

@@ -40,7 +40,7 @@ def test_the_weight_is_that_of_the_flow_else_of_the_tenant() -> None:
     assert weights == [3.0, 5.0, 1.0]
 
 
-def test_an_objective_is_taken_part_by_part_from_the_first_that_says_something() -> None:
+def test_objective_is_taken_part_by_part_in_order() -> None:
     known = standings(tenants=[tenant("a", ttft_s=2.0)], models=[{"name": "base", "ttft_s": 9.0, "tpot_s": 0.5}])
     assert known.of(Arrival(0.0, 1, 1, tenant="a"), TARGET, 0).slo == Slo(2.0, 0.5)
     assert known.of(Arrival(0.0, 1, 1, tenant="a", ttft_slo_s=1.0), TARGET, 0).slo == Slo(1.0, 0.5)
@@ -48,14 +48,14 @@ def test_an_objective_is_taken_part_by_part_from_the_first_that_says_something()
     assert standings().of(Arrival(0.0, 1, 1), TARGET, 0).slo is None
 
 
-def test_the_time_to_wait_is_that_of_the_band_and_an_arrival_can_only_shorten_it() -> None:
+def test_arrival_can_only_shorten_the_ttl_of_its_band() -> None:
     known = standings(queue={"ttl_s": 10.0, "band_ttl_s": {"sheddable": 100.0}})
     assert [known.of(Arrival(0.0, 1, 1, ttl_s=ttl_s), TARGET, band).ttl_s for ttl_s, band in (
         (None, 0), (None, -100), (50.0, 0), (50.0, -100)
     )] == [10.0, 100.0, 10.0, 50.0]  # fmt: skip
 
 
-def test_limits_are_those_that_are_configured_and_a_band_is_held_under_its_tenant_s_highest() -> None:
+def test_limits_are_configured_and_bands_capped_by_tenant() -> None:
     known = standings(
         tenants=[tenant("a", limits={"in_flight": 2}, band_max="default")],
         models=[{"name": "base", "limits": {"requests_per_min": 60}}, {"name": "other"}],

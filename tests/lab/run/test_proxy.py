@@ -18,11 +18,11 @@ from llmproxy.dispatcher import Lease
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.replay import SETTLE_S, Run, replay
+from llmproxy.lab.run.replay import SETTLE_S, Run, records_of, replay
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.simulator.engine.reports import Gauges
-from tests.lab.small import fleet, records, setup, traffic
+from tests.lab.small import fleet, setup, traffic
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
 
 
 def test_predictions_are_held_against_the_time_at_the_backend() -> None:
-    kept = records(setup(traffic(count=60, rate=60.0), "cost", fleet(1, max_num_seqs=2)))
+    kept = records_of(setup(traffic(count=60, rate=60.0), "cost", fleet(1, max_num_seqs=2)))
     waited = [one for one in kept if one.backend_ttft_s is not None and (one.queue_wait_s or 0.0) > 0.5]
     assert waited
     for record in waited:
@@ -110,7 +110,7 @@ def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(heard: Heard) 
     told: list[list[Request]] = []
     for arrivals in (short, long):
         heard.requests.clear()
-        ended_s = min(one.ended_s for one in records(setup(arrivals, on=fleet(max_num_seqs=256))))
+        ended_s = min(one.ended_s for one in records_of(setup(arrivals, on=fleet(max_num_seqs=256))))
         told.append([one for one in heard.requests if one.arrived_s < SETTLE_S + ended_s])
     common = min(map(len, told))
     assert common > 100
@@ -130,7 +130,7 @@ def test_what_an_answer_left_in_the_cache_is_told_once_it_has_ended(monkeypatch:
         Arrival(10.0 * turn, prompt, answer, blocks[: -(-(prompt + answer) // 64)], adapter="lora-0" if turn else None)
         for turn, (prompt, answer) in enumerate(lengths)
     ]
-    ends = records(setup([*arrivals, Arrival(41.0, 100, 10)], on=fleet(2, max_loras=1)))
+    ends = records_of(setup([*arrivals, Arrival(41.0, 100, 10)], on=fleet(2, max_loras=1)))
     assert [backend for _, backend, _ in told] == [end.backend for end in ends]
     assert [at_s for at_s, _, _ in told] == pytest.approx([SETTLE_S + end.ended_s for end in ends])
     # Whole blocks of 64 tokens, and none of what the trace says nothing of.
@@ -141,7 +141,7 @@ def test_what_an_answer_left_in_the_cache_is_told_once_it_has_ended(monkeypatch:
 
 def test_an_answer_that_broke_off_is_told_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Pools, "cached")
-    (end,) = records(
+    (end,) = records_of(
         setup([Arrival(0.0, 640, 1_000, tuple(range(30)))], on=fleet(1, [Fault(2.0, FleetFaultKind.KILL)]))
     )
     assert end.outcome is Outcome.BROKEN_STREAM
@@ -149,7 +149,7 @@ def test_an_answer_that_broke_off_is_told_nowhere(monkeypatch: pytest.MonkeyPatc
 
 def test_the_length_of_a_prompt_is_estimated_from_its_bytes(heard: Heard) -> None:
     arrivals = traffic()
-    records(setup(arrivals))
+    records_of(setup(arrivals))
     errors = [
         one.prompt_tokens / arrival.prompt_tokens - 1.0 for one, arrival in zip(heard.requests, arrivals, strict=True)
     ]
@@ -163,7 +163,7 @@ def test_the_length_of_a_prompt_is_estimated_from_its_bytes(heard: Heard) -> Non
 
 def test_readings_are_what_the_gauges_published_and_no_more(heard: Heard) -> None:
     arrivals = [replace(one, adapter=f"lora-{i % 5}") for i, one in enumerate(traffic(rate=60.0))]
-    records(setup(arrivals, on=fleet(2, max_num_seqs=8, max_loras=2, kv_tokens=10_007)))
+    records_of(setup(arrivals, on=fleet(2, max_num_seqs=8, max_loras=2, kv_tokens=10_007)))
     expected = [
         (
             replica.spec.name,
@@ -185,12 +185,12 @@ def test_readings_are_what_the_gauges_published_and_no_more(heard: Heard) -> Non
 
 
 def test_a_fleet_without_adapters_publishes_none(heard: Heard) -> None:
-    records(setup(traffic(count=20)))
+    records_of(setup(traffic(count=20)))
     assert {reading.max_adapters for _, reading in heard.readings} == {None}
 
 
 def test_the_policy_hears_how_far_an_answer_is_while_it_streams(heard: Heard) -> None:
-    (end,) = records(setup([Arrival(0.0, 100, 1_000)], on=fleet(1)))
+    (end,) = records_of(setup([Arrival(0.0, 100, 1_000)], on=fleet(1)))
     assert heard.progress == sorted(set(heard.progress))
     assert len(heard.progress) >= int(end.ended_s / 0.3) - 1 > 10
     assert 0 < heard.progress[0] < 100
@@ -200,14 +200,14 @@ def test_the_policy_hears_how_far_an_answer_is_while_it_streams(heard: Heard) ->
 # --- how long it waits ------------------------------------------------------------------------------------------------
 
 
-def test_a_request_waits_as_long_as_its_arrival_says_and_no_longer_than_the_configuration() -> None:
+def test_request_waits_for_the_lesser_of_two_ttls() -> None:
     crowd = [Arrival(0.0, 100, 3_000) for _ in range(8)]
     short, long = Arrival(0.1, 100, 10, ttl_s=0.5), Arrival(0.1, 100, 11, ttl_s=100.0)
     config = given(
         queue={"ttl_s": 2.0},
         scheduling={"start_limit": 1, "look_ahead": 0, "fairness": "fcfs"},
     )
-    ends = records(setup([*crowd, short, long], on=fleet(1, max_num_seqs=1), config=config))
+    ends = records_of(setup([*crowd, short, long], on=fleet(1, max_num_seqs=1), config=config))
     for arrival, ttl_s in ((short, 0.5), (long, 2.0)):
         (end,) = [one for one in ends if one.arrival is arrival]
         assert end.outcome is Outcome.EXPIRED
@@ -220,21 +220,21 @@ def hung(count: int, at_s: float, **timeouts: float) -> tuple[SimulatedFleet, Co
     return fleet(count, [Fault(at_s, FleetFaultKind.HANG)]), config
 
 
-def test_an_answer_that_does_not_begin_is_a_timeout_and_one_whose_process_dies_a_failed_connection() -> None:
+def test_answer_without_a_start_is_timeout_or_failed_connection() -> None:
     on, config = hung(1, 0.0, first_byte_s=1.0)
-    (late,) = records(setup([Arrival(0.1, 100, 10)], on=on, config=config))
+    (late,) = records_of(setup([Arrival(0.1, 100, 10)], on=on, config=config))
     assert late.outcome is Outcome.UPSTREAM_TIMEOUT
     assert late.ended_s == pytest.approx(1.1)
     # The first token would come after the 16 ms of the front end and a step.
-    (cut,) = records(setup([Arrival(0.1, 5_000, 10)], on=fleet(1, [Fault(0.12, FleetFaultKind.KILL)])))
+    (cut,) = records_of(setup([Arrival(0.1, 5_000, 10)], on=fleet(1, [Fault(0.12, FleetFaultKind.KILL)])))
     assert cut.outcome is Outcome.CONNECT_FAILED
     assert cut.ended_s == pytest.approx(0.12)
     assert late.ttft_s is cut.ttft_s is None
 
 
-def test_a_stream_that_falls_silent_is_broken_off_and_charged_as_far_as_it_was_seen(heard: Heard) -> None:
+def test_silent_stream_is_cut_and_charged_as_far_as_seen(heard: Heard) -> None:
     on, config = hung(1, 1.0, stall_s=3.0, first_byte_s=100.0)
-    (end,) = records(setup([Arrival(0.0, 100, 1_000)], on=on, config=config))
+    (end,) = records_of(setup([Arrival(0.0, 100, 1_000)], on=on, config=config))
     assert end.outcome is Outcome.BROKEN_STREAM
     assert 4.0 <= end.ended_s <= 4.7
     assert 100 < end.output_tokens < 300
@@ -243,16 +243,16 @@ def test_a_stream_that_falls_silent_is_broken_off_and_charged_as_far_as_it_was_s
     assert usage == Usage(grant.request.prompt_tokens, end.output_tokens)
 
 
-def test_an_attempt_that_takes_too_long_is_broken_off_although_it_streams() -> None:
-    (end,) = records(setup([Arrival(0.0, 100, 3_000)], on=fleet(1), config=given(timeouts={"total_s": 2.5})))
+def test_attempt_beyond_total_s_is_cut_although_it_streams() -> None:
+    (end,) = records_of(setup([Arrival(0.0, 100, 3_000)], on=fleet(1), config=given(timeouts={"total_s": 2.5})))
     assert (end.outcome, end.attempts) == (Outcome.BROKEN_STREAM, 1)
     assert end.ended_s == pytest.approx(2.5)
 
 
-def test_a_backend_that_answers_400_is_charged_for_nothing_and_not_asked_again(heard: Heard) -> None:
+def test_backend_400_is_charged_for_nothing_and_not_retried(heard: Heard) -> None:
     long, short = fleet(1).replicas[0], fleet(1, max_model_len=1_000).replicas[0]
     mixed = SimulatedFleet("mixed", (replace(short, name="a"), replace(long, name="b")))
-    ends = records(setup([Arrival(0.5 * i, 600, 600) for i in range(8)], "late_round_robin", mixed))
+    ends = records_of(setup([Arrival(0.5 * i, 600, 600) for i in range(8)], "late_round_robin", mixed))
     assert Counter((one.backend, one.outcome) for one in ends) == {
         ("a", Outcome.UPSTREAM_STATUS): 4,
         ("b", Outcome.COMPLETED): 4,
@@ -269,10 +269,10 @@ def test_a_backend_that_answers_400_is_charged_for_nothing_and_not_asked_again(h
 
 
 @pytest.mark.parametrize("extra", [0, 1, 3])
-def test_a_retry_goes_to_a_backend_that_has_not_failed_the_request_yet(heard: Heard, extra: int) -> None:
+def test_retry_goes_to_a_backend_that_has_not_failed_it(heard: Heard, extra: int) -> None:
     on, config = hung(4, 0.0, first_byte_s=0.4)
     config = config.model_copy(update={"retry": given(retry={"extra_attempts": extra}).retry})
-    ends = records(setup([Arrival(0.1 + 0.01 * i, 100, 10) for i in range(12)], on=on, config=config))
+    ends = records_of(setup([Arrival(0.1 + 0.01 * i, 100, 10) for i in range(12)], on=on, config=config))
     assert {(one.outcome, one.attempts) for one in ends} == {(Outcome.UPSTREAM_TIMEOUT, extra + 1)}
     tried: dict[str, list[str]] = {}
     for grant, verdict, _ in heard.ends:
@@ -294,7 +294,7 @@ def test_retries_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch, ratio
         health={"failures": 100, "unreachable_after": 100},
     )
     on = fleet(2, [Fault(0.0, FleetFaultKind.HANG, "gpu-0")])
-    ends = records(setup([Arrival(0.1 * i, 100, 5) for i in range(20)], "late_round_robin", on, config))
+    ends = records_of(setup([Arrival(0.1 * i, 100, 5) for i in range(20)], "late_round_robin", on, config))
     outcomes = Counter(one.outcome for one in ends)
     retries = sum(one.attempts - 1 for one in ends)
     if ratio == 0.0:
@@ -318,7 +318,7 @@ def test_an_answer_is_good_if_it_keeps_both_of_its_objectives() -> None:
         Arrival(25.0, 500, 500),
     ]
     on = fleet(1, [Fault(26.0, FleetFaultKind.KILL)])
-    ends = records(setup(arrivals, on=on))
+    ends = records_of(setup(arrivals, on=on))
     assert [one.outcome for one in ends] == [*[Outcome.COMPLETED] * 5, Outcome.BROKEN_STREAM]
     assert [one.met for one in ends] == [True, False, False, True, True, False]
 
@@ -333,9 +333,9 @@ def closed_loop(**first: Any) -> Arrival:
     ("first", "outcome"),
     [(closed_loop(), Outcome.BROKEN_STREAM), (closed_loop(prompt_tokens=9_000), Outcome.BAD_REQUEST)],
 )
-def test_turns_that_a_failed_one_leaves_unasked_are_offered_and_missed(first: Arrival, outcome: Outcome) -> None:
+def test_turns_behind_a_failed_one_are_offered_and_missed(first: Arrival, outcome: Outcome) -> None:
     what = setup([first], on=fleet(2, [Fault(1.0, FleetFaultKind.KILL, f"gpu-{i}") for i in range(2)]))
-    ends: list[Record] = records(what)
+    ends: list[Record] = records_of(what)
     assert [one.arrival for one in ends] == [first, first.then, first.then and first.then.then]
     assert [one.outcome for one in ends] == [outcome, Outcome.CANCELLED, Outcome.CANCELLED]
     assert [one.attempts for one in ends[1:]] == [0, 0]
@@ -368,9 +368,9 @@ def one_engine(**scheduling: Any) -> Config:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_a_sheddable_request_without_a_byte_is_taken_back_for_a_critical_one(heard: Heard, on: bool) -> None:
+def test_sheddable_request_is_preempted_for_a_critical_one(heard: Heard, on: bool) -> None:
     what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine(preemption=on))
-    ends = records(what)
+    ends = records_of(what)
     assert {one.outcome for one in ends} == {Outcome.COMPLETED}
     preempted = [one for one in ends if one.preemptions]
     assert bool(preempted) == on
@@ -383,7 +383,7 @@ def test_a_sheddable_request_without_a_byte_is_taken_back_for_a_critical_one(hea
         assert all(one.queue_wait_s is not None and one.queue_wait_s > 0.0 for one in preempted)
 
 
-def test_an_engine_drops_what_is_taken_back_before_another_token_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_drops_a_preempted_request_before_its_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Run(setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine()), lambda _: None)
     left: list[int] = []
     cut = Lease.cut
@@ -401,7 +401,7 @@ def test_an_engine_drops_what_is_taken_back_before_another_token_can_come(monkey
 
 
 def test_nothing_is_taken_back_for_a_default_request() -> None:
-    ends = records(setup(overloaded("default"), on=fleet(1, max_num_seqs=4), config=one_engine()))
+    ends = records_of(setup(overloaded("default"), on=fleet(1, max_num_seqs=4), config=one_engine()))
     assert not any(one.preemptions for one in ends)
 
 
@@ -415,7 +415,7 @@ def test_what_was_taken_back_leaves_no_work_in_the_engine() -> None:
     assert not replica._before_first_token
 
 
-def test_every_request_ends_once_for_the_policy_and_with_whether_it_kept_its_objective(
+def test_every_request_ends_once_for_the_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[tuple[str, bool | None]] = []
@@ -433,15 +433,15 @@ def test_every_request_ends_once_for_the_policy_and_with_whether_it_kept_its_obj
         Arrival(3.0, 100, 10, tpot_slo_s=1e-6),
         Arrival(4.0, 100, 900, ttft_slo_s=5.0),
     ]
-    records(setup(arrivals, on=fleet(1, [Fault(5.0, FleetFaultKind.KILL)])))
+    records_of(setup(arrivals, on=fleet(1, [Fault(5.0, FleetFaultKind.KILL)])))
     assert told == [("1", None), ("2", True), ("3", False), ("4", False), ("5", False)]
 
 
 @pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
-def test_while_nobody_is_up_a_request_is_held_and_its_own_time_stands_still(hold_s: float, outcome: Outcome) -> None:
+def test_request_is_held_while_no_backend_is_up(hold_s: float, outcome: Outcome) -> None:
     on = fleet(1, [Fault(1.0, FleetFaultKind.RESTART, "gpu-0", None, 8.0)])
     config = given(queue={"hold_s": hold_s, "ttl_s": 10.0})
-    (end,) = records(setup([Arrival(4.0, 100, 10)], on=on, config=config))
+    (end,) = records_of(setup([Arrival(4.0, 100, 10)], on=on, config=config))
     assert end.outcome is outcome
     if hold_s:
         assert end.queue_wait_s is not None
@@ -452,19 +452,19 @@ def test_while_nobody_is_up_a_request_is_held_and_its_own_time_stands_still(hold
 def test_a_request_is_held_while_nobody_knows_yet_what_will_be_served(hold_s: float, outcome: Outcome) -> None:
     late = fleet(1)
     late = replace(late, replicas=(replace(late.replicas[0], joins_s=5.0),))
-    (end,) = records(setup([Arrival(1.0, 100, 10)], on=late, config=given(queue={"hold_s": hold_s})))
+    (end,) = records_of(setup([Arrival(1.0, 100, 10)], on=late, config=given(queue={"hold_s": hold_s})))
     assert end.outcome is outcome
     if hold_s:
         assert end.ttft_s is not None
         assert 4.0 <= end.ttft_s <= 6.0
 
 
-def test_a_limit_on_what_is_in_flight_makes_a_tenant_wait_and_one_on_the_rate_refuses() -> None:
+def test_in_flight_limit_waits_and_rate_limit_refuses() -> None:
     tenants = [{"name": "a", "keys": [hash_of("a")], "limits": {"in_flight": 1}},
                {"name": "b", "keys": [hash_of("b")], "limits": {"requests_per_min": 2}}]  # fmt: skip
     config = Config.model_validate({"tenants": tenants})
     arrivals = [Arrival(0.01 * i, 100, 50, tenant=name) for i in range(4) for name in "ab"]
-    ends = records(setup(arrivals, on=fleet(1), config=config))
+    ends = records_of(setup(arrivals, on=fleet(1), config=config))
     mine = sorted((one for one in ends if one.arrival.tenant == "a"), key=lambda one: one.ended_s)
     assert {one.outcome for one in mine} == {Outcome.COMPLETED}
     for before, after in pairwise(mine):

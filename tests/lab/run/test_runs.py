@@ -52,7 +52,7 @@ def simulation(trace: str | Path, replicate: int = 1, warmup: float = 0.0) -> Si
     return Simulation(str(trace), fleet(2), Config(), replicate=replicate, warmup=warmup)
 
 
-def test_points_come_load_by_load_then_policy_by_policy_then_seed_by_seed() -> None:
+def test_points_are_ordered_by_load_policy_and_seed() -> None:
     assert points(("a", "b"), (1, 2), (0.5, 2.0), (1.0, 1.9)) == [
         Point(policy, seed, rate, prefill)
         for rate in (0.5, 2.0)

@@ -85,7 +85,7 @@ def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
     )
 
 
-def test_lines_in_the_order_of_their_ends_are_put_in_the_order_of_their_arrivals(saved: Saved) -> None:
+def test_lines_in_order_of_end_are_sorted_by_arrival(saved: Saved) -> None:
     path = saved(START, *[line(at_s) for at_s in (5.0, 3.0, 4.0, 9.0, 7.0, 8.0, 20.0, 9.0)])
     assert times(path) == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 6.0, 17.0]
 

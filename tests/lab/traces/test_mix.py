@@ -37,7 +37,7 @@ def test_all_in_one_band_are_the_same_requests() -> None:
     assert played(replace(whole, mix=Mix(level=True))) == [replace(one, band="default") for one in played(whole)]
 
 
-def test_a_louder_tenant_comes_so_many_times_as_often_and_the_others_as_before() -> None:
+def test_louder_tenant_multiplies_and_the_others_stay() -> None:
     arrivals = traffic(count=200)
     louder = list(mixed(trace(arrivals), Mix(loud="t1", factor=4), 5).arrivals())
     assert [one.at_s for one in louder] == sorted(one.at_s for one in louder)
@@ -78,7 +78,7 @@ def test_unequal_tenants_ask_in_proportion_and_for_the_same() -> None:
     assert {(one.prompt_tokens, one.output_tokens, one.ttft_slo_s) for one in arrivals} == {(512, 128, 1.5)}
 
 
-def test_critical_bursts_come_at_the_end_of_each_period_above_an_even_load() -> None:
+def test_critical_bursts_end_each_period_above_an_even_load() -> None:
     spec = "gen:critical_bursts,rate=30,sheddable_rate=10,period_s=10,burst_s=2,duration_s=50"
     arrivals = list(generate(spec, 1).arrivals())
     assert [one.at_s for one in arrivals] == sorted(one.at_s for one in arrivals)
@@ -98,9 +98,7 @@ def test_critical_bursts_come_at_the_end_of_each_period_above_an_even_load() -> 
         ("critical_from_s=0,flood_from_s=4", {"before": 8, "first": 10, "after": 30}),
     ],
 )
-def test_critical_requests_come_evenly_and_say_how_long_the_flood_was_there(
-    begins: str, counts: Mapping[str, int]
-) -> None:
+def test_critical_requests_come_evenly_beside_the_flood(begins: str, counts: Mapping[str, int]) -> None:
     spec = f"gen:critical_and_flood,{begins},every_s=0.5,flood=50,both_s=20,first_s=5,flood_output_tokens=100"
     arrivals = list(generate(spec, 1).arrivals())
     assert [one.at_s for one in arrivals] == sorted(one.at_s for one in arrivals)

@@ -82,7 +82,7 @@ def test_the_token_budget_is_shared_by_all_prompts_of_a_step() -> None:
     assert [engine.step().prefill_tokens for _ in range(2)] == [512, 388]
 
 
-def test_admission_stops_at_max_num_seqs_and_is_first_come_first_served() -> None:
+def test_admission_is_fcfs_and_stops_at_max_num_seqs() -> None:
     engine = Engine(H100, max_num_seqs=2)
     for name in "abc":
         engine.add(wanted(name, 10, 2, hashed=False))
@@ -92,7 +92,7 @@ def test_admission_stops_at_max_num_seqs_and_is_first_come_first_served() -> Non
     assert [name for name, _ in engine.step().admitted] == ["c"]
 
 
-def test_a_cached_prefix_is_skipped_but_the_last_block_is_always_computed() -> None:
+def test_cached_prefix_is_skipped_but_for_the_last_block() -> None:
     engine = Engine(H100)
     engine.add(wanted("cold", 160))
     engine.step()
@@ -137,7 +137,7 @@ def test_the_tail_of_a_freed_prompt_is_evicted_first() -> None:
     assert engine.step().admitted == (("again", 16 * 7),)
 
 
-def test_the_youngest_is_preempted_and_finishes_later_with_all_its_tokens() -> None:
+def test_youngest_is_preempted_and_finishes_with_all_tokens() -> None:
     engine = Engine(H100, kv_tokens=16 * 9)
     engine.add(wanted("old", 48, 60, hashed=False))
     engine.add(wanted("young", 48, 60, hashed=False))
@@ -151,7 +151,7 @@ def test_the_youngest_is_preempted_and_finishes_later_with_all_its_tokens() -> N
     assert engine.counters.prefix_queries == engine.counters.prompt == 96, "a request that comes back is not a new one"
 
 
-def test_who_was_preempted_is_first_in_line_and_nobody_is_admitted_in_that_step() -> None:
+def test_preempted_request_is_first_and_stops_admission() -> None:
     engine = Engine(H100, kv_tokens=16 * 9)
     engine.add(wanted("old", 48, 60, hashed=False))
     engine.add(wanted("young", 48, 60, hashed=False))
@@ -163,7 +163,7 @@ def test_who_was_preempted_is_first_in_line_and_nobody_is_admitted_in_that_step(
     assert [name for result in results[step:] for name, _ in result.admitted] == ["young", "waiting"]
 
 
-def test_who_was_preempted_comes_back_a_step_later_even_where_it_would_fit_at_once() -> None:
+def test_preempted_request_returns_one_step_later() -> None:
     engine = Engine(H100, kv_tokens=16 * 9)
     # The young one shares two blocks; the others are copies of its own, for which it could share those of the old one.
     engine.add(wanted("old", 48, 60))
@@ -198,7 +198,7 @@ def test_an_adapter_without_a_slot_waits_and_others_pass_it() -> None:
     assert [name for result in run_out(engine) for name in result.finished][-1] == "two"
 
 
-def test_adapter_load_time_is_cold_then_resident_then_from_host_memory() -> None:
+def test_adapter_load_is_cold_then_resident_then_from_host() -> None:
     engine = Engine(H100, max_loras=1, max_cpu_loras=2)
 
     def load_s(adapter: str) -> float:
@@ -295,7 +295,7 @@ def test_only_those_that_a_pass_has_reached_count_as_deferred() -> None:
     assert (engine.gauges().waiting, engine.gauges().deferred) == (2, 1)
 
 
-def test_kv_usage_leaves_out_the_null_block_and_cached_but_unused_ones() -> None:
+def test_kv_usage_excludes_null_and_unused_cached_blocks() -> None:
     engine = Engine(H100, kv_tokens=16 * 11)
     engine.add(wanted("a", 30, 5))
     engine.step()

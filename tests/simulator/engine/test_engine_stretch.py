@@ -145,7 +145,7 @@ def test_a_stretch_settled_in_the_middle_goes_on_as_it_would_have() -> None:
     assert state(whole) == state(parts)
 
 
-def test_who_waits_for_what_only_an_end_can_give_does_not_stop_a_stretch() -> None:
+def test_request_that_waits_for_an_end_does_not_stop_a_stretch() -> None:
     full = Engine(H100, max_num_seqs=1)
     crowded = Engine(H100, kv_tokens=16 * 20)
     slots = Engine(H100, max_loras=1)
@@ -211,7 +211,7 @@ def test_the_noise_of_a_stretch_is_that_of_the_mean_of_its_steps() -> None:
         assert stdev(at_once) == pytest.approx(stdev(singly), rel=0.1)
 
 
-def test_the_noise_of_a_stretch_is_repeatable_and_can_be_without_slow_steps() -> None:
+def test_stretch_noise_is_repeatable_with_optional_slow_steps() -> None:
     quiet = Noise(sigma=0.0, slow_chance=0.0)
     assert quiet.stretch_factor(random.Random(1), 7) == 1.0
     draws = [[Noise().stretch_factor(random.Random(seed), 100) for _ in range(3)] for seed in (1, 1, 2)]

@@ -21,7 +21,7 @@ def known(cache: KvCache, *hashes: int) -> list[int]:
     return [one for one in hashes if cache.match([one])]
 
 
-def test_eviction_takes_the_block_that_was_freed_longest_ago_and_of_one_request_the_tail() -> None:
+def test_eviction_takes_oldest_blocks_and_tails_first() -> None:
     cache = KvCache(6)
     first, second = filled(cache, 1, 2), filled(cache, 3, 4, 5)
     cache.release(second, (3, 4, 5), 3)
