@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types contracts unit newest fuzz hostile chaos compat bench lab lab-full docs lock audit sbom clean
+.PHONY: demo test lint types contracts unit newest fuzz hostile chaos compat bench lab lab-full docs reference lock audit sbom clean
 
 .venv: pyproject.toml .ci/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llmproxy needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -90,6 +90,12 @@ docs: .venv-docs
 	$(PYTHON) -m venv .venv-docs
 	@$(PYTHON) .ci/install.py .venv-docs/bin/python .ci/docs.txt
 	@touch .venv-docs
+
+# The pages that the code generates.
+reference: .venv
+	$(BIN)/llmproxy config > config.example.yaml
+	$(BIN)/llmproxy config --markdown > docs/reference/configuration.md
+	$(BIN)/llmproxy config --cli > docs/reference/cli.md
 
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for
 # building that, and for the tools of `audit`, `sbom`, `docs`, `hostile` and `compat`. Those are no dependencies of

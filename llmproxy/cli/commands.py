@@ -1,31 +1,23 @@
-"""The command line: `serve`, `check`, `hash-key`, `replica`, `demo`, `simulate`."""
+"""The commands: `serve`, `check`, `config`, `hash-key`, `replica`, `demo`, `simulate`."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from getpass import getpass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from llmproxy import __version__
-from llmproxy.cli.flags import (
-    BACKENDS,
-    CONFIG_VARIABLE,
-    FLAGS,
-    LIST_SEPARATORS,
-    flag_of,
-    from_environment,
-    from_flags,
-    unknown_flags,
-)
-from llmproxy.cli.help import LAST, PanelHelp, PanelHelpGroup, with_default
+from llmproxy.cli.flags import COMMON, CONFIG_VARIABLE, from_environment, from_flags, unknown_flags
+from llmproxy.cli.help import HELP_ALL, PanelHelp, PanelHelpGroup
+from llmproxy.cli.options import REPLICA, SIMULATE, flag_options, with_options
+from llmproxy.cli.reference import page as cli_page
 from llmproxy.config import (
     Config,
     ConfigError,
@@ -33,8 +25,8 @@ from llmproxy.config import (
     WatchedFile,
     hash_of,
     is_api_key,
-    keys,
     load,
+    reference,
     warnings_of,
 )
 
@@ -42,28 +34,6 @@ NO_BACKENDS = (
     "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`,"
     " in LLMPROXY_BACKEND, or under `backends:` in the file that --config names"
 )
-
-
-def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Put one option for each flag in the place of the command's `**flags`: the schema stays their only list."""
-    signature = inspect.signature(command, eval_str=True)
-    parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    fields = keys()
-    # Whoever asks for help the first time looks for the servers, which stand last in the schema.
-    for flag in sorted(FLAGS, key=lambda flag: flag != BACKENDS):
-        described, panel = f"The same as {' and '.join(map(flag_of, flag.keys))}.", LAST
-        if flag.name == flag_of(flag.keys[0]):
-            described = with_default(fields[flag.keys[0]])
-            panel = flag.keys[0].partition(".")[0] if "." in flag.keys[0] else "Options"
-        kind = list[str] if flag.keys[0] in LIST_SEPARATORS else str
-        option = typer.Option(flag.name, help=described, metavar="VALUE", show_default=False, rich_help_panel=panel)
-        parameters.append(
-            inspect.Parameter(
-                flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-            )
-        )
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return command
 
 
 def _fail(problems: Sequence[str]) -> NoReturn:
@@ -98,31 +68,44 @@ def _root(
 
 
 class _Serve(PanelHelp):
-    """Tells all flags that have no meaning here, and what to write instead, before the parser stops at the first."""
+    """Names all unknown flags, and what to write instead, before the parser stops at the first."""
+
+    common_panels = ("Arguments", *COMMON, "Options")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
-        if told := unknown_flags(args, known):
-            _fail(told)
+        if problems := unknown_flags(args, known):
+            _fail(problems)
         return super().parse_args(ctx, args)
 
 
+def _help_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[HELP_ALL] = True
+        typer.echo(ctx.get_help(), nl=False)
+        raise typer.Exit
+
+
 @app.command(cls=_Serve)
-@_takes_flags
+@with_options(flag_options())
 def serve(
     urls: Annotated[
-        list[str] | None, typer.Argument(metavar="URL", help="Base URLs of vLLM servers; the same as --backend URL.")
+        list[str] | None, typer.Argument(metavar="URL", help="Base URLs of vLLM servers, as with --backend.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE", envvar=CONFIG_VARIABLE, help="A YAML file.")
     ] = None,
+    help_all: Annotated[  # noqa: ARG001 - its callback prints the help
+        bool, typer.Option("--help-all", callback=_help_all, is_eager=True, help="Show all flags and exit.")
+    ] = False,
     **flags: list[str] | str | None,
 ) -> None:
-    """Put one address in front of vLLM servers.
+    """Serve one address in front of vLLM servers.
 
-    Every flag is a key of the configuration file, and a variable too: queue.ttl_s is --queue-ttl-s and
-    LLMPROXY_QUEUE_TTL_S; null is null in all three. Flags beat variables, which beat the file, which beats the
-    defaults; a list that is given replaces the list below it. Backends may be repeated, or divided by commas or spaces.
+    Every key of the configuration is a flag and a variable: queue.ttl_s is --queue-ttl-s and LLMPROXY_QUEUE_TTL_S.
+    Flags override variables, which override the file, which overrides the defaults. A list replaces the whole list
+    below it. `null` is null in all three. Several backends are separated by commas or spaces, or the flag is repeated.
+    `llmproxy config` lists every key with its type, default and meaning.
     """
 
     def read() -> Config:
@@ -210,23 +193,41 @@ def hash_key(
     typer.echo(hash_of(key))
 
 
+@app.command(cls=PanelHelp, short_help="Print every key of the configuration.")
+def config(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A YAML file; its values are printed, not the defaults.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page of the keys.")] = False,
+    cli: Annotated[bool, typer.Option("--cli", help="Print the reference page of the commands.")] = False,
+) -> None:
+    """Print every key of the configuration as YAML, with its meaning, its type and its default.
+
+    With FILE, the values are those of the file; secrets are hidden.
+    """
+    if sum((file is not None, markdown, cli)) > 1:
+        _fail(["llmproxy config: give only one of FILE, --markdown and --cli"])
+    try:
+        settled = load(file)
+    except ConfigError as error:
+        _fail(error.problems)
+    if markdown:
+        text = reference.page()
+    elif cli:
+        text = cli_page(app)
+    else:
+        text = reference.example_file() if file is None else reference.as_yaml(settled)
+    typer.echo(text, nl=False)
+
+
 @app.command(cls=PanelHelp)
+@with_options(REPLICA)
 def replica(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one, which is printed.")] = 8000,
-    model: Annotated[str, typer.Option(help="Name of the base model.")] = "sim",
-    adapter: Annotated[list[str] | None, typer.Option(help="Name of a LoRA adapter; repeat it for more.")] = None,
-    profile: Annotated[str, typer.Option(help="Which model on which GPU sets the step times.")] = "llama-8b-h100",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in one batch.")] = 256,
-    max_loras: Annotated[int, typer.Option(min=1, help="Most adapters in one batch.")] = 4,
-    kv_tokens: Annotated[int | None, typer.Option(min=16, help="Size of the KV-cache; else the profile's.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence, in tokens.")] = None,
-    speed: Annotated[float, typer.Option(help="10 is ten times faster than real.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the scatter in step times.")] = 0,
-    api_key: Annotated[str | None, typer.Option(help="Key that clients must present.")] = None,
-    shutdown: Annotated[
-        Literal["now", "hang"], typer.Option(help="On SIGTERM: cut open streams, or leave them hanging as vLLM does.")
-    ] = "now",
+    host: Annotated[str, typer.Option(metavar="TEXT", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0 takes a free one, which is printed.")
+    ] = 8000,
+    **given: Any,
 ) -> None:
     """Serve one simulated vLLM server, without a GPU."""
     import uvloop
@@ -234,22 +235,9 @@ def replica(
     from llmproxy.simulator.replica import Replica, ReplicaOptions, serve_replica
 
     try:
-        options = ReplicaOptions(
-            model=model,
-            adapters=tuple(adapter or ()),
-            profile=profile,
-            max_num_seqs=max_num_seqs,
-            max_loras=max_loras,
-            kv_tokens=kv_tokens,
-            max_model_len=max_model_len,
-            speed=speed,
-            seed=seed,
-            api_key=api_key,
-            shutdown=shutdown,
-        )
-        Replica(
-            options
-        )  # Options that fit no engine are refused here, so that a later ValueError is a bug and looks it.
+        options = ReplicaOptions(**given | {"adapters": tuple(given["adapters"] or ())})
+        # An unsuitable option is refused here, so that a later ValueError is a bug and looks like one.
+        Replica(options)
     except ValueError as error:
         _fail([f"llmproxy replica: {error}"])
     try:
@@ -262,8 +250,8 @@ def replica(
 
 @app.command(cls=PanelHelp, short_help="Look at it: simulated vLLM servers, the proxy, some traffic.")
 def demo(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the proxy; 0 takes a free one.")] = 8080,
-    replicas: Annotated[int, typer.Option(min=1, max=16, help="How many simulated vLLM servers to start.")] = 3,
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port of the proxy; 0: a free one.")] = 8080,
+    replicas: Annotated[int, typer.Option(metavar="N", min=1, max=16, help="Simulated vLLM servers to start.")] = 3,
 ) -> None:
     """Start simulated vLLM servers and the proxy, send some traffic, and tell what happens, until Ctrl-C."""
     from llmproxy.demo import run_demo
@@ -272,35 +260,8 @@ def demo(
 
 
 @app.command(cls=PanelHelp, short_help="Replay a trace under other policies, without a GPU.")
-def simulate(
-    trace: Annotated[
-        str, typer.Option(metavar="FILE", help="A trace (.gz too), or a generator: gen:NAME,key=value,...")
-    ],
-    fleet: Annotated[str, typer.Option(metavar="FLEET", help="8xllama-8b-h100, 4x...+4x..., or a YAML file.")],
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Policy to run, repeated for more; the configuration's own unless given."),
-    ] = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", metavar="FILE", help="A YAML file.")] = None,
-    rate_scale: Annotated[
-        list[float] | None, typer.Option(help="2 is twice the arrival rate; repeat it for more loads.")
-    ] = None,
-    prefill_scale: Annotated[
-        list[float] | None, typer.Option(help="Cost of a prompt token beside the calibrated one; repeat it for more.")
-    ] = None,
-    replicate: Annotated[int, typer.Option(min=1, help="So many copies of the trace's clients at once.")] = 1,
-    skip: Annotated[int, typer.Option(min=0, help="Requests of the trace to leave out at its start.")] = 0,
-    requests: Annotated[int | None, typer.Option(min=1, help="Requests of the trace to use; all unless given.")] = None,
-    warmup: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the time that is not counted.")] = 0.0,
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each policy, each with a seed of its own.")] = 1,
-    first_seed: Annotated[int, typer.Option(help="The first of those seeds.")] = 1,
-    proxies: Annotated[int | None, typer.Option(min=1, max=64, help="Proxies that know nothing of each other.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core unless given.")] = None,
-    oracle: Annotated[bool, typer.Option(help="Run the oracle beside the policies.")] = True,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to write result.json and report.html; else nowhere.")
-    ] = None,
-) -> None:
+@with_options(SIMULATE)
+def simulate(**given: Any) -> None:
     """Replay a trace against the production scheduler and simulated vLLM servers, in virtual time, without a GPU.
 
     Policies are ours (blend, late_least_request, ...), baselines written after other routers (random, round_robin,
@@ -310,26 +271,17 @@ def simulate(
     from llmproxy.lab.simulate import Options, Unusable, simulate
 
     try:
-        # An arrival of a trace has a tenant; the header that would name it is as good as any.
-        settled = load(config, [] if config else [Override("scheduling.flow", "header:x-tenant", "simulate")])
-        options = Options(
-            trace=trace,
-            fleet=fleet,
-            config=settled,
-            policies=tuple(policy or ()),
-            rate_scales=tuple(rate_scale or (1.0,)),
-            prefill_scales=tuple(prefill_scale or (1.0,)),
-            seeds=tuple(range(first_seed, first_seed + seeds)),
-            replicate=replicate,
-            skip=skip,
-            requests=requests,
-            warmup=warmup,
-            proxies=proxies,
-            workers=workers,
-            out=out,
-            oracle=oracle,
-        )
-        simulate(options)
+        # An arrival of a trace has a tenant, and this header names it.
+        flow = [] if given["config"] else [Override("scheduling.flow", "header:x-tenant", "simulate")]
+        first_seed = given.pop("first_seed")
+        given |= {
+            "config": load(given["config"], flow),
+            "policies": tuple(given["policies"] or ()),
+            "rate_scales": tuple(given["rate_scales"] or (1.0,)),
+            "prefill_scales": tuple(given["prefill_scales"] or (1.0,)),
+            "seeds": tuple(range(first_seed, first_seed + given["seeds"])),
+        }
+        simulate(Options(**given))
     except ConfigError as error:
         _fail(error.problems)
     except Unusable as error:

@@ -45,6 +45,16 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """Shorter names of flags, and those that users of other routers know, with the keys that mean the same here."""
 
+SHORT = ("--backend", "--api-key", "--placement", "--fairness")
+"""Short names that the help shows in place of the flag of the key."""
+COMMON: Mapping[str, tuple[str, ...]] = {
+    "Backends": ("--backend", "--backend-api-key", "--discovery-file"),
+    "Clients": ("--host", "--port", "--api-key", "--tls-cert", "--tls-key"),
+    "Scheduling": ("--placement", "--fairness", "--queue-ttl-s", "--queue-requests-max"),
+    "Process": ("--workers", "--admin-port", "--log-level", "--log-format", "--drain-timeout-s"),
+}
+"""The flags that `serve --help` shows, by panel."""
+
 PLACEMENTS_ELSEWHERE = {"roundrobin": "round_robin"} | {name.replace("_", "-"): name for name in PLACEMENT_PRESETS}
 LIST_SEPARATORS = {"backends": re.compile(r"[,\s]+"), "api_keys": re.compile(r"\s+")}
 """What divides the items of a list in one text; a comma may well be part of somebody's API key."""
@@ -75,6 +85,8 @@ OLD_FLAGS = {Flag(flag_of(old), (new.key,)): Flag(flag_of(new.key), (new.key,)) 
 """Flags of keys that have a new name, with those of today."""
 FLAGS = (*(Flag(flag_of(key), (key,)) for key in keys()), *(Flag(name, ALIASES[name]) for name in ALIASES), *OLD_FLAGS)
 
+SHOWN = {key: flag_of(key) for key in keys()} | {ALIASES[name][0]: name for name in SHORT}
+"""The one flag of each key that the help shows."""
 BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
 

@@ -1,4 +1,4 @@
-"""The help of the command line in panels: flags of `serve` by section of the configuration, whole at 80 columns."""
+"""The help of the command line in panels, whole at 80 columns."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from inspect import cleandoc
 from itertools import groupby
 from typing import Any
 
-from pydantic.fields import FieldInfo
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-LAST = "Other names"
-"""The panel of flags that say the same as others."""
+NAMES_COLUMNS_MAX = 27
+"""Longest names of an option that leave room for its description beside them."""
+HELP_ALL = "help_all"
+"""Key of a click context that asks for the flags in every panel, not only for the common ones."""
 
 
 class PanelHelp(TyperCommand):
-    """A command whose flags stand under the names of their `rich_help_panel`, each above what it does.
+    """A command whose options stand in panels, named by their `rich_help_panel`.
 
-    The library's own panels have the flags in a column, which cuts the long ones at 80 columns.
+    Typer's own panels cut long option names at 80 columns.
     """
+
+    common_panels: tuple[str, ...] = ()
+    """The panels that a short help shows, in this order; without any, all panels."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
         """Print the help, in colours where the terminal has them."""
-        _print_help(self, ctx)
+        _print_help(self, ctx, () if ctx.meta.get(HELP_ALL) else self.common_panels)
 
 
 class PanelHelpGroup(TyperGroup):
@@ -34,39 +39,56 @@ class PanelHelpGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
         """Print the help, and what each command is for."""
-        console = _print_help(self, ctx)
+        console = _print_help(self, ctx, ())
         named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         _print_panel(
             console, "Commands", [(name, command.get_short_help_str(100)) for name, command in named if command]
         )
 
 
-def with_default(field: FieldInfo) -> str:
-    """What a key does, and what it is unless given."""
-    return f"{field.description}" + (f" [{field.default}]" if isinstance(field.default, int | float | str) else "")
+Rows = list[tuple[str, str]]
 
 
-def _print_help(command: TyperCommand | TyperGroup, ctx: Any) -> Console:
+def panels(command: TyperCommand | TyperGroup, ctx: Any, only: tuple[str, ...] = ()) -> list[tuple[str, Rows]]:
+    """The visible parameters of a command by panel: names and description of each. `only` limits and orders them."""
+
+    def panel(parameter: Any) -> tuple[int, str]:
+        name = "Arguments" if isinstance(parameter, TyperArgument) else parameter.rich_help_panel or "Options"
+        order = only.index(name) if name in only else {"Arguments": 0, "Options": 1}.get(name, 2)
+        return order, name
+
+    found: list[tuple[str, Rows]] = []
+    for (_, name), parameters in groupby(sorted(command.get_params(ctx), key=panel), key=panel):
+        records = filter(None, (one.get_help_record(ctx) for one in parameters))
+        # The library adds the type of an argument in angle brackets.
+        rows = [(names.partition(" <")[0], " ".join(told.split())) for names, told in records]
+        if rows and (not only or name in only):
+            found.append((name, rows))
+    return found
+
+
+def _print_help(command: TyperCommand | TyperGroup, ctx: Any, only: tuple[str, ...]) -> Console:
     console = Console(highlight=False)
     usage = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
     console.print(Text(f"Usage: {usage}\n", "bold"))
     for paragraph in cleandoc(command.help or "").split("\n\n"):
         console.print(Text(" ".join(paragraph.split()) + "\n"))
-    for (_, name), parameters in groupby(sorted(command.get_params(ctx), key=_panel), key=_panel):
-        _print_panel(console, name, [parameter.get_help_record(ctx) for parameter in parameters])
+    found = panels(command, ctx, only)
+    beside = all(len(names) <= NAMES_COLUMNS_MAX for _, rows in found for names, _ in rows)
+    for name, rows in found:
+        _print_panel(console, name, rows, beside=beside)
     return console
 
 
-def _panel(parameter: Any) -> tuple[int, str]:
-    """Arguments, what has no section, the sections by name, and what else the same is called."""
-    name = "Arguments" if isinstance(parameter, TyperArgument) else parameter.rich_help_panel or "Options"
-    return {"Arguments": 0, "Options": 1, LAST: 3}.get(name, 2), name
-
-
-def _print_panel(console: Console, title: str, records: Iterable[tuple[str, str] | None]) -> None:
-    rows = [
-        row
-        for names, told in filter(None, records)
-        for row in (Text(names, "cyan"), Padding(Text(" ".join(told.split())), (0, 0, 0, 4)))
-    ]
-    console.print(Panel(Group(*rows), title=title, title_align="left", border_style="dim"))
+def _print_panel(console: Console, title: str, rows: Iterable[tuple[str, str]], *, beside: bool = True) -> None:
+    body: RenderableType
+    if beside:
+        body = Table.grid(padding=(0, 1))
+        body.add_column(width=NAMES_COLUMNS_MAX)
+        for names, told in rows:
+            body.add_row(Text(names, "cyan"), Text(told))
+    else:
+        body = Group(
+            *(part for names, told in rows for part in (Text(names, "cyan"), Padding(Text(told), (0, 0, 0, 4))))
+        )
+    console.print(Panel(body, title=title, title_align="left", border_style="dim"))

@@ -2,11 +2,10 @@
 
 from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
 from llmproxy.config.config import Config
+from llmproxy.config.keys import keys, keys_of_files
 from llmproxy.config.load import (
     ConfigError,
     Override,
-    keys,
-    keys_of_files,
     load,
     load_backends,
     unused_settings,

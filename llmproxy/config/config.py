@@ -8,7 +8,7 @@ from math import fsum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from llmproxy.config.checks import (
     CEILINGS,
@@ -44,13 +44,12 @@ from llmproxy.config.value_types import (
     Integer,
     KeyHash,
     Module,
-    Network,
+    Networks,
     Number,
     criticality_of,
     from_text,
     hash_of,
     integer_of,
-    networks_of,
     one_of,
 )
 from llmproxy.core.domain import BAND_NAMES, CRITICAL, DEFAULT, SHEDDABLE
@@ -63,75 +62,76 @@ DRAIN_QUEUED = ("refuse", "finish")
 
 class Config(Section):
     host: Annotated[str, Field(min_length=1)] = "0.0.0.0"
-    """Address to listen on; 0.0.0.0 is all of IPv4, and :: all of IPv6 and IPv4."""
+    """Address to listen on. 0.0.0.0 is all of IPv4, and :: all of IPv6 and IPv4."""
     port: Annotated[Integer, Field(ge=0, le=65535)] = 8080
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. 0: a free port."""
     workers: Annotated[Integer, Field(ge=1, le=64)] = 1
-    """Processes that carry bytes; above 1, one more schedules for all of them."""
+    """Processes that relay requests. With two or more, one further process schedules for all of them."""
     tls: TlsConfig = TlsConfig()
-    """TLS for clients; without a certificate they come by http."""
+    """TLS for clients."""
     clients: ClientsConfig = ClientsConfig()
-    """What clients may use of the front door, and how long they may take."""
+    """Limits for client connections."""
     log_format: Annotated[str, one_of(LOG_FORMATS)] = "text"
-    """Form of log lines: text or json."""
+    """Format of log lines: text or json."""
     log_level: Annotated[str, one_of(LOG_LEVELS)] = "info"
     """Least severe level that is logged: debug, info, warning or error."""
     api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
-    """Keys of clients that belong to no tenant; without any, and without tenants, everybody comes in."""
+    """API keys of clients that belong to no tenant. Without any, and without tenants, every client is accepted."""
     backend_api_key: ApiKey | None = Field(default=None, repr=False)
-    """Key sent to every backend that has no api_key of its own."""
+    """API key sent to each backend that has no api_key of its own."""
     forward_credentials: bool = False
-    """Whether Authorization, x-api-key and Cookie of clients go to backends; only where clients need no key here."""
+    """Pass Authorization, x-api-key and Cookie of clients to backends. Only without API keys and tenants."""
     body_bytes_max: Count = 64 << 20
     """Largest request body."""
     body_bytes_total_max: Count = 2 << 30
-    """Most bytes of request bodies held at one time: arriving, waiting and sent out. Each worker has an equal part."""
+    """Most bytes of request bodies in memory at once. Each worker gets an equal part."""
     drain_timeout_s: Annotated[Number, Field(ge=0)] = 30.0
-    """How long running requests may take to end after SIGTERM."""
+    """Longest time for running requests to finish after SIGTERM."""
     drain_delay_s: Annotated[Number, Field(ge=0)] = 0.0
-    """How long to go on after SIGTERM with only /ready at 503, for those in front to send new clients elsewhere."""
+    """After SIGTERM, time to accept requests with /ready at 503, until load balancers send no new clients."""
     drain_queued: Annotated[str, one_of(DRAIN_QUEUED)] = "refuse"
-    """What becomes of waiting requests then: refuse (503, clients try again) or finish, within drain_timeout_s."""
-    trust_headers: Annotated[tuple[Network, ...], PlainValidator(networks_of)] = TRUST_WORDS["loopback"]
-    """Peers whose objective, fairness and SLO headers count: loopback, all, none, or a list of networks."""
+    """Waiting requests after SIGTERM: refuse (503, so that clients retry) or finish (within drain_timeout_s)."""
+    trust_headers: Networks = Field(default=TRUST_WORDS["loopback"], examples=["10.0.0.0/8"])
+    """Clients whose objective, fairness and SLO headers count: loopback, all, none, or a list of networks."""
     admin_key: KeyHash | None = Field(default=None, repr=False)
-    """Hash of the key for /debug, /admin and adapters, from `llmproxy hash-key`; null: this machine may look, only."""
+    """Hash of the key for /debug, /admin and adapters, from `llmproxy hash-key`. null: only this machine may read
+    /debug."""
     admin: AdminConfig = AdminConfig()
-    """A port of its own for those who run the proxy."""
+    """A port of its own for operators."""
     decision_log: Path | None = None
-    """File to which decisions are appended, one JSON object a line; null writes none."""
+    """File to which each decision is appended as one JSON line. null: no file."""
     decision_log_sample: Annotated[Number, Field(ge=0, le=1)] = 1.0
-    """Share of the requests (0..1) whose decisions are written there."""
-    state_file: str = "auto"
+    """Share of requests (0 to 1) whose decisions are written."""
+    state_file: str = Field(default="auto", examples=["/var/lib/llmproxy/limits.json"])
     """File that keeps learned batch limits for the next start: auto (in the state directory), none, or a path."""
-    plugins: tuple[Module, ...] = ()
-    """Python modules that are imported first and may register policies of their own."""
+    plugins: tuple[Module, ...] = Field(default=(), examples=[["our_policies"]])
+    """Python modules that are imported at the start and can register policies."""
     reload: Annotated[str, one_of(RELOADS)] = "watch"
-    """When this file is read again: watch (when it has changed, and on SIGHUP) or signal (on SIGHUP alone)."""
+    """When this file is read again: watch (when it changes, and on SIGHUP) or signal (only on SIGHUP)."""
     backends: tuple[Annotated[BackendConfig, from_text("url")], ...] = ()
-    """The vLLM servers; a plain URL may stand for an entry."""
+    """The vLLM servers: plain URLs, or entries with further keys."""
     discovery: DiscoveryConfig = DiscoveryConfig()
-    """Where further backends are found, while the proxy runs."""
-    bands: dict[str, Integer] = Field(default_factory=dict)
-    """Further bands, larger integers first, beside critical 100, default 0 and sheddable -100: {urgent: 50}."""
+    """Where further backends are found while the proxy runs."""
+    bands: dict[str, Integer] = Field(default_factory=dict, examples=[{"urgent": 50}])
+    """Names for further bands, beside critical 100, default 0 and sheddable -100. Larger integers go first."""
     models: tuple[ModelConfig, ...] = ()
-    """What is special about names that clients ask for; all others need no entry."""
+    """Settings for names that clients request. Other models need no entry."""
     objectives: tuple[ObjectiveConfig, ...] = ()
-    """Objectives that headers may name."""
+    """Objectives that clients can select by a header."""
     tenants: tuple[TenantConfig, ...] = ()
-    """Who the clients are, by their keys; with any, a key is required."""
+    """Clients by their API keys. With one tenant or more, every request needs a key."""
     scheduling: SchedulingConfig = SchedulingConfig()
-    """Who goes next, and where."""
+    """Which request goes next, and to which backend."""
     queue: QueueConfig = Field(default=QueueConfig(), validate_default=True)
-    """Limits of the waiting room."""
+    """Limits of the queue."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    """Limits of one attempt."""
+    """Timeouts of one attempt."""
     retry: RetryConfig = RetryConfig()
-    """New attempts after a failure before the first byte."""
+    """Further attempts after a failure before the first byte."""
     health: HealthConfig = HealthConfig()
-    """When a backend is left alone."""
+    """When a backend is ejected."""
     poll: PollConfig = PollConfig()
-    """How backends are read."""
+    """How the load of backends is read."""
     _old_names: tuple[str, ...] = PrivateAttr(default=())
 
     @field_validator("backends")

@@ -8,34 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from llmproxy.config.config import BackendsFile, Config
+from llmproxy.config.keys import keys, leaves, sections_in
 from llmproxy.config.renamed import OLD_KEYS, advice
 from llmproxy.config.schema import BackendConfig, Section, may_be_null
 from llmproxy.config.unused import find_unused
 from llmproxy.config.value_types import nearest
 
 FILE_BYTES_MAX = 4 << 20
-FILE_ONLY = frozenset(
-    {
-        "plugins",
-        "bands",
-        "models",
-        "objectives",
-        "tenants",
-        "scheduling.ceilings",
-        "scheduling.min_shares",
-        "scheduling.weights",
-        "queue.band_ttl_s",
-    }
-)
-"""Keys whose values are too rich for one flag or variable."""
 NULLS = frozenset({"null", "none"})
 """Texts that a flag or a variable has for null, in any case, where its key may be null."""
 
@@ -120,28 +106,6 @@ def unused_settings(config: Config) -> list[str]:
     return [f"{dotted(place)}{reason}" for place, reason in find_unused(config)]
 
 
-def keys() -> dict[str, FieldInfo]:
-    """Every key that a flag or a variable can hold, dotted, in the order of the schema."""
-    return {key: field for key, field in _fields(Config) if key not in FILE_ONLY}
-
-
-def keys_of_files() -> Iterator[str]:
-    """Every key that only a file can hold, dotted, those of entries as `models[].target`."""
-    for key, field in _fields(Config):
-        if key in FILE_ONLY:
-            yield key
-        for entry in _sections(field.annotation):
-            yield from (f"{key}[].{inner}" for inner, _ in _fields(entry))
-
-
-def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _fields(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
-
-
 def _put(values: dict[Any, Any], place: Place, value: str | list[str] | None) -> bool:
     """Put `value` at `place`; False where the file has no section there, which is a problem told anyway."""
     for part in place[:-1]:
@@ -194,7 +158,7 @@ def _nearest_key(place: Place, top: type[Section]) -> str:
     that looks like it, those beside it first; else the likest of those beside it.
     """
     word, beside = str(place[-1]), tuple(section_at(top, place[:-1]).model_fields)
-    elsewhere = {key.rpartition(".")[2]: key for key, _ in _fields(top)}
+    elsewhere = {key.rpartition(".")[2]: key for key in leaves(top)}
     if twin := get_close_matches(word.lower(), beside, n=1, cutoff=0.8):
         return twin[0]
     if word in elsewhere:
@@ -210,15 +174,8 @@ def section_at(top: type[Section], place: Place) -> type[Section]:
     section = top
     for part in place:
         if isinstance(part, str):
-            section = next(_sections(section.model_fields[part].annotation))
+            section = next(sections_in(section.model_fields[part].annotation))
     return section
-
-
-def _sections(annotation: Any) -> Iterator[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _sections(argument)
 
 
 def dotted(place: Place) -> str:

@@ -70,60 +70,60 @@ def _holds_lines(field: FieldInfo) -> bool:
 
 class ClientsConfig(Section):
     connections_max: Count = 65_536
-    """Most connections open at once, if twice as many files may be open; more of them are closed with 503."""
+    """Most client connections open at once. More are closed with 503. The limit of open files can lower it."""
     address_connections_max: Count | None = None
-    """Most connections open at once from one address; more of them are closed with 429. null is no limit."""
+    """Most connections open at once from one address. More are closed with 429. null: no limit."""
     address_requests_per_s: Annotated[Number, Field(gt=0)] | None = None
-    """Most requests a second from one address; more of them are refused with 429. null is no limit."""
+    """Most requests per second from one address. More are refused with 429. null: no limit."""
     idle_timeout_s: Seconds = 75.0
-    """How long a connection is kept on which nothing is asked, or whose client does not read what is left for it."""
+    """A connection is closed after this time without a request, or without the client reading its response."""
     head_timeout_s: Seconds = 30.0
-    """Longest time from the first byte of a request to the end of its header fields, and for a TLS handshake."""
+    """Longest time to receive the header of a request, and to complete a TLS handshake."""
     head_bytes_max: Count = 128 << 10
-    """Largest head of a request: its request line and header fields."""
+    """Largest header of a request: request line and header fields."""
     head_fields_max: Count = 128
     """Most header fields of a request."""
     body_silence_s: Seconds = 30.0
-    """Longest silence between two pieces of a request body."""
+    """Longest pause between two pieces of a request body."""
     body_timeout_s: Seconds = 600.0
-    """Longest time for a whole request body to arrive."""
-    allowed_origins: Origins = ()
-    """Where web pages may come from that ask here from a browser (CORS): https://app.example, or * for anywhere."""
+    """Longest time to receive a whole request body."""
+    allowed_origins: Origins = Field(default=(), examples=[["https://app.example"]])
+    """Origins of web pages that may call the proxy from a browser (CORS). * allows every origin."""
 
 
 class TlsConfig(Section):
     cert: Path | None = None
-    """Certificate shown to clients, with its chain (PEM); followed when the file changes. null: plain http."""
+    """Certificate chain shown to clients (PEM). A changed file is read again. null: clients use plain http."""
     key: Path | None = None
-    """Its private key (PEM), without a passphrase; null where it is in the same file."""
+    """Private key of the certificate (PEM), without a passphrase. null: the key is in the same file."""
     client_ca: Path | None = None
-    """Authorities (PEM) of which clients must have a certificate; null asks for none. Read at the start."""
+    """CA certificates (PEM) that must have signed the certificate of each client. null: no client certificates."""
 
 
 class BackendTlsConfig(Section):
     ca: Path | None = None
-    """Authorities (PEM) that its certificate must come from, followed when the file changes; null: this machine's."""
+    """CA certificates (PEM) to verify the backend with. A changed file is read again. null: those of the system."""
     server_name: Name | None = None
-    """Name that is asked for and must be in its certificate; null is the host of its URL."""
+    """Name that the certificate must hold, also sent as SNI. null: the host of the URL."""
     insecure_skip_verify: bool = False
-    """Whether to believe any certificate: whoever stands between can then read and answer."""
+    """Accept any certificate. Anyone on the network path can then read and answer requests."""
 
 
 class BackendConfig(Section):
-    url: Annotated[str, AfterValidator(backend_url)]
-    """Base URL of one vLLM server; dns+http://HOST:PORT is every address of HOST, srv+http://NAME its SRV records."""
-    name: Name = Field(default_factory=lambda data: urlsplit(data.get("url", "")).netloc)
-    """What logs, metrics and the x-llmproxy-backend header call it; host:port unless given."""
+    url: Annotated[str, AfterValidator(backend_url)] = Field(examples=["http://gpu-0:8000"])
+    """Base URL of a vLLM server. dns+http://HOST:PORT: every address of HOST. srv+http://NAME: its SRV records."""
+    name: Name = Field(default_factory=lambda data: urlsplit(data.get("url", "")).netloc, examples=["gpu-0"])
+    """Name in logs, metrics and the x-llmproxy-backend header. Without it: host:port of the URL."""
     max_in_flight: Count | None = None
-    """Most requests in flight at once, the engine's --max-num-seqs; null learns it from the engine."""
-    prompt_tokens: PromptRange | None = None
-    """Lengths of prompts that it is meant for, [from, to]; others come where all else is much dearer. null: any."""
+    """Most requests in flight at once: the --max-num-seqs of the server. null: the proxy learns it."""
+    prompt_tokens: PromptRange | None = Field(default=None, examples=[[1, 4000]])
+    """Prompt lengths that the backend is meant for: [from, to]. Others only if the rest is much slower. null: any."""
     api_key: ApiKey | None = Field(default=None, repr=False)
-    """Key sent to this backend instead of backend_api_key."""
+    """API key sent to this backend. null: backend_api_key."""
     forward_priority: bool = False
-    """Whether to send it vLLM's own priority (lower first); its engine must run --scheduling-policy priority."""
+    """Send vLLM its own priority field. The server must run with --scheduling-policy priority."""
     tls: BackendTlsConfig = BackendTlsConfig()
-    """How to trust a backend that is reached by https."""
+    """How to verify a backend with an https URL."""
 
     @field_validator("tls")
     @classmethod
@@ -148,79 +148,79 @@ class BackendConfig(Section):
 
 
 class DiscoveryConfig(Section):
-    file: Path | None = None
-    """File with a list `backends` as here (YAML or JSON), looked at once a second; null is none."""
+    file: Path | None = Field(default=None, examples=["backends.yaml"])
+    """File with a list `backends` as in this file (YAML or JSON), checked every second. null: no file."""
     dns_interval_s: Seconds = 5.0
-    """Time between two look-ups of a backend whose url begins with dns+ or srv+."""
+    """Time between two DNS lookups of a backend whose url begins with dns+ or srv+."""
     gone_after: Count = 3
-    """Look-ups in a row that miss an address until its backend leaves; four times as many where they find none."""
+    """Lookups in a row without an address that remove its backend; four times as many if a lookup finds none."""
 
 
 class LimitsConfig(Section):
     in_flight: Count | None = None
-    """Most requests in flight at once; more of them wait. null is no limit."""
+    """Most requests in flight at once. More of them wait. null: no limit."""
     requests_per_min: Rate | None = None
-    """Most requests in a minute; more of them are refused with 429. null is no limit."""
+    """Most requests per minute. More are refused with 429. null: no limit."""
     tokens_per_min: Rate | None = None
-    """Most tokens of prompts and answers in a minute, beyond which requests are refused. null is no limit."""
+    """Most prompt and output tokens per minute. Further requests are refused with 429. null: no limit."""
 
 
 class ModelConfig(Section):
-    name: Name
-    """Name that clients ask for: a base model, an adapter or an alias."""
-    target: Name | None = None
-    """Base model or adapter that an alias stands for; null where the name is no alias."""
-    criticality: Criticality | None = None
-    """Band of its requests, by name or integer; null is the default band."""
+    name: Name = Field(examples=["gpt-4"])
+    """Name that clients request: a base model, an adapter or an alias."""
+    target: Name | None = Field(default=None, examples=["llama-3.1-8b"])
+    """Base model or adapter that an alias stands for. null: the name is no alias."""
+    criticality: Criticality | None = Field(default=None, examples=["critical"])
+    """Band of its requests: a name or an integer. null: the default band."""
     ttft_s: Seconds | None = None
-    """Objective of its requests: seconds to the first token, from arrival. null is none."""
+    """Objective for the time to first token, from arrival. null: no objective."""
     tpot_s: Seconds | None = None
-    """Objective of its requests: mean seconds for each further token. null is none."""
+    """Objective for the mean time per further token. null: no objective."""
     limits: LimitsConfig = LimitsConfig()
-    """What all requests for this name together may use; those for an alias count for the alias and its target."""
+    """Limits for all requests of this name together. A request for an alias counts for the alias and its target."""
 
 
 class ObjectiveConfig(Section):
-    name: Name
-    """What a trusted x-llm-d-inference-objective header may say."""
+    name: Name = Field(examples=["interactive"])
+    """Value of the header x-llm-d-inference-objective that selects this objective. Only trusted clients may send it."""
     criticality: Criticality | None = None
-    """Band of such requests, by name or integer; null leaves the one that they have without the header."""
+    """Band of such requests: a name or an integer. null: the band that they have without the header."""
     ttft_s: Seconds | None = None
-    """Seconds to the first token, from arrival; null leaves the objective of the tenant or the model."""
+    """Objective for the time to first token, from arrival. null: that of the tenant or the model."""
     tpot_s: Seconds | None = None
-    """Mean seconds for each further token; null leaves the objective of the tenant or the model."""
+    """Objective for the mean time per further token. null: that of the tenant or the model."""
 
 
 class KeyConfig(Section):
     hash: KeyHash = Field(repr=False)
-    """Hash of the key, as `llmproxy hash-key` prints it; the plain text of a hash may stand for an entry."""
-    expires: Moment | None = None
-    """When the key stops to open anything: a date (its first moment) or a timestamp, in UTC unless it names a zone."""
+    """Hash of the API key, as `llmproxy hash-key` prints it. A plain hash may stand for the whole entry."""
+    expires: Moment | None = Field(default=None, examples=["2027-01-31"])
+    """The key is refused from this moment on: a date or a timestamp, in UTC without a time zone. null: never."""
 
 
 class TenantConfig(Section):
-    name: Name
-    """What logs and metrics call the tenant."""
+    name: Name = Field(examples=["research"])
+    """Name of the tenant in logs and metrics."""
     keys: tuple[Annotated[KeyConfig, from_text("hash")], ...]
-    """Its keys; several allow one to be replaced without a break."""
+    """Hashes of its API keys. With two keys, one can be replaced without an interruption."""
     criticality: Criticality | None = None
-    """Band of its requests unless a trusted header names another; null is that of the model."""
+    """Band of its requests, unless a trusted header names another one. null: the band of the model."""
     band_max: Criticality | None = None
-    """Highest band that its requests may have, whatever asks for more; null is no such limit."""
+    """Highest band that its requests can have. null: no limit."""
     weight: Weight = 1.0
-    """Share of its flows beside others of their band."""
+    """Share of its flows, relative to other flows of the same band."""
     limits: LimitsConfig = LimitsConfig()
-    """What all its requests together may use."""
-    models: tuple[Name, ...] | None = None
-    """Names that it may ask for; all others are unknown to it. null allows all."""
+    """Limits for all its requests together."""
+    models: tuple[Name, ...] | None = Field(default=None, examples=[["llama-3.1-8b"]])
+    """Names that it may request. Other names are unknown to it. null: all names."""
     cache_salt: Annotated[str, AfterValidator(salt_of)] | None = Field(default=None, repr=False)
-    """Keeps its prompts apart in engines' prefix caches: auto, or a secret that tenants may share; null does not."""
+    """Separates its prompts in prefix caches: auto, or a secret that tenants can share. null: not separated."""
     trusted: bool = False
-    """Whether its headers that give advantage count, from wherever it comes; see trust_headers."""
+    """Its objective, fairness and SLO headers count, whatever address it comes from. See trust_headers."""
     ttft_s: Seconds | None = None
-    """Objective of its requests: seconds to the first token, from arrival; null is that of the model."""
+    """Objective for the time to first token, from arrival. null: that of the model."""
     tpot_s: Seconds | None = None
-    """Objective of its requests: mean seconds for each further token; null is that of the model."""
+    """Objective for the mean time per further token. null: that of the model."""
 
     @field_validator("keys")
     @classmethod
@@ -239,9 +239,10 @@ class TenantConfig(Section):
 
 class AdminConfig(Section):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address on which that port listens."""
+    """Address on which the admin port listens."""
     port: Annotated[Integer, Field(ge=0, le=65535)] | None = None
-    """Port for /metrics, /debug, /admin and adapters, which are then nowhere else; null: they share that of clients."""
+    """Port for /metrics, /debug, /admin and adapters. The client port then does not serve them. null: the client
+    port."""
 
 
 class SchedulingConfig(Section):
@@ -250,90 +251,92 @@ class SchedulingConfig(Section):
     ordering: Annotated[str, registered(orderings)] = "fcfs"
     """Which request of a flow goes next: fcfs, edf, least_slack or shortest."""
     placement: Annotated[str, registered(presets, PLACEMENTS)] = "cost"
-    """Where it goes: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend, epp_sticky."""
-    flow: Annotated[str, AfterValidator(flow_of)] = "model"
-    """What makes a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
-    session: Sessions = SESSIONS
-    """What the placement session keeps together: header:NAME, cookie:NAME or body:NAME; the first given counts."""
+    """Which backend gets it: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend or
+    epp_sticky."""
+    flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])
+    """What forms a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
+    session: Sessions = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
+    """Where the placement `session` finds the session: header:NAME, cookie:NAME or body:NAME. The first one present
+    counts."""
     charged: Annotated[str, registered(charges)] = "tokens"
-    """What fair_share and locality_fair_share share out: tokens, requests or kv_seconds (KV-cache held over time)."""
+    """What fair_share and locality_fair_share divide: tokens, requests or kv_seconds (KV cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}
-    """Saturation (0..1] at which a band waits; bands not named here take that of the next lower one."""
+    """Saturation (above 0, at most 1) from which a band waits. Other bands use that of the next lower band."""
     headroom_s: Annotated[Number, Field(ge=0)] = 60.0
-    """How long after the last request of a band its room is kept free, a slot at least; 0: no room is kept."""
-    min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = {}
-    """Least share of the work (0..1) of a band that waits, even against higher ones: {sheddable: 0.05}."""
-    weights: dict[str, Weight] = {}
-    """Shares of flows, by the name of the flow; others have that of their tenant, else 1: {my-model: 2.5}."""
+    """After a request, its band keeps one slot or more free of lower bands for this time. 0: none."""
+    min_shares: dict[str, Annotated[Number, Field(ge=0, le=1)]] = Field(default={}, examples=[{"sheddable": 0.05}])
+    """Least share of the work (0 to 1) of a waiting band, even against higher bands."""
+    weights: dict[str, Weight] = Field(default={}, examples=[{"my-model": 2.5}])
+    """Shares of flows by name. Other flows have the weight of their tenant, or 1."""
     input_weight: Annotated[Number, Field(ge=0)] = 1.0
     """Cost of one prompt token."""
     output_weight: Annotated[Number, Field(gt=0)] = 2.0
-    """Cost of one generated token."""
+    """Cost of one output token."""
     quantum_tokens: Annotated[Number, Field(gt=0)] = 16_384.0
-    """Most that a flow gets at a stretch under locality_fair_share, in what is charged, for each unit of its weight."""
+    """Most cost that locality_fair_share serves of one flow in a row, per unit of its weight."""
     slo_window_s: Seconds = 300.0
-    """How far back `slo` looks for requests that kept or missed their objective."""
+    """The fairness policy `slo` counts met and missed objectives over this time."""
     ageing_s: Seconds = 30.0
-    """Wait after which `shortest` serves a request by its age."""
+    """After this wait, the ordering `shortest` serves a request by its age."""
     preemption: bool = True
-    """Whether sheddable requests that a backend has but has not begun go back to wait when critical ones need room."""
+    """Take sheddable requests back from a backend that has not begun them, when critical requests need the slot."""
     refuse_late: bool = False
-    """Whether to refuse at once (429) what could not meet its objective even if it were served next."""
+    """Refuse a request at once (429) if it could not meet its objective even as the next one served."""
     look_ahead: Annotated[Integer, Field(ge=0)] | None = None
-    """Requests allowed in flight above an engine's batch limit, so that it never starves; null: by batch and times."""
+    """Requests in flight above the batch limit of an engine, so that it never runs dry. null: from batch and times."""
     start_limit: Count = 4
-    """Batch limit assumed of an engine before its own numbers teach better."""
+    """Batch limit assumed for an engine until its own numbers are known."""
     kv_full: Fraction = 1.0
-    """Use of its KV-cache (0..1] above which a backend counts as full."""
+    """KV cache usage (above 0, at most 1) from which a backend counts as full."""
     seed: Integer | None = None
-    """Seed of random choices, for runs that can be repeated; null differs each time."""
+    """Seed of random choices, for repeatable runs. null: another one at each start."""
 
 
 class QueueConfig(Section):
     ttl_s: Seconds = 60.0
-    """Longest wait in the queue, in seconds."""
-    band_ttl_s: dict[str, Seconds] = {}
-    """Longest wait of single bands, in seconds, instead of ttl_s: {sheddable: 600}."""
+    """Longest wait in the queue."""
+    band_ttl_s: dict[str, Seconds] = Field(default={}, examples=[{"sheddable": 600}])
+    """Longest wait by band, instead of ttl_s."""
     hold_s: Annotated[Number, Field(ge=0)] = 30.0
-    """Longest wait, beside the above, while no backend that serves the request is up; 0 refuses it at once."""
+    """Longest wait while no backend for the request is up, in addition to ttl_s. 0: refuse at once."""
     first_hold_s: Annotated[Number, Field(ge=0)] = 10.0
-    """The same while no backend has answered since the start, where that is shorter: an address may be wrong."""
+    """As hold_s, until the first backend has answered since the start; the shorter time counts."""
     requests_max: Count = 20_000
-    """Most requests waiting, over all bands."""
+    """Most waiting requests in all bands together."""
     bytes_max: Count = 1 << 30
-    """Most bytes of waiting request bodies, over all bands; below body_bytes_total_max, which counts them too."""
+    """Most bytes of waiting request bodies in all bands together. They count for body_bytes_total_max too."""
     tokens_max: Count | None = None
-    """Most tokens, as estimated, of waiting requests over all bands; null is no limit."""
+    """Most estimated tokens of waiting requests in all bands together. null: no limit."""
     band_requests_max: Count = 10_000
-    """Most requests waiting in one band."""
+    """Most waiting requests of one band."""
     band_bytes_max: Count = 1 << 30
-    """Most bytes of waiting request bodies in one band."""
+    """Most bytes of waiting request bodies of one band."""
     band_tokens_max: Count | None = None
-    """Most tokens, as estimated, of waiting requests of one band; null is no limit."""
+    """Most estimated tokens of waiting requests of one band. null: no limit."""
     flow_requests_max: Count | None = None
-    """Most requests waiting in one flow; null is no limit."""
+    """Most waiting requests of one flow. null: no limit."""
     flow_bytes_max: Count | None = None
-    """Most bytes of waiting request bodies in one flow; null is no limit."""
+    """Most bytes of waiting request bodies of one flow. null: no limit."""
     flow_tokens_max: Count | None = None
-    """Most tokens, as estimated, of waiting requests of one flow; null is no limit."""
+    """Most estimated tokens of waiting requests of one flow. null: no limit."""
 
 
 class TimeoutsConfig(Section):
     connect_s: Seconds = 5.0
-    """Longest time to open a connection to a backend."""
+    """Longest time to connect to a backend."""
     first_byte_s: Seconds = 300.0
     """Longest time from dispatch to the first body byte of a stream."""
     stall_s: Seconds = 120.0
-    """Longest silence between two pieces of a stream."""
+    """Longest pause between two pieces of a stream."""
     total_s: Seconds = 3600.0
-    """Longest time of one attempt, from dispatch to its last byte."""
+    """Longest time of one attempt, from dispatch to the last byte."""
     adapter_s: Seconds = 120.0
-    """Longest time for one backend to load or unload an adapter."""
+    """Longest time in which one backend loads or unloads an adapter."""
 
 
 class RetryConfig(Section):
     extra_attempts: Annotated[Integer, Field(ge=0, le=100)] = 2
-    """Most further backends tried after the first one failed before its first byte."""
+    """Most further attempts for a request that failed before its first byte."""
     budget_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.2
     """Most retries, as a share of all requests."""
 
@@ -342,19 +345,19 @@ class HealthConfig(Section):
     failures: Count = 3
     """Failed requests in a row that eject a backend."""
     backoff_s: Seconds = 1.0
-    """How long a first ejection lasts; each further one lasts twice as long."""
+    """Duration of the first ejection. Each further one lasts twice as long."""
     backoff_max_s: Seconds = Field(default=30.0, validate_default=True)
     """Longest ejection."""
     unreachable_after: Count = 2
-    """Polls in a row without an answer that mark a backend down."""
+    """Polls in a row without an answer that mark a backend as down."""
     ejected_max: Annotated[Number, Field(ge=0, le=1)] = 0.5
-    """Most of a pool's backends (0..1) that failed, hung or slow requests eject; one may always be."""
+    """Largest share of a pool (0 to 1) ejected for failed, hung or slow requests. One backend always may be."""
     slow_start_s: Annotated[Number, Field(ge=0)] = 5.0
-    """How long a backend that comes back takes to its full share, while others have room; 0 gives it all at once."""
+    """A backend that comes back reaches its full share after this time, if others have room. 0: at once."""
     hung_s: Seconds | None = 1.5
-    """Silence that ejects a backend that owes first bytes, if long prompts do not explain it; null never does."""
+    """A backend is ejected if its first bytes are this late and long prompts do not explain it. null: never."""
     slow_factor: Annotated[Number, Field(gt=1)] | None = 5.0
-    """How many times as slow as it was, beside its pool, a backend is ejected; null never does that."""
+    """A backend is ejected if it becomes this many times slower and its pool does not. null: never."""
 
     @field_validator("backoff_max_s")
     @classmethod
@@ -366,12 +369,12 @@ class HealthConfig(Section):
 
 class PollConfig(Section):
     interval_s: Seconds = 0.2
-    """Time between two readings of a backend that answers the short metrics page; without work, one a second."""
+    """Time between two readings of a backend with a short metrics page. An idle backend is read once a second."""
     page_interval_s: Seconds = 1.0
     """Time between two readings of a backend that has only the full metrics page."""
     models_interval_s: Seconds = 2.0
-    """Time between two looks at a backend's /v1/models."""
+    """Time between two requests for /v1/models of a backend."""
     timeout_s: Seconds = 2.0
-    """Longest time for one poll."""
+    """Longest time of one poll."""
     stale_after_s: Seconds = 5.0
-    """Age at which a reading is no longer believed."""
+    """Age from which a reading is no longer used."""

@@ -11,7 +11,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
 
 from llmproxy.core.policy_registry import Registry
 
@@ -26,6 +26,10 @@ KEY_PATTERN = r"^[\x21-\x7e]+$"
 KEY_CHARS_MAX = 4096
 AUTO_SALT = "auto"
 SALT_CHARS_MIN = 16
+
+
+class TypeName(str):
+    """What the reference page calls a type, as metadata of it."""
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -90,6 +94,12 @@ def networks_of(value: object) -> tuple[Network, ...]:
         except ValueError as error:
             raise ValueError(f"{error}; should be loopback, all, none, or networks such as 10.0.0.0/8") from None
     return tuple(found)
+
+
+def words_of(networks: tuple[Network, ...]) -> str:
+    """What `networks_of` reads as these networks."""
+    word = next((word for word, meant in TRUST_WORDS.items() if meant == networks), None)
+    return word or ", ".join(map(str, networks))
 
 
 def base_url(value: str) -> str:
@@ -246,10 +256,16 @@ Weight = Annotated[Number, Field(gt=0)]
 Rate = Annotated[Number, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 ApiKey = Annotated[str, Field(pattern=KEY_PATTERN, max_length=KEY_CHARS_MAX)]
-Criticality = Annotated[str | int, PlainValidator(criticality_of)]
-KeyHash = Annotated[str, PlainValidator(key_hash)]
-PromptRange = Annotated[tuple[Count, Count], AfterValidator(prompt_range)]
-Moment = Annotated[datetime, BeforeValidator(moment_of)]
+Criticality = Annotated[str | int, PlainValidator(criticality_of), TypeName("band")]
+KeyHash = Annotated[str, PlainValidator(key_hash), TypeName("hash of a key")]
+Networks = Annotated[
+    tuple[Network, ...],
+    PlainValidator(networks_of),
+    PlainSerializer(words_of, return_type=str),
+    TypeName("networks"),
+]
+PromptRange = Annotated[tuple[Count, Count], AfterValidator(prompt_range), TypeName("[from, to]")]
+Moment = Annotated[datetime, BeforeValidator(moment_of), TypeName("date or timestamp")]
 Module = Annotated[str, AfterValidator(module_name)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(origin_of)], ...], BeforeValidator(listed)]
 Sessions = Annotated[tuple[Annotated[str, AfterValidator(session_of)], ...], BeforeValidator(listed)]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from llmproxy import __version__
 from llmproxy.cli import commands as cli
-from llmproxy.cli.flags import FLAGS, Flag
+from llmproxy.cli.flags import COMMON, FLAGS, SHOWN, Flag
 from llmproxy.config import Config, hash_of, keys
 
 Serve = Callable[..., Config]
@@ -210,27 +210,42 @@ def test_a_wrong_variable_is_named(served: list[Config], monkeypatch: pytest.Mon
     assert not served
 
 
-def test_help_names_every_flag_once() -> None:
-    text = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "80"}).stdout
-    for flag in FLAGS:
-        assert len(re.findall(rf"^│ {flag.name} VALUE +│$", text, re.MULTILINE)) == 1
-    titles = re.findall(r"^╭─ ([\w ]+) ─+╮$", text, re.MULTILINE)
-    assert titles[:2] == ["Arguments", "Options"]
-    assert titles[2:-1] == sorted({key.partition(".")[0] for flag in FLAGS for key in flag.keys if "." in key})
-    assert titles[-1] == "Other names"
-    assert re.findall(r"^│ (-.*?) ", text, re.MULTILINE)[:2] == ["-c,", "--backends"], "what nobody can do without"
-    assert "[65536]" in text
-    assert max(map(len, text.splitlines())) == 80
-
-
-@pytest.mark.parametrize("command", ["check", "hash-key", "replica", "demo", "simulate", ""])
-def test_help_is_whole_at_80_columns(command: str) -> None:
-    done = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+def help_of(*arguments: str) -> str:
+    done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80"})
     assert done.exit_code == 0
     assert max(map(len, done.stdout.splitlines())) == 80
     assert "…" not in done.stdout
     assert "\x1b" not in done.stdout
-    assert "│ --help " in done.stdout
+    return done.stdout
+
+
+def flags_in(text: str) -> list[str]:
+    return re.findall(r"^│ (?:-c, )?(--[a-z0-9-]+) ", text, re.MULTILINE)
+
+
+def panels_in(text: str) -> list[str]:
+    return re.findall(r"^╭─ ([\w ]+) ─+╮$", text, re.MULTILINE)
+
+
+def test_help_shows_the_common_flags_in_panels() -> None:
+    text = help_of("serve", "--help")
+    common = [flag for flags in COMMON.values() for flag in flags]
+    assert panels_in(text) == ["Arguments", *COMMON, "Options"]
+    assert flags_in(text) == [*common, "--config", "--help-all", "--help"]
+    assert len(common) < 20
+
+
+def test_help_all_shows_one_flag_of_every_key() -> None:
+    text = help_of("serve", "--help-all")
+    assert SHOWN.keys() == keys().keys()
+    assert sorted(flags_in(text)) == sorted([*SHOWN.values(), "--config", "--help-all", "--help"])
+    assert len(set(panels_in(text))) == len(panels_in(text))
+    assert "[65536]" in text
+
+
+@pytest.mark.parametrize("command", ["check", "config", "hash-key", "replica", "demo", "simulate", ""])
+def test_help_is_whole_at_80_columns(command: str) -> None:
+    assert "│ --help " in help_of(*command.split(), "--help")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from llmproxy.config import (
-    BackendConfig,
     Config,
     ConfigError,
     Override,
@@ -23,71 +22,17 @@ from llmproxy.config import (
     load,
     settings_of,
 )
-from llmproxy.config.load import Document
-from llmproxy.config.schema import Section
+from llmproxy.config.keys import walk
 from llmproxy.core.placement import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings
-from tests import ROOT
-
-EXAMPLE = ROOT / "config.example.yaml"
 
 
 def problems(path: Path | None, *overrides: Override) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(path, overrides)
     return [problem.replace(f"{path}:", "FILE:") for problem in caught.value.problems]
-
-
-# --- the example file -------------------------------------------------------------------------------------------------
-
-
-def described(section: type[Section]) -> list[tuple[str, str | None]]:
-    """Every key below `section` with its description, in the order of the schema."""
-    found: list[tuple[str, str | None]] = []
-    for name, field in section.model_fields.items():
-        found.append((name, field.description))
-        inner = [field.annotation, *get_args(field.annotation)]
-        inner += [argument for one in inner for argument in get_args(one)]
-        for one in inner:
-            if isinstance(one, type) and issubclass(one, Section):
-                found += described(one)
-                break
-    return found
-
-
-@pytest.fixture
-def full_example(write: Any) -> Path:
-    """The example with the tenant in it that is commented out, because with tenants everybody needs a key."""
-    text = re.sub(r"^#(?=  )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
-    path: Path = write(text.replace("tenants: []", "tenants:"))
-    return path
-
-
-def test_example_shows_every_key_under_its_description(full_example: Path) -> None:
-    shown = re.findall(r"# (.+)\n *(?:- )?(\w+):", full_example.read_text())
-    assert [(key, comment) for comment, key in shown] == described(Config)
-
-
-def test_example_lets_everybody_in() -> None:
-    assert not load(EXAMPLE).needs_key()
-
-
-def test_example_holds_the_defaults(full_example: Path) -> None:
-    document = Document(full_example).values
-    shown, defaults = load(full_example), Config()
-    lists = {name: document.pop(name) for name in ("backends", "models", "objectives", "tenants")}
-    assert document.pop("trust_headers") == "loopback"
-    assert document == defaults.model_dump(mode="json", exclude={*lists, "trust_headers"})
-    assert shown.model_copy(update=dict.fromkeys(lists, ())) == defaults
-    for name, entries in lists.items():
-        assert [entry.model_dump(mode="json") for entry in getattr(shown, name)] == entries
-    assert shown.backends == (BackendConfig(url="http://localhost:8000"),)
-    for entry in (*shown.models, *shown.tenants):
-        needed = {"name", "keys"} & entry.model_fields_set
-        bare = type(entry).model_validate({name: getattr(entry, name) for name in needed})
-        assert entry == bare
 
 
 def test_descriptions_name_every_policy() -> None:
@@ -284,7 +229,7 @@ CONFIGURATIONS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["http://a", "a"]),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(sorted({key for key, _ in described(Config)})) | st.text(max_size=3), inner)
+        | st.dictionaries(st.sampled_from(sorted({key.last for key in walk(Config)})) | st.text(max_size=3), inner)
     ),
     max_leaves=12,
 )

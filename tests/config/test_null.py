@@ -21,7 +21,7 @@ from llmproxy.config import (
     settings_of,
     with_reloadable,
 )
-from llmproxy.config.load import _sections
+from llmproxy.config.keys import sections_in
 from llmproxy.config.schema import Section, may_be_null
 
 NULLABLE = [key for key, field in keys().items() if may_be_null(field)]
@@ -47,7 +47,7 @@ def entries() -> Iterator[tuple[str, type[Section], str]]:
     for name, field in Config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             continue
-        for section in _sections(field.annotation):
+        for section in sections_in(field.annotation):
             yield from ((name, section, key) for key, inner in section.model_fields.items() if may_be_null(inner))
 
 

@@ -1,0 +1,142 @@
+"""The options of the commands that have many: one table for each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic.fields import FieldInfo
+from typer import Option
+
+from llmproxy.cli.flags import COMMON, FLAGS, LIST_SEPARATORS, SHOWN
+from llmproxy.config import keys
+from llmproxy.config.reference import as_text, kind, meaning
+
+Command = Callable[..., None]
+Options = Mapping[str, tuple[Any, Any]]
+"""Parameter -> (annotated type, default)."""
+
+REQUIRED = inspect.Parameter.empty
+
+
+METAVARS: Mapping[Any, str] = {int: "N", float: "N", str: "TEXT"}
+
+
+def _option(kind: Any, *names: str, **about: Any) -> Any:
+    inner = get_args(kind)[0] if get_args(kind) else kind
+    item = get_args(inner)[0] if get_args(inner) else inner
+    about.setdefault("metavar", METAVARS.get(item))
+    return Annotated[kind, Option(*names, **about)]
+
+
+REPLICA: Options = {
+    "model": (_option(str, help="Name of the base model."), "sim"),
+    "adapters": (_option(list[str] | None, "--adapter", help="Name of a LoRA adapter; repeat it for more."), None),
+    "profile": (_option(str, help="Model and GPU that set the step times."), "llama-8b-h100"),
+    "max_num_seqs": (_option(int, min=1, help="Most sequences in one batch."), 256),
+    "max_loras": (_option(int, min=1, help="Most adapters in one batch."), 4),
+    "kv_tokens": (_option(int | None, min=16, help="Size of the KV cache; that of the profile unless given."), None),
+    "max_model_len": (_option(int | None, min=1, help="Longest sequence, in tokens."), None),
+    "speed": (_option(float, help="10 is ten times faster than real."), 1.0),
+    "seed": (_option(int, help="Seed of the random variation of step times."), 0),
+    "api_key": (_option(str | None, help="Key that clients must present."), None),
+    "shutdown": (
+        _option(
+            Literal["now", "hang"],
+            metavar="now|hang",
+            help="On SIGTERM: close open streams, or leave them hanging as vLLM does.",
+        ),
+        "now",
+    ),
+}
+SIMULATE: Options = {
+    "trace": (_option(str, metavar="FILE", help="A trace (.gz too), or a generator: gen:NAME,key=value,..."), REQUIRED),
+    "fleet": (_option(str, metavar="FLEET", help="8xllama-8b-h100, 4x...+4x..., or a YAML file."), REQUIRED),
+    "policies": (
+        _option(
+            list[str] | None,
+            "--policy",
+            metavar="NAME",
+            help="Policy to run; repeat it for more. Without it: the policy of the configuration.",
+        ),
+        None,
+    ),
+    "config": (_option(Path | None, "--config", "-c", metavar="FILE", help="A YAML file."), None),
+    "rate_scales": (
+        _option(
+            list[float] | None,
+            "--rate-scale",
+            help="2 doubles the arrival rate; repeat it for more loads. [default: 1]",
+        ),
+        None,
+    ),
+    "prefill_scales": (
+        _option(
+            list[float] | None,
+            "--prefill-scale",
+            help="Cost of a prompt token relative to the calibrated one; repeat it for more. [default: 1]",
+        ),
+        None,
+    ),
+    "replicate": (_option(int, min=1, help="Copies of the clients of the trace that run at once."), 1),
+    "skip": (_option(int, min=0, help="Requests to leave out at the start of the trace."), 0),
+    "requests": (_option(int | None, min=1, help="Requests of the trace to use; all unless given."), None),
+    "warmup": (_option(float, min=0.0, max=0.9, help="Share of the time that is not counted."), 0.0),
+    "seeds": (_option(int, min=1, max=1000, help="Runs of each policy, each with a seed of its own."), 1),
+    "first_seed": (_option(int, help="The first of those seeds."), 1),
+    "proxies": (_option(int | None, min=1, max=64, help="Proxies that know nothing of each other."), None),
+    "workers": (_option(int | None, min=1, help="Processes; one for each core unless given."), None),
+    "oracle": (_option(bool, help="Run the oracle beside the policies."), True),
+    "out": (
+        _option(Path | None, metavar="DIR", help="Folder for result.json and report.html; none unless given."),
+        None,
+    ),
+}
+
+
+def with_options(options: Options) -> Callable[[Command], Command]:
+    """A decorator that replaces the `**` parameter of a command by these options."""
+
+    def replace(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        for name, (annotation, default) in options.items():
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return command
+
+    return replace
+
+
+def flag_options() -> Options:
+    """One option for each flag of `serve`: the schema is their only list."""
+    fields, panel_of = keys(), {name: panel for panel, names in COMMON.items() for name in names}
+    options: dict[str, tuple[Any, Any]] = {}
+    # The common flags come in their order, and the others in that of the schema.
+    for flag in sorted(FLAGS, key=lambda flag: [*panel_of, flag.name].index(flag.name)):
+        key = flag.keys[0]
+        option = _option(
+            (list[str] if key in LIST_SEPARATORS else str) | None,
+            flag.name,
+            help=with_default(fields[key]),
+            metavar=_metavar(key, fields[key]),
+            hidden=SHOWN[key] != flag.name,
+            show_default=False,
+            rich_help_panel=panel_of.get(flag.name) or (key.partition(".")[0] if "." in key else "Other"),
+        )
+        options[flag.parameter] = option, None
+    return options
+
+
+def with_default(field: FieldInfo) -> str:
+    """What a key does, and what it is unless given."""
+    return meaning(field) + (f" [{as_text(field.default)}]" if isinstance(field.default, int | float | str) else "")
+
+
+def _metavar(key: str, field: FieldInfo) -> str:
+    number = "SECONDS" if key.endswith("_s") else "N"
+    words = {"integer": "N", "number": number, "path": "FILE", "true": "true|false"}
+    return "URL" if key == "backends" else words.get(kind(field).split()[0], "TEXT")

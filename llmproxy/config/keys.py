@@ -1,0 +1,77 @@
+"""Every key of the configuration, found by a walk through the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from llmproxy.config.config import Config
+from llmproxy.config.schema import Section
+
+FILE_ONLY = frozenset(
+    {
+        *("plugins", "bands", "models", "objectives", "tenants", "queue.band_ttl_s"),
+        *("scheduling.ceilings", "scheduling.min_shares", "scheduling.weights"),
+    }
+)
+"""Keys that one flag or variable cannot hold: mappings, and lists of sections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. `name` is dotted, and `[]` stands for the entries of a list: `models[].target`.
+
+    `owner` is the section that has it. `section` is the section below it: of the value, or of each entry of a list.
+    """
+
+    name: str
+    field: FieldInfo
+    owner: type[Section]
+    section: type[Section] | None = None
+
+    @property
+    def last(self) -> str:
+        """The part of the name that a file has in one line."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_section(self) -> bool:
+        """Whether the value is a section, not a list of sections."""
+        return self.section is not None and self.section is self.field.annotation
+
+
+def walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
+    """All keys of a section, in the order of the schema; each is followed by the keys below it."""
+    for name, field in section.model_fields.items():
+        key = Key(f"{prefix}{name}", field, section, next(sections_in(field.annotation), None))
+        yield key
+        if key.section is not None:
+            yield from walk(key.section, f"{key.name}{'.' if key.is_section else '[].'}")
+
+
+def sections_in(annotation: Any) -> Iterator[type[Section]]:
+    """The sections that a type has in it: itself, or that of its entries."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from sections_in(argument)
+
+
+def leaves(top: type[Section]) -> dict[str, FieldInfo]:
+    """Every key outside lists that is no section itself, dotted."""
+    return {key.name: key.field for key in walk(top) if "[]" not in key.name and not key.is_section}
+
+
+def keys() -> dict[str, FieldInfo]:
+    """Every key that a flag or a variable can hold, dotted, in the order of the schema."""
+    return {name: field for name, field in leaves(Config).items() if name not in FILE_ONLY}
+
+
+def keys_of_files() -> Iterator[str]:
+    """Every key that only a file can hold, dotted, those of entries as `models[].target`."""
+    for key in walk(Config):
+        if key.name in FILE_ONLY or ("[]" in key.name and not key.is_section):
+            yield key.name

@@ -1,0 +1,187 @@
+"""The pages that the schema generates: `config.example.yaml` and `docs/reference/configuration.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from textwrap import wrap
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from llmproxy.config.changes import read_at_start
+from llmproxy.config.config import Config
+from llmproxy.config.keys import FILE_ONLY, Key, walk
+from llmproxy.config.renamed import OLD_KEYS
+from llmproxy.config.schema import Section
+from llmproxy.config.value_types import TypeName, hash_of
+
+COLUMNS = 120
+SAMPLE = {
+    "backends": [{"url": "http://localhost:8000"}],
+    "models": [{"name": "my-model"}],
+    "objectives": [{"name": "interactive", "criticality": "critical", "ttft_s": 0.5}],
+    "tenants": [{"name": "acme", "keys": [{"hash": hash_of("acme"), "expires": "2027-01-31"}]}],
+}
+"""Entries that show the keys of lists which are empty by default."""
+HEAD = """\
+# Every key of llmproxy with its default, or with a sample where there is none. Each key outside lists is a flag and a
+# variable too: queue.ttl_s is --queue-ttl-s and LLMPROXY_QUEUE_TTL_S. Only a file can hold mappings, plugins, bands and
+# the keys of list entries. A key without a value is null. That is an error, unless the key can be null, or is a
+# section, a list or a mapping, which then has its default. `llmproxy check FILE` checks a file.
+# Tenants are commented out, because with one tenant or more every request needs a key.
+
+"""
+PAGE_HEAD = """\
+# Configuration
+
+`llmproxy config --markdown` prints this page from `llmproxy/config/schema.py`; `make reference` writes it.
+
+llmproxy reads one YAML file, named by `--config` or `LLMPROXY_CONFIG`. Each key outside lists is a flag and a variable
+too: `queue.ttl_s` is `--queue-ttl-s` and `LLMPROXY_QUEUE_TTL_S`. Flags override variables, which override the file,
+which overrides the defaults. Only the file can hold keys marked *file* and the keys of list entries, which have `[]` in
+their section. Keys marked *restart* are read when the proxy starts; every other key is also read when the file changes.
+`llmproxy config` prints all keys as a file, and `llmproxy check FILE` checks one.
+
+Units are in the names: `_s` is seconds, `_bytes` bytes, `_tokens` tokens.
+"""
+OLD_NAMES_HEAD = """
+## Old names
+
+The old name of a key works for one release. `llmproxy check` and the log name the key to write instead.
+
+| Old key | Key | Since |
+| --- | --- | --- |
+"""
+
+
+def sample() -> Config:
+    """The defaults, with one entry in each list of sections."""
+    return Config.model_validate(SAMPLE)
+
+
+# --- a configuration as YAML ------------------------------------------------------------------------------------------
+
+
+def example_file() -> str:
+    """The text of `config.example.yaml`."""
+    lines = list(_lines(sample(), "", secrets=True))
+    start = lines.index("tenants:")
+    end = next(i for i in range(start + 1, len(lines)) if not lines[i].startswith(" "))
+    lines[start:end] = ["tenants: []", *(f"#{line}" for line in lines[start + 1 : end])]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def as_yaml(config: Config) -> str:
+    """Every key of a configuration with its meaning, its type and its value. Secrets are shown as ***."""
+    return "\n".join(_lines(config, "", secrets=False)) + "\n"
+
+
+def _lines(section: Section, indent: str, *, secrets: bool, comments: bool = True) -> Iterator[str]:
+    values = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        entries = value if isinstance(value, tuple) and any(isinstance(one, Section) for one in value) else ()
+        if comments:
+            start = f"{indent}# "
+            yield from wrap(meaning(field), COLUMNS, initial_indent=start, subsequent_indent=start)
+        if isinstance(value, Section):
+            yield f"{indent}{name}:"
+            yield from _lines(value, f"{indent}  ", secrets=secrets, comments=comments)
+        elif entries:
+            yield f"{indent}{name}:"
+            for i, entry in enumerate(entries):
+                lines = list(_lines(entry, f"{indent}    ", secrets=secrets, comments=comments and not i))
+                first = next(i for i, line in enumerate(lines) if not line.lstrip().startswith("#"))
+                lines[first] = f"{indent}  - {lines[first].lstrip()}"
+                # The comment of the first key stands above the dash.
+                yield from (line.removeprefix("  ") if i < first else line for i, line in enumerate(lines))
+        else:
+            text = as_text(values[name]) if field.repr or secrets or not value else "'***'"
+            told = f"  # {kind(field)}" if comments else ""
+            if len(text) < COLUMNS or not isinstance(value, tuple):
+                yield f"{indent}{name}: {text}{told}"
+            else:
+                yield f"{indent}{name}:{told}"
+                yield from (f"{indent}  - {as_text(one)}" for one in values[name])
+
+
+def as_text(value: Any) -> str:
+    """A value as YAML in one line."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=1e9, sort_keys=False).removesuffix("\n...\n").strip()
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def meaning(field: FieldInfo) -> str:
+    """The description of a key, in one line."""
+    return " ".join((field.description or "").split())
+
+
+def page() -> str:
+    """The text of `docs/reference/configuration.md`."""
+    found = list(walk(Config))
+    text = PAGE_HEAD + _part("Top level", "", [key for key in found if key.owner is Config])
+    for key in found:
+        if key.section is not None:
+            title = key.name if key.is_section else f"{key.name}[]"
+            below = [one for one in found if one.owner is key.section and one.name.startswith(f"{title}.")]
+            text += _part(f"`{title}`", f"{meaning(key.field)}\n\n", below)
+    return (
+        text + OLD_NAMES_HEAD + "".join(f"| `{old}` | `{new.key}` | {new.since} |\n" for old, new in OLD_KEYS.items())
+    )
+
+
+def _part(title: str, about: str, found: list[Key]) -> str:
+    rows = "".join(f"| {' | '.join(_row(key))} |\n" for key in found if key.section is None)
+    return f"\n## {title}\n\n{about}| Key | Type | Default | Meaning |\n| --- | --- | --- | --- |\n{rows}"
+
+
+def _row(key: Key) -> list[str]:
+    told = [meaning(key.field)]
+    if key.field.examples:
+        told.append(f"Example: `{as_text(key.field.examples[0])}`.")
+    told += ["*file*"] * (key.name in FILE_ONLY) + ["*restart*"] * read_at_start(key.name)
+    return [f"`{key.last}`", kind(key.field), default(key), " ".join(told)]
+
+
+def default(key: Key) -> str:
+    """The default of a key as it is written in a file."""
+    if key.field.is_required():
+        return "required"
+    if key.field.default_factory_takes_validated_data:
+        return "from `url`"
+    section = key.owner.model_construct(**{key.last: key.field.get_default(call_default_factory=True)})
+    return f"`{as_text(section.model_dump(mode='json', include={key.last}, warnings=False)[key.last])}`"
+
+
+BOUNDS = {"ge": ">= {:g}", "gt": "> {:g}", "le": "<= {:g}"}
+WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path", NoneType: "null"}
+
+
+def kind(field: FieldInfo) -> str:
+    """The type of a key in words, such as `integer >= 1 or null`."""
+    return _kind(field.annotation, field.metadata)
+
+
+def _kind(annotation: Any, metadata: Iterable[Any]) -> str:
+    parts: list[Any] = [part for one in metadata for part in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    if named := [part for part in parts if isinstance(part, TypeName)]:
+        return named[-1]
+    arguments = [argument for argument in get_args(annotation) if argument is not ...]
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kind(arguments[0], [*arguments[1:], *parts])
+    if origin in (Union, UnionType):
+        return " or ".join(_kind(argument, ()) for argument in arguments)
+    if origin is tuple:
+        return f"list of {_kind(arguments[0], ())}"
+    if origin is dict:
+        return f"mapping of names to {_kind(arguments[1], ())}"
+    bounds = [words.format(getattr(part, at)) for part in parts for at, words in BOUNDS.items() if hasattr(part, at)]
+    return " ".join([WORDS.get(annotation, "section"), ", ".join(bounds)]).strip()
