@@ -1,4 +1,4 @@
-"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: vLLM's own words, for all replicas of a model at once."""
+"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: vLLM's interface, for all replicas of a model at once."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from llmproxy.gateway.proxying.response_writer import read_body
 from llmproxy.gateway.proxying.rules import Rulebook
 
 BODY_BYTES_MAX = 16 << 10
-"""Bodies are remembered; an adapter's name and path need no more."""
+"""Bodies are kept in memory. The name and path of an adapter need no more."""
 NAME_CHARS_MAX = 1_024
 PATH_CHARS_MAX = 4_096
 DRAIN_RETRY_S = 1.0
 
 
 class Keeper(Protocol):
-    """Who carries changes out."""
+    """Carries changes out."""
 
     async def carry_out(self, plan: Plan) -> Report:
-        """Tell the backends of a plan, and say what each of them made of it."""
+        """Send a plan to its backends, and report the reply of each."""
 
 
 class AdapterRoutes:
-    """Answers those who hold the admin key; who that is was found out before."""
+    """Serves these paths to clients that were authenticated before."""
 
     def __init__(self, adapters: Adapters, keeper: Keeper, dispatcher: Dispatcher, rulebook: Rulebook) -> None:
         self._adapters = adapters
@@ -40,7 +40,7 @@ class AdapterRoutes:
         self._rulebook = rulebook
 
     async def serve(self, path: str, request: web.BaseRequest) -> web.Response:
-        """Carry out one change and report on it. Raises Failure for one that no backend was told of."""
+        """Carry out one change and report on it. Raises Failure if it was sent to no backend."""
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=DRAIN_RETRY_S)
         fields = await _fields(request, self._rulebook.current.config.clients)
@@ -65,7 +65,7 @@ class AdapterRoutes:
 
 
 def _answer(report: Report) -> web.Response:
-    """200 when every backend took the change. The backends' own status where all of them refused it alike, else 502."""
+    """200 if every backend accepted the change. The backends' status if all refused it with the same one, else 502."""
     failed = [reply for reply in report.replies if not reply.taken]
     shown: dict[str, Any] = {
         "adapter": report.change.name,
@@ -83,17 +83,17 @@ def _answer(report: Report) -> web.Response:
         statuses = {reply.status for reply in report.replies if reply.status is not None}
         alike = statuses.pop() if not report.remembered and len(statuses) == 1 else 502
         status = alike if 400 <= alike < 500 else 502
-        told = "; ".join(f"{reply.backend}: {reply.message}" for reply in failed[:5])
+        replies = "; ".join(f"{reply.backend}: {reply.message}" for reply in failed[:5])
         later = " Those that have not taken it are told again." if report.remembered else ""
-        message = f"{len(failed)} of {len(report.replies)} replicas did not {report.change.kind} it: {told}{later}"
+        message = f"{len(failed)} of {len(report.replies)} replicas did not {report.change.kind} it: {replies}{later}"
         shown["error"] = error_fields(status, message)
     return web.Response(status=status, body=orjson.dumps(shown), content_type="application/json")
 
 
-async def _fields(request: web.BaseRequest, patience: ClientsConfig) -> dict[str, Any]:
+async def _fields(request: web.BaseRequest, limits: ClientsConfig) -> dict[str, Any]:
     if request.content_type != "application/json":
         raise _bad("Unsupported media type: the content type of this route is application/json.", None)
-    body = await read_body(request, BODY_BYTES_MAX, patience)
+    body = await read_body(request, BODY_BYTES_MAX, limits)
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -111,7 +111,7 @@ def _text(fields: dict[str, Any], key: str, chars_max: int) -> str:
 
 
 def _replicas(value: object) -> int | None:
-    """How many, None for all. Raises Failure."""
+    """The number of replicas, None for all. Raises Failure."""
     if value == "all":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,7 +1,7 @@
-"""Pages for the people who run the proxy and nobody else.
+"""Pages for operators, and the rule that decides who may see them.
 
-`GET /debug/queue`: what waits, why it waits and who has room. `GET /debug/explain`: where the last requests went, and
-why not elsewhere. `GET /debug/adapters`: what was loaded through the proxy.
+`GET /debug/queue` shows waiting requests, why they wait and which backends have room. `GET /debug/explain` shows where
+the last requests went, and why not elsewhere. `GET /debug/adapters` shows the adapters loaded through the proxy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
@@ -22,7 +23,7 @@ from llmproxy.core.domain import Outcome
 from llmproxy.core.rate_limit import TokenBucket
 from llmproxy.core.snapshot import BackendSnapshot, BandSnapshot, FlowSnapshot, PoolSnapshot, Position
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.gateway.admin.explained import pages_of
+from llmproxy.gateway.admin.explained import fields_of, pages_of
 from llmproxy.gateway.http.errors import Failure, error_body, nothing_at
 from llmproxy.gateway.http.routes import METRICS, Dialect
 from llmproxy.gateway.request.auth import digest_of, presented
@@ -31,15 +32,15 @@ QUEUE = "/debug/queue"
 ADAPTERS = "/debug/adapters"
 EXPLAIN = "/debug/explain"
 CHOICES = 10
-"""Choices shown of each pool where nobody says how many."""
+"""The default number of choices shown for each pool."""
 CHOICES_MAX = 100
 PAGES_PER_S = 5.0
 BURST = 10.0
-"""Pages that may be asked for at once after a pause. Each is built on the loop that serves everybody."""
+"""Pages that may be requested at once after a pause. Each is built on the loop that serves all requests."""
 
 UNSTORED = {"Cache-Control": "no-store"}
 FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-real-ip"})
-"""Fields that tell of a proxy before this one: then the peer's address is not the client's."""
+"""Fields that show a proxy in front of this one, so that the peer's address is not the client's."""
 
 WRONG_ADMIN_KEY = "This needs the admin key of the proxy (admin_key), as `Authorization: Bearer KEY`."
 NO_ADMIN_KEY = (
@@ -49,7 +50,7 @@ NO_ADMIN_KEY = (
 
 
 class AdminPages:
-    """Who may look, how often, and what they are shown. `clock` is that of the scheduler, in seconds."""
+    """Decides who may use administrative paths, and builds the debug pages. `clock` is the scheduler's, in seconds."""
 
     def __init__(self, config: Config, dispatcher: Dispatcher, adapters: Adapters, clock: Callable[[], float]) -> None:
         self._dispatcher = dispatcher
@@ -62,16 +63,16 @@ class AdminPages:
         self._bucket = TokenBucket(BURST, PAGES_PER_S)
 
     def reconfigure(self, config: Config) -> None:
-        """Go by another admin key, other names of bands and other tenants from now on."""
+        """Use another admin key, other names of bands and other tenants."""
         self._digest = None if config.admin_key is None else digest_of(config.admin_key)
         self._names = config.band_names()
         self._has_tenants = bool(config.tenants)
 
     def admits(self, request: web.BaseRequest) -> bool:
-        """True for a client on this machine, and for one that presents the admin key.
+        """Whether the client is on this machine or has the admin key.
 
-        A page from elsewhere in a browser on this machine is no such client, although its requests come from here. It
-        is known by its `Origin`, or where its own name was made to lead here (DNS rebinding), by `Host`.
+        A foreign web page in a browser on this machine is not admitted, although its requests come from here. Its
+        `Origin` gives it away, or its `Host` if its own name was made to point here (DNS rebinding).
         """
         if self.has_key(request):
             return True
@@ -81,7 +82,7 @@ class AdminPages:
         return self._names_us(host) and (origin is None or origin.lower().partition("://")[2] == host)
 
     def _names_us(self, host: str) -> bool:
-        """Whether a `Host` means this machine to itself, or is that on which the proxy listens; no page sends none."""
+        """Whether a `Host` is local or one on which the proxy listens. No web page sends an empty one."""
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name in ("", "localhost") or name in self._bound:
             return True
@@ -91,10 +92,10 @@ class AdminPages:
             return False
 
     def check(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> None:
-        """Raise Failure for whoever may not do this at this administrative path: the one rule for all of them.
+        """Raise Failure for a client that may not do this at this administrative path. All paths have this one rule.
 
-        404, as if there were no such path, for clients who may not look and where another port is for it; 401 for those
-        who may look but have not the key that a change needs. Metrics are for everybody, but where they name tenants.
+        404, as if the path did not exist, for a client that is not admitted or on the wrong port. 401 for an admitted
+        client without the key that a change needs. Metrics are public unless they name tenants.
         """
         if self._has_port is not on_admin_port:
             raise nothing_at(path)
@@ -107,25 +108,25 @@ class AdminPages:
             raise nothing_at(path)
         if path.startswith("/debug") or request.method in ("GET", "HEAD"):
             return
-        # A page in somebody's browser can post to this machine as well: being local is not enough to change things.
+        # A web page in a local browser can send a POST too, so changes need more than a local client.
         if not self.has_key(request):
             raise Failure(Outcome.UNAUTHORIZED, NO_ADMIN_KEY if self._digest is None else WRONG_ADMIN_KEY)
 
     def has_key(self, request: web.BaseRequest) -> bool:
-        """True for a client that presents the admin key."""
+        """Whether the client has the admin key."""
         return self._digest is not None and compare_digest(presented(request.headers), self._digest)
 
     def adapters(self) -> web.Response:
-        """What was loaded through the proxy, and how it stands with each on each backend; 429 as for `queue`."""
+        """The adapters loaded through the proxy, and their state on each backend; 429 as for `queue`."""
         if not self._bucket.try_take(1.0, self._clock()):
             return _too_often()
         states, more = self._adapters.states()
         return page_response({"adapters": [_adapter(state) for state in states], "more": more})
 
     def queue(self, request: web.BaseRequest) -> web.Response:
-        """The page, or with `?request=` where one waiting request stands (404 where none of that name waits).
+        """The whole queue, or with `?request=` the position of one waiting request (404 if none has that name).
 
-        429 to those who ask too often. No look is a request of the metrics or the log: it is of another kind.
+        429 if pages are requested too often. These requests appear neither in metrics nor in the log.
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
@@ -138,9 +139,9 @@ class AdminPages:
         return page_response(self._position(position))
 
     def explain(self, request: web.BaseRequest) -> web.Response:
-        """The last choices of each pool: `?limit=` of them (1 to 100), or `?request=` those for one request.
+        """The last choices of each pool: `?limit=` of them (1 to 100), or with `?request=` those for one request.
 
-        404 where none for that request is remembered, 429 as for `queue`.
+        404 if no choice for that request is remembered, 429 as for `queue`.
         """
         now, wanted = self._clock(), request.query.get("request")
         if not self._bucket.try_take(1.0, now):
@@ -159,21 +160,10 @@ class AdminPages:
 
     def _everything(self, now: float) -> dict[str, Any]:
         seen = self._pools.snapshot(now)
-        limits = [
-            {
-                "limit": one.name,
-                "in_flight": one.in_flight,
-                "in_flight_max": one.in_flight_max,
-                "requests_left": _rounded(one.requests_left, 1),
-                "tokens_left": _rounded(one.tokens_left, 1),
-            }
-            for one in seen.limits
-        ]
-        pools = [self._pool(pool) for pool in seen.pools]
         return {
             "nameless": self._dispatcher.nameless,
-            "pools": pools,
-            "usage_limits": limits,
+            "pools": [self._pool(pool) for pool in seen.pools],
+            "usage_limits": [fields_of(limit, 1, name="limit") for limit in seen.limits],
             "more_usage_limits": seen.limits_more,
         }
 
@@ -214,36 +204,13 @@ class AdminPages:
         }
 
     def _position(self, position: Position) -> dict[str, Any]:
-        return {
-            "request": position.label,
-            "id": position.id,
-            "pool": position.pool,
-            "band": self._name(position.band),
-            "flow": position.flow,
-            "ahead_in_higher_bands": position.ahead_in_bands,
-            "ahead_in_flow": position.ahead_in_flow,
-            "waited_s": _rounded(position.waited_s),
-            "left_s": _rounded(position.left_s),
-            "parked_for": position.parked,
-        }
+        renamed = {"label": "request", "ahead_in_bands": "ahead_in_higher_bands", "parked": "parked_for"}
+        return fields_of(position, 4, **renamed) | {"band": self._name(position.band)}
 
 
 def _flow(flow: FlowSnapshot) -> dict[str, Any]:
-    head = flow.head
-    return {
-        "flow": flow.flow,
-        "waiting": flow.waiting,
-        "oldest_age_s": _rounded(flow.oldest_age_s),
-        "head": {
-            "request": head.label,
-            "id": head.id,
-            "age_s": _rounded(head.age_s),
-            "left_s": _rounded(head.left_s),
-            "prompt_tokens": head.prompt_tokens,
-            "slack_s": _rounded(head.slack_s),
-        },
-        "standing": {name: _rounded(value) for name, value in flow.standing},
-    }
+    head = fields_of(flow.head, 4, label="request")
+    return fields_of(flow, 4) | {"head": head, "standing": {name: round(value, 4) for name, value in flow.standing}}
 
 
 def _adapter(state: AdapterState) -> dict[str, Any]:
@@ -252,15 +219,12 @@ def _adapter(state: AdapterState) -> dict[str, Any]:
         "model": state.pool,
         "path": state.path,
         "later_ones_too": state.joining,
-        "replicas": [
-            {"backend": one.backend, "wanted": one.wanted, "done": one.done, "failures": one.failures}
-            for one in state.standings
-        ],
+        "replicas": msgspec.to_builtins(state.standings),
     }
 
 
 def page_response(page: dict[str, Any], *, status: int = 200) -> web.Response:
-    """A page for people to read, which nothing on the way may keep."""
+    """An indented page for people, which no cache may keep."""
     return web.Response(status=status, body=_dumped(page), content_type="application/json", headers=UNSTORED)
 
 
@@ -268,7 +232,7 @@ def _dumped(page: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(page, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     except TypeError:
-        # A header that was no UTF-8 named a flow.
+        # A flow was named by a header that is not UTF-8.
         return json.dumps(page, indent=2).encode() + b"\n"
 
 
@@ -288,5 +252,5 @@ def _is_local(peer: str | None) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _rounded(value: float | None, digits: int = 4) -> float | None:
-    return None if value is None else round(value, digits)
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,4 +1,4 @@
-"""Choices of a placement that prices in seconds, as `/debug/explain` tells them: a line to read, and its numbers."""
+"""The page `/debug/explain`: the choices of a placement that prices in seconds, as readable lines and as numbers."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from collections.abc import Iterable
 from math import floor, log10
 from typing import Any
 
+import msgspec
+
 from llmproxy.core.domain import BackendPace, Explained, Learned, Price
 from llmproxy.core.snapshot import PoolChoices
 
 PRICES_MAX = 500
-"""Candidates on one page, over all choices and pools; what is beyond is counted. One costs about 15 µs."""
+"""The most candidates on one page, over all choices and pools. One takes about 15 µs. Further choices are counted."""
 UNPRICED = "This placement has no prices; the terms of its choices are in the log."
 ALIKE = 0.05
-"""How far a pace may be from the pool's and still be told as the same."""
+"""A pace that differs by less than this share from the pool's is shown as the same."""
 
 
 def pages_of(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str | None) -> list[dict[str, Any]]:
-    """Each pool with its last `limit` choices, or with those for the request of this id or label, the newest first."""
+    """Each pool with its last `limit` choices, newest first; with `wanted`, those for this request id or label."""
     pages, left = [], PRICES_MAX
     for pool in pools:
         found = [choice for choice in pool.choices if wanted is None or wanted in (choice.id, choice.label)]
         shown = []
         for choice in found[:limit]:
-            # One choice is shown however large the fleet is.
+            # One choice is always shown, however large the fleet is.
             if len(choice.prices) > left and left < PRICES_MAX:
                 break
             left -= len(choice.prices)
@@ -37,11 +39,11 @@ def pages_of(pools: Iterable[PoolChoices], now: float, limit: int, wanted: str |
 
 
 def line_of(price: Price, prompt_tokens: int) -> str:
-    """One price as a person reads it.
+    """One price as a readable line.
 
     `gpu-2: 0.41 s = queue 0.10 + prefill 0.27 (1,830 of 9,200 tokens uncached) + adapter 0 + harm 0.04`
     """
-    # Two digits of the sum, and its parts to the same place: what is nothing beside the sum should look like nothing.
+    # The sum has two digits, and its parts have the same places, so that a negligible part is shown as 0.
     digits = max(2, 1 - floor(log10(price.total_s))) if price.total_s > 0.0 else 2
     parts = []
     for name, seconds in price.terms:
@@ -55,7 +57,7 @@ def line_of(price: Price, prompt_tokens: int) -> str:
 
 
 def pace_line_of(pace: BackendPace) -> str:
-    """The pace of one backend as a person reads it: `gpu-3: prompts 1.9x slower, tokens as the pool, ...`."""
+    """The pace of one backend as a readable line: `gpu-3: prompts 1.9x slower, tokens as the pool, ...`."""
     return (
         f"{pace.backend}: prompts {_compared(pace.prefill_factor)}, tokens {_compared(pace.step_factor)}, "
         f"{pace.busy_share:.0%} busy with prompts, {pace.in_flight:,} sequences in flight, "
@@ -85,14 +87,9 @@ def _choice(choice: Explained, now: float) -> dict[str, Any]:
 def _candidate(price: Price, prompt_tokens: int) -> dict[str, Any]:
     return {
         "line": line_of(price, prompt_tokens),
-        "backend": price.backend,
-        "total_s": round(price.total_s, 6),
+        **fields_of(price, 6),
         "terms": {name: round(seconds, 6) for name, seconds in price.terms},
         "cached_tokens": round(price.cached_tokens),
-        "cold_adapter": price.cold_adapter,
-        "ttft_s": round(price.ttft_s, 6),
-        "tpot_s": round(price.tpot_s, 6),
-        "fits": price.fits,
     }
 
 
@@ -108,17 +105,14 @@ def _learned(learned: Learned | None) -> dict[str, Any] | None:
         "adapter_s": round(learned.adapter_s, 6),
         "ttft_p90_factor": round(learned.ttft_p90_factor, 3),
         "tpot_p90_factor": round(learned.tpot_p90_factor, 3),
-        "backends": [
-            {
-                "line": pace_line_of(pace),
-                "backend": pace.backend,
-                "prefill_factor": round(pace.prefill_factor, 3),
-                "step_factor": round(pace.step_factor, 3),
-                "busy_share": round(pace.busy_share, 3),
-                "in_flight": pace.in_flight,
-                "indexed_blocks": pace.indexed_blocks,
-                "indexed_blocks_max": pace.indexed_blocks_max,
-            }
-            for pace in learned.backends
-        ],
+        "backends": [{"line": pace_line_of(pace), **fields_of(pace, 3)} for pace in learned.backends],
+    }
+
+
+def fields_of(record: object, digits: int, **renamed: str) -> dict[str, Any]:
+    """The fields of a struct or dataclass for a page, with floats rounded; `renamed` maps field names to page names."""
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    return {
+        renamed.get(name, name): round(value, digits) if isinstance(value, float) else value
+        for name, value in fields.items()
     }
