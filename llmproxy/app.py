@@ -109,7 +109,7 @@ class Proxy:
 
     def look_for_backends(self) -> None:
         """Know the backends of the configuration, and ask every source that it names for more."""
-        self.registry.tell(CONFIGURED, _configured(self.config))
+        self.registry.update(CONFIGURED, _configured(self.config))
         self.discovery.reconfigure(self.config)
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
@@ -174,7 +174,7 @@ async def running(
         stack.push_async_callback(peers.close)
         proxy = await _wired(stack, config, reread, pools, backend_log, peers)
         backend_log.expect(backend.name for backend in _configured(config))
-        proxy.registry.drain_who_joins(drained)
+        proxy.registry.drain_on_join(drained)
         if limits is not None:
             proxy.registry.recall_limits(limits.read())
             await stack.enter_async_context(background_task(limits.follow(proxy.registry.known_limits)))

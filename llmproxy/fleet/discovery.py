@@ -188,7 +188,7 @@ class Discovery:
         for name in [name for name in self._running if name not in wanted]:
             self._running.pop(name).task.cancel()
             self._silent.discard(name)
-            self._registry.withdraw(name)
+            self._registry.remove_source(name)
         for name, (definition, make) in wanted.items():
             running = self._running.get(name)
             if running is not None and running.definition == definition:
@@ -212,7 +212,7 @@ class Discovery:
                 if backends is not None:
                     self._silent.discard(name)
                     self._expects(bool(self._silent))
-                    self._registry.tell(name, backends)
+                    self._registry.update(name, backends)
                     self._on_look(name, True)
                     if wrong:
                         _log.info("discovery_recovered", source=name)

@@ -100,9 +100,9 @@ class _LapFailed(Exception):  # noqa: N818 - an answer of the backend, not an er
 class Poller:
     """Polls one backend for as long as `run` runs.
 
-    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None.
-    `works` says whether it was given work that has not ended. `clock` gives the seconds that readings are stamped with:
-    the scheduler's clock, the event loop's own unless given.
+    `url` is the backend's base URL without a trailing slash, `api_key` its bearer key or None. `has_work` says whether
+    requests are in flight there. `clock` gives the time stamps of readings in seconds: it is the scheduler's clock, and
+    the event loop's unless given.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Poller:
         events: BackendObserver,
         pace: Pace,
         *,
-        works: Callable[[], bool] = lambda: True,
+        has_work: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class Poller:
         self._upstream = upstream
         self._events = events
         self._pace = pace
-        self._works = works
+        self._has_work = has_work
         self._clock = clock or asyncio.get_running_loop().time
         self._rng = rng or random.Random()
         self._bug: str | None = None
@@ -195,7 +195,7 @@ class Poller:
         while (left_s := end_s - self._clock()) > 0.0:
             await asyncio.sleep(min(left_s, self._pace.interval_s))
             # To look costs a tenth of what asking does.
-            if self._works():
+            if self._has_work():
                 self._metrics_due_s = -inf
                 return
 
@@ -237,7 +237,7 @@ class Poller:
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
         self._metrics_due_s = self._clock() + self._jittered(interval_s)
-        idle = reading is not None and not (reading.running or reading.waiting or self._works())
+        idle = reading is not None and not (reading.running or reading.waiting or self._has_work())
         self._idle = idle and interval_s < HEALTH_INTERVAL_S
         if self._idle:
             self._metrics_due_s = max(self._metrics_due_s, self._health_due_s)

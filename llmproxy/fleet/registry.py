@@ -1,8 +1,8 @@
-"""Who the backends are: the one place where they come, change, drain and go.
+"""The registry of backends: the one place where backends join, change, drain and leave.
 
-Sources (the configuration, a watched file, DNS) each tell the set that they want; the union of these is what there
-should be. What is missing joins. What is wanted by nobody any more leaves: it is given nothing new, what is in flight
-there ends in its own time (`timeouts.total_s` at the most), and then it is forgotten.
+Each source (the configuration, a watched file, DNS) says which backends it wants; the registry holds the union. A
+backend that is missing joins. A backend that no source wants any more leaves: it gets no new requests, those in flight
+end in their own time (`timeouts.total_s` at the most), and then it is removed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from llmproxy.upstream.tls import peers_tls
 _log = structlog.get_logger()
 
 
-class State(StrEnum):
-    """How a backend stands with those who run the proxy."""
+class MemberState(StrEnum):
+    """The state of a backend, as the admin API shows it."""
 
     UP = "up"
     RESTING = "resting"
@@ -51,7 +51,7 @@ class _Member:
 
 
 class BackendRegistry:
-    """The members of the fleet, with the poller of each, which runs until the member is gone or `close` is called.
+    """The backends, with the poller of each, which runs until the backend is removed or `close` is called.
 
     `peers` is kept up to date for those who send requests. `events` is told what polls find out, and of every backend
     that is removed.
@@ -83,36 +83,37 @@ class BackendRegistry:
 
     @property
     def backends(self) -> Mapping[str, BackendConfig]:
-        """Every member by its name, those that leave included, and before those that are wanted again; one mapping that
-        follows all changes."""
+        """Every backend by its name; one mapping that follows all changes.
+
+        Backends that leave are included. They come before those that were wanted again."""
         return MappingProxyType(self._backends)
 
     @property
     def pollers(self) -> Mapping[str, Poller]:
-        """The poller of every member, in the same way."""
+        """The poller of every backend, in the same way."""
         return MappingProxyType(self._pollers)
 
-    # --- what sources and those who run it want -------------------------------------------------------------------
+    # --- what sources and operators want --------------------------------------------------------------------------
 
-    def tell(self, source: str, backends: Sequence[BackendConfig]) -> None:
-        """`source` wants these backends and no others; of two of one name or URL, the one told of first has its way.
+    def update(self, source: str, backends: Sequence[BackendConfig]) -> None:
+        """`source` wants these backends and no others. Of two with one name or URL, the first one counts.
 
-        Raises ConfigError for authorities of one that cannot be read, and has changed nothing then.
+        Raises ConfigError for a file of authorities that cannot be read, and then nothing has changed.
         """
         if self._wanted.get(source) == tuple(backends):
-            # As with most looks at DNS; to read the authorities of all again takes 34 ms for each.
+            # Most answers of DNS are the same again, and to read the authorities takes 34 ms for each backend.
             return
         peers_tls(backends)
         self._wanted[source] = tuple(backends)
-        self._settle()
+        self._reconcile()
 
-    def withdraw(self, source: str) -> None:
-        """`source` is no more, and wants nothing."""
+    def remove_source(self, source: str) -> None:
+        """`source` does not exist any more, and wants no backends."""
         if self._wanted.pop(source, None) is not None:
-            self._settle()
+            self._reconcile()
 
     def reconfigure(self, poll: PollConfig, api_key: str | None) -> None:
-        """Poll at another pace, or with another key where a backend has none of its own."""
+        """Poll at other intervals, or with another key where a backend has none of its own."""
         if (poll, api_key) == (self._poll, self._api_key):
             return
         self._poll, self._api_key = poll, api_key
@@ -120,28 +121,28 @@ class BackendRegistry:
             self._poll_anew(member)
 
     def drain(self, name: str) -> None:
-        """Grant nothing new on a backend until `undrain`, whatever its source says. Raises KeyError."""
+        """Send no new requests to a backend until `undrain`, whatever its source says. Raises KeyError."""
         self._set_drained(self._members[name], drained=True)
 
     def undrain(self, name: str) -> None:
-        """Let a backend be given work again. Raises KeyError; one that leaves leaves all the same."""
+        """Let a backend have requests again, unless it leaves. Raises KeyError."""
         self._set_drained(self._members[name], drained=False)
 
-    def drain_who_joins(self, names: Iterable[str]) -> None:
-        """Drain these as soon as they are members: a predecessor of this process was told to."""
+    def drain_on_join(self, names: Iterable[str]) -> None:
+        """Drain these backends as soon as they join, because they were drained in the predecessor of this process."""
         self._drained_before.update(names)
 
     def recall_limits(self, known: Mapping[str, KnownLimit]) -> None:
-        """Let those who join start from the batch limits that an earlier process learned, by URL."""
+        """Let backends that join start from the batch limits that an earlier process learned, by URL."""
         self._recalled = known
 
     def known_limits(self) -> dict[str, KnownLimit]:
-        """What was learned of the batch limits of members, by URL."""
+        """The learned batch limits of all backends, by URL."""
         known = self._pools.known_limits()
         return {self._backends[name].url: limit for name, limit in known.items() if name in self._backends}
 
     def drained(self) -> set[str]:
-        """The backends that somebody drained, those that are still to join included."""
+        """The backends that an operator drained, those that are still to join included."""
         return {name for name, member in self._members.items() if member.drained} | self._drained_before
 
     def _set_drained(self, member: _Member, *, drained: bool) -> None:
@@ -156,9 +157,9 @@ class BackendRegistry:
         self._pools.drain_backend(member.config.name, drained=drained)
         self._dispatcher.reconsider()
 
-    # --- the one way in, and the one way out ----------------------------------------------------------------------
+    # --- joining, changing and leaving ----------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _reconcile(self) -> None:
         wanted: dict[str, tuple[BackendConfig, str]] = {}
         urls: set[str] = set()
         clashes: set[tuple[str, str]] = set()
@@ -169,7 +170,7 @@ class BackendRegistry:
                     continue
                 wanted[backend.name] = backend, source
                 urls.add(backend.url)
-        # Those that are wanted come last: a URL is theirs, and not that of one that leaves it.
+        # Wanted backends come last, so that a URL belongs to them and not to a backend that leaves.
         staying = (backend for backend, _ in wanted.values())
         self._peers.replace([*(one for name, one in self._backends.items() if name not in wanted), *staying])
         for source, name in sorted(clashes - self._clashes):
@@ -219,14 +220,15 @@ class BackendRegistry:
 
     def _leave(self, member: _Member) -> None:
         name = member.config.name
-        member.leaving, member.since_s = asyncio.create_task(self._gone(member), name=f"leave {name}"), _now()
+        member.leaving = asyncio.create_task(self._remove_when_empty(member), name=f"leave {name}")
+        member.since_s = _now()
         self._apply_drain(member)
         _log.info("backend_leaves", backend=name, in_flight=self._dispatcher.in_flight(name))
 
-    async def _gone(self, member: _Member) -> None:
+    async def _remove_when_empty(self, member: _Member) -> None:
         name = member.config.name
         await self._dispatcher.emptied(name)
-        # From here on nothing waits: a backend that was just found empty cannot be granted to anybody meanwhile.
+        # No await from here on, so that no request can be sent to the empty backend meanwhile.
         member.polling.cancel()
         del self._members[name], self._backends[name], self._pollers[name]
         self._peers.replace(self._backends.values())
@@ -241,7 +243,7 @@ class BackendRegistry:
         key = backend.api_key or self._api_key
         poller = Poller(
             backend.name, backend.url, key, self._upstream, self._events, self._poll,
-            works=lambda: self._dispatcher.in_flight(backend.name) > 0,
+            has_work=lambda: self._dispatcher.in_flight(backend.name) > 0,
         )  # fmt: skip
         self._pollers[backend.name] = poller
         return poller
@@ -255,32 +257,32 @@ class BackendRegistry:
         member.polling = self._start(member.poller, member.config.name)
 
     async def close(self) -> None:
-        """Stop all pollers, and let nobody leave any more."""
+        """Stop all pollers and all removals."""
         tasks = [task for m in self._members.values() for task in (m.polling, m.leaving) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- looking in -----------------------------------------------------------------------------------------------
+    # --- what the admin API shows ---------------------------------------------------------------------------------
 
     def statuses(self) -> list[BackendStatus]:
-        """Every member, by name."""
+        """Every backend, in the order of names."""
         return [self._status(member) for _, member in sorted(self._members.items())]
 
     def status(self, name: str) -> BackendStatus:
-        """One member. Raises KeyError."""
+        """One backend. Raises KeyError."""
         return self._status(self._members[name])
 
     def _status(self, member: _Member) -> BackendStatus:
         backend = self._pools.backends[member.config.name]
         if member.leaving is not None:
-            state = State.LEAVING
+            state = MemberState.LEAVING
         elif member.drained:
-            state = State.DRAINED
+            state = MemberState.DRAINED
         elif backend.health.down:
-            state = State.DOWN
+            state = MemberState.DOWN
         else:
-            state = State.UP if backend.health.available(_now()) else State.RESTING
+            state = MemberState.UP if backend.health.available(_now()) else MemberState.RESTING
         config = member.config
         in_flight = self._dispatcher.in_flight(config.name)
         return BackendStatus(config.name, config.url, member.source, state, in_flight, member.since_s)

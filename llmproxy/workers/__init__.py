@@ -1,1 +1,1 @@
-"""Relay workers: further processes that carry bytes, and ask the one process that schedules for every lease."""
+"""Relay workers: processes that relay requests and answers. The scheduler process grants each of their leases."""

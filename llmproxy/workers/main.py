@@ -1,8 +1,8 @@
-"""One relay worker: `python -m llmproxy.workers.main FD`; FD is its end of the socket to the scheduler process.
+"""One relay worker: `python -m llmproxy.workers.main FD`, where FD is its end of the socket to the scheduler process.
 
-It accepts clients, reads their requests and carries bytes; every lease comes from the other end. It follows the process
-that started it: signals for the proxy are not for the worker, and when the other end is gone it cuts what it has and
-ends, because nobody would know any more what runs where.
+It accepts clients, reads their requests and relays bytes; the scheduler process grants every lease. A worker ignores
+signals. When the scheduler process ends, the worker cuts its requests and ends too, because no process would know any
+more which requests run on which backend.
 """
 
 from __future__ import annotations
@@ -40,48 +40,48 @@ HELD_S = 1.0
 _log = structlog.get_logger()
 
 
-class _Line:
-    """The line to the scheduler. Messages wait until there is somebody to hear them, and are heard in their order."""
+class _SchedulerLink:
+    """The connection to the scheduler. Messages wait, in their order, until the worker is built and can handle them."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
-        """There is nothing more to do: the worker was told to stop, or the scheduler is gone."""
+        """The worker has to end: it was told to stop, or the scheduler is gone."""
         self.lost = asyncio.Event()
-        self.begun: asyncio.Future[tuple[protocol.WorkerStart, Config]] = asyncio.get_running_loop().create_future()
+        self.started: asyncio.Future[tuple[protocol.WorkerStart, Config]] = asyncio.get_running_loop().create_future()
         self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._take, self._lost)
         self._early: list[protocol.ToWorker] = []
-        self._begin: protocol.WorkerStart | None = None
-        self._hear: Callable[[protocol.ToWorker], None] | None = None
+        self._start: protocol.WorkerStart | None = None
+        self._handle: Callable[[protocol.ToWorker], None] | None = None
         self._on_lost: Callable[[], None] = lambda: None
 
-    def hear(self, hear: Callable[[protocol.ToWorker], None], on_lost: Callable[[], None]) -> None:
-        """From now on `hear` is told everything, first what came already, and `on_lost` of the end."""
-        self._hear, self._on_lost = hear, on_lost
+    def handle_by(self, handle: Callable[[protocol.ToWorker], None], on_lost: Callable[[], None]) -> None:
+        """Call `handle` with each message from now on, first with those that wait; call `on_lost` at the end."""
+        self._handle, self._on_lost = handle, on_lost
         for message in self._early:
-            hear(message)
+            handle(message)
         self._early.clear()
 
     def _take(self, message: protocol.ToWorker) -> None:
         if isinstance(message, protocol.StopWorker):
             self.over.set()
         elif isinstance(message, protocol.WorkerStart):
-            self._begin = message
-        elif isinstance(message, protocol.NewConfig) and self._begin is not None and not self.begun.done():
-            self.begun.set_result((self._begin, pickle.loads(message.config)))
-        elif self._hear is None:
+            self._start = message
+        elif isinstance(message, protocol.NewConfig) and self._start is not None and not self.started.done():
+            self.started.set_result((self._start, pickle.loads(message.config)))
+        elif self._handle is None:
             self._early.append(message)
         else:
-            self._hear(message)
+            self._handle(message)
 
     def _lost(self) -> None:
         self.lost.set()
-        self.begun.cancel()
+        self.started.cancel()
         self._on_lost()
         self.over.set()
 
 
 class _Worker:
-    """The parts of a worker, and what each message does to them."""
+    """The gateway of a worker, and what each message of the scheduler changes in it."""
 
     def __init__(
         self, name: str, config: Config, channel: Channel[protocol.ToWorker], upstream: Upstream, peers: Peers
@@ -102,9 +102,9 @@ class _Worker:
         pages = RemotePages(self._calls, gateway.rulebook)
         self.router = gateway.router(pages, ClientLimits(clients_of_process(config)))
         self.listener: Listener | None = None
-        self._seeing_off: asyncio.Task[None] | None = None
+        self._waiting_idle: asyncio.Task[None] | None = None
 
-    def hear(self, message: protocol.ToWorker) -> None:
+    def handle(self, message: protocol.ToWorker) -> None:
         match message:
             case protocol.LeaseGranted() | protocol.CallRefused() | protocol.NameResolved() | protocol.PageResponse():
                 self._calls.answered(message)
@@ -116,22 +116,22 @@ class _Worker:
             case protocol.ResponseStored(response_id, backend, tenant):
                 self._gateway.stored.note(response_id, backend, tenant, settled=True)
             case protocol.KnownBackends():
-                self._know(message)
+                self._take_backends(message)
             case protocol.NewConfig(config):
                 self._gateway.reconfigure(pickle.loads(config))
             case protocol.ShutdownState():
-                self._stand(message)
+                self._shut_down(message)
             case _:
                 raise NotImplementedError(type(message).__name__)
 
     def lost(self) -> None:
-        """There is no scheduler any more."""
+        """The scheduler is gone."""
         self._dispatcher.lost()
 
-    def _know(self, fleet: protocol.KnownBackends) -> None:
+    def _take_backends(self, known: protocol.KnownBackends) -> None:
         """Use these backends and no others."""
-        self._dispatcher.names(fleet)
-        backends: tuple[BackendConfig, ...] = pickle.loads(fleet.backends)
+        self._dispatcher.take_names(known)
+        backends: tuple[BackendConfig, ...] = pickle.loads(known.backends)
         self._backends.clear()
         self._backends.update((backend.name, backend) for backend in backends)
         try:
@@ -139,28 +139,28 @@ class _Worker:
         except ConfigError as error:
             _log.error("backend_not_trusted", problems=list(error.problems))
 
-    def _stand(self, standing: protocol.ShutdownState) -> None:
-        self._dispatcher.standing = standing
-        if standing.leaving:
-            self.handler.begin_shutdown(replaced=standing.replaced)
-        if standing.draining or standing.closed:
-            if self._seeing_off is not None:
-                self._seeing_off.cancel()
-            self._seeing_off = asyncio.create_task(self._see_off(standing))
+    def _shut_down(self, state: protocol.ShutdownState) -> None:
+        self._dispatcher.shutdown = state
+        if state.leaving:
+            self.handler.begin_shutdown(replaced=state.replaced)
+        if state.draining or state.closed:
+            if self._waiting_idle is not None:
+                self._waiting_idle.cancel()
+            self._waiting_idle = asyncio.create_task(self._wait_idle(state))
 
-    async def tell_held(self) -> None:
-        """Say what this worker holds of request bodies whenever that has changed, once in a while."""
-        told = 0
+    async def report_held_bytes(self) -> None:
+        """Report how many bytes of request bodies this worker holds, when that has changed, until cancelled."""
+        reported = 0
         while True:
             await asyncio.sleep(HELD_S)
-            if (held := self.handler.bodies.held_bytes) != told:
+            if (held := self.handler.bodies.held_bytes) != reported:
                 self._channel.send(protocol.HeldBytes(held))
-                told = held
+                reported = held
 
-    async def _see_off(self, standing: protocol.ShutdownState) -> None:
-        if self.listener is not None and standing.closed:
+    async def _wait_idle(self, state: protocol.ShutdownState) -> None:
+        if self.listener is not None and state.closed:
             await self.listener.close()
-        if self.listener is not None and standing.replaced and not standing.draining:
+        if self.listener is not None and state.replaced and not state.draining:
             await self.listener.wait_closed()
         else:
             await self.handler.idle.wait()
@@ -168,45 +168,45 @@ class _Worker:
 
 
 async def _serve(end: socket.socket) -> int:
-    line = _Line()
-    await asyncio.get_running_loop().create_unix_connection(lambda: line.channel, sock=end)
+    link = _SchedulerLink()
+    await asyncio.get_running_loop().create_unix_connection(lambda: link.channel, sock=end)
     try:
-        begin, config = await line.begun
+        start, config = await link.started
     except asyncio.CancelledError:
         return 1
     logs.configure(config.log_format, config.log_level)
     try:
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(_hung_up, line)
+            stack.push_async_callback(_close_link, link)
             peers = Peers()
             stack.push_async_callback(peers.close)
             upstream = await stack.enter_async_context(HttpUpstream(peers, connections_max()))
-            worker = _Worker(begin.name, config, line.channel, upstream, peers)
-            line.hear(worker.hear, worker.lost)
+            worker = _Worker(start.name, config, link.channel, upstream, peers)
+            link.handle_by(worker.handle, worker.lost)
             await stack.enter_async_context(background_task(peers.follow_authorities(quiet=True)))
-            await stack.enter_async_context(background_task(worker.tell_held()))
+            await stack.enter_async_context(background_task(worker.report_held_bytes()))
             stack.push_async_callback(worker.handler.idle.wait)
-            opened = [socket.socket(fileno=fd) for fd in begin.fds]
+            opened = [socket.socket(fileno=fd) for fd in start.fds]
             worker.listener = await listen(stack, worker.router, config, ClientTls.of(config.tls), opened)
             stack.callback(worker.handler.cut)
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            line.channel.send(protocol.Listening(worker.listener.url))
-            await line.over.wait()
-            if line.lost.is_set():
+            link.channel.send(protocol.Listening(worker.listener.url))
+            await link.over.wait()
+            if link.lost.is_set():
                 _log.error("scheduler_lost", requests=worker.handler.open_requests, hint="this worker ends")
     except ConfigError as error:
         for problem in error.problems:
             _log.error("cannot_start", problem=problem)
         return 2
-    return int(line.lost.is_set())
+    return int(link.lost.is_set())
 
 
-async def _hung_up(line: _Line) -> None:
-    """All that there is to tell is on its way, and then nothing more will be."""
-    if not line.lost.is_set():
-        line.channel.close()
-        await line.lost.wait()
+async def _close_link(link: _SchedulerLink) -> None:
+    """Send what is left to send, and end the connection."""
+    if not link.lost.is_set():
+        link.channel.close()
+        await link.lost.wait()
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Pages that relay workers were asked for, answered by the front door of the process that schedules.
+"""Pages that clients of relay workers ask for, answered by the scheduler process.
 
-The request comes as the bytes of one and goes through the server as every other, over a pair of sockets, but for what
-the worker has judged already: its form and size, and what its address may use. Its answer is taken at the door, whole;
-of what the server makes of it, only that it asks for a body is read.
+The request arrives as bytes and passes the server like every other request, over a pair of sockets. Its form, its size
+and the limits of its address are not checked again, because the worker has checked them. The answer is taken where the
+server is given it. Of the bytes that the server writes, only one thing matters: whether it asks for the body.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from llmproxy.gateway.router import Router
 from llmproxy.workers.protocol import PageRequest, PageResponse
 
 CUT_AFTER_S = 0.1
-"""How long what still runs behind an answer, or for nobody, gets before it is cut."""
+"""How long a connection may still run after its answer is known, before it is cut."""
 
 _ANY_SIZE = ClientsConfig().model_copy(update={"head_bytes_max": 1 << 30, "head_fields_max": 1 << 30})
 
 
 @dataclass(slots=True)
 class _PageHandler:
-    """A door for one request, behind which the answer to it stays."""
+    """Handles one request in place of the front door, and keeps the answer."""
 
     front: Router
     clients: ClientLimits
@@ -49,7 +49,7 @@ class _PageHandler:
         return self.front.reject(failure)
 
     def _taken(self, response: web.Response) -> web.Response:
-        # Now: the server is about to add what concerns its own connection.
+        # Before the server adds the fields of its own connection.
         if not self.answer.done():
             body = response.body if isinstance(response.body, bytes) else b""
             fields = tuple(response.headers.items())
@@ -58,22 +58,22 @@ class _PageHandler:
 
 
 async def answer_page(front: Router, page: PageRequest) -> PageResponse:
-    """What the front door answers to a page that a client of a worker asked for; 100 where it waits for a body."""
+    """The answer to a page that a client of a worker asked for; status 100 where the body is needed first."""
     loop = asyncio.get_running_loop()
     handler = _PageHandler(front, ClientLimits(ClientsConfig()), page, loop.create_future())
     server = ClientServer(handler, _ANY_SIZE)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    told: asyncio.Future[bytes] | None = None
+    interim: asyncio.Future[bytes] | None = None
     try:
         with ours:
             await loop.connect_accepted_socket(server, theirs)
             await loop.sock_sendall(ours, page.request)
-            told = loop.create_task(loop.sock_recv(ours, 1))
-            await asyncio.wait((handler.answer, told), return_when=asyncio.FIRST_COMPLETED)
-            # Bytes of a server that has not answered are an interim answer.
+            interim = loop.create_task(loop.sock_recv(ours, 1))
+            await asyncio.wait((handler.answer, interim), return_when=asyncio.FIRST_COMPLETED)
+            # When bytes arrive before the answer, they are an interim response (100 Continue).
             return handler.answer.result() if handler.answer.done() else PageResponse(page.call, 100, "", (), b"")
     finally:
-        if told is not None:
-            told.cancel()
+        if interim is not None:
+            interim.cancel()
         await server.shutdown(CUT_AFTER_S)

@@ -1,4 +1,4 @@
-"""The worker's side: a dispatcher, an estimator, counters and pages that are those of the scheduler process."""
+"""What a worker uses in place of the scheduler's dispatcher, estimator, metrics and pages: each sends messages."""
 
 from __future__ import annotations
 
@@ -22,53 +22,53 @@ from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import Channel
 
-Answered = protocol.LeaseGranted | protocol.NameResolved | protocol.PageResponse
+CallAnswer = protocol.LeaseGranted | protocol.NameResolved | protocol.PageResponse
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
-"""Fields that speak of how a body comes on its connection."""
+"""Header fields that describe how a body is sent on its connection."""
 
 
 class Calls:
-    """What this worker asked and was not answered yet. When the scheduler is gone, nobody is let in any more."""
+    """Calls of this worker that were not answered yet. When the scheduler is gone, every new call is refused."""
 
     def __init__(self, channel: Channel[protocol.ToWorker]) -> None:
         self._channel = channel
         self._serial = count(1)
-        self._open: dict[int, asyncio.Future[Answered]] = {}
+        self._open: dict[int, asyncio.Future[CallAnswer]] = {}
 
-    async def answer(self, asked: Callable[[int], protocol.Message]) -> Answered:
-        """Send what `asked` makes of the number of this call, and wait. Raises Refused."""
+    async def answer(self, message: Callable[[int], protocol.Message]) -> CallAnswer:
+        """Send the message that `message` makes of the number of this call, and wait. Raises Refused."""
         if self._channel.lost:
             raise shutting_down()
         call = next(self._serial)
-        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
         self._open[call] = answer
-        self._channel.send(asked(call))
+        self._channel.send(message(call))
         try:
             return await answer
         except asyncio.CancelledError:
-            # Also where the answer is here already: the scheduler then ends the lease that was granted.
+            # Also where the answer has arrived already: the scheduler then ends the lease that it granted.
             self._channel.send(protocol.CancelCall(call))
             raise
         finally:
             del self._open[call]
-            # What it raises would lead back to it, and both would stay until cycles are looked for.
+            # Its exception would refer back to it: the cycle would stay until the garbage collector runs.
             del answer
 
     @contextmanager
-    def lasting(self, asked: Callable[[int], protocol.Message], refused: Callable[[], None]) -> Iterator[None]:
-        """A call that lasts as long as the block, unless it is refused, or there is nobody to refuse it any more."""
+    def lasting(self, message: Callable[[int], protocol.Message], refused: Callable[[], None]) -> Iterator[None]:
+        """A call that lasts as long as the block. `refused` is called when it is refused or the scheduler is gone."""
         if self._channel.lost:
             raise shutting_down()
         call = next(self._serial)
-        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
         self._open[call] = answer
 
-        def ended(answer: asyncio.Future[Answered]) -> None:
+        def ended(answer: asyncio.Future[CallAnswer]) -> None:
             if not answer.cancelled() and answer.exception() is not None and call in self._open:
                 refused()
 
         answer.add_done_callback(ended)
-        self._channel.send(asked(call))
+        self._channel.send(message(call))
         try:
             yield
         finally:
@@ -76,8 +76,8 @@ class Calls:
             del self._open[call]
             answer.cancel()
 
-    def answered(self, message: Answered | protocol.CallRefused) -> None:
-        """The answer to a call; nobody may be waiting for it any more."""
+    def answered(self, message: CallAnswer | protocol.CallRefused) -> None:
+        """An answer has arrived. Its call may have been cancelled."""
         answer = self._open.get(message.call)
         if answer is None or answer.done():
             return
@@ -87,14 +87,14 @@ class Calls:
             answer.set_result(message)
 
     def lost(self) -> None:
-        """There will be no more answers."""
+        """The scheduler is gone: all calls are refused."""
         for answer in self._open.values():
             if not answer.done():
                 answer.set_exception(shutting_down())
 
 
 class RemoteDispatcher:
-    """`Leasing`, by asking the process that schedules. What names mean is known here, as far as it was told."""
+    """`Leasing`, by calls of the scheduler process. Names that the scheduler has sent are resolved here."""
 
     def __init__(self, channel: Channel[protocol.ToWorker], calls: Calls) -> None:
         self._channel = channel
@@ -102,15 +102,15 @@ class RemoteDispatcher:
         self._leases: dict[int, Lease] = {}
         self._targets: Mapping[str, Target] = {}
         self._unnamed: Target | None = None
-        self.standing = protocol.ShutdownState()
+        self.shutdown = protocol.ShutdownState()
 
     @property
     def draining(self) -> bool:
-        return self.standing.draining
+        return self.shutdown.draining
 
     @property
     def granting(self) -> bool:
-        return self.standing.granting
+        return self.shutdown.granting
 
     @property
     def leases(self) -> int:
@@ -125,7 +125,7 @@ class RemoteDispatcher:
         asked_s = _now()
         granted = await self._calls.answer(lambda call: protocol.Admit(call, request, excluded, entry))
         assert isinstance(granted, protocol.LeaseGranted)
-        # Loops read the clock once a turn: that of the scheduler may have done so before this one asked.
+        # A loop reads the clock once a turn: the scheduler may have read it before this worker asked.
         at_s = max(asked_s, granted.at_s)
         grant = Grant(
             granted.lease, request, granted.placed, at_s, granted.queued_ahead, granted.why, granted.left_s
@@ -134,12 +134,12 @@ class RemoteDispatcher:
         return lease
 
     def returned(self, lease: Lease) -> None:
-        """A lease is over."""
+        """A lease has ended."""
         del self._leases[lease.grant.lease]
         self._channel.send(protocol.LeaseReturned(lease.grant.lease, lease.verdict, lease.usage))
 
     async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
-        """See `Dispatcher.resolve`, which is asked of whatever is not known here."""
+        """See `Dispatcher.resolve`, which is called for names that are not known here."""
         known = self._unnamed if name is None else self._targets.get(name)
         if known is not None:
             return known
@@ -148,7 +148,7 @@ class RemoteDispatcher:
         return resolved.target
 
     async def caught_up(self) -> None:
-        """Know here what the scheduler knew when it was asked: what it tells comes in order, before any answer."""
+        """Wait until this worker knows what the scheduler knows now. Messages arrive in order, before the answer."""
         with suppress(Refused):
             await self._calls.answer(lambda call: protocol.Resolve(call, None, 0.0, 0))
 
@@ -164,7 +164,7 @@ class RemoteDispatcher:
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
         self._channel.send(protocol.PrefixCached(grant.request.pool, grant.lease, grant.placed.backend, tuple(hashes)))
 
-    # --- what leases tell -------------------------------------------------------------------------------------------
+    # --- events of leases -------------------------------------------------------------------------------------------
 
     def started(self, grant: Grant, now: float) -> None:
         del now
@@ -178,11 +178,11 @@ class RemoteDispatcher:
         del now
         self._channel.send(protocol.LeaseProgress(grant.lease, output_tokens))
 
-    # --- what the scheduler tells -----------------------------------------------------------------------------------
+    # --- messages of the scheduler ----------------------------------------------------------------------------------
 
     def cut(self, message: protocol.LeaseCut) -> None:
-        """A lease is taken back, which may be given back already."""
-        # Not before the task that was granted it knows of it, which it does in the next turn, before this.
+        """The attempt of a lease has to end; the lease may have been given back already."""
+        # In the next turn, after the task that was granted the lease knows of it.
         asyncio.get_running_loop().call_soon(self._cut, message)
 
     def _cut(self, message: protocol.LeaseCut) -> None:
@@ -190,18 +190,18 @@ class RemoteDispatcher:
         if lease is not None:
             lease.cut(revoked=message.revoked)
 
-    def names(self, fleet: protocol.KnownBackends) -> None:
-        """Know these names from now on."""
-        self._targets, self._unnamed = fleet.targets, fleet.unnamed
+    def take_names(self, known: protocol.KnownBackends) -> None:
+        """Resolve these names from now on."""
+        self._targets, self._unnamed = known.targets, known.unnamed
 
     def lost(self) -> None:
-        """The scheduler is gone: whatever runs ends, and nothing is granted any more."""
-        self.standing = protocol.ShutdownState(leaving=True, draining=True, granting=False)
+        """The scheduler is gone: all calls are refused, and no lease is granted any more."""
+        self.shutdown = protocol.ShutdownState(leaving=True, draining=True, granting=False)
         self._calls.lost()
 
 
 class RemoteEstimator(Estimator):
-    """Learns what the scheduler learns from the answers of all workers, and tells it of those that came by here."""
+    """Sends the usage of each answer to the scheduler, and gets the estimates that it learns from all workers."""
 
     def __init__(self, channel: Channel[protocol.ToWorker]) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class RemoteMetrics:
 
 
 class RemotePages:
-    """`Pages`, as the scheduler process answers them: who may look, and what there is to see, is known there."""
+    """`Pages`, answered by the scheduler process, which checks keys and knows the state."""
 
     def __init__(self, calls: Calls, rulebook: Rulebook) -> None:
         self._calls = calls
@@ -245,25 +245,27 @@ class RemotePages:
         return await self._forward(request)
 
     async def _forward(self, request: web.BaseRequest) -> web.Response:
-        shown = await self._ask(request, None)
-        if shown.status == 100:
-            # Not before it is asked for: who may not send one is told so first, and most pages read none.
+        response = await self._ask(request, None)
+        if response.status == 100:
+            # The body is read only when it is needed: a client without permission is refused first.
             body = await read_body(request, BODY_BYTES_MAX, self._rulebook.current.config.clients)
-            shown = await self._ask(request, body)
-        return web.Response(status=shown.status, reason=shown.reason, headers=list(shown.headers), body=shown.body)
+            response = await self._ask(request, body)
+        return web.Response(
+            status=response.status, reason=response.reason, headers=list(response.headers), body=response.body
+        )
 
     async def _ask(self, request: web.BaseRequest, body: bytes | None) -> protocol.PageResponse:
         raw = _raw(request, body)
         try:
-            shown = await self._calls.answer(lambda call: protocol.PageRequest(call, raw, request.remote or ""))
+            response = await self._calls.answer(lambda call: protocol.PageRequest(call, raw, request.remote or ""))
         except Refused as refused:
             raise Failure.of(refused) from None
-        assert isinstance(shown, protocol.PageResponse)
-        return shown
+        assert isinstance(response, protocol.PageResponse)
+        return response
 
 
 def _raw(request: web.BaseRequest, body: bytes | None) -> bytes:
-    """A request as it came, with its body; or with None, such that the body is asked for."""
+    """A request as it came, with its body; with None in a form that makes the server ask for the body."""
     fields = [*request.raw_headers]
     if body is not None:
         fields = [field for field in fields if field[0].lower() not in _FRAMING]

@@ -1,7 +1,7 @@
-"""The scheduler's side of one relay worker: what the worker asks for is done here, by the one dispatcher there is.
+"""The scheduler's side of one relay worker: its messages become calls of the dispatcher.
 
-Every call of a worker is a task, and a lease is held by the task that was granted it. When the worker is gone, its
-tasks are cancelled, and each gives back what it holds as it would where its client had left.
+Every call of a worker is a task, and the task that was granted a lease holds it. When the worker is gone, its tasks are
+cancelled, and each gives its lease back as if its client had left.
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ CallT = TypeVar("CallT", protocol.Admit, protocol.Resolve, protocol.PageRequest,
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
-    """What a desk needs of the process that schedules.
+    """What the sessions need of the scheduler process.
 
-    `settle` brings every worker up to date, before it is told of anything that follows from a change. `page` answers
-    what is not for an engine; `learned` hears of which model something was learned, and `made` of a stored response and
-    the desk that it was made behind.
+    `update_workers` sends every worker what has changed; a session calls it before it sends what follows from a change.
+    `page` answers requests that are not for an engine. `learned` is called with the model whose estimate has changed,
+    and `stored` with a stored response and the session of the worker that relayed it.
     """
 
     rulebook: Rulebook
     dispatcher: Dispatcher
     metrics: ExitSink
     decisions: DecisionLog | None
-    settle: Callable[[], None]
+    update_workers: Callable[[], None]
     page: Callable[[protocol.PageRequest], Awaitable[protocol.PageResponse]]
     learned: Callable[[str], None]
-    made: Callable[[protocol.ResponseStored, WorkerSession], None]
+    stored: Callable[[protocol.ResponseStored, WorkerSession], None]
 
 
 class WorkerSession:
-    """Serves one worker through `channel` until it is gone."""
+    """Serves one worker through `channel` until the worker is gone."""
 
-    def __init__(self, house: SchedulerContext) -> None:
-        self._house = house
-        self._dispatcher = house.dispatcher
-        self._pools: Pools = house.dispatcher.pools
+    def __init__(self, context: SchedulerContext) -> None:
+        self._context = context
+        self._dispatcher = context.dispatcher
+        self._pools: Pools = context.dispatcher.pools
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, tuple[Lease, asyncio.Future[tuple[Verdict, Usage | None]]]] = {}
-        self._walks: dict[str, Request] = {}
+        self._requests: dict[str, Request] = {}
         self._direct = 0
         self.url: asyncio.Future[str] = self._loop.create_future()
         """Where the worker accepts connections."""
         self.idle, self.gone = asyncio.Event(), asyncio.Event()
-        """The worker has seen everybody off; there is no worker any more."""
+        """`idle`: the worker has shut down and has no request left. `gone`: its connection has ended."""
         self.cut = 0
-        """Requests that ended because the worker did."""
+        """How many requests ended because the worker ended."""
         self.held_bytes = 0
-        """Of request bodies, as the worker last said."""
+        """How many bytes of request bodies the worker holds, as it last reported."""
         self.channel: Channel[protocol.FromWorker] = Channel(FROM_WORKER, self._take, self._lost)
 
     @property
     def open_requests(self) -> int:
-        """Requests of the worker that came to the waiting room, or went past it, and have not ended."""
-        return len(self._walks) + self._direct
+        """Requests of the worker that have not ended, those that bypass the waiting room included."""
+        return len(self._requests) + self._direct
 
     @property
     def leases(self) -> int:
-        """Leases that the worker holds."""
+        """How many leases the worker holds."""
         return len(self._leases)
 
-    def tell(self, message: protocol.Message) -> None:
+    def send(self, message: protocol.Message) -> None:
         """Send one message to the worker."""
         self.channel.send(message)
 
@@ -91,39 +91,39 @@ class WorkerSession:
         try:
             await work(asked)
         except Refused as refused:
-            self.tell(protocol.CallRefused(call, refused.outcome, refused.message, refused.retry_after_s))
-        except Exception as bug:  # noqa: BLE001 - the last wall: the worker's request must hear of it, and end
+            self.send(protocol.CallRefused(call, refused.outcome, refused.message, refused.retry_after_s))
+        except Exception as bug:  # noqa: BLE001 - the request of the worker must end, whatever the bug is
             log_internal(f"call {call}", bug)
-            self.tell(protocol.CallRefused(call, Outcome.INTERNAL, INTERNAL_MESSAGE, None))
+            self.send(protocol.CallRefused(call, Outcome.INTERNAL, INTERNAL_MESSAGE, None))
 
     async def _admit(self, ask: protocol.Admit) -> None:
         async with self._dispatcher.admit(ask.request, ask.excluded, ask.entry) as lease:
             grant = lease.grant
             returned: asyncio.Future[tuple[Verdict, Usage | None]] = self._loop.create_future()
             self._leases[grant.lease] = lease, returned
-            self._house.settle()
-            self.tell(
+            self._context.update_workers()
+            self.send(
                 protocol.LeaseGranted(
                     ask.call, grant.lease, grant.placed, grant.at_s, grant.queued_ahead, grant.why, grant.left_s
                 )
             )  # fmt: skip
-            lease.on_cut = lambda: self.tell(protocol.LeaseCut(grant.lease, lease.revoked))
+            lease.on_cut = lambda: self.send(protocol.LeaseCut(grant.lease, lease.revoked))
             if lease.revoked or lease.preempted:
                 lease.on_cut()
             try:
                 lease.verdict, lease.usage = await returned
             finally:
                 del self._leases[grant.lease]
-                # It names the lease that it belongs to: both would stay until cycles are looked for.
+                # The callback refers to the lease: the cycle would stay until the garbage collector runs.
                 lease.on_cut = None
 
-    async def _resolve(self, asked: protocol.Resolve) -> None:
-        target = await self._dispatcher.resolve(asked.name, asked.hold_s, asked.body_bytes)
-        self._house.settle()
-        self.tell(protocol.NameResolved(asked.call, target))
+    async def _resolve(self, call: protocol.Resolve) -> None:
+        target = await self._dispatcher.resolve(call.name, call.hold_s, call.body_bytes)
+        self._context.update_workers()
+        self.send(protocol.NameResolved(call.call, target))
 
     async def _page(self, page: protocol.PageRequest) -> None:
-        self.tell(await self._house.page(page))
+        self.send(await self._context.page(page))
 
     async def _go_direct(self, asked: protocol.DirectRequest) -> None:
         cut = asyncio.Event()
@@ -135,14 +135,14 @@ class WorkerSession:
                 self._direct -= 1
         raise Refused(Outcome.CONNECT_FAILED, "The backend is gone.")
 
-    # --- what the worker says -----------------------------------------------------------------------------------------
+    # --- messages of the worker ---------------------------------------------------------------------------------------
 
     def _take(self, message: protocol.FromWorker) -> None:
         match message:
             case protocol.LeaseProgress(lease, output_tokens):
                 self._leases[lease][0].progress(output_tokens)
             case protocol.Admit(_, request):
-                self._walks[request.id] = request
+                self._requests[request.id] = request
                 self._call(self._admit, message)
             case protocol.LeaseCommitted(lease):
                 self._leases[lease][0].committed()
@@ -151,19 +151,19 @@ class WorkerSession:
             case protocol.LeaseReturned(lease, verdict, usage):
                 self._leases[lease][1].set_result((verdict, usage))
             case protocol.RequestEnded(request_id, met):
-                # Not before the task that holds its lease has given it back, which is the first thing of the next turn.
+                # In the next turn, after the task that holds the lease has given it back.
                 self._loop.call_soon(self._ended, request_id, met)
             case protocol.PrefixCached(pool, lease, backend, hashes):
                 self._loop.call_soon(self._pools.cached_on, pool, lease, backend, hashes)
             case protocol.AttemptEnded(backend, verdict):
-                self._house.metrics.attempted(backend, verdict)
+                self._context.metrics.attempted(backend, verdict)
             case protocol.ExitReport(record):
-                self._house.metrics.record(record)
-                if self._house.decisions is not None:
-                    self._house.decisions.record(record)
+                self._context.metrics.record(record)
+                if self._context.decisions is not None:
+                    self._context.decisions.record(record)
             case protocol.UsageLearned(model, prompt_bytes, sequences, answered):
                 self._pools.estimator.learn(model, prompt_bytes, sequences, answered)
-                self._house.learned(model)
+                self._context.learned(model)
             case _:
                 self._take_rare(message)
 
@@ -190,34 +190,34 @@ class WorkerSession:
             case protocol.DirectRequest():
                 self._call(self._go_direct, message)
             case protocol.ResponseStored():
-                self._house.made(message, self)
+                self._context.stored(message, self)
             case protocol.WorkerIdle():
                 self.idle.set()
             case protocol.LogLinesLost(lines):
-                self._house.metrics.log_lines_lost(lines)
+                self._context.metrics.log_lines_lost(lines)
             case protocol.HeldBytes(body_bytes):
                 self.held_bytes = body_bytes
             case protocol.Listening(url):
                 self.url.set_result(url)
 
     def _ended(self, request_id: str, met: bool | None) -> None:
-        request = self._walks.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
         if request is not None:
             self._dispatcher.ended(request, met)
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end of the worker ----------------------------------------------------------------------------------------
 
     def _lost(self) -> None:
         for task in self._calls.values():
             task.cancel()
-        self._loop.call_soon(self._forget)
+        self._loop.call_soon(self._end_requests)
 
-    def _forget(self) -> None:
-        """The leases are given back by now; no request that the worker had will be told of by anybody else."""
-        self.cut = len(self._walks)
-        for request in list(self._walks.values()):
-            ended = self._lost_with_it(request)
-            self._house.metrics.record(ended)
+    def _end_requests(self) -> None:
+        """Record the end of each request that the worker had. Their leases are given back by now."""
+        self.cut = len(self._requests)
+        for request in list(self._requests.values()):
+            ended = self._exit_of(request)
+            self._context.metrics.record(ended)
             log_exit(ended)
             self._ended(request.id, None)
         self.url.cancel()
@@ -225,7 +225,7 @@ class WorkerSession:
         self.idle.set()
         self.gone.set()
 
-    def _lost_with_it(self, request: Request) -> RequestExit:
+    def _exit_of(self, request: Request) -> RequestExit:
         return RequestExit(
             request_id=request.label,
             method="POST",
@@ -236,7 +236,7 @@ class WorkerSession:
             model=request.model,
             adapter=request.adapter,
             tenant=request.tenant,
-            band=self._house.rulebook.current.band_names.get(request.band, str(request.band)),
+            band=self._context.rulebook.current.band_names.get(request.band, str(request.band)),
             level=request.band,
             flow=request.flow,
             stream=request.stream,

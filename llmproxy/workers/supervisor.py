@@ -1,7 +1,7 @@
-"""The relay workers of this process: started, kept up to date, started again when one dies, seen off at the end.
+"""Starts the relay workers, keeps them up to date, replaces one that dies, and ends them.
 
-The listening sockets stay open here, whichever worker comes and goes: connections that nobody has accepted yet wait in
-the socket of a worker that died for the one that is started in its place.
+The listening sockets stay open in this process. Connections that a worker has not accepted when it dies wait in its
+socket for the worker that replaces it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from llmproxy.workers.session import SchedulerContext, WorkerSession
 START_MAX_S = 60.0
 """How long workers may take until they listen, before the start is given up."""
 STOP_MAX_S = 5.0
-"""How long a worker may take to cut what is left, and again to end, before it is killed."""
+"""How long a worker may take to cut its requests, and again to end, before it is killed."""
 LIVED_S = 10.0
-"""A worker that lived for less died of its start: the next one begins after a pause, which doubles each time."""
+"""A worker that ended sooner failed at its start: the next one starts after a pause, which doubles each time."""
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0
 ESTIMATES_S = 0.1
-"""How long what was learned from answers may take to be known to every worker."""
+"""How old the estimates of the workers may be."""
 
 _log = structlog.get_logger()
 
 
 class WorkerSupervisor:
-    """As many workers as the configuration says; `started` and `close` are for the block in which they serve.
+    """As many workers as the configuration says, from `start` to `close`.
 
-    `held` says that the service manager keeps the sockets open too. `page` answers what is not for an engine.
+    `held` says that the service manager keeps the sockets open too. `page` answers requests that are not for an engine.
     """
 
     def __init__(
@@ -72,21 +72,22 @@ class WorkerSupervisor:
         self._metrics = metrics
         self.held = held
         self.url = ""
-        self._house = SchedulerContext(
-            gateway.rulebook, dispatcher, metrics, gateway.decisions, self.settle, page, self._learned, self._made
+        self._context = SchedulerContext(
+            gateway.rulebook, dispatcher, metrics, gateway.decisions, self.update_workers, page, self._learned,
+            self._response_stored,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
-        self._desks: dict[int, WorkerSession] = {}
+        self._sessions: dict[int, WorkerSession] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._kept: list[asyncio.Task[None]] = []
         self._sockets: Sequence[Sequence[socket.socket]] = ()
         self._serial = 0
         self._leaving = self._replaced = self._closed = self._ending = False
-        self._unsettled = False
-        self._standing = ShutdownState()
+        self._changes = False
+        self._shutdown = ShutdownState()
         self._known: tuple[list[BackendConfig], int] = [], -1
-        self._fleet = self._fleet_now()
-        self._unlearned: set[str] = set()
+        self._sent_backends = self._backends_now()
+        self._learned_models: set[str] = set()
         dispatcher.on_change = self._changed
 
     # --- processes ----------------------------------------------------------------------------------------------------
@@ -94,10 +95,10 @@ class WorkerSupervisor:
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start all workers on these sockets, and wait until each accepts. Raises ConfigError, OSError."""
         count = self._rulebook.current.config.workers
-        self._sockets = dealt(sockets, count)
+        self._sockets = dealt_sockets(sockets, count)
         for slot in range(count):
             await self._begin(slot)
-        urls = [desk.url for desk in self._desks.values()]
+        urls = [session.url for session in self._sessions.values()]
         await asyncio.wait(urls, timeout=START_MAX_S, return_when=asyncio.ALL_COMPLETED)
         if not all(url.done() and not url.cancelled() for url in urls):
             raise ConfigError(["a relay worker did not start; its own lines say why"])
@@ -106,36 +107,36 @@ class WorkerSupervisor:
 
     async def _begin(self, slot: int) -> None:
         self._serial += 1
-        desk = WorkerSession(self._house)
+        session = WorkerSession(self._context)
         ours, theirs = socket.socketpair()
         with theirs:
-            await self._loop.create_unix_connection(lambda: desk.channel, sock=ours)
+            await self._loop.create_unix_connection(lambda: session.channel, sock=ours)
             try:
                 process = _started(theirs, self._sockets[slot])
             except OSError:
-                desk.channel.abort()
+                session.channel.abort()
                 raise
-        self._desks[slot], self._processes[slot] = desk, process
-        self.settle()
-        desk.tell(WorkerStart(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
-        desk.tell(self._rules())
-        desk.tell(self._fleet)
-        desk.tell(LearnedEstimates(dict(self._pools.estimator.models)))
+        self._sessions[slot], self._processes[slot] = session, process
+        self.update_workers()
+        session.send(WorkerStart(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
+        session.send(self._config_now())
+        session.send(self._sent_backends)
+        session.send(LearnedEstimates(dict(self._pools.estimator.models)))
         for response_id, (backend, tenant) in self._stored.made_by.items():
-            desk.tell(ResponseStored(response_id, backend, tenant))
-        desk.tell(self._standing)
+            session.send(ResponseStored(response_id, backend, tenant))
+        session.send(self._shutdown)
 
     async def _keep(self, slot: int) -> None:
-        """Start the worker of one slot again and again, until the proxy leaves."""
+        """Start the worker of one slot again whenever it ends, until the proxy shuts down."""
         began_s, pause_s = self._loop.time(), 0.0
         while True:
-            desk, process = self._desks[slot], self._processes[slot]
-            await desk.gone.wait()
+            session, process = self._sessions[slot], self._processes[slot]
+            await session.gone.wait()
             code = await _ended(process)
             if self._ending or self._leaving:
                 return
             pause_s = 0.0 if self._loop.time() - began_s >= LIVED_S else _longer(pause_s)
-            _log.error("worker_lost", pid=process.pid, exit_code=code, requests=desk.cut, again_in_s=pause_s)
+            _log.error("worker_lost", pid=process.pid, exit_code=code, requests=session.cut, again_in_s=pause_s)
             self._metrics.worker_lost()
             while True:
                 await asyncio.sleep(pause_s)
@@ -148,17 +149,17 @@ class WorkerSupervisor:
                     _log.error("worker_not_started", error=str(error), again_in_s=pause_s)
 
     async def close(self) -> None:
-        """Cut what is left, and end all workers."""
+        """Cut all requests that are left, and end all workers."""
         self._ending = True
-        for desk in self._desks.values():
-            desk.tell(StopWorker())
+        for session in self._sessions.values():
+            session.send(StopWorker())
         try:
             async with asyncio.timeout(STOP_MAX_S):
-                for desk in self._desks.values():
-                    await desk.gone.wait()
+                for session in self._sessions.values():
+                    await session.gone.wait()
         except TimeoutError:
-            for desk in self._desks.values():
-                desk.channel.abort()
+            for session in self._sessions.values():
+                session.channel.abort()
         for task in self._kept:
             task.cancel()
         await asyncio.gather(*self._kept, return_exceptions=True)
@@ -166,30 +167,30 @@ class WorkerSupervisor:
             await _ended(process)
         self._close_ours()
 
-    # --- what every worker knows --------------------------------------------------------------------------------------
+    # --- what every worker is sent ------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        if not self._unsettled:
-            self._unsettled = True
-            self._loop.call_soon(self.settle)
+        if not self._changes:
+            self._changes = True
+            self._loop.call_soon(self.update_workers)
 
-    def settle(self) -> None:
-        """Tell all workers what has changed of the fleet and of the way out."""
-        if not self._unsettled:
+    def update_workers(self) -> None:
+        """Send all workers what has changed of the backends and of the shutdown."""
+        if not self._changes:
             return
-        self._unsettled = False
-        standing = ShutdownState(
+        self._changes = False
+        state = ShutdownState(
             self._leaving, self._replaced, self._closed, self._dispatcher.draining, self._dispatcher.granting
         )  # fmt: skip
-        if standing != self._standing:
-            self._standing = standing
-            self._tell_all(standing)
-        # Backends are looked at by identity first, and revisions are numbers: most of what calls here changes nothing.
+        if state != self._shutdown:
+            self._shutdown = state
+            self._send_all(state)
+        # Most calls change nothing. The comparison is cheap: equal backends are the same objects.
         if ([*self._backends.values()], self._pools.catalogue.revision) != self._known:
-            self._fleet = self._fleet_now()
-            self._tell_all(self._fleet)
+            self._sent_backends = self._backends_now()
+            self._send_all(self._sent_backends)
 
-    def _fleet_now(self) -> KnownBackends:
+    def _backends_now(self) -> KnownBackends:
         catalogue = self._pools.catalogue
         backends = [*self._backends.values()]
         self._known = backends, catalogue.revision
@@ -200,46 +201,48 @@ class WorkerSupervisor:
         return KnownBackends(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
 
     def reconfigure(self) -> None:
-        """The rules are others: a new configuration was taken in."""
-        self._tell_all(self._rules())
+        """Send all workers the configuration that holds now."""
+        self._send_all(self._config_now())
 
-    def _rules(self) -> NewConfig:
+    def _config_now(self) -> NewConfig:
         return NewConfig(pickle.dumps(self._rulebook.current.config))
 
     def _learned(self, model: str) -> None:
-        if not self._unlearned:
-            self._loop.call_later(ESTIMATES_S, self._tell_learned)
-        self._unlearned.add(model)
+        if not self._learned_models:
+            self._loop.call_later(ESTIMATES_S, self._send_estimates)
+        self._learned_models.add(model)
 
-    def _tell_learned(self) -> None:
+    def _send_estimates(self) -> None:
         models = self._pools.estimator.models
-        self._tell_all(LearnedEstimates({model: models[model] for model in self._unlearned if model in models}))
-        self._unlearned.clear()
+        self._send_all(LearnedEstimates({model: models[model] for model in self._learned_models if model in models}))
+        self._learned_models.clear()
 
-    def _made(self, made: ResponseStored, by: WorkerSession) -> None:
-        if not self._stored.note(made.response_id, made.backend, made.tenant):
-            by.tell(ResponseStored(made.response_id, *self._stored.made_by[made.response_id]))
+    def _response_stored(self, stored: ResponseStored, by: WorkerSession) -> None:
+        if not self._stored.note(stored.response_id, stored.backend, stored.tenant):
+            by.send(ResponseStored(stored.response_id, *self._stored.made_by[stored.response_id]))
             return
-        for desk in self._desks.values():
-            if desk is not by:
-                desk.tell(made)
+        for session in self._sessions.values():
+            if session is not by:
+                session.send(stored)
 
-    def _tell_all(self, message: KnownBackends | LearnedEstimates | ShutdownState | NewConfig) -> None:
-        for desk in self._desks.values():
-            desk.tell(message)
+    def _send_all(self, message: KnownBackends | LearnedEstimates | ShutdownState | NewConfig) -> None:
+        for session in self._sessions.values():
+            session.send(message)
 
-    # --- the way out --------------------------------------------------------------------------------------------------
+    # --- shutdown -----------------------------------------------------------------------------------------------------
 
     @property
     def open_requests(self) -> int:
-        """Requests that are known of, and one for each worker that was told to see off its own and has not yet."""
-        told = self._standing.draining or self._standing.closed
-        return sum(desk.open_requests or (told and not desk.idle.is_set()) for desk in self._desks.values())
+        """Open requests that are known here, and one for each other worker that shuts down and is not idle yet."""
+        shuts_down = self._shutdown.draining or self._shutdown.closed
+        return sum(
+            session.open_requests or (shuts_down and not session.idle.is_set()) for session in self._sessions.values()
+        )
 
     @property
     def held_bytes(self) -> int:
-        """Of request bodies, by all workers, as they last said."""
-        return sum(desk.held_bytes for desk in self._desks.values())
+        """How many bytes of request bodies all workers hold, as they last reported."""
+        return sum(session.held_bytes for session in self._sessions.values())
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
         """See `RequestHandler.begin_shutdown`."""
@@ -253,26 +256,26 @@ class WorkerSupervisor:
         self._close_ours()
 
     def _close_ours(self) -> None:
-        for hand in self._sockets:
-            for one in hand:
+        for sockets in self._sockets:
+            for one in sockets:
                 one.close()
 
     async def wait_idle(self) -> None:
-        """Wait until every worker has seen off its requests; where it was replaced, its connections."""
-        for desk in self._desks.values():
-            await desk.idle.wait()
+        """Wait until no worker has a request left; where this process was replaced, a connection."""
+        for session in self._sessions.values():
+            await session.idle.wait()
 
 
-def dealt(sockets: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
-    """The sockets of each of `count` workers. None is left over, and workers share those of which there are too few."""
+def dealt_sockets(sockets: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
+    """The sockets of each of `count` workers. All are used, and workers share a socket where there are too few."""
     by_address: dict[Any, list[socket.socket]] = {}
     for one in sockets:
         by_address.setdefault(one.getsockname(), []).append(one)
-    hands: list[list[socket.socket]] = [[] for _ in range(count)]
+    dealt: list[list[socket.socket]] = [[] for _ in range(count)]
     for group in by_address.values():
         for i in range(max(count, len(group))):
-            hands[i % count].append(group[i % len(group)])
-    return hands
+            dealt[i % count].append(group[i % len(group)])
+    return dealt
 
 
 def _longer(pause_s: float) -> float:
@@ -280,10 +283,11 @@ def _longer(pause_s: float) -> float:
 
 
 def _started(channel: socket.socket, sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    """One worker, which finds modules where this process does. It leads a session of its own: what a terminal tells its
-    programs is for the process that was started there."""
+    """One worker, which finds modules where this process does.
+
+    It leads a session (setsid) of its own, so that signals of a terminal reach this process alone."""
     fds = [channel.fileno(), *(one.fileno() for one in sockets)]
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109 - a text among texts
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109 - a string is needed
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "llmproxy.workers.main", str(channel.fileno())],
         stdin=subprocess.DEVNULL,
@@ -294,7 +298,7 @@ def _started(channel: socket.socket, sockets: Sequence[socket.socket]) -> subpro
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a worker that ends, or is killed because it does not."""
+    """The exit code of a worker. It is killed when it does not end."""
     try:
         return await asyncio.to_thread(process.wait, STOP_MAX_S)
     except subprocess.TimeoutExpired:

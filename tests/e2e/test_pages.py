@@ -411,9 +411,9 @@ async def test_the_stream_of_a_stored_response_that_outlives_the_drain_is_cut() 
 async def test_a_backend_leaves_when_the_stream_of_its_stored_response_has_ended() -> None:
     async with a_running_stream() as one:
         registry = one.proxy.app.registry
-        registry.tell("config", ())
+        registry.update("config", ())
         await asyncio.sleep(0.1)
-        assert [(standing.state, standing.in_flight) for standing in registry.statuses()] == [("leaving", 1)]
+        assert [(status.state, status.in_flight) for status in registry.statuses()] == [("leaving", 1)]
         one.go_on.set()
         await one.reader.readuntil(STREAM_END)
         await until(lambda: not registry.statuses())

@@ -17,7 +17,7 @@ from llmproxy.fleet import discovery
 from llmproxy.fleet.discovery import BACKENDS_MAX, Address, Discovery, DnsSource, SourceFailedError, addresses, check
 from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.poller import Poller
-from llmproxy.fleet.registry import BackendRegistry, State
+from llmproxy.fleet.registry import BackendRegistry, MemberState
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.peers import Peers
 from llmproxy.upstream.resolver import Resolver
@@ -180,20 +180,20 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_a_poller_is_told_whether_its_backend_has_work(
     registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works: list[Callable[[], bool]] = []
+    asked: list[Callable[[], bool]] = []
 
     class Watched(Poller):
         def __init__(self, *given: Any, **named: Any) -> None:
-            works.append(named["works"])
+            asked.append(named["has_work"])
             super().__init__(*given, **named)
 
     monkeypatch.setattr("llmproxy.fleet.registry.Poller", Watched)
-    registry.tell("config", [BackendConfig(name=name, url=f"http://127.0.0.1:{name}") for name in "12"])
+    registry.update("config", [BackendConfig(name=name, url=f"http://127.0.0.1:{name}") for name in "12"])
     backend = registry._pools.backends["1"]
     backend.book(7, request(), 0.0)
-    assert [one() for one in works] == [True, False]
+    assert [one() for one in asked] == [True, False]
     backend.release(7, Verdict.SERVED, 1.0)
-    assert [one() for one in works] == [False, False]
+    assert [one() for one in asked] == [False, False]
 
 
 async def test_what_two_sources_name_belongs_to_the_first_and_stays_while_either_wants_it(
@@ -204,13 +204,13 @@ async def test_what_two_sources_name_belongs_to_the_first_and_stays_while_either
         BackendConfig(name="b", url="http://127.0.0.1:1"),
         BackendConfig(name="a", url="http://127.0.0.1:2"),
     )
-    registry.tell("config", [one])
-    registry.tell("file", [same_url, same_name])
+    registry.update("config", [one])
+    registry.update("file", [same_url, same_name])
     assert told(registry) == {"a": ("config", "http://127.0.0.1:1")}
-    registry.tell("config", [])
+    registry.update("config", [])
     await until(lambda: told(registry).keys() == {"a", "b"})
     assert told(registry) == {"a": ("file", "http://127.0.0.1:2"), "b": ("file", "http://127.0.0.1:1")}
-    registry.withdraw("file")
+    registry.remove_source("file")
     await until(lambda: not told(registry))
     assert not registry.backends
     assert not registry.pollers
@@ -231,23 +231,23 @@ async def test_trust_is_that_of_whoever_is_wanted_at_a_url_and_goes_with_the_las
             emptied.set()
 
     one, two = "https://127.0.0.1:1", "https://127.0.0.1:2"
-    registry.tell("config", [at("a", one, "a"), at("b", two, "b")])
-    registry.tell("config", [at("a", two, "a"), at("b", one, "b")])
+    registry.update("config", [at("a", one, "a"), at("b", two, "b")])
+    registry.update("config", [at("a", two, "a"), at("b", one, "b")])
     assert trusted() == {one: "b", two: "a"}
     # It still works for somebody while another takes its place, and comes back.
     registry._pools.backends["b"].book(7, request(), 0.0)
-    registry.tell("config", [at("c", one, "c"), at("d", two, "d")])
+    registry.update("config", [at("c", one, "c"), at("d", two, "d")])
     await until(lambda: told(registry).keys() == {"b", "c", "d"})
     assert trusted() == {one: "c", two: "d"}
     registry._pools.backends["c"].book(8, request(), 0.0)
-    registry.tell("config", [at("b", one, "b")])
+    registry.update("config", [at("b", one, "b")])
     await until(lambda: told(registry).keys() == {"b", "c"})
     assert trusted() == {one: "b"}
     end("c", 8)
     await until(lambda: told(registry).keys() == {"b"})
     assert trusted() == {one: "b"}
     end("b", 7)
-    registry.tell("config", [])
+    registry.update("config", [])
     await until(lambda: not told(registry))
     assert not peers.tls
 
@@ -258,37 +258,37 @@ async def test_authorities_are_not_read_again_where_a_source_says_the_same(
     read: list[str] = []
     monkeypatch.setattr("llmproxy.fleet.registry.peers_tls", lambda backends: read.extend(b.name for b in backends))
     for _ in range(3):
-        registry.tell("dns", [BackendConfig(name="a", url="https://127.0.0.1:1")])
+        registry.update("dns", [BackendConfig(name="a", url="https://127.0.0.1:1")])
     assert read == ["a"]
 
 
 async def test_a_drain_by_hand_outlives_what_sources_say_and_ends_with_the_backend(registry: BackendRegistry) -> None:
     one = BackendConfig(name="a", url="http://127.0.0.1:1")
-    registry.tell("config", [one])
+    registry.update("config", [one])
     registry.drain("a")
-    registry.tell("config", [one.model_copy(update={"max_in_flight": 3})])
-    assert registry.status("a").state is State.DRAINED
-    registry.tell("config", [])
+    registry.update("config", [one.model_copy(update={"max_in_flight": 3})])
+    assert registry.status("a").state is MemberState.DRAINED
+    registry.update("config", [])
     await until(lambda: not told(registry))
-    registry.tell("config", [one])
-    assert registry.status("a").state is State.DOWN
+    registry.update("config", [one])
+    assert registry.status("a").state is MemberState.DOWN
     with pytest.raises(KeyError):
         registry.drain("b")
 
 
 async def test_who_was_drained_under_a_predecessor_joins_drained_and_but_once(registry: BackendRegistry) -> None:
     one = BackendConfig(name="a", url="http://127.0.0.1:1")
-    registry.drain_who_joins(["a", "never"])
+    registry.drain_on_join(["a", "never"])
     assert registry.drained() == {"a", "never"}
-    registry.tell("config", [one])
-    assert registry.status("a").state is State.DRAINED
+    registry.update("config", [one])
+    assert registry.status("a").state is MemberState.DRAINED
     assert registry.drained() == {"a", "never"}
     registry.undrain("a")
     assert registry.drained() == {"never"}
-    registry.tell("config", [])
+    registry.update("config", [])
     await until(lambda: not told(registry))
-    registry.tell("config", [one])
-    assert registry.status("a").state is State.DOWN
+    registry.update("config", [one])
+    assert registry.status("a").state is MemberState.DOWN
 
 
 async def test_sources_are_asked_anew_when_their_settings_change_and_leave_with_their_backends(

@@ -172,7 +172,7 @@ class Bench:
             self.upstream,
             self.sink,
             self.pace,
-            works=lambda: self.works,
+            has_work=lambda: self.works,
             clock=lambda: self.now,
             rng=rng,
         )

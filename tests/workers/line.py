@@ -54,7 +54,7 @@ class Told:
     def worker_lost(self) -> None:
         self.lost += 1
 
-    def house(self, dispatcher: Dispatcher, settle: Callable[[], None]) -> SchedulerContext:
+    def context(self, dispatcher: Dispatcher, settle: Callable[[], None]) -> SchedulerContext:
         async def page(page: PageRequest) -> PageResponse:
             return PageResponse(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
 
@@ -97,23 +97,23 @@ class Pipe(asyncio.Transport):
                 self.back._end()
 
 
-class Line:
+class WorkerLink:
     """One worker and its desk. `remote` is the dispatcher that its requests see."""
 
     def __init__(
         self, dispatcher: Dispatcher, told: Told | None = None, settle: Callable[[], None] = lambda: None
     ) -> None:
         self.told = told or Told()
-        self.desk = WorkerSession(self.told.house(dispatcher, settle))
+        self.session = WorkerSession(self.told.context(dispatcher, settle))
         self.channel: Channel[ToWorker] = Channel(TO_WORKER, self._hear, self._lost)
         self.calls = Calls(self.channel)
         self.remote = RemoteDispatcher(self.channel, self.calls)
         self.estimator = RemoteEstimator(self.channel)
         self.metrics = RemoteMetrics(self.channel)
-        self.up, self.down = Pipe(self.desk.channel), Pipe(self.channel)
+        self.up, self.down = Pipe(self.session.channel), Pipe(self.channel)
         self.up.back, self.down.back = self.down, self.up
         self.channel.connection_made(self.up)
-        self.desk.channel.connection_made(self.down)
+        self.session.channel.connection_made(self.down)
 
     def _hear(self, message: ToWorker) -> None:
         if isinstance(message, LeaseGranted | CallRefused | NameResolved | PageResponse):
@@ -121,7 +121,7 @@ class Line:
         elif isinstance(message, LeaseCut):
             self.remote.cut(message)
         elif isinstance(message, ShutdownState):
-            self.remote.standing = message
+            self.remote.shutdown = message
 
     def _lost(self) -> None:
         self.remote.lost()
@@ -132,6 +132,6 @@ class Line:
 
     def check(self) -> None:
         """Nothing is held for the worker."""
-        assert (self.desk.open_requests, self.desk.leases, len(self.desk._calls)) == (0, 0, 0)
+        assert (self.session.open_requests, self.session.leases, len(self.session._calls)) == (0, 0, 0)
         assert self.remote.leases == 0
         assert not self.calls._open

@@ -32,7 +32,7 @@ from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
 from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ShutdownState
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
-from tests.workers.line import Line, Told
+from tests.workers.line import Told, WorkerLink
 
 EXIT = RequestExit(
     request_id="r1", method="POST", path="/", outcome=Outcome.COMPLETED, status=200, duration_s=1.0, model="base"
@@ -41,7 +41,7 @@ ENOUGH = 20
 """Turns in which whatever was said is heard, decided and answered."""
 
 
-async def nothing_left(one: Dispatcher, *lines: Line) -> None:
+async def nothing_left(one: Dispatcher, *lines: WorkerLink) -> None:
     await turns(ENOUGH)
     for line in lines:
         line.check()
@@ -61,7 +61,7 @@ def finished(one: Dispatcher) -> list[tuple[Verdict, Usage | None]]:
     return seen
 
 
-def done_with(line: Line, *clients: Client) -> None:
+def done_with(line: WorkerLink, *clients: Client) -> None:
     for client in clients:
         line.remote.ended(client.request, None)
 
@@ -72,12 +72,12 @@ def done_with(line: Line, *clients: Client) -> None:
 @virtual
 async def test_a_lease_is_lent_across_the_line_and_comes_back_with_what_was_learned() -> None:
     one = dispatcher(a=1)
-    line, ends = Line(one), finished(one)
+    line, ends = WorkerLink(one), finished(one)
     asked = request(arrived_s=now(), deadline_s=now() + 60.0)
     async with line.remote.admit(asked) as lease:
         assert lease.backend == "a"
         assert lease.grant.request is asked
-        assert (one.leases, line.remote.leases, line.desk.open_requests) == (1, 1, 1)
+        assert (one.leases, line.remote.leases, line.session.open_requests) == (1, 1, 1)
         lease.started()
         lease.committed()
         lease.progress(5)
@@ -90,7 +90,7 @@ async def test_a_lease_is_lent_across_the_line_and_comes_back_with_what_was_lear
 @virtual
 async def test_a_grant_is_told_as_it_was_decided() -> None:
     one = dispatcher(a=1)
-    line, decided = Line(one), list[Grant]()
+    line, decided = WorkerLink(one), list[Grant]()
     decide = one.pools.decide
 
     def spy(now: float) -> list[Any]:
@@ -114,13 +114,13 @@ async def test_what_has_changed_is_told_before_a_grant_and_before_what_a_name_me
 
     def settle() -> None:
         changes.append(now())
-        line.desk.tell(ShutdownState(leaving=True))
+        line.session.send(ShutdownState(leaving=True))
 
-    line = Line(one, settle=settle)
+    line = WorkerLink(one, settle=settle)
     client = Client(line.remote)
     while client.lease is None:
         await asyncio.sleep(0)
-        assert line.remote.standing.leaving or client.lease is None
+        assert line.remote.shutdown.leaving or client.lease is None
     assert len(changes) == 1
     await line.remote.resolve("base", 0.0, 10)
     assert len(changes) == 2
@@ -132,7 +132,7 @@ async def test_what_has_changed_is_told_before_a_grant_and_before_what_a_name_me
 @virtual
 async def test_nobody_is_granted_anything_before_he_asked() -> None:
     """The loop of the scheduler may have read the clock for the last time before this one asked."""
-    line = Line(dispatcher(a=1))
+    line = WorkerLink(dispatcher(a=1))
     await asyncio.sleep(5.0)
 
     async def answer(_: object) -> LeaseGranted:
@@ -146,7 +146,7 @@ async def test_nobody_is_granted_anything_before_he_asked() -> None:
 @virtual
 async def test_started_committed_and_progress_reach_the_core() -> None:
     one = dispatcher(a=1)
-    line, told = Line(one), list[tuple[Any, ...]]()
+    line, told = WorkerLink(one), list[tuple[Any, ...]]()
     for name in ("started", "committed", "progress"):
         setattr(one.pools, name, lambda grant, *facts, name=name: told.append((name, grant.lease, *facts[:-1])))
     client = Client(line.remote)
@@ -166,7 +166,7 @@ async def test_a_refusal_is_the_same_here_and_there() -> None:
     settings = Settings(queue=QueueSettings(hold_s=0.0))
     one = dispatcher(settings=settings, a=1)
     one.troubled("a", Trouble.UNHEALTHY, "503")
-    line, told = Line(one), list[Refused]()
+    line, told = WorkerLink(one), list[Refused]()
     for face in (one, line.remote):
         with pytest.raises(Refused) as caught:
             async with face.admit(request()):
@@ -180,7 +180,7 @@ async def test_a_refusal_is_the_same_here_and_there() -> None:
 @virtual
 async def test_a_deadline_passes_there_as_it_does_here() -> None:
     one = dispatcher(a=1)
-    line, holder = Line(one), Client(one)
+    line, holder = WorkerLink(one), Client(one)
     await turns(ENOUGH)
     waiting = Client(line.remote, request(deadline_s=7.25))
     await asyncio.sleep(7.25)
@@ -195,7 +195,7 @@ async def test_a_deadline_passes_there_as_it_does_here() -> None:
 @virtual
 async def test_the_backend_that_failed_is_excluded_across_the_line() -> None:
     one = dispatcher(a=4, b=4)
-    line, asked = Line(one), request()
+    line, asked = WorkerLink(one), request()
     async with line.remote.admit(asked) as first:
         first.verdict = Verdict.FAILED
     async with line.remote.admit(asked, frozenset({first.backend}), Entry.RETRY) as second:
@@ -207,7 +207,7 @@ async def test_the_backend_that_failed_is_excluded_across_the_line() -> None:
 @virtual
 async def test_a_bug_of_the_core_is_one_failed_request() -> None:
     one = dispatcher(a=1)
-    line = Line(one)
+    line = WorkerLink(one)
 
     def buggy(*_: object) -> None:
         raise ValueError("a bug")
@@ -232,7 +232,7 @@ async def test_a_bug_of_the_core_is_one_failed_request() -> None:
 @virtual
 async def test_the_higher_band_goes_first_whichever_worker_has_it() -> None:
     one = dispatcher(a=1)
-    lines = [Line(one), Line(one)]
+    lines = [WorkerLink(one), WorkerLink(one)]
     holder = Client(lines[0].remote)
     await turns(ENOUGH)
     granted: list[int] = []
@@ -255,7 +255,7 @@ async def test_the_higher_band_goes_first_whichever_worker_has_it() -> None:
 @virtual
 async def test_flows_share_fairly_whichever_worker_they_come_by() -> None:
     one = dispatcher(a=1)
-    lines = [Line(one), Line(one)]
+    lines = [WorkerLink(one), WorkerLink(one)]
     # One flow comes by one worker and is there first; the other by another one.
     greedy = [Client(lines[0].remote, flow="greedy") for _ in range(8)]
     await turns(ENOUGH)
@@ -287,7 +287,7 @@ def test_a_client_may_leave_in_any_turn(after: int) -> None:
     @virtual
     async def leaves() -> None:
         one = dispatcher(a=1)
-        line = Line(one)
+        line = WorkerLink(one)
         client = Client(line.remote)
         await turns(after)
         client.task.cancel()
@@ -303,7 +303,7 @@ def test_a_client_may_leave_in_any_turn(after: int) -> None:
 @virtual
 async def test_a_client_that_waits_and_leaves_is_not_granted_anything() -> None:
     one = dispatcher(a=1)
-    line, ends = Line(one), finished(one)
+    line, ends = WorkerLink(one), finished(one)
     holder, waiting = Client(line.remote), Client(line.remote)
     await turns(ENOUGH)
     waiting.task.cancel()
@@ -318,7 +318,7 @@ async def test_a_client_that_waits_and_leaves_is_not_granted_anything() -> None:
 @virtual
 async def test_a_lease_whose_block_is_left_by_a_cancellation_counts_as_left_by_its_client() -> None:
     one = dispatcher(a=1)
-    line, ends = Line(one), finished(one)
+    line, ends = WorkerLink(one), finished(one)
     client = Client(line.remote)
     await turns(ENOUGH)
     client.task.cancel()
@@ -332,7 +332,7 @@ async def test_a_request_ends_after_its_lease() -> None:
     """A limit counts what was expected until the lease says what was used: in the other order it would forget that."""
     limit = UsageLimit(tokens_per_min=1_000.0)
     one = dispatcher(settings=Settings(capacity=SETTINGS.capacity, limits={"tenant:t": limit}), a=1)
-    line = Line(one)
+    line = WorkerLink(one)
     asked = request(limits=("tenant:t",), prompt_tokens=100, output_tokens=100)
     async with line.remote.admit(asked) as lease:
         lease.verdict, lease.usage = Verdict.SERVED, Usage(300, 200)
@@ -347,7 +347,7 @@ async def test_a_request_ends_after_its_lease() -> None:
 @virtual
 async def test_a_backend_that_is_gone_cuts_the_lease_in_its_worker() -> None:
     one = dispatcher(a=1)
-    line, cuts = Line(one), list[bool]()
+    line, cuts = WorkerLink(one), list[bool]()
     client = Client(line.remote)
     await turns(ENOUGH)
     lease = client.lease
@@ -366,7 +366,7 @@ async def test_a_backend_that_is_gone_cuts_the_lease_in_its_worker() -> None:
 @virtual
 async def test_a_preemption_is_told_as_one() -> None:
     one = dispatcher(a=1)
-    line = Line(one)
+    line = WorkerLink(one)
     client = Client(line.remote, stream=True, band=SHEDDABLE)
     await turns(ENOUGH)
     critical = Client(one, band=CRITICAL)
@@ -385,7 +385,7 @@ async def test_a_preemption_is_told_as_one() -> None:
 @virtual
 async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost() -> None:
     one = dispatcher(a=1)
-    line = Line(one)
+    line = WorkerLink(one)
     before, client = Client(one), Client(line.remote)
     await turns(ENOUGH)
     assert (before.holds(), client.holds()) == ("a", None)
@@ -393,7 +393,7 @@ async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost() -> None:
     while list(one._leases.values()) in ([], [before.lease]):  # noqa: ASYNC110 - what is waited for has no event of its own
         await asyncio.sleep(0)
     # Granted in this turn: neither the desk's task nor the worker know of it.
-    assert not line.desk.leases
+    assert not line.session.leases
     [held] = one._leases.values()
     held.cut(revoked=True)
     await turns(ENOUGH)
@@ -414,13 +414,13 @@ def test_a_worker_may_die_in_any_turn(after: int) -> None:
     @virtual
     async def dies() -> None:
         one = dispatcher(a=1)
-        line, other = Line(one), Line(one)
+        line, other = WorkerLink(one), WorkerLink(one)
         clients = [Client(line.remote), Client(line.remote)]
         await turns(after)
         line.die()
         await turns(ENOUGH)
-        assert line.desk.gone.is_set()
-        assert len(line.told.exits) == line.desk.cut
+        assert line.session.gone.is_set()
+        assert len(line.told.exits) == line.session.cut
         assert {ended.outcome for ended in line.told.exits} <= {Outcome.INTERNAL}
         heir = Client(other.remote)
         await turns(ENOUGH)
@@ -437,15 +437,15 @@ def test_a_worker_may_die_in_any_turn(after: int) -> None:
 @virtual
 async def test_requests_that_died_with_their_worker_are_told_of_once() -> None:
     one = dispatcher(a=1)
-    line = Line(one)
+    line = WorkerLink(one)
     clients = [Client(line.remote, label=f"r{i}", band=CRITICAL) for i in range(3)]
     await turns(ENOUGH)
-    assert line.desk.open_requests == 3
+    assert line.session.open_requests == 3
     line.die()
     await turns(ENOUGH)
     told = [(ended.request_id, ended.outcome, ended.band) for ended in line.told.exits]
     assert told == [(f"r{i}", Outcome.INTERNAL, "critical") for i in range(3)]
-    assert line.desk.cut == 3
+    assert line.session.cut == 3
     for client in clients:
         await client.done()
     await nothing_left(one, line)
@@ -454,7 +454,7 @@ async def test_requests_that_died_with_their_worker_are_told_of_once() -> None:
 @virtual
 async def test_without_a_scheduler_nobody_waits_and_nobody_is_let_in() -> None:
     one = dispatcher(a=1)
-    line = Line(one)
+    line = WorkerLink(one)
     holder, waiting = Client(line.remote), Client(line.remote)
     await turns(ENOUGH)
     line.down.abort()
@@ -476,7 +476,7 @@ async def test_without_a_scheduler_nobody_waits_and_nobody_is_let_in() -> None:
 async def test_a_name_that_is_not_known_here_is_asked_for_and_waited_for() -> None:
     one = dispatcher(a=1)
     one.pools.add_backend("late", 1)
-    line = Line(one)
+    line = WorkerLink(one)
     asked = asyncio.create_task(line.remote.resolve("other", 30.0, 10))
     await turns(ENOUGH)
     assert (asked.done(), one.nameless) == (False, 1)
@@ -494,7 +494,7 @@ async def test_a_name_that_is_not_known_here_is_asked_for_and_waited_for() -> No
 async def test_a_client_that_leaves_while_its_name_is_unknown_is_not_waited_for() -> None:
     one = dispatcher(a=1)
     one.pools.add_backend("late", 1)
-    line = Line(one)
+    line = WorkerLink(one)
     asked = asyncio.create_task(line.remote.resolve("other", 30.0, 10))
     await turns(ENOUGH)
     asked.cancel()
@@ -506,11 +506,11 @@ async def test_a_client_that_leaves_while_its_name_is_unknown_is_not_waited_for(
 @virtual
 async def test_who_waits_while_the_proxy_drains_is_refused_in_its_worker() -> None:
     one = dispatcher(a=1)
-    line = Line(one)
+    line = WorkerLink(one)
     holder, waiting = Client(line.remote), Client(line.remote)
     await turns(ENOUGH)
     one.drain()
-    line.desk.tell(ShutdownState(leaving=True, draining=True, granting=False))
+    line.session.send(ShutdownState(leaving=True, draining=True, granting=False))
     await turns(ENOUGH)
     assert waiting.refused is not None
     assert waiting.refused.outcome is Outcome.DRAINING
@@ -523,14 +523,14 @@ async def test_who_waits_while_the_proxy_drains_is_refused_in_its_worker() -> No
 @virtual
 async def test_what_goes_past_the_waiting_room_of_a_worker_is_in_flight_there() -> None:
     one = dispatcher(a=1)
-    line, other = Line(one), Line(one)
+    line, other = WorkerLink(one), WorkerLink(one)
     cuts: list[str] = []
     with line.remote.direct("a", lambda: cuts.append("line")):
         with other.remote.direct("a", lambda: cuts.append("other")):
             await turns(ENOUGH)
-            assert (one.in_flight("a"), line.desk.open_requests, other.desk.open_requests) == (2, 1, 1)
+            assert (one.in_flight("a"), line.session.open_requests, other.session.open_requests) == (2, 1, 1)
         await turns(ENOUGH)
-        assert (one.in_flight("a"), line.desk.open_requests, other.desk.open_requests) == (1, 1, 0)
+        assert (one.in_flight("a"), line.session.open_requests, other.session.open_requests) == (1, 1, 0)
         assert cuts == []
         for _ in range(2):
             one.troubled("a", Trouble.REFUSED, "nobody there")
@@ -544,7 +544,7 @@ async def test_what_goes_past_the_waiting_room_of_a_worker_is_in_flight_there() 
         pass
     await nothing_left(one, line, other)
     assert cuts == ["line", "gone"], "who has left is not told"
-    line.remote.standing = ShutdownState(draining=True)
+    line.remote.shutdown = ShutdownState(draining=True)
     with pytest.raises(Refused) as refused, line.remote.direct("a", lambda: None):
         raise AssertionError("it was let in")
     assert refused.value.outcome is Outcome.DRAINING
@@ -553,14 +553,14 @@ async def test_what_goes_past_the_waiting_room_of_a_worker_is_in_flight_there() 
 @virtual
 async def test_what_went_past_the_waiting_room_ends_with_its_worker_and_with_its_scheduler() -> None:
     one = dispatcher(a=1)
-    line = Line(one)
+    line = WorkerLink(one)
     cuts: list[str] = []
     with line.remote.direct("a", lambda: cuts.append("cut")):
         await turns(ENOUGH)
         assert one.in_flight("a") == 1
         line.die()
         await turns(ENOUGH)
-        assert (one.in_flight("a"), line.desk.open_requests, cuts) == (0, 0, ["cut"])
+        assert (one.in_flight("a"), line.session.open_requests, cuts) == (0, 0, ["cut"])
     with pytest.raises(Refused), line.remote.direct("a", lambda: None):
         raise AssertionError("it was let in")
     await nothing_left(one, line)
@@ -568,7 +568,7 @@ async def test_what_went_past_the_waiting_room_ends_with_its_worker_and_with_its
 
 @virtual
 async def test_a_page_is_answered_by_the_scheduler() -> None:
-    line = Line(dispatcher(a=1))
+    line = WorkerLink(dispatcher(a=1))
     shown = await line.calls.answer(lambda call: PageRequest(call, b"GET / HTTP/1.1\r\n\r\n", "10.0.0.1"))
     assert shown == PageResponse(shown.call, 200, "OK", (("x-remote", "10.0.0.1"),), b"GET / HTTP/1.1\r\n\r\n")
 
@@ -577,7 +577,7 @@ async def test_a_page_is_answered_by_the_scheduler() -> None:
 async def test_what_a_worker_counts_and_learns_is_counted_and_learned_once_for_all() -> None:
     one = dispatcher(a=1)
     told = Told()
-    lines = [Line(one, told), Line(one, told)]
+    lines = [WorkerLink(one, told), WorkerLink(one, told)]
     for line in lines:
         line.metrics.attempted("a", Verdict.SERVED)
         line.estimator.learn("base", 300, 1, Usage(100, 50))
@@ -602,7 +602,7 @@ def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: bool) -> 
     @virtual
     async def comes_and_goes() -> None:
         one = dispatcher(settings=Settings(queue=QueueSettings(hold_s=0.0)), a=1)
-        line = Line(one)
+        line = WorkerLink(one)
         for _ in range(0 if served else 2):
             one.troubled("a", Trouble.REFUSED, "nobody listens")
         await turns(ENOUGH)
@@ -629,12 +629,12 @@ def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: bool) -> 
 
 async def test_it_works_over_a_socket_pair() -> None:
     one = dispatcher(a=2)
-    line = Line(one)
+    line = WorkerLink(one)
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
     up: Channel[Any] = Channel(TO_WORKER, line._hear, line._lost)
-    down: Channel[Any] = Channel(FROM_WORKER, line.desk._take, line.desk._lost)
-    line.desk.channel = down
+    down: Channel[Any] = Channel(FROM_WORKER, line.session._take, line.session._lost)
+    line.session.channel = down
     for part in (line.remote, line.calls):
         part._channel = up
     await loop.create_unix_connection(lambda: up, sock=ours)
@@ -646,6 +646,6 @@ async def test_it_works_over_a_socket_pair() -> None:
     assert all(client.lease is not None for client in clients)
     done_with(line, *clients)
     up.close()
-    await line.desk.gone.wait()
+    await line.session.gone.wait()
     assert not line.told.exits
     await nothing_left(one, line)

@@ -27,7 +27,7 @@ from llmproxy.workers.protocol import (
     ShutdownState,
 )
 from llmproxy.workers.session import WorkerSession
-from llmproxy.workers.supervisor import WorkerSupervisor, dealt
+from llmproxy.workers.supervisor import WorkerSupervisor, dealt_sockets
 from tests.core.make import listing
 from tests.dispatching import dispatcher, turns, virtual
 from tests.workers.line import Nowhere, Told
@@ -48,7 +48,7 @@ class Named:
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.integers(1, 8))
 def test_every_worker_listens_at_every_address_and_no_socket_is_left_over(names: list[str], count: int) -> None:
     sockets = [Named(name) for name in names]
-    hands = dealt(sockets, count)  # type: ignore[arg-type]
+    hands = dealt_sockets(sockets, count)  # type: ignore[arg-type]
     assert len(hands) == count
     for hand in hands:
         assert {one.getsockname() for one in hand} == set(names)
@@ -81,10 +81,10 @@ class Listener(WorkerSession):
     """A desk without a worker, which remembers what it would have told it."""
 
     def __init__(self, supervisor: WorkerSupervisor) -> None:
-        super().__init__(supervisor._house)
+        super().__init__(supervisor._context)
         self.told: list[Message] = []
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.told.append(message)
 
 
@@ -92,25 +92,25 @@ def crew_of(backends: dict[str, BackendConfig], count: int = 2) -> tuple[WorkerS
     one = dispatcher(a=1)
     gateway = Gateway.build(Config(), backends, Nowhere(), one, one.pools.estimator, Told())  # type: ignore[arg-type]
     supervisor = WorkerSupervisor(gateway, one, backends, Told(), no_page, held=False)  # type: ignore[arg-type]
-    desks = [Listener(supervisor) for _ in range(count)]
-    supervisor._desks.update(enumerate(desks))
-    return supervisor, desks
+    sessions = [Listener(supervisor) for _ in range(count)]
+    supervisor._sessions.update(enumerate(sessions))
+    return supervisor, sessions
 
 
 @virtual
 async def test_a_change_is_told_once_to_all_and_no_change_to_nobody() -> None:
     backends = {"a": BackendConfig(url="http://a:1", name="a")}
-    supervisor, desks = crew_of(backends)
+    supervisor, sessions = crew_of(backends)
     one = supervisor._dispatcher
     one.reconsider()
     one.listed("a", listing())
     await turns()
-    assert [desk.told for desk in desks] == [[], []], "it lists what it listed before"
+    assert [session.told for session in sessions] == [[], []], "it lists what it listed before"
     one.listed("a", listing("lora"))
     one.reconsider()
     await turns()
-    for desk in desks:
-        [fleet] = desk.told
+    for session in sessions:
+        [fleet] = session.told
         assert isinstance(fleet, KnownBackends)
         assert fleet.targets.keys() == {"base", "lora"}
         assert fleet.unnamed == fleet.targets["base"]
@@ -118,8 +118,8 @@ async def test_a_change_is_told_once_to_all_and_no_change_to_nobody() -> None:
     backends["b"] = BackendConfig(url="http://b:1", name="b", api_key="k")
     one.reconsider()
     await turns()
-    for desk in desks:
-        fleet = desk.told[-1]
+    for session in sessions:
+        fleet = session.told[-1]
         assert isinstance(fleet, KnownBackends)
         assert [(backend.name, backend.api_key) for backend in pickle.loads(fleet.backends)] == [
             ("a", None),
@@ -130,79 +130,79 @@ async def test_a_change_is_told_once_to_all_and_no_change_to_nobody() -> None:
 @virtual
 async def test_a_change_is_told_before_a_grant_that_follows_from_it() -> None:
     backends = {"a": BackendConfig(url="http://a:1", name="a")}
-    supervisor, [desk, _] = crew_of(backends)
+    supervisor, [session, _] = crew_of(backends)
     backends["b"] = BackendConfig(url="http://b:1", name="b")
     supervisor._dispatcher.reconsider()
     # A desk does this before it tells of a grant.
-    supervisor.settle()
-    assert isinstance(desk.told[0], KnownBackends)
+    supervisor.update_workers()
+    assert isinstance(session.told[0], KnownBackends)
     await turns()
-    assert len(desk.told) == 1
+    assert len(session.told) == 1
 
 
 @virtual
 async def test_the_way_out_is_told_step_by_step() -> None:
-    supervisor, [desk, _] = crew_of({})
+    supervisor, [session, _] = crew_of({})
     supervisor.begin_shutdown()
     await turns()
     supervisor._dispatcher.drain(finish_waiting=True)
     await turns()
     supervisor._dispatcher.drain()
     await turns()
-    assert desk.told == [
+    assert session.told == [
         ShutdownState(leaving=True),
         ShutdownState(leaving=True, draining=True),
         ShutdownState(leaving=True, draining=True, granting=False),
     ]
     assert supervisor.open_requests == 2, "neither worker has said that it is idle"
-    desk.idle.set()
+    session.idle.set()
     assert supervisor.open_requests == 1
 
 
 @virtual
 async def test_what_is_learned_and_made_by_one_worker_is_told_to_the_others() -> None:
     supervisor, [maker, other] = crew_of({})
-    supervisor._house.made(ResponseStored("resp_1", "a", "t"), maker)
+    supervisor._context.stored(ResponseStored("resp_1", "a", "t"), maker)
     assert (maker.told, other.told) == ([], [ResponseStored("resp_1", "a", "t")])
     assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
     # Two workers saw the same id made in the same instant: whose word came first, it is, for both.
-    supervisor._house.made(ResponseStored("resp_1", "b", "u"), other)
+    supervisor._context.stored(ResponseStored("resp_1", "b", "u"), other)
     assert (maker.told, other.told) == ([], [ResponseStored("resp_1", "a", "t")] * 2)
     assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
     for _ in range(5):
         supervisor._pools.estimator.learn("base", 300, 1, Usage(100, 50))
-        supervisor._house.learned("base")
+        supervisor._context.learned("base")
     await turns()
     assert not maker.told, "not with every answer"
     await asyncio.sleep(1.0)
     [estimates] = maker.told
     assert isinstance(estimates, LearnedEstimates)
     assert (estimates.models["base"].seen, estimates.models["base"].output_tokens) == (5, 50.0)
-    supervisor._house.learned("base")
+    supervisor._context.learned("base")
     await asyncio.sleep(1.0)
     assert len(maker.told) == 2
 
 
 @virtual
 async def test_a_reload_is_told_whole() -> None:
-    supervisor, [desk, _] = crew_of({})
+    supervisor, [session, _] = crew_of({})
     new = Config(models=[{"name": "alias", "target": "base"}])  # type: ignore[arg-type]
     supervisor._rulebook.current = Rules.of(new, Nowhere())  # type: ignore[arg-type]
     supervisor.reconfigure()
-    [told] = desk.told
+    [told] = session.told
     assert isinstance(told, NewConfig)
     assert pickle.loads(told.config) == new
 
 
 @virtual
 async def test_a_crew_whose_worker_does_not_start_does_not_start() -> None:
-    supervisor, [desk, other] = crew_of({})
+    supervisor, [session, other] = crew_of({})
 
     async def begin(slot: int) -> None:
         if slot:
             other.url.set_result("http://h:1")
         else:
-            desk.url.cancel()
+            session.url.cancel()
 
     supervisor._begin = begin  # type: ignore[method-assign]
     supervisor._rulebook.current = Rules.of(Config(workers=2), Nowhere())  # type: ignore[arg-type]
@@ -229,8 +229,8 @@ async def test_who_dies_of_its_start_is_started_again_after_longer_and_longer_pa
         begun_s.append(asyncio.get_running_loop().time())
         if len(begun_s) == 3:
             raise OSError("no memory")
-        supervisor._desks[slot] = Listener(supervisor)
-        asyncio.get_running_loop().call_later(lives_s.pop(0), supervisor._desks[slot].gone.set)
+        supervisor._sessions[slot] = Listener(supervisor)
+        asyncio.get_running_loop().call_later(lives_s.pop(0), supervisor._sessions[slot].gone.set)
 
     async def ended(_: object) -> int:
         supervisor._ending = not lives_s
@@ -244,6 +244,6 @@ async def test_who_dies_of_its_start_is_started_again_after_longer_and_longer_pa
         await supervisor._keep(0)
     # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
     assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
-    told = supervisor._house.metrics
+    told = supervisor._context.metrics
     assert isinstance(told, Told)
     assert told.lost == 4, "one that was not started was not lost"
