@@ -190,7 +190,7 @@ def who(bench: Bench) -> Times:
             request = found.queued.request
             room.leave(found.queued)
             band.fairness.dispatched(request.flow)
-            band.fairness.charge(request.flow, scheduler.leases._charge.estimate(request) / request.weight)
+            band.fairness.charge(request.flow, scheduler.charges.charge.estimate(request) / request.weight)
             times.rounds[-1].append(thread_time() - began_s)
             bench.submit(bench.request())
     gc.unfreeze()

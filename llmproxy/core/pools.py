@@ -227,7 +227,7 @@ class Pools:
         """The same for those who have kept of a grant only what counts here."""
         scheduler = self._schedulers.get(pool)
         if scheduler is not None:
-            scheduler.leases.cached(lease, backend, hashes)
+            scheduler.cached(lease, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """A request has left the house, whether it was served, refused or left by its client; told once of each.

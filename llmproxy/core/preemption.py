@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.domain import DEFAULT, Preempt, Request
+from llmproxy.core.domain import DEFAULT, Preempt, Request, Usage, Verdict
+from llmproxy.core.lease import LeaseObserver, LeaseRecord
 from llmproxy.core.placement import context_tokens
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.settings import Settings
@@ -17,7 +18,7 @@ LOOK_MAX = 64
 """Leases looked at by one pass."""
 
 
-class Preemption:
+class Preemption(LeaseObserver):
     """Leases of bands up to `default` that have not answered a byte.
 
     The lowest band is taken back first, and of it the newest, for which least has been done. Whoever is granted the
@@ -36,15 +37,27 @@ class Preemption:
     def reconfigure(self, settings: Settings) -> None:
         self._settings = settings
 
-    def booked(self, lease: int, request: Request, backend: Backend) -> None:
-        if request.band <= DEFAULT:
-            self._open[lease] = (request, backend)
-            self._by_band.setdefault(request.band, {})[lease] = None
-        elif request.band > DEFAULT:
-            self._urgent[lease] = backend
+    def booked(self, lease: LeaseRecord, now: float) -> None:
+        if lease.guaranteed:
+            # The minimum share of a band must not be preempted for the bands above it.
+            return
+        if lease.request.band <= DEFAULT:
+            self._open[lease.number] = (lease.request, lease.backend)
+            self._by_band.setdefault(lease.request.band, {})[lease.number] = None
+        else:
+            self._urgent[lease.number] = lease.backend
 
-    def closed(self, lease: int) -> None:
-        """The lease spoke or ended: there is nothing to take back any more."""
+    def started(self, lease: LeaseRecord, now: float) -> None:
+        self._close(lease.number)
+
+    def committed(self, lease: LeaseRecord, now: float) -> None:
+        self._close(lease.number)
+
+    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        self._close(lease.number)
+
+    def _close(self, lease: int) -> None:
+        """The lease has answered or ended: it can be preempted no more."""
         if lease in self._open:
             del self._by_band[self._open.pop(lease)[0].band][lease]
         self._pending.pop(lease, None)

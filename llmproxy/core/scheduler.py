@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -15,6 +15,13 @@ from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
 from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.lease_observers import (
+    ChargeObserver,
+    FirstTokenObserver,
+    LimitObserver,
+    OutlierObserver,
+    PlacementObserver,
+)
 from llmproxy.core.leases import Leases
 from llmproxy.core.placement import NO_CAPACITY, Placement
 from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited
@@ -80,7 +87,7 @@ class Scheduler:
         self._placement = placement
         self._backends: dict[str, Backend] = {}
         self._peers = Peers(settings.health.ejected_max)
-        self._watch = OutlierDetection(settings.health, self._peers)
+        self._outliers = OutlierDetection(settings.health, self._peers)
         self._exploration = Exploration()
         self._index: dict[str, int] = {}
         self.faults = Faults()
@@ -93,17 +100,17 @@ class Scheduler:
         )
         self._min_shares = MinShares(settings.min_shares)
         self._preemption = Preemption(settings, self._headroom)
+        self.charges = ChargeObserver(settings, self._room, self._min_shares, self.faults)
         self.leases = Leases(
-            settings,
             lease_serial,
-            self._room,
-            placement,
-            self._watch,
-            limits,
-            self._preemption,
-            self._min_shares,
-            self._first_token,
-            self.faults,
+            [
+                OutlierObserver(self._outliers),
+                LimitObserver(limits),
+                self._preemption,
+                PlacementObserver(placement, self.faults),
+                self.charges,
+                FirstTokenObserver(self._first_token),
+            ],
         )
         self._shed: list[Drop] = []
         self._more = False
@@ -116,7 +123,7 @@ class Scheduler:
         self._room.reconfigure(settings, now)
         self._min_shares.reconfigure(settings.min_shares)
         self._peers.ejected_max = settings.health.ejected_max
-        self._watch.settings = settings.health
+        self._outliers.settings = settings.health
         for part in (self._headroom, self._admission, self._preemption):
             part.reconfigure(settings)
 
@@ -184,6 +191,12 @@ class Scheduler:
             self._room.leave(queued)
         else:
             self._shed = [drop for drop in self._shed if drop.request.id != request_id]
+
+    def cached(self, lease: int, backend: str, hashes: Sequence[int]) -> None:
+        """The prompt and the answer of a lease that has ended are these blocks, which `backend` holds."""
+        # A process that is gone holds nothing any more.
+        if self.leases.is_of_process(lease, backend):
+            self.faults.tell(self._placement.cached, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
         """The request has left the house for good. `met`: it kept its objective; None where it had none to keep."""
@@ -287,8 +300,8 @@ class Scheduler:
         if self._more or self._shed:
             return now
         if not self._room.waiting:
-            return self._watch.due_s
-        times = [self._watch.due_s, *(backend.changes_at(now) for backend in self._backends.values())]
+            return self._outliers.due_s
+        times = [self._outliers.due_s, *(backend.changes_at(now) for backend in self._backends.values())]
         times += [self._room.next_deadline(now), self._headroom.changes_at(now)]
         return min([time for time in times if time is not None], default=None)
 
@@ -338,7 +351,6 @@ class Scheduler:
         this.outdated = backend
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
         this.decisions.append(grant)
-        self.leases.granted(lease, now)
         self._drain.granted(request.id, now)
         this.steps += 1
         return grant
@@ -370,10 +382,10 @@ class Scheduler:
 
     def _look_after(self, now: float) -> None:
         """Eject who hangs or has become slow; what one that hangs has not begun may be tried elsewhere."""
-        hung, slow = self._watch.look(now)
+        hung, slow = self._outliers.look(now)
         for name, silent in hung.items():
             if self._backends[name].hangs(silent, now):
-                self.leases.hung(name)
+                self.leases.revoke(self._outliers.give_up(name))
         for name, why in slow.items():
             self._backends[name].slowed(why, now)
 
@@ -420,7 +432,7 @@ class Scheduler:
         """Raise AssertionError when two accounts of the same thing differ."""
         assert not self.faults, "a policy raised an exception"
         self._room.check(now)
-        self._watch.check()
+        self._outliers.check()
         self.leases.check()
         for backend in self._backends.values():
             backend.check()

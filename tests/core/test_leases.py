@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import count
 
 import pytest
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.backends.health import Peers
-from llmproxy.core.backends.outlier_detection import OutlierDetection
-from llmproxy.core.backends.view import View
-from llmproxy.core.domain import NoCapacity, Placed, Request, Usage, Verdict
-from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.domain import Placed, Usage, Verdict
+from llmproxy.core.lease import LeaseObserver, LeaseRecord
+from llmproxy.core.lease_observers import ChargeObserver
 from llmproxy.core.leases import Leases
-from llmproxy.core.placement import NO_CAPACITY, Placement
 from llmproxy.core.policy_registry import Faults
-from llmproxy.core.preemption import Preemption
 from llmproxy.core.queueing.fairness.fair_share import FairShare
-from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.queueing.min_share import MinShares
 from llmproxy.core.queueing.occupancy import Occupancy
 from llmproxy.core.queueing.usage_limits import UsageLimits
@@ -29,21 +23,6 @@ from tests.core.make import request
 SETTINGS = Settings(input_weight=1.0, output_weight=2.0)
 
 
-class Listener(Placement):
-    """Chooses nothing, and keeps what it is told to be cached where."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Sequence[int]]] = []
-
-    def place(
-        self, request: Request, views: Sequence[View], ceiling: float, excluded: frozenset[str], now: float
-    ) -> NoCapacity:
-        return NO_CAPACITY
-
-    def cached(self, backend: str, hashes: Sequence[int]) -> None:
-        self.told.append((backend, hashes))
-
-
 class Ledger:
     """`Leases` over two backends, beside the room whose flows are charged."""
 
@@ -51,19 +30,8 @@ class Ledger:
         limits = UsageLimits({})
         self.faults = Faults()
         self.room = WaitingRoom(SETTINGS, Occupancy(SETTINGS.queue), limits, self.faults, lambda *_: 0)
-        self.placement = Listener()
-        self.leases = Leases(
-            SETTINGS,
-            count(1),
-            self.room,
-            self.placement,
-            OutlierDetection(SETTINGS.health, Peers(0.5)),
-            limits,
-            Preemption(SETTINGS, Headroom(SETTINGS)),
-            MinShares({}),
-            FirstToken(),
-            self.faults,
-        )
+        charges = ChargeObserver(SETTINGS, self.room, MinShares({}), self.faults)
+        self.leases = Leases(count(1), [charges])
         self.backends = {name: Backend(name, SETTINGS.capacity, SETTINGS.health) for name in "ab"}
         for name in self.backends:
             self.leases.attach(name)
@@ -71,9 +39,7 @@ class Ledger:
     def grant(self, backend: str = "a") -> int:
         """A lease for a prompt of 10 tokens, of which 10 more are expected."""
         placed = Placed(backend, 0.0, (), 1)
-        lease = self.leases.book(request(), placed, self.backends[backend], 0.0, guaranteed=False)
-        self.leases.granted(lease, 0.0)
-        return lease
+        return self.leases.book(request(), placed, self.backends[backend], 0.0)
 
     def charged(self) -> float:
         fairness = self.room.band(0).fairness
@@ -138,11 +104,9 @@ def test_what_an_earlier_process_has_cached_is_not_learned_of_a_later_one() -> N
     before = of.grant("a")
     of.leases.lost(of.backends["a"])
     after = of.grant("a")
-    for lease in (before, after):
-        of.leases.cached(lease, "a", (1, 2))
+    assert [of.leases.is_of_process(lease, "a") for lease in (before, after)] == [False, True]
     of.leases.detach("b")
-    of.leases.cached(after + 1, "b", (3, 4))
-    assert of.placement.told == [("a", (1, 2))]
+    assert not of.leases.is_of_process(after + 1, "b")
 
 
 def test_leases_are_checked_against_the_bookings_of_their_backends() -> None:
@@ -151,3 +115,19 @@ def test_leases_are_checked_against_the_bookings_of_their_backends() -> None:
     of.backends["a"].release(lease, Verdict.SERVED, 1.0)
     with pytest.raises(AssertionError, match="not booked"):
         of.leases.check()
+
+
+def test_an_observer_is_called_for_the_events_that_it_overrides() -> None:
+    heard: list[tuple[str, int]] = []
+
+    class Starts(LeaseObserver):
+        def started(self, lease: LeaseRecord, now: float) -> None:
+            heard.append((lease.request.flow, lease.number))
+
+    backend = Backend("a", SETTINGS.capacity, SETTINGS.health)
+    leases = Leases(count(1), [LeaseObserver(), Starts()])
+    assert (len(leases._on_started), leases._on_progress) == (1, [])
+    lease = leases.book(request(), Placed("a", 0.0, (), 1), backend, 0.0)
+    leases.progress(lease, 5, 1.0)
+    leases.started(lease, 1.0)
+    assert heard == [("flow", lease)]

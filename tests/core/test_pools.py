@@ -288,7 +288,7 @@ def test_a_policy_that_raises_at_any_event_leaves_every_account_settled(
     hearing = {
         "placement": scheduler._placement,
         "fairness": scheduler._room.band(DEFAULT).fairness,
-        "charge": scheduler.leases._charge,
+        "charge": scheduler.charges.charge,
     }
     raised = count(1)
 

@@ -148,7 +148,7 @@ def test_removing_forgets_the_one_and_keeps_what_was_learned_of_the_others() -> 
     assert placement._index.match((7, 8, 9)).keys() == {"b"}
     assert "a" not in placement._index.match((1, 2, 3))
     assert placement._backend_loads.keys() == {"b"}
-    assert one._schedulers["base"].leases._void.keys() == {"b"}
+    assert one._schedulers["base"].leases._newest_of_old.keys() == {"b"}
 
 
 def test_a_cached_answer_of_a_removed_backend_teaches_its_successor_of_that_name_nothing() -> None:

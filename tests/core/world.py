@@ -482,6 +482,8 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         assert not one.leases
         assert not one.leases._revoked
         assert one._preemption.open == one._preemption.pending == 0
+        assert not one.charges._charged
+        assert not one.charges._credits
         if isinstance(one._placement, CostPlacement):
             assert not one._placement._flights
             assert one._placement._backend_loads.keys() <= one._backends.keys()

@@ -1,0 +1,157 @@
+"""The observers of leases: what flows are charged, what counts under limits, and who hears how a lease went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmproxy.core.backends.outlier_detection import OutlierDetection
+from llmproxy.core.domain import Usage, Verdict
+from llmproxy.core.estimates.first_token import FirstToken
+from llmproxy.core.lease import LeaseObserver, LeaseRecord
+from llmproxy.core.placement import Placement
+from llmproxy.core.policy_registry import Faults
+from llmproxy.core.queueing.charge import charges
+from llmproxy.core.queueing.min_share import MinShares
+from llmproxy.core.queueing.usage_limits import UsageLimits
+from llmproxy.core.queueing.waiting_room import WaitingRoom
+from llmproxy.core.settings import Settings
+
+
+class ChargeObserver(LeaseObserver):
+    """Charges flows, and credits the minimum shares of bands.
+
+    A flow is charged an estimate at the grant, more when the answer grows beyond it, and the real cost at the end. An
+    attempt that gave nothing costs nothing: its retry is charged anew, and a failure is not the client's debt.
+    """
+
+    def __init__(self, settings: Settings, room: WaitingRoom, min_shares: MinShares, faults: Faults) -> None:
+        self.charge = charges.get(settings.charged)(settings)
+        self._room = room
+        self._min_shares = min_shares
+        self._tell = faults.tell
+        self._charged: dict[int, float] = {}
+        self._credits: dict[int, Mapping[int, float]] = {}
+
+    def booked(self, lease: LeaseRecord, now: float) -> None:
+        request, fairness = lease.request, self._room.band(lease.request.band).fairness
+        self._charged[lease.number] = 0.0
+        self._tell(fairness.dispatched, request.flow)
+        if not request.stream:
+            # Its first token cannot be seen; all that can be known is that it was granted in time.
+            self._tell(fairness.started, request, now)
+        self._tell(self._charge_expected, lease)
+        if self._min_shares.shares:
+            charged, waiting = self._charged[lease.number], self._room.levels()
+            self._credits[lease.number] = self._min_shares.granted(request.band, charged, waiting)
+
+    def started(self, lease: LeaseRecord, now: float) -> None:
+        if lease.request.stream:
+            self._tell(self._room.band(lease.request.band).fairness.started, lease.request, now)
+
+    def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
+        self._tell(self._charge_so_far, lease, output_tokens, now)
+
+    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        if verdict is not Verdict.SERVED and (usage is None or not (usage.prompt_tokens or usage.output_tokens)):
+            self._min_shares.undone(self._credits.get(lease.number, {}), self._charged[lease.number])
+            self._tell(self._charge_to, lease, 0.0)
+        elif usage is not None:
+            self._tell(self._charge_final, lease, usage, now)
+        del self._charged[lease.number]
+        self._credits.pop(lease.number, None)
+
+    def _charge_expected(self, lease: LeaseRecord) -> None:
+        self._charge_to(lease, self.charge.estimate(lease.request))
+
+    def _charge_so_far(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
+        so_far = self.charge.so_far(lease.request, output_tokens, now - lease.at_s)
+        if so_far > self._charged[lease.number]:
+            self._charge_to(lease, so_far)
+
+    def _charge_final(self, lease: LeaseRecord, usage: Usage, now: float) -> None:
+        self._charge_to(lease, self.charge.final(lease.request, usage, now - lease.at_s))
+
+    def _charge_to(self, lease: LeaseRecord, cost: float) -> None:
+        request = lease.request
+        more = (cost - self._charged[lease.number]) / request.weight
+        self._room.band(request.band).fairness.charge(request.flow, more)
+        self._charged[lease.number] = cost
+
+
+class LimitObserver(LeaseObserver):
+    """Counts leases and their tokens under usage limits."""
+
+    def __init__(self, limits: UsageLimits) -> None:
+        self._limits = limits
+
+    def booked(self, lease: LeaseRecord, now: float) -> None:
+        self._limits.booked(lease.request)
+
+    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        used_tokens = None
+        if usage is not None:
+            used_tokens = usage.prompt_tokens + usage.output_tokens
+        elif verdict is Verdict.SERVED:
+            # The engine did not count: the whole answer is taken to be as expected.
+            used_tokens = lease.request.prompt_tokens + lease.request.output_tokens
+        self._limits.released(lease.request, used_tokens, now)
+
+
+class PlacementObserver(LeaseObserver):
+    """Tells a placement what became of its choices. Faults that the placement raises are noted."""
+
+    def __init__(self, placement: Placement, faults: Faults) -> None:
+        self._placement = placement
+        self._tell = faults.tell
+
+    def booked(self, lease: LeaseRecord, now: float) -> None:
+        self._tell(self._placement.booked, lease.number, lease.request, lease.placed, now)
+
+    def started(self, lease: LeaseRecord, now: float) -> None:
+        self._tell(self._placement.started, lease.number, now)
+
+    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        self._tell(self._placement.finished, lease.number, verdict, usage, now)
+
+    def process_gone(self, backend: str) -> None:
+        self._tell(self._placement.lost, backend)
+
+
+class OutlierObserver(LeaseObserver):
+    """Tells the outlier detection how fast streams are; a slow backend that became fast is told so."""
+
+    def __init__(self, detection: OutlierDetection) -> None:
+        self._detection = detection
+
+    def booked(self, lease: LeaseRecord, now: float) -> None:
+        self._detection.booked(lease.number, lease.request, lease.placed, lease.cold, now)
+
+    def started(self, lease: LeaseRecord, now: float) -> None:
+        self._detection.started(lease.number, now)
+
+    def committed(self, lease: LeaseRecord, now: float) -> None:
+        self._detection.committed(lease.number, now)
+
+    def progress(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
+        backend = lease.backend
+        kv_used = backend.reading.kv_used if backend.reading is not None else None
+        fast = self._detection.progress(lease.number, output_tokens, backend.sequences, kv_used, now)
+        if fast is not None and backend.health.slow:
+            backend.paced(lease.number, fast, now)
+
+    def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
+        self._detection.finished(lease.number, now)
+
+    def process_gone(self, backend: str) -> None:
+        self._detection.forget(backend)
+
+
+class FirstTokenObserver(LeaseObserver):
+    """Learns how long the first token of a stream takes after its grant."""
+
+    def __init__(self, first_token: FirstToken) -> None:
+        self._first_token = first_token
+
+    def started(self, lease: LeaseRecord, now: float) -> None:
+        if lease.request.stream:
+            self._first_token.learn(lease.request.prompt_tokens, now - lease.at_s)
