@@ -34,7 +34,7 @@ from llmproxy.gateway.router import AdminRouter, Router
 from llmproxy.lifecycle.descriptors import clients_of_admin_port, clients_of_process, connections_max
 from llmproxy.lifecycle.handover import unless
 from llmproxy.lifecycle.sockets import Sockets
-from llmproxy.telemetry.decisions import DecisionLog, appended
+from llmproxy.telemetry.decisions import DecisionLog, open_to_append
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.peers import Peers
@@ -273,7 +273,7 @@ def _decision_log(config: Config, metrics: Metrics, now: float) -> DecisionLog |
     if path is None:
         return None
     try:
-        return DecisionLog(appended(path), config.decision_log_sample, now, metrics.decisions_lost)
+        return DecisionLog(open_to_append(path), config.decision_log_sample, now, metrics.decisions_lost)
     except OSError as error:
         raise ConfigError([f"decision_log: {path} cannot be written: {error.strerror or error}"]) from None
 

@@ -22,7 +22,7 @@ from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.auth import Tenant
 from llmproxy.gateway.request.identity import id_for_error, request_id
-from llmproxy.telemetry.exit import ExitSink, RequestExit
+from llmproxy.telemetry.exit import ExitSink, RequestExit, RequestInput, RequestResult
 from llmproxy.telemetry.logs import log_exit, log_internal
 
 _log = structlog.get_logger()
@@ -185,13 +185,8 @@ def _path(request: web.BaseRequest) -> str:
 
 def _exit(method: str, path: str, own_id: str, outcome: Outcome, status: int, error: str | None) -> RequestExit:
     return RequestExit(
-        request_id=own_id,
-        method=method,
-        path=path[:256],
-        outcome=outcome,
-        status=status,
-        duration_s=0.0,
-        error=error,
+        RequestInput(request_id=own_id, method=method, path=path[:256]),
+        RequestResult(outcome=outcome, status=status, duration_s=0.0, error=error),
     )
 
 

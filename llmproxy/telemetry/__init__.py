@@ -1,1 +1,1 @@
-"""Metrics and logs: what is told of the requests and of the fleet. Nothing here decides anything."""
+"""Metrics, logs and the decision log. Nothing here decides anything."""

@@ -1,9 +1,10 @@
-"""The one record that a request leaves behind; the log line and the metrics are both made from it."""
+"""The record of a request that has ended. Log line, decision log and metrics are made from it; see `exit_fields`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from llmproxy.core.domain import Outcome, Predicted, Slo, Verdict, Why
 
@@ -11,39 +12,21 @@ UNKNOWN_MODEL = "unknown"
 """The `model` of a request whose name is not in the catalogue: names that clients invent never become labels."""
 
 
-# Not frozen: that alone would make each of them cost as much as the rest of its line.
-@dataclass(slots=True, kw_only=True)
-class RequestExit:
-    """What became of one request. It holds no prompt, no answer text and no key.
+class RequestInput(Struct, kw_only=True):
+    """What was asked for, and as what it was scheduled. It holds no prompt and no key.
 
-    All durations are seconds: `queue_wait_s` waiting for a backend, over all attempts, or from arrival to the end where
-    there was no grant; `ttft_s` from arrival to the first body byte handed to the client; `duration_s` from arrival to
-    the end. `max_gap_s` is the longest wait between two consecutive chunks. None stands for whatever never came to be
-    known: a request refused at the desk has no band, no backend and no wait. `arrived_s` and `granted_s` are instants
-    on the scheduler's clock, so that the order of grants can be audited; `queued_ahead` is how many others of its pool
-    waited when it was granted.
+    `path` has no query. `model` is the requested name where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is
+    the base model or adapter that it stands for, None where it is the same name; `adapter` is None for a base model.
+    `tenant` is "" for clients without one. `level` is the band as an integer, `ttl_s` the longest wait for a backend,
+    `unknown_objective` the name in the objective header that nobody configured. `arrived_s` is an instant on the
+    scheduler's clock. `expected_prompt_tokens` is the estimate that the scheduler used.
 
-    `tenant` is "" for clients without one. `level` is the band as an integer, `ttl_s` how long it was allowed to wait,
-    `slo` its objective and `met` whether it kept that; None where it had none, or where its client is why it did not.
-    `unknown_objective` is what its header asked for where nobody configured that. `expected_prompt_tokens` is the
-    estimate by which it was scheduled, None where it never came to the waiting room. `expected_cached_tokens` is what
-    the last placement believed that its backend has cached of it, None where no placement looks at prompts. `why` tells
-    why it was its turn at the last grant, `preemptions` how often it gave its backend up for a request of a higher
-    band.
-
-    `model` is the name that was asked for where the catalogue knows it, else `UNKNOWN_MODEL`; `target` is the base
-    model or adapter that served it, `adapter` that adapter, None for a base model. `path` comes without its query.
-    `attempts` counts the backends tried, and `terms` are the named parts of the last placement's score, among
-    `candidates` backends. `predicted_ttft` (from the last grant) and `predicted_tpot` are what that placement expected,
-    None where it predicts nothing; the last also for several sequences at once.
+    A request that was refused before it was scheduled has None for what was not known yet: its band, its estimate.
     """
 
     request_id: str
     method: str
     path: str
-    outcome: Outcome
-    status: int
-    duration_s: float
     model: str = UNKNOWN_MODEL
     target: str | None = None
     adapter: str | None = None
@@ -53,60 +36,129 @@ class RequestExit:
     flow: str | None = None
     ttl_s: float | None = None
     slo: Slo | None = None
-    met: bool | None = None
     unknown_objective: str | None = None
     stream: bool = False
+    arrived_s: float | None = None
+    body_bytes: int = 0
+    expected_prompt_tokens: int | None = None
+
+    @property
+    def ttft_slo_s(self) -> float | None:
+        return None if self.slo is None else self.slo.ttft_s
+
+    @property
+    def tpot_slo_s(self) -> float | None:
+        return None if self.slo is None else self.slo.tpot_s
+
+
+class RequestRouting(Struct, kw_only=True):
+    """Where it waited and which backends it tried; all but the counts and `queue_wait_s` are of the last grant.
+
+    `attempts` counts the backends tried, `preemptions` those given back for a request of a higher band. `why` says why
+    it was its turn, `terms` are the named parts of the placement's score among `candidates` backends. `granted_s` is an
+    instant on the scheduler's clock, so that the order of grants can be audited. `queued_ahead` requests of its pool
+    waited at that time. `queue_wait_s` is the time in the waiting room over all attempts, or from arrival to the end
+    without a grant. `expected_cached_tokens`, `predicted_ttft` (from the grant) and `predicted_tpot` are what the
+    placement expected; None where it predicts nothing.
+    """
+
     backend: str | None = None
     attempts: int = 0
     preemptions: int = 0
     why: Why | None = None
     candidates: int | None = None
     terms: tuple[tuple[str, float], ...] = ()
-    predicted_ttft: Predicted | None = None
-    predicted_tpot: Predicted | None = None
-    arrived_s: float | None = None
     granted_s: float | None = None
     queued_ahead: int | None = None
     queue_wait_s: float | None = None
+    expected_cached_tokens: int | None = None
+    predicted_ttft: Predicted | None = None
+    predicted_tpot: Predicted | None = None
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """What the placement expected, by name, without what it does not predict."""
+        ttft, tpot = self.predicted_ttft, self.predicted_tpot
+        predicted: dict[str, float] = (
+            {} if self.expected_cached_tokens is None else {"cached_tokens": self.expected_cached_tokens}
+        )
+        if ttft is not None:
+            predicted |= {"ttft_s": ttft.expected_s, "ttft_p90_s": ttft.p90_s}
+        if tpot is not None:
+            predicted |= {"tpot_s": tpot.expected_s, "tpot_p90_s": tpot.p90_s}
+        return predicted
+
+
+class RequestResult(Struct, kw_only=True):
+    """What became of it. It holds no text of the answer.
+
+    All durations are seconds: `duration_s` from arrival to the end, `ttft_s` from arrival to the first body byte handed
+    to the client, `max_gap_s` the longest wait between two consecutive chunks. `met` says whether it kept its
+    objective; None where it had none, or where its client is why it did not.
+    """
+
+    outcome: Outcome
+    status: int
+    duration_s: float
+    met: bool | None = None
     ttft_s: float | None = None
     max_gap_s: float | None = None
-    expected_prompt_tokens: int | None = None
-    expected_cached_tokens: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
-    body_bytes: int = 0
     response_bytes: int = 0
     chunks: int = 0
     error: str | None = None
 
+
+class RequestExit(Struct):
+    """One request, from what came in to what became of it."""
+
+    input: RequestInput
+    result: RequestResult
+    routing: RequestRouting = field(default_factory=RequestRouting)
+
+    @property
+    def ended_s(self) -> float | None:
+        """The end as an instant on the scheduler's clock."""
+        return None if self.input.arrived_s is None else self.input.arrived_s + self.result.duration_s
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Tokens of the prompt as the engine counted them, else as they were estimated."""
+        return self.result.prompt_tokens or self.input.expected_prompt_tokens
+
     @property
     def backend_ttft_s(self) -> float | None:
         """Seconds from the last grant to the first body byte of a stream; None where there was no such byte."""
-        if self.ttft_s is None or self.arrived_s is None or self.granted_s is None or not self.stream:
+        ttft_s, arrived_s, granted_s = self.result.ttft_s, self.input.arrived_s, self.routing.granted_s
+        if ttft_s is None or arrived_s is None or granted_s is None or not self.input.stream:
             return None
-        return self.ttft_s - (self.granted_s - self.arrived_s)
+        return ttft_s - (granted_s - arrived_s)
 
     @property
     def streaming_s(self) -> float | None:
         """Seconds from the first body byte of a stream to its end; None where there was no such byte."""
-        return None if self.ttft_s is None or not self.stream else max(0.0, self.duration_s - self.ttft_s)
+        ttft_s = self.result.ttft_s
+        return None if ttft_s is None or not self.input.stream else max(0.0, self.result.duration_s - ttft_s)
 
     @property
     def time_per_output_token_s(self) -> float | None:
         """Mean seconds per token after the first; None unless a stream of two or more known tokens was completed."""
-        if self.outcome is not Outcome.COMPLETED or self.streaming_s is None or (self.output_tokens or 0) < 2:
+        output_tokens, streaming_s = self.result.output_tokens or 0, self.streaming_s
+        if self.result.outcome is not Outcome.COMPLETED or streaming_s is None or output_tokens < 2:
             return None
-        return self.streaming_s / ((self.output_tokens or 0) - 1)
+        return streaming_s / (output_tokens - 1)
 
     @property
     def mean_gap_s(self) -> float | None:
         """Mean seconds between two consecutive chunks; None with fewer than two."""
-        return None if self.streaming_s is None or self.chunks < 2 else self.streaming_s / (self.chunks - 1)
+        chunks, streaming_s = self.result.chunks, self.streaming_s
+        return None if streaming_s is None or chunks < 2 else streaming_s / (chunks - 1)
 
 
 class ExitSink(Protocol):
-    """Who counts what has ended."""
+    """Counts what has ended."""
 
     def record(self, ended: RequestExit) -> None:
         """Count one request."""

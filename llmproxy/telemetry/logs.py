@@ -1,8 +1,8 @@
-"""Logs: one line per request at its exit, and a line for each change of state worth a person's attention.
+"""Logs: one line for each request that has ended, and one for each change of state that a person should know of.
 
-Everything goes to standard error, as text for people or as JSON for machines, one event per line. Prompts, answers and
-keys are in no event: callers hand over names, numbers and reasons only. A process that serves writes to standard error
-on a thread (`write_by_thread`), so that a reader that stalls holds up nothing.
+Everything goes to standard error, as text for people or as JSON for machines, one event per line. No event holds a
+prompt, an answer or a key: callers pass names, numbers and reasons only. A serving process writes to standard error on
+a thread (`write_by_thread`), so that a stalled reader holds up nothing.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from structlog.typing import EventDict, WrappedLogger
 
 from llmproxy.core.domain import Outcome, Why
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.telemetry.exit_line import exit_fields, exit_text, shown, why_fields
+from llmproxy.telemetry.exit_fields import exit_fields, exit_text, why_fields
+from llmproxy.telemetry.text import shown
 from llmproxy.telemetry.writer import LineWriter
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 FORMATS = ("text", "json")
 EXIT_EVENT = "request"
 BYTES_MAX = 4 << 20
-"""Lines that wait for the reader of standard error; what comes beyond them is lost, and counted."""
+"""Of lines that may wait for the reader of standard error; further ones are lost, and counted."""
 EXIT_S = 1.0
 """How long the end of the process waits for that reader."""
 
 _COLOURS = {"debug": "\x1b[2m", "info": "\x1b[32m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
 _RESET = "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# What the proxy itself got wrong, or what broke under a client that had already been served its first byte.
+# A bug of the proxy, and a stream that broke after its client had the first byte.
 _ALARMING = {Outcome.INTERNAL: "error", Outcome.BROKEN_STREAM: "warning"}
 
-# One for all lines: it keeps no state.
+# One object for all lines: it has no state.
 _surviving = suppress(OSError, ValueError)
 
 _log = structlog.get_logger()
@@ -76,7 +77,7 @@ def configure(log_format: str, log_level: str, stream: TextIO | None = None) -> 
 
 
 def write_by_thread() -> None:
-    """Have a thread write all that this process says on standard error, its last words included, until it ends.
+    """Have a thread write everything that this process writes to standard error, until it ends.
 
     Called once, before `configure`, by a process that is going to serve.
     """
@@ -84,39 +85,43 @@ def write_by_thread() -> None:
     _standard_error = _StandardError(sys.stderr.fileno())
     _standard_error.start()
     sys.stderr = TextIOWrapper(
-        cast(IO[bytes], _Handed(_standard_error)), encoding="utf-8", errors="backslashreplace", line_buffering=True
+        cast(IO[bytes], _LinesToWriter(_standard_error)),
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=True,
     )
     atexit.register(_standard_error.close, EXIT_S)
 
 
 def take_lines_lost() -> int:
-    """Lines that the standard error of this process could not take, of those that were not asked for yet."""
+    """The number of lines that the standard error of this process could not take since the last call."""
     return _standard_error.take_lost() if _standard_error is not None else 0
 
 
 def log_exit(ended: RequestExit) -> None:
-    """Write the one line of a request that has ended: who it was, what was decided, and how it went.
+    """Write the one line of a request that has ended.
 
-    Where the level is `debug`, it says as well why it was the turn of this request.
+    At the level `debug` it also says why it was this request's turn.
     """
-    # Most are completed, and the hash of an outcome is a function of its own.
-    level = "info" if ended.outcome is Outcome.COMPLETED else _ALARMING.get(ended.outcome, "info")
-    # Past the library, which takes as long as the line itself; whoever changed its last processor gets it all the same.
+    # Most are completed, and to hash an outcome is a call of its own.
+    outcome = ended.result.outcome
+    level = "info" if outcome is Outcome.COMPLETED else _ALARMING.get(outcome, "info")
+    # Past the library, which takes as long as the line itself. Where its last processor was replaced, it is used.
     if _exits is not None and structlog.get_config()["processors"][-1] is _exits.render:
         _exits.write(level, ended)
         return
     log = _log.bind()
-    why = ended.why if log.is_enabled_for(LEVELS["debug"]) else None
+    why = ended.routing.why if log.is_enabled_for(LEVELS["debug"]) else None
     getattr(log, level)(EXIT_EVENT, **exit_fields(ended), **({} if why is None else {"why": why_fields(why)}))
 
 
 def log_internal(request_id: str, error: BaseException) -> None:
-    """Write the whole story of a bug of ours that one request met."""
+    """Log a bug of the proxy that one request met, with its traceback."""
     _log.error("internal", request_id=request_id, exc_info=error)
 
 
 class _WallClock:
-    """The time of day of a line. What only changes with the second is made once in each."""
+    """The time of day of a line. The part that changes once a second is made once a second."""
 
     __slots__ = ("_at", "_format", "_local", "_prefix")
 
@@ -127,8 +132,8 @@ class _WallClock:
         self._prefix = ""
 
     def now(self) -> tuple[str, float]:
-        """The text up to the second, and the fraction of it that is over."""
-        now = time.time()  # noqa: TID251 - whoever reads a log wants the time of day
+        """The text up to the second, and the fraction of the second."""
+        now = time.time()  # noqa: TID251 - readers of a log want the time of day
         at = int(now)
         if at != self._at:
             self._at = at
@@ -142,7 +147,7 @@ class _Render(Protocol):
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict, /) -> str: ...
 
     def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
-        """The line that the event of this exit would get."""
+        """The same line as the event of this exit would get."""
 
 
 class _JsonRender:
@@ -161,12 +166,12 @@ class _JsonRender:
     def _line(self, level: str, name: object, fields: Mapping[str, Any]) -> str:
         second, fraction = self._clock.now()
         at = f"{second}.{int(fraction * 1e6):06d}Z"
-        told = {"timestamp": at, "level": level, "event": name, **fields}
+        event = {"timestamp": at, "level": level, "event": name, **fields}
         try:
-            return orjson.dumps(told, default=_plain).decode()
+            return orjson.dumps(event, default=_plain).decode()
         except TypeError:
-            # Bytes of a path that are no UTF-8, or a number beyond 64 bits: rare, and still to be told.
-            return json.dumps(told, default=_plain)
+            # Bytes of a path that are no UTF-8, or a number beyond 64 bits.
+            return json.dumps(event, default=_plain)
 
 
 def _plain(value: object) -> object:
@@ -181,16 +186,16 @@ class _TextRender:
         }
 
     def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> str:
-        level, name, story = event.pop("level"), str(event.pop("event")), event.pop("exception", None)
-        # Names come from clients: nothing in them may begin a line of its own or speak to the terminal.
+        level, name, traceback = event.pop("level"), str(event.pop("event")), event.pop("exception", None)
+        # Names come from clients: nothing in them may begin a line of its own or control the terminal.
         parts = [self._begin(level), name if name.isprintable() else json.dumps(name)]
         parts += [f"{key}={shown(value)}" for key, value in event.items()]
         line = " ".join(parts)
-        # Indented, so that no line of a story can pass for an event.
-        return f"{line}\n{indent(_CONTROL.sub('?', story), '    ')}" if story else line
+        # Indented, so that no line of a traceback looks like an event.
+        return f"{line}\n{indent(_CONTROL.sub('?', traceback), '    ')}" if traceback else line
 
     def exit(self, level: str, ended: RequestExit, why: Why | None) -> str:
-        line = f"{self._begin(level)} {EXIT_EVENT} {exit_text(ended)}"
+        line = f"{self._begin(level)} {EXIT_EVENT}{exit_text(ended)}"
         return line if why is None else f"{line} why={shown(why_fields(why))}"
 
     def _begin(self, level: str) -> str:
@@ -199,11 +204,11 @@ class _TextRender:
 
 
 class _Stream:
-    """A text stream whose loss is survived: a log nobody can read any more must not fail the requests it tells of."""
+    """A text stream whose failures are ignored: a log that cannot be written must not fail any request."""
 
     def __init__(self, target: TextIO) -> None:
         self._target = target
-        # Standard error is, and has then nothing left to flush behind a line.
+        # Standard error flushes each line itself.
         self._flushes_lines = target.line_buffering if isinstance(target, TextIOWrapper) else False
 
     def write(self, text: str) -> None:
@@ -225,14 +230,14 @@ class _StandardError(LineWriter[bytes]):
         return line
 
     def _failed(self, error: OSError) -> None:
-        """There is nowhere else to tell it."""
+        """There is nowhere else to report it."""
 
     def _resumed(self, lost: int) -> None:
         _log.warning("log_lines_lost", lines=lost, hint="the reader of the log did not read")
 
 
-class _Handed(RawIOBase):
-    """What is below the text stream of standard error: each line is handed to the writer."""
+class _LinesToWriter(RawIOBase):
+    """Below the text stream of standard error: hands each line to the writer."""
 
     def __init__(self, writer: _StandardError) -> None:
         self._writer = writer
@@ -256,7 +261,7 @@ _standard_error: _StandardError | None = None
 
 
 class _Exits:
-    """Writes the lines of requests that have ended, and nothing else."""
+    """Writes the lines of requests that have ended."""
 
     __slots__ = ("_debug", "_level", "_out", "render")
 
@@ -268,7 +273,7 @@ class _Exits:
 
     def write(self, level: str, ended: RequestExit) -> None:
         if LEVELS[level] >= self._level:
-            self._out.write(self.render.exit(level, ended, ended.why if self._debug else None) + "\n")
+            self._out.write(self.render.exit(level, ended, ended.routing.why if self._debug else None) + "\n")
             self._out.flush()
 
 
@@ -276,7 +281,7 @@ _exits: _Exits | None = None
 
 
 class _LibraryHandler(logging.Handler):
-    """Hands on what libraries log through the standard module; rare, and never on the way of a request."""
+    """Logs what libraries log through the standard module, which is rare and never part of a request."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level = next((name for name in ("error", "warning", "info") if record.levelno >= LEVELS[name]), "debug")

@@ -1,7 +1,7 @@
 """The `llmproxy_` metrics, all of them; `docs/reference/metrics.md` says how to read each.
 
-Two kinds: what happened is counted as it happens, from each request's exit record; what is the case is read from the
-dispatcher at the moment of a scrape, so that a gauge can never drift from the state it speaks of.
+Counters and histograms are counted as things happen, from the exit record of each request. Gauges are read from the
+dispatcher at the moment of a scrape, so that they never drift from its state.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from prometheus_client.registry import Collector
 from llmproxy import __version__
 from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
 from llmproxy.telemetry import logs
-from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
+from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit, RequestResult
 from llmproxy.telemetry.series import Counts, Distributions, SeriesCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS_MAX = 200
-"""Distinct values of a label that configurations or clients bring (`model`, `tenant`, `limit`), `other` included; what
-comes beyond them is counted as `other`."""
+"""Distinct values of a label that configurations or clients bring (`model`, `tenant`, `limit`), `other` included;
+further values are counted as `other`."""
 
 OTHER = "other"
 NO_BAND = "none"
@@ -39,7 +39,7 @@ DECISION_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """What waits in one band."""
+    """The waiting requests of one band."""
 
     band: str
     requests: int
@@ -48,10 +48,9 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """What is known of one backend at this moment; None where no reading told it.
+    """What is known of one backend at this moment; None where no reading had it.
 
-    `saturation` is load over `limit` (1 = full), `kv_used` is 0..1, `reading_age_s` counts from the sending of the
-    scrape.
+    `saturation` is load over `limit` (1 is full), `kv_used` is 0..1, `reading_age_s` counts from when it was asked for.
     """
 
     backend: str
@@ -69,7 +68,7 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """Everything the gauges speak of, taken in one go. `parked` has the requests that wait for a usage limit."""
+    """The state that all gauges show. `parked` counts the requests that wait for a usage limit, by its name."""
 
     queues: tuple[QueueState, ...] = ()
     parked: Mapping[str, int] = field(default_factory=dict)
@@ -120,14 +119,14 @@ class _LiveCollector(Collector):
             yield gauge
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        # Registering asks for the names; the state need not exist yet at that time.
+        # Registering asks for the names, and the state may not exist yet at that time.
         own = ("queued_requests", "queued_bytes", "held_body_bytes", "parked_requests")
         for name in (*own, *(name for name, _, _ in _BACKEND_GAUGES)):
             yield GaugeMetricFamily(f"llmproxy_{name}", "")
 
 
 def _most(parked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Each with its count, the largest first, and the sum of what is too many to name."""
+    """Each limit with its count, the largest first; the ones beyond LABELS_MAX are summed up."""
     ordered = sorted(parked.items(), key=lambda one: (-one[1], one[0]))
     named = LABELS_MAX - 1
     yield from ordered[:named]
@@ -136,7 +135,7 @@ def _most(parked: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 
 class _Capped:
-    """The values of one label, bounded; what comes beyond the bound is `other`."""
+    """The values of one label, bounded; values beyond the bound become `other`."""
 
     def __init__(self, *known: str) -> None:
         self._known = {*known, OTHER}
@@ -150,10 +149,10 @@ class _Capped:
 
 
 class Metrics:
-    """One process's metrics, in a registry of their own. `state` is called by every scrape, on the scraper's thread."""
+    """The metrics of one process, in a registry of their own. `state` is called by every scrape, on its thread."""
 
     def __init__(self, state: Callable[[], LiveState]) -> None:
-        # The library would add the time of creation to every series: a third more lines that nobody reads.
+        # The library would add its time of creation to every series, a third more lines of no use.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         self._model_label, self._tenant_label = _Capped(UNKNOWN_MODEL), _Capped()
@@ -182,7 +181,7 @@ class Metrics:
         self._tenant_tokens = counter(
             "tenant_tokens_total", "Tokens of tenants as the engines counted them.", "tenant", "direction"
         )
-        # The library's own: the decision log tells of lost lines on its thread too.
+        # The library's own counter may be changed on the thread of the decision log too.
         self._decisions_lost = Counter(
             "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
         )
@@ -251,62 +250,65 @@ class Metrics:
 
     def record(self, ended: RequestExit) -> None:
         """Count one request that has ended. Called exactly once for each."""
-        band, model = ended.band or NO_BAND, self._model_label(ended.model)
-        self._requests[ended.outcome.value, band, model] += 1
-        # A preemption is no failure, and the attempt after it is no retry.
-        if (retries := ended.attempts - ended.preemptions - 1) > 0:
+        asked, routing, result = ended.input, ended.routing, ended.result
+        band, model, outcome = asked.band or NO_BAND, self._model_label(asked.model), result.outcome.value
+        self._requests[outcome, band, model] += 1
+        # A preemption is no failure, and the attempt that follows it is no retry.
+        if (retries := routing.attempts - routing.preemptions - 1) > 0:
             self._retries[()] += retries
-        if ended.queue_wait_s is not None:
-            self._queue_wait[band,].observe(ended.queue_wait_s)
-        if ended.stream and ended.ttft_s is not None:
-            self._ttft[band, model].observe(ended.ttft_s)
+        if routing.preemptions:
+            self._preemptions[band,] += routing.preemptions
+        if routing.queue_wait_s is not None:
+            self._queue_wait[band,].observe(routing.queue_wait_s)
+        if asked.stream and result.ttft_s is not None:
+            self._ttft[band, model].observe(result.ttft_s)
         if (per_token_s := ended.time_per_output_token_s) is not None:
             self._per_token[band, model].observe(per_token_s)
         if (mean_gap_s := ended.mean_gap_s) is not None:
             self._gaps[band, "mean"].observe(mean_gap_s)
-            self._gaps[band, "max"].observe(ended.max_gap_s if ended.max_gap_s is not None else mean_gap_s)
-        if ended.backend is not None:
-            self._predicted(ended.backend, "ttft", ended.predicted_ttft, ended.backend_ttft_s)
-            # An answer that came in one piece shows no pace.
-            self._predicted(ended.backend, "tpot", ended.predicted_tpot, per_token_s if ended.chunks > 1 else None)
-        if ended.outcome is Outcome.COMPLETED:
-            self._seconds[band, model].observe(ended.duration_s)
-        if ended.preemptions:
-            self._preemptions[band,] += ended.preemptions
-        if ended.met is not None:
-            self._objectives[band, "true" if ended.met else "false"] += 1
-        if ended.unknown_objective is not None:
+            self._gaps[band, "max"].observe(result.max_gap_s if result.max_gap_s is not None else mean_gap_s)
+        if result.outcome is Outcome.COMPLETED:
+            self._seconds[band, model].observe(result.duration_s)
+        if result.met is not None:
+            self._objectives[band, "true" if result.met else "false"] += 1
+        if asked.unknown_objective is not None:
             self._unknown_objectives[()] += 1
-        tenant = self._tenant_label(ended.tenant) if ended.tenant else None
+        tenant = self._tenant_label(asked.tenant) if asked.tenant else None
         if tenant is not None:
-            self._tenant_requests[tenant, ended.outcome.value] += 1
+            self._tenant_requests[tenant, outcome] += 1
+        self._count_tokens(result, model, tenant)
+        if routing.backend is not None:
+            self._compare(routing.backend, "ttft", routing.predicted_ttft, ended.backend_ttft_s)
+            # An answer in one piece shows no time per token.
+            tpot_s = per_token_s if result.chunks > 1 else None
+            self._compare(routing.backend, "tpot", routing.predicted_tpot, tpot_s)
+            self._compare_cached(routing.backend, routing.expected_cached_tokens, result.cached_tokens)
+
+    def _count_tokens(self, result: RequestResult, model: str, tenant: str | None) -> None:
         for direction, tokens in (
-            ("input", ended.prompt_tokens),
-            ("cached", ended.cached_tokens),
-            ("output", ended.output_tokens),
+            ("input", result.prompt_tokens),
+            ("cached", result.cached_tokens),
+            ("output", result.output_tokens),
         ):
-            # An engine may tell of less than none, and a counter never goes down.
+            # An engine may report fewer than none, and a counter never goes down.
             if tokens is not None and tokens > 0:
                 self._tokens[direction, model] += tokens
                 if tenant is not None:
                     self._tenant_tokens[tenant, direction] += tokens
 
-        self._record_prefix(ended)
-
-    def _record_prefix(self, ended: RequestExit) -> None:
-        expected, found = ended.expected_cached_tokens, ended.cached_tokens
-        if ended.backend is None or expected is None or found is None or found < 0:
+    def _compare_cached(self, backend: str, expected: int | None, found: int | None) -> None:
+        if expected is None or found is None or found < 0:
             return
         for kind, tokens in (("expected", expected), ("cached", found), ("both", min(expected, found))):
-            self._prefix_tokens[ended.backend, kind] += tokens
+            self._prefix_tokens[backend, kind] += tokens
 
-    def _predicted(self, backend: str, time: str, predicted: Predicted | None, observed_s: float | None) -> None:
+    def _compare(self, backend: str, time: str, predicted: Predicted | None, observed_s: float | None) -> None:
         if predicted is None or observed_s is None or observed_s <= 0.0:
             return
         self._predictions[backend, time, "predicted"] += predicted.expected_s
         self._predictions[backend, time, "observed"] += observed_s
         self._prediction_errors[backend, time].observe(predicted.error_ratio(observed_s))
-        # Made in any case: a quotient of a series that is missing is missing too, not 0.
+        # Also where it adds 0: the quotient of a missing series is missing too, and not 0.
         self._predictions_covered[backend, time] += predicted.covers(observed_s)
 
     def attempted(self, backend: str, verdict: Verdict) -> None:
@@ -314,15 +316,15 @@ class Metrics:
         self._attempts[backend, verdict.value] += 1
 
     def poll_failed(self, backend: str, trouble: Trouble) -> None:
-        """Count one poll that ended early."""
+        """Count one poll that failed."""
         self._poll_failures[backend, trouble.value] += 1
 
     def adapter_told(self, backend: str, change: str, repeated: bool, taken: bool) -> None:
-        """Count one time that a backend was told to `load` or `unload` an adapter, for the first time or repeated."""
+        """Count one order to a backend to `load` or `unload` an adapter; `taken` says whether it was carried out."""
         self._adapter_changes[backend, change, str(repeated).lower(), str(taken).lower()] += 1
 
     def reloaded(self, ok: bool) -> None:
-        """Count one time that the configuration was read again, and say whether it is gone by."""
+        """Count one reload of the configuration; `ok` says whether the new one is in use."""
         self._reloads[str(ok).lower(),] += 1
         self._reload_ok.set(ok)
         if ok:
@@ -333,7 +335,7 @@ class Metrics:
         self._look_ups[source, str(ok).lower()] += 1
 
     def forget_backend(self, backend: str) -> None:
-        """End the series of a backend that is no more: where addresses come and go, they would never end to grow."""
+        """Drop the series of a removed backend; with addresses that come and go, they would grow without end."""
         for series in self._by_backend:
             for labels in [labels for labels in series if labels[0] == backend]:
                 del series[labels]

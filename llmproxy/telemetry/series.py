@@ -1,7 +1,7 @@
-"""Counters and distributions that are told on one thread, and become metrics of the library at a scrape.
+"""Counters and histograms that are changed on one thread, and become metrics of the library at a scrape.
 
-The library's own take a lock for each addition and look for a bucket from the first one: half of what counting a
-request cost. Here an addition is that of a number in a dict, and whoever scrapes does so on the same thread.
+The library's own take a lock for each addition and search their buckets from the first one, which was half the cost of
+counting a request. Here an addition changes a number in a dict. Scrapes must run on the same thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Labels = tuple[str, ...]
 
 
 class Counts(defaultdict[Labels, float]):
-    """One counter by the values of its labels; what was never added to is not shown, unless it has no labels."""
+    """One counter by the values of its labels. A series appears with its first addition, without labels at once."""
 
     def __init__(self, name: str, text: str, labels: Labels) -> None:
         super().__init__(float)
@@ -37,7 +37,7 @@ class Counts(defaultdict[Labels, float]):
 
 
 class Distribution:
-    """How often a value fell into each bucket, and the sum of all; a bucket ends with its bound."""
+    """How many values fell into each bucket, and their sum; a bucket includes its upper bound."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -52,9 +52,9 @@ class Distribution:
 
 
 class Distributions(dict[Labels, Distribution]):
-    """One histogram by the values of its labels, or a summary of count and sum alone where `bounds` is empty.
+    """One histogram by the values of its labels, or a summary of count and sum where `bounds` is empty.
 
-    `bounds` are those of its buckets, ascending; the one without an end is not among them.
+    `bounds` are the upper bounds of its buckets, ascending, without the infinite one.
     """
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: Labels) -> None:
@@ -84,7 +84,7 @@ class Distributions(dict[Labels, Distribution]):
 
 
 class SeriesCollector(Collector):
-    """Shows its series in the order in which they were made."""
+    """Collects its series in the order in which they were made."""
 
     def __init__(self) -> None:
         self._series: list[Counts | Distributions] = []
@@ -102,5 +102,5 @@ class SeriesCollector(Collector):
             yield series.family()
 
     def describe(self) -> Iterator[Metric]:
-        # Registering asks for the names.
+        # Called when it is registered, for the names.
         return self.collect()

@@ -1,4 +1,4 @@
-"""Lines on their way to a file or a pipe, written by a thread: no disk and no reader ever holds up the event loop."""
+"""Lines written to a file or a pipe by a thread, so that no disk and no reader ever holds up the event loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from threading import Event, RLock, Thread
 from typing import Generic, TypeVar
 
 WRITE_BYTES = PIPE_BUF
-"""Whole lines up to so many bytes go in one write: a pipe that several processes share does not mix those of two."""
+"""The most bytes of whole lines in one write: a pipe that several processes share does not mix such writes."""
 LINGER_S = 0.02
-"""How long the thread gathers lines before it writes again. The first line after a pause is written at once."""
+"""How long the thread gathers lines between two writes. The first line after a pause is written at once."""
 CLOSE_S = 5.0
 """How long closing may wait for the disk."""
 
@@ -20,11 +20,11 @@ Line = TypeVar("Line")
 
 
 class LineWriter(ABC, Generic[Line]):
-    """Writes lines in their order on a thread of its own, `start`ed once.
+    """Writes lines in order on a thread of its own, which `start` starts once.
 
-    The lines that wait are bounded by `size_max`, the sum of what `put` is told of each. What comes beyond it, and what
-    the file does not take, is lost and counted. A descriptor that blocks stays as it is: whether one blocks
-    is a property of the open file, which other processes share.
+    The sizes of the waiting lines add up to `size_max` at most. Further lines, and lines that the file does not take,
+    are lost and counted. A blocking descriptor is not made non-blocking, because other processes may share the open
+    file.
     """
 
     def __init__(self, name: str, file: FileIO, size_max: int) -> None:
@@ -34,9 +34,9 @@ class LineWriter(ABC, Generic[Line]):
         self._waiting: list[Line] = []
         self._size = 0
         self._lost = 0
-        self._untold = 0
+        self._unreported = 0
         self._failing = False
-        # A finalizer may log in the middle of anything: both may be entered again by the thread that is inside.
+        # A finalizer may log while its thread holds the lock, so the lock must be reentrant.
         self._lock = RLock()
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._closing = Event()
@@ -48,11 +48,11 @@ class LineWriter(ABC, Generic[Line]):
 
     @abstractmethod
     def _failed(self, error: OSError) -> None:
-        """The file does not take lines any more; called on the thread, once until it takes some again."""
+        """The file has begun to refuse lines; called on the thread, once until it takes some again."""
 
     @abstractmethod
     def _resumed(self, lost: int) -> None:
-        """Lines are written again, and so many were lost before; called on the thread."""
+        """Lines are written again after `lost` ones; called on the thread."""
 
     def start(self) -> None:
         self._thread.start()
@@ -70,13 +70,13 @@ class LineWriter(ABC, Generic[Line]):
             self._wake.put(None)
 
     def take_lost(self) -> int:
-        """Lines that were lost and not asked for yet."""
+        """The number of lines lost since the last call."""
         with self._lock:
             lost, self._lost = self._lost, 0
         return lost
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what waits and close the file, unless that takes longer than `timeout_s`."""
+        """Write the waiting lines and close the file, unless that takes longer than `timeout_s`."""
         self._closing.set()
         self._wake.put(None)
         self._thread.join(timeout_s)
@@ -84,7 +84,7 @@ class LineWriter(ABC, Generic[Line]):
     def _lose(self, lines: int) -> None:
         with self._lock:
             self._lost += lines
-            self._untold += lines
+            self._unreported += lines
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
@@ -92,10 +92,10 @@ class LineWriter(ABC, Generic[Line]):
         closing = False
         while not closing:
             self._wake.get()
-            # Looked at before the flush: what was taken before closing is then surely in it.
+            # Read before the flush, which then surely has all lines that came before closing.
             closing = self._closing.is_set()
             self._flush()
-            while (self._untold and not self._failing) or (closing and self._waiting):
+            while (self._unreported and not self._failing) or (closing and self._waiting):
                 self._flush()
             self._closing.wait(LINGER_S)
         self._file.close()
@@ -103,11 +103,11 @@ class LineWriter(ABC, Generic[Line]):
     def _flush(self) -> None:
         with self._lock:
             lines, self._waiting, self._size = self._waiting, [], 0
-            untold = 0 if self._failing else self._untold
-            self._untold -= untold
-        if untold:
-            # A line that tells of it has room by now, and stands behind all that was taken before the loss.
-            self._resumed(untold)
+            unreported = 0 if self._failing else self._unreported
+            self._unreported -= unreported
+        if unreported:
+            # The line that reports the loss has room by now, and comes after all lines from before the loss.
+            self._resumed(unreported)
         data, count = b"", 0
         for line in lines:
             encoded = self._encoded(line)
@@ -135,12 +135,12 @@ class LineWriter(ABC, Generic[Line]):
         while view:
             taken = self._file.write(view)
             if taken is None:
-                # Another process that has this open made it non-blocking, as some do with a terminal.
+                # Another process that shares the open file made it non-blocking, as some do with a terminal.
                 ready = poll()
                 ready.register(self._file, POLLOUT)
                 ready.poll()
                 continue
-            # Some bytes are out: whatever follows a failure from here on has to begin a line of its own.
+            # Some bytes are out: after a failure from here on, the next write has to begin a line of its own.
             self._begin = b"\n"
             view = view[taken:]
         self._begin = b""

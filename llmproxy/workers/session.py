@@ -17,7 +17,7 @@ from llmproxy.dispatcher import Dispatcher, Lease
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.telemetry.decisions import DecisionLog
-from llmproxy.telemetry.exit import ExitSink, RequestExit
+from llmproxy.telemetry.exit import ExitSink, RequestExit, RequestInput, RequestResult
 from llmproxy.telemetry.logs import log_exit, log_internal
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import FROM_WORKER, Channel
@@ -226,13 +226,10 @@ class WorkerSession:
         self.gone.set()
 
     def _exit_of(self, request: Request) -> RequestExit:
-        return RequestExit(
+        lost = RequestInput(
             request_id=request.label,
             method="POST",
             path="",
-            outcome=Outcome.INTERNAL,
-            status=500,
-            duration_s=self._loop.time() - request.arrived_s,
             model=request.model,
             adapter=request.adapter,
             tenant=request.tenant,
@@ -241,5 +238,11 @@ class WorkerSession:
             flow=request.flow,
             stream=request.stream,
             arrived_s=request.arrived_s,
+        )
+        result = RequestResult(
+            outcome=Outcome.INTERNAL,
+            status=500,
+            duration_s=self._loop.time() - request.arrived_s,
             error="its relay worker ended before it did",
         )
+        return RequestExit(lost, result)

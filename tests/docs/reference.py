@@ -16,11 +16,12 @@ from typing import Any
 from llmproxy.core.domain import Outcome, Predicted, Slo, Trouble, Verdict, Why
 from llmproxy.gateway.http.errors import STATUS, error_fields
 from llmproxy.telemetry.exit import RequestExit
-from llmproxy.telemetry.exit_line import exit_fields
+from llmproxy.telemetry.exit_fields import FIELDS as EXIT_FIELDS
 from llmproxy.telemetry.logs import LEVELS
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
 from tests import ROOT
 from tests.docs.meanings import EVENTS, FIELDS, METRICS, OUTCOMES
+from tests.exits import exit_of
 
 REFERENCE = ROOT / "docs" / "reference"
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -38,7 +39,7 @@ def code(words: Iterable[str]) -> str:
 
 def full_exit() -> RequestExit:
     """A record of a request in which every field is set."""
-    return RequestExit(
+    return exit_of(
         request_id="r", method="POST", path="/v1/completions", outcome=Outcome.COMPLETED, status=200, duration_s=1.0,
         model="alias", target="adapter", adapter="adapter", tenant="t", band="default", level=0, flow="f", ttl_s=60.0,
         slo=Slo(ttft_s=1.0), met=True, unknown_objective="x", stream=True, backend="b", attempts=2, preemptions=1,
@@ -85,8 +86,8 @@ def outcomes() -> str:
 
 
 def request_fields() -> str:
-    names = exit_fields(full_exit())
-    return table(("field", "meaning"), ((f"`{name}`", FIELDS[name]) for name in names))
+    rows = ((f"`{field.log}`", FIELDS[field.log]) for field in EXIT_FIELDS if field.log)
+    return table(("field", "meaning"), rows)
 
 
 def events() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.gateway.proxying import handler as context
+from llmproxy import attempts
 from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, serving, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
@@ -46,7 +46,7 @@ async def test_a_sheddable_stream_without_a_byte_makes_room_for_a_critical_reque
 
 
 async def test_waiting_after_a_preemption_is_told_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "RETRY_WAIT_MIN_S", 0.08)
+    monkeypatch.setattr(attempts, "RETRY_WAIT_MIN_S", 0.08)
     async with serving_one_frozen() as proxy:
         sheddable = proxy.waiting(STREAM, **SHEDDABLE, **{"x-llm-d-inference-ttl": "80ms"})
         await until(lambda: len(posted(proxy)) == 1)

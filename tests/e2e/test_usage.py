@@ -81,9 +81,9 @@ async def test_usage_that_is_not_believed_is_told_in_the_log(monkeypatch: pytest
         await proxy.chat(BODY)
         await proxy.settled()
         (told,) = ended
-        assert told.prompt_tokens is None
-        assert told.error is not None
-        assert "the backend's usage is not believed: 1000000000000000 prompt" in told.error
+        assert told.result.prompt_tokens is None
+        assert told.result.error is not None
+        assert "the backend's usage is not believed: 1000000000000000 prompt" in told.result.error
 
 
 ECHOES: Mapping[str, str] = {
@@ -163,7 +163,7 @@ async def test_what_an_engine_did_is_believed_however_it_was_asked_for(
         assert answer.status == 200
         await proxy.settled()
         (told,) = ended
-        assert told.error is None
+        assert told.result.error is None
         assert told.prompt_tokens in (6, 9000)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import datetime
 from io import FileIO
 from pathlib import Path
@@ -18,10 +17,12 @@ from structlog.testing import capture_logs
 
 from llmproxy.core.domain import Outcome, Predicted, Slo, Why
 from llmproxy.telemetry import decisions, writer
-from llmproxy.telemetry.decisions import DecisionLog, appended, line_of
+from llmproxy.telemetry.decisions import DecisionLog, open_to_append
 from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.exit_fields import decision_fields
+from tests.exits import changed, exit_of
 
-SERVED = RequestExit(
+SERVED = exit_of(
     request_id="r1",
     method="POST",
     path="/v1/chat/completions",
@@ -58,7 +59,7 @@ SERVED = RequestExit(
     predicted_ttft=Predicted(0.6, 0.9),
     predicted_tpot=Predicted(0.1500001, 0.25),
 )
-REFUSED = RequestExit(
+REFUSED = exit_of(
     request_id="r2",
     method="POST",
     path="/v1/chat/completions",
@@ -73,7 +74,7 @@ REFUSED = RequestExit(
     arrived_s=1000.5,
     expected_prompt_tokens=12,
 )
-UNREAD = RequestExit(
+UNREAD = exit_of(
     request_id="r3", method="POST", path="/v1/completions", outcome=Outcome.BAD_REQUEST, status=400, duration_s=0.0
 )
 
@@ -90,7 +91,7 @@ class Log:
     def __init__(self, path: Path, sample: float = 1.0, file: FileIO | None = None) -> None:
         self.path = path
         self.lost = 0
-        self.log = DecisionLog(file or appended(path), sample, 1000.0, self._lose)
+        self.log = DecisionLog(file or open_to_append(path), sample, 1000.0, self._lose)
 
     def _lose(self, lines: int) -> None:
         self.lost += lines
@@ -183,10 +184,10 @@ def test_a_refused_request_says_what_it_would_have_been(path: Path) -> None:
 
 
 def test_what_is_not_predicted_is_not_told() -> None:
-    several = line_of(replace(SERVED, predicted_tpot=None), 0.0)
+    several = decision_fields(changed(SERVED, predicted_tpot=None), 0.0)
     assert several["predicted"] == {"cached_tokens": 5, "ttft_s": 0.6, "ttft_p90_s": 0.9}
-    nothing = replace(SERVED, expected_cached_tokens=None, predicted_ttft=None, predicted_tpot=None)
-    assert "predicted" not in line_of(nothing, 0.0)
+    nothing = changed(SERVED, expected_cached_tokens=None, predicted_ttft=None, predicted_tpot=None)
+    assert "predicted" not in decision_fields(nothing, 0.0)
 
 
 def test_what_never_came_to_the_waiting_room_is_in_no_line(path: Path) -> None:
@@ -194,12 +195,12 @@ def test_what_never_came_to_the_waiting_room_is_in_no_line(path: Path) -> None:
 
 
 def test_a_name_that_is_no_text_still_makes_a_line(path: Path) -> None:
-    _, line = Log(path).after(replace(SERVED, flow="caf\udce9"))
+    _, line = Log(path).after(changed(SERVED, flow="caf\udce9"))
     assert line["flow"] == "caf?"
 
 
 def test_the_sample_is_a_share_of_the_requests_and_the_same_in_every_log(tmp_path: Path) -> None:
-    ended = [replace(SERVED, request_id=f"id-{i}") for i in range(2_000)]
+    ended = [changed(SERVED, request_id=f"id-{i}") for i in range(2_000)]
     few, again, many = (
         {line["request_id"] for line in Log(tmp_path / name, sample).after(*ended)[1:]}
         for name, sample in (("few", 0.2), ("again", 0.2), ("many", 0.5))
@@ -218,7 +219,7 @@ def test_a_second_start_appends_behind_what_was_cut_off(path: Path) -> None:
     log.log.close()
     torn, *whole = [line for line in path.read_text().splitlines() if line]
     assert torn == '{"at_s": 1.0, "prom'
-    assert [next(iter(json.loads(line))) for line in whole] == ["llmproxy_decisions", "at_s"]
+    assert [next(iter(json.loads(line))) for line in whole] == ["llmproxy_decisions", "outcome"]
 
 
 def test_a_second_start_leaves_no_line_empty(path: Path) -> None:
@@ -227,7 +228,7 @@ def test_a_second_start_leaves_no_line_empty(path: Path) -> None:
         log.log.record(SERVED)
         log.log.close()
     kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
-    assert kinds == ["llmproxy_decisions", "at_s"] * 2
+    assert kinds == ["llmproxy_decisions", "outcome"] * 2
 
 
 # --- disks that fail --------------------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ def test_a_full_disk_is_told_once_and_costs_its_lines_alone(path: Path, monkeypa
     with capture_logs() as told:
         log = Log(path, file=disk)
         for name in ("a", "b", "c", "d"):
-            log.log.record(replace(SERVED, request_id=name))
+            log.log.record(changed(SERVED, request_id=name))
         log.log.close()
     assert log.lost == 2
     assert [event["event"] for event in told] == ["decision_log_failed", "decision_log_resumed"]
@@ -296,14 +297,14 @@ def test_a_disk_that_takes_little_at_a_time_gets_everything(path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing" / "log", Path("/dev/null")):
         with pytest.raises(OSError):  # noqa: PT011 - its kind is the system's
-            appended(path)
+            open_to_append(path)
     with pytest.raises(OSError, match="No space"):
         Log(tmp_path / "log", file=Disk(tmp_path / "log", full_disk))
 
 
 def test_no_line_has_a_key_of_a_trace_that_means_something_else() -> None:
     assert (
-        line_of(replace(SERVED, slo=None, why=None, tenant="", terms=()), 0.0)
+        decision_fields(changed(SERVED, slo=None, why=None, tenant="", terms=()), 0.0)
         .keys()
         .isdisjoint({"tenant", "ttft_slo_s", "tpot_slo_s", "why", "placement", "blocks", "deadline_s"})
     )

@@ -6,17 +6,16 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import structlog
 
 from llmproxy.core.domain import Outcome, Why
-from llmproxy.telemetry.exit import RequestExit
 from llmproxy.telemetry.logs import configure, log_exit, log_internal
+from tests.exits import changed, exit_of
 
-SERVED = RequestExit(
+SERVED = exit_of(
     request_id="r1",
     method="POST",
     path="/v1/chat/completions",
@@ -121,7 +120,7 @@ def test_why_it_was_its_turn_is_told_at_debug_level_alone() -> None:
     for level in ("debug", "info"):
         out = io.StringIO()
         configure("json", level, out)
-        log_exit(replace(SERVED, why=WHY))
+        log_exit(changed(SERVED, why=WHY))
         (line,) = json_lines(out)
         assert line["level"] == "info"
         assert ("why" in line) == (level == "debug")
@@ -138,7 +137,7 @@ def test_why_it_was_its_turn_is_told_at_debug_level_alone() -> None:
 def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
     out = io.StringIO()
     configure("json", "info", out)
-    log_exit(replace(SERVED, tenant="acme", preemptions=2, met=False, unknown_objective="gold"))
+    log_exit(changed(SERVED, tenant="acme", preemptions=2, met=False, unknown_objective="gold"))
     (line,) = json_lines(out)
     told = {key: line[key] for key in ("tenant", "withdrawals", "met", "unknown_objective")}
     assert told == {"tenant": "acme", "withdrawals": 2, "met": False, "unknown_objective": "gold"}
@@ -147,7 +146,7 @@ def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
 def test_text_is_one_line_without_colours_where_there_is_no_terminal() -> None:
     out = io.StringIO()
     configure("text", "info", out)
-    log_exit(replace(SERVED, error="two words"))
+    log_exit(changed(SERVED, error="two words"))
     (line,) = out.getvalue().splitlines()
     assert " info    request outcome=completed status=200 model=chat " in line
     assert " terms={queue:0.5,kv:0.1235} " in line
@@ -166,7 +165,7 @@ def test_text_is_coloured_on_a_terminal() -> None:
 def test_a_client_can_neither_forge_a_line_nor_speak_to_the_terminal(log_format: str) -> None:
     out = io.StringIO()
     configure(log_format, "info", out)
-    log_exit(replace(SERVED, flow="x\nforged\x1b[2J", path="/\udcff", model='a "b"', error=""))
+    log_exit(changed(SERVED, flow="x\nforged\x1b[2J", path="/\udcff", model='a "b"', error=""))
     structlog.get_logger().error("bad\nname\x1b[2J")
     text = out.getvalue()
     assert len(text.splitlines()) == 2
@@ -181,7 +180,7 @@ def test_a_client_can_neither_forge_a_line_nor_speak_to_the_terminal(log_format:
 def test_what_went_wrong_here_is_louder(outcome: Outcome, level: str) -> None:
     out = io.StringIO()
     configure("json", "info", out)
-    log_exit(replace(SERVED, outcome=outcome))
+    log_exit(changed(SERVED, outcome=outcome))
     assert json_lines(out)[0]["level"] == level
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from llmproxy import __version__
 from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
 from llmproxy.telemetry import logs
-from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
+from llmproxy.telemetry.exit import UNKNOWN_MODEL
 from llmproxy.telemetry.metrics import LABELS_MAX, BackendState, LiveState, Metrics, QueueState
 from tests import ROOT
+from tests.exits import changed, exit_of
 
 MANUAL = ROOT / "docs" / "reference" / "metrics.md"
-SERVED = RequestExit(
+SERVED = exit_of(
     request_id="r1",
     method="POST",
     path="/v1/chat/completions",
@@ -36,10 +36,10 @@ SERVED = RequestExit(
     output_tokens=11,
     chunks=5,
 )
-REFUSED = RequestExit(
+REFUSED = exit_of(
     request_id="r2", method="POST", path="/v1/completions", outcome=Outcome.UNKNOWN_MODEL, status=404, duration_s=0.001
 )
-PREDICTED = replace(
+PREDICTED = changed(
     SERVED,
     backend="gpu-0",
     arrived_s=100.0,
@@ -69,7 +69,7 @@ def metrics() -> Metrics:
 
 def test_expected_and_cached_tokens_are_counted_beside_each_other(metrics: Metrics) -> None:
     for expected, cached in ((100, 60), (30, 80), (None, 50), (50, None)):
-        metrics.record(replace(SERVED, backend="a", expected_cached_tokens=expected, cached_tokens=cached))
+        metrics.record(changed(SERVED, backend="a", expected_cached_tokens=expected, cached_tokens=cached))
     counted = [value(metrics, "prefix_tokens_total", backend="a", kind=kind) for kind in ("expected", "cached", "both")]
     assert counted == [130, 140, 90]
 
@@ -92,7 +92,7 @@ def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
 def test_an_engine_that_tells_of_less_than_no_tokens_turns_no_counter_back(metrics: Metrics) -> None:
     told: dict[str, Any] = {"prompt_tokens": -1, "cached_tokens": -1, "output_tokens": -1}
     for change in ({}, told):
-        metrics.record(replace(SERVED, backend="a", tenant="acme", expected_cached_tokens=5, **change))
+        metrics.record(changed(SERVED, backend="a", tenant="acme", expected_cached_tokens=5, **change))
     for direction, tokens in (("input", 10), ("cached", 4), ("output", 11)):
         assert value(metrics, "tokens_total", direction=direction, model="m") == tokens
         assert value(metrics, "tenant_tokens_total", tenant="acme", direction=direction) == tokens
@@ -101,7 +101,7 @@ def test_an_engine_that_tells_of_less_than_no_tokens_turns_no_counter_back(metri
 
 @pytest.mark.parametrize(("attempts", "preemptions", "retries"), [(3, 1, 1), (2, 2, 0), (1, 1, 0)])
 def test_what_follows_a_preemption_is_no_retry(metrics: Metrics, attempts: int, preemptions: int, retries: int) -> None:
-    metrics.record(replace(SERVED, attempts=attempts, preemptions=preemptions))
+    metrics.record(changed(SERVED, attempts=attempts, preemptions=preemptions))
     assert value(metrics, "retries_total") == retries
     assert value(metrics, "withdrawals_total", band="default") == preemptions
 
@@ -133,7 +133,7 @@ def test_times_are_counted_only_where_they_mean_something(
     gaps: int | None,
     seconds: int | None,
 ) -> None:
-    metrics.record(replace(SERVED, **change))
+    metrics.record(changed(SERVED, **change))
     assert value(metrics, "ttft_seconds_count", band="default", model="m") == ttft
     assert value(metrics, "time_per_output_token_seconds_count", band="default", model="m") == per_token
     assert value(metrics, "inter_chunk_seconds_count", band="default", gap="max") == gaps
@@ -142,9 +142,9 @@ def test_times_are_counted_only_where_they_mean_something(
 
 def test_the_number_of_model_labels_is_limited(metrics: Metrics) -> None:
     for index in range(LABELS_MAX + 50):
-        metrics.record(replace(SERVED, model=f"m{index}"))
+        metrics.record(changed(SERVED, model=f"m{index}"))
     metrics.record(REFUSED)
-    metrics.record(replace(SERVED, model="m0"))
+    metrics.record(changed(SERVED, model="m0"))
     families = {family.name: family for family in metrics.registry.collect()}
     models = {sample.labels["model"] for sample in families["llmproxy_requests"].samples}
     assert len(models) == LABELS_MAX
@@ -154,8 +154,8 @@ def test_the_number_of_model_labels_is_limited(metrics: Metrics) -> None:
 
 
 def test_what_a_decision_did_to_a_request_is_counted(metrics: Metrics) -> None:
-    metrics.record(replace(SERVED, band="sheddable", preemptions=2, met=True, unknown_objective="gold"))
-    metrics.record(replace(SERVED, met=False))
+    metrics.record(changed(SERVED, band="sheddable", preemptions=2, met=True, unknown_objective="gold"))
+    metrics.record(changed(SERVED, met=False))
     metrics.record(SERVED)
     assert value(metrics, "withdrawals_total", band="sheddable") == 2
     assert value(metrics, "withdrawals_total", band="default") is None
@@ -181,13 +181,13 @@ def test_predictions_are_held_against_what_was_observed(metrics: Metrics) -> Non
     metrics.record(PREDICTED)
     assert predictions(metrics, "ttft") == pytest.approx([0.4, 0.5, 0.2, 1, 1])
     assert predictions(metrics, "tpot") == pytest.approx([0.25, 0.2, 0.25, 1, 1])
-    metrics.record(replace(PREDICTED, predicted_ttft=Predicted(0.25, 0.49), predicted_tpot=Predicted(0.1, 0.19)))
+    metrics.record(changed(PREDICTED, predicted_ttft=Predicted(0.25, 0.49), predicted_tpot=Predicted(0.1, 0.19)))
     assert predictions(metrics, "ttft") == pytest.approx([0.65, 1.0, 0.7, 2, 1])
     assert predictions(metrics, "tpot") == pytest.approx([0.35, 0.4, 0.75, 2, 1])
 
 
 def test_a_p90_that_never_held_is_told_as_none_of_so_many(metrics: Metrics) -> None:
-    metrics.record(replace(PREDICTED, predicted_ttft=Predicted(0.1, 0.2)))
+    metrics.record(changed(PREDICTED, predicted_ttft=Predicted(0.1, 0.2)))
     assert predictions(metrics, "ttft")[3:] == [1, 0]
 
 
@@ -208,21 +208,21 @@ def test_a_p90_that_never_held_is_told_as_none_of_so_many(metrics: Metrics) -> N
 def test_predictions_are_judged_only_by_what_somebody_saw(
     metrics: Metrics, change: dict[str, Any], ttft: int | None, tpot: int | None
 ) -> None:
-    metrics.record(replace(PREDICTED, **change))
+    metrics.record(changed(PREDICTED, **change))
     assert predictions(metrics, "ttft")[3] == ttft
     assert predictions(metrics, "tpot")[3] == tpot
 
 
 def test_a_placement_that_predicts_nothing_has_no_series(metrics: Metrics) -> None:
-    metrics.record(replace(PREDICTED, predicted_ttft=None, predicted_tpot=None))
+    metrics.record(changed(PREDICTED, predicted_ttft=None, predicted_tpot=None))
     assert b"llmproxy_prediction_seconds_total{" not in metrics.page()
     assert b"llmproxy_prediction_error_ratio_count{" not in metrics.page()
 
 
 def test_tenants_are_counted_where_there_are_any(metrics: Metrics) -> None:
     metrics.record(SERVED)
-    metrics.record(replace(SERVED, tenant="acme"))
-    metrics.record(replace(REFUSED, tenant="acme"))
+    metrics.record(changed(SERVED, tenant="acme"))
+    metrics.record(changed(REFUSED, tenant="acme"))
     assert value(metrics, "tenant_requests_total", tenant="acme", outcome="completed") == 1
     assert value(metrics, "tenant_requests_total", tenant="acme", outcome="unknown_model") == 1
     for direction, tokens in (("input", 10), ("cached", 4), ("output", 11)):
@@ -232,7 +232,7 @@ def test_tenants_are_counted_where_there_are_any(metrics: Metrics) -> None:
 
 def test_the_number_of_tenant_labels_is_limited(metrics: Metrics) -> None:
     for index in range(LABELS_MAX + 50):
-        metrics.record(replace(SERVED, tenant=f"t{index}"))
+        metrics.record(changed(SERVED, tenant=f"t{index}"))
     families = {family.name: family for family in metrics.registry.collect()}
     tenants = {sample.labels["tenant"] for sample in families["llmproxy_tenant_requests"].samples}
     assert len(tenants) == LABELS_MAX
@@ -241,10 +241,10 @@ def test_the_number_of_tenant_labels_is_limited(metrics: Metrics) -> None:
 
 
 def test_flows_without_end_make_no_series(metrics: Metrics) -> None:
-    metrics.record(replace(SERVED, flow="f", request_id="i"))
+    metrics.record(changed(SERVED, flow="f", request_id="i"))
     before = metrics.page().count(b"\n")
     for index in range(100):
-        metrics.record(replace(SERVED, flow=f"f{index}", request_id=f"i{index}", unknown_objective=f"o{index}"))
+        metrics.record(changed(SERVED, flow=f"f{index}", request_id=f"i{index}", unknown_objective=f"o{index}"))
     assert metrics.page().count(b"\n") == before
 
 
@@ -309,7 +309,7 @@ def test_two_processes_worth_of_metrics_do_not_meet() -> None:
 
 
 def test_a_real_scraper_reads_the_page(metrics: Metrics) -> None:
-    metrics.record(replace(SERVED, model='odd "name"\nwith\\all'))
+    metrics.record(changed(SERVED, model='odd "name"\nwith\\all'))
     page = metrics.page().decode()
     labels = [
         s.labels for f in text_string_to_metric_families(page) for s in f.samples if s.name == "llmproxy_requests_total"
@@ -319,7 +319,7 @@ def test_a_real_scraper_reads_the_page(metrics: Metrics) -> None:
 
 
 def test_the_manual_lists_every_metric_with_its_type_and_labels(metrics: Metrics) -> None:
-    metrics.record(replace(PREDICTED, tenant="acme", met=True, preemptions=1, expected_cached_tokens=1))
+    metrics.record(changed(PREDICTED, tenant="acme", met=True, preemptions=1, expected_cached_tokens=1))
     metrics.attempted("gpu-0", Verdict.SERVED)
     metrics.poll_failed("gpu-0", Trouble.TIMEOUT)
     metrics.adapter_told("gpu-0", "load", repeated=False, taken=True)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from threading import Event, Thread
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import structlog
 
 from llmproxy.telemetry import logs
+from tests.exits import changed
 from tests.telemetry.test_logs import SERVED
 
 PIPE_BYTES = 65_536
@@ -68,7 +68,7 @@ def told_lost(text: bytes) -> int:
 
 def say(lines: int) -> None:
     for number in range(lines):
-        logs.log_exit(replace(SERVED, attempts=number))
+        logs.log_exit(changed(SERVED, attempts=number))
 
 
 def test_a_reader_that_stalls_costs_lines_that_are_counted_and_told(
@@ -162,6 +162,7 @@ def test_several_processes_that_share_a_pipe_tear_no_line() -> None:
 CRASH = """
 import sys
 from llmproxy.telemetry import logs
+from tests.exits import changed
 logs.write_by_thread()
 logs.configure("text", "info")
 logs._log.info("last_line")

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Outcome, Placed, Predicted, Slo, Usage, Verdict, Why
-from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers.channel import FROM_WORKER, INTEGER_MAX, TO_WORKER, BrokenFrameError, Channel, Frames, frame
 from llmproxy.workers.protocol import (
     Admit,
@@ -47,6 +46,7 @@ from llmproxy.workers.protocol import (
 )
 from tests.core.make import request
 from tests.dispatching import turns, virtual
+from tests.exits import exit_of
 from tests.workers.line import Pipe
 
 # --- round trips ------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ WHYS = st.builds(
     Why, st.lists(st.tuples(st.integers(-100, 100), NUMBERS), max_size=3).map(tuple), NUMBERS, TERMS, NUMBERS
 )
 EXITS = st.builds(
-    RequestExit,
+    exit_of,
     request_id=TEXTS,
     method=st.just("POST"),
     path=TEXTS,

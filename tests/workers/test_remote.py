@@ -27,14 +27,14 @@ from llmproxy.core.domain import (
 from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.telemetry import logs
-from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
 from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ShutdownState
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
+from tests.exits import exit_of
 from tests.workers.line import Told, WorkerLink
 
-EXIT = RequestExit(
+EXIT = exit_of(
     request_id="r1", method="POST", path="/", outcome=Outcome.COMPLETED, status=200, duration_s=1.0, model="base"
 )
 ENOUGH = 20
@@ -421,7 +421,7 @@ def test_a_worker_may_die_in_any_turn(after: int) -> None:
         await turns(ENOUGH)
         assert line.session.gone.is_set()
         assert len(line.told.exits) == line.session.cut
-        assert {ended.outcome for ended in line.told.exits} <= {Outcome.INTERNAL}
+        assert {ended.result.outcome for ended in line.told.exits} <= {Outcome.INTERNAL}
         heir = Client(other.remote)
         await turns(ENOUGH)
         assert heir.holds() == "a"
@@ -443,7 +443,7 @@ async def test_requests_that_died_with_their_worker_are_told_of_once() -> None:
     assert line.session.open_requests == 3
     line.die()
     await turns(ENOUGH)
-    told = [(ended.request_id, ended.outcome, ended.band) for ended in line.told.exits]
+    told = [(ended.input.request_id, ended.result.outcome, ended.input.band) for ended in line.told.exits]
     assert told == [(f"r{i}", Outcome.INTERNAL, "critical") for i in range(3)]
     assert line.session.cut == 3
     for client in clients:

@@ -1,10 +1,11 @@
-"""One attempt: what is sent to a backend, what came of it, and whom the answer is for."""
+"""One attempt: what is sent to a backend, the client's side, and what became of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llmproxy.attempts import AttemptResult
 from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
@@ -19,7 +20,7 @@ class Client(Protocol):
     source: Source | None
 
     def commit(self, status: int, reason: str, headers: Headers) -> None:
-        """Begin the answer with this head. From here on the request cannot be repeated."""
+        """Begin the answer with this head. From here on, no other attempt can be made."""
 
     def write(self, data: bytes) -> None:
         """Hand bytes on. Raises ConnectionError when the client is gone."""
@@ -28,16 +29,15 @@ class Client(Protocol):
         """Wait while the client is slower."""
 
     async def end(self, *, whole: bool = True) -> None:
-        """The answer ends. One that is not whole has no mark of its end, and its connection is closed behind it."""
+        """End the answer. One that is not whole gets no end mark, and its connection is closed."""
 
     async def abort(self) -> None:
-        """The answer cannot be completed: let the client see that by closing its connection."""
+        """Close the connection, so that the client sees that the answer is not complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is sent to a backend, whichever one it is. `usage_max` is the most that the answer may cost, None where it
-    costs nothing."""
+    """What is sent to any backend. `usage_max` is the most that the answer may cost, None where it costs nothing."""
 
     method: str
     path_qs: str
@@ -51,7 +51,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete answer of a backend that was held back, to be passed on where no other attempt is made."""
+    """A complete error answer of a backend. It is sent to the client where no other attempt is made."""
 
     status: int
     reason: str
@@ -60,22 +60,19 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Attempt:
-    """What became of one attempt.
+class Attempt(AttemptResult):
+    """One attempt and what became of it.
 
-    Until `committed`, the client has seen nothing. `retryable` says that another backend might do better. `answer` is
-    the backend's own error where it gave one. `message` is for the client, `detail` for the log alone: addresses are
-    nobody else's business. While `writing`, it is the client who is waited for, and once `ended` for nothing but to
-    take what it was handed.
+    Until it is `committed`, the client has seen nothing. `answer` is the backend's own error, where it sent one.
+    `message` is for the client; `detail` is for the log alone, because it may have addresses. While `writing`, the
+    client is slower than the backend; once `ended`, all of the answer was handed to the client, which has to take it.
     """
 
     outcome: Outcome = Outcome.INTERNAL
-    verdict: Verdict = Verdict.CLIENT_GONE
     message: str = ""
     detail: str = ""
     status: int = 0
     committed: bool = False
-    retryable: bool = False
     answer: Answer | None = None
     first_token_s: float | None = None
     last_byte_s: float = 0.0

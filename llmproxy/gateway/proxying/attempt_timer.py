@@ -43,7 +43,7 @@ class AttemptTimer:
         if self.scope is not None and not self.scope.expired():
             self.scope.reschedule(self.now())
 
-    def story(self) -> str:
+    def reason(self) -> str:
         # Not by the clock: timers of the loop go off up to a millisecond early.
         return "The backend " + (self._total if self.deadline_s >= self._end_s else self._phase) + "."
 

@@ -1,10 +1,11 @@
-"""The walk of one request: front door, reading desk, waiting room, corridor, exit."""
+"""Takes one request from its head to its one outcome: reads it, schedules it, has it attempted, and records its end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from math import ceil
 from os import urandom
@@ -12,11 +13,12 @@ from os import urandom
 from aiohttp import web
 from msgspec import structs
 
+from llmproxy.attempts import Routing, run_attempts
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Entry, Outcome, Refused, Request, Usage, Verdict
+from llmproxy.core.domain import Outcome, Refused, Request, Usage, Verdict
 from llmproxy.core.estimates.tokens import TURNS_MAX, Estimator, usage_max
-from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
+from llmproxy.core.retry import RetryBudget
 from llmproxy.dispatcher import Lease, Leasing
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.headers import check as check_fields
@@ -24,7 +26,7 @@ from llmproxy.gateway.http.routes import SALTED, BodyKind, Dialect, Route, Work
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.attempt import Attempt, Call
 from llmproxy.gateway.proxying.relay import end_broken, end_within
-from llmproxy.gateway.proxying.request_context import RequestContext
+from llmproxy.gateway.proxying.request_context import ReceivedRequest, RequestContext
 from llmproxy.gateway.proxying.response_writer import ResponseWriter, read_body
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
@@ -39,13 +41,13 @@ from llmproxy.telemetry.exit import ExitSink
 from llmproxy.telemetry.logs import log_exit, log_internal
 
 _UNKNOWN_SHAPES = frozenset({BodyKind.OTHER, BodyKind.FORM})
-"""Bodies not all of which are understood: how much they ask for may lie deeper, or in the length of a sound."""
+"""Bodies that are understood in part: how much they ask for may be deeper in them, or the length of a sound."""
 
 
 class RequestHandler:
-    """Takes requests of scheduled routes through the house. Every one of them ends in exactly one outcome.
+    """Serves requests of scheduled routes. Every one of them ends in exactly one outcome.
 
-    `ids` begins the scheduler's ids of its requests, to be told from those of other walkers.
+    `ids` begins the scheduler's ids of its requests, to tell them from those of other handlers.
     """
 
     def __init__(
@@ -80,129 +82,130 @@ class RequestHandler:
         self.idle.set()
 
     def reconfigure(self, config: Config) -> None:
-        """Go by another configuration; what every request takes from the rulebook is not meant."""
+        """Take over what is not read from the rulebook by each request."""
         self.budget.ratio = config.retry.budget_ratio
         # Each worker has a part of what one process may hold.
         self.bodies.limit(ceil(config.body_bytes_total_max / self._processes), config.body_bytes_max)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of answers that are kept until they can be read."""
+        """Bytes of answers that are kept until they are read."""
         return self._answers.kept_bytes if self._answers is not None else 0
 
     def begin_shutdown(self, *, replaced: bool = False) -> None:
-        """The proxy is about to end: answers ask their clients to close the connection from now on.
+        """The proxy is about to end: from now on, answers ask their clients to close the connection.
 
-        `replaced` says that another one serves under the same address.
+        `replaced` says that another process serves the same address.
         """
         self.shutting_down, self.replaced = True, replaced
 
-    def _leaves(self) -> bool:
-        return self.shutting_down
-
     def cut(self) -> None:
-        """Whatever is still here is cut off now, and not left by its client."""
+        """From now on, a cancelled request was cut off by the proxy, not by its client."""
         self._cutting = True
 
     def begin_request(self) -> None:
-        """One request more is here for which the end of the proxy has to wait."""
+        """One more request is open, and the end of the proxy waits for it."""
         self.open_requests += 1
         self.idle.clear()
 
     def end_request(self) -> None:
-        """One of them has ended."""
+        """One of the open requests has ended."""
         self.open_requests -= 1
         if not self.open_requests:
             self.idle.set()
 
-    def cancellation(self, left: BaseException) -> tuple[Outcome, int, str]:
-        """The outcome, the status and the story of a request whose task was cancelled, or that lost its client."""
+    def cancellation(self, cause: BaseException) -> tuple[Outcome, int, str]:
+        """The outcome, status and error of a request whose task was cancelled, or that lost its client."""
         if self._cutting:
             return Outcome.DRAINING, 503, "cut: the proxy ended before this request did"
-        story = "the client left" if isinstance(left, asyncio.CancelledError) else f"the client left: {left}"
-        return Outcome.CANCELLED, 499, story
+        error = "the client left" if isinstance(cause, asyncio.CancelledError) else f"the client left: {cause}"
+        return Outcome.CANCELLED, 499, error
 
     async def serve(self, route: Route, http: web.BaseRequest) -> web.StreamResponse:
-        """Serve one request of a scheduled route, and write down how it ended."""
+        """Serve one request of a scheduled route, and record how it ended."""
         extra: dict[str, str] = {}
         now = asyncio.get_running_loop().time()
         rules = self._rulebook.current
-        client = ResponseWriter(http, extra, self._leaves, rules.cors)
-        context = RequestContext(
-            rules, route, http, client, extra, now, urandom(16).hex(), HeldBody(self.bodies)
-        )  # fmt: skip
+        client = ResponseWriter(http, extra, self._is_shutting_down, rules.cors)
+        received = ReceivedRequest(rules, route, http, now, urandom(16).hex(), HeldBody(self.bodies))
+        context = RequestContext(received, client, extra)
         self.begin_request()
         try:
-            await self._walk(context)
+            await self._schedule(context)
         except Failure as failure:
             return self._fail(context, failure)
         except Refused as refused:
             return self._fail(context, Failure.of(refused))
         except BadBody as bad:
             return self._fail(context, Failure(Outcome.BAD_REQUEST, bad.message, status=bad.status, param=bad.param))
-        except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError) as left:
-            self._left(context, left)
+        except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError) as cause:
+            self._cancelled(context, cause)
             raise
-        except Exception as error:  # noqa: BLE001 - the last wall: a bug becomes one 500 and a full story in the log
-            log_internal(context.id, error)
+        except Exception as error:  # noqa: BLE001 - a bug becomes one 500, and its traceback goes to the log
+            log_internal(received.id, error)
             failed = self._fail(context, Failure(Outcome.INTERNAL, INTERNAL_MESSAGE))
-            if context.client.response is None:
+            if client.response is None:
                 return failed
-            # An answer has begun; another one in the middle of it would pass for a part of it.
-            await context.client.abort()
+            # An answer has begun, and a client would read a second one as a part of it.
+            await client.abort()
         finally:
-            context.held.release()
+            received.held.release()
             self.end_request()
-            self._exit(context)
-        assert context.client.response is not None
-        return context.client.response
+            self._record(context)
+        assert client.response is not None
+        return client.response
 
-    # --- the way in --------------------------------------------------------------------------------------------------
+    def _is_shutting_down(self) -> bool:
+        return self.shutting_down
 
-    async def _walk(self, context: RequestContext) -> None:
-        http = context.http
-        context.id = request_id(http.headers) or context.id
-        context.extra["x-request-id"] = context.id
+    # --- reading the request ------------------------------------------------------------------------------------------
+
+    async def _schedule(self, context: RequestContext) -> None:
+        received = context.input
+        http, rules = received.http, received.rules
+        received.id = request_id(http.headers) or received.id
+        context.extra["x-request-id"] = received.id
         check_fields(http.headers.items())
-        context.tenant = context.rules.keys.check(http.headers)
+        received.tenant = rules.keys.check(http.headers)
         if self._dispatcher.draining:
             raise Failure(Outcome.DRAINING, "The proxy is shutting down. Try again.", retry_after_s=1.0)
         if http.headers.get("content-encoding", "identity").lower() != "identity":
             message = "Request bodies must not be compressed: send this one without Content-Encoding."
             accepted = {"Accept-Encoding": "identity"}
             raise Failure(Outcome.BAD_REQUEST, message, status=415, param="content-encoding", headers=accepted)
-        body = await read_body(http, context.rules.config.body_bytes_max, context.rules.config.clients, context.held)
-        context.body_bytes = len(body)
-        parsed = context.parsed = await context.rules.read(context.route, http, body)
-        parsed = await self._kept_apart(context, parsed)
-        target = context.target = await self._target(context, parsed.facts.model)
+        body = await read_body(http, rules.config.body_bytes_max, rules.config.clients, received.held)
+        received.body_bytes = len(body)
+        received.parsed = await rules.read(received.route, http, body)
+        parsed = received.parsed = await self._isolated(received, received.parsed)
+        received.target = await self._target(received, parsed.facts.model)
         self.budget.request()
-        if self._answers is not None and context.route.computes:
+        if self._answers is not None and received.route.computes:
             context.kept = self._answers.keep(parsed)
             context.client.keep = context.kept.add if context.kept is not None else None
-        await self._attempts(context, parsed, self._make_request(context, parsed, target))
+        request = self._make_request(received, parsed, received.target)
+        context.routing = Routing(request)
+        await self._attempt_until_answered(context, parsed, context.routing)
 
-    async def _kept_apart(self, context: RequestContext, parsed: ParsedBody) -> ParsedBody:
-        """Keep a tenant from what others left in the engines: their prefixes, and their responses. Raises Failure."""
-        if context.route.dialect is Dialect.RESPONSES:
-            context.previous = await self._stored.previous(parsed.kept, context.tenant, context.rules)
-        if context.tenant.salt is None or context.route.path not in SALTED:
+    async def _isolated(self, received: ReceivedRequest, parsed: ParsedBody) -> ParsedBody:
+        """Keep the tenant from prefixes and stored responses of others in the engines. Raises Failure and BadBody."""
+        if received.route.dialect is Dialect.RESPONSES:
+            received.previous = await self._stored.previous(parsed.kept, received.tenant, received.rules)
+        if received.tenant.salt is None or received.route.path not in SALTED:
             return parsed
-        context.salt = context.tenant.cache_salt(parsed.text(SALT))
-        chain = None if parsed.chain is None else replace(parsed.chain, salt=context.salt)
-        parsed = context.parsed = replace(parsed, chain=chain)
-        return parsed
+        received.salt = received.tenant.cache_salt(parsed.text(SALT))
+        chain = None if parsed.chain is None else replace(parsed.chain, salt=received.salt)
+        return replace(parsed, chain=chain)
 
-    async def _target(self, context: RequestContext, asked: str | None) -> Target:
-        """What the name that was asked for means, in words that tell a tenant of no models but its own.
+    async def _target(self, received: ReceivedRequest, asked: str | None) -> Target:
+        """What the requested name means. Errors name no model but those of the tenant.
 
-        While replicas start, nobody knows yet what they serve: such a request is held too.
+        While replicas start, it is not known yet what they serve: such a request is held too.
         """
-        tenant = context.tenant
+        tenant, rules = received.tenant, received.rules
         try:
             if asked is None or tenant.allows(asked):
-                hold_s = min(context.rules.config.queue.hold_s, context.rules.identity.ttl_s(context.http.headers))
-                target = await self._dispatcher.resolve(asked, hold_s, context.body_bytes)
+                hold_s = min(rules.config.queue.hold_s, rules.identity.ttl_s(received.http.headers))
+                target = await self._dispatcher.resolve(asked, hold_s, received.body_bytes)
                 if tenant.allows(target.requested):
                     return target
         except Refused as refused:
@@ -216,17 +219,21 @@ class RequestHandler:
             raise Failure(Outcome.BAD_REQUEST, f"The request names no model: set `model` to one of {own}.")
         raise Failure(Outcome.UNKNOWN_MODEL, f"The model `{asked[:200]}` does not exist.")
 
-    def _make_request(self, context: RequestContext, parsed: ParsedBody, target: Target) -> Request:
-        http, facts = context.http, parsed.facts
-        trusted = context.rules.identity.trusts(http.remote, context.tenant)
-        standing = context.rules.identity.classify(
-            http.headers, trusted, target.requested, target.model, context.tenant
-        )
-        context.ttl_s, context.unknown_objective = standing.ttl_s, standing.unknown_objective
+    def _make_request(self, received: ReceivedRequest, parsed: ParsedBody, target: Target) -> Request:
+        http, facts, tenant, identity = received.http, parsed.facts, received.tenant, received.rules.identity
+        trusted = identity.trusts(http.remote, tenant)
+        standing = identity.classify(http.headers, trusted, target.requested, target.model, tenant)
+        received.ttl_s, received.unknown_objective = standing.ttl_s, standing.unknown_objective
         prompt_tokens, output_tokens = self._estimator.tokens(target.model, facts)
-        if context.route.work is not Work.GENERATES:
-            prompt_tokens, output_tokens = prompt_tokens if context.route.computes else 1, 0
-        prefix, prefix_tokens = self._prefix(context, parsed, target)
+        if received.route.work is not Work.GENERATES:
+            prompt_tokens, output_tokens = prompt_tokens if received.route.computes else 1, 0
+        prefix: tuple[int, ...] = ()
+        prefix_tokens = 0.0
+        if parsed.chain is not None and received.route.computes:
+            as_ids = facts.prompt_tokens is not None
+            token_bytes = ID_BYTES if as_ids else self._estimator.bytes_per_token(target.model)
+            prefix = parsed.chain.hashes_on(target.model, target.adapter)
+            prefix_tokens = BLOCK_BYTES / token_bytes
         return Request(
             id=f"{self._ids}{next(self._serial)}",
             pool=target.pool,
@@ -234,10 +241,10 @@ class RequestHandler:
             adapter=target.adapter,
             band=standing.band,
             flow=standing.flow,
-            arrived_s=context.arrived_s,
+            arrived_s=received.arrived_s,
             # The time to wait begins when the body has arrived and was read.
             deadline_s=asyncio.get_running_loop().time() + standing.ttl_s,
-            body_bytes=context.body_bytes,
+            body_bytes=received.body_bytes,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             max_tokens=facts.max_tokens,
@@ -247,120 +254,80 @@ class RequestHandler:
             weight=standing.weight,
             slo=standing.slo,
             limits=standing.limits,
-            label=context.id,
+            label=received.id,
             prefix=prefix,
             prefix_tokens=prefix_tokens,
-            session=context.rules.identity.session(http, parsed.sessions, context.tenant),
-            backend=context.previous.backend if context.previous is not None else None,
+            session=identity.session(http, parsed.sessions, tenant),
+            backend=received.previous.backend if received.previous is not None else None,
         )
 
-    def _prefix(self, context: RequestContext, parsed: ParsedBody, target: Target) -> tuple[tuple[int, ...], float]:
-        """The hashes of the prompt's blocks, and about how many tokens each of them has."""
-        if parsed.chain is None or not context.route.computes:
-            return (), 0.0
-        as_ids = parsed.facts.prompt_tokens is not None
-        token_bytes = ID_BYTES if as_ids else self._estimator.bytes_per_token(target.model)
-        return parsed.chain.hashes_on(target.model, target.adapter), BLOCK_BYTES / token_bytes
+    # --- attempts -----------------------------------------------------------------------------------------------------
 
-    # --- the waiting room and the corridor, as often as it takes -----------------------------------------------------
-
-    async def _attempts(self, context: RequestContext, parsed: ParsedBody, request: Request) -> None:
-        entry, left_s = Entry.NEW, context.ttl_s
-        while True:
-            try:
-                now = asyncio.get_running_loop().time()
-                if entry is not Entry.NEW:
-                    # The time to wait counts while waiting: not while a backend works, nor while the request is held
-                    # because there is none.
-                    request = structs.replace(request, deadline_s=now + max(left_s, RETRY_WAIT_MIN_S))
-                context.request = request
-                context.waits_since_s = now
-                async with self._dispatcher.admit(request, frozenset(context.excluded), entry) as lease:
-                    context.waited_s += lease.grant.at_s - now
-                    left_s = lease.grant.left_s
-                    context.waits_since_s = None
-                    attempt = await self._attempt(context, parsed, lease)
-            except Refused as refused:
-                if context.previous is not None and refused.outcome is Outcome.BAD_REQUEST:
-                    raise context.previous.unreachable(refused) from None
-                # A retry that finds nobody else tells the client what went wrong first, not that nobody is left.
-                if context.attempt is None or context.attempt.outcome is Outcome.INTERNAL:
-                    raise
-                await self._deliver_failure(context, context.attempt)
-                return
-            if attempt.committed:
-                self._settle(context, request, attempt)
-                if attempt.outcome is Outcome.BROKEN_STREAM:
-                    await end_broken(attempt, context.route.dialect, context.client)
-                return
-            if attempt.verdict is Verdict.PREEMPTED:
-                context.preemptions += 1
-                entry = Entry.PREEMPTED
-                continue
-            if not self._retries(context, attempt):
-                await self._deliver_failure(context, attempt)
-                return
-            entry = Entry.SEEKING if context.previous is not None and context.previous.sought(attempt) else Entry.RETRY
-            # A busy backend is full, not broken: it may well be the first to have room again.
-            if attempt.verdict is not Verdict.BUSY and request.backend is None:
-                context.excluded.add(lease.backend)
+    async def _attempt_until_answered(self, context: RequestContext, parsed: ParsedBody, routing: Routing) -> None:
+        received = context.input
+        extra_attempts = received.rules.config.retry.extra_attempts
+        try:
+            attempt = await run_attempts(
+                routing, partial(self._attempt, context, parsed), self._dispatcher, self.budget, extra_attempts
+            )
+        except Refused as refused:
+            if received.previous is not None and refused.outcome is Outcome.BAD_REQUEST:
+                raise received.previous.unreachable(refused) from None
+            # A client whose retry finds no backend gets the error of the attempt before it.
+            if context.attempt is None or context.attempt.outcome is Outcome.INTERNAL:
+                raise
+            attempt = context.attempt
+        if not attempt.committed:
+            await self._deliver_failure(context, attempt)
+            return
+        self._settle(context, attempt)
+        if attempt.outcome is Outcome.BROKEN_STREAM:
+            await end_broken(attempt, received.route.dialect, context.client)
 
     async def _attempt(self, context: RequestContext, parsed: ParsedBody, lease: Lease) -> Attempt:
-        context.attempts += 1
-        context.lease = lease
-        context.granted_s = lease.grant.at_s
-        backend = self._backends[lease.backend]
-        if context.rules.identity.shows_backend(context.http.remote, context.tenant):
+        received, routing = context.input, context.routing
+        assert routing is not None
+        http, rules, tenant, dialect = received.http, received.rules, received.tenant, received.route.dialect
+        backend, request = self._backends[lease.backend], lease.grant.request
+        trusted = rules.identity.trusts(http.remote, tenant)
+        if rules.identity.shows_backend(http.remote, tenant):
             context.extra["x-llmproxy-backend"] = backend.name
-        context.extra["x-llmproxy-queue-ms"] = f"{context.waited_s * 1e3:.1f}"
-        context.extra["x-llmproxy-attempts"] = str(context.attempts)
-        request = lease.grant.request
-        # The engine's own priority is lower first.
+        context.extra["x-llmproxy-queue-ms"] = f"{routing.waited_s * 1e3:.1f}"
+        context.extra["x-llmproxy-attempts"] = str(routing.attempts)
+        # In the engine's own priority, lower comes first.
         priority = -request.band if backend.forward_priority else None
-        trusted = context.rules.identity.trusts(context.http.remote, context.tenant)
         spliced = parsed.spliced(
-            model=request.model, want_usage=True, priority=priority, salt=context.salt, trusted=trusted
+            model=request.model, want_usage=True, priority=priority, salt=received.salt, trusted=trusted
         )
-        headers = context.rules.identity.to_backend(context.http, context.id, backend, context.tenant)
+        query = http.rel_url.raw_query_string
         call = Call(
-            context.route.method,
-            self._path_qs(context),
-            headers,
+            received.route.method,
+            f"{received.route.path}?{query}" if query else received.route.path,
+            rules.identity.to_backend(http, received.id, backend, tenant),
             spliced.parts,
             request.stream,
             spliced.hides_usage,
-            context.route.dialect,
-            _usage_max(context),
+            dialect,
+            _usage_max(received),
         )
-        # Assigned before it runs, so that the story of a request cut off in mid-stream has its numbers.
+        # Assigned before it runs, so that the record of a request that is cut off in mid-stream has its numbers.
         attempt = context.attempt = Attempt()
-        if context.route.dialect is Dialect.RESPONSES:
-            # The walk itself must not be named there: it has this client, and both would stay, body and all, for the
-            # collector to find.
-            context.client.on_commit = self._stored.noting(
-                attempt, backend.name, context.tenant, context.previous, parsed
-            )
+        if dialect is Dialect.RESPONSES:
+            # It must not refer to the context, which has this client: a cycle would keep both, with the body, for the
+            # garbage collector.
+            context.client.on_commit = self._stored.noting(attempt, backend.name, tenant, received.previous, parsed)
         try:
-            await context.rules.relay.attempt(attempt, lease, backend.url, call, context.client)
+            await rules.relay.attempt(attempt, lease, backend.url, call, context.client)
         finally:
-            # Its client may have left, as many do at the sight of the end mark.
+            # Also where its client has left, as many do when they read the end mark.
             self._metrics.attempted(lease.backend, attempt.verdict)
-        if attempt.status == 401 and not context.rules.config.forward_credentials:
-            attempt.detail = context.rules.identity.key_hint(backend)
+        if attempt.status == 401 and not rules.config.forward_credentials:
+            attempt.detail = rules.identity.key_hint(backend)
+        attempt.elsewhere = received.previous is not None and received.previous.sought(attempt)
         return attempt
 
-    def _retries(self, context: RequestContext, attempt: Attempt) -> bool:
-        if context.previous is not None and context.previous.sought(attempt):
-            return self._dispatcher.granting
-        return (
-            attempt.retryable
-            and context.attempts - context.preemptions <= context.rules.config.retry.extra_attempts
-            and self._dispatcher.granting
-            and self.budget.take(attempt.verdict)
-        )
-
     async def _deliver_failure(self, context: RequestContext, attempt: Attempt) -> None:
-        """Pass the backend's own error on as it is, or raise the Failure that says what happened."""
+        """Send the backend's own error as it is, or raise the Failure that says what happened."""
         answer = attempt.answer
         if answer is None:
             if attempt.verdict is Verdict.LOCAL_FAILURE:
@@ -372,64 +339,64 @@ class RequestHandler:
             headers = [*headers, ("Retry-After", "1")]
         context.client.commit(answer.status, answer.reason, headers)
         context.client.write(answer.body)
-        await end_within(context.client, context.rules.config.timeouts.stall_s)
-        context.outcome, context.status, context.error = attempt.outcome, answer.status, attempt.message
+        await end_within(context.client, context.input.rules.config.timeouts.stall_s)
+        context.end(attempt.outcome, answer.status, attempt.message)
 
-    def _path_qs(self, context: RequestContext) -> str:
-        query = context.http.rel_url.raw_query_string
-        return f"{context.route.path}?{query}" if query else context.route.path
+    # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _left(self, context: RequestContext, left: BaseException) -> None:
-        attempt = context.attempt
-        if attempt is not None and attempt.outcome is Outcome.COMPLETED and context.request is not None:
-            self._settle(context, context.request, attempt)
-            return
-        if context.outcome is Outcome.BROKEN_STREAM:
-            # It left at the sight of its error event.
-            return
-        context.outcome, context.status, context.error = self.cancellation(left)
-        if context.outcome is Outcome.DRAINING and context.client.status:
-            context.status = context.client.status
-
-    # --- the way out -------------------------------------------------------------------------------------------------
-
-    def _settle(self, context: RequestContext, request: Request, attempt: Attempt) -> None:
-        """An answer went to the client: what became of it is what becomes of the request."""
-        context.outcome, context.status, context.error = attempt.outcome, context.client.status, attempt.message
-        assert context.parsed is not None
-        facts = context.parsed.facts
+    def _settle(self, context: RequestContext, attempt: Attempt) -> None:
+        """An answer went to the client: the outcome of the attempt is that of the request."""
+        context.end(attempt.outcome, context.client.status, attempt.message)
+        received, routing = context.input, context.routing
+        assert routing is not None
+        assert received.parsed is not None
+        facts = received.parsed.facts
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
             prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
-            known = context.route.work is Work.GENERATES and context.route.kind not in _UNKNOWN_SHAPES
-            # Of how many answers a usage of the others is the sum, nobody here knows.
-            sequences = context.parsed.sequences if known else None
-            self._estimator.learn(request.model, prompt_bytes, sequences, attempt.usage)
+            known = received.route.work is Work.GENERATES and received.route.kind not in _UNKNOWN_SHAPES
+            # For other bodies it is not known how many answers the usage adds up.
+            sequences = received.parsed.sequences if known else None
+            self._estimator.learn(routing.request.model, prompt_bytes, sequences, attempt.usage)
+
+    def _cancelled(self, context: RequestContext, cause: BaseException) -> None:
+        attempt = context.attempt
+        if attempt is not None and attempt.outcome is Outcome.COMPLETED:
+            self._settle(context, attempt)
+            return
+        if context.outcome is Outcome.BROKEN_STREAM:
+            # The client left when it read its error event.
+            return
+        outcome, status, error = self.cancellation(cause)
+        cut_off = outcome is Outcome.DRAINING
+        context.end(outcome, (context.client.status or status) if cut_off else status, error)
 
     def _fail(self, context: RequestContext, failure: Failure) -> web.Response:
-        context.outcome, context.status, context.error = failure.outcome, failure.status, failure.message
-        return failure.response(context.route.dialect, {"x-request-id": context.id, **context.extra})
+        context.end(failure.outcome, failure.status, failure.message)
+        return failure.response(context.input.route.dialect, {"x-request-id": context.input.id, **context.extra})
 
-    def _exit(self, context: RequestContext) -> None:
-        ended = context.told(asyncio.get_running_loop().time(), context.rules.band_names)
-        if context.request is not None:
-            self._dispatcher.ended(context.request, ended.met)
-        # What is held is given back first: telling may fail.
+    def _record(self, context: RequestContext) -> None:
+        ended = context.record(asyncio.get_running_loop().time(), context.input.rules.band_names)
+        if context.routing is not None:
+            self._dispatcher.ended(context.routing.request, ended.result.met)
+        # What is held is given back first, because recording may fail.
         if self._answers is not None and context.kept is not None:
-            lease = context.lease if context.outcome is Outcome.COMPLETED else None
-            self._answers.ended(context.kept, lease.grant if lease is not None else None)
+            lease = context.routing.lease if context.routing is not None else None
+            completed = context.outcome is Outcome.COMPLETED
+            self._answers.ended(context.kept, lease.grant if completed and lease is not None else None)
         self._metrics.record(ended)
         log_exit(ended)
         if self._decisions is not None:
             self._decisions.record(ended)
 
 
-def _usage_max(context: RequestContext) -> Usage | None:
-    if not context.route.computes or context.parsed is None or context.target is None:
+def _usage_max(received: ReceivedRequest) -> Usage | None:
+    """The most that an answer may cost; None where nothing is computed."""
+    if not received.route.computes or received.parsed is None or received.target is None:
         return None
-    facts, sequences = context.parsed.facts, context.parsed.sequences
-    if context.route.dialect is Dialect.RESPONSES:
+    facts, sequences = received.parsed.facts, received.parsed.sequences
+    if received.route.dialect is Dialect.RESPONSES:
         sequences = TURNS_MAX
-    elif context.route.kind in _UNKNOWN_SHAPES:
+    elif received.route.kind in _UNKNOWN_SHAPES:
         facts, sequences = structs.replace(facts, max_tokens=None), max(SEQUENCES_MAX, sequences)
-    most = usage_max(facts, context.target.context_tokens, sequences)
-    return most if context.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)
+    most = usage_max(facts, received.target.context_tokens, sequences)
+    return most if received.route.work is Work.GENERATES else Usage(most.prompt_tokens, sequences)

@@ -228,7 +228,7 @@ class Relay:
         elif lease.preempted and not attempt.committed:
             attempt.fail(Outcome.INTERNAL, Verdict.PREEMPTED, "", retryable=True)
         else:
-            attempt.fail(outcome, Verdict.FAILED, timer.story(), retryable=timer.streams)
+            attempt.fail(outcome, Verdict.FAILED, timer.reason(), retryable=timer.streams)
 
     def _account(self, attempt: Attempt, lease: Lease, most: Usage | None) -> None:
         """Tell the lease what the attempt proved and what it cost, however it ended: at `most` so much."""

@@ -1,16 +1,16 @@
-"""What is known of one request on its way through the house, and what is told of it at the end."""
+"""What is known of one request while it is served, and the record of it at its end."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aiohttp import web
 
+from llmproxy.attempts import Routing
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.domain import Outcome, Request, Usage
-from llmproxy.dispatcher import Lease
+from llmproxy.core.domain import Outcome
 from llmproxy.gateway.http.routes import Route
 from llmproxy.gateway.proxying.answers import KeptAnswer
 from llmproxy.gateway.proxying.attempt import Attempt
@@ -20,134 +20,143 @@ from llmproxy.gateway.proxying.stored import Previous
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.body_budget import HeldBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
-from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit
+from llmproxy.telemetry.exit import RequestExit, RequestInput, RequestResult, RequestRouting
 
 ERROR_CHARS_MAX = 2_000
-"""Of what a record tells of an error, which may quote a client: a line that is longer than a pipe takes at once (4 KB)
-may be torn by those of other processes, and its rest could pass for a line."""
+"""Of the error in a record, which may quote a client: a pipe may mix a line that is longer than it takes at once (4 KB)
+with the lines of other processes."""
 _BEGINNING_CHARS = 160
 
 _CLIENTS_DOING = frozenset({Outcome.CANCELLED, Outcome.BAD_REQUEST, Outcome.RATE_LIMITED})
 
 
 @dataclass(slots=True)
-class RequestContext:
-    """What is known of one request so far; its last state is what the log and the metrics tell."""
+class ReceivedRequest:
+    """What came in: the request itself, and what was read from it so far. `id` is in the log and in headers."""
 
     rules: Rules
     route: Route
     http: web.BaseRequest
-    client: ResponseWriter
-    extra: dict[str, str]
     arrived_s: float
     id: str
     held: HeldBody
-    outcome: Outcome = Outcome.INTERNAL
-    status: int = 0
-    error: str = ""
     tenant: Tenant = NO_TENANT
-    unknown_objective: str | None = None
-    target: Target | None = None
-    request: Request | None = None
-    parsed: ParsedBody | None = None
-    salt: str | None = None
     body_bytes: int = 0
-    ttl_s: float = 0.0
-    waited_s: float = 0.0
-    waits_since_s: float | None = None
-    attempts: int = 0
-    preemptions: int = 0
-    granted_s: float | None = None
-    lease: Lease | None = None
-    attempt: Attempt | None = None
-    kept: KeptAnswer | None = None
-    excluded: set[str] = field(default_factory=set)
+    parsed: ParsedBody | None = None
     previous: Previous | None = None
+    salt: str | None = None
+    target: Target | None = None
+    ttl_s: float = 0.0
+    unknown_objective: str | None = None
 
-    def told(self, now: float, band_names: Mapping[int, str]) -> RequestExit:
-        """What the log, the metrics and the decision log are told of a walk that ends at `now`."""
-        request, attempt, lease = self.request, self.attempt, self.lease
-        usage = attempt.usage if attempt is not None else None
-        placed = lease.grant.placed if lease is not None else None
-        expected_cached_tokens = None
-        if placed is not None and request is not None and (request.prefix or placed.ttft is not None):
-            expected_cached_tokens = placed.cached_tokens
-        predicted_tpot = placed.tpot if placed is not None else None
-        if request is not None and request.sequences > 1:
-            # Their tokens come mixed: nobody sees the pace of one.
-            predicted_tpot = None
-        waited_s = now - self.arrived_s
-        if self.granted_s is not None:
-            waited_s = self.waited_s + (0.0 if self.waits_since_s is None else now - self.waits_since_s)
-        ttft_s = None
-        if attempt is not None and attempt.first_token_s is not None:
-            ttft_s = attempt.first_token_s - self.arrived_s
-        return RequestExit(
+    def record(self, routing: Routing | None, band_names: Mapping[int, str]) -> RequestInput:
+        record = RequestInput(
             request_id=self.id,
             method=self.http.method,
             path=self.route.path,
+            tenant=self.tenant.name,
+            unknown_objective=self.unknown_objective,
+            arrived_s=self.arrived_s,
+            body_bytes=self.body_bytes,
+        )
+        if self.target is not None:
+            record.model = self.target.requested
+            record.target = self.target.model if self.target.model != self.target.requested else None
+        if routing is not None:
+            request = routing.request
+            record.adapter, record.flow, record.slo = request.adapter, request.flow, request.slo
+            record.level, record.band = request.band, band_names.get(request.band, str(request.band))
+            record.ttl_s, record.stream = self.ttl_s, request.stream
+            record.expected_prompt_tokens = request.prompt_tokens
+        return record
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request: what came in, how it was routed, and what became of it.
+
+    `extra` are the proxy's own header fields for the answer. `attempt` is the latest one, `kept` the copy of the answer
+    that is read at the end.
+    """
+
+    input: ReceivedRequest
+    client: ResponseWriter
+    extra: dict[str, str]
+    routing: Routing | None = None
+    attempt: Attempt | None = None
+    kept: KeptAnswer | None = None
+    outcome: Outcome = Outcome.INTERNAL
+    status: int = 0
+    error: str = ""
+
+    def end(self, outcome: Outcome, status: int, error: str) -> None:
+        self.outcome, self.status, self.error = outcome, status, error
+
+    def record(self, now: float, band_names: Mapping[int, str]) -> RequestExit:
+        """The record of a request that ends at `now`."""
+        routing = _routing_record(self.routing, now) if self.routing is not None else RequestRouting()
+        return RequestExit(self.input.record(self.routing, band_names), self._result(now), routing)
+
+    def _result(self, now: float) -> RequestResult:
+        attempt = self.attempt
+        result = RequestResult(
             outcome=self.outcome,
             status=self.status,
-            duration_s=now - self.arrived_s,
-            model=self.target.requested if self.target is not None else UNKNOWN_MODEL,
-            target=self.target.model if self.target is not None else None,
-            adapter=request.adapter if request is not None else None,
-            tenant=self.tenant.name,
-            band=band_names.get(request.band, str(request.band)) if request is not None else None,
-            level=request.band if request is not None else None,
-            flow=request.flow if request is not None else None,
-            ttl_s=self.ttl_s if request is not None else None,
-            slo=request.slo if request is not None else None,
-            met=self._met(ttft_s, usage),
-            unknown_objective=self.unknown_objective,
-            stream=request.stream if request is not None else False,
-            backend=lease.backend if lease is not None else None,
-            attempts=self.attempts,
-            preemptions=self.preemptions,
-            why=lease.grant.why if lease is not None else None,
-            candidates=placed.candidates if placed is not None else None,
-            terms=placed.terms if placed is not None else (),
-            predicted_ttft=placed.ttft if placed is not None else None,
-            predicted_tpot=predicted_tpot,
-            arrived_s=self.arrived_s,
-            granted_s=self.granted_s,
-            queued_ahead=lease.grant.queued_ahead if lease is not None else None,
-            queue_wait_s=waited_s if request is not None else None,
-            ttft_s=ttft_s,
-            max_gap_s=attempt.max_gap_s if attempt is not None and ttft_s is not None else None,
-            expected_prompt_tokens=request.prompt_tokens if request is not None else None,
-            expected_cached_tokens=expected_cached_tokens,
-            prompt_tokens=usage.prompt_tokens if usage is not None else None,
-            cached_tokens=usage.cached_tokens if usage is not None else None,
-            output_tokens=usage.output_tokens if usage is not None else None,
-            body_bytes=self.body_bytes,
+            duration_s=now - self.input.arrived_s,
             response_bytes=self.client.sent_bytes,
-            chunks=attempt.chunks if attempt is not None else 0,
-            error=_told(" ".join(filter(None, (self.error, attempt.detail if attempt is not None else "")))),
         )
+        if attempt is not None:
+            result.chunks = attempt.chunks
+            if attempt.first_token_s is not None:
+                result.ttft_s = attempt.first_token_s - self.input.arrived_s
+                result.max_gap_s = attempt.max_gap_s
+            if attempt.usage is not None:
+                usage = attempt.usage
+                result.prompt_tokens, result.output_tokens = usage.prompt_tokens, usage.output_tokens
+                result.cached_tokens = usage.cached_tokens
+        result.error = _shortened(" ".join(filter(None, (self.error, attempt.detail if attempt is not None else ""))))
+        result.met = self._met(result)
+        return result
 
-    def _met(self, ttft_s: float | None, usage: Usage | None) -> bool | None:
+    def _met(self, result: RequestResult) -> bool | None:
         """Whether the request kept its objective; None where it has none, or where its client is why it did not.
 
-        A used-up rate is its tenant's doing: as a miss it would put those first who send more than they may.
+        A request beyond a rate limit is no miss: else tenants that send more than they may would come first.
         """
-        request, attempt = self.request, self.attempt
-        if request is None or request.slo is None or self.outcome in _CLIENTS_DOING or 400 <= self.status < 429:
+        slo = self.routing.request.slo if self.routing is not None else None
+        if self.routing is None or slo is None or self.outcome in _CLIENTS_DOING or 400 <= self.status < 429:
             return None
-        slo = request.slo
-        if self.outcome is not Outcome.COMPLETED or attempt is None:
+        if self.outcome is not Outcome.COMPLETED or self.attempt is None:
             return False
-        if not request.stream:
-            # Nobody saw its first token. That it was granted in time is all that can be known.
-            return self.granted_s is not None and slo.met(self.granted_s - self.arrived_s, None)
+        lease, attempt = self.routing.lease, self.attempt
+        if not self.routing.request.stream:
+            # Its first token cannot be seen, only whether it was granted in time.
+            return lease is not None and slo.met(lease.grant.at_s - self.input.arrived_s, None)
         tpot_s = None
-        if usage is not None and usage.output_tokens > 1 and attempt.first_token_s is not None:
-            tpot_s = (attempt.last_byte_s - attempt.first_token_s) / (usage.output_tokens - 1)
-        return slo.met(ttft_s, tpot_s)
+        if result.output_tokens is not None and result.output_tokens > 1 and attempt.first_token_s is not None:
+            tpot_s = (attempt.last_byte_s - attempt.first_token_s) / (result.output_tokens - 1)
+        return slo.met(result.ttft_s, tpot_s)
 
 
-def _told(error: str) -> str | None:
-    # As JSON, which makes up to twelve characters of one.
+def _routing_record(routing: Routing, now: float) -> RequestRouting:
+    record = RequestRouting(
+        attempts=routing.attempts, preemptions=routing.preemptions, queue_wait_s=routing.queue_wait_s(now)
+    )
+    if routing.lease is not None:
+        grant, request = routing.lease.grant, routing.request
+        placed = grant.placed
+        record.backend, record.candidates, record.terms = placed.backend, placed.candidates, placed.terms
+        record.why, record.granted_s, record.queued_ahead = grant.why, grant.at_s, grant.queued_ahead
+        if request.prefix or placed.ttft is not None:
+            record.expected_cached_tokens = placed.cached_tokens
+        record.predicted_ttft = placed.ttft
+        # The tokens of several sequences come mixed, so that the pace of one is not seen.
+        record.predicted_tpot = placed.tpot if request.sequences <= 1 else None
+    return record
+
+
+def _shortened(error: str) -> str | None:
+    # Measured as JSON, which makes up to twelve characters of one.
     if len(error) > _BEGINNING_CHARS and len(json.dumps(error)) > ERROR_CHARS_MAX:
         return f"{error[:_BEGINNING_CHARS]}... ({len(error)} characters)"
     return error or None

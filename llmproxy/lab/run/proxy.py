@@ -1,16 +1,15 @@
-"""One proxy of a replay: the production dispatcher and core, with pollers and clients that live in virtual time."""
+"""One proxy of a replay: the production dispatcher, core and attempt loop, with pollers in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from random import Random
 
-from msgspec.structs import replace
-
+from llmproxy.attempts import AttemptResult, Routing, run_attempts
 from llmproxy.config import Config
 from llmproxy.core.domain import (
-    Entry,
     Listing,
     ModelCard,
     Outcome,
@@ -22,7 +21,7 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
+from llmproxy.core.retry import RetryBudget
 from llmproxy.dispatcher import Dispatcher, Lease
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong
@@ -36,19 +35,19 @@ from llmproxy.lab.run.identity import IdentityReader
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 
 BYTES_PER_TOKEN = 4.3
-"""Of the prompts of a replay, on average; the proxy has to learn it from the answers' usage, as in production."""
+"""Of the prompts of a replay, on average. The proxy has to learn it from the usage of answers, as in production."""
 BYTES_SIGMA = 0.1
 PROGRESS_S = 0.3
 """How often the tokens of open streams are counted; the gateway does it every 32 tokens."""
 HEALTH_INTERVAL_S = 1.0
-"""How often a policy that reads no metrics looks whether its backends live."""
+"""How often a policy that reads no metrics checks whether its backends are alive."""
 
 
 class LabProxy:
-    """Serves arrivals with the production waiting room and placement seam.
+    """Serves arrivals with the production waiting room, placements and attempt loop.
 
-    What it is told of an arrival is what a gateway can read from a request: names, tenant, band, and the bytes of the
-    prompt. The length of the answer goes to the engine alone. `on_record` gets every request's end.
+    It knows of an arrival what a gateway can read from a request: names, tenant, band, and the bytes of the prompt.
+    Only the engine knows the length of the answer.
     """
 
     def __init__(self, config: Config, plan: PolicyPlan, world: World, rng: Random) -> None:
@@ -67,8 +66,8 @@ class LabProxy:
             world.blocks.block_tokens,
             lambda: KvEvents(world, self._loop.time).cached_tokens,
         )
-        told = {backend.name: backend.max_in_flight for backend in config.backends}
-        limits = {name: told.get(name) for name in self._replicas}
+        configured = {backend.name: backend.max_in_flight for backend in config.backends}
+        limits = {name: configured.get(name) for name in self._replicas}
         self.pools = AuditedPools(plan.settings, limits, {}, lambda: plan.make_placement(around, world))
         self.dispatcher = Dispatcher(self.pools)
         cards = [ModelCard(name, BASE_MODEL, None) for name in world.adapters]
@@ -79,7 +78,7 @@ class LabProxy:
         self._streams: dict[str, tuple[Lease, ServerJob, SimulatedServer]] = {}
         self._stopped = False
 
-    # --- the side window ----------------------------------------------------------------------------------------------
+    # --- polling ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to poll every replica."""
@@ -92,7 +91,7 @@ class LabProxy:
         self.dispatcher.close()
 
     def _poll(self, name: str, listed: float | None) -> None:
-        """One lap of the poller; `listed` is when the models were last asked for, None after a failure."""
+        """Poll a replica once; `listed` is when its models were last read, None after a failure."""
         if self._stopped:
             return
         now, poll = self._loop.time(), self._config.poll
@@ -131,7 +130,7 @@ class LabProxy:
             self._loop.call_later(self._jittered(self._config.poll.page_interval_s), self._poll, name, None)
 
     def _count_streams(self) -> None:
-        """Tell the policy how far the answers are, as the relay does while it passes them on."""
+        """Report how far the answers are, as the gateway does while it relays them."""
         if self._stopped:
             return
         now, stall_s = self._loop.time(), self._config.timeouts.stall_s
@@ -157,15 +156,15 @@ class LabProxy:
     def _jittered(self, interval_s: float) -> float:
         return interval_s * self._rng.uniform(0.8, 1.0)
 
-    # --- the walk of one request --------------------------------------------------------------------------------------
+    # --- one request --------------------------------------------------------------------------------------------------
 
     async def serve(self, arrival: Arrival) -> Record:
-        """Take one request through the house; never raises for what can befall a request."""
+        """Serve one request; raises for no failure that a request can meet."""
         now = self._loop.time()
         record = Record(arrival, now, self.band(arrival))
         request_id = self._world.enter(arrival)
         try:
-            await self._walk(request_id, record)
+            await self._schedule(request_id, record)
         except Refused as refused:
             self._refuse(record, refused)
         finally:
@@ -173,16 +172,16 @@ class LabProxy:
             record.ended_s = self._loop.time()
         return record
 
-    async def _walk(self, request_id: str, record: Record) -> None:
+    async def _schedule(self, request_id: str, record: Record) -> None:
         arrival = record.arrival
         if self._too_long_for_all(arrival):
             record.outcome = Outcome.BAD_REQUEST
             return
         prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
-        ask = RequestFacts(arrival.adapter or BASE_MODEL, stream=True, prompt_bytes=prompt_bytes)
-        target = await self.dispatcher.resolve(ask.model, self._config.queue.hold_s, prompt_bytes)
+        facts = RequestFacts(arrival.adapter or BASE_MODEL, stream=True, prompt_bytes=prompt_bytes)
+        target = await self.dispatcher.resolve(facts.model, self._config.queue.hold_s, prompt_bytes)
         self._budget.request()
-        prompt_tokens, output_tokens = self.pools.tokens(target, ask)
+        prompt_tokens, output_tokens = self.pools.tokens(target, facts)
         standing = self._standings.of(arrival, target, record.band)
         request = Request(
             id=request_id,
@@ -192,7 +191,8 @@ class LabProxy:
             band=record.band,
             flow=standing.flow,
             arrived_s=record.arrived_s,
-            deadline_s=record.arrived_s + standing.ttl_s,
+            # The time to wait begins when the name of the model is known.
+            deadline_s=self._loop.time() + standing.ttl_s,
             body_bytes=prompt_bytes,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
@@ -205,62 +205,47 @@ class LabProxy:
             prefix_tokens=self._world.blocks.block_tokens * prompt_tokens / arrival.prompt_tokens,
             session=arrival.session,
         )
+        routing = Routing(request)
+        attempt, extra_attempts = partial(self._attempt, record, routing), self._config.retry.extra_attempts
         try:
-            await self._attempts(request, record, standing.ttl_s)
+            await run_attempts(routing, attempt, self.dispatcher, self._budget, extra_attempts)
         except Refused as refused:
             self._refuse(record, refused)
+        else:
+            self._learn(record, routing)
         finally:
+            # A preempted attempt is not counted: nothing was wrong with it.
+            record.attempts, record.preemptions = routing.attempts - routing.preemptions, routing.preemptions
             self.dispatcher.ended(request, _met(request, record))
 
+    def _learn(self, record: Record, routing: Routing) -> None:
+        """Learn from an answer that was completed, as the gateway does."""
+        request, lease = routing.request, routing.lease
+        if record.outcome is Outcome.COMPLETED and lease is not None and lease.usage is not None:
+            self.pools.estimator.learn(request.model, request.body_bytes, 1, lease.usage)
+            self.dispatcher.cached(lease.grant, self._world.blocks.cached(record.arrival))
+
     def _refuse(self, record: Record, refused: Refused) -> None:
-        # A retry that finds nobody else tells what went wrong first, as the gateway does.
+        # A retry that finds no backend ends with the outcome of the attempt before it, as in the gateway.
         if record.outcome is Outcome.INTERNAL:
             record.outcome = refused.outcome
             record.queue_wait_s = self._loop.time() - record.arrived_s
 
-    async def _attempts(self, request: Request, record: Record, ttl_s: float) -> None:
-        """The waiting room and the engines, as often as it takes. Raises Refused."""
-        excluded: set[str] = set()
-        waited_s, left_s, entry = 0.0, ttl_s, Entry.NEW
-        while True:
-            now = self._loop.time()
-            if entry is not Entry.NEW:
-                left_s = max(left_s, RETRY_WAIT_MIN_S)
-            request = replace(request, deadline_s=now + left_s)
-            async with self.dispatcher.admit(request, frozenset(excluded), entry) as lease:
-                waited_s += lease.grant.at_s - now
-                left_s = lease.grant.left_s
-                record.queue_wait_s = waited_s
-                record.attempts += 1
-                record.backend = lease.backend
-                retryable = await self._attempt(request, record, lease)
-            if record.outcome is Outcome.COMPLETED:
-                usage = lease.usage
-                assert usage is not None
-                self.pools.estimator.learn(request.model, request.body_bytes, 1, usage)
-                self.dispatcher.cached(lease.grant, self._world.blocks.cached(record.arrival))
-                return
-            if lease.verdict is Verdict.PREEMPTED:
-                # It had its turn taken back, through nobody's fault: that is no attempt.
-                record.attempts -= 1
-                record.preemptions += 1
-                entry = Entry.PREEMPTED
-                continue
-            if not retryable or record.attempts > self._config.retry.extra_attempts:
-                return
-            if not self._budget.take(lease.verdict):
-                return
-            entry = Entry.RETRY
-            excluded.add(lease.backend)
-
-    async def _attempt(self, request: Request, record: Record, lease: Lease) -> bool:
-        """One try on one backend; whether another one may be made. Writes outcome, verdict and usage."""
-        arrival, replica = record.arrival, self._replicas[lease.backend]
+    async def _attempt(self, record: Record, routing: Routing, lease: Lease) -> AttemptResult:
+        """One attempt on one backend. Sets the verdict and usage of the lease, and the outcome of the record."""
+        record.queue_wait_s, record.backend = routing.waited_s, lease.backend
         record.predicted_ttft, record.predicted_tpot = lease.grant.placed.ttft, lease.grant.placed.tpot
+        retryable = await self._run(record, routing, lease)
+        return AttemptResult(lease.verdict, retryable)
+
+    async def _run(self, record: Record, routing: Routing, lease: Lease) -> bool:
+        """Have the replica of the lease serve the request; whether another attempt may be made."""
+        arrival, replica, request = record.arrival, self._replicas[lease.backend], routing.request
         if lease.preempted and not lease.revoked:
             lease.verdict = Verdict.PREEMPTED
             return True
-        sequence = self._world.sequence(request.id, f"{request.id}.{record.attempts}.{record.preemptions}")
+        attempt_id = f"{request.id}.{routing.attempts - routing.preemptions}.{routing.preemptions}"
+        sequence = self._world.sequence(request.id, attempt_id)
         timers: list[asyncio.TimerHandle] = []
 
         def first() -> None:
@@ -281,10 +266,10 @@ class LabProxy:
         timers.append(self._loop.call_later(self._config.timeouts.first_byte_s, job.break_off, True))
 
         def cut() -> None:
-            # What has begun to answer is not preempted any more; a dead backend is left in any case.
+            # An answer that has begun is not preempted any more, but a dead backend ends every attempt.
             if lease.revoked or job.first_s is None:
                 job.break_off()
-                # The engine drops the sequence at once: no token of it may come between now and the task's turn.
+                # The engine drops the sequence at once, so that no token of it comes before this task runs again.
                 replica.leave(job)
 
         lease.on_cut = cut
@@ -317,7 +302,7 @@ class LabProxy:
             return True
         record.outcome = Outcome.BROKEN_STREAM
         self._measure(record, lease, job, job.heard_tokens)
-        # What got through was work, and is charged as far as it was seen.
+        # The tokens that were seen were computed, and are charged.
         lease.usage = Usage(request.prompt_tokens, job.heard_tokens)
         return False
 
@@ -336,7 +321,7 @@ class LabProxy:
 
 
 def _met(request: Request, record: Record) -> bool | None:
-    """Whether the request kept the objective that the proxy knows of; None as in the gateway."""
+    """Whether the request kept its objective; None where it has none, or exceeded a rate limit."""
     if request.slo is None or record.outcome is Outcome.RATE_LIMITED:
         return None
     return record.outcome is Outcome.COMPLETED and request.slo.met(record.ttft_s, record.tpot_s)

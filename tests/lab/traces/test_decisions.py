@@ -15,8 +15,8 @@ import pytest
 from llmproxy.core.domain import Outcome, Slo, Why
 from llmproxy.lab.traces import decisions, open_trace, survey
 from llmproxy.lab.traces.arrival import Arrival, TraceError
-from llmproxy.telemetry.decisions import line_of
-from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.exit_fields import decision_fields
+from tests.exits import exit_of
 
 START = {"llmproxy_decisions": 1, "wall_time": "2026-11-21T10:00:00+00:00"}
 NEXT_DAY = {"llmproxy_decisions": 1, "wall_time": "2026-11-22T10:00:00+00:00"}
@@ -57,7 +57,7 @@ def complaint(path: Path) -> str:
 
 
 def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
-    ended = RequestExit(
+    ended = exit_of(
         request_id="r1",
         method="POST",
         path="/v1/chat/completions",
@@ -79,7 +79,7 @@ def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
         prompt_tokens=10,
         output_tokens=11,
     )
-    (arrival,) = read(saved(START, line_of(ended, 90.0)))
+    (arrival,) = read(saved(START, decision_fields(ended, 90.0)))
     assert arrival == Arrival(
         0.0, 10, 11, tenant="acme", adapter="sql", band=50, ttl_s=9.0, ttft_slo_s=0.5, tpot_slo_s=0.01
     )

@@ -1,4 +1,4 @@
-"""The line of a request's exit is written past the logging library: it must be the one that the library would write."""
+"""The log line of a request: it is written past the logging library, and must be the one that the library writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any, get_type_hints
 
 import pytest
@@ -16,9 +15,10 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from llmproxy.core.domain import Outcome, Predicted, Slo, Why
-from llmproxy.telemetry.exit import RequestExit
-from llmproxy.telemetry.exit_line import _seconds, _Words, exit_fields, shown, why_fields
+from llmproxy.telemetry.exit import RequestExit, RequestInput, RequestResult, RequestRouting
+from llmproxy.telemetry.exit_fields import exit_fields, why_fields
 from llmproxy.telemetry.logs import FORMATS, configure, log_exit
+from tests.exits import exit_of
 
 TEXTS = st.one_of(
     st.sampled_from(["m", "default", "", "two words", 'a="b"', "\n", "\x1b[2J", "é", "\udcff"]), st.text()
@@ -46,13 +46,16 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
     return STRATEGIES[hint] if hint in STRATEGIES else st.none() | STRATEGIES[hint.__args__[0]]
 
 
-HINTS = get_type_hints(RequestExit)
-EXITS = st.fixed_dictionaries({field.name: _values(HINTS[field.name]) for field in fields(RequestExit)}).map(
-    lambda values: RequestExit(**values)
+FIELDS = {
+    name: hint
+    for part in (RequestInput, RequestRouting, RequestResult)
+    for name, hint in get_type_hints(part).items()
+    if name in part.__struct_fields__
+}
+EXITS = st.fixed_dictionaries({name: _values(hint) for name, hint in FIELDS.items()}).map(
+    lambda values: exit_of(**values)
 )
-REFUSED = RequestExit(
-    request_id="r", method="GET", path="/", outcome=Outcome.UNKNOWN_MODEL, status=404, duration_s=0.00001
-)
+REFUSED = exit_of(request_id="r", method="GET", path="/", outcome=Outcome.UNKNOWN_MODEL, status=404, duration_s=0.00001)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +85,7 @@ def _written(ended: RequestExit, log_format: str, level: str, *, past_the_librar
 def test_it_is_the_line_that_the_library_would_write(log_format: str, level: str, ended: RequestExit) -> None:
     direct = _written(ended, log_format, level, past_the_library=True)
     assert direct == _written(ended, log_format, level, past_the_library=False)
-    assert bool(direct) == (level != "warning" or ended.outcome in (Outcome.INTERNAL, Outcome.BROKEN_STREAM))
+    assert bool(direct) == (level != "warning" or ended.result.outcome in (Outcome.INTERNAL, Outcome.BROKEN_STREAM))
 
 
 def test_whoever_captures_the_events_of_the_library_gets_it_too() -> None:
@@ -92,23 +95,6 @@ def test_whoever_captures_the_events_of_the_library_gets_it_too() -> None:
         log_exit(REFUSED)
     assert out.getvalue() == ""
     assert events == [{"event": "request", "log_level": "info", **exit_fields(REFUSED)}]
-
-
-@given(st.floats() | st.integers(-(10**20), 10**20))
-@example(0.00005)
-@example(-0.0)
-@example(1e22)
-@example(123456789012345.67)
-def test_seconds_read_as_if_rounded(value: float) -> None:
-    assert _seconds(value) == str(round(value, 4))
-
-
-def test_names_are_remembered_up_to_a_bound() -> None:
-    words = _Words()
-    names = ["a b", "x" * (_Words.NAME_CHARS_MAX + 1), *map(str, range(2 * _Words.NAMES_MAX))]
-    assert [words[name] for name in names * 2] == [shown(name) for name in names * 2]
-    assert len(words) == _Words.NAMES_MAX
-    assert max(map(len, words)) <= _Words.NAME_CHARS_MAX
 
 
 def test_why_is_told_with_bands_as_integers() -> None:

@@ -1,0 +1,150 @@
+"""The table of the fields of `RequestExit`: the log line, its JSON form and the decision log are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from llmproxy.core.domain import Why
+from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.text import ShownNames, shown, shown_seconds
+
+_names = ShownNames()
+
+
+class Shape(NamedTuple):
+    """How values of a field are written: as text, as JSON of the log, and in the decision log; None leaves them be."""
+
+    text: Callable[[Any], str]
+    json: Callable[[Any], Any] | None = None
+    decision: Callable[[Any], Any] | None = None
+
+
+class Field(NamedTuple):
+    """One field: where `RequestExit` has it, and its names in the log line and the decision log, "" for not in there.
+
+    A field that is None is left out everywhere; one that is `optional` also where it is 0 or empty.
+    """
+
+    source: str
+    shape: Shape
+    log: str = ""
+    decision: str = ""
+    optional: bool = False
+
+
+def why_fields(why: Why) -> dict[str, Any]:
+    """Why it was a request's turn, by the names that logs have for it; bands are integers here."""
+    return {
+        "waiting": {str(level): waiting for level, waiting in why.waiting},
+        "flows": why.flows,
+        "standing": {name: round(value, 4) for name, value in why.standing},
+        "passed_over": why.passed_over,
+        "guaranteed": why.guaranteed,
+    }
+
+
+def _microseconds(value_s: float) -> float:
+    return round(value_s, 6)
+
+
+NUMBER = Shape(str)
+TEXT = Shape(shown)
+NAME = Shape(_names.__getitem__)
+"""A text that most requests repeat."""
+SECONDS = Shape(shown_seconds, lambda value: round(value, 4), _microseconds)
+INSTANT = SECONDS._replace()
+"""An instant on the scheduler's clock; in the decision log, seconds since that was opened."""
+PREDICTED = Shape(shown, None, lambda predicted: {name: _microseconds(value) for name, value in predicted.items()})
+WHY = Shape(lambda why: shown(why_fields(why)), why_fields, why_fields)
+TERMS = Shape(
+    lambda terms: "{" + ",".join([f"{_names[name]}:{shown_seconds(value)}" for name, value in terms]) + "}",
+    lambda terms: {name: round(value, 4) for name, value in terms},
+    lambda terms: {name: round(value, 6) for name, value in terms},
+)
+
+FIELDS = (
+    Field("result.outcome.value", NAME, "outcome", "outcome"),
+    Field("result.status", NUMBER, "status", "status"),
+    Field("input.model", NAME, "model", "model"),
+    Field("input.target", NAME, "target"),
+    Field("input.adapter", NAME, "", "adapter"),
+    Field("input.tenant", NAME, "tenant", "tenant", optional=True),
+    Field("input.band", NAME, "band", "band"),
+    Field("input.level", NUMBER, "", "criticality"),
+    Field("input.flow", NAME, "flow", "flow"),
+    Field("routing.backend", NAME, "backend", "backend"),
+    Field("routing.attempts", NUMBER, "attempts", "attempts"),
+    Field("routing.preemptions", NUMBER, "withdrawals", optional=True),
+    Field("routing.preemptions", NUMBER, "", "withdrawals"),
+    Field("input.arrived_s", INSTANT, "arrived_s", "at_s"),
+    Field("routing.granted_s", INSTANT, "granted_s", "granted_at_s"),
+    Field("ended_s", INSTANT, "", "ended_at_s"),
+    Field("routing.queued_ahead", NUMBER, "queued_ahead", "queued_ahead"),
+    Field("routing.queue_wait_s", SECONDS, "queue_wait_s", "queue_wait_s"),
+    Field("input.ttl_s", NUMBER, "", "ttl_s"),
+    Field("result.ttft_s", SECONDS, "ttft_s", "ttft_s"),
+    Field("time_per_output_token_s", SECONDS, "", "tpot_s"),
+    Field("result.duration_s", SECONDS, "duration_s"),
+    Field("input.ttft_slo_s", NUMBER, "", "ttft_slo_s"),
+    Field("input.tpot_slo_s", NUMBER, "", "tpot_slo_s"),
+    Field("result.met", NUMBER, "met", "met"),
+    Field("input.unknown_objective", TEXT, "unknown_objective"),
+    Field("result.prompt_tokens", NUMBER, "prompt_tokens"),
+    Field("prompt_tokens", NUMBER, "", "prompt_tokens"),
+    Field("result.cached_tokens", NUMBER, "cached_tokens", "cached_tokens"),
+    Field("routing.expected_cached_tokens", NUMBER, "expected_cached_tokens"),
+    Field("result.output_tokens", NUMBER, "output_tokens", "output_tokens"),
+    Field("input.stream", NUMBER, "stream", "stream"),
+    Field("result.chunks", NUMBER, "chunks", optional=True),
+    Field("result.max_gap_s", SECONDS, "max_gap_s"),
+    Field("input.body_bytes", NUMBER, "body_bytes"),
+    Field("result.response_bytes", NUMBER, "response_bytes"),
+    Field("routing.candidates", NUMBER, "candidates", "candidates"),
+    Field("routing.terms", TERMS, "terms", "placement", optional=True),
+    Field("routing.why", WHY, "", "why"),
+    Field("routing.predicted", PREDICTED, "", "predicted", optional=True),
+    Field("input.method", NAME, "method"),
+    Field("input.path", NAME, "path"),
+    Field("input.request_id", TEXT, "request_id", "request_id"),
+    Field("result.error", TEXT, "error"),
+)
+
+_LOG = tuple(field for field in FIELDS if field.log)
+_DECISION = tuple(field for field in FIELDS if field.decision)
+# One call that reads all fields: every request pays for its line, and a call for each field costs half as much again.
+_log_values = attrgetter(*(field.source for field in _LOG))
+_decision_values = attrgetter(*(field.source for field in _DECISION))
+_TEXTS = tuple((f" {field.log}=", field.shape.text, field.optional) for field in _LOG)
+_JSONS = tuple((field.log, field.shape.json, field.optional) for field in _LOG)
+
+
+def exit_fields(ended: RequestExit) -> dict[str, Any]:
+    """The fields of the log line by name; seconds are rounded to 0.1 ms."""
+    fields = {}
+    for (name, convert, optional), value in zip(_JSONS, _log_values(ended), strict=True):
+        if value is not None and (value or not optional):
+            fields[name] = value if convert is None else convert(value)
+    return fields
+
+
+def exit_text(ended: RequestExit) -> str:
+    """The fields of the log line as ` name=value`, each value one printable word."""
+    line = ""
+    for (name, text, optional), value in zip(_TEXTS, _log_values(ended), strict=True):
+        if value is not None and (value or not optional):
+            line += name + text(value)
+    return line
+
+
+def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:
+    """The fields of a line of the decision log; seconds are rounded to 1 us, instants count from `origin_s`."""
+    fields = {}
+    for field, value in zip(_DECISION, _decision_values(ended), strict=True):
+        if value is None or (field.optional and not value):
+            continue
+        if field.shape is INSTANT:
+            value -= origin_s
+        fields[field.decision] = value if field.shape.decision is None else field.shape.decision(value)
+    return fields
