@@ -96,6 +96,7 @@ reference: .venv
 	$(BIN)/llmproxy config > config.example.yaml
 	$(BIN)/llmproxy config --markdown > docs/reference/configuration.md
 	$(BIN)/llmproxy config --cli > docs/reference/cli.md
+	$(BIN)/python -m tests.docs.reference
 
 # Resolves anew and writes the hashed locks without any index address in them: for work on it, for what is shipped, for
 # building that, and for the tools of `audit`, `sbom`, `docs`, `hostile` and `compat`. Those are no dependencies of
