@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from llmproxy.core.backends.catalogue import Target
-from llmproxy.core.backends.health import News
+from llmproxy.core.backends.health import EjectionEvent
 from llmproxy.core.domain import (
     Decision,
     Drop,
@@ -134,7 +134,7 @@ class Dispatcher:
 
     pools: Pools
     on_decision: Callable[[float], None] = lambda _: None
-    on_news: Callable[[str, News], None] = lambda *_: None
+    on_news: Callable[[str, EjectionEvent], None] = lambda *_: None
     on_change: Callable[[], None] = lambda: None
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)

@@ -137,7 +137,7 @@ class OutlierObserver(LeaseObserver):
         kv_used = backend.reading.kv_used if backend.reading is not None else None
         fast = self._detection.progress(lease.number, output_tokens, backend.sequences, kv_used, now)
         if fast is not None and backend.health.slow:
-            backend.paced(lease.number, fast, now)
+            backend.measured(lease.number, fast, now)
 
     def finished(self, lease: LeaseRecord, verdict: Verdict, usage: Usage | None, now: float) -> None:
         self._detection.finished(lease.number, now)

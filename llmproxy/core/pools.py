@@ -9,7 +9,7 @@ from typing import Any
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.backends.catalogue import Catalogue, Target
-from llmproxy.core.backends.health import News
+from llmproxy.core.backends.health import EjectionEvent
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
     Decision,
@@ -66,7 +66,7 @@ class Pools:
         self._occupancy = Occupancy(settings.queue)
         self._limits = UsageLimits(settings.limits)
         self._lease_serial = count(1)
-        self._news: deque[tuple[str, News]] = deque(maxlen=NEWS_MAX)
+        self._news: deque[tuple[str, EjectionEvent]] = deque(maxlen=NEWS_MAX)
         self._schedulers: dict[str, Scheduler] = {}
         self._pool_of: dict[str, str] = {}
         self.catalogue = Catalogue((), aliases)
@@ -85,7 +85,7 @@ class Pools:
         backend = self.backends[name] = Backend(
             name, settings.capacity, settings.health, max_in_flight, settings.ceiling_range, prompt_range
         )
-        backend.health.tell = lambda news: self._news.append((name, news))
+        backend.health.on_event = lambda news: self._news.append((name, news))
 
     def recall_limit(self, name: str, known: KnownLimit) -> None:
         """See `Backend.recall`; for a backend that was never read."""
@@ -257,7 +257,7 @@ class Pools:
         times = [scheduler.next_wakeup(now) for scheduler in self._schedulers.values()]
         return min([time for time in times if time is not None], default=None)
 
-    def news(self) -> list[tuple[str, News]]:
+    def news(self) -> list[tuple[str, EjectionEvent]]:
         """Which backends were ejected, or should have been, and which are back: in order, since this was last asked."""
         if not self._news:
             return []

@@ -9,7 +9,7 @@ from math import inf
 from msgspec.structs import replace
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.backends.exploration import Exploration
+from llmproxy.core.backends.batch_limit import Exploration
 from llmproxy.core.backends.health import Peers
 from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.backends.view import View
@@ -135,7 +135,7 @@ class Scheduler:
         backend.health.peers = self._peers
         backend.exploration = self._exploration
         self._exploration.members[backend.name] = backend
-        self._exploration.look()
+        self._exploration.refresh()
         self._peers.members[backend.name] = backend.health
         self._index = {name: index for index, name in enumerate(self._backends)}
 
@@ -144,7 +144,7 @@ class Scheduler:
         self.lost_kept(backend)
         self._backends.pop(backend).exploration = None
         del self._exploration.members[backend]
-        self._exploration.look()
+        self._exploration.refresh()
         self._peers.members.pop(backend).peers = None
         self.leases.detach(backend)
         self._index = {name: index for index, name in enumerate(self._backends)}
@@ -382,7 +382,7 @@ class Scheduler:
 
     def _look_after(self, now: float) -> None:
         """Eject who hangs or has become slow; what one that hangs has not begun may be tried elsewhere."""
-        hung, slow = self._outliers.look(now)
+        hung, slow = self._outliers.outliers(now)
         for name, silent in hung.items():
             if self._backends[name].hangs(silent, now):
                 self.leases.revoke(self._outliers.give_up(name))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import structlog
 
-from llmproxy.core.backends.health import Ejected, News, Spared
+from llmproxy.core.backends.health import Ejected, EjectionEvent, EjectionSkipped
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
@@ -159,11 +159,11 @@ class BackendLog(BackendObserver):
         self._unread.discard(backend)
         self._polled(backend)
 
-    def health_changed(self, backend: str, news: News) -> None:
+    def health_changed(self, backend: str, news: EjectionEvent) -> None:
         """Outlier detection ejected a backend, spared it, or took it back."""
         if isinstance(news, Ejected):
             _log.warning("backend_ejected", backend=backend, why=news.why, pause_s=news.pause_s)
-        elif isinstance(news, Spared):
+        elif isinstance(news, EjectionSkipped):
             _log.warning("backend_not_ejected", backend=backend, why=news.why, hint="health.ejected_max")
         else:
             _log.info("backend_back", backend=backend, after_s=round(news.after_s, 3))

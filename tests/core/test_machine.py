@@ -272,7 +272,7 @@ def debit_is_skipped(patching: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Backend, lease: int, request: Request, now: float, cached_tokens: int) -> None:
         book(self, lease, request, now, cached_tokens)
-        self.sequences -= request.sequences
+        self._own.sequences -= request.sequences
 
     patching.setattr(Backend, "book", forgetful)
 

@@ -501,5 +501,5 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
             assert not list(band.fairness.candidates(now))
     for backend in pools.backends.values():
         assert not backend.bookings
-        assert not backend._debits
-        assert backend.sequences == backend._debit_tokens == 0
+        assert not backend._own._debits
+        assert backend.sequences == backend._own.debit_tokens == 0

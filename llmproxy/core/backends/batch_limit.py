@@ -1,4 +1,4 @@
-"""The batch limit of an engine, which vLLM does not publish: given by the configuration, or learned from its gauges."""
+"""The batch limit of an engine, which vLLM does not publish: configured, or learned from the engine's gauges."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ from math import ceil, floor
 from typing import Protocol
 
 PLATEAU_READINGS = 3
-"""Waiting must persist this long to be a queue: a request that arrived between two steps waits for one reading."""
+"""Readings with somebody waiting that make a queue: a request that arrived between two steps waits for one reading."""
 PROVEN_READINGS = 2
-"""The same where nothing but the batch can be what is waited for."""
+"""The same where sequences can wait for nothing but a place in the batch."""
 UNPUBLISHED = 256
-"""The limit of a backend that publishes no numbers to learn from: the batch limit that vLLM itself starts with."""
+"""Limit of a backend that publishes no numbers: vLLM's own default batch limit."""
 CALM_READINGS_MIN = 5
 CALM_READINGS_MAX = 160
-"""Readings without anybody waiting before a known plateau is tried again. Doubled each time that it proves the same."""
-
-
+"""Readings without a queue before a known plateau is tried again. Doubled each time that the plateau is the same."""
 KEPT_FROM = 4
-"""The least batch limit of which a slot is kept on each backend; of smaller ones, one is kept in the whole pool."""
+"""From this batch limit on, bands below the highest leave one slot free on each backend."""
 
 
 def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.0) -> int:
-    """How many sequences a band of this ceiling may bring a backend to; `highest` is that of the highest band in use.
+    """How many sequences a band of this ceiling may fill a backend to; `highest` is the ceiling of the highest band.
 
-    The look-ahead belongs to bands that may fill a backend; a band that must leave room gets none. Rounding to the
-    nearest keeps small batches usable, and would give two bands the same slots: whoever is below the highest band has
-    at least one less, of four or more.
+    Only bands that may fill a backend get the look-ahead. Rounding to the nearest keeps small batches usable, but could
+    give two bands the same slots. So with `KEPT_FROM` or more a band below the highest gets at least one less.
     """
     if ceiling >= 1.0:
         return limit + look_ahead
@@ -36,32 +33,21 @@ def slots_under(limit: int, ceiling: float, look_ahead: int, highest: float = 1.
     return slots
 
 
-class Twins(Protocol):
-    """What is known of the other engines of a pool, see `core.exploration`."""
-
-    def bound(self, of: BatchLimit) -> int | None:
-        """How far a limit may grow; None while no other engine is being tried."""
-
-    def end_of_a_twin(self, of: BatchLimit) -> int | None:
-        """Where another limit was proven, taken for this one's end until a calm of five readings; None for none."""
-
-
 class BatchLimit:
     """How many sequences an engine runs at once, as far as is known.
 
-    Starts at `start` and doubles while the engine follows and shows nobody waiting; settles on the number running once
-    requests keep waiting while that number no longer rises, and grows by a quarter from then on. A plateau once met is
-    tried again after a calm that doubles each time it proves the same, since what made it (long prompts, a full
-    KV-cache) may have passed. A trial lets in one more than the plateau, and ends with the first reading that shows
-    somebody waiting behind no more than the known number: what it lets in stands in the engine's own queue, before
-    everything that comes after it, a critical request included. `fixed` caps the limit for good: an operator's word
-    bounds what is tried, and the engine's own queue may still prove it too high.
+    The limit starts at `start` and doubles while the engine runs all of them and none waits. It settles on a plateau
+    once sequences keep waiting while the number of running ones no longer rises, and grows by a quarter from then on.
+    The cause of a plateau (long prompts, a full KV-cache) may pass, so it is tried again after a calm, which doubles
+    each time that the plateau is the same. A trial lets in one more than the plateau. It ends with the first reading
+    that shows a queue at no more than the known number, because the extra sequence is in the engine's own queue, before
+    everything that comes later, critical requests included. `fixed` is a configured cap. It bounds what is tried, and
+    the engine's queue may still prove it too high.
 
-    "Used" means filled to `lowest_ceiling`: traffic of low bands alone never fills a backend further than that, and
-    must be able to teach its limit all the same. A plateau that nothing but the batch explains is the engine's own
-    limit, which no calm changes: it is tried after the longest calm alone, and only by those who may fill it. The
-    reading itself must bear all that out: the gauges of a frozen engine stay as they were, and "nobody waits" is then
-    no invitation to send more.
+    A limit counts as used when it is filled to `lowest_ceiling`, because traffic of low bands alone fills a backend no
+    further and must be able to teach its limit. A plateau that only the batch explains is the engine's own limit
+    ("proven"): it is tried after the longest calm only, and only by bands that may fill it. The running sequences of a
+    reading must confirm the load, because the gauges of a frozen engine keep saying that none waits.
     """
 
     def __init__(self, fixed: int | None, start: int, lowest_ceiling: float = 1.0) -> None:
@@ -72,68 +58,68 @@ class BatchLimit:
         self.forget()
 
     def forget(self) -> None:
-        """Another engine is behind it: begin anew."""
+        """Another engine has the backend's name: start again."""
         self._plateau: int | None = None
         self._proven = False
         self._settled = self._ran_most = self._ran_freely = self._calm = 0
-        self._told = False
+        self._given = False
         self._beginning: tuple[int, bool] | None = None
-        self._deadlines = CALM_READINGS_MIN
+        self._calm_needed = CALM_READINGS_MIN
         self._waited.clear()
         self.value = self._cap if self._cap is not None else self._start
 
     def restarted(self) -> None:
-        """A new process of the same engine, which may run less: what the old one ran proves nothing of it."""
+        """The engine is a new process, which may run less than the old one did."""
         self._ran_most = 0
         self._waited.clear()
 
     def begin_at(self, limit: int, *, settled: bool) -> None:
-        """Start from what is known from elsewhere; nothing where an operator gave a limit, or this engine's own gauges.
+        """Start from a limit known from elsewhere, unless one is configured or this engine's gauges have taught one.
 
-        `settled`: that is all that it runs. The gauges may prove either wrong, as they may what they have taught.
+        `settled`: the engine runs no more than that. The gauges may correct it later.
         """
         if self._cap is not None:
             self._beginning = limit, settled
-        if self._cap is not None or (self._settled and not self._told):
+        if self._cap is not None or (self._settled and not self._given):
             return
         if settled:
             self._settle(limit, proven=True)
-            self._told = True
+            self._given = True
         else:
             self._ran_freely = limit
             self._set(max(self.value, limit))
 
     @property
     def sure(self) -> int:
-        """How many it was seen to run while nobody waited, or is said to; at most its limit."""
+        """How many it was seen to run while none waited, or is configured to run; at most its limit."""
         if self._cap is not None:
             return self.value
         return min(self.value, self._plateau or max(self._start, self._ran_freely))
 
     @property
     def settled(self) -> bool:
-        """It has met an end of what it runs, if only for now."""
+        """It has met its limit, perhaps only for now."""
         return self._cap is not None or self._plateau is not None
 
     @property
     def proven(self) -> bool:
-        """That end is the batch itself, or an operator's word."""
+        """That limit is the engine's own, or configured."""
         return self._cap is not None or (self._plateau is not None and self._proven)
 
     @property
     def known(self) -> tuple[int, bool] | None:
-        """What `begin_at` may be told of this engine one day; None where there is nothing but the start."""
+        """The arguments of a later `begin_at` for this engine; None where nothing was learned."""
         if self._cap is not None or (not self._settled and self.value <= self._start):
             return None
         return (self._plateau, True) if self._plateau is not None and self._proven else (self.value, False)
 
     def cap(self, fixed: int | None) -> None:
-        """Go by another configured limit; what was learned stays where it does not contradict it."""
+        """Set another configured limit. What was learned is kept where it does not contradict it."""
         if fixed == self._cap:
             return
         self._cap = fixed
         if fixed is None and self._plateau is None:
-            # An operator's word that was taken back is nothing that was learned.
+            # A configured limit that was removed is not a learned one.
             self.value = max(self._start, self._ran_most)
             if self._beginning is not None:
                 self.begin_at(self._beginning[0], settled=self._beginning[1])
@@ -143,11 +129,11 @@ class BatchLimit:
             self.value = self._plateau or fixed
 
     def observe(
-        self, running: int, waiting: int, load: int, *, proven: bool = False, pool: Twins | None = None
+        self, running: int, waiting: int, load: int, *, proven: bool = False, pool: Exploration | None = None
     ) -> None:
-        """Learn from one reading; `load` is how many sequences are thought to be at the engine.
+        """Learn from one reading, while about `load` sequences are at the engine.
 
-        `proven`: those that wait can wait for nothing but a place in the batch. `pool` is asked when it is to grow.
+        `proven`: the waiting ones can wait for nothing but a place in the batch. `pool` bounds the growth.
         """
         self._ran_most = max(self._ran_most, running)
         if waiting > 0:
@@ -172,9 +158,9 @@ class BatchLimit:
             self._grow(running, load, pool)
 
     def unpublished(self, load: int) -> None:
-        """The backend lives with so much and publishes no numbers: a low guess would stay for ever.
+        """The backend is healthy with `load` sequences and publishes no numbers, so a low guess would stay for ever.
 
-        So would what it once refused; more is tried after a calm, and another refusal makes the next calm longer.
+        So would a refusal: more is tried after a calm, and another refusal makes the next calm longer.
         """
         if self._plateau is None:
             if self._cap is None:
@@ -182,7 +168,7 @@ class BatchLimit:
                 self._ran_freely = self.value
         elif load >= self._used_from():
             self._calm += 1
-            if self._calm >= self._deadlines:
+            if self._calm >= self._calm_needed:
                 self._calm = 0
                 self._set(min(self.value + max(1, self.value // 4), max(self.value, UNPUBLISHED)))
 
@@ -192,15 +178,15 @@ class BatchLimit:
         self._settle(max(1, min(self.value, load - 1)), proven=False)
 
     def _used_from(self) -> int:
-        """From how many on it is filled: to the brim where its limit is proven, else as far as any band may."""
+        """The load from which the limit is used: all of it where it is proven, else what the lowest band may fill."""
         if self._proven or self.lowest_ceiling >= 1.0:
             return self.value
         return max(1, min(slots_under(self.value, self.lowest_ceiling, 0), self.value - 1))
 
-    def _grow(self, running: int, load: int, pool: Twins | None) -> None:
+    def _grow(self, running: int, load: int, pool: Exploration | None) -> None:
         bound = None
         if pool is not None and not self.settled:
-            if (end := pool.end_of_a_twin(self)) is not None:
+            if (end := pool.proven_elsewhere(self)) is not None:
                 self._settle(end, proven=False)
                 return
             bound = pool.bound(self)
@@ -213,24 +199,76 @@ class BatchLimit:
             self._set(grown if bound is None else max(self.value, min(grown, bound)))
             return
         self._calm += 1
-        if self._calm >= self._deadlines:
+        if self._calm >= self._calm_needed:
             self._calm = 0
-            # Whoever fills it to `load` now fills it to one more than the plateau then.
+            # Traffic that fills it to `load` now will fill it to one more than the plateau then.
             self._set(max(self._plateau + 1, ceil(self._plateau * (self._plateau + 1) / load)))
 
     def _settle(self, plateau: int, proven: bool) -> None:
         same = abs(plateau - self._settled) <= max(1, plateau // 10)
         if same and self._proven and not proven:
-            # What is known for certain is not given up for what may be a moment between two steps.
+            # A proven limit is not given up for what may be a moment between two steps.
             plateau, proven = self._plateau or plateau, True
         if plateau != self.value or self._plateau is None:
-            self._deadlines = min(CALM_READINGS_MAX, 2 * self._deadlines) if same else CALM_READINGS_MIN
+            self._calm_needed = min(CALM_READINGS_MAX, 2 * self._calm_needed) if same else CALM_READINGS_MIN
         if proven:
-            self._deadlines = CALM_READINGS_MAX
+            self._calm_needed = CALM_READINGS_MAX
         self._plateau = self._settled = plateau
-        self._told = False
+        self._given = False
         self._proven = proven
         self._set(plateau)
 
     def _set(self, value: int) -> None:
         self.value = max(1, value if self._cap is None else min(value, self._cap))
+
+
+class PoolMember(Protocol):
+    """What `Exploration` needs of a backend."""
+
+    @property
+    def up(self) -> bool: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def limit(self) -> BatchLimit: ...
+
+
+class Exploration:
+    """Decides which engine of a pool is tried beyond the batch that is known to run: one at a time.
+
+    The engines are assumed to be equal until they prove otherwise. A batch that one of them has run may be given to the
+    others as well, and where one has met its limit, theirs is believed to be. Beyond that only one engine is tried at a
+    time, because sequences above its limit wait inside it, before everything that comes later. Meanwhile requests that
+    must not wait find room at the others.
+    """
+
+    def __init__(self) -> None:
+        self.members: dict[str, PoolMember] = {}
+        self.sure = 0
+        """The largest batch that any of them was seen to run."""
+        self._largest: BatchLimit | None = None
+
+    def learned(self, limit: BatchLimit) -> None:
+        """One of the limits may have changed."""
+        if limit.sure >= self.sure:
+            self.sure, self._largest = limit.sure, limit
+        elif limit is self._largest:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Members came or left, or a limit was lowered."""
+        self._largest = max((member.limit for member in self.members.values()), key=lambda one: one.sure, default=None)
+        self.sure = 0 if self._largest is None else self._largest.sure
+
+    def bound(self, of: BatchLimit) -> int | None:
+        """How far the limit of a member may grow; None while no other is being tried."""
+        others = (one for one in self.members.values() if one.limit is not of and one.up)
+        tried = any(one.in_flight > max(self.sure, one.limit.sure) for one in others)
+        return self.sure if tried else None
+
+    def proven_elsewhere(self, of: BatchLimit) -> int | None:
+        """The lowest proven limit of another engine, at least as large as what `of` was seen to run; None for none."""
+        ends = (one.limit.sure for one in self.members.values() if one.limit is not of and one.limit.proven)
+        return min((end for end in ends if end >= of.sure), default=None)

@@ -1,4 +1,4 @@
-"""Which names clients may ask for, and which pool and adapter each one means. Learned from the backends themselves."""
+"""The model names that clients may use, and the pool and adapter that each one means, learned from the backends."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 
 RETRY_UNREAD_S = 1.0
-"""Retry-After while a configured backend was never read: about the time in which a poll finds it."""
+"""Retry-After while a configured backend was never read: about the time until a poll finds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a requested name means: `model` is the name that the backends know; `adapter` is None for a base model.
+    """What a requested name means.
 
-    `context_tokens` is the longest sequence that a backend of the pool takes, None where none says.
+    `model` is the name that the backends know; `adapter` is None for a base model. `context_tokens` is the longest
+    context in the pool, None where no backend publishes it.
     """
 
     requested: str
@@ -29,10 +30,9 @@ class Target:
 class Catalogue:
     """Name -> (pool, adapter), rebuilt whenever a listing changes.
 
-    A pool is named after the first base model that a backend lists. Listings of backends that are down still count:
-    names once learned are remembered. `aliases` maps configured names to the names that backends know. `promised` are
-    adapters that a backend is being told to load: asking for one is too early, not wrong. `expecting` says that
-    somebody who knows of further backends has not named them yet.
+    A pool is named after the first base model that a backend lists. Listings of backends that are down still count.
+    `aliases` maps configured names to the names that backends know. `promised` are adapters that a backend is being
+    asked to load: a request for one is early, not wrong. `expecting` says that discovery will still name backends.
     """
 
     def __init__(self, backends: Iterable[str], aliases: Mapping[str, str]) -> None:
@@ -43,17 +43,17 @@ class Catalogue:
         self._pools: tuple[str, ...] = ()
         self._contexts: Mapping[str, int | None] = {}
         self._unread = set(self._listings)
-        self._shown: str | None = None
+        self._names_text: str | None = None
         self.promised: frozenset[str] = frozenset()
         self.expecting = False
         self.ever_read = False
-        """Whether any backend was read since the start."""
+        """Whether any backend was read since the start of the process."""
         self.revision = 0
-        """Grows whenever `targets` or `pools` may have changed."""
+        """Increases whenever `targets` or `pools` may have changed."""
 
     @property
     def targets(self) -> Mapping[str, Target]:
-        """Every name that is known, and what it means."""
+        """Every known name, and what it means."""
         return self._targets
 
     @property
@@ -70,28 +70,28 @@ class Catalogue:
         return not self.expecting and bool(self._listings) and not self._unread
 
     def add(self, backend: str) -> None:
-        """There is one backend more, of which nothing is known yet."""
+        """Add a backend of which nothing is known yet."""
         if self._listings.setdefault(backend, None) is None:
             self._unread.add(backend)
 
     def remove(self, backend: str) -> None:
-        """A backend is no more; names that it alone listed go with it."""
+        """Remove a backend, and the names that it alone listed."""
         del self._listings[backend]
         self._unread.discard(backend)
         self._rebuild()
 
     def rename(self, aliases: Mapping[str, str]) -> None:
-        """Let these be the configured aliases from now on."""
+        """Replace the configured aliases."""
         self._aliases = dict(aliases)
         self._rebuild()
 
     def pool_of(self, backend: str) -> str | None:
-        """The pool that a backend belongs to, None while it was never read or lists no base model."""
+        """The pool of a backend; None where it was never read or lists no base model."""
         listing = self._listings.get(backend)
         return _pool_name(listing) if listing is not None else None
 
     def listed(self, backend: str, listing: Listing) -> bool:
-        """Take in one backend's listing. True when names or pools changed."""
+        """Store a backend's listing. True when names or pools changed."""
         known = self._listings.get(backend)
         self._listings[backend] = listing
         self._unread.discard(backend)
@@ -102,10 +102,10 @@ class Catalogue:
         return True
 
     def resolve(self, name: str | None) -> Target:
-        """What `name` means; None asks for the only pool's base model, as vLLM answers it.
+        """What `name` means; None means the base model of the only pool, as in vLLM.
 
-        Raises Refused with `unknown_model`, or with `rejected_no_backends` while a configured backend that was never
-        read might still know the name, or where the adapter is promised.
+        Raises Refused with `unknown_model`, or with `rejected_no_backends` while an unread backend might still know the
+        name or the adapter is promised.
         """
         if name is None:
             return self._only_pool()
@@ -122,26 +122,26 @@ class Catalogue:
             raise Refused(
                 Outcome.REJECTED_NO_BACKENDS,
                 f"The model `{name}` is not known yet, and {len(self._unread)} of {len(self._listings)} backends never "
-                f"answered so far. Known models: {self._known()}. Try again shortly.",
+                f"answered so far. Known models: {self._known_names()}. Try again shortly.",
                 RETRY_UNREAD_S,
             )
         what = f"The model `{name}` does not exist"
         if name in self._aliases:
             what = f"The model `{name}` stands for `{self._aliases[name]}`, which no backend serves"
-        raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known()}.")
+        raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known_names()}.")
 
     def awaits(self, name: str | None) -> bool:
-        """Whether it may still turn out what `name` means: `resolve` raises `rejected_no_backends`."""
+        """Whether `name` may become known: `resolve` raises `rejected_no_backends`."""
         if name is None:
             return not self._pools and not self.complete
         return name not in self._targets and (self._is_promised(name) or not self.complete)
 
     def target(self, name: str) -> Target | None:
-        """What `name` means, None where nobody lists it."""
+        """What `name` means; None where no backend lists it."""
         return self._targets.get(name)
 
     def models(self) -> list[dict[str, Any]]:
-        """The entries of `/v1/models`: every card's real fields, base models first, then the configured aliases."""
+        """The entries of `/v1/models`: the fields of every card, base models first, then the configured aliases."""
         cards = sorted(self._cards.items(), key=lambda item: (item[1].parent is not None, item[0]))
         entries: list[dict[str, Any]] = [{**card.fields, "id": name} for name, card in cards]
         for alias in sorted(self._aliases):
@@ -153,14 +153,14 @@ class Catalogue:
     def _is_promised(self, name: str) -> bool:
         return self._aliases.get(name, name) in self.promised
 
-    def _known(self) -> str:
-        # Thousands may be told in one turn of the loop, where backends list hundreds of names.
-        if self._shown is None:
-            self._shown = ", ".join(sorted(self._targets)[:20]) or "none"
-        return self._shown
+    def _known_names(self) -> str:
+        # Kept, because thousands of requests may be refused at once where backends list hundreds of names.
+        if self._names_text is None:
+            self._names_text = ", ".join(sorted(self._targets)[:20]) or "none"
+        return self._names_text
 
     def _only_pool(self) -> Target:
-        # A backend that never answers must not fail every request without a name; one pool known is one to choose.
+        # A backend that never answers must not fail every request without a name.
         if len(self._pools) == 1:
             pool = self._pools[0]
             return Target(pool, pool, pool, None, self._contexts[pool])
@@ -185,7 +185,7 @@ class Catalogue:
         for pool, listing in members:
             for card in listing.cards:
                 adapter = card.name if card.parent is not None else None
-                # The name that heads a pool belongs to that pool, whoever else lists it as a further name.
+                # The first name of a pool belongs to that pool, even if another pool lists it as a further name.
                 if card.name not in targets or card.name == pool:
                     targets[card.name] = Target(card.name, card.name, pool, adapter, contexts[pool])
                     cards[card.name] = card
@@ -193,7 +193,7 @@ class Catalogue:
             if name in targets:
                 targets[alias] = replace(targets[name], requested=alias)
         self._targets, self._cards, self._pools, self._contexts = targets, cards, tuple(sorted(contexts)), contexts
-        self._shown = None
+        self._names_text = None
         self.revision += 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.backends.adapter_loads import MOST_S, LoadTime
+from llmproxy.core.backends.adapter_loads import MOST_S, LongestLoad
 from llmproxy.core.backends.health import Health, Peers
 from llmproxy.core.backends.outlier_detection import SPAN_S, OutlierDetection
 from llmproxy.core.domain import Placed, Request
@@ -54,7 +54,7 @@ class Stand:
             self.now += TICK_S
             self._tokens += 5
             self.watch.progress(self._speaker, self._tokens, 1, None, self.now)
-            hung, slow = self.watch.look(self.now)
+            hung, slow = self.watch.outliers(self.now)
             self.slow |= name in slow
             if name in hung:
                 return self.now - began_s
@@ -173,7 +173,7 @@ def test_streams_beside_loads_make_nobody_slow(loading: bool, told: bool) -> Non
 
 
 def test_a_load_time_follows_the_longest_and_forgets_it() -> None:
-    time = LoadTime()
+    time = LongestLoad()
     for _ in range(20):
         time.learn(0.1, True)
     assert time.load_s < 0.5

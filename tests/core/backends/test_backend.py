@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.backends.backend import GAUGE_LAG_S, RESIDENT_ADAPTERS_MAX, STARTED_AFTER_S, UNREAD_MAX, Backend
+from llmproxy.core.backends.backend import STARTED_AFTER_S, UNREAD_MAX, Backend
 from llmproxy.core.backends.batch_limit import UNPUBLISHED
+from llmproxy.core.backends.bookings import GAUGE_LAG_S, RESIDENT_ADAPTERS_MAX
 from llmproxy.core.domain import Reading, Trouble, Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 from tests.core.make import listing, reading, request, view

@@ -131,7 +131,7 @@ def test_the_revision_grows_with_what_names_mean_and_with_nothing_else() -> None
 def test_what_is_known_is_put_in_order_once_for_all_who_are_refused() -> None:
     one = Catalogue(["a", "b"], {})
     one.listed("a", listing("z", *(f"lora-{i}" for i in range(30))))
-    assert one._known() is one._known()
+    assert one._known_names() is one._known_names()
     assert "Known models: base, lora-0, lora-1, lora-10, " in refusal(one, "nobody").message
     one.listed("a", listing("z"))
     assert "1 of 2 backends never answered so far. Known models: base, z. " in refusal(one, "nobody").message

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from llmproxy.core.backends.health import BUSY_PAUSE_S, Back, Ejected, Health, News, Peers, Spared
+from llmproxy.core.backends.health import (
+    BUSY_PAUSE_S,
+    Ejected,
+    EjectionEvent,
+    EjectionSkipped,
+    Health,
+    Peers,
+    Unejected,
+)
 from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.core.settings import HealthSettings
 
@@ -13,7 +21,7 @@ SETTINGS = HealthSettings(failures=3, backoff_s=1.0, backoff_max_s=8.0, unreacha
 
 def healthy() -> Health:
     health = Health(SETTINGS)
-    health.answered(0.0)
+    health.poll_succeeded(0.0)
     return health
 
 
@@ -31,7 +39,7 @@ def ejected_for_s(health: Health, now: float) -> float:
 def test_a_backend_is_down_until_a_poll_finds_it() -> None:
     health = Health(SETTINGS)
     assert not health.available(0.0)
-    health.answered(0.0)
+    health.poll_succeeded(0.0)
     assert health.available(0.0)
 
 
@@ -41,7 +49,7 @@ def test_failures_in_a_row_eject_and_a_success_between_them_starts_anew() -> Non
     health.finished(9, Verdict.SERVED, 0.0)
     fail(health, 2)
     assert health.available(0.0)
-    health.spoke(7, 0.0)
+    health.first_byte(7, 0.0)
     fail(health, 2)
     assert health.available(0.0)
     fail(health, 1)
@@ -78,11 +86,11 @@ def test_an_engine_that_is_busy_rests_and_one_that_says_so_with_nothing_to_do_fa
 
 def test_the_last_one_of_a_pool_that_says_busy_with_nothing_to_do_only_rests() -> None:
     one, other = pool(2, ejected_max=0.5)
-    other.troubled(Trouble.UNHEALTHY)
+    other.poll_failed(Trouble.UNHEALTHY)
     for _ in range(50):
         one.finished(1, Verdict.BUSY, 1.0, idle=True)
     assert (one.ejected_times, ejected_for_s(one, 1.0)) == (0, BUSY_PAUSE_S)
-    other.answered(2.0)
+    other.poll_succeeded(2.0)
     for _ in range(3):
         one.finished(1, Verdict.BUSY, 3.0, idle=True)
     assert one.ejected_times == 1
@@ -100,9 +108,9 @@ def test_after_an_ejection_one_request_is_let_through_and_its_first_byte_closes_
     assert health.available(1.0)
     health.booked(100)
     assert not health.available(1.0), "one probe at a time"
-    health.spoke(99, 0.0)
+    health.first_byte(99, 0.0)
     assert not health.available(1.0), "an older stream that speaks proves nothing of new ones"
-    health.spoke(100, 0.0)
+    health.first_byte(100, 0.0)
     assert health.available(1.0)
     health.booked(101)
     assert health.available(1.0), "the case is closed: no more probes"
@@ -145,43 +153,43 @@ def test_busy_is_a_pause_and_not_a_failure() -> None:
 
 def test_two_refused_polls_prove_that_the_process_is_gone() -> None:
     health = healthy()
-    assert not health.troubled(Trouble.REFUSED)
+    assert not health.poll_failed(Trouble.REFUSED)
     assert health.available(0.0), "once may be a full backlog"
-    assert health.troubled(Trouble.REFUSED)
+    assert health.poll_failed(Trouble.REFUSED)
     assert not health.available(0.0)
 
 
 def test_slow_answers_take_it_down_but_prove_nothing_of_its_streams() -> None:
     health = healthy()
-    assert not any(health.troubled(Trouble.TIMEOUT) for _ in range(10))
+    assert not any(health.poll_failed(Trouble.TIMEOUT) for _ in range(10))
     assert not health.available(0.0)
 
 
 def test_refusals_count_in_a_row_only() -> None:
     health = healthy()
-    assert not health.troubled(Trouble.REFUSED)
-    health.answered(0.0)
-    assert not health.troubled(Trouble.REFUSED)
-    assert not health.troubled(Trouble.TIMEOUT)
-    assert not health.troubled(Trouble.REFUSED)
+    assert not health.poll_failed(Trouble.REFUSED)
+    health.poll_succeeded(0.0)
+    assert not health.poll_failed(Trouble.REFUSED)
+    assert not health.poll_failed(Trouble.TIMEOUT)
+    assert not health.poll_failed(Trouble.REFUSED)
 
 
 def test_a_bad_health_answer_takes_it_down_at_once_and_garbage_never() -> None:
     health = healthy()
     for nothing in (Trouble.GARBAGE, Trouble.LOCAL_FAILURE):
-        assert not any(health.troubled(nothing) for _ in range(10))
+        assert not any(health.poll_failed(nothing) for _ in range(10))
     assert health.available(0.0)
-    assert not health.troubled(Trouble.UNHEALTHY)
+    assert not health.poll_failed(Trouble.UNHEALTHY)
     assert not health.available(0.0)
 
 
 def test_coming_back_up_wipes_the_record() -> None:
     health = healthy()
     fail(health, 3)
-    health.troubled(Trouble.REFUSED)
-    health.troubled(Trouble.REFUSED)
+    health.poll_failed(Trouble.REFUSED)
+    health.poll_failed(Trouble.REFUSED)
     assert health.changes_at(0.0) is None, "time alone does not bring it up"
-    health.answered(0.0)
+    health.poll_succeeded(0.0)
     assert health.available(0.0)
     health.booked(50)
     assert health.available(0.0)
@@ -194,7 +202,7 @@ def pool(count: int, ejected_max: float) -> list[Health]:
     peers = Peers(ejected_max)
     members = [Health(SETTINGS) for _ in range(count)]
     for number, health in enumerate(members):
-        health.answered(-100.0)
+        health.poll_succeeded(-100.0)
         health.peers = peers
         peers.members[str(number)] = health
     return members
@@ -218,7 +226,7 @@ def test_who_comes_back_leaves_its_place_among_the_ejected_to_another() -> None:
     fail(second, 1, now=1.0)
     assert second.available(1.0), "half open still is ejected"
     first.booked(100)
-    first.spoke(100, 1.2)
+    first.first_byte(100, 1.2)
     fail(second, 1, now=1.3)
     assert not second.available(1.3), "what it was spared was not forgotten"
     assert third.available(1.3)
@@ -228,7 +236,7 @@ def test_who_is_down_by_polls_counts_neither_as_ejected_nor_as_left() -> None:
     first, second, third, fourth = pool(4, 0.5)
     for health in (first, second):
         fail(health, 3)
-        health.troubled(Trouble.UNHEALTHY)
+        health.poll_failed(Trouble.UNHEALTHY)
     fail(third, 3)
     fail(fourth, 3)
     assert not third.available(0.0)
@@ -256,14 +264,14 @@ def test_a_probe_that_fails_is_ejected_again_whatever_the_share() -> None:
 
 def test_who_comes_up_grows_warm_in_steps_and_says_when_the_next_comes() -> None:
     health = Health(replace(SETTINGS, slow_start_s=10.0))
-    health.answered(100.0)
+    health.poll_succeeded(100.0)
     seen = {}
     now: float | None = 100.0
     while now is not None:
         seen[round(now, 3)] = round(health.warmth(now), 3)
         now = health.warmer_at(now)
     assert seen == {100.0: 0.1, **{100.0 + k: round(0.1 * k, 3) for k in range(2, 11)}}
-    health.answered(120.0)
+    health.poll_succeeded(120.0)
     assert health.warmth(120.0) == 1.0, "it was up all along"
 
 
@@ -272,14 +280,14 @@ def test_a_closed_case_is_a_slow_start_too() -> None:
     assert health.warmth(50.0) == 1.0
     fail(health, 3, now=50.0)
     health.booked(100)
-    health.spoke(100, 52.0)
+    health.first_byte(100, 52.0)
     assert health.warmth(52.0) == pytest.approx(0.1)
     assert health.warmth(52.0 + SETTINGS.slow_start_s) == 1.0
 
 
 def test_without_a_slow_start_all_is_given_at_once() -> None:
     health = Health(replace(SETTINGS, slow_start_s=0.0))
-    health.answered(0.0)
+    health.poll_succeeded(0.0)
     assert health.warmth(0.0) == 1.0
     assert health.warmer_at(0.0) is None
 
@@ -287,9 +295,9 @@ def test_without_a_slow_start_all_is_given_at_once() -> None:
 # --- what is told of it -----------------------------------------------------------------------------------------------
 
 
-def telling() -> tuple[Health, list[News]]:
-    health, told = healthy(), list[News]()
-    health.tell = told.append
+def telling() -> tuple[Health, list[EjectionEvent]]:
+    health, told = healthy(), list[EjectionEvent]()
+    health.on_event = told.append
     return health, told
 
 
@@ -301,8 +309,8 @@ def test_an_ejection_says_why_and_for_how_long_and_its_end_how_long_it_was_in_al
     health.finished(10, Verdict.FAILED, 1.0)
     assert told[1:] == [Ejected("its probe failed", 2.0)]
     health.booked(11)
-    health.spoke(11, 3.5)
-    assert told[2:] == [Back(3.5)]
+    health.first_byte(11, 3.5)
+    assert told[2:] == [Unejected(3.5)]
     health.finished(11, Verdict.SERVED, 4.0)
     assert len(told) == 3, "it is back once"
 
@@ -318,24 +326,24 @@ def test_many_requests_that_meet_the_same_end_are_told_of_once(verdict: Verdict,
 
 def test_one_that_is_still_slow_is_told_of_anew_and_a_poll_that_finds_it_fresh_ends_it() -> None:
     health, told = telling()
-    assert health.slowed("slow: 6.2 times as slow as is its rule", 0.0)
-    health.paced(7, False, 1.0)
+    assert health.slowed("slow: 6.2 times as slow as usual", 0.0)
+    health.measured(7, False, 1.0)
     assert told == [
-        Ejected("slow: 6.2 times as slow as is its rule", 1.0), Ejected("slow: its probe was as slow", 2.0),
+        Ejected("slow: 6.2 times as slow as usual", 1.0), Ejected("slow: its probe was as slow", 2.0),
     ]  # fmt: skip
-    health.troubled(Trouble.UNHEALTHY)
-    health.answered(2.0)
-    assert told[2:] == [Back(2.0)]
+    health.poll_failed(Trouble.UNHEALTHY)
+    health.poll_succeeded(2.0)
+    assert told[2:] == [Unejected(2.0)]
 
 
 def test_whom_the_pool_cannot_spare_is_told_of_once_in_a_row() -> None:
     health, told = telling()
     health.peers = Peers(0.5)
     health.peers.members = {"a": health, "b": healthy()}
-    health.peers.members["b"].suspect("hung", 0.0)
+    health.peers.members["b"].try_eject("hung", 0.0)
     row_s = [0.0, 1.0, SETTINGS.backoff_max_s, 1.9 * SETTINGS.backoff_max_s]
     for now in row_s:
-        assert not health.suspect("3 failures in a row", now)
-    assert told == [Spared("3 failures in a row")]
-    assert not health.suspect("hung", row_s[-1] + SETTINGS.backoff_max_s)
-    assert told[1:] == [Spared("hung")]
+        assert not health.try_eject("3 failures in a row", now)
+    assert told == [EjectionSkipped("3 failures in a row")]
+    assert not health.try_eject("hung", row_s[-1] + SETTINGS.backoff_max_s)
+    assert told[1:] == [EjectionSkipped("hung")]

@@ -153,7 +153,7 @@ def test_what_was_slow_is_tried_with_a_stream_alone_and_what_failed_later_is_not
     of.submit(ask(), 2.0)
     [probe] = grants(of, 2.0)
     of.started(probe, 2.1)
-    health.paced(probe.lease, True, 3.0)
+    health.measured(probe.lease, True, 3.0)
     of.finish(probe, Verdict.SERVED, 3.0)
     assert sent(of, 3.5, ask()) == ["c"], "it is well again, and as dear as ever"
     health.finished(99, Verdict.CONNECT_FAILED, 4.0)
@@ -167,7 +167,7 @@ def test_a_stream_from_before_ends_the_pause_of_who_was_slow_and_leaves_the_rest
     [before] = grants(of, 0.5)
     health = of.backends["a"].health
     of.backends["a"].slowed("slow", 1.0)
-    of.backends["a"].paced(before.lease, True, 1.2)
+    of.backends["a"].measured(before.lease, True, 1.2)
     assert health.ejected
     assert sent(of, 1.3, ask(), ask()) == ["a", "c"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.backends.look_ahead import REMEMBERED, SHARE_MAX, STEPS, TRAVEL_S, LookAhead
+from llmproxy.core.backends.look_ahead import GAIN, SHARE_MAX, STEPS, TRAVEL_S, LookAhead
 from llmproxy.core.domain import Verdict
 from llmproxy.core.settings import CapacitySettings, HealthSettings
 from tests.core.make import listing, request
@@ -40,7 +40,7 @@ def test_nothing_is_sent_ahead_before_anything_has_ended() -> None:
 
 def test_it_follows_traffic_whose_answers_become_short() -> None:
     ahead = learned(8.0, 512)
-    for _ in range(10 * REMEMBERED):
+    for _ in range(round(10 / GAIN)):
         ahead.ended(0.5, 32)
     assert ahead.requests(64) == learned(0.5, 32).requests(64) > 0
 

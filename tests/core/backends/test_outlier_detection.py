@@ -257,7 +257,7 @@ def test_one_that_becomes_ten_times_as_slow_is_ejected_within_five_seconds(place
     [(backend, ejected)] = stand.of.news()
     assert isinstance(ejected, Ejected)
     assert backend == "a"
-    told = re.fullmatch(r"slow: (\d+\.\d) times as slow as is its rule", ejected.why)
+    told = re.fullmatch(r"slow: (\d+\.\d) times as slow as usual", ejected.why)
     assert told is not None
     assert 3.0 <= float(told[1]) <= 15.0
 
@@ -335,7 +335,7 @@ def test_a_prompt_that_waited_for_room_has_its_time_when_it_is_computed(owed: bo
             # It waits for twenty seconds, and then it takes nearly all of its backend for five.
             tokens[lease] += 1 if lease == 0 and half > 50 else 50
             watch.progress(lease, tokens[lease], 2, 0.5, now)
-        slow |= watch.look(now)[1].keys()
+        slow |= watch.outliers(now)[1].keys()
     assert slow == told
 
 
