@@ -14,7 +14,7 @@ from msgspec import structs
 
 from llmproxy.core.domain import Entry, Request, Verdict
 from llmproxy.core.retry import RETRY_WAIT_MIN_S, RetryBudget
-from llmproxy.dispatcher import Lease, Leasing
+from llmproxy.lease import Lease, Leasing
 
 
 @dataclass(slots=True)

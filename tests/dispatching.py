@@ -12,8 +12,9 @@ from llmproxy.core.domain import Entry, Refused, Request, Verdict
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
-from llmproxy.dispatcher import Dispatcher, Lease, Leasing
+from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.run.virtual_time import run
+from llmproxy.lease import Lease, Leasing
 from tests.core.make import listing, request
 from tests.core.world import assert_nothing_left
 

@@ -120,7 +120,7 @@ async def test_a_policy_that_raises_all_the_time_is_told_of_once_a_second() -> N
     assert len(told) == 10
     assert [context["message"] for context in told] == [
         "a scheduling policy failed",
-        *["a scheduling policy failed, as 10 times since this was last told"] * 9,
+        *["a scheduling policy failed, and 10 times since the last report"] * 9,
     ]
     empty(one)
 

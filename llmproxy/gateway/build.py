@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.estimates.tokens import Estimator
 from llmproxy.core.placement import presets
-from llmproxy.dispatcher import Leasing
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.pages import Pages
 from llmproxy.gateway.proxying.answers import Answers
@@ -16,6 +15,7 @@ from llmproxy.gateway.proxying.handler import RequestHandler
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.router import Router
+from llmproxy.lease import Leasing
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink

@@ -12,11 +12,12 @@ from aiohttp import web
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Grant, Refused, Request, Usage, Verdict
 from llmproxy.core.estimates.tokens import Estimator
-from llmproxy.dispatcher import Admitted, Lease, shutting_down
+from llmproxy.dispatcher import shutting_down
 from llmproxy.gateway.admin.adapters import BODY_BYTES_MAX
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.proxying.response_writer import read_body
 from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.lease import Admitted, Lease
 from llmproxy.telemetry import logs
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers import protocol

@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from llmproxy.core.domain import Outcome, Refused, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.dispatcher import Dispatcher, Lease
+from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE
 from llmproxy.gateway.proxying.rules import Rulebook
+from llmproxy.lease import Lease
 from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink, RequestExit, RequestInput, RequestResult
 from llmproxy.telemetry.logs import log_exit, log_internal

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from llmproxy.dispatcher import Lease
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
 from llmproxy.gateway.proxying import stream_relay as passing
+from llmproxy.lease import Lease
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, raw_post, serving
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
 from tests.upstream.raw_server import Peer

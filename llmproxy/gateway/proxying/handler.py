@@ -19,7 +19,6 @@ from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Refused, Request, Usage, Verdict
 from llmproxy.core.estimates.tokens import TURNS_MAX, Estimator, usage_max
 from llmproxy.core.retry import RetryBudget
-from llmproxy.dispatcher import Lease, Leasing
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.headers import check as check_fields
 from llmproxy.gateway.http.routes import SALTED, BodyKind, Dialect, Route, Work
@@ -36,6 +35,7 @@ from llmproxy.gateway.request.identity import request_id
 from llmproxy.gateway.request.json_scan import BadBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
+from llmproxy.lease import Lease, Leasing
 from llmproxy.telemetry.decisions import DecisionLog
 from llmproxy.telemetry.exit import ExitSink
 from llmproxy.telemetry.logs import log_exit, log_internal

@@ -11,7 +11,6 @@ import asyncio
 from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Request, Usage, Verdict
 from llmproxy.core.estimates.tokens import believable
-from llmproxy.dispatcher import Lease
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
@@ -26,6 +25,7 @@ from llmproxy.gateway.proxying.stream_relay import (
     check_kept,
     event_fields,
 )
+from llmproxy.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
 GOODBYE_S = 5.0

@@ -18,7 +18,6 @@ from aiohttp import web
 
 from llmproxy.config import BackendConfig
 from llmproxy.core.domain import Outcome, Refused
-from llmproxy.dispatcher import Leasing
 from llmproxy.gateway.http.errors import Failure, error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
@@ -30,6 +29,7 @@ from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.json_scan import BadBody
 from llmproxy.gateway.request.parsed_body import REQUEST_ID, ParsedBody
 from llmproxy.gateway.request.prefix_hash import PREVIOUS
+from llmproxy.lease import Leasing
 from llmproxy.upstream.port import ConnectFailed, LocalFailure, Upstream, UpstreamBroken
 
 IDS_MAX = 10_000

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from llmproxy.core.domain import Outcome, Verdict
-from llmproxy.dispatcher import Lease
 from llmproxy.gateway.http.headers import Headers, to_client
 from llmproxy.gateway.proxying.attempt import Attempt, Client
 from llmproxy.gateway.proxying.attempt_timer import AttemptTimer
 from llmproxy.gateway.proxying.sse import StreamTap
+from llmproxy.lease import Lease
 from llmproxy.upstream.port import Exchange
 
 HELD_BYTES_MAX = 1 << 20

@@ -22,7 +22,7 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.retry import RetryBudget
-from llmproxy.dispatcher import Dispatcher, Lease
+from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.job import Broken, Leaving, Refusing, ServerJob, TooLong
 from llmproxy.lab.fleet.kv_events import KvEvents
@@ -33,6 +33,7 @@ from llmproxy.lab.results.audit import AuditedPools
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.identity import IdentityReader
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
+from llmproxy.lease import Lease
 
 BYTES_PER_TOKEN = 4.3
 """Of the prompts of a replay, on average. The proxy has to learn it from the usage of answers, as in production."""

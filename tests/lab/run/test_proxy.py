@@ -14,13 +14,13 @@ from llmproxy.config import Config, hash_of
 from llmproxy.core import retry
 from llmproxy.core.domain import Entry, Grant, Outcome, Reading, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.dispatcher import Lease
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.replay import SETTLE_S, Run, records_of, replay
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
+from llmproxy.lease import Lease
 from llmproxy.simulator.engine.reports import Gauges
 from tests.lab.small import fleet, setup, traffic
 

@@ -1,0 +1,109 @@
+"""A lease: the right to use one backend for one attempt, and how it is lent and given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.domain import Entry, Grant, Request, Usage, Verdict
+
+
+class AttemptProgress(Protocol):
+    """Takes note of how the attempt of a lease goes on, at `now` on the clock of the loop."""
+
+    def started(self, grant: Grant, now: float) -> None: ...
+    def committed(self, grant: Grant, now: float) -> None: ...
+    def progress(self, grant: Grant, output_tokens: int, now: float) -> None: ...
+
+
+class Lender(Protocol):
+    """Lends leases and takes them back."""
+
+    async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease: ...
+
+    def returned(self, lease: Lease) -> None: ...
+
+
+class Leasing(Protocol):
+    """What a request needs of a dispatcher, which may be in another process; see `Dispatcher`."""
+
+    def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted: ...
+
+    async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target: ...
+
+    def direct(self, backend: str, cut: Callable[[], None]) -> AbstractContextManager[None]: ...
+
+    def ended(self, request: Request, met: bool | None) -> None: ...
+
+    def cached(self, grant: Grant, hashes: Sequence[int]) -> None: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def granting(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to use one backend for one attempt. It is given back exactly once, at the end of its block.
+
+    The holder sets `verdict` and `usage`; without a verdict, the client is taken to be gone. `on_cut` is called when
+    the attempt is to end at once: `revoked`, because nothing more will come from the backend, or `preempted`, because a
+    request of a higher band needs the place. A preempted lease may be kept if its answer has begun.
+    """
+
+    grant: Grant
+    _progress: AttemptProgress
+    verdict: Verdict = Verdict.CLIENT_GONE
+    usage: Usage | None = None
+    on_cut: Callable[[], None] | None = None
+    revoked: bool = False
+    preempted: bool = False
+
+    @property
+    def backend(self) -> str:
+        return self.grant.placed.backend
+
+    def started(self) -> None:
+        """The first token of the answer arrived."""
+        self._progress.started(self.grant, asyncio.get_running_loop().time())
+
+    def committed(self) -> None:
+        """The first byte of the answer is on its way to the client."""
+        self._progress.committed(self.grant, asyncio.get_running_loop().time())
+
+    def progress(self, output_tokens: int) -> None:
+        """About `output_tokens` tokens of the answer have arrived by now."""
+        self._progress.progress(self.grant, output_tokens, asyncio.get_running_loop().time())
+
+    def cut(self, *, revoked: bool) -> None:
+        """Ask the holder to end the attempt."""
+        self.revoked, self.preempted = self.revoked or revoked, self.preempted or not revoked
+        if self.on_cut is not None:
+            self.on_cut()
+
+
+class Admitted:
+    """The block in which a backend is lent. A class, because a generator would cost every request more."""
+
+    __slots__ = ("_dispatcher", "_entry", "_excluded", "_lease", "_request")
+
+    def __init__(self, dispatcher: Lender, request: Request, excluded: frozenset[str], entry: Entry) -> None:
+        self._dispatcher = dispatcher
+        self._request = request
+        self._excluded = excluded
+        self._entry = entry
+        self._lease: Lease | None = None
+
+    async def __aenter__(self) -> Lease:
+        lease = self._lease = await self._dispatcher.wait(self._request, self._excluded, self._entry)
+        return lease
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._lease is not None:
+            self._dispatcher.returned(self._lease)
