@@ -1,4 +1,4 @@
-"""Whatever an engine answers, reading it for the prefix index never fails: the request is served already."""
+"""Reading any answer for the prefix index never fails, because its request has been served."""
 
 from __future__ import annotations
 
@@ -17,43 +17,16 @@ from tests.fuzz.profile import FUZZED
 KINDS = st.sampled_from([BodyKind.CHAT, BodyKind.COMPLETION, BodyKind.MESSAGES, BodyKind.RESPONSES])
 NAMES = st.sampled_from(
     [
-        "choices",
-        "message",
-        "delta",
-        "content",
-        "text",
-        "tool_calls",
-        "function",
-        "index",
-        "name",
-        "arguments",
-        "type",
-        "content_block",
-        "output",
-        "response",
-        "partial_json",
-        "reasoning",
-        "input",
-        "id",
+        "choices", "message", "delta", "content", "text", "tool_calls", "function", "index", "name", "arguments",
+        "type", "content_block", "output", "response", "partial_json", "reasoning", "input", "id",
     ]
-)
+)  # fmt: skip
 WORDS = st.sampled_from(
     [
-        "text",
-        "tool_use",
-        "message",
-        "function_call",
-        "text_delta",
-        "content_block_start",
-        "content_block_delta",
-        "response.completed",
-        "input_json_delta",
-        "{",
-        "{}",
-        "[DONE]",
-        "é",
+        "text", "tool_use", "message", "function_call", "text_delta", "content_block_start", "content_block_delta",
+        "response.completed", "input_json_delta", "{", "{}", "[DONE]", "é",
     ]
-)
+)  # fmt: skip
 LEAVES = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats(-9, 9) | WORDS
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=14

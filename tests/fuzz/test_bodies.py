@@ -1,4 +1,4 @@
-"""Whatever bytes a client sends as JSON: what the engine's parser would accept is read as it would read it."""
+"""Any bytes as a JSON body: whatever the engine's parser accepts is read as the engine reads it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,15 @@ from llmproxy.gateway.request.body_reader import read_large, read_small
 from llmproxy.gateway.request.json_scan import BadBody, drain
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from tests.fuzz.profile import FUZZED
+from tests.gateway.request.test_json_scan import SPACES, written
 
 JSON_KINDS = [kind for kind in BodyKind if kind is not BodyKind.FORM]
 NAMES = st.sampled_from(
     [
-        "model",
-        "stream",
-        "stream_options",
-        "priority",
-        "cache_salt",
-        "user",
-        "messages",
-        "prompt",
-        "n",
-        "max_tokens",
-        "include_usage",
-        "continuous_usage_stats",
-        "mod\\el",
-        '"',
-        "é",
+        "model", "stream", "stream_options", "priority", "cache_salt", "user", "messages", "prompt", "n", "max_tokens",
+        "include_usage", "continuous_usage_stats", "mod\\el", '"', "é",
     ]
-)
+)  # fmt: skip
 TEXTS = st.text(alphabet=st.sampled_from('ab"\\[]{},:/\n\té漢😀'), max_size=10)
 LEAVES: st.SearchStrategy[Any] = (
     st.none() | st.booleans() | st.integers(-3, 2**60) | st.floats(-1e9, 1e9) | TEXTS | st.just({})
@@ -55,16 +43,7 @@ MEMBERS = st.lists(st.tuples(NAMES | TEXTS, VALUES), max_size=7) | st.lists(
     ),
     max_size=6,
 )
-SPACES = st.text(alphabet=" \t\r\n", max_size=3)
 CUTS = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 3), st.binary(max_size=3)), max_size=3)
-
-
-def written(members: list[tuple[str, Any]], space: str, ascii_only: bool) -> bytes:
-    def dump(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=ascii_only, separators=("," + space, space + ":" + space))
-
-    inner = f"{space},{space}".join(f"{dump(name)}{space}:{space}{dump(value)}" for name, value in members)
-    return f"{space}{{{space}{inner}{space}}}{space}".encode()
 
 
 def mutated(body: bytes, cuts: list[tuple[int, int, bytes]]) -> bytes:
@@ -105,7 +84,7 @@ def engines_view(body: bytes) -> dict[str, Any] | None:
 @example([("model", "a")], "", True, [(3, 1, rb"\u006f")], BodyKind.CHAT)
 @example([("n", 1), ("model", "a")], "", True, [(5, 1, b"NaN")], BodyKind.OTHER)
 @example([("x", "1"), ("model", "a")], "", True, [(6, 1, b"\xed\xa0\x80")], BodyKind.CHAT)
-def test_both_readings_find_what_the_engine_finds(
+def test_both_readers_agree_with_the_engines_parser(
     members: list[tuple[str, Any]], space: str, ascii_only: bool, cuts: list[tuple[int, int, bytes]], kind: BodyKind
 ) -> None:
     body = mutated(written(members, space, ascii_only), cuts)
@@ -135,7 +114,7 @@ def test_both_readings_find_what_the_engine_finds(
 )
 @example([], " ", True, BodyKind.CHAT, "b", -1, "a-salt")
 @example([("stream", True), ("stream_options", {"include_usage": None})], "", True, BodyKind.CHAT, "b", 1, "a-salt")
-def test_a_spliced_body_is_the_clients_with_the_edits_and_nothing_else(
+def test_a_spliced_body_differs_only_by_the_edits(
     members: list[tuple[str, Any]],
     space: str,
     ascii_only: bool,

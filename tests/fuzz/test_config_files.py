@@ -1,4 +1,4 @@
-"""Whatever stands in a configuration file: it is used, or every problem is told with its line, and no secret is."""
+"""Any configuration file is used, or every problem is reported with its line, and no secret is repeated."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @FUZZED
 @given(st.lists(st.tuples(st.sampled_from(places(SHOWN)), VALUES), min_size=1, max_size=3))
-def test_any_value_anywhere_is_taken_or_told(path: Path, edits: list[tuple[tuple[str | int, ...], Any]]) -> None:
+def test_any_value_is_accepted_or_reported(path: Path, edits: list[tuple[tuple[str | int, ...], Any]]) -> None:
     config: Any = SHOWN
     for place, value in edits:
         try:
@@ -95,7 +95,7 @@ def test_any_value_anywhere_is_taken_or_told(path: Path, edits: list[tuple[tuple
     ),
     st.sampled_from([None, ("port",), ("tenants", 0, "name")]),
 )
-def test_what_stands_where_a_key_belongs_is_never_repeated(
+def test_secrets_in_the_place_of_keys_are_never_repeated(
     path: Path, place: tuple[str | int, ...], value: Any, broken: tuple[str | int, ...] | None
 ) -> None:
     config = put(SHOWN, place, value)
@@ -113,7 +113,7 @@ def test_what_stands_where_a_key_belongs_is_never_repeated(
 @example([(0, 0, b"\xef\xbb\xbf")])
 @example([(0, 0, b"? [a]\n: 1\n")])
 @example([(0, len(EXAMPLE), b"&a [*a]")])
-def test_any_bytes_are_a_configuration_or_a_told_problem(path: Path, cuts: list[tuple[int, int, bytes]]) -> None:
+def test_any_bytes_are_a_configuration_or_a_reported_problem(path: Path, cuts: list[tuple[int, int, bytes]]) -> None:
     text = EXAMPLE.encode()
     for at, gone, new in cuts:
         text = text[:at] + new + text[at + gone :]

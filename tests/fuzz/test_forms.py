@@ -1,4 +1,4 @@
-"""A form says the same here and in the engine, or it is refused: nobody gets past a rule by saying it in two ways.
+"""A form means the same to the proxy and to the engine, or it is refused.
 
 The engine's framework is Starlette, which is asked itself. Releases of its form parser that engines still have read the
 header of a part with the parser of Python's `email` package, which unfolds the parameters of RFC 2231 and pairs quotes
@@ -25,50 +25,19 @@ TYPE = "multipart/form-data; boundary=cut"
 WANTED = ("model", "stream")
 PARAMS = st.sampled_from(
     [
-        "name",
-        "NAME",
-        "name*",
-        "name*0",
-        "filename",
-        "filename*",
-        "x",
-        "model",
-        "stream",
-        "form-data",
-        "utf-8''model",
-        "=",
-        ";",
-        '"',
-        "\\",
-        " ",
-        "\t",
-        "'",
-        "*",
-        "a",
-        "%6d",
+        "name", "NAME", "name*", "name*0", "filename", "filename*", "x", "model", "stream", "form-data",
+        "utf-8''model", "=", ";", '"', "\\", " ", "\t", "'", "*", "a", "%6d",
     ]
-)
+)  # fmt: skip
 DISPOSITIONS = st.lists(PARAMS, max_size=9).map("".join) | st.lists(
     st.sampled_from(
         [
-            'name="model"',
-            "name=model",
-            "name*=utf-8''model",
-            'x="\\"',
-            'x="a"b',
-            'x=a"b',
-            'filename="a"',
-            "name*0=mo",
-            "name*1=del",
-            'x="\\\\"',
-            "filename*=utf-8''a",
-            "name",
-            'name="str\\eam"',
-            "name=stream",
+            'name="model"', "name=model", "name*=utf-8''model", 'x="\\"', 'x="a"b', 'x=a"b', 'filename="a"',
+            "name*0=mo", "name*1=del", 'x="\\\\"', "filename*=utf-8''a", "name", 'name="str\\eam"', "name=stream",
         ]
     ),
     max_size=4,
-).map(lambda params: "; ".join(["form-data", *params]))
+).map(lambda params: "; ".join(["form-data", *params]))  # fmt: skip
 FIELDS = st.sampled_from(
     ["Content-Disposition", "content-disposition", "Content-Type", "X", " X", "Content-Disposition "]
 )
@@ -159,35 +128,13 @@ NAMED = st.sampled_from(
 PARAMETERS = st.lists(
     st.sampled_from(
         [
-            "; ",
-            ";",
-            " ;",
-            ";\t",
-            ";\xa0",
-            ";\x85",
-            ";\n",
-            '"',
-            '\\"',
-            "\\",
-            "name=model",
-            'name="model"',
-            "name=stream",
-            'name="model',
-            "name =model",
-            "Name=model",
-            "name=mod%65l",
-            'x="',
-            "x=y",
-            "x",
-            'filename="a"',
-            "filename=a",
-            "\xa0",
-            "\x00",
-            "=",
+            "; ", ";", " ;", ";\t", ";\xa0", ";\x85", ";\n", '"', '\\"', "\\", "name=model", 'name="model"',
+            "name=stream", 'name="model', "name =model", "Name=model", "name=mod%65l", 'x="', "x=y", "x",
+            'filename="a"', "filename=a", "\xa0", "\x00", "=",
         ]
     ),
     max_size=8,
-).map("".join)
+).map("".join)  # fmt: skip
 HEADS = st.one_of(
     NAMED.map('Content-Disposition: form-data; name="{}"'.format),
     NAMED.map("content-disposition:form-data;name={}".format),
@@ -196,16 +143,12 @@ HEADS = st.one_of(
     ),
     st.sampled_from(
         [
-            "Content-Type: text/plain; charset=utf-16",
-            "Content-Transfer-Encoding: base64",
-            "X: y",
-            " name=model",
-            "Content-Disposition",
-            "Content-Disposition : form-data; name=model",
+            "Content-Type: text/plain; charset=utf-16", "Content-Transfer-Encoding: base64", "X: y", " name=model",
+            "Content-Disposition", "Content-Disposition : form-data; name=model",
             'Content-Disposition: form-data; name="model"; filename="a"',
         ]
     ),
-)
+)  # fmt: skip
 ENDS = st.sampled_from(["\r\n"] * 8 + ["\n", "\r", "\r\r\n", "\n\r\n", "\r\n "])
 CONTENTS = st.sampled_from(
     [b"a", b"b", b"", b"true", b"\r\n", b"--cut", b"\r\n--cu", b"\x00", "é".encode("utf-16"), b"\xff"]
@@ -233,21 +176,12 @@ def whole_forms(draw: st.DrawFn) -> bytes:
 TYPES = st.sampled_from([TYPE] * 3) | st.lists(
     st.sampled_from(
         [
-            "; ",
-            ";",
-            "boundary=cut",
-            'boundary="cut"',
-            "Boundary=cut",
-            "charset=utf-7",
-            "charset=cp037",
-            "Charset=utf-16",
-            'x="',
-            '"',
-            "\xa0",
+            "; ", ";", "boundary=cut", 'boundary="cut"', "Boundary=cut", "charset=utf-7", "charset=cp037",
+            "Charset=utf-16", 'x="', '"', "\xa0",
         ]
     ),
     max_size=6,
-).map(lambda pieces: "multipart/form-data;" + "".join(pieces))
+).map(lambda pieces: "multipart/form-data;" + "".join(pieces))  # fmt: skip
 
 
 @FUZZED

@@ -1,4 +1,4 @@
-"""From socket to socket: in whatever chunks and packets an answer comes, the client gets its bytes."""
+"""From socket to socket: the client gets the bytes of an answer, in whatever chunks and packets they arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream says the same however it is cut, and all of it is handed on but the one event that the proxy asked for."""
+"""A stream means the same however it is split, and is forwarded without only the event that the proxy asked for."""
 
 from __future__ import annotations
 
@@ -42,13 +42,8 @@ CUTS = st.lists(st.integers(0, 600), max_size=12)
 
 def facts(tap: StreamTap) -> dict[str, Any]:
     names = (
-        "first_event_complete",
-        "first_token_seen",
-        "error_first",
-        "error_seen",
-        "error_blames_client",
-        "done_seen",
-    )
+        "first_event_complete", "first_token_seen", "error_first", "error_seen", "error_blames_client", "done_seen",
+    )  # fmt: skip
     return {name: getattr(tap, name) for name in (*names, "data_events", "usage")}
 
 
@@ -102,7 +97,7 @@ def test_exactly_the_usage_events_are_hidden(payloads: list[tuple[dict[str, Any]
 
 @FUZZED
 @given(PAYLOADS, st.binary(max_size=20), st.binary(max_size=20))
-def test_the_usage_of_an_answer_is_what_a_parser_finds_at_its_end(
+def test_usage_of_an_answer_is_what_a_parser_finds_at_its_end(
     fields: dict[str, Any], before: bytes, after: bytes
 ) -> None:
     usage_of_tail(before + json.dumps(fields).encode() + after)

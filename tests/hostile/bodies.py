@@ -19,27 +19,12 @@ from tests.strictness.vector import CHAT, HOST, JSON, head
 PADDING = '"padding":[' + "0," * 17_000 + "0]"
 """With this many values a body is scanned, and not parsed."""
 NAMES = (
-    '"model"',
-    '"model"',
-    '"mod\\u0065l"',
-    '"stream"',
-    '"str\\u0065am"',
-    '"stream_options"',
-    '"messages"',
-    '"user"',
+    '"model"', '"model"', '"mod\\u0065l"', '"stream"', '"str\\u0065am"', '"stream_options"', '"messages"', '"user"',
     '"n"',
-)
+)  # fmt: skip
 ODD_NAMES = (
-    '"model\\u0000"',
-    '"Model"',
-    '" model"',
-    '"priority"',
-    '"cache_salt"',
-    '""',
-    '"\\"model\\""',
-    "'model'",
-    "model",
-)
+    '"model\\u0000"', '"Model"', '" model"', '"priority"', '"cache_salt"', '""', '"\\"model\\""', "'model'", "model",
+)  # fmt: skip
 VALUES = (
     '"base"', '"base"', '"base"', '"b\\u0061se"', '"other"', "true", "true", "false", "null", "1", "[]", "{}",
     '{"include_usage":true}', '{"include_usage":null,"x":1}', '{"model":"other"}', '[{"role":"user","content":"é😀"}]',

@@ -18,7 +18,7 @@ CASES = 8
 @pytest.mark.parametrize(
     ("make", "play", "name"), [(make, play, name) for made, play in PLAYS for name, make in made.items()]
 )
-async def test_some_cases(make: object, play: Play, name: str) -> None:
+async def test_cases_of_each_group_have_no_findings(make: object, play: Play, name: str) -> None:
     found = await play(cases_of(make, 1, CASES), name.startswith("sound"), 1)  # type: ignore[arg-type]
     assert found == []
 
@@ -55,11 +55,11 @@ REFUSED = whole(b'{"error":{}}', "400 Bad Request")
         (b"", Seen(REFUSED, False, ()), "0 of at least 1 sound requests"),
     ],
 )
-def test_what_a_client_must_not_do_is_found(sent: bytes, seen: Seen, told: str) -> None:
+def test_every_wrong_outcome_for_a_client_is_found(sent: bytes, seen: Seen, told: str) -> None:
     assert told in " ".join(clients.wrong_of(sent, seen, sound=True))
 
 
-def test_a_client_that_was_served_well_did_nothing() -> None:
+def test_a_correct_outcome_for_a_client_has_no_finding() -> None:
     seen = Seen(OK * 2, False, (reached(b"outer"), reached(b"sentinel")))
     assert clients.wrong_of(sized("outer"), seen, sound=True) == []
     assert clients.wrong_of(b"\x00", Seen(REFUSED, False, ())) == []
@@ -77,7 +77,7 @@ def test_a_client_that_was_served_well_did_nothing() -> None:
         (whole_of(b"content-length: 9\r\n"), whole(BODY + b"xx")[:-1], "beginning"),
     ],
 )
-def test_what_a_backend_must_not_do_is_found(sent: bytes, data: bytes, told: str) -> None:
+def test_every_wrong_outcome_for_a_backend_is_found(sent: bytes, data: bytes, told: str) -> None:
     assert told in " ".join(backends.wrong_of(sent, Got(data, whole(NEXT), kept=True)))
 
 
@@ -115,12 +115,12 @@ def test_the_reader_finds_every_request() -> None:
         (b"\x16\x03\x01\r\n", End.BROKEN),
     ],
 )
-def test_the_reader_repairs_nothing(spoilt: bytes, end: End) -> None:
+def test_the_reader_accepts_no_broken_request(spoilt: bytes, end: End) -> None:
     assert requests_of(spoilt) == requests_of(b"") or requests_of(spoilt).messages == ()
     assert requests_of(spoilt).end is end
 
 
-def test_the_reader_of_answers() -> None:
+def test_the_reader_finds_every_answer() -> None:
     assert [message.status for message in answers_of(answers.SOUND[3], closed=False).messages] == [100, 200]
     assert answers_of(whole_of(), closed=False).end is End.SHORT
     assert answers_of(whole_of(), closed=True).messages[0].body == BODY

@@ -14,7 +14,9 @@ from tests.strictness.vectors import TABLE
 
 @pytest.mark.parametrize("pieces", [1, 30])
 @pytest.mark.parametrize("group", TABLE)
-async def test_what_comes_of_it(group: str, pieces: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_request_has_the_outcome_of_the_table(
+    group: str, pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
     vectors = [vector for vector in TABLE[group] if pieces == 1 or not vector.name.endswith("in one piece")]
 
     found: dict[str, str] = {}
@@ -26,7 +28,7 @@ async def test_what_comes_of_it(group: str, pieces: int, caplog: pytest.LogCaptu
     assert not caplog.records, "the server library found nothing to complain of"
 
 
-def test_the_page_tells_what_is_tested() -> None:
+def test_the_docs_page_lists_every_case() -> None:
     rows = {
         group: [row(vector, vector.statuses, vector.closed, vector.reached) for vector in vectors]
         for group, vectors in TABLE.items()
@@ -35,7 +37,7 @@ def test_the_page_tells_what_is_tested() -> None:
     assert PAGE.read_text() == page(rows, answer_rows), "python -m tests.strictness.table writes it anew"
 
 
-async def test_what_comes_of_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_answer_has_the_outcome_of_the_table(caplog: pytest.LogCaptureFixture) -> None:
     async with answer_bench() as (proxy, backend):
         found = {
             vector.name: answer_differences(vector, await observe_answer(proxy, backend, vector.sent, vector.closes))
@@ -59,9 +61,7 @@ async def test_what_comes_of_an_answer(caplog: pytest.LogCaptureFixture) -> None
     ],
 )
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
-async def test_an_answer_claims_a_version_that_is_spoken_here(
-    method: bytes, asked: bytes, answered_with: bytes
-) -> None:
+async def test_an_answer_has_a_supported_http_version(method: bytes, asked: bytes, answered_with: bytes) -> None:
     sent = method + b" /version" + asked + b"\r\nhost: x\r\nconnection: close\r\n\r\n"
     async with serving() as proxy, proxy.wire(sent) as (reader, _):
         answer = await reader.read(-1)
@@ -71,7 +71,7 @@ async def test_an_answer_claims_a_version_that_is_spoken_here(
     assert answer.count(b"HTTP/1.") == 1 + body.count(b"HTTP/1.")
 
 
-async def test_what_cannot_be_parsed_is_neither_repeated_nor_logged(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_unparsable_bytes_are_neither_repeated_nor_logged(capsys: pytest.CaptureFixture[str]) -> None:
     async with bench() as (proxy, backend):
         for broken in (b"authorization: Bearer sk-secret\x00", b"authorization: Bearer sk-secret\x01", b"sk-secret"):
             seen = await observe(proxy, backend, post(broken))

@@ -1,4 +1,4 @@
-"""Who may see the pages for those who run the proxy, and how often."""
+"""Who may see the pages for operators, how often, and what they show."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ def asked(headers: dict[str, str] | None = None, peer: str | None = "127.0.0.1",
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
-def test_this_machine_may_look(peer: str) -> None:
+def test_local_clients_are_admitted(peer: str) -> None:
     assert pages().admits(asked(peer=peer))
     assert pages(admin_key=hash_of("for-admins")).admits(asked(peer=peer))
 
 
 @pytest.mark.parametrize("peer", [AFAR, "::ffff:10.0.0.7", "fe80::1%eth0", "192.168.0.1", None])
-def test_others_may_not(peer: str | None) -> None:
+def test_remote_clients_are_not_admitted(peer: str | None) -> None:
     assert not pages().admits(asked(peer=peer))
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"])
-def test_a_proxy_on_this_machine_speaks_for_somebody_else(name: str) -> None:
+def test_a_local_proxy_with_forwarded_fields_is_not_admitted(name: str) -> None:
     assert not pages().admits(asked({name: "127.0.0.1"}))
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "LocalHost:8080", "127.0.0.1:8080", "[::1]:8080", "gpu-box", "10.0.0.9:81"]
 )
-def test_a_page_of_our_own_is_of_this_machine(host: str) -> None:
+def test_the_proxys_own_host_names_are_admitted(host: str) -> None:
     page = pages(host="gpu-box", admin={"host": "10.0.0.9"})
     assert page.admits(asked({"Host": host}))
     assert page.admits(asked({"Host": host, "Origin": f"http://{host}"}))
@@ -73,7 +73,7 @@ def test_a_page_of_our_own_is_of_this_machine(host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "10.0.0.7", "[fe80::1]"]
 )
-def test_a_name_that_was_made_to_lead_here_opens_nothing(host: str) -> None:
+def test_a_rebound_host_name_is_not_admitted(host: str) -> None:
     page = pages(admin_key=hash_of("for-admins"))
     assert not page.admits(asked({"Host": host}))
     assert not page.admits(asked({"Host": host, "Origin": f"http://{host}"}))
@@ -81,13 +81,13 @@ def test_a_name_that_was_made_to_lead_here_opens_nothing(host: str) -> None:
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "", "http://localhost", "http://localhost:3000"])
-def test_a_page_from_elsewhere_in_a_browser_on_this_machine_opens_nothing(origin: str) -> None:
+def test_a_foreign_web_page_in_a_local_browser_is_not_admitted(origin: str) -> None:
     page = pages(admin_key=hash_of("for-admins"))
     assert not page.admits(asked({"Host": "localhost:8080", "Origin": origin}))
     assert page.admits(asked(KEY | {"Host": "localhost:8080", "Origin": origin}))
 
 
-def test_the_admin_key_opens_from_anywhere_and_nothing_else_does() -> None:
+def test_only_the_admin_key_admits_remote_clients() -> None:
     page = pages(admin_key=hash_of("for-admins"), api_keys=["a-client"])
     assert page.admits(asked(KEY, AFAR))
     assert page.admits(asked(KEY | {"X-Forwarded-For": "1.2.3.4"}))
@@ -110,7 +110,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert [len(one) for pair in compared for one in pair] == [32, 32]
 
 
-def test_looks_are_bounded_and_come_back_with_time() -> None:
+def test_pages_are_rate_limited() -> None:
     now = 0.0
     page = pages(lambda: now)
     statuses = [page.queue(asked()).status for _ in range(int(BURST) + 1)]
@@ -123,7 +123,7 @@ def test_looks_are_bounded_and_come_back_with_time() -> None:
     assert [page.queue(asked()).status for _ in range(int(BURST) + 1)] == [200] * int(BURST) + [429]
 
 
-def test_looks_at_adapters_and_choices_are_bounded_together_with_the_others() -> None:
+def test_all_pages_share_one_rate_limit() -> None:
     now = 0.0
     page = pages(lambda: now)
     assert [page.queue(asked()).status for _ in range(int(BURST) - 2)] == [200] * int(BURST - 2)
@@ -132,7 +132,7 @@ def test_looks_at_adapters_and_choices_are_bounded_together_with_the_others() ->
     assert page.queue(asked()).status == 429
 
 
-def test_bands_have_their_names_and_no_page_is_kept_by_a_cache() -> None:
+def test_bands_are_named_and_pages_are_not_cached() -> None:
     answer = pages(bands={"urgent": 50}).queue(asked(query="?request=first"))
     assert answer.headers["Cache-Control"] == "no-store"
     assert isinstance(answer.body, bytes)
@@ -142,7 +142,7 @@ def test_bands_have_their_names_and_no_page_is_kept_by_a_cache() -> None:
     assert orjson.loads(answer.body)["band"] == "50"
 
 
-def test_a_flow_whose_name_is_no_text_is_shown_all_the_same() -> None:
+def test_a_flow_name_that_is_not_utf8_is_shown() -> None:
     answer = pages().queue(asked())
     assert answer.status == 200
     assert isinstance(answer.body, bytes)
@@ -162,7 +162,7 @@ def explained(query: str = "", granted: int = 0) -> tuple[int, Any]:
     return answer.status, json.loads(answer.body)
 
 
-def test_the_last_choices_are_shown_as_many_as_were_asked_for() -> None:
+def test_the_last_choices_are_shown_up_to_the_limit() -> None:
     status, told = explained(granted=20)
     (pool,) = told["pools"]
     assert (status, told["placement"], pool["pool"], pool["priced"]) == (200, "cost", "base", True)
@@ -174,12 +174,12 @@ def test_the_last_choices_are_shown_as_many_as_were_asked_for() -> None:
 
 
 @pytest.mark.parametrize("limit", ["0", "101", "-1", "1.5", "many", "", "\u0663", "1" * 5_000])
-def test_how_many_choices_is_a_number_within_bounds(limit: str) -> None:
+def test_the_limit_of_choices_must_be_within_bounds(limit: str) -> None:
     status, told = explained(f"?limit={limit}")
     assert (status, told["error"]["message"]) == (400, "`limit` should be an integer from 1 to 100.")
 
 
-def test_the_choices_for_one_request_are_found_and_none_are_not() -> None:
+def test_choices_for_one_request_are_found() -> None:
     status, told = explained("?request=name-3", granted=20)
     assert (status, [one["id"] for one in told["pools"][0]["choices"]]) == (200, ["n3"])
     status, told = explained("?request=nobody", granted=20)
@@ -188,7 +188,7 @@ def test_the_choices_for_one_request_are_found_and_none_are_not() -> None:
     assert (status, len(told["pools"][0]["choices"])) == (200, 4)
 
 
-def test_a_placement_without_prices_is_told_as_such() -> None:
+def test_a_placement_without_prices_is_shown_as_such() -> None:
     answer = pages(scheduling={"placement": "blend"}).explain(asked())
     assert isinstance(answer.body, bytes)
     told = orjson.loads(answer.body)

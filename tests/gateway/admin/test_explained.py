@@ -1,4 +1,4 @@
-"""Choices in words and numbers: what a line says, in which order candidates come, and how long a page may be."""
+"""The page on choices: its lines and numbers, the order of candidates, and its limit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def page(*choices: Explained, limit: int = 10, wanted: str | None = None) -> dic
     return told
 
 
-def test_a_price_is_a_line_that_a_person_can_read() -> None:
+def test_a_price_is_a_readable_line() -> None:
     assert line_of(price(), 9_200) == (
         "gpu-2: 0.41 s = queue 0.10 + prefill 0.27 (1,830 of 9,200 tokens uncached) + adapter 0 + harm 0.04"
     )
@@ -71,11 +71,11 @@ def test_a_backend_without_room_says_so() -> None:
         ((), "0.00 s = 0"),
     ],
 )
-def test_parts_have_as_many_places_as_their_sum_needs(terms: tuple[tuple[str, float], ...], line: str) -> None:
+def test_parts_have_the_same_decimal_places_as_their_sum(terms: tuple[tuple[str, float], ...], line: str) -> None:
     assert line_of(price(terms=terms), 9_200) == f"gpu-2: {line}"
 
 
-def test_the_chosen_one_comes_first_and_then_the_cheap_before_the_dear() -> None:
+def test_candidates_are_the_chosen_one_then_by_price() -> None:
     costs = {"a": 0.5, "b": 0.1, "c": 0.102, "d": 0.3}
     prices = [price(name, (("queue", seconds),)) for name, seconds in costs.items()]
     (told,) = page(choice(1, *prices, chosen="c"))["choices"]
@@ -109,7 +109,7 @@ def test_numbers_stand_beside_the_line() -> None:
     }
 
 
-def test_the_newest_are_shown_and_the_rest_is_counted() -> None:
+def test_the_newest_choices_are_shown_and_the_rest_counted() -> None:
     told = page(*(choice(number) for number in (5, 4, 3, 2, 1)), limit=2)
     assert [one["id"] for one in told["choices"]] == ["5", "4"]
     assert told["more"] == 3
@@ -124,7 +124,7 @@ def test_one_request_is_found_by_its_label_and_by_its_id() -> None:
     assert page(*made, wanted="chat")["choices"] == []
 
 
-def test_a_page_is_no_longer_than_it_may_be_but_shows_one_choice_of_any_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_limited_but_shows_at_least_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explained, "PRICES_MAX", 5)
     pair = (price("gpu-1"), price("gpu-2"))
     one, two = PoolChoices("one", (choice(1, *pair),), learned()), [choice(number, *pair) for number in (4, 3, 2)]
@@ -149,14 +149,14 @@ def test_a_pool_without_prices_says_so() -> None:
         (0.96, 1.25, "prompts as the pool, tokens 1.2x slower"),
     ],
 )
-def test_a_pace_is_told_beside_that_of_the_pool(prefill: float, step: float, line: str) -> None:
+def test_a_pace_is_compared_with_that_of_the_pool(prefill: float, step: float, line: str) -> None:
     pace = BackendPace("gpu-3", prefill, step, 0.41, 12, 1_200, 4_000)
     assert pace_line_of(pace) == (
         f"gpu-3: {line}, 41% busy with prompts, 12 sequences in flight, 1,200 of 4,000 blocks indexed"
     )
 
 
-def test_what_was_learned_is_told_in_numbers() -> None:
+def test_learned_values_are_shown_as_numbers() -> None:
     pace = BackendPace("gpu-3", 1.9, 0.5, 0.4111, 12, 1_200, 4_000)
     (told,) = pages_of([PoolChoices("base", (), learned(pace))], 20.0, 10, None)
     (backend,) = told["learned"].pop("backends")

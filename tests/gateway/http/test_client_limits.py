@@ -1,4 +1,4 @@
-"""What one address may use: connections that are open, requests a second."""
+"""Limits for one address: open connections, and requests per second."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def allowed(clients: ClientLimits, address: str, now: float) -> bool:
     return True
 
 
-def test_without_limits_everybody_may() -> None:
+def test_clients_without_limits_are_never_refused() -> None:
     clients = ClientLimits(ClientsConfig())
     assert all(allowed(clients, "10.0.0.1", 0.0) for _ in range(1000))
     assert all(clients.opened("10.0.0.1") is None for _ in range(1000))
 
 
-def test_a_second_s_worth_at_once_then_at_the_rate() -> None:
+def test_a_burst_of_one_second_is_allowed_then_the_rate() -> None:
     clients = ClientLimits(ClientsConfig(address_requests_per_s=4))
     assert [allowed(clients, "a", 10.0) for _ in range(6)] == [True] * 4 + [False] * 2
     assert [allowed(clients, "a", 10.25) for _ in range(2)] == [True, False]
@@ -41,10 +41,10 @@ def test_a_rate_below_one_a_second() -> None:
         clients.count_request("a", 1.0)
     assert (refused.value.outcome, refused.value.status) == (Outcome.RATE_LIMITED, 429)
     assert refused.value.headers["Retry-After"] == "9"
-    assert allowed(clients, "a", 10.0), "who comes when told to is served"
+    assert allowed(clients, "a", 10.0), "a client that waits as told is served"
 
 
-def test_those_seen_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_seen_address_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients_module, "ADDRESSES_MAX", 2)
     clients = ClientLimits(ClientsConfig(address_requests_per_s=1))
     for address, now in (("a", 0.0), ("b", 0.0), ("a", 1.0), ("c", 1.0)):
@@ -64,6 +64,8 @@ def test_connections_are_counted_until_they_are_closed() -> None:
     assert refused is not None
     assert (refused.status, refused.outcome) == (503, Outcome.REJECTED_CAPACITY)
     clients.closed("a")
+    assert clients.opened("a") is None, "its own connection was returned"
+    clients.closed("a")
     assert clients.opened("c") is None
     for address in ("a", "b", "c"):
         clients.closed(address)
@@ -79,5 +81,5 @@ def test_connections_are_counted_until_they_are_closed() -> None:
         ("", "", "10.0.0.1"),
     ],
 )
-def test_whom_an_address_stands_for(address: str, same: str, other: str) -> None:
+def test_addresses_count_alone_or_by_ipv6_network(address: str, same: str, other: str) -> None:
     assert network_of(address) == network_of(same) != network_of(other)

@@ -19,12 +19,12 @@ from llmproxy.gateway.http.routes import Dialect, dialect_of
         ("/v1/classify", "/classify"),
     ],
 )
-def test_a_path_with_one_v1_too_few_or_too_many_is_told_which_is_meant(asked: str, meant: str) -> None:
+def test_a_path_with_v1_missing_or_repeated_gets_a_hint(asked: str, meant: str) -> None:
     assert nothing_at(asked).message == f"There is nothing at {asked}; {meant} is what you may mean."
 
 
 @pytest.mark.parametrize("asked", ["/", "/v1", "/v1/metrics", "/v1/debug/queue", "/v1/chat", "/sleep"])
-def test_other_paths_are_told_of_no_path(asked: str) -> None:
+def test_other_unknown_paths_get_no_hint(asked: str) -> None:
     assert nothing_at(asked).message == f"There is nothing at {asked}."
 
 
@@ -32,7 +32,7 @@ def test_every_outcome_but_success_has_a_status() -> None:
     assert set(Outcome) - set(STATUS) == {Outcome.COMPLETED}
 
 
-def test_errors_speak_the_dialect_of_their_endpoint() -> None:
+def test_errors_have_the_dialect_of_their_endpoint() -> None:
     openai = orjson.loads(error_body(dialect_of("/v1/chat/completions"), 404, "no such model", "model"))
     assert openai == {"error": {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}}
     anthropic = orjson.loads(error_body(dialect_of("/v1/messages"), 404, "no such model"))

@@ -1,4 +1,4 @@
-"""Clients that ask before they send their body: `Expect: 100-continue`."""
+"""Clients that wait for permission to send their body: `Expect: 100-continue`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture
 async def connection() -> AsyncIterator[Streams]:
-    """A raw connection to a server that answers with the body it read, or with the status of what kept it from it."""
+    """A raw connection to a server that answers with the body it read, or with the status of a failure."""
 
     async def handle(request: web.BaseRequest) -> web.Response:
         try:
@@ -40,7 +40,7 @@ def head(length_bytes: int) -> bytes:
     return f"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-Continue\r\ncontent-length: {length_bytes}\r\n\r\n".encode()
 
 
-async def test_a_body_is_invited_before_it_is_read(connection: Streams) -> None:
+async def test_100_continue_is_sent_before_the_body_is_read(connection: Streams) -> None:
     reader, writer = connection
     writer.write(head(4))
     async with asyncio.timeout(10.0):
@@ -50,7 +50,7 @@ async def test_a_body_is_invited_before_it_is_read(connection: Streams) -> None:
         assert await reader.readexactly(4) == b"body"
 
 
-async def test_a_body_that_is_too_large_is_refused_without_being_sent(connection: Streams) -> None:
+async def test_a_too_large_body_is_refused_before_it_is_sent(connection: Streams) -> None:
     reader, writer = connection
     writer.write(head(BYTES_MAX + 1))
     async with asyncio.timeout(10.0):

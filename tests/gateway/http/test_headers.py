@@ -53,12 +53,12 @@ def test_the_backends_key_replaces_the_clients() -> None:
     assert [value for name, value in kept if name.lower() == "authorization"] == ["Bearer engine"]
 
 
-def test_a_key_that_opened_the_proxy_goes_no_further() -> None:
+def test_the_clients_key_is_not_forwarded() -> None:
     kept = to_backend(SENT, request_id="ours", withheld=PRIVILEGED, authorization=None, keep_credentials=False)
     assert not [name for name, _ in kept if name.lower() == "authorization"]
 
 
-def test_answers_keep_their_fields_but_not_the_hops() -> None:
+def test_answers_keep_end_to_end_fields() -> None:
     fields = [
         ("date", "now"),
         ("Set-Cookie", "a=1"),

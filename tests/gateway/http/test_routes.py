@@ -31,7 +31,7 @@ def test_adapters_are_changed_at_vllms_own_paths() -> None:
     assert set(PATHS.values()) == {LOAD_ADAPTER, UNLOAD_ADAPTER}
 
 
-def test_the_page_on_routes_lists_exactly_those_of_the_table() -> None:
+def test_the_docs_list_exactly_the_routes_of_the_table() -> None:
     page = (ROOT / "docs" / "reference" / "routes.md").read_text()
     rows = re.findall(r"^\| `(/\S+)` \| (OpenAI|Anthropic) \| ([a-z ]+) \|$", page, re.MULTILINE)
     listed = {path: (dialect, work) for path, dialect, work in rows}

@@ -25,7 +25,7 @@ def stored_responses() -> StoredResponses:
     return StoredResponses(Rulebook(Rules.of(config(), NoUpstream())), {}, NoUpstream(), dispatcher())
 
 
-def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
+def test_backends_of_responses_are_remembered_up_to_a_limit() -> None:
     stored = stored_responses()
     stored.remember(b'event: response.created\ndata: {"response":{"id":"resp_0","created_at":1', "gpu-0")
     stored.remember(b'{"error":{}}', "gpu-0")
@@ -37,7 +37,7 @@ def test_the_maker_of_a_response_is_remembered_within_a_bound() -> None:
     assert len(stored.made_by) == IDS_MAX
 
 
-def test_who_makes_many_responses_forgets_its_own() -> None:
+def test_a_tenant_with_many_responses_forgets_only_its_own() -> None:
     stored = stored_responses()
     acme, zeta = Tenant(name="acme"), Tenant(name="zeta")
     stored.remember(b'{"id":"resp_acme"}', "gpu-0", acme)
@@ -86,13 +86,13 @@ def test_the_id_of_a_response_is_found(head: bytes) -> None:
         b"event: " * 500,
     ],
 )
-def test_an_id_elsewhere_in_an_answer_is_not_that_of_the_response(head: bytes) -> None:
+def test_an_id_elsewhere_in_an_answer_is_ignored(head: bytes) -> None:
     stored = stored_responses()
     stored.remember(head, "gpu-0")
     assert list(stored.made_by) == []
 
 
-def test_a_response_exists_for_the_tenant_that_made_it_alone() -> None:
+def test_a_response_exists_only_for_its_tenant() -> None:
     stored = stored_responses()
     acme, zeta = Tenant(name="acme"), Tenant(name="zeta")
     stored.remember(b'{"id":"resp_0"}', "gpu-0", acme)

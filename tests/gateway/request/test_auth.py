@@ -1,4 +1,4 @@
-"""Whose key it is, and what that lets its tenant do."""
+"""Authentication: which tenant a key belongs to, and the rights of the tenant."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refused(keys: Keys, headers: dict[str, str]) -> str:
     return caught.value.message
 
 
-def test_keys_open_the_door_in_both_dialects() -> None:
+def test_keys_are_accepted_in_both_dialects() -> None:
     keys = Keys(config(api_keys=["one", "two"]))
     for good in (bearer("two"), {"authorization": "bearer one"}, {"x-api-key": "one"}):
         assert keys.check(good) is NO_TENANT
@@ -47,25 +47,25 @@ def test_keys_open_the_door_in_both_dialects() -> None:
         assert refused(keys, bad).startswith("Missing or wrong API key")
 
 
-def test_without_any_key_everybody_comes_in_and_is_nobodys() -> None:
+def test_every_client_is_accepted_if_no_key_is_configured() -> None:
     assert Keys(config()).check({}) is NO_TENANT
     assert Keys(config()).check(bearer("whatever")) is NO_TENANT
 
 
-def test_a_key_tells_whose_the_request_is() -> None:
+def test_a_key_identifies_the_tenant() -> None:
     keys = Keys(two_tenants(api_keys=["plain"]), lambda: END - timedelta(seconds=1))
     for key, name in (("acme-old", "acme"), ("acme-new", "acme"), ("zeta-1", "zeta"), ("plain", "")):
         assert keys.check(bearer(key)).name == name
         assert keys.check({"x-api-key": key}).name == name
 
 
-def test_with_tenants_a_key_is_required_and_a_hash_is_none() -> None:
+def test_tenants_require_a_key_and_a_hash_is_no_key() -> None:
     keys = Keys(two_tenants())
     assert "Missing or wrong API key" in refused(keys, {})
     assert "Missing or wrong API key" in refused(keys, bearer(hash_of("zeta-1")))
 
 
-def test_a_key_expires_at_its_moment_and_no_other_key_does() -> None:
+def test_a_key_expires_at_its_time_and_alone() -> None:
     now = END - timedelta(microseconds=1)
     keys = Keys(two_tenants(), lambda: now)
     assert keys.check(bearer("acme-old")).name == "acme"
@@ -74,7 +74,7 @@ def test_a_key_expires_at_its_moment_and_no_other_key_does() -> None:
     assert keys.check(bearer("acme-new")).name == "acme"
 
 
-def test_every_hash_is_compared_whichever_key_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_hash_is_compared_for_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bool] = []
 
     def counting(given: bytes, known: bytes) -> bool:
@@ -90,16 +90,17 @@ def test_every_hash_is_compared_whichever_key_it_is(monkeypatch: pytest.MonkeyPa
     assert len(compared) == 12
 
 
-def test_no_key_and_no_hash_is_in_what_is_shown_or_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_and_hashes_are_never_shown_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     keys = Keys(two_tenants(api_keys=["plain-key"]), lambda: END)
     with caplog.at_level(logging.DEBUG):
-        told = [repr(keys.check(bearer("zeta-1"))), refused(keys, bearer("acme-old")), refused(keys, bearer("guessed"))]
-    for shown in (repr(keys), str(vars(keys)), caplog.text, *told):
+        texts = [repr(keys.check(bearer("zeta-1")))]
+        texts += [refused(keys, bearer("acme-old")), refused(keys, bearer("guessed"))]
+    for shown in (repr(keys), str(vars(keys)), caplog.text, *texts):
         for secret in ("zeta-1", "acme-old", "plain-key", "guessed", hash_of("zeta-1").removeprefix("sha256:")):
             assert secret not in shown
 
 
-def test_a_tenant_is_what_its_entry_says() -> None:
+def test_a_tenant_has_the_values_of_its_entry() -> None:
     entry = {
         "name": "acme",
         "keys": [hash_of("k")],
@@ -122,7 +123,7 @@ def salted(**salts: str | None) -> dict[str, Tenant]:
     return {name: keys.check(bearer(name)) for name in salts}
 
 
-def test_salts_of_tenants_are_their_own_whatever_their_clients_write() -> None:
+def test_salts_differ_between_tenants_for_any_client_salt() -> None:
     tenants = salted(a="auto", b="auto", c="a-secret-of-c-alone", d=None)
     owns = (None, "", "x", "\ud800", tenants["a"].cache_salt("x"))
     salts = [tenants[name].cache_salt(own) for name in "abc" for own in owns if own != ""]
@@ -133,7 +134,7 @@ def test_salts_of_tenants_are_their_own_whatever_their_clients_write() -> None:
     assert salted(a="auto")["a"].cache_salt("x") == tenants["a"].cache_salt("x"), "in every process"
 
 
-def test_tenants_that_name_one_secret_share_what_is_cached() -> None:
+def test_tenants_with_the_same_secret_share_salts() -> None:
     tenants = salted(a="one-secret-of-both", b="one-secret-of-both")
     assert tenants["a"].cache_salt("x") == tenants["b"].cache_salt("x")
     for shown in (repr(tenants), repr(config(tenants=[{"name": "a", "keys": [hash_of("k")], "cache_salt": "s" * 16}]))):
@@ -141,7 +142,7 @@ def test_tenants_that_name_one_secret_share_what_is_cached() -> None:
         assert "s" * 16 not in shown
 
 
-def test_a_tenant_may_ask_for_its_models_alone_and_for_all_without_a_list() -> None:
+def test_a_tenant_may_use_only_its_listed_models() -> None:
     tenant = Tenant("acme", models=frozenset({"a"}))
     assert (tenant.allows("a"), tenant.allows("A"), tenant.allows("b"), tenant.allows("")) == (True, *(False,) * 3)
     assert Tenant("acme").allows("anything")

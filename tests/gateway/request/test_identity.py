@@ -1,4 +1,4 @@
-"""What a request is worth: band, flow, weight, objective, limits and time to wait, and whose word counts."""
+"""Classification: band, flow, weight, objective, limits and time to wait, and whose headers count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(**fields: object) -> Config:
 
 
 def of_acme(tenant: dict[str, Any] | None = None, **fields: Any) -> tuple[Identity, Tenant]:
-    """The identity of a configuration with one tenant, and that tenant, as its key tells."""
+    """The identity of a configuration with one tenant, and that tenant."""
     told = config(tenants=[{"name": "acme", "keys": [hash_of("k")]} | (tenant or {})], **fields)
     return Identity(told), Keys(told).check({"x-api-key": "k"})
 
@@ -60,11 +60,11 @@ def test_durations_in_gos_notation(text: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     "text", ["", "5", "-1s", "1 s", "s", "1s2", "1x", "1s junk", "--1s", "1..5s", "٣s", "9" * 2000, "9" * 2000 + "s"]
 )
-def test_what_is_no_duration(text: str) -> None:
+def test_other_texts_are_no_duration(text: str) -> None:
     assert parse_duration_s(text) is None
 
 
-def test_request_ids_are_taken_when_they_fit_a_log_line() -> None:
+def test_request_ids_are_accepted_if_they_fit_a_log_line() -> None:
     assert request_id({}) is None
     assert request_id({"x-request-id": "abc-1"}) == "abc-1"
     for bad in ("", "a b", "x" * 257, "caf\u00e9"):
@@ -81,12 +81,12 @@ def test_the_ttl_header_can_only_shorten() -> None:
 
 
 @pytest.mark.parametrize("header", sorted({TTL_HEADER, *PRIVILEGED}))
-def test_every_header_that_says_what_a_request_is_worth_is_documented(header: str) -> None:
+def test_every_header_for_classification_is_documented(header: str) -> None:
     docs = ROOT / "docs"
     assert f"`{header}`" in (docs / "how-to" / "tenants.md").read_text()
 
 
-def test_a_band_may_wait_longer_or_shorter_than_others() -> None:
+def test_bands_may_have_different_times_to_wait() -> None:
     identity = Identity(config(queue={"ttl_s": 10, "band_ttl_s": {"sheddable": 600, "critical": 2}}))
 
     def ttl_s(band: str, **headers: str) -> float:
@@ -96,7 +96,7 @@ def test_a_band_may_wait_longer_or_shorter_than_others() -> None:
     assert [ttl_s(band, **{TTL: "60s"}) for band in ("critical", "default", "sheddable")] == [2, 10, 60]
 
 
-def test_the_time_to_wait_is_that_of_the_band_a_request_ends_up_in() -> None:
+def test_the_time_to_wait_is_that_of_the_final_band() -> None:
     identity, acme = of_acme({"band_max": "sheddable"}, queue={"band_ttl_s": {"sheddable": 600}})
     assert identity.classify({OBJECTIVE: "critical"}, True, "m", "m", acme).ttl_s == 600
 
@@ -119,7 +119,7 @@ def test_trust_is_by_network() -> None:
     assert not Identity(config(trust_headers="none")).trusts("127.0.0.1")
 
 
-def test_trust_is_by_tenant_too_from_wherever_it_comes() -> None:
+def test_a_tenant_can_be_trusted_from_any_network() -> None:
     identity, trusted = of_acme({"trusted": True}, trust_headers="none")
     assert identity.trusts("8.8.8.8", trusted)
     assert not identity.trusts("8.8.8.8"), "what is known of a peer is not what is known of its tenant"
@@ -128,7 +128,7 @@ def test_trust_is_by_tenant_too_from_wherever_it_comes() -> None:
     assert identity.trusts("10.0.0.7", plain)
 
 
-def test_of_the_untrusted_nothing_counts_but_a_shorter_wait() -> None:
+def test_only_a_shorter_ttl_counts_from_untrusted_clients() -> None:
     identity = Identity(config(scheduling={"flow": "header:x-team"}))
     headers = {
         OBJECTIVE: "nonsense",
@@ -144,7 +144,7 @@ def test_of_the_untrusted_nothing_counts_but_a_shorter_wait() -> None:
 # --- bands ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_trusted_header_beats_the_models_entry_and_an_untrusted_one_does_not_count() -> None:
+def test_a_trusted_header_overrides_the_model() -> None:
     identity = Identity(
         config(
             models=[{"name": "fast", "target": "base", "criticality": "critical"}],
@@ -159,7 +159,7 @@ def test_a_trusted_header_beats_the_models_entry_and_an_untrusted_one_does_not_c
     assert identity.classify({}, True, "base", "base").band == DEFAULT
 
 
-def test_a_band_of_the_target_holds_for_its_alias_unless_the_alias_has_its_own() -> None:
+def test_an_alias_has_its_targets_band_unless_it_has_its_own() -> None:
     models = [
         {"name": "base", "criticality": "critical"},
         {"name": "alias", "target": "base"},
@@ -187,7 +187,7 @@ def test_a_band_of_the_target_holds_for_its_alias_unless_the_alias_has_its_own()
         ({OBJECTIVE: "unheard of"}, {"band_max": -5}, -5),
     ],
 )
-def test_the_band_is_the_headers_else_the_tenants_else_the_models_and_never_above_the_tenants_highest(
+def test_bands_come_from_header_tenant_model_up_to_band_max(
     headers: dict[str, str], tenant: dict[str, Any], band: int
 ) -> None:
     identity, acme = of_acme(
@@ -198,7 +198,7 @@ def test_the_band_is_the_headers_else_the_tenants_else_the_models_and_never_abov
     assert identity.classify(headers, True, "m", "m", acme).band == band
 
 
-def test_an_objective_that_nobody_configured_is_the_default_band_and_told() -> None:
+def test_an_unknown_objective_is_the_default_band_and_reported() -> None:
     identity = Identity(config(objectives=[{"name": "batch", "criticality": "sheddable"}]))
     found = identity.classify({OBJECTIVE: "bacth"}, True, "m", "m")
     assert (found.band, found.unknown_objective) == (DEFAULT, "bacth")
@@ -216,7 +216,7 @@ def test_an_objective_that_nobody_configured_is_the_default_band_and_told() -> N
     ("kind", "flow"),
     [("model", "alias"), ("tenant", "acme"), ("tenant+model", "acme+alias"), ("header:x-team", "blue")],
 )
-def test_what_makes_a_flow(kind: str, flow: str) -> None:
+def test_flows_are_named_as_configured(kind: str, flow: str) -> None:
     identity, acme = of_acme(scheduling={"flow": kind})
     assert identity.classify({"x-team": "blue"}, True, "alias", "base", acme).flow == flow
     assert identity.classify({FAIRNESS: "green", "x-team": "blue"}, True, "alias", "base", acme).flow == "green"
@@ -233,7 +233,7 @@ def test_names_of_flows_are_bounded() -> None:
     assert len(identity.classify({}, False, "x" * 9999, "m").flow) == FLOW_CHARS_MAX
 
 
-def test_the_weight_of_a_flow_is_its_own_else_the_tenants_else_one() -> None:
+def test_a_flow_has_its_own_weight_or_its_tenants() -> None:
     identity, acme = of_acme({"weight": 3}, scheduling={"weights": {"gold": 5}})
     assert identity.classify({FAIRNESS: "gold"}, True, "m", "m", acme).weight == 5
     assert identity.classify({}, True, "m", "m", acme).weight == 3
@@ -269,7 +269,7 @@ PLACES = {
         ({"x-slo-tpot-ms": ".5"}, {}, "other", Slo(None, 0.0005)),
     ],
 )
-def test_each_part_of_an_objective_is_that_of_a_header_else_the_named_objectives_else_the_tenants_else_the_models(
+def test_objective_parts_come_from_header_objective_tenant_model(
     headers: dict[str, str], tenant: dict[str, Any], requested: str, slo: Slo | None
 ) -> None:
     identity, acme = of_acme(tenant, **PLACES)
@@ -279,7 +279,7 @@ def test_each_part_of_an_objective_is_that_of_a_header_else_the_named_objectives
 
 @pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf", "1e3", "1_000", "9" * 400, "250ms", " "])
 @pytest.mark.parametrize("header", ["x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
-def test_an_objective_in_a_trusted_header_is_a_positive_number_of_milliseconds(header: str, text: str) -> None:
+def test_an_objective_header_must_be_positive_milliseconds(header: str, text: str) -> None:
     with pytest.raises(Failure) as caught:
         Identity(config()).classify({header: text}, True, "m", "m")
     assert caught.value.status == 400
@@ -289,7 +289,7 @@ def test_an_objective_in_a_trusted_header_is_a_positive_number_of_milliseconds(h
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_counts_against_the_limits_of_its_tenant_its_name_and_its_target() -> None:
+def test_limits_are_those_of_tenant_name_and_target() -> None:
     limits = {"in_flight": 1}
     models = [
         {"name": "m", "limits": limits},
@@ -327,14 +327,14 @@ def test_a_session_is_named_by_a_header_a_cookie_or_the_body() -> None:
     assert {named("body:user", "bob"), named("header:x-user", x_user="bob")}.isdisjoint({alice, None})
 
 
-def test_without_its_name_there_is_no_session() -> None:
+def test_a_request_without_the_name_has_no_session() -> None:
     assert named("header:x-user", "alice", cookie="x-user=alice") is None
     assert named("header:x-user", x_user="") is None
     assert named("cookie:sid", "alice", sid="alice", cookie="si d; ;=;x") is None
     assert named("body:user", "", user="alice") is None
 
 
-def test_of_a_session_nothing_is_kept_but_a_short_hash_that_tenants_do_not_share() -> None:
+def test_a_session_is_a_short_hash_that_differs_by_tenant() -> None:
     long = named("body:user", "alice" * 800)
     assert long is not None
     assert len(long) == 16
@@ -342,13 +342,13 @@ def test_of_a_session_nothing_is_kept_but_a_short_hash_that_tenants_do_not_share
     assert named("body:user", "alice", Tenant("acme")) not in (None, named("body:user", "alice"))
 
 
-def test_the_desk_has_to_read_a_session_that_the_body_names() -> None:
+def test_session_members_are_those_in_the_body() -> None:
     told = {"session": ["body:safety_identifier", "header:x-user", "body:user"]}
     assert Identity(config(scheduling=told)).session_members == ("safety_identifier", "user")
     assert Identity(config()).session_members == ("prompt_cache_key",)
 
 
-def test_of_several_names_the_first_that_is_given_counts() -> None:
+def test_the_first_given_session_name_counts() -> None:
     names = "header:x-user,body:user,cookie:sid"
     alice, bob = named("body:user", "alice"), named("body:user", "bob")
     assert named(names, "bob", x_user="alice", cookie="sid=bob") == alice
@@ -367,5 +367,5 @@ def test_of_several_names_the_first_that_is_given_counts() -> None:
         {"in_body": "alice"},
     ],
 )
-def test_what_clients_send_of_themselves_names_their_session(fields: dict[str, Any]) -> None:
+def test_session_names_of_known_clients_are_read(fields: dict[str, Any]) -> None:
     assert named(",".join(Config().scheduling.session), **fields) == named("body:user", "alice")

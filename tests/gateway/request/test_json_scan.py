@@ -1,4 +1,4 @@
-"""The scan finds what a parser finds, in any whitespace and slice size, and refuses everything else."""
+"""The scan finds what a parser finds, with any whitespace and slice size, and refuses everything else."""
 
 import json
 from typing import Any
@@ -46,7 +46,7 @@ def test_spans_hold_what_a_parser_finds(
 
 
 @given(MEMBERS, st.sampled_from([2, 3, 64, 65536]))
-def test_sums_count_what_is_inside(members: list[tuple[str, Any]], slice_bytes: int) -> None:
+def test_sums_count_the_content(members: list[tuple[str, Any]], slice_bytes: int) -> None:
     body = written(members, "", False)
     expected = orjson.loads(body)
     for name, member in drain(scan_members(body, NAMES, slice_bytes)).items():
@@ -147,8 +147,9 @@ def test_too_many_members_are_refused() -> None:
 
 @pytest.mark.parametrize("slice_bytes", [64, 1000, 65536])
 @pytest.mark.parametrize("media", ["data:image/png;base64," + "iVBOR" * 3000, "Qk0+" * 5000])
-def test_media_have_a_flat_price_wherever_they_are_torn(media: str, slice_bytes: int) -> None:
-    text = "words and words " * 100
+def test_media_have_a_flat_size_wherever_they_are_split(media: str, slice_bytes: int) -> None:
+    # Long enough that the first media string lies inside a slice of 64 KiB.
+    text = "words and words " * 3000
     body = orjson.dumps({"messages": [text, media, text, media], "prompt": media})
     found = drain(scan_members(body, ["messages", "prompt"], slice_bytes))
     assert found["messages"].text_bytes == 2 * len(text) + 2 * MEDIA_BYTES
@@ -189,6 +190,6 @@ def test_a_slice_is_bounded_whatever_is_long(body: bytes) -> None:
 @pytest.mark.parametrize(
     "body", [b'{"a":[\x80"]}', b'{"a":[1,\xff,2],"b":1}', b'{"a":{"b":\xc3\x28"x"}}', b'{"a":[x"]}']
 )
-def test_bytes_that_belong_nowhere_are_a_bad_body(body: bytes) -> None:
+def test_bytes_outside_strings_are_a_bad_body(body: bytes) -> None:
     with pytest.raises(BadBody):
         drain(scan_members(body, ("a",)))

@@ -1,4 +1,4 @@
-"""A prompt's chain is that of its text, however it is spelled; a conversation's begins with every earlier turn's."""
+"""Prompts with equal text have equal chains, and the chain of a conversation begins with that of every earlier turn."""
 
 import json
 import subprocess
@@ -38,22 +38,10 @@ VALUES = st.recursive(
 )
 NAMES = st.sampled_from(
     [
-        "role",
-        "name",
-        "content",
-        "text",
-        "type",
-        "input",
-        "thinking",
-        "timestamp",
-        "tool_calls",
-        "function",
-        "image_url",
-        "source",
-        "output",
-        "nam\\e\n",
+        "role", "name", "content", "text", "type", "input", "thinking", "timestamp", "tool_calls", "function",
+        "image_url", "source", "output", "nam\\e\n",
     ]
-)
+)  # fmt: skip
 TOOLS = st.dictionaries(
     st.sampled_from(["type", "name", "function", "cache_control", "input_schema"]),
     VALUES | st.dictionaries(NAMES, VALUES),
@@ -136,7 +124,7 @@ def test_long_texts_and_many_values_have_one_chain_too(ascii_only: bool) -> None
 
 
 @given(st.lists(st.binary(max_size=3 * BLOCK_BYTES), max_size=6))
-def test_a_chain_does_not_show_in_which_pieces_it_grew(pieces: list[bytes]) -> None:
+def test_a_chain_is_independent_of_its_pieces(pieces: list[bytes]) -> None:
     grown = start = empty_chain(None)
     for piece in pieces:
         grown = grown.extended(piece)
@@ -146,7 +134,7 @@ def test_a_chain_does_not_show_in_which_pieces_it_grew(pieces: list[bytes]) -> N
     assert grown.tail == whole[len(whole) - len(whole) % BLOCK_BYTES :]
 
 
-def test_each_hash_stands_for_all_before_it() -> None:
+def test_each_hash_depends_on_all_blocks_before_it() -> None:
     start = empty_chain(None)
     block, other = b"a" * BLOCK_BYTES, b"b" * BLOCK_BYTES
     assert len(set(start.extended(block * 5).hashes)) == 5
@@ -155,7 +143,7 @@ def test_each_hash_stands_for_all_before_it() -> None:
     assert same == [True, False, False, False, False]
 
 
-def test_a_full_chain_stays_as_it_is() -> None:
+def test_a_full_chain_does_not_change() -> None:
     start = empty_chain(None)
     full = start.extended(b"x" * (BLOCKS_MAX * BLOCK_BYTES + 700))
     assert len(full.hashes) == BLOCKS_MAX
@@ -199,12 +187,12 @@ def test_the_next_turn_begins_with_the_prompt_and_its_answer(
     assert known == chain_of({name: [*first, *turns]}, kind)
 
 
-def test_a_completion_goes_on_where_its_answer_ended() -> None:
+def test_a_completion_continues_the_chain_of_its_answer() -> None:
     known = chain_of({"prompt": LONG}, BodyKind.COMPLETION).extended(answer_bytes(LONG, BodyKind.COMPLETION))
     assert known == chain_of({"prompt": LONG + LONG}, BodyKind.COMPLETION)
 
 
-def test_what_the_engine_reads_alike_has_one_chain() -> None:
+def test_prompts_that_are_equal_to_the_engine_have_one_chain() -> None:
     text = {"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}
     assert chat(said("user", LONG)) == chat(said("user", [text]))
     assert chain_of({"input": LONG}, BodyKind.RESPONSES) == chain_of(
@@ -228,11 +216,11 @@ def test_what_the_engine_reads_alike_has_one_chain() -> None:
          chain_of({"system": "b", "messages": []}, BodyKind.MESSAGES)),
     ],
 )  # fmt: skip
-def test_what_the_engine_reads_differently_has_another(one: Chain, other: Chain) -> None:
+def test_prompts_that_differ_to_the_engine_have_other_chains(one: Chain, other: Chain) -> None:
     assert one != other
 
 
-def test_a_salt_of_the_proxys_own_is_kept_by_what_goes_on_from_a_chain() -> None:
+def test_an_extended_chain_keeps_the_proxys_salt() -> None:
     plain = chat(said("user", LONG))
     salted = replace(plain, salt="of a tenant")
     assert not set(salted.hashes_on("m", None)) & set(plain.hashes_on("m", None))
@@ -241,7 +229,7 @@ def test_a_salt_of_the_proxys_own_is_kept_by_what_goes_on_from_a_chain() -> None
     assert not set(further.hashes_on("m", None)) & set(plain.extended(LONG.encode()).hashes_on("m", None))
 
 
-def test_model_adapter_and_salt_share_nothing() -> None:
+def test_models_adapters_and_salts_share_no_hashes() -> None:
     fields = {"messages": [said("user", LONG)]}
     plain, mine = chain_of(fields, BodyKind.CHAT), chain_of({**fields, SALT: "mine"}, BodyKind.CHAT)
     hashes = [
@@ -289,7 +277,7 @@ def test_the_chain_ends_where_the_body_is_broken(broken: bytes) -> None:
 @pytest.mark.parametrize(
     "prompt", [b"[1,[2]]", b"[1,2.5]", b"[[1,2],[3],4", b'{"a":1}', b"-1", b"[" * 400 + b"]" * 400]
 )
-def test_what_is_no_prompt_has_no_chain(prompt: bytes) -> None:
+def test_invalid_prompts_have_no_chain(prompt: bytes) -> None:
     members = {"prompt": Member(Kind.ARRAY, 0, len(prompt))}
     chain = drain(chain_of_large(prompt, members, BodyKind.COMPLETION))
     assert chain.hashes == ()
@@ -300,14 +288,14 @@ def test_ids_far_apart_end_the_chain() -> None:
     assert large(body, BodyKind.COMPLETION) == chain_of({"prompt": [7]}, BodyKind.COMPLETION)
 
 
-def test_a_body_of_nothing_but_values_is_given_up() -> None:
+def test_a_body_of_too_many_values_is_not_read_to_its_end() -> None:
     body = b'{"messages":[' + b"null," * 1_000_000 + b"0]}"
     slices = chain_of_large(body, drain(scan_members(body, ("messages",))), BodyKind.CHAT)
     assert sum(1 for _ in slices) < 200
 
 
 @pytest.mark.parametrize("name", ["k%d", "cache_control"])
-def test_a_tool_of_nothing_but_members_is_given_up(name: str) -> None:
+def test_a_tool_of_too_many_members_is_not_read_to_its_end(name: str) -> None:
     tool = ",".join(f'"{name.replace("%d", str(number))}":1' for number in range(200_000))
     body = b'{"tools":[{%b}],"messages":[]}' % tool.encode()
     slices = chain_of_large(body, drain(scan_members(body, ("tools", "messages"))), BodyKind.CHAT)
@@ -336,7 +324,7 @@ def test_every_process_computes_the_same_chain() -> None:
     assert "hashes=(" in outputs.pop()
 
 
-def test_a_parsed_body_of_tiny_values_is_given_up_where_it_becomes_dense() -> None:
+def test_a_dense_parsed_body_is_not_read_to_its_end() -> None:
     dense = [{"input": 0}] * 30_000
     assert chat(*dense) == chat(*dense, said("user", LONG))
     assert chat([{f"a{n}": 0 for n in range(30_000)}]) == chat([{f"a{n}": 0 for n in range(40_000)}])

@@ -1,4 +1,4 @@
-"""What a real vLLM has in common of two prompts, the proxy believes to be in common, and no more."""
+"""The proxy expects as much of two prompts to be shared as a real vLLM shares."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def alike(one: Chain, other: Chain) -> float:
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("read", ["parsed", "scanned"])
-def test_a_chain_is_as_much_alike_as_the_tokens_of_the_engine(name: str, read: str) -> None:
+def test_chains_are_as_similar_as_the_engines_tokens(name: str, read: str) -> None:
     (kind, one), (_, other) = PAIRS[name]
     chains = [chain_of(body, kind) if read == "parsed" else scanned(body, kind) for body in (one, other)]
     ours, theirs = alike(*chains), FACTS[name][2] / max(FACTS[name][:2])
@@ -58,7 +58,7 @@ def test_two_runs_of_a_coding_agent_share_their_prompt() -> None:
     assert one.hashes == other.hashes
 
 
-def test_what_the_engine_puts_in_from_its_store_ends_the_chain() -> None:
+def test_a_stored_response_ends_the_chain() -> None:
     said = {"instructions": "Be brief. " * 100, "input": "And then? " * 100}
     first, further = (chain_of(said | more, BodyKind.RESPONSES) for more in ({}, {PREVIOUS: "resp_1"}))
     assert 0 < len(further.hashes) < len(first.hashes)
