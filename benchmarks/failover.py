@@ -33,13 +33,8 @@ REPLICAS = 4
 MODEL = "sim"
 TOKENS = 96
 REPLICA_FLAGS = ("--model", MODEL, "--profile", "llama-8b-h100", "--max-num-seqs", "16", "--speed", "0.4")
-BODY = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "Tell me how things break."}],
-    "max_tokens": TOKENS,
-    "ignore_eos": True,
-    "stream": True,
-}
+MESSAGES = [{"role": "user", "content": "Tell me how things break."}]
+BODY = {"model": MODEL, "messages": MESSAGES, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
 ADMIN_KEY = "for-the-rolling-restart"
 PROXY_FLAGS = ("--admin-key", hash_of(ADMIN_KEY))
 ATTEMPTS_MAX = 1.05
@@ -335,7 +330,7 @@ async def _one(seen: Seen, session: aiohttp.ClientSession, url: str) -> None:
         seen.story = data.strip().rpartition(b"\n\n")[2].decode(errors="replace")
 
 
-# --- the story --------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 HEAD = (
     "| scenario | requests | lost before the first byte | broken after it | of these with one error event "
@@ -350,10 +345,8 @@ def row(scenario: Scenario, run: Run) -> str:
     if scenario.found_within_s is None:
         cells += ["–", f"{run.attempts:.3f}", f"{run.ttft_before_s():.3f}", "–", "–"]
     else:
-        cells += ["never" if run.found_s is None else f"{run.found_s:.2f}", f"{run.attempts:.3f}"]
-        cells += [f"{run.ttft_before_s():.3f}"]
-        cells += [f"{run.ttft_after_s():.3f}"]
-        cells += ["never" if run.back_s is None else f"{run.back_s:.2f}"]
+        found, back = ("never" if at_s is None else f"{at_s:.2f}" for at_s in (run.found_s, run.back_s))
+        cells += [found, f"{run.attempts:.3f}", f"{run.ttft_before_s():.3f}", f"{run.ttft_after_s():.3f}", back]
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -361,7 +354,7 @@ def missed(scenario: Scenario, run: Run) -> list[str]:
     """The goals that were not reached."""
     problems = [f"lost: {request.story}" for request in run.lost()]
     cut = run.cut()
-    problems += [f"not one error event but {request.errors}: {request.story}" for request in cut if request.errors != 1]
+    problems += [f"{request.errors} error events: {request.story}" for request in cut if request.errors != 1]
     if cut and not scenario.breaks_streams:
         problems.append(f"{len(cut)} streams broke: {cut[0].story}")
     if run.attempts > ATTEMPTS_MAX:
@@ -370,7 +363,7 @@ def missed(scenario: Scenario, run: Run) -> list[str]:
         goal_s, found_s = scenario.found_within_s, run.found_s
         silent = re.search(r"silent for (\S+) s", run.told[0][1]) if run.told else None
         if silent is not None:
-            # It owes nothing, and nobody can know, until it is asked for something.
+            # A silent replica cannot be found before it owes a byte.
             goal_s, found_s = max(goal_s, 5.0 * run.ttft_before_s()), float(silent[1])
         if found_s is None or found_s > goal_s:
             problems.append(f"found after {found_s} s, not within {goal_s:.1f} s")
@@ -387,16 +380,16 @@ async def main() -> int:
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     print(f"{options.rate:g} streams/s of {TOKENS} tokens on {REPLICAS} replicas\n\n{HEAD}\n| --- |" + " --: |" * 9)
-    stories, problems = [], []
+    events, problems = [], []
     for scenario in SCENARIOS:
         if options.only not in scenario.name:
             continue
         run = await play(scenario, options.rate, options.seed)
         print(row(scenario, run), flush=True)
         if run.told:
-            stories.append(f"{scenario.name}: " + "; ".join(f"{at_s:.2f} s {words}" for at_s, words in run.told))
+            events.append(f"{scenario.name}: " + "; ".join(f"{at_s:.2f} s {words}" for at_s, words in run.told))
         problems += [f"MISSED {scenario.name}: {problem}" for problem in missed(scenario, run)]
-    print("\n" + "\n".join(stories + problems))
+    print("\n" + "\n".join(events + problems))
     return int(bool(problems))
 
 

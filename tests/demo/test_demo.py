@@ -116,7 +116,7 @@ async def test_the_demo_keeps_out_of_the_state_file_of_others(monkeypatch: pytes
 async def test_a_child_that_dies_ends_the_demo_with_its_last_words() -> None:
     async with Processes() as processes:
         await processes.start("replica-1", "replica", "--profile", "none")
-        with pytest.raises(DemoError, match=r"replica-1 ended with exit code 2; its last words:\n.* no engine profile"):
+        with pytest.raises(DemoError, match=r"replica-1 ended with exit code 2; its last lines:\n.* no engine profile"):
             await processes.unless_one_dies(asyncio.sleep(PATIENCE_S))
 
 

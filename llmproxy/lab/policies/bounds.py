@@ -33,28 +33,21 @@ ADAPTERS_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class HitBound:
-    """Shares of all prompt tokens that are found cached; None where no prompt is counted.
+    """Shares of all prompt tokens that are found cached, prompts being served one after the other; None without any.
 
-    `endless_exact` is False where the trace has more distinct blocks than `BLOCKS_MAX`: then `endless` is too low.
+    A prompt hits up to its first missing block; the block that was used longest ago goes first, and of one prompt the
+    tail before the head. A partial block counts as a whole one, and all of a prompt may be a hit.
+
+    `pooled` is for one cache as large as all together: what perfect placement over caches of that size could come to.
+    It takes no account of running requests, whose answers need room as well and whose prompts are there only once they
+    are computed, so it mostly errs upwards. A policy that orders its queue by prefix, or that keeps one-shot prompts
+    apart, can still beat it. `endless` is for a cache without end, a strict bound for all policies; `endless_exact` is
+    False where the trace has more distinct blocks than `BLOCKS_MAX`: then `endless` is too low.
     """
 
     pooled: float | None
     endless: float | None
     endless_exact: bool
-
-
-def pooled_lru(trace: Trace, capacity_tokens: int, warmup_s: float = 0.0) -> HitBound:
-    """The hits of the trace's prompts, one after the other, in one cache of `capacity_tokens` and in one without end.
-
-    A prompt hits up to its first missing block; the block that was used longest ago goes first, and of one prompt the
-    tail before the head. A partial block counts as a whole one, and all of a prompt may be a hit.
-
-    *Pooled* is what perfect placement over caches of that size together could come to. It takes no recorder of running
-    requests, whose answers need room as well and whose prompts are there only once they are computed, so it mostly
-    errs upwards; but a policy that orders its queue by prefix, or that keeps one-shot prompts apart, can beat it, as
-    evicting with knowledge of the future would by far. *Endless* is a strict bound for all policies.
-    """
-    return _TraceSums.over(_OrderedRequests(trace, capacity_tokens, warmup_s=warmup_s)).hits()
 
 
 def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:

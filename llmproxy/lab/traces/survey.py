@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
 
-TENANTS_MAX = 1_000
 ADAPTERS_MAX = 10_000
 BANDS_MAX = 100
 
@@ -17,59 +16,39 @@ class Survey:
     """Sums over all requests, the chained turns of closed loops among them.
 
     `duration_s` is the latest `at_s`; that of a chained turn is when it would come if answers took their nominal time.
-    `context_tokens_max` is the longest prompt with its answer. `tenants` counts distinct names, and stops at 1,000.
     `adapters` has the requests of each adapter, the base model left out. `bands` are those named, as they first came.
     `guessed` requests got no answer when the trace was taken, so that its length is an assumption.
     """
 
     count: int
     duration_s: float
-    prompt_tokens: int
-    output_tokens: int
-    prompt_tokens_max: int
-    output_tokens_max: int
-    context_tokens_max: int
-    tenants: int
     adapters: Mapping[str, int]
     bands: tuple[str | int, ...]
     guessed: int
 
 
 def survey(trace: Trace) -> Survey:
-    """Read all of `trace`, so that any error in it shows before a run. Raises TraceError, also for a trace
-    without any request, of more than 10,000 adapters or of more than 100 bands.
+    """Read all of `trace`, so that any error in it shows before a run. Raises TraceError, also for a trace without any
+    request, of more than 10,000 adapters or of more than 100 bands.
     """
-    count = prompt_sum = output_sum = prompt_max = output_max = context_max = guessed = 0
+    count = guessed = 0
     duration_s = 0.0
-    tenants: set[str] = set()
     adapters: dict[str, int] = {}
     bands: dict[str | int, None] = {}
     for arrival in _all(trace.arrivals()):
-        prompt_tokens, output_tokens = arrival.prompt_tokens, arrival.output_tokens
         count += 1
         guessed += arrival.guessed
-        prompt_sum += prompt_tokens
-        output_sum += output_tokens
         duration_s = max(duration_s, arrival.at_s)
-        prompt_max = max(prompt_max, prompt_tokens)
-        output_max = max(output_max, output_tokens)
-        context_max = max(context_max, prompt_tokens + output_tokens)
-        if len(tenants) < TENANTS_MAX:
-            tenants.add(arrival.tenant)
+        bands[arrival.band] = None
         if arrival.adapter is not None:
             adapters[arrival.adapter] = adapters.get(arrival.adapter, 0) + 1
-            if len(adapters) > ADAPTERS_MAX:
-                raise TraceError(f"{trace.name}: more than {ADAPTERS_MAX:,} adapters")
-        if arrival.band not in bands:
-            bands[arrival.band] = None
-            if len(bands) > BANDS_MAX:
-                raise TraceError(f"{trace.name}: more than {BANDS_MAX} bands")
+        if len(adapters) > ADAPTERS_MAX:
+            raise TraceError(f"{trace.name}: more than {ADAPTERS_MAX:,} adapters")
+        if len(bands) > BANDS_MAX:
+            raise TraceError(f"{trace.name}: more than {BANDS_MAX} bands")
     if not count:
         raise TraceError(f"{trace.name}: no requests")
-    return Survey(
-        count, duration_s, prompt_sum, output_sum, prompt_max, output_max, context_max, len(tenants), adapters,
-        tuple(bands), guessed,
-    )  # fmt: skip
+    return Survey(count, duration_s, adapters, tuple(bands), guessed)
 
 
 def _all(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:

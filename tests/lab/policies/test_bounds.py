@@ -12,7 +12,15 @@ import pytest
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies import bounds
-from llmproxy.lab.policies.bounds import all_bounds, in_order, pooled_lru, static_lora, vtc_bound_tokens
+from llmproxy.lab.policies.bounds import (
+    HitBound,
+    _OrderedRequests,
+    _TraceSums,
+    all_bounds,
+    in_order,
+    static_lora,
+    vtc_bound_tokens,
+)
 from llmproxy.lab.policies.pooled_server import (
     CentralQueue,
     EngineWork,
@@ -58,6 +66,10 @@ def value(
     found = all_bounds(trace, fleet, prefill_scale, warmup_s)[name].value
     assert found is not None
     return found
+
+
+def pooled_lru(trace: Trace, capacity_tokens: int, warmup_s: float = 0.0) -> HitBound:
+    return _TraceSums.over(_OrderedRequests(trace, capacity_tokens, warmup_s=warmup_s)).hits()
 
 
 # --- hits -------------------------------------------------------------------------------------------------------------

@@ -1,83 +1,22 @@
-"""The walk of a request in a replay: what the proxy is told, when it gives up, what it tries again and charges."""
+"""One request in a replay: what the proxy is told, when it gives up, and what it charges."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from llmproxy.config import Config, hash_of
-from llmproxy.core import retry
-from llmproxy.core.domain import Entry, Grant, Outcome, Reading, Request, Usage, Verdict
+from llmproxy.core.domain import Grant, Outcome, Reading, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.record import Record
-from llmproxy.lab.run.replay import SETTLE_S, Run, records_of, replay
-from llmproxy.lab.run.virtual_time import run
+from llmproxy.lab.run.replay import SETTLE_S, records_of, replay
 from llmproxy.lab.traces.arrival import Arrival
-from llmproxy.lease import Lease
-from llmproxy.simulator.engine.reports import Gauges
+from tests.lab.run.conftest import SchedulerCalls, given, hung
 from tests.lab.small import fleet, setup, traffic
-
-
-@dataclass(slots=True)
-class Heard:
-    """All that the production side was told, in its order; `published` are the gauges on their way there.
-
-    `attempts` has, for every request that was let in, how many backends were excluded and how it came.
-    """
-
-    requests: list[Request] = field(default_factory=list)
-    attempts: list[tuple[int, Entry]] = field(default_factory=list)
-    readings: list[tuple[str, Reading]] = field(default_factory=list)
-    published: list[tuple[float, SimulatedServer, Gauges]] = field(default_factory=list)
-    progress: list[int] = field(default_factory=list)
-    ends: list[tuple[Grant, Verdict, Usage | None]] = field(default_factory=list)
-
-
-@pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
-    told = Heard()
-    submit, observe, progress, finish = Pools.submit, Pools.observe, Pools.progress, Pools.finish
-    scrape = SimulatedServer.scrape
-
-    def submitted(pools: Pools, request: Request, now: float, excluded: frozenset[str], entry: Entry) -> None:
-        told.requests.append(request)
-        told.attempts.append((len(excluded), entry))
-        submit(pools, request, now, excluded, entry)
-
-    def observed(pools: Pools, backend: str, reading: Reading) -> None:
-        told.readings.append((backend, reading))
-        observe(pools, backend, reading)
-
-    def progressed(pools: Pools, grant: Grant, output_tokens: int, now: float) -> None:
-        told.progress.append(output_tokens)
-        progress(pools, grant, output_tokens, now)
-
-    def finished(pools: Pools, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        told.ends.append((grant, verdict, usage))
-        finish(pools, grant, verdict, now, usage)
-
-    def scraped(replica: SimulatedServer) -> Gauges | None:
-        gauges = scrape(replica)
-        if gauges is not None:
-            told.published.append((asyncio.get_running_loop().time(), replica, gauges))
-        return gauges
-
-    for owner, name, spy in (
-        (Pools, "submit", submitted),
-        (Pools, "observe", observed),
-        (Pools, "progress", progressed),
-        (Pools, "finish", finished),
-        (SimulatedServer, "scrape", scraped),
-    ):
-        monkeypatch.setattr(owner, name, spy)
-    return told
 
 
 def test_predictions_are_held_against_the_time_at_the_backend() -> None:
@@ -97,21 +36,17 @@ def test_predictions_are_held_against_the_time_at_the_backend() -> None:
     assert (found.ttft_mape, found.tpot_p90_coverage) == (None, None)
 
 
-def given(**sections: dict[str, Any]) -> Config:
-    return Config.model_validate(sections)
-
-
 # --- what the proxy is told -------------------------------------------------------------------------------------------
 
 
-def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(heard: Heard) -> None:
+def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(calls: SchedulerCalls) -> None:
     short = [replace(one, output_tokens=90 + i % 60) for i, one in enumerate(traffic(rate=400.0))]
     long = [replace(one, output_tokens=3 * one.output_tokens) for one in short]
     told: list[list[Request]] = []
     for arrivals in (short, long):
-        heard.requests.clear()
+        calls.requests.clear()
         ended_s = min(one.ended_s for one in records_of(setup(arrivals, on=fleet(max_num_seqs=256))))
-        told.append([one for one in heard.requests if one.arrived_s < SETTLE_S + ended_s])
+        told.append([one for one in calls.requests if one.arrived_s < SETTLE_S + ended_s])
     common = min(map(len, told))
     assert common > 100
     assert told[0][:common] == told[1][:common]
@@ -147,21 +82,21 @@ def test_an_answer_that_broke_off_is_told_nowhere(monkeypatch: pytest.MonkeyPatc
     assert end.outcome is Outcome.BROKEN_STREAM
 
 
-def test_the_length_of_a_prompt_is_estimated_from_its_bytes(heard: Heard) -> None:
+def test_the_length_of_a_prompt_is_estimated_from_its_bytes(calls: SchedulerCalls) -> None:
     arrivals = traffic()
     records_of(setup(arrivals))
     errors = [
-        one.prompt_tokens / arrival.prompt_tokens - 1.0 for one, arrival in zip(heard.requests, arrivals, strict=True)
+        one.prompt_tokens / arrival.prompt_tokens - 1.0 for one, arrival in zip(calls.requests, arrivals, strict=True)
     ]
     assert sum(abs(error) > 0.02 for error in errors) > 200
     # Bytes per token are learned from the answers' usage: the estimate is scattered, and not off.
     assert abs(sum(errors[100:]) / 200) < 0.04
-    assert all(one.max_tokens is None for one in heard.requests)
-    outputs = {one.output_tokens for one in heard.requests[150:]}
+    assert all(one.max_tokens is None for one in calls.requests)
+    outputs = {one.output_tokens for one in calls.requests[150:]}
     assert max(outputs) < 2 * min(outputs)
 
 
-def test_readings_are_what_the_gauges_published_and_no_more(heard: Heard) -> None:
+def test_readings_are_what_the_gauges_published_and_no_more(calls: SchedulerCalls) -> None:
     arrivals = [replace(one, adapter=f"lora-{i % 5}") for i, one in enumerate(traffic(rate=60.0))]
     records_of(setup(arrivals, on=fleet(2, max_num_seqs=8, max_loras=2, kv_tokens=10_007)))
     expected = [
@@ -177,24 +112,24 @@ def test_readings_are_what_the_gauges_published_and_no_more(heard: Heard) -> Non
                 max_adapters=2,
             ),
         )
-        for at_s, replica, gauges in heard.published
+        for at_s, replica, gauges in calls.published
     ]
-    assert heard.readings == expected
+    assert calls.readings == expected
     for field_of in ("running", "waiting", "kv_used", "running_adapters"):
-        assert sum(bool(getattr(reading, field_of)) for _, reading in heard.readings) > 20, field_of
+        assert sum(bool(getattr(reading, field_of)) for _, reading in calls.readings) > 20, field_of
 
 
-def test_a_fleet_without_adapters_publishes_none(heard: Heard) -> None:
+def test_a_fleet_without_adapters_publishes_none(calls: SchedulerCalls) -> None:
     records_of(setup(traffic(count=20)))
-    assert {reading.max_adapters for _, reading in heard.readings} == {None}
+    assert {reading.max_adapters for _, reading in calls.readings} == {None}
 
 
-def test_the_policy_hears_how_far_an_answer_is_while_it_streams(heard: Heard) -> None:
+def test_the_policy_hears_how_far_an_answer_is_while_it_streams(calls: SchedulerCalls) -> None:
     (end,) = records_of(setup([Arrival(0.0, 100, 1_000)], on=fleet(1)))
-    assert heard.progress == sorted(set(heard.progress))
-    assert len(heard.progress) >= int(end.ended_s / 0.3) - 1 > 10
-    assert 0 < heard.progress[0] < 100
-    assert 900 < heard.progress[-1] < 1_000
+    assert calls.progress == sorted(set(calls.progress))
+    assert len(calls.progress) >= int(end.ended_s / 0.3) - 1 > 10
+    assert 0 < calls.progress[0] < 100
+    assert 900 < calls.progress[-1] < 1_000
 
 
 # --- how long it waits ------------------------------------------------------------------------------------------------
@@ -215,11 +150,6 @@ def test_request_waits_for_the_lesser_of_two_ttls() -> None:
         assert end.queue_wait_s == pytest.approx(ttl_s)
 
 
-def hung(count: int, at_s: float, **timeouts: float) -> tuple[SimulatedFleet, Config]:
-    config = given(timeouts=timeouts, health={"failures": 100})
-    return fleet(count, [Fault(at_s, FleetFaultKind.HANG)]), config
-
-
 def test_answer_without_a_start_is_timeout_or_failed_connection() -> None:
     on, config = hung(1, 0.0, first_byte_s=1.0)
     (late,) = records_of(setup([Arrival(0.1, 100, 10)], on=on, config=config))
@@ -232,13 +162,13 @@ def test_answer_without_a_start_is_timeout_or_failed_connection() -> None:
     assert late.ttft_s is cut.ttft_s is None
 
 
-def test_silent_stream_is_cut_and_charged_as_far_as_seen(heard: Heard) -> None:
+def test_silent_stream_is_cut_and_charged_as_far_as_seen(calls: SchedulerCalls) -> None:
     on, config = hung(1, 1.0, stall_s=3.0, first_byte_s=100.0)
     (end,) = records_of(setup([Arrival(0.0, 100, 1_000)], on=on, config=config))
     assert end.outcome is Outcome.BROKEN_STREAM
     assert 4.0 <= end.ended_s <= 4.7
     assert 100 < end.output_tokens < 300
-    ((grant, verdict, usage),) = heard.ends
+    ((grant, verdict, usage),) = calls.ends
     assert verdict is Verdict.FAILED
     assert usage == Usage(grant.request.prompt_tokens, end.output_tokens)
 
@@ -249,7 +179,7 @@ def test_attempt_beyond_total_s_is_cut_although_it_streams() -> None:
     assert end.ended_s == pytest.approx(2.5)
 
 
-def test_backend_400_is_charged_for_nothing_and_not_retried(heard: Heard) -> None:
+def test_backend_400_is_charged_for_nothing_and_not_retried(calls: SchedulerCalls) -> None:
     long, short = fleet(1).replicas[0], fleet(1, max_model_len=1_000).replicas[0]
     mixed = SimulatedFleet("mixed", (replace(short, name="a"), replace(long, name="b")))
     ends = records_of(setup([Arrival(0.5 * i, 600, 600) for i in range(8)], "late_round_robin", mixed))
@@ -259,50 +189,10 @@ def test_backend_400_is_charged_for_nothing_and_not_retried(heard: Heard) -> Non
     }
     assert {one.attempts for one in ends} == {1}
     told = Counter(
-        (grant.placed.backend, verdict, usage and usage.output_tokens) for grant, verdict, usage in heard.ends
+        (grant.placed.backend, verdict, usage and usage.output_tokens) for grant, verdict, usage in calls.ends
     )
     assert told == {("a", Verdict.SERVED, 0): 4, ("b", Verdict.SERVED, 600): 4}
-    assert {usage and usage.prompt_tokens for grant, _, usage in heard.ends if grant.placed.backend == "a"} == {0}
-
-
-# --- where it tries again ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("extra", [0, 1, 3])
-def test_retry_goes_to_a_backend_that_has_not_failed_it(heard: Heard, extra: int) -> None:
-    on, config = hung(4, 0.0, first_byte_s=0.4)
-    config = config.model_copy(update={"retry": given(retry={"extra_attempts": extra}).retry})
-    ends = records_of(setup([Arrival(0.1 + 0.01 * i, 100, 10) for i in range(12)], on=on, config=config))
-    assert {(one.outcome, one.attempts) for one in ends} == {(Outcome.UPSTREAM_TIMEOUT, extra + 1)}
-    tried: dict[str, list[str]] = {}
-    for grant, verdict, _ in heard.ends:
-        tried.setdefault(grant.request.id, []).append(grant.placed.backend)
-        assert verdict is Verdict.FAILED
-    assert [len(set(backends)) for backends in tried.values()] == [extra + 1] * 12
-    # A retry is told as one: it was let in before, and is not held to the limits of the waiting room anew.
-    assert Counter(heard.attempts) == {
-        (failed, Entry.RETRY if failed else Entry.NEW): 12 for failed in range(extra + 1)
-    }
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_retries_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
-    monkeypatch.setattr(retry, "RETRY_RESERVE", 2.0)
-    config = given(
-        retry={"budget_ratio": ratio, "extra_attempts": 1},
-        timeouts={"first_byte_s": 0.3},
-        health={"failures": 100, "unreachable_after": 100},
-    )
-    on = fleet(2, [Fault(0.0, FleetFaultKind.HANG, "gpu-0")])
-    ends = records_of(setup([Arrival(0.1 * i, 100, 5) for i in range(20)], "late_round_robin", on, config))
-    outcomes = Counter(one.outcome for one in ends)
-    retries = sum(one.attempts - 1 for one in ends)
-    if ratio == 0.0:
-        assert retries == 2
-        assert outcomes[Outcome.UPSTREAM_TIMEOUT] > 5
-    else:
-        assert retries > 5
-        assert outcomes == {Outcome.COMPLETED: 20}
+    assert {usage and usage.prompt_tokens for grant, _, usage in calls.ends if grant.placed.backend == "a"} == {0}
 
 
 # --- what counts ------------------------------------------------------------------------------------------------------
@@ -344,140 +234,10 @@ def test_turns_behind_a_failed_one_are_offered_and_missed(first: Arrival, outcom
     assert (result.offered, result.completed, result.goodput) == (3, 0, 0.0)
 
 
-def test_what_arrives_during_the_warm_up_is_served_and_not_counted(heard: Heard) -> None:
+def test_what_arrives_during_the_warm_up_is_served_and_not_counted(calls: SchedulerCalls) -> None:
     arrivals = traffic(count=100)
     what = replace(setup(arrivals), warmup_s=2.0)
     counted = sum(one.at_s >= 2.0 for one in arrivals)
     assert 0 < counted < 100
     assert replay(what).result("blend", 1, 1.0, 1.0).offered == counted
-    assert len(heard.requests) == 100
-
-
-# --- taking back, holding, usage limits -------------------------------------------------------------------------------
-
-
-def overloaded(band: str = "critical") -> list[Arrival]:
-    """Sheddable requests that fill one engine's batch and its look-ahead, then one of another band."""
-    crowd = [Arrival(0.001 * i, 4_000, 200, band="sheddable") for i in range(20)]
-    return [*crowd, Arrival(0.3, 100, 10, band=band)]
-
-
-def one_engine(**scheduling: Any) -> Config:
-    return given(scheduling={"start_limit": 4, "fairness": "fcfs", "ceilings": dict.fromkeys(
-        ("critical", "default", "sheddable"), 1.0), **scheduling})  # fmt: skip
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_sheddable_request_is_preempted_for_a_critical_one(heard: Heard, on: bool) -> None:
-    what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine(preemption=on))
-    ends = records_of(what)
-    assert {one.outcome for one in ends} == {Outcome.COMPLETED}
-    preempted = [one for one in ends if one.preemptions]
-    assert bool(preempted) == on
-    assert Counter(verdict for _, verdict, _ in heard.ends)[Verdict.PREEMPTED] == sum(one.preemptions for one in ends)
-    assert {one.attempts for one in ends} == {1}
-    assert replay(what).result("blend", 1, 1.0, 1.0).withdrawals == sum(one.preemptions for one in ends)
-    if on:
-        # It comes back as one that was preempted, nothing is held against its backend, and its wait goes on.
-        assert heard.attempts.count((0, Entry.PREEMPTED)) >= len(preempted)
-        assert all(one.queue_wait_s is not None and one.queue_wait_s > 0.0 for one in preempted)
-
-
-def test_engine_drops_a_preempted_request_before_its_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Run(setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine()), lambda _: None)
-    left: list[int] = []
-    cut = Lease.cut
-
-    def spied(lease: Lease, *, revoked: bool) -> None:
-        (replica,) = one._replicas.values()
-        before = len(replica._jobs)
-        cut(lease, revoked=revoked)
-        left.append(before - len(replica._jobs))
-
-    monkeypatch.setattr(Lease, "cut", spied)
-    run(one.go())
-    assert left
-    assert set(left) == {1}
-
-
-def test_nothing_is_taken_back_for_a_default_request() -> None:
-    ends = records_of(setup(overloaded("default"), on=fleet(1, max_num_seqs=4), config=one_engine()))
-    assert not any(one.preemptions for one in ends)
-
-
-def test_what_was_taken_back_leaves_no_work_in_the_engine() -> None:
-    what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine())
-    one = Run(what, lambda _: None)
-    run(one.go())
-    (replica,) = one._replicas.values()
-    assert replica.load() == (0, 0)
-    assert not replica._jobs
-    assert not replica._before_first_token
-
-
-def test_every_request_ends_once_for_the_policy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told: list[tuple[str, bool | None]] = []
-    ended = Pools.ended
-
-    def heard_end(pools: Pools, request: Request, met: bool | None, now: float) -> None:
-        told.append((request.id, met))
-        ended(pools, request, met, now)
-
-    monkeypatch.setattr(Pools, "ended", heard_end)
-    arrivals = [
-        Arrival(0.0, 100, 10),
-        Arrival(1.0, 100, 10, ttft_slo_s=5.0),
-        Arrival(2.0, 100, 10, ttft_slo_s=0.001),
-        Arrival(3.0, 100, 10, tpot_slo_s=1e-6),
-        Arrival(4.0, 100, 900, ttft_slo_s=5.0),
-    ]
-    records_of(setup(arrivals, on=fleet(1, [Fault(5.0, FleetFaultKind.KILL)])))
-    assert told == [("1", None), ("2", True), ("3", False), ("4", False), ("5", False)]
-
-
-@pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
-def test_request_is_held_while_no_backend_is_up(hold_s: float, outcome: Outcome) -> None:
-    on = fleet(1, [Fault(1.0, FleetFaultKind.RESTART, "gpu-0", None, 8.0)])
-    config = given(queue={"hold_s": hold_s, "ttl_s": 10.0})
-    (end,) = records_of(setup([Arrival(4.0, 100, 10)], on=on, config=config))
-    assert end.outcome is outcome
-    if hold_s:
-        assert end.queue_wait_s is not None
-        assert 5.0 <= end.queue_wait_s <= 7.0
-
-
-@pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])
-def test_a_request_is_held_while_nobody_knows_yet_what_will_be_served(hold_s: float, outcome: Outcome) -> None:
-    late = fleet(1)
-    late = replace(late, replicas=(replace(late.replicas[0], joins_s=5.0),))
-    (end,) = records_of(setup([Arrival(1.0, 100, 10)], on=late, config=given(queue={"hold_s": hold_s})))
-    assert end.outcome is outcome
-    if hold_s:
-        assert end.ttft_s is not None
-        assert 4.0 <= end.ttft_s <= 6.0
-
-
-def test_in_flight_limit_waits_and_rate_limit_refuses() -> None:
-    tenants = [{"name": "a", "keys": [hash_of("a")], "limits": {"in_flight": 1}},
-               {"name": "b", "keys": [hash_of("b")], "limits": {"requests_per_min": 2}}]  # fmt: skip
-    config = Config.model_validate({"tenants": tenants})
-    arrivals = [Arrival(0.01 * i, 100, 50, tenant=name) for i in range(4) for name in "ab"]
-    ends = records_of(setup(arrivals, on=fleet(1), config=config))
-    mine = sorted((one for one in ends if one.arrival.tenant == "a"), key=lambda one: one.ended_s)
-    assert {one.outcome for one in mine} == {Outcome.COMPLETED}
-    for before, after in pairwise(mine):
-        assert after.arrived_s + (after.queue_wait_s or 0.0) >= before.ended_s - 1e-6
-    theirs = Counter(one.outcome for one in ends if one.arrival.tenant == "b")
-    assert theirs == {Outcome.COMPLETED: 2, Outcome.RATE_LIMITED: 2}
-
-
-def test_a_configured_batch_limit_is_believed_from_the_start() -> None:
-    backends = [{"url": "http://gpu-0:8000", "name": "gpu-0", "max_in_flight": 3}]
-    config = Config.model_validate({"backends": backends, "scheduling": {"look_ahead": 0}})
-    one = Run(setup(traffic(count=20), on=fleet(2), config=config), lambda _: None)
-    run(one.go())
-    (proxy,) = one.proxies
-    assert proxy.pools.backends["gpu-0"].limit.value == 3
-    assert proxy.pools.backends["gpu-1"].limit.value != 3
+    assert len(calls.requests) == 100

@@ -166,7 +166,7 @@ def test_only_the_first_line_is_looked_at_before_it_is_read(saved: Saved) -> Non
     ("lines", "reason"),
     [
         ((START,), "decisions.jsonl: no requests: there is nothing below the first line"),
-        ((START, line(0.0, None)), "decisions.jsonl: no request got an answer, so that nobody knows how long one is"),
+        ((START, line(0.0, None)), "decisions.jsonl: no request got an answer, so that the length of one is unknown"),
         ((START, '{"at', line(1.0)), "decisions.jsonl:2: not valid JSON"),
         ((START, '{"at', "{", NEXT_DAY), "decisions.jsonl:2: not valid JSON"),
         ((START, line(-1.0)), "decisions.jsonl:2: at_s is -1.0; times count"),

@@ -242,9 +242,7 @@ def test_a_survey_adds_up_all_turns() -> None:
     ]
     found = survey(Trace("t", lambda: iter(arrivals)))
     assert (found.count, found.duration_s) == (4, 9.0)
-    assert (found.prompt_tokens, found.output_tokens) == (66, 30)
-    assert (found.prompt_tokens_max, found.output_tokens_max, found.context_tokens_max) == (30, 20, 37)
-    assert (found.tenants, found.adapters, found.bands) == (3, {"a": 2, "b": 1}, ("default", 5))
+    assert (found.adapters, found.bands) == ({"a": 2, "b": 1}, ("default", 5))
 
 
 def test_a_survey_is_bounded() -> None:
@@ -252,7 +250,6 @@ def test_a_survey_is_bounded() -> None:
         (key, value), *_ = field.items()
         return Trace("t", lambda: (Arrival(0.0, 1, 1, **{key: f"{value}{n}"}) for n in range(10_001)))  # type: ignore[arg-type]
 
-    assert survey(many(tenant="x")).tenants == 1_000
     with pytest.raises(TraceError, match="t: more than 10,000 adapters"):
         survey(many(adapter="x"))
     with pytest.raises(TraceError, match="t: more than 100 bands"):
