@@ -17,7 +17,7 @@ from llmproxy.config.reload import Reread
 from llmproxy.fleet.limits_file import NONE, LimitsFile, place
 from llmproxy.lifecycle import GC_THRESHOLDS, early_signals
 from llmproxy.lifecycle.descriptors import clients_of_process, open_files_max, raise_limit
-from llmproxy.lifecycle.handover import Orders, drained_before, notify, unless
+from llmproxy.lifecycle.handover import ProcessSignals, drained_before, notify, unless
 from llmproxy.lifecycle.sockets import ListenError, Sockets
 from llmproxy.telemetry import logs
 
@@ -40,15 +40,16 @@ def run(config: Config, reread: Reread | None = None) -> int:
 async def _serve(config: Config, reread: Reread | None) -> int:
     try:
         sockets = Sockets.from_environment(os.environ, os.getpid())
-        orders = Orders(sockets)
+        signals = ProcessSignals(sockets)
         state = place(config.state_file, os.environ)
         limits = None if state is None else LimitsFile(state)
         async with running(config, reread, sockets, drained_before(os.environ), limits) as proxy:
-            # Also where there is no file: whoever wants a reload, and is wrong about that, does not want the end.
+            # Handled also without a file, because SIGHUP would end the process.
             reloader = proxy.reloader
-            hang_up = partial(_log.warning, "nothing_to_reload", hint=NO_FILE) if reloader is None else reloader.hang_up
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
-            orders.take_restarts(proxy.registry.drained)
+            no_file = partial(_log.warning, "nothing_to_reload", hint=NO_FILE)
+            sighup = no_file if reloader is None else reloader.reload_on_signal
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, sighup)
+            signals.take_restarts(proxy.registry.drained)
             clients = "those with a key" if config.needs_key() else "anybody (no api_keys, no tenants)"
             admin = proxy.admin_url or proxy.url
             for setting in unused_settings(config):
@@ -57,12 +58,12 @@ async def _serve(config: Config, reread: Reread | None) -> int:
                 _log.warning("setting_renamed", setting=setting)
             allowed = clients_of_process(config).connections_max * config.workers
             if allowed < config.clients.connections_max:
-                # Whoever asked for a number does not get it; the default is more than most machines have.
-                asked = "connections_max" in config.clients.model_fields_set
-                (_log.warning if asked else _log.info)(
+                # A warning only for a configured number; the default is more than most machines allow.
+                configured = "connections_max" in config.clients.model_fields_set
+                (_log.warning if configured else _log.info)(
                     "connections_limited",
                     connections_max=allowed,
-                    **{"configured" if asked else "default": config.clients.connections_max},
+                    **{"configured" if configured else "default": config.clients.connections_max},
                     open_files=open_files_max(),
                     hint="a request takes two descriptors: raise LimitNOFILE= of the unit, or ulimit -Hn",
                 )
@@ -77,16 +78,15 @@ async def _serve(config: Config, reread: Reread | None) -> int:
                 open_files=open_files_max(),
                 state_file=str(state) if state else NONE,
             )
-            # What lives by now lives for good: the collector need not look at it again with every young generation.
+            # Objects of the start live to the end: the garbage collector need not inspect them again.
             gc.freeze()
-            # What waits is reached from one heap and is no garbage; looking it all over, again and again, held up
-            # decisions for tens of milliseconds with 100,000 requests waiting.
+            # With 100,000 requests waiting, a collection of all of them delayed decisions by tens of milliseconds.
             gc.set_threshold(*GC_THRESHOLDS)
             notify("READY=1")
             sockets.serving()
             early_signals.send_again()
-            await orders.over.wait()
-            finished = await _leave(proxy, orders)
+            await signals.over.wait()
+            finished = await _shut_down(proxy, signals)
             _log.info("stopped", all_requests_finished=finished, cut=proxy.open_requests)
     except ConfigError as error:
         for problem in error.problems:
@@ -98,21 +98,21 @@ async def _serve(config: Config, reread: Reread | None) -> int:
     except OSError as error:
         _log.error("cannot_start", problem=str(error))
         return 1
-    return 0 if finished else orders.cut_code
+    return 0 if finished else signals.cut_code
 
 
-async def _leave(proxy: Proxy, orders: Orders) -> bool:
-    """Let everybody go, as far as time and a second signal allow. True when nobody had to be cut."""
+async def _shut_down(proxy: Proxy, signals: ProcessSignals) -> bool:
+    """Let requests end, as far as time and a second signal allow. True when none had to be cut."""
     config = proxy.config
-    if orders.successor_pid is not None:
-        # Before it is told: whoever reads of it may send something at once, and should be asked to come anew.
+    if signals.successor_pid is not None:
+        # Before the log line: a client that reads it may send a request at once, and must be told to reconnect.
         proxy.begin_shutdown(replaced=True)
         _log.info(
-            "replaced", by_pid=orders.successor_pid, requests=proxy.open_requests, timeout_s=config.drain_timeout_s
+            "replaced", by_pid=signals.successor_pid, requests=proxy.open_requests, timeout_s=config.drain_timeout_s
         )
-        if await unless(orders.stop, proxy.hand_over(), config.drain_timeout_s):
+        if await unless(signals.stop, proxy.hand_over(), config.drain_timeout_s):
             return True
-        if not orders.stop.is_set():
+        if not signals.stop.is_set():
             proxy.dispatcher.drain()
             return proxy.open_requests == 0
     else:
@@ -120,7 +120,7 @@ async def _leave(proxy: Proxy, orders: Orders) -> bool:
         proxy.begin_shutdown()
         if config.drain_delay_s:
             _log.info("leaving", requests=proxy.open_requests, delay_s=config.drain_delay_s)
-            await unless(orders.cut, asyncio.sleep(config.drain_delay_s))
+            await unless(signals.cut, asyncio.sleep(config.drain_delay_s))
     _log.info("draining", requests=proxy.open_requests, timeout_s=config.drain_timeout_s)
-    await unless(orders.cut, proxy.drain())
+    await unless(signals.cut, proxy.drain())
     return proxy.open_requests == 0

@@ -1,4 +1,4 @@
-"""The configuration is read again while the proxy runs: all of it that can be gone by, or none of it."""
+"""The configuration is read again while the proxy runs, and applied as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import structlog
 from llmproxy.config import Change, Config, ConfigError, WatchedFile, changes_between, read_at_start, with_reloadable
 
 LOOK_S = 0.25
-"""Time between two looks at the file. A change is taken in by the second that finds it, hence within two of them."""
+"""Time between two looks at the file. A change is applied at the second look that finds it."""
 
 T = TypeVar("T")
 _log = structlog.get_logger()
@@ -20,7 +20,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What a new configuration changed, and what of it has to wait until the proxy is started again."""
+    """What a new configuration changed, and which changes have no effect before a restart."""
 
     changes: tuple[Change, ...]
     needs_restart: tuple[Change, ...]
@@ -28,18 +28,18 @@ class Reloaded:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """Where the configuration came from. `read` reads and checks it as at the start, with the same flags and variables
-    over it; it raises ConfigError, and is called on another thread. `file` was taken before it was read first."""
+    """Where the configuration comes from. `read` reads and checks it as at the start, with the same flags and
+    variables. It raises ConfigError, and is called on another thread. `file` was taken before it was read first."""
 
     file: WatchedFile
     read: Callable[[], Config]
 
 
 class Reloader:
-    """Reads the configuration again, and says what has changed or what is wrong with it. One at a time.
+    """Reads the configuration again, applies it, and logs what has changed or what is wrong. One at a time.
 
-    `apply` goes by a configuration from that moment on; it raises ConfigError before it has
-    changed anything, or not at all. `on_end` hears whether a new configuration is gone by.
+    `apply` applies a configuration; if it raises ConfigError, it has changed nothing. `on_end` is called with whether
+    the new configuration was applied.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Reloader:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def reload(self, cause: str) -> Reloaded:
-        """Go by the configuration as it is now. Raises ConfigError, and then nothing has changed.
+        """Apply the configuration as it is now. Raises ConfigError, and then nothing has changed.
 
-        It is carried out to its end, whoever waits for it or not: a client that leaves must not leave a change behind
-        that was noticed and not taken in.
+        It goes on to its end when the caller is cancelled: when a client leaves, a change must not be seen and then not
+        applied.
         """
         return await asyncio.shield(self._spawn(self._reload(cause)))
 
@@ -103,16 +103,16 @@ class Reloader:
             if await asyncio.to_thread(self._watched.has_changed):
                 await self.try_reload("file")
 
-    def hang_up(self) -> None:
-        """SIGHUP came: reload when those that are under way have ended."""
+    def reload_on_signal(self) -> None:
+        """SIGHUP came: reload after the reloads that are under way."""
         self._spawn(self.try_reload("signal"))
 
     async def try_reload(self, cause: str) -> None:
-        """Reload for nobody who waits for the answer: what is wrong stands in the log."""
+        """Reload without a caller that gets the result: errors are logged."""
         try:
             await self.reload(cause)
         except ConfigError:
             pass
-        except Exception as bug:  # noqa: BLE001 - the proxy goes on as it was, and the next change is read again
+        except Exception as bug:  # noqa: BLE001 - the old configuration holds, and the next change is read again
             _log.error("not_reloaded", cause=cause, exc_info=bug)
             self._on_end(False)

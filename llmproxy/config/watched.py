@@ -1,4 +1,4 @@
-"""When a file has changed, and whether whoever changes it has finished."""
+"""Whether a file has changed, and the change is complete."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Stamp = tuple[int, int, int, int]
 
 
 class WatchedFile:
-    """A file that is looked at again and again, by what the system says of it and not by what it holds.
+    """A file that is looked at again and again, by its metadata and not by its content.
 
-    A change counts once two looks in a row have found the same: a file is often empty, or half of itself, while it is
-    written, and half a configuration may well be a sound one. Links are followed, so that a volume of Kubernetes,
-    which changes by turning a link, is seen to change. A missing file is one that is being replaced; `missing_counts`
+    A change counts when two looks in a row have found the same: while a file is written it is often empty or half
+    complete, and half a configuration may be a valid one. Links are followed, because a volume of Kubernetes changes by
+    replacing a link. A missing file is one that is being replaced; `missing_counts`
     says that it is a change like any other.
     """
 
@@ -24,11 +24,11 @@ class WatchedFile:
         self._seen: Stamp | None = None
 
     def take(self) -> None:
-        """What is there now is read next: only what changes after this counts. To be called before reading."""
+        """Call this before reading: only changes after this count."""
         self._taken = self._seen = self._stamp()
 
     def has_changed(self) -> bool:
-        """Look at it: True once for each change that is over."""
+        """Look at it: True once for each complete change."""
         stamp, before = self._stamp(), self._seen
         self._seen = stamp
         if stamp is None or stamp != before or stamp == self._taken:
@@ -42,6 +42,6 @@ class WatchedFile:
         except OSError:
             return self._missing
         if not S_ISREG(found.st_mode):
-            # A pipe, as of a shell's <(...), holds nothing any more when it is read again.
+            # A pipe, such as <(...) of a shell, can be read only once.
             return None
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

@@ -1,7 +1,7 @@
-"""Tells backends to load and unload adapters: all at once when somebody asks, and again whoever comes back without.
+"""Makes backends load and unload adapters: all of them on request, and again each one that comes back without.
 
-A backend is told one thing at a time. After each its models are read anew, so that an adapter can be asked for as soon
-as its loading was reported.
+A backend gets one order at a time. Its models are read after each, so that an adapter can be requested as soon as its
+loading was reported.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _log = structlog.get_logger()
 
 
 class Lister(Protocol):
-    """Who can read a backend's models at once; a poller."""
+    """Reads the models of a backend at once; a poller does."""
 
     async def list_now(self) -> None: ...
 
 
 class AdapterKeeper(BackendObserver):
-    """Carries out changes of adapters, and sees to it that they stay carried out.
+    """Carries out changes of adapters, and repeats them on backends that come back without them.
 
-    `backends` and `listers` are by name, and may change. `on_told` hears of every telling: backend, kind of change,
-    whether it was a repetition, and whether the backend took it. Ended by `close`.
+    `backends` and `listers` are by name, and may change. `on_order` is called after every order: backend, kind of
+    change, whether it was a repetition, and whether the backend carried it out. Ended by `close`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AdapterKeeper(BackendObserver):
         upstream: Upstream,
         listers: Mapping[str, Lister],
         timeouts: TimeoutsConfig,
-        on_told: Callable[[str, str, bool, bool], None],
+        on_order: Callable[[str, str, bool, bool], None],
     ) -> None:
         self._adapters = adapters
         self._pools = pools
@@ -60,24 +60,24 @@ class AdapterKeeper(BackendObserver):
         self._upstream = upstream
         self._listers = listers
         self._timeouts = timeouts
-        self._on_told = on_told
+        self._on_order = on_order
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._catching_up: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def carry_out(self, plan: Plan) -> Report:
-        """Tell all backends of a plan, at the same time. It is carried out to its end, whoever waits for it or not."""
+        """Send the orders of a plan to all its backends at once. It goes on to its end if the caller is cancelled."""
         return await asyncio.shield(self._spawn(self._carry_out(plan)))
 
     def listed(self, backend: str, listing: Listing) -> None:
-        """Load and unload what a backend lacks or has too much."""
+        """Repeat the orders that a backend has lost."""
         del listing
         if backend not in self._catching_up and self._adapters.due(backend, _now()):
             self._catching_up.add(backend)
             self._spawn(self._catch_up(backend))
 
     def reconfigure(self, backend_api_key: str | None, timeouts: TimeoutsConfig) -> None:
-        """Tell with another key, or more or less patiently, from now on."""
+        """Use another key and other time limits from now on."""
         self._backend_api_key, self._timeouts = backend_api_key, timeouts
 
     def removed(self, backend: str) -> None:
@@ -85,7 +85,7 @@ class AdapterKeeper(BackendObserver):
         self._adapters.forget(backend)
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel all orders that are under way."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -98,40 +98,40 @@ class AdapterKeeper(BackendObserver):
 
     async def _carry_out(self, plan: Plan) -> Report:
         try:
-            tellings = (self._tell_if_up(plan.change, backend) for backend in plan.backends)
-            replies = await asyncio.gather(*tellings)
+            orders = (self._order_if_up(plan.change, backend) for backend in plan.backends)
+            replies = await asyncio.gather(*orders)
         except BaseException:
             self._adapters.abandon(plan)
             raise
         report = self._adapters.end(plan, tuple(replies), _now())
         for reply in report.replies:
-            self._say(plan.change, reply, repeated=False)
+            self._log_reply(plan.change, reply, repeated=False)
         return report
 
-    async def _tell_if_up(self, change: Change, backend: str) -> Reply:
+    async def _order_if_up(self, change: Change, backend: str) -> Reply:
         known = self._pools.backends.get(backend)
         if known is None or known.health.down:
             return Reply(backend, None, taken=False, message="The backend is down.")
         async with self._turns[backend]:
-            return await self._tell(change, backend)
+            return await self._order(change, backend)
 
     async def _catch_up(self, backend: str) -> None:
-        """Tell a backend what is due, up to the first failure: what is left has its turn after the next listing."""
+        """Send a backend the orders that are due, up to the first failure. The others follow after the next listing."""
         try:
             for change in self._adapters.due(backend, _now()):
                 async with self._turns[backend]:
                     if change not in self._adapters.due(backend, _now()):
                         continue
-                    reply = await self._tell(change, backend)
+                    reply = await self._order(change, backend)
                     self._adapters.told(change, reply, _now())
-                self._say(change, reply, repeated=True)
+                self._log_reply(change, reply, repeated=True)
                 if not reply.taken:
                     return
         finally:
             self._catching_up.discard(backend)
 
-    def _say(self, change: Change, reply: Reply, *, repeated: bool) -> None:
-        self._on_told(reply.backend, change.kind, repeated, reply.taken)
+    def _log_reply(self, change: Change, reply: Reply, *, repeated: bool) -> None:
+        self._on_order(reply.backend, change.kind, repeated, reply.taken)
         facts = {"adapter": change.name, "backend": reply.backend, "change": change.kind, "repeated": repeated}
         if reply.taken:
             _log.info("adapter_changed", **facts)
@@ -140,13 +140,13 @@ class AdapterKeeper(BackendObserver):
 
     # --- one backend --------------------------------------------------------------------------------------------------
 
-    async def _tell(self, change: Change, backend: str) -> Reply:
-        told = self._backends.get(backend)
-        if told is None:
+    async def _order(self, change: Change, backend: str) -> Reply:
+        config = self._backends.get(backend)
+        if config is None:
             return Reply(backend, None, taken=False, message="The backend was removed.")
         try:
             async with asyncio.timeout(self._timeouts.adapter_s):
-                status, body = await self._post(told, change)
+                status, body = await self._post(config, change)
         except (ConnectFailed, UpstreamBroken) as error:
             return Reply(backend, None, taken=False, message=str(error)[:MESSAGE_CHARS_MAX])
         except TimeoutError:
@@ -154,7 +154,7 @@ class AdapterKeeper(BackendObserver):
             return Reply(backend, None, taken=False, message=message)
         if backend in self._listers:
             await self._listers[backend].list_now()
-        # One that has it already refuses a load, one that has not an unload; which that was, its listing tells.
+        # A backend refuses to load what it has, and to unload what it has not. Its listing says whether that is so.
         taken = 200 <= status < 300 or self._adapters.is_met(change, backend)
         return Reply(backend, status, taken, _message(status, body))
 
@@ -169,13 +169,13 @@ class AdapterKeeper(BackendObserver):
 
 
 def _message(status: int, body: bytes) -> str:
-    """What an answer says, in one piece of text: vLLM tells of success in plain words, of errors in JSON."""
+    """The message of an answer. vLLM sends plain text on success and JSON on errors."""
     try:
-        told = orjson.loads(body)
+        answer = orjson.loads(body)
     except orjson.JSONDecodeError:
         text = body.decode("utf-8", "replace").strip()
         return text[:MESSAGE_CHARS_MAX] or f"status {status}"
-    error = told.get("error") if isinstance(told, dict) else None
+    error = answer.get("error") if isinstance(answer, dict) else None
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return str(error["message"])[:MESSAGE_CHARS_MAX]
     if status == 404:

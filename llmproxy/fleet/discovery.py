@@ -1,7 +1,7 @@
 """Backends that are found while the proxy runs: in a file that others write, or by names in DNS.
 
-Every source answers the whole set that it knows, again and again; what becomes of the differences is the roster's
-affair. A source that fails changes nothing: what it told last still holds.
+Every source returns its whole set of backends at each look; the registry acts on the differences. A source that fails
+changes nothing: its last set holds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from llmproxy.upstream.resolver import Resolver
 FILE_LOOK_S = 1.0
 LOOK_UP_TIMEOUT_S = 5.0
 EMPTY_TIMES = 4
-"""How many times as long an answer without any address has to hold: whole services vanish from DNS by mistake."""
+"""How many times as long an empty answer is doubted: whole services vanish from DNS by mistake."""
 BACKENDS_MAX = 1_024
-"""Most backends of one source."""
+"""The most backends of one source."""
 
 Address = tuple[str, int]
 LookUp = Callable[[str, int], Awaitable[list[Address]]]
@@ -35,19 +35,18 @@ _log = structlog.get_logger()
 
 
 class SourceFailedError(Exception):
-    """A source could not be asked, or what it said makes no sense."""
+    """A source did not answer, or its answer makes no sense."""
 
 
-class Source(Protocol):
-    """Somebody who knows backends."""
+class BackendSource(Protocol):
+    """A source of backends."""
 
     @property
     def interval_s(self) -> float:
         """Time between two looks."""
 
     async def look(self) -> Sequence[BackendConfig] | None:
-        """All backends that there should be, None where nothing has changed since the last look. Raises
-        SourceFailedError."""
+        """All backends of the source, None where nothing has changed since the last look. Raises SourceFailedError."""
 
 
 class FileSource:
@@ -77,8 +76,8 @@ class FileSource:
 class DnsSource:
     """All servers behind one name, each of them configured like `template`.
 
-    A server is called by its address and port, so that it keeps its name however answers are ordered. One that is
-    missing from `gone_after` answers in a row is gone; where answers are empty, from four times as many.
+    A server is named by its address and port, so that its name does not depend on the order of answers. A server that
+    is missing from `gone_after` answers in a row is gone. Of empty answers, `EMPTY_TIMES` as many are needed.
     """
 
     def __init__(self, template: BackendConfig, interval_s: float, gone_after: int, look_up: LookUp) -> None:
@@ -100,9 +99,9 @@ class DnsSource:
             raise SourceFailedError(f"no answer about {self._host} within {LOOK_UP_TIMEOUT_S:g} s") from None
         if len(found) > BACKENDS_MAX:
             raise SourceFailedError(f"{self._host} has {len(found)} addresses, and {BACKENDS_MAX} are the most")
-        patience = self._gone_after if found else self._gone_after * EMPTY_TIMES
+        gone_after = self._gone_after if found else self._gone_after * EMPTY_TIMES
         missed = {address: times + 1 for address, times in self._misses.items() if address not in found}
-        kept = {address: times for address, times in missed.items() if times < patience}
+        kept = {address: times for address, times in missed.items() if times < gone_after}
         self._misses = dict.fromkeys(found, 0) | kept
         return [self._backend(*address) for address in sorted(self._misses)]
 
@@ -112,7 +111,7 @@ class DnsSource:
 
 
 async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
-    """Everything behind A and AAAA records."""
+    """All servers that A and AAAA records name."""
     try:
         found = await resolver.look_up(host)
     except socket.gaierror as error:
@@ -125,8 +124,8 @@ async def addresses(resolver: Resolver, host: str, port: int) -> list[Address]:
 
 
 async def services(name: str, _: int) -> list[Address]:
-    """Everything that SRV records name; the most urgent priority alone, as RFC 2782 wants it. Weights are not for us:
-    how much each server gets is what the scheduler decides."""
+    """All servers that SRV records of the best priority name (RFC 2782). Weights are ignored: the scheduler decides how
+    many requests each server gets."""
     from dns import asyncresolver, exception, resolver
 
     try:
@@ -140,7 +139,7 @@ async def services(name: str, _: int) -> list[Address]:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for a source that cannot be asked with what is installed."""
+    """Raises ConfigError for a source that needs a library which is not installed."""
     if find_spec("dns") is None:
         lacking = [b.url for b in config.backends if b.url.startswith(SRV)]
         if lacking:
@@ -155,11 +154,11 @@ class _Running:
 
 
 class Discovery:
-    """Asks every source in its own time and tells the roster. Started by `reconfigure`, ended by `close`.
+    """Asks every source at its own interval, and updates the registry. Started by `reconfigure`, ended by `close`.
 
-    `expects` is told whether some source has not answered yet, so that a name which nobody lists may still turn up.
-    `on_look` hears of every look: the source, and whether it came to anything. `look_ups` are for A and AAAA records,
-    and for SRV.
+    `expects` is called with whether some source has not answered yet: a model that no backend lists may then still come
+    up. `on_look` is called after every look with the source and whether it succeeded. `look_ups` are the look-ups for A
+    and AAAA records, and for SRV records.
     """
 
     def __init__(
@@ -174,12 +173,12 @@ class Discovery:
         self._on_look = on_look
         self._look_ups = look_ups
         self._running: dict[str, _Running] = {}
-        self._silent: set[str] = set()
+        self._unanswered: set[str] = set()
 
     def reconfigure(self, config: Config) -> None:
-        """Ask these sources from now on. What was found by one that is no more leaves."""
+        """Ask these sources from now on. Backends of a source that is missing leave."""
         chosen = config.discovery
-        wanted: dict[str, tuple[object, Callable[[], Source]]] = {}
+        wanted: dict[str, tuple[object, Callable[[], BackendSource]]] = {}
         if (file := chosen.file) is not None:
             wanted["file"] = file, lambda: FileSource(WatchedFile(file))
         for backend in config.backends:
@@ -187,7 +186,7 @@ class Discovery:
                 wanted[backend.url] = (backend, chosen), self._dns(backend, chosen.dns_interval_s, chosen.gone_after)
         for name in [name for name in self._running if name not in wanted]:
             self._running.pop(name).task.cancel()
-            self._silent.discard(name)
+            self._unanswered.discard(name)
             self._registry.remove_source(name)
         for name, (definition, make) in wanted.items():
             running = self._running.get(name)
@@ -196,22 +195,22 @@ class Discovery:
             if running is not None:
                 running.task.cancel()
             else:
-                self._silent.add(name)
+                self._unanswered.add(name)
             self._running[name] = _Running(definition, asyncio.create_task(self._ask(name, make()), name=f"ask {name}"))
-        self._expects(bool(self._silent))
+        self._expects(bool(self._unanswered))
 
-    def _dns(self, template: BackendConfig, interval_s: float, gone_after: int) -> Callable[[], Source]:
+    def _dns(self, template: BackendConfig, interval_s: float, gone_after: int) -> Callable[[], BackendSource]:
         look_up = self._look_ups[0] if template.url.startswith(DNS) else self._look_ups[1]
         return lambda: DnsSource(template, interval_s, gone_after, look_up)
 
-    async def _ask(self, name: str, source: Source) -> None:
+    async def _ask(self, name: str, source: BackendSource) -> None:
         wrong, found_some = "", True
         while True:
             try:
                 backends = await source.look()
                 if backends is not None:
-                    self._silent.discard(name)
-                    self._expects(bool(self._silent))
+                    self._unanswered.discard(name)
+                    self._expects(bool(self._unanswered))
                     self._registry.update(name, backends)
                     self._on_look(name, True)
                     if wrong:
@@ -223,18 +222,18 @@ class Discovery:
             except (SourceFailedError, ConfigError) as failed:
                 self._failed(name, str(failed), wrong)
                 wrong = str(failed)
-            except Exception as bug:  # noqa: BLE001 - one answer that nobody thought of must not end the looking
+            except Exception as bug:  # noqa: BLE001 - no answer may end the discovery
                 self._failed(name, repr(bug), wrong)
                 wrong = repr(bug)
             await asyncio.sleep(source.interval_s)
 
-    def _failed(self, name: str, why: str, told: str) -> None:
+    def _failed(self, name: str, why: str, logged: str) -> None:
         self._on_look(name, False)
-        if why != told:
+        if why != logged:
             _log.warning("discovery_failed", source=name, why=why)
 
     async def close(self) -> None:
-        """Ask nobody any more; what was found stays."""
+        """Ask no source any more; the backends stay."""
         tasks = [running.task for running in self._running.values()]
         for task in tasks:
             task.cancel()

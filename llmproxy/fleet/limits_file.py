@@ -22,12 +22,12 @@ AUTO, NONE = "auto", "none"
 FORMAT = "llmproxy-state/1"
 NAME = "state.json"
 AGE_MAX_S = 7 * 86_400.0
-"""Who was not seen for so long is forgotten: engines are started anew with other options."""
+"""A backend that was not seen for so long is forgotten: engines are restarted with other options."""
 ENTRIES_MAX = 4_096
-"""Those seen last stay."""
+"""The most backends; those that were seen last stay."""
 FILE_BYTES_MAX = 4 << 20
 LOOK_S = 5.0
-"""How often it is looked whether there is something new to write."""
+"""How often limits are compared with those that were written."""
 REFRESH_S = 3_600.0
 """How often entries are written although nothing is new, so that they do not age."""
 
@@ -49,7 +49,7 @@ class _Content(msgspec.Struct):
     limits: dict[str, _Entry]
 
 
-class _Unusable(Exception):  # noqa: N818 - found in a file, and told
+class _Unusable(Exception):  # noqa: N818 - it is found in a file, and logged
     pass
 
 
@@ -71,22 +71,22 @@ def place(setting: str, environ: Mapping[str, str]) -> Path | None:
 class LimitsFile:
     """Batch limits by the URL of the backend.
 
-    Written whole, into a file beside it that takes its place. Several proxies may share it: what others wrote of
-    backends that this one does not know stays. A file that is not of this format is told once, left alone, and
-    neither read nor written. Nothing here raises: a proxy without its file learns, as it did the first time.
+    It is written as a whole, to a new file that replaces it. Several proxies may share it: entries of backends that
+    this proxy does not know stay. A file of another format is logged once, and neither read nor written. Nothing here
+    raises: a proxy without its file learns the limits again.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251 - for other processes
         self.path = path
         self._clock = clock
-        self._told: str | None = None
+        self._logged: str | None = None
         self._written: Mapping[str, KnownLimit] = {}
         self._written_s = 0.0
-        # The last write may come while a thread is still at the one before it.
-        self._one_of_ours = Lock()
+        # The last write may begin while a thread has not ended the one before it.
+        self._writing = Lock()
 
     def read(self) -> dict[str, KnownLimit]:
-        """What was known when it was written, by URL, less what is too old."""
+        """The limits in the file, by URL, without those that are too old."""
         try:
             return {
                 url: KnownLimit(entry.limit, entry.settled, entry.models, entry.max_model_len)
@@ -97,12 +97,12 @@ class LimitsFile:
             return {}
 
     def write(self, known: Mapping[str, KnownLimit]) -> None:
-        """Keep what is known now, by URL; nothing is written while that is what was written last."""
+        """Write these limits, by URL, unless they are those that were written last."""
         now = self._clock()
         if not known or (known == self._written and now < self._written_s + REFRESH_S):
             return
         try:
-            with self._one_of_ours, self._alone():
+            with self._writing, self._locked():
                 entries = self._entries() | {
                     url: _Entry(one.limit, one.settled, one.models, one.max_model_len, now)
                     for url, one in known.items()
@@ -110,15 +110,15 @@ class LimitsFile:
                 last = sorted(entries.items(), key=lambda item: item[1].seen_s)[-ENTRIES_MAX:]
                 self._replace(msgspec.json.format(msgspec.json.encode(_Content(FORMAT, dict(sorted(last))))))
         except BlockingIOError:
-            # Another proxy writes just now; nobody waits for one that was stopped meanwhile.
+            # Another proxy writes now. It is not waited for, because it may have been stopped.
             return
         except (OSError, _Unusable) as error:
             self._warn("written", error)
             return
-        self._written, self._written_s, self._told = dict(known), now, None
+        self._written, self._written_s, self._logged = dict(known), now, None
 
     async def follow(self, known: Callable[[], Mapping[str, KnownLimit]]) -> None:
-        """Write what `known` answers whenever it has changed, until cancelled, and once more then."""
+        """Write the result of `known` whenever it has changed, until cancelled, and once more at the end."""
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -127,8 +127,8 @@ class LimitsFile:
             self.write(known())
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Nobody else writes here meanwhile. Raises BlockingIOError where somebody does."""
+    def _locked(self) -> Iterator[None]:
+        """No other process writes meanwhile. Raises BlockingIOError where one does."""
         parent = Path(os.path.realpath(self.path)).parent
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = os.open(parent, os.O_RDONLY)
@@ -142,7 +142,7 @@ class LimitsFile:
         if not self.path.exists():
             return {}
         if not self.path.is_file():
-            # To read a pipe may take for ever, and a device such as /dev/null would have a file in its place.
+            # Reading a pipe may take for ever, and a device such as /dev/null would be replaced by a file.
             raise _Unusable("it is no regular file")
         with self.path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
@@ -156,7 +156,7 @@ class LimitsFile:
             raise _Unusable(str(error)) from None
         if read.format != FORMAT:
             raise _Unusable(f"its format is {read.format[:64]!r}, not {FORMAT!r}")
-        # A clock that was set back makes nobody immortal.
+        # Entries from the future, after a clock was set back, do not count either.
         now = self._clock()
         return {
             url: entry
@@ -165,7 +165,7 @@ class LimitsFile:
         }
 
     def _replace(self, content: bytes) -> None:
-        # A link stays one: what it leads to may be on a volume that outlasts the place where the link is.
+        # A link stays a link: its target may be on a volume that is kept when the place of the link is not.
         path = Path(os.path.realpath(self.path))
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:
@@ -180,7 +180,7 @@ class LimitsFile:
 
     def _warn(self, what: str, error: Exception) -> None:
         why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else f"not a state file: {error}"
-        if why != self._told:
-            self._told = why
+        if why != self._logged:
+            self._logged = why
             hint = "limits are learned anew at each start; state_file names another place, none keeps nothing"
             _log.warning(f"state_not_{what}", path=str(self.path), why=why, hint=hint)

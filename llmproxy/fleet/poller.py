@@ -1,9 +1,9 @@
-"""The side window: one task per backend asks for its health, its models and its load, and hands on what it hears.
+"""One task per backend asks for its health, its models and its load, apart from all requests.
 
-It never meets a request. A lap is a fixed walk (health, then models, then metrics; the first two only when due) that
-ends with exactly one verdict: `answered`, or `troubled` by the first step that failed. Metrics that cannot be read are
-no verdict: numbers go stale by themselves, and who is well is told by `/health`, which is then asked once more.
-A backend at work is read several times a second; one without work says the same each time, and is read with its health.
+A poll asks in a fixed order (health, models, metrics; the first two only when they are due). It ends with exactly one
+event: `answered`, or `troubled` by the first question that failed. Metrics that cannot be read are no failure: readings
+go stale by themselves, and `/health`, which is then asked once more, says whether the backend is well. The load of a
+busy backend is read several times a second. An idle backend has the same load each time: it is read with its health.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from llmproxy.lifecycle.descriptors import lack_of
 from llmproxy.upstream.port import ConnectFailed, InvalidResponse, Upstream, UpstreamBroken, read_body
 
 BODY_BYTES_MAX = 4 << 20
-"""No answer is read beyond this: a page of vLLM is 0.1 MB, 8,000 adapters are listed in 4, and a wrong URL may lead to
-anything. What is read is read in slices, and no step of it holds the loop for more than about 10 ms."""
+"""No answer is read beyond this: a page of vLLM has 0.1 MB, a list of 8,000 adapters 4 MB, and a wrong URL may lead to
+anything. Answers are parsed in slices, so that no step holds the loop for more than about 10 ms."""
 
 FAST_BYTES_MAX = 32 << 10
-"""A filtered answer above this is no longer cheap for the engine: it is asked for at the pace of the full page."""
+"""A longer filtered answer is no longer cheap for the engine: it is asked for as often as the full page."""
 
 HEALTH_INTERVAL_S = 1.0
 REPROBE_INTERVAL_S = 10.0
-"""How often a better source of readings is looked for: a backend may be replaced without ever refusing a poll."""
+"""How often a better source of readings is tried: a backend may be replaced without ever refusing a poll."""
 
 LIMIT_ASKS_MAX = 3
-"""How often the configuration is asked for where no answer comes: vLLM looks its machine over before the first."""
+"""How often the configuration is asked for without an answer: vLLM inspects its machine before the first answer."""
 LIMIT_PAUSE_S = 10.0
-"""Between two such questions, and between two lives of a backend that are worth one each."""
+"""The pause between two such questions, also where a backend restarts again and again."""
 
 GZIP_OR_ZLIB = 32
 """Added to the window size, it lets zlib recognize either header."""
@@ -62,8 +62,8 @@ T = TypeVar("T")
 _log = structlog.get_logger()
 
 
-class Pace(Protocol):
-    """How often and how patiently to ask, in seconds; the `poll` section of the configuration has this shape."""
+class PollTimes(Protocol):
+    """Intervals and time limit of questions, in seconds; the `poll` section of the configuration has this shape."""
 
     @property
     def interval_s(self) -> float:
@@ -82,15 +82,15 @@ class Pace(Protocol):
         """For each single question, from connecting to the last byte."""
 
 
-class _Source(Enum):
-    """Where readings come from, best first; its value is the path, None where there are none to be had."""
+class _MetricsSource(Enum):
+    """Where readings come from, best first. The value is the path, None for a backend that has no metrics."""
 
     FILTERED = FILTERED_PATH
     PAGE = "/metrics"
     NOWHERE = None
 
 
-class _LapFailed(Exception):  # noqa: N818 - an answer of the backend, not an error of this code
+class _PollFailed(Exception):  # noqa: N818 - an answer of the backend, not an error of this code
     def __init__(self, trouble: Trouble, detail: str) -> None:
         super().__init__(detail)
         self.trouble = trouble
@@ -112,7 +112,7 @@ class Poller:
         api_key: str | None,
         upstream: Upstream,
         events: BackendObserver,
-        pace: Pace,
+        times: PollTimes,
         *,
         has_work: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] | None = None,
@@ -125,46 +125,46 @@ class Poller:
         self._has_key = bool(api_key)
         self._upstream = upstream
         self._events = events
-        self._pace = pace
+        self._times = times
         self._has_work = has_work
         self._clock = clock or asyncio.get_running_loop().time
         self._rng = rng or random.Random()
-        self._bug: str | None = None
-        self._began = asyncio.Event()
+        self._last_bug: str | None = None
+        self._came_up = asyncio.Event()
         self._listed_at_s = -inf
-        self._start_afresh()
+        self._reset()
 
     async def run(self) -> None:
-        """Poll until cancelled. No answer and no bug of ours ends it."""
-        asking = asyncio.create_task(self._follow_limit(), name=f"limit of {self._backend}")
+        """Poll until cancelled. No answer and no bug of this program ends it."""
+        asking = asyncio.create_task(self._ask_limit(), name=f"limit of {self._backend}")
         try:
             while True:
                 try:
-                    pause_s = await self.lap()
-                except Exception as bug:  # noqa: BLE001 - the fleet must stay visible whatever one answer does to us
-                    self._report(bug)
-                    pause_s = self._pace.page_interval_s
-                await self._rest(pause_s)
+                    pause_s = await self.poll_once()
+                except Exception as bug:  # noqa: BLE001 - polling goes on, whatever one answer does to this code
+                    self._log_bug(bug)
+                    pause_s = self._times.page_interval_s
+                await self._wait_for_next(pause_s)
         finally:
             asking.cancel()
 
     async def list_now(self) -> None:
-        """Report the backend's models at once, for one who changed them; laps go on beside this.
+        """Report the backend's models at once, after they were changed. Polls go on at the same time.
 
-        No answer is no news: that is left to the next lap.
+        A failure is not reported: the next poll does so.
         """
-        with suppress(_LapFailed):
+        with suppress(_PollFailed):
             await self._ask_models()
 
-    async def _follow_limit(self) -> None:
-        """Ask for the batch limit once in each life of the backend, beside the laps: the answer may take seconds."""
+    async def _ask_limit(self) -> None:
+        """Ask for the batch limit each time the backend comes up, apart from polls: the answer may take seconds."""
         while True:
-            await self._began.wait()
-            self._began.clear()
+            await self._came_up.wait()
+            self._came_up.clear()
             for _ in range(LIMIT_ASKS_MAX):
                 try:
                     status, body = await self._get(SERVER_INFO_PATH)
-                except _LapFailed:
+                except _PollFailed:
                     await asyncio.sleep(LIMIT_PAUSE_S)
                     continue
                 if status == 200 and (limit := parse_sequences(body)) is not None:
@@ -172,68 +172,68 @@ class Poller:
                 break
             await asyncio.sleep(LIMIT_PAUSE_S)
 
-    # --- one lap -------------------------------------------------------------------------------------------------
+    # --- one poll ------------------------------------------------------------------------------------------------
 
-    async def lap(self) -> float:
-        """Ask what is due, report it, and return the seconds to wait before the next lap."""
+    async def poll_once(self) -> float:
+        """Ask what is due, report the answers, and return the seconds to wait before the next poll."""
         try:
-            await self._walk()
-        except _LapFailed as failure:
-            self._start_afresh()
+            await self._ask_what_is_due()
+        except _PollFailed as failure:
+            self._reset()
             self._events.troubled(self._backend, failure.trouble, failure.detail)
-            # Refusing costs a machine nothing, and both the repetition and the end of it are news worth having soon.
+            # A refusal costs the machine nothing, and it is good to know soon that it is repeated or has ended.
             soon = failure.trouble is Trouble.REFUSED
-            return self._jittered(self._pace.interval_s if soon else self._pace.page_interval_s)
+            return self._jittered(self._times.interval_s if soon else self._times.page_interval_s)
         return max(0.0, min(self._health_due_s, self._models_due_s, self._metrics_due_s) - self._clock())
 
-    async def _rest(self, pause_s: float) -> None:
-        """Wait for the next lap; it comes sooner where a backend that was idle is given work."""
+    async def _wait_for_next(self, pause_s: float) -> None:
+        """Wait for the next poll. It comes sooner when an idle backend gets a request."""
         if not self._idle:
             await asyncio.sleep(pause_s)
             return
         end_s = self._clock() + pause_s
         while (left_s := end_s - self._clock()) > 0.0:
-            await asyncio.sleep(min(left_s, self._pace.interval_s))
-            # To look costs a tenth of what asking does.
+            await asyncio.sleep(min(left_s, self._times.interval_s))
+            # This check costs a tenth of a poll.
             if self._has_work():
                 self._metrics_due_s = -inf
                 return
 
-    def _start_afresh(self) -> None:
-        """Forget what was learned of a backend that failed: what comes back may be another server."""
-        self._source: _Source | None = None
+    def _reset(self) -> None:
+        """Forget what was learned of a backend that failed: another server may come up in its place."""
+        self._metrics_source: _MetricsSource | None = None
         self._idle = self._well = False
         self._health_due_s = self._models_due_s = self._metrics_due_s = self._probe_due_s = -inf
 
     def _jittered(self, interval_s: float) -> float:
-        # Pollers of many backends, and of many proxies, must not fall into step; an interval is the most it may take.
+        # Polls of many backends and many proxies must not happen all at once. An interval is the longest time allowed.
         return interval_s * self._rng.uniform(0.8, 1.0)
 
-    async def _walk(self) -> None:
-        """Ask what is due. Each next time counts from the answer, so that a slow server is not asked ever faster."""
+    async def _ask_what_is_due(self) -> None:
+        """Ask what is due. Intervals begin with the answer, so that a slow server is not asked without a pause."""
         if self._clock() >= self._health_due_s:
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
         if self._clock() >= self._models_due_s:
             await self._ask_models()
-            self._models_due_s = self._clock() + self._jittered(self._pace.models_interval_s)
+            self._models_due_s = self._clock() + self._jittered(self._times.models_interval_s)
         if self._clock() >= self._metrics_due_s:
             await self._read_load()
         self._events.answered(self._backend)
         if not self._well:
             self._well = True
-            self._began.set()
+            self._came_up.set()
 
     async def _read_load(self) -> None:
-        reading, interval_s = None, self._pace.page_interval_s
+        reading, interval_s = None, self._times.page_interval_s
         try:
             reading, interval_s = await self._ask_metrics()
-        except _LapFailed as failure:
+        except _PollFailed as failure:
             if failure.trouble is Trouble.REFUSED:
                 raise
-            self._source = None
+            self._metrics_source = None
             self._events.unread(self._backend, failure.trouble, failure.detail)
-            # The last good word of its health is from before this: a machine that is gone hangs just the same.
+            # Its last good answer is older than this failure, and a machine that is gone fails in the same way.
             await self._ask_health()
             self._health_due_s = self._clock() + self._jittered(HEALTH_INTERVAL_S)
         self._metrics_due_s = self._clock() + self._jittered(interval_s)
@@ -245,10 +245,10 @@ class Poller:
             self._events.observe(self._backend, reading)
 
     async def _ask_health(self) -> None:
-        # A server without this route cannot be called ill for it: only its 5xx is a statement about its health.
+        # A server without this route is not ill. Only a status of 5xx says that it is.
         status, _ = await self._get("/health")
         if status >= 500:
-            raise _LapFailed(Trouble.UNHEALTHY, f"GET {self._url}/health answered {status}")
+            raise _PollFailed(Trouble.UNHEALTHY, f"GET {self._url}/health answered {status}")
 
     async def _ask_models(self) -> None:
         sent_at_s = self._clock()
@@ -257,48 +257,48 @@ class Poller:
             trouble = Trouble.UNHEALTHY if status >= 500 else Trouble.GARBAGE
             asks = "; is the backend's api_key right?" if self._has_key else "; set backend_api_key, or its own api_key"
             hint = asks if status in (401, 403) else "; does it speak TLS (https://)?" if status == 400 else ""
-            raise _LapFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
+            raise _PollFailed(trouble, f"GET {self._url}/v1/models answered {status}{hint}")
         try:
             listing = await _in_slices(parse_listing(body, sent_at_s))
         except ValueError as error:
-            raise _LapFailed(Trouble.GARBAGE, f"GET {self._url}/v1/models: {error}") from None
-        # The answer to an earlier question may come later; it must not undo what is known.
+            raise _PollFailed(Trouble.GARBAGE, f"GET {self._url}/v1/models: {error}") from None
+        # The answer to an earlier question may arrive later. It must not replace a newer one.
         if sent_at_s >= self._listed_at_s:
             self._listed_at_s = sent_at_s
             self._events.listed(self._backend, listing)
 
     async def _ask_metrics(self) -> tuple[Reading | None, float]:
-        """The reading of the best source that gives one, beginning with the last that did, and when to ask again."""
-        sources = list(_Source)
-        if self._source is not None and self._clock() < self._probe_due_s:
-            sources = sources[sources.index(self._source) :]
+        """The reading of the best source that has one, beginning with the last that had, and when to ask again."""
+        sources = list(_MetricsSource)
+        if self._metrics_source is not None and self._clock() < self._probe_due_s:
+            sources = sources[sources.index(self._metrics_source) :]
         else:
             self._probe_due_s = self._clock() + REPROBE_INTERVAL_S
-        for self._source in sources:
-            if self._source.value is None:
+        for self._metrics_source in sources:
+            if self._metrics_source.value is None:
                 break
             sent_at_s = self._clock()
-            status, body = await self._get(self._source.value)
+            status, body = await self._get(self._metrics_source.value)
             try:
                 reading = await _in_slices(parse_reading(body, sent_at_s)) if status == 200 else None
             except ValueError as error:
-                raise _LapFailed(Trouble.GARBAGE, f"GET {self._url}/metrics: {error}") from None
+                raise _PollFailed(Trouble.GARBAGE, f"GET {self._url}/metrics: {error}") from None
             if reading is None:
                 continue
-            if self._source is _Source.PAGE:
-                return reading, self._pace.page_interval_s
+            if self._metrics_source is _MetricsSource.PAGE:
+                return reading, self._times.page_interval_s
             if len(body) <= FAST_BYTES_MAX:
-                return reading, self._pace.interval_s
+                return reading, self._times.interval_s
             if is_filtered(body):
-                return reading, self._pace.page_interval_s
-        return None, self._pace.page_interval_s
+                return reading, self._times.page_interval_s
+        return None, self._times.page_interval_s
 
     # --- one question --------------------------------------------------------------------------------------------
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         """Status and body of one answer, redirects not followed. Raises _LapFailed where no readable answer came."""
         what = f"GET {self._url}{path.partition('?')[0]}"
-        timeout_s = self._pace.timeout_s
+        timeout_s = self._times.timeout_s
         answers = False
         try:
             async with asyncio.timeout(timeout_s):
@@ -307,30 +307,30 @@ class Poller:
                 answers = True
                 body = _decompressed(await read_body(exchange, BODY_BYTES_MAX), exchange.headers)
         except TimeoutError:
-            raise _LapFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
+            raise _PollFailed(Trouble.TIMEOUT, f"{what}: no answer within {timeout_s:g} s") from None
         except (ConnectFailed, UpstreamBroken, ValueError, zlib.error) as error:
             # The client names the backend, and the question does so already.
             why = str(error.__cause__ or error).removeprefix(f"{self._url}: ")
             if answers or isinstance(error, InvalidResponse | ValueError):
-                raise _LapFailed(Trouble.GARBAGE, f"{what}: {why}") from None
+                raise _PollFailed(Trouble.GARBAGE, f"{what}: {why}") from None
             # A backend that answered before has the right address.
             hint = _hint(error) if self._listed_at_s == -inf else ""
-            raise _LapFailed(_trouble(error), f"{what}: {why}{hint}") from None
+            raise _PollFailed(_trouble(error), f"{what}: {why}{hint}") from None
         if len(body) > BODY_BYTES_MAX:
-            raise _LapFailed(Trouble.GARBAGE, f"{what}: the answer is larger than {BODY_BYTES_MAX} bytes")
+            raise _PollFailed(Trouble.GARBAGE, f"{what}: the answer is larger than {BODY_BYTES_MAX} bytes")
         return exchange.status, body
 
-    def _report(self, bug: Exception) -> None:
-        # A bug repeats with every lap; its story is told again only when it is another story.
+    def _log_bug(self, bug: Exception) -> None:
+        # A bug repeats with every poll; it is logged again only when it is another one.
         where = traceback.extract_tb(bug.__traceback__)[-1]
-        story = f"{type(bug).__name__} at {where.filename}:{where.lineno}"
-        if story != self._bug:
-            self._bug = story
+        description = f"{type(bug).__name__} at {where.filename}:{where.lineno}"
+        if description != self._last_bug:
+            self._last_bug = description
             _log.error("poller_bug", backend=self._backend, exc_info=bug)
 
 
 async def _in_slices(slices: Generator[None, None, T]) -> T:
-    """The result of a computation that pauses now and then; everybody else on the loop has a turn in each pause."""
+    """The result of a computation that pauses now and then; in each pause, other tasks have a turn."""
     while True:
         try:
             next(slices)

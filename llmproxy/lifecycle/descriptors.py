@@ -1,7 +1,7 @@
 """How many files this process may have open (descriptors, `ulimit -n`), and how many connections that allows.
 
-A request takes two: the connection of its client, and one to a backend. Whoever lets in as many clients as there are
-descriptors has none left to serve them with, and everything that then fails looks like the fault of the backends.
+A request takes two: the connection of its client, and one to a backend. A process that accepted as many clients as it
+has descriptors could not connect to backends, and the failures would look like failures of the backends.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from llmproxy.config import ClientsConfig, Config
 OPEN_FILES_MAX = 1 << 20
 """The limit is not raised beyond this: the most that Linux allows a process unless told otherwise (fs.nr_open)."""
 OWN_SHARE, OWN_MIN, OWN_MAX = 8, 32, 2048
-"""One descriptor of so many is for what is neither a client nor its request: polls, pages, logs, look-ups."""
+"""One of so many descriptors is for all that is no request of a client: polls, pages, logs, look-ups."""
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors of opening a connection that say something of this process or its machine, and nothing of the other end."""
+"""Errors of opening a connection whose cause is this process or its machine, not the other end."""
 LIMITS = {
     errno.EMFILE: "the limit is LimitNOFILE= of the unit, or ulimit -n",
     errno.EADDRNOTAVAIL: "the local ports are net.ipv4.ip_local_port_range",
@@ -31,7 +31,7 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # A sandbox may forbid it; what the limit allows is told at the start either way.
+        # A sandbox may forbid it. The limit is logged at the start in any case.
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -48,14 +48,14 @@ def connections_max() -> int:
 
 
 def clients_of_process(config: Config) -> ClientsConfig:
-    """The limits of clients for one process of those that have them: what bounds a process is divided, and is no more
-    than its descriptors allow; what bounds one address holds in each."""
+    """The limits of clients for one of the processes that accept clients. The limit of connections is divided among
+    them, and is no more than the descriptors allow; limits of one address hold in each process."""
     share = math.ceil(config.clients.connections_max / config.workers)
     return config.clients.model_copy(update={"connections_max": min(share, connections_max())})
 
 
 def clients_of_admin_port(config: Config) -> ClientsConfig:
-    """The same for a port of those who run the proxy, which lives on what is kept for the process itself."""
+    """The same for the admin port, whose connections take descriptors that are kept for the process itself."""
     return config.clients.model_copy(update={"connections_max": min(config.clients.connections_max, _own() // 2)})
 
 
@@ -64,7 +64,7 @@ def _own() -> int:
 
 
 def lack_of(error: OSError) -> str | None:
-    """What this machine lacks for a connection, for people; None where the error says something of the other end."""
+    """What this machine lacks for a connection, for people; None where the cause is the other end."""
     if error.errno not in EXHAUSTED:
         return None
     hint = LIMITS.get(error.errno)

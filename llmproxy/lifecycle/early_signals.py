@@ -1,7 +1,7 @@
-"""Signals that come while the program is still being read and its configuration checked.
+"""Signals that arrive while the program is still being loaded and its configuration checked.
 
-Until somebody asks for them, SIGHUP and SIGUSR2 end a process, and SIGTERM ends it with an exit code that looks like a
-failure. Who starts services sends all three whenever it likes.
+Without a handler, SIGHUP and SIGUSR2 end a process, and SIGTERM ends it with an exit code that looks like a failure.
+Service managers may send all three at any time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _came: set[int] = set()
 
 
 def remember() -> None:
-    """From now on SIGTERM and SIGINT end this process at once, with exit code 0: there is nothing to be drained yet.
+    """From now on SIGTERM and SIGINT end this process at once with exit code 0, as there is nothing to drain yet.
 
-    SIGHUP and SIGUSR2 wait for `send_again`.
+    SIGHUP and SIGUSR2 are kept for `send_again`.
     """
     end_at_once()
     for number in _LATER:
@@ -27,19 +27,19 @@ def remember() -> None:
 
 
 def end_at_once() -> None:
-    """From now on SIGTERM and SIGINT end this process with exit code 0, wherever it is."""
+    """From now on SIGTERM and SIGINT end this process at once with exit code 0."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
 
 
 def send_again() -> None:
-    """Send this process what it was sent meanwhile, now that somebody else handles it. Of each kind once."""
+    """Send this process the kept signals again, each once, now that they have other handlers."""
     while _came:
         os.kill(os.getpid(), _came.pop())
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    # Without an exception: those raised while a callback or an extension module runs are lost, and some crash it.
+    # No exception: one that is raised in a callback or an extension module is lost, or crashes the module.
     os._exit(0)
 
 

@@ -1,8 +1,8 @@
-"""What the process is told by signals, and how it is replaced by a successor without a gap.
+"""Signals of the process, and its replacement by a successor without a gap.
 
-On SIGUSR2 this process starts the same command again, with its listening sockets open, and goes on serving. The
-successor loads its configuration, hears from its backends, accepts on the same sockets, and then writes one byte into a
-pipe. Only then does this process stop accepting and lead out those it has. nginx and Envoy replace themselves so.
+On SIGUSR2 this process starts the same command again with its listening sockets, and goes on serving. The successor
+loads its configuration, polls its backends, accepts on the same sockets, and then writes one byte to a pipe. Only then
+this process stops accepting, and serves its open connections to the end. nginx and Envoy replace themselves like this.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import structlog
 from llmproxy.lifecycle.sockets import Sockets
 
 READY_MAX_S = 60.0
-"""How long a successor may take until it serves, before it is ended and this process goes on as if nothing was."""
+"""How long a successor may take until it serves. After that it is killed, and this process goes on serving."""
 EXIT_MAX_S = 5.0
 DRAINED = "LLMPROXY_DRAINED"
-"""The variable by which a process tells its successor which backends were drained by hand."""
+"""The environment variable with the backends that were drained by hand, for the successor."""
 
 _log = structlog.get_logger()
 
 
 class SuccessorFailedError(Exception):
-    """A successor that never served; it is gone, and the message says why."""
+    """A successor that never served, and has ended. The message says why."""
 
 
-class Orders:
-    """What this process was told. `over` is set once it has to go, by the first SIGTERM or SIGINT or by a successor.
+class ProcessSignals:
+    """The signals of this process. `over` is set when it has to end: by the first SIGTERM or SIGINT, or by a successor.
 
-    `stop` says that it was a signal, `cut` that a second one came: whatever still runs is then ended at once, and
-    `cut_code` is the exit code that a shell gives a program that this signal ended.
+    `stop` is set by a signal, `cut` by a second one: all requests are then cut at once, and `cut_code` is the exit code
+    that a shell gives to a program that this signal ended.
     """
 
     def __init__(self, sockets: Sockets) -> None:
@@ -49,19 +49,19 @@ class Orders:
         self._successor: subprocess.Popen[bytes] | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_stop, number)
+            loop.add_signal_handler(number, self._on_stop, number)
 
     def take_restarts(self, drained: Callable[[], Collection[str]]) -> None:
-        """From now on SIGUSR2 starts a successor: there are sockets that it can inherit, and `drained` backends."""
+        """From now on SIGUSR2 starts a successor. It inherits the sockets and the result of `drained`."""
         self._drained = drained
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._told_to_restart)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._on_restart)
 
     @property
     def successor_pid(self) -> int | None:
-        """The process that serves instead of this one, None while there is none."""
+        """The process that serves instead of this one; None while there is none."""
         return None if self._successor is None else self._successor.pid
 
-    def _told_to_stop(self, number: signal.Signals) -> None:
+    def _on_stop(self, number: signal.Signals) -> None:
         if self.stop.is_set():
             self.cut_code = 128 + number
             self.cut.set()
@@ -70,14 +70,14 @@ class Orders:
         self.stop.set()
         self.over.set()
 
-    def _told_to_restart(self) -> None:
+    def _on_restart(self) -> None:
         if self.over.is_set() or self._restart is not None:
             _log.warning("restart_ignored", why="it is under way" if self._restart else "this process is ending")
             return
         self._restart = asyncio.create_task(self._replace(), name="restart")
 
     async def _replace(self) -> None:
-        # Not with which arguments: there may be keys among them.
+        # Arguments are not logged, because there may be keys among them.
         _log.info("restarting", program=sys.executable)
         try:
             self._successor = await successor(self._sockets, self._drained())
@@ -91,7 +91,7 @@ class Orders:
 
 
 def drained_before(environment: MutableMapping[str, str]) -> frozenset[str]:
-    """The backends that were drained under a predecessor; its variable is removed, and not inherited again."""
+    """The backends that were drained in the predecessor. Its variable is removed, so that no child inherits it."""
     return frozenset(json.loads(environment.pop(DRAINED, "[]")))
 
 
@@ -101,9 +101,9 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
         reads, writes = os.pipe()
     except OSError as error:
         raise SuccessorFailedError(f"there is no pipe to it: {error.strerror}") from None
-    told, fds = sockets.for_successor(writes)
+    variables, fds = sockets.for_successor(writes)
     try:
-        child = _same_again({**told, DRAINED: json.dumps(sorted(drained))}, fds)
+        child = _same_again({**variables, DRAINED: json.dumps(sorted(drained))}, fds)
     except OSError as error:
         os.close(reads)
         raise SuccessorFailedError(f"{sys.executable} cannot be started: {error.strerror}") from None
@@ -117,7 +117,7 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
         code = await asyncio.to_thread(child.wait, EXIT_MAX_S)
         raise SuccessorFailedError(f"it ended with exit code {code} before it served; its own lines say why")
     except BaseException as error:
-        # Cancelled too: nobody may be left behind half started.
+        # Also when this is cancelled: no half-started process may be left.
         child.kill()
         child.wait()
         if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
@@ -127,9 +127,9 @@ async def successor(sockets: Sockets, drained: Collection[str] = ()) -> subproce
         os.close(reads)
 
 
-def _same_again(told: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """The same command. Its interpreter is found by its path, so that an environment exchanged there is the new one."""
-    return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **told}, pass_fds=fds)
+def _same_again(variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start the same command. The interpreter is found by its path, so that a new environment in its place is used."""
+    return subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **variables}, pass_fds=fds)
 
 
 async def _readable(fd: int) -> None:
@@ -143,21 +143,21 @@ async def _readable(fd: int) -> None:
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Tell a service manager, as sd_notify(3) does: one datagram to `NOTIFY_SOCKET`; nothing where there is none."""
+    """Notify a service manager, as sd_notify(3) does: one datagram to `NOTIFY_SOCKET`, if there is one."""
     path = environment.get("NOTIFY_SOCKET")
     if not path:
         return
     address = "\0" + path[1:] if path.startswith("@") else path
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaker:
-            speaker.sendto(state.encode(), address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(state.encode(), address)
     except OSError as error:
         _log.warning("notify_failed", state=state, error=str(error))
 
 
-async def unless(told: asyncio.Event, awaited: Awaitable[object], limit_s: float | None = None) -> bool:
-    """Await something until `told` is set or the time is over. True when it ended by itself."""
-    first, other = asyncio.ensure_future(awaited), asyncio.ensure_future(told.wait())
+async def unless(event: asyncio.Event, awaited: Awaitable[object], limit_s: float | None = None) -> bool:
+    """Await something until `event` is set or the time is over. True when it ended by itself."""
+    first, other = asyncio.ensure_future(awaited), asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait((first, other), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if first.done():

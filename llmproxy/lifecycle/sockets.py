@@ -1,7 +1,7 @@
-"""Listening sockets: opened here, or inherited open from whoever started this process.
+"""Listening sockets: opened here, or inherited open from the process that started this one.
 
-Two kinds of starters hand sockets down, and neither closes them meanwhile, so that the kernel keeps the connections of
-those who come in between:
+Two kinds of processes pass sockets on. Neither closes them meanwhile, so that the kernel keeps the connections of
+clients that connect in between:
 
 * systemd, by socket activation: sd_listen_fds(3) says that `LISTEN_FDS` descriptors from 3 on are for `LISTEN_PID`.
 * A process of this program that is about to be replaced: see `handover`.
@@ -21,14 +21,14 @@ from typing import Any
 from llmproxy.config import ConfigError
 
 PREDECESSOR = "LLMPROXY_PREDECESSOR"
-"""The variable by which a process tells its successor which descriptors it has for it."""
+"""The environment variable with the descriptors that a successor inherits."""
 LISTEN_FDS_START = 3
 SYSTEMD = "systemd"
-"""Stands for the address of sockets that the service manager opened: it, not the configuration, says which it is."""
+"""The key of sockets that the service manager opened: it chose their address, not the configuration."""
 
 
 class ListenError(OSError):
-    """An address on which nothing could be opened, with the cause in the system's words."""
+    """An address on which no socket could be opened, with the system's message."""
 
     def __init__(self, host: str, port: int, cause: OSError) -> None:
         super().__init__(cause.errno, str(cause))
@@ -54,7 +54,7 @@ class ListenError(OSError):
 class Sockets:
     """The listening sockets of this process by `host:port`, inherited ones among them.
 
-    `ready_fd` is where a predecessor waits for one byte, None where nobody does.
+    `ready_fd` is where a predecessor waits for one byte, None where there is no predecessor.
     """
 
     ready_fd: int | None = None
@@ -63,15 +63,15 @@ class Sockets:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str], pid: int) -> Sockets:
-        """What the environment of process `pid` says it inherited; its variables are removed, and not inherited again.
+        """The sockets that process `pid` inherited, by its environment. The variables are removed.
 
         Raises ConfigError for descriptors that are no listening TCP sockets.
         """
-        told = environment.pop(PREDECESSOR, None)
+        inherits = environment.pop(PREDECESSOR, None)
         meant_for, count = environment.pop("LISTEN_PID", None), environment.pop("LISTEN_FDS", None)
         environment.pop("LISTEN_FDNAMES", None)
-        if told is not None:
-            handed = json.loads(told)
+        if inherits is not None:
+            handed = json.loads(inherits)
             inherited = {address: [_adopted(fd) for fd in fds] for address, fds in handed["sockets"].items()}
             os.set_inheritable(handed["ready_fd"], False)
             return cls(handed["ready_fd"], inherited)
@@ -83,8 +83,8 @@ class Sockets:
     def listening(self, host: str, port: int, acceptors: int = 1) -> tuple[list[socket.socket], bool]:
         """The sockets for an address, and whether the service manager keeps them open too. Raises ListenError.
 
-        Those that are opened here are as many as `acceptors`, which share the port: the kernel gives each its part of
-        the connections. Of those that are inherited, there may be any number.
+        `acceptors` sockets are opened, which share the port: the kernel spreads connections over them. Inherited
+        sockets may be any number.
         """
         address = f"{host}:{port}"
         key = SYSTEMD if SYSTEMD in self._inherited else address
@@ -96,12 +96,12 @@ class Sockets:
         return sockets, key == SYSTEMD
 
     def addresses(self, host: str, port: int) -> list[str]:
-        """Where those for this address accept connections, each once."""
+        """The addresses at which the sockets for this address accept connections, each once."""
         sockets = self._open.get(SYSTEMD) or self._open[f"{host}:{port}"]
         return list(dict.fromkeys(address for one in sockets for address in _served(one)))
 
     def serving(self) -> None:
-        """Everything listens: close what was inherited and is not wanted any more, and tell a predecessor to leave."""
+        """All sockets listen: close inherited ones that are not used, and tell the predecessor to shut down."""
         for sockets in self._inherited.values():
             for one in sockets:
                 one.close()
@@ -113,10 +113,10 @@ class Sockets:
             self.ready_fd = None
 
     def for_successor(self, ready_fd: int) -> tuple[Mapping[str, str], list[int]]:
-        """The variable that tells a successor of our sockets and of the pipe to write to, and all descriptors in it."""
+        """The environment variable for a successor, with our sockets and the pipe to write to; and all descriptors."""
         fds = {address: [one.fileno() for one in sockets] for address, sockets in self._open.items()}
-        told = json.dumps({"ready_fd": ready_fd, "sockets": fds})
-        return {PREDECESSOR: told}, [ready_fd, *(fd for some in fds.values() for fd in some)]
+        handed = json.dumps({"ready_fd": ready_fd, "sockets": fds})
+        return {PREDECESSOR: handed}, [ready_fd, *(fd for some in fds.values() for fd in some)]
 
 
 def _adopted(fd: int) -> socket.socket:
@@ -141,9 +141,9 @@ def _served(one: socket.socket) -> list[str]:
 
 
 def _opened(host: str, port: int, acceptors: int) -> list[socket.socket]:
-    """Sockets for each address that the name of a host has; `::` is all of both families, where the system has them.
+    """Sockets for each address of a host; `::` is all addresses of both families, where the system has both.
 
-    Raises OSError, and has opened none then.
+    Raises OSError, and then no socket is open.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
@@ -167,7 +167,7 @@ def _create(family: int, address: tuple[Any, ...], *, shared: bool = False) -> s
 
 def _sharing(family: int, address: tuple[Any, ...], acceptors: int) -> list[socket.socket]:
     """Sockets of one port (SO_REUSEPORT). Raises OSError."""
-    # Any program of this user that shares the port too would be let in: it should be told that the port is taken.
+    # With SO_REUSEPORT, another program of this user could share the port. It must get the error that it is taken.
     _create(family, address).close()
     sockets: list[socket.socket] = []
     try:

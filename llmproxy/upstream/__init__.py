@@ -1,1 +1,1 @@
-"""The client of the backends: the port that the relay knows, connections, TLS, names."""
+"""The HTTP client of the backends: its interface, connections, TLS and name resolution."""

@@ -30,8 +30,8 @@ OTHER_ADDRESS_AFTER_S = 0.25
 """How long the first address of a name is tried alone (RFC 8305, section 5)."""
 
 
-_Way = tuple[str, PeerTls | None]
-"""Where connections lead: a base URL, and whom it was trusted to be."""
+_Destination = tuple[str, PeerTls | None]
+"""Where a connection leads: a base URL, and how its server was trusted."""
 
 
 class HttpUpstream:
@@ -44,9 +44,9 @@ class HttpUpstream:
         self._peers = peers or Peers()
         self._connections_max = connections_max
         self._connections: set[BackendConnection] = set()
-        # The freshest last, and taken first: the others may then go when they are not needed. None is used where a
-        # backend is trusted otherwise than it was when the connection was opened.
-        self._idle: dict[_Way, list[BackendConnection]] = {}
+        # The last one is the freshest and is used first, so that the others time out when they are not needed. The key
+        # has the trust: a connection that was opened with another trust is not used.
+        self._idle: dict[_Destination, list[BackendConnection]] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._closed: asyncio.Future[None] | None = None
 
@@ -65,7 +65,7 @@ class HttpUpstream:
         for connection in list(self._connections):
             connection.abort()
         if self._connections:
-            # A transport tells of its end in a later turn of the loop.
+            # A transport reports its end in a later turn of the loop.
             self._closed = asyncio.get_running_loop().create_future()
             await self._closed
 
@@ -81,21 +81,21 @@ class HttpUpstream:
         url = URL(base_url)
         size_bytes = sum(map(len, body))
         head = _head(url, method, path_qs, headers, size_bytes)
-        way = base_url, self._peers.tls.get(base_url)
-        kept = self._kept(way)
+        to = base_url, self._peers.tls.get(base_url)
+        kept = self._kept(to)
         if kept is not None:
             sent_s = asyncio.get_running_loop().time()
             try:
-                return await _asked(kept, head, body, size_bytes)
+                return await _send(kept, head, body, size_bytes)
             except ConnectionDropped:
-                # One that breaks later did see the request, and may have worked on it since.
+                # A backend whose connection breaks later has seen the request, and may have worked on it.
                 if asyncio.get_running_loop().time() - sent_s > IDLE_DROP_S:
                     raise
-        return await _asked(await self._connect(way, url, connect_timeout_s), head, body, size_bytes)
+        return await _send(await self._connect(to, url, connect_timeout_s), head, body, size_bytes)
 
-    async def _connect(self, way: _Way, url: URL, timeout_s: float) -> BackendConnection:
+    async def _connect(self, to: _Destination, url: URL, timeout_s: float) -> BackendConnection:
         loop = asyncio.get_running_loop()
-        base_url, peer = way
+        base_url, peer = to
         context = None
         if url.scheme == "https":
             context = peer.context if peer is not None else ssl.create_default_context()
@@ -110,23 +110,23 @@ class HttpUpstream:
                     found, happy_eyeballs_delay=OTHER_ADDRESS_AFTER_S, loop=loop
                 )
                 _, connection = await loop.create_connection(
-                    lambda: BackendConnection(base_url, partial(self._freed, way), partial(self._lost, way)),
+                    lambda: BackendConnection(base_url, partial(self._freed, to), partial(self._lost, to)),
                     sock=sock,
                     ssl=context,
                     server_hostname=name if context is not None else None,
                 )
         except OSError as error:
-            # TimeoutError is one of them, and says nothing by itself.
-            story = f"{base_url}: {error or f'no connection within {timeout_s:g} s'}"
+            # TimeoutError is an OSError too, and has no text.
+            detail = f"{base_url}: {error or f'no connection within {timeout_s:g} s'}"
             lack = lack_of(error) if found else "the name of the backend does not resolve"
-            raise LocalFailure(lack, story) if lack is not None else ConnectFailed(story) from error
+            raise LocalFailure(lack, detail) if lack is not None else ConnectFailed(detail) from error
         self._connections.add(connection)
         return connection
 
     # --- connections that wait for their next request -----------------------------------------------------------------
 
-    def _kept(self, way: _Way) -> BackendConnection | None:
-        idle = self._idle.get(way)
+    def _kept(self, to: _Destination) -> BackendConnection | None:
+        idle = self._idle.get(to)
         now = asyncio.get_running_loop().time()
         while idle:
             connection = idle.pop()
@@ -135,18 +135,18 @@ class HttpUpstream:
             connection.abort()
         return None
 
-    def _freed(self, way: _Way, connection: BackendConnection) -> None:
+    def _freed(self, to: _Destination, connection: BackendConnection) -> None:
         loop = asyncio.get_running_loop()
         connection.free_since_s = loop.time()
-        self._idle.setdefault(way, []).append(connection)
+        self._idle.setdefault(to, []).append(connection)
         if self._sweep is None:
             self._sweep = loop.call_later(IDLE_MAX_S, self._drop_old)
 
-    def _lost(self, way: _Way, connection: BackendConnection) -> None:
+    def _lost(self, to: _Destination, connection: BackendConnection) -> None:
         self._connections.discard(connection)
         if self._closed is not None and not self._connections and not self._closed.done():
             self._closed.set_result(None)
-        idle = self._idle.get(way)
+        idle = self._idle.get(to)
         if idle and connection in idle:
             idle.remove(connection)
 
@@ -159,19 +159,19 @@ class HttpUpstream:
         self._sweep = None
         loop = asyncio.get_running_loop()
         oldest_s = loop.time() - IDLE_MAX_S
-        for way, idle in list(self._idle.items()):
+        for to, idle in list(self._idle.items()):
             kept = [connection for connection in idle if connection.free_since_s > oldest_s]
             for connection in idle[: len(idle) - len(kept)]:
                 connection.abort()
             if kept:
-                self._idle[way] = kept
+                self._idle[to] = kept
             else:
-                del self._idle[way]
+                del self._idle[to]
         if self._idle:
             self._sweep = loop.call_later(IDLE_MAX_S, self._drop_old)
 
 
-async def _asked(connection: BackendConnection, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
+async def _send(connection: BackendConnection, head: bytes, body: Body, size_bytes: int) -> HttpExchange:
     """The answer to one request, as soon as its head is there."""
     exchange = connection.begin()
     try:
@@ -184,7 +184,7 @@ async def _asked(connection: BackendConnection, head: bytes, body: Body, size_by
 
 
 def _head(url: URL, method: str, path_qs: str, headers: Headers, size_bytes: int) -> bytes:
-    """The head of a request. Raises ValueError for what would read as more than was meant."""
+    """The head of a request. Raises ValueError for text that would be read as more than one field."""
     fields = [
         field
         for field in (headers.items() if isinstance(headers, Mapping) else headers)

@@ -1,7 +1,7 @@
 """One connection to a backend: a request goes out, and its answer comes in as it arrives.
 
-The framing of HTTP/1.1 is followed by llhttp, the parser of Node.js, in its strict mode: what one party could read as
-one answer and another party as two is refused. Bytes are handed on in the very callback in which they arrive.
+llhttp, the parser of Node.js, parses HTTP/1.1 in its strict mode: bytes that one program reads as one response and
+another as two are refused. Bytes of a body are passed on in the callback in which they arrive.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import httptools
 from llmproxy.upstream.port import Body, InvalidResponse, UpstreamBroken
 
 READ_BUFFER_BYTES = 128 << 10
-"""Of a body that is pulled and not fetched: reading from the backend pauses beyond this."""
+"""Of a body that is not read yet: beyond this, reading from the backend pauses."""
 HEAD_BYTES_MAX = 256 << 10
-"""The longest head of an answer, the interim ones (1xx) before it included."""
+"""The longest head of a response, interim responses (1xx) before it included."""
 WHOLE_BODY_BYTES_MAX = 1 << 20
-"""Request bodies up to this are handed to the transport in one piece, larger ones in slices as it drains."""
+"""Request bodies up to this are written in one piece, larger ones in slices as the transport drains."""
 SLICE_BYTES = 256 << 10
 
 _SWITCHING_PROTOCOLS = 101
 
 
 class ConnectionDropped(UpstreamBroken):
-    """A kept connection broke, and nothing at all had come in answer to this request.
+    """A kept connection broke before any byte of the response.
 
-    Most likely the backend dropped it in the same instant, which says nothing of its health.
+    Most likely the backend closed it at the same moment, which says nothing about its health.
     """
 
 
 class BackendConnection(asyncio.Protocol):
-    """A connection that carries one exchange at a time. `on_free` is told when it may carry another one, and `on_lost`
-    when it never will.
+    """A connection that carries one exchange at a time. `on_free` is called when it may carry another one, `on_lost`
+    when it has ended.
     """
 
     __slots__ = (
@@ -82,11 +82,11 @@ class BackendConnection(asyncio.Protocol):
         """Whether another request may go out on it."""
         if self._exchange is not None or self._transport is None or self._transport.is_closing():
             return False
-        # What has come and was not read yet, an end or bytes, came before this request, and is no answer to it.
+        # Bytes or an end that arrived and were not read came before this request, and are no response to it.
         return not self._unread.poll(0)
 
     def begin(self) -> HttpExchange:
-        """The exchange that is carried from now on."""
+        """Begin the exchange that it carries from now on."""
         exchange = self._exchange = HttpExchange(self, self.used)
         self.used = True
         self._sent = self._heard = self._complete = self._surplus = self._persistent = False
@@ -108,7 +108,7 @@ class BackendConnection(asyncio.Protocol):
                 if exchange is None or exchange.status:
                     return
                 self._write(piece[start : start + SLICE_BYTES])
-                # The writer waits for a slow backend alone; with a fast one, everybody else must have a turn.
+                # With a fast backend, writing never waits; other tasks must have a turn.
                 await asyncio.sleep(0)
         self._sent = True
 
@@ -129,12 +129,12 @@ class BackendConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Cut it. A mere close would first wait for the peer to read what is still buffered, for ever if it hangs."""
+        """Cut the connection. `close` would wait until the peer has read the buffer, for ever where it hangs."""
         self._exchange = None
         if self._transport is not None:
             self._transport.abort()
 
-    # --- what the transport calls -------------------------------------------------------------------------------------
+    # --- callbacks of the transport------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -142,7 +142,7 @@ class BackendConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        # It holds this connection in turn, and a circle would be left to the garbage collector.
+        # It refers to this connection: the cycle would be left to the garbage collector.
         del self._parser
         self.resume_writing()
         exchange, self._exchange = self._exchange, None
@@ -166,7 +166,7 @@ class BackendConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
         if exchange is None:
-            # Bytes came while nobody asked: they would pass for the answer to the next request.
+            # These bytes are no response to any request. They would be taken for the response to the next one.
             self.abort()
             return
         self._heard = True
@@ -194,7 +194,7 @@ class BackendConnection(asyncio.Protocol):
 
     def _end(self, exchange: HttpExchange, *, keep: bool) -> None:
         if self._exchange is not exchange:
-            # Whoever took the last bytes has cut the connection.
+            # The reader of the last bytes has cut the connection.
             return
         self._exchange = None
         exchange.end()
@@ -204,7 +204,7 @@ class BackendConnection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.abort()
 
-    # --- what the parser calls ----------------------------------------------------------------------------------------
+    # --- callbacks of the parser --------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._surplus = self._complete
@@ -214,7 +214,7 @@ class BackendConnection(asyncio.Protocol):
             self._exchange.reason += _text(reason)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # What comes behind the body, the fields of a trailer, is not passed on.
+        # Fields behind the body (trailers) are not passed on.
         if self._exchange is not None and not self._exchange.status:
             self._exchange.headers.append((_text(name), _text(value)))
 
@@ -230,7 +230,7 @@ class BackendConnection(asyncio.Protocol):
         else:
             codings = [value for name, value in exchange.headers if name.lower() == "transfer-encoding"]
             if codings and (len(codings) > 1 or codings[0].strip(" ").lower() != "chunked"):
-                # The parser takes off the chunks of these alone: what it does not know would pass for the body.
+                # The parser decodes chunks alone: bytes in another coding would be taken for the body.
                 raise ValueError("its transfer-encoding is another one than chunked")
             exchange.answered(status)
 
@@ -239,15 +239,15 @@ class BackendConnection(asyncio.Protocol):
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        # An interim answer is complete too, and the one that counts is still to come.
+        # An interim response is complete too; the final one is still to come.
         if self._exchange is not None and self._exchange.status:
             self._complete = True
-            # Asked in here, because the parser forgets it with the message.
+            # Asked here, because the parser forgets it at the end of the message.
             self._persistent = self._parser.should_keep_alive()
 
 
 class HttpExchange:
-    """One answer; see `upstream.Exchange`."""
+    """One response; see `port.Exchange`."""
 
     __slots__ = (
         "_broken", "_connection", "_held", "_held_bytes", "_sink", "_sink_error", "_woken", "ended", "headers",
@@ -311,8 +311,8 @@ class HttpExchange:
             self.failed(UpstreamBroken, "the connection was closed from here")
 
     async def _more(self) -> None:
-        """Wait until something is new. Raises what went wrong."""
-        # What is raised refers to the frames that it passes, and by them to this exchange: it must not be kept here.
+        """Wait until something has changed. Raises what went wrong."""
+        # An exception refers to frames, and they to this exchange: it is not kept here, so that there is no cycle.
         if self._sink_error is not None:
             error, self._sink_error = self._sink_error, None
             raise error
@@ -329,11 +329,11 @@ class HttpExchange:
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
-    # --- what its connection tells ------------------------------------------------------------------------------------
+    # --- events of the connection -------------------------------------------------------------------------------------
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether the end of the connection, and nothing else, is that of the body."""
+        """Whether the body ends with the connection, and in no other way."""
         if not self.status:
             return False
         fields = {name.lower(): value.lower() for name, value in self.headers}
@@ -353,7 +353,7 @@ class HttpExchange:
             return
         try:
             self._sink(data)
-        except Exception as error:  # noqa: BLE001 - it is told to whoever awaits the flow
+        except Exception as error:  # noqa: BLE001 - `flow` raises it
             self.close()
             self._sink_error = error
 

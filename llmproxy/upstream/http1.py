@@ -1,4 +1,4 @@
-"""The head of an HTTP/1.1 message, as both legs write it (RFC 9112, sections 2 to 5)."""
+"""The head of an HTTP/1.1 message, for requests to backends and responses to clients (RFC 9112, sections 2 to 5)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 def head(first_line: str, fields: Iterable[tuple[str, str]]) -> bytes:
     """A request or status line and its fields, up to and with the empty line.
 
-    Raises ValueError where a line break within one of them would make it read as more than was meant.
+    Raises ValueError for a line break within one of them, which would make it more than one field.
     """
     lines = [first_line]
     lines += [f"{name}: {value}" for name, value in fields]

@@ -1,8 +1,8 @@
 """The upstream port: one request to one backend, and its answer piece by piece as it arrives.
 
-`Upstream` and `Exchange` are what the relay knows; the client behind them is in `backends`. Time limits beyond
-connecting are the caller's: it cancels, or calls `Exchange.close`, and both cut the connection at once, because a cut
-connection is the only thing that makes an engine stop generating.
+`Upstream` and `Exchange` are the interface that the relay uses; `client` implements it. All time limits but the one
+for connecting are the caller's: it cancels, or calls `Exchange.close`. Both cut the connection at once, because nothing
+else makes an engine stop generating.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Protocol
 
 Headers = Iterable[tuple[str, str]] | Mapping[str, str]
 Body = Sequence[bytes | memoryview]
-"""A request body in pieces, in order: a splice in 50 MB must not cost a copy of them."""
+"""A request body in pieces, in order: a change in a body of 50 MB must not copy all of it."""
 
 
 class ConnectFailed(Exception):  # noqa: N818 - a fact about one attempt, not an error of this code
-    """No connection came about, hence not one byte was sent: the request may go elsewhere without any risk."""
+    """There was no connection, so that no byte was sent: the request may go to another backend without any risk."""
 
 
 class LocalFailure(ConnectFailed):
-    """The same, for want of something else than the backend, which is not to blame: a descriptor, a port, its address.
+    """The cause is not the backend: a descriptor, a local port or the address of its name is lacking.
 
     `message` is for the client, and names no backend.
     """
 
-    def __init__(self, lack: str, story: str) -> None:
-        super().__init__(story)
+    def __init__(self, lack: str, detail: str) -> None:
+        super().__init__(detail)
         self.message = f"The proxy cannot open a connection to a backend now: {lack}. Try again."
 
 
@@ -39,7 +39,7 @@ class InvalidResponse(UpstreamBroken):
 
 
 class Exchange(Protocol):
-    """One answer. Its head is there; its body is pulled."""
+    """One response. Its head has arrived; its body is read by `chunk` or `flow`."""
 
     @property
     def status(self) -> int:
@@ -67,14 +67,14 @@ class Exchange(Protocol):
         """
 
     def halt(self) -> None:
-        """To be called by the sink: it takes no more, `flow` ends, and the rest can be pulled."""
+        """Called by the sink: `flow` ends, and the rest is left to `chunk`."""
 
     @property
     def ended(self) -> bool:
         """Whether all of the body has arrived."""
 
     def pause(self) -> None:
-        """Read no more of the body for now: sooner or later the backend has to wait."""
+        """Read no more of the body for now, so that the backend has to wait."""
 
     def resume(self) -> None:
         """Read on."""
@@ -116,7 +116,7 @@ class Upstream(Protocol):
 
         The path and query go out as they are. Headers are sent as given, in their order; only `host` is added when
         absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. A
-        request on a kept connection that the backend dropped in the same instant, and so never saw, is sent once more
-        on a fresh one. Raises ConnectFailed (LocalFailure is one of them) or UpstreamBroken; cancelling it cuts the
+        request on a kept connection that the backend dropped at the same moment, without seeing the request, is sent
+        again on a new one. Raises ConnectFailed (LocalFailure is one of them) or UpstreamBroken; cancelling it cuts the
         connection.
         """

@@ -1,7 +1,7 @@
-"""The addresses behind backends' names: looked up in the background, so that no request waits for a name server.
+"""The addresses of backends' host names: looked up in the background, so that no request waits for a name server.
 
-The system's resolver is asked (`/etc/hosts`, `resolv.conf`), which may take half a minute where a name server is
-silent, and cannot be told to stop. Each question has a thread of its own, and there is one at a time for each name.
+The system's resolver (`/etc/hosts`, `resolv.conf`) is asked. It may take half a minute where a name server does not
+answer, and cannot be cancelled. Each look-up has a thread of its own, and each name one look-up at a time.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from aiohappyeyeballs import AddrInfoType
 from yarl import URL
 
 REFRESH_S = 10.0
-"""How old an address may be for new connections; Envoy looks every 5 s, gRPC every 30 s at the most often."""
+"""How old an address may be for new connections. Envoy looks every 5 s, gRPC at most every 30 s."""
 RETRY_S = 1.0
-"""How soon a name is looked up again of which no address is known."""
+"""How soon a name without a known address is looked up again."""
 ANSWER_MAX_S = 5.0
-"""How long an answer may take before the name counts as one that does not resolve. It is still waited for."""
+"""After so long without an answer, a name counts as one that does not resolve. The answer is still waited for."""
 LOOK_UPS_MAX = 64
-"""Look-ups at once of names that failed the last time, and as many of all others, which never wait for those. One that
-takes longer than `ANSWER_MAX_S` counts no more."""
+"""The most look-ups at once of names that failed the last time, and as many of all others, which so never wait for the
+failed ones. A look-up that takes longer than `ANSWER_MAX_S` does not count any more."""
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
-"""A family and a socket's address whose port says nothing."""
+"""A family, and a socket address whose port has no meaning."""
 LookUp = Callable[[str], Awaitable[Sequence[Address]]]
-"""Answers every address behind a name. Raises OSError."""
+"""Returns all addresses of a name. Raises OSError."""
 
 _log = structlog.get_logger()
 
 
 class NameFailed(OSError):  # noqa: N818 - a fact about a name, not an error of this code
-    """A name has no address that is known. It says nothing of the backend."""
+    """A name has no known address. That says nothing about the backend."""
 
 
 @dataclass(slots=True)
@@ -48,13 +48,13 @@ class _Name:
     known: Sequence[Address] = ()
     why: str = ""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
-    """It was answered once, or should have been."""
+    """It was answered once, or `ANSWER_MAX_S` has passed."""
     following: asyncio.Task[None] | None = None
 
 
 class Resolver:
-    """What names mean to this process. Those of `follow` are looked up every `REFRESH_S`, and what was known last is
-    kept while that fails. Any other is looked up whenever it is resolved. Ended by `close`.
+    """Resolves host names. Those of `follow` are looked up every `REFRESH_S`; the last known addresses are kept while
+    that fails. Any other name is looked up whenever it is needed. Ended by `close`.
     """
 
     def __init__(self, look_up: LookUp | None = None) -> None:
@@ -64,7 +64,7 @@ class Resolver:
         self._turns = {failed: asyncio.Semaphore(LOOK_UPS_MAX) for failed in (False, True)}
 
     def follow(self, urls: Iterable[str]) -> None:
-        """Know the hosts of these base URLs from now on, and no others."""
+        """Look up the hosts of these base URLs from now on, and no others."""
         hosts = {host for url in urls if (host := URL(url).raw_host) and (host in self._names or _own(host) is None)}
         for host in self._names.keys() - hosts:
             task = self._names.pop(host).following
@@ -75,19 +75,19 @@ class Resolver:
             name.following = asyncio.create_task(self._follow(name), name=f"follow {host}")
 
     async def connectable(self, host: str, port: int) -> list[AddrInfoType]:
-        """What to connect to. Only the first answer about a name is ever waited for. Raises NameFailed."""
+        """The addresses to connect to. Only for the first answer about a name does this wait. Raises NameFailed."""
         return [
             (family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (place[0], port, *place[2:]))
             for family, place in await self._addresses(host)
         ]
 
     async def look_up(self, host: str) -> Sequence[Address]:
-        """Ask now; whoever asks for the same meanwhile gets the same answer. Raises OSError."""
-        # The answer is still of use when one of those who wait for it goes.
+        """Look a name up now. Callers at the same time share one look-up. Raises OSError."""
+        # The look-up goes on for the other callers when one is cancelled.
         return await asyncio.shield(self._ask(host))
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Look nothing up any more."""
         tasks = [*self._looking.values(), *(name.following for name in self._names.values() if name.following)]
         self.follow(())
         for task in tasks:
@@ -103,7 +103,7 @@ class Resolver:
             try:
                 return await self.look_up(host)
             except OSError as error:
-                raise _failed(host, _story(error)) from None
+                raise _failed(host, _reason(error)) from None
         if not name.known:
             await name.asked.wait()
         if not name.known:
@@ -115,14 +115,14 @@ class Resolver:
     async def _follow(self, name: _Name) -> None:
         while True:
             await self._renew(name)
-            # Many names, and many proxies, must not fall into step.
+            # Look-ups of many names and many proxies must not happen all at once.
             await asyncio.sleep((REFRESH_S if name.known else RETRY_S) * random.uniform(0.8, 1.0))
 
     async def _renew(self, name: _Name) -> None:
         try:
             self._found(name, await self.look_up(name.host))
         except OSError as error:
-            self._not_found(name, _story(error))
+            self._not_found(name, _reason(error))
 
     def _found(self, name: _Name, found: Sequence[Address]) -> None:
         if name.why or (name.known and set(name.known) != set(found)):
@@ -136,7 +136,7 @@ class Resolver:
         name.why = why
         name.asked.set()
 
-    # --- one question -------------------------------------------------------------------------------------------------
+    # --- one look-up --------------------------------------------------------------------------------------------------
 
     def _ask(self, host: str) -> asyncio.Task[Sequence[Address]]:
         looking = self._looking.get(host)
@@ -173,12 +173,12 @@ class Resolver:
     def _looked(self, host: str, ended: asyncio.Task[Sequence[Address]]) -> None:
         del self._looking[host]
         if not ended.cancelled():
-            # Nobody may be left who wants to know.
+            # There may be no caller left to take its exception.
             ended.exception()
 
 
 async def ask_system(host: str) -> Sequence[Address]:
-    """By the system's own resolver. Raises OSError."""
+    """Look a name up by the system's resolver. Raises OSError."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Sequence[Address]] = loop.create_future()
 
@@ -197,13 +197,13 @@ async def ask_system(host: str) -> Sequence[Address]:
             found = _places(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
         except OSError as error:
             failed = error
-        except Exception as error:  # noqa: BLE001 - else nobody would ever hear of it
+        except Exception as error:  # noqa: BLE001 - an exception in a thread would be lost
             failed = OSError(f"it is no name: {error}")
         # The loop may be gone by now.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(tell, found, failed)
 
-    # Not one of a pool: the end of the process waits for those, and the four of the loop would soon all be taken.
+    # No thread of a pool: the process would wait for it at its end, and the few threads of the loop would all be busy.
     try:
         threading.Thread(target=ask, name=f"look up {host}", daemon=True).start()
     except RuntimeError as error:
@@ -212,7 +212,7 @@ async def ask_system(host: str) -> Sequence[Address]:
 
 
 def _own(host: str) -> Sequence[Address] | None:
-    """What an address, or a name of this very machine (RFC 6761, section 6.3), means without asking anybody."""
+    """The addresses of an address, or of a name of this machine (RFC 6761, section 6.3), which need no look-up."""
     if f".{host.rstrip('.').lower()}".endswith(".localhost"):
         return _loopback()
     try:
@@ -228,7 +228,7 @@ def _loopback() -> Sequence[Address]:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
     except OSError:
-        # A refusal by one address is only told as such where the other does not fail otherwise.
+        # A refusal by one address is only reported where the other address does not fail in another way.
         return both[:1]
     return both
 
@@ -241,7 +241,7 @@ def _failed(host: str, why: str) -> NameFailed:
     return NameFailed(f"the name {host} does not resolve: {why}")
 
 
-def _story(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 

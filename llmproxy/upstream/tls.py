@@ -1,4 +1,4 @@
-"""TLS to backends: whom to believe, and under which name."""
+"""TLS to backends: which certificates to trust, and under which name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from llmproxy.config import BackendConfig, BackendTlsConfig, ConfigError, Watche
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerTls:
-    """How to meet one backend, as its `settings` say; their `server_name` is None where it is the host of its URL.
+    """How to trust one backend, by its `settings`; their `server_name` is None where it is the host of its URL.
 
-    `authorities` is the file in which those are whose certificates are believed, None where they are this machine's.
-    Two are equal only if they are one: a connection that was opened by another is never used in its place.
+    `authorities` is the file of certificate authorities that are trusted, None for those of this machine. Two objects
+    are never equal: a connection that was opened with one is not used where another one holds.
     """
 
     context: ssl.SSLContext
@@ -23,12 +23,12 @@ class PeerTls:
 
     @property
     def server_name(self) -> str | None:
-        """What is asked for (SNI) and must be in its certificate."""
+        """The name that is sent (SNI) and must be in the certificate."""
         return self.settings.server_name
 
     @classmethod
     def of(cls, backend: BackendConfig) -> PeerTls:
-        """As the configuration and the file of authorities say now. Raises OSError for a file of no use."""
+        """By the configuration and the file of authorities as they are now. Raises OSError for a useless file."""
         authorities = None
         if backend.tls.ca is not None:
             authorities = WatchedFile(backend.tls.ca)
@@ -37,7 +37,7 @@ class PeerTls:
 
 
 def peers_tls(backends: Iterable[BackendConfig]) -> dict[str, PeerTls]:
-    """By base URL, for every backend that is reached by https, or stands for some that are.
+    """By base URL, for every backend that is reached by https, templates of DNS names included.
 
     Raises ConfigError for a file of authorities that cannot be read.
     """
@@ -59,7 +59,7 @@ def unfit(backend: BackendConfig, error: OSError) -> str:
 def _context(backend: BackendConfig) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=backend.tls.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # What is asked for is what this proxy speaks, so that a front before an engine cannot choose HTTP/2.
+    # This proxy speaks HTTP/1.1 alone, so that a proxy in front of an engine must not choose HTTP/2.
     context.set_alpn_protocols(["http/1.1"])
     if backend.tls.insecure_skip_verify:
         context.check_hostname = False

@@ -157,7 +157,7 @@ async def starting(tmp_path: Path, told: str) -> AsyncIterator[tuple[Served, Cal
             yield process, tell
 
 
-async def test_an_early_hang_up_reads_the_configuration_again(backend: Replica, tmp_path: Path) -> None:
+async def test_an_early_sighup_reads_the_configuration_again(backend: Replica, tmp_path: Path) -> None:
     async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\nreload: signal\n") as (process, tell):
         process.process.send_signal(signal.SIGHUP)
         tell()

@@ -96,7 +96,7 @@ class FakeVllm:
 
 
 @dataclass
-class Pace:
+class Times:
     interval_s: float = 0.2
     page_interval_s: float = 1.0
     models_interval_s: float = 2.0
@@ -160,7 +160,7 @@ class Bench:
     now: float = 1000.0
     vllm: FakeVllm = field(default_factory=FakeVllm)
     sink: Sink = field(default_factory=Sink)
-    pace: Pace = field(default_factory=Pace)
+    times: Times = field(default_factory=Times)
     works: bool = True
 
     def poller(self, url: str | None = None, api_key: str | None = None) -> Poller:
@@ -171,17 +171,17 @@ class Bench:
             api_key,
             self.upstream,
             self.sink,
-            self.pace,
+            self.times,
             has_work=lambda: self.works,
             clock=lambda: self.now,
             rng=rng,
         )
 
-    async def laps(self, poller: Poller, seconds: float) -> int:
+    async def polls(self, poller: Poller, seconds: float) -> int:
         """Let the poller run for so long; returns how many laps it took."""
         end, count = self.now + seconds, 0
         while self.now < end:
-            self.now += await poller.lap()
+            self.now += await poller.poll_once()
             count += 1
         return count
 
@@ -203,7 +203,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_a_first_lap_asks_everything_and_ends_in_one_verdict(bench: Bench) -> None:
-    pause_s = await bench.poller().lap()
+    pause_s = await bench.poller().poll_once()
     assert bench.vllm.asked == ["/health", "/v1/models", "/metrics/"]
     assert bench.sink.take() == ["listed", "observe", "answered"]
     assert [card.name for card in bench.sink.listings[0].cards] == ["tiny", "lora-0"]
@@ -232,19 +232,19 @@ async def test_an_older_list_that_comes_later_undoes_nothing(bench: Bench) -> No
 
     poller = bench.poller()
     bench.vllm.answers["/v1/models"] = late
-    lap = asyncio.create_task(poller.lap())
+    poll_once = asyncio.create_task(poller.poll_once())
     await asked.wait()
     bench.now += 0.1
     bench.vllm.answers["/v1/models"] = saying('{"data":[{"id":"tiny"},{"id":"new","parent":"tiny"}]}')
     await poller.list_now()
     let.set()
-    await lap
+    await poll_once
     assert bench.sink.take() == ["listed", "observe", "answered"]
     assert [card.name for card in bench.sink.listings[0].cards] == ["tiny", "new"]
 
 
 async def test_asks_for_the_needed_names_only_and_shows_its_key(bench: Bench) -> None:
-    await bench.poller(api_key="s3cret").lap()
+    await bench.poller(api_key="s3cret").poll_once()
     assert bench.vllm.requests[-1].query.getall("name[]") == list(METRIC_NAMES)
     for request in bench.vllm.requests:
         assert request.headers["Authorization"] == "Bearer s3cret"
@@ -252,7 +252,7 @@ async def test_asks_for_the_needed_names_only_and_shows_its_key(bench: Bench) ->
 
 
 async def test_shows_no_key_when_there_is_none(bench: Bench) -> None:
-    await bench.poller().lap()
+    await bench.poller().poll_once()
     assert "Authorization" not in bench.vllm.requests[0].headers
 
 
@@ -262,14 +262,14 @@ async def test_a_reading_is_stamped_with_the_time_its_scrape_was_sent(bench: Ben
         return web.Response(text=NEEDED)
 
     bench.vllm.answers["/metrics/"] = slow
-    await bench.poller().lap()
+    await bench.poller().poll_once()
     assert bench.sink.readings[0].taken_at_s == 1000.0
 
 
 async def test_keeps_the_pace_of_each_question(bench: Bench) -> None:
-    laps = await bench.laps(bench.poller(), 10.0)
+    polls = await bench.polls(bench.poller(), 10.0)
     asked = {path: bench.vllm.asked.count(path) for path in bench.vllm.asked}
-    assert 50 <= asked["/metrics/"] <= laps <= 90
+    assert 50 <= asked["/metrics/"] <= polls <= 90
     assert 10 <= asked["/health"] <= 13
     assert 5 <= asked["/v1/models"] <= 7
     assert "/metrics" not in asked
@@ -281,14 +281,14 @@ async def test_a_backend_with_work_of_ours_or_of_others_is_read_often(
 ) -> None:
     bench.works = works
     bench.vllm.answers["/metrics/"] = saying(load(running, waiting))
-    await bench.laps(bench.poller(), 10.0)
+    await bench.polls(bench.poller(), 10.0)
     assert bench.vllm.asked.count("/metrics/") >= 50
 
 
 async def test_one_without_work_is_read_with_its_health(bench: Bench) -> None:
     bench.works = False
     bench.vllm.answers["/metrics/"] = saying(load(0, 0))
-    await bench.laps(bench.poller(), 10.0)
+    await bench.polls(bench.poller(), 10.0)
     assert 10 <= bench.vllm.asked.count("/metrics/") <= bench.vllm.asked.count("/health") <= 13
     assert 5 <= bench.vllm.asked.count("/v1/models") <= 7
 
@@ -297,7 +297,7 @@ async def test_one_without_work_is_read_at_once_when_it_is_given_some(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmproxy.fleet.poller.HEALTH_INTERVAL_S", 3600.0)
-    bench.pace = Pace(interval_s=0.001, page_interval_s=3600.0, models_interval_s=3600.0)
+    bench.times = Times(interval_s=0.001, page_interval_s=3600.0, models_interval_s=3600.0)
     bench.works = False
     read: asyncio.Queue[web.Request] = asyncio.Queue()
 
@@ -338,9 +338,9 @@ async def test_whether_it_was_given_work_is_looked_at_as_often_as_it_may_be_read
         await turn(0)
 
     poller = bench.poller()
-    await poller.lap()
+    await poller.poll_once()
     monkeypatch.setattr(asyncio, "sleep", passing)
-    monkeypatch.setattr(poller, "_follow_limit", hang_on)
+    monkeypatch.setattr(poller, "_ask_limit", hang_on)
     with pytest.raises(asyncio.CancelledError):
         await poller.run()
     monkeypatch.undo()
@@ -354,7 +354,7 @@ async def test_whether_it_was_given_work_is_looked_at_as_often_as_it_may_be_read
 async def test_falls_back_to_the_full_page_at_its_own_pace(bench: Bench, answer: Answer) -> None:
     bench.vllm.answers["/metrics/"] = answer
     poller = bench.poller()
-    await bench.laps(poller, 9.0)
+    await bench.polls(poller, 9.0)
     assert bench.vllm.asked.count("/metrics/") == 1
     assert 9 <= bench.vllm.asked.count("/metrics") <= 12
     assert bench.sink.readings[0].running == 3
@@ -362,27 +362,27 @@ async def test_falls_back_to_the_full_page_at_its_own_pace(bench: Bench, answer:
 
 async def test_a_filtered_page_that_has_grown_large_is_read_at_the_slow_pace(bench: Bench) -> None:
     bench.vllm.answers["/metrics/"] = saying(NEEDED + 'vllm:lora_requests_info{max_lora="2"} 1.0\n' * 1000)
-    await bench.laps(bench.poller(), 9.0)
+    await bench.polls(bench.poller(), 9.0)
     assert 9 <= bench.vllm.asked.count("/metrics/") <= 12
     assert "/metrics" not in bench.vllm.asked
 
 
 async def test_a_server_without_vllm_metrics_is_watched_but_never_read(bench: Bench) -> None:
     bench.vllm.answers = {"/v1/models": saying(MODELS)}
-    laps = await bench.laps(bench.poller(), 5.0)
+    polls = await bench.polls(bench.poller(), 5.0)
     assert set(bench.sink.seen) == {"listed", "answered"}
-    assert bench.sink.seen.count("answered") == laps
+    assert bench.sink.seen.count("answered") == polls
     assert bench.vllm.asked.count("/metrics") == 1
 
 
 async def test_looks_again_for_a_better_source_now_and_then(bench: Bench) -> None:
     filtered = bench.vllm.answers.pop("/metrics/")
     poller = bench.poller()
-    await bench.laps(poller, 5.0)
+    await bench.polls(poller, 5.0)
     bench.vllm.answers["/metrics/"] = filtered
-    await bench.laps(poller, 10.0)
+    await bench.polls(poller, 10.0)
     bench.vllm.asked.clear()
-    await bench.laps(poller, 2.0)
+    await bench.polls(poller, 2.0)
     assert "/metrics" not in bench.vllm.asked
     assert bench.vllm.asked.count("/metrics/") >= 10
 
@@ -406,7 +406,7 @@ async def test_the_first_step_that_fails_ends_the_lap(
     bench: Bench, path: str, answer: Answer, trouble: str, words: str
 ) -> None:
     bench.vllm.answers[path] = answer
-    await bench.poller().lap()
+    await bench.poller().poll_once()
     assert bench.sink.take()[-1] == trouble
     assert words in bench.sink.details[0]
     assert bench.vllm.asked[-1] == path
@@ -418,15 +418,15 @@ async def test_a_metrics_page_that_cannot_be_read_is_no_verdict(
 ) -> None:
     monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
     poller = bench.poller()
-    bench.pace.timeout_s = 0.5 if answer is hang else 5.0
+    bench.times.timeout_s = 0.5 if answer is hang else 5.0
     bench.vllm.answers["/metrics/"] = answer
     for _ in range(2):
-        bench.now += await poller.lap()
+        bench.now += await poller.poll_once()
         assert bench.sink.take()[-2:] == [f"unread: {trouble}", "answered"]
         assert bench.vllm.asked[-1] == "/health", "whether it is well is asked anew"
     bench.vllm.answers["/metrics/"] = saying(NEEDED)
-    bench.now += bench.pace.page_interval_s
-    await poller.lap()
+    bench.now += bench.times.page_interval_s
+    await poller.poll_once()
     assert bench.sink.take()[-2:] == ["observe", "answered"]
 
 
@@ -435,31 +435,31 @@ async def test_health_that_fails_behind_a_metrics_page_that_hangs_is_one(
     bench: Bench, answer: Answer, trouble: str
 ) -> None:
     poller = bench.poller()
-    await poller.lap()
+    await poller.poll_once()
     bench.sink.take()
 
     async def falls_ill(request: web.Request) -> web.StreamResponse:
         bench.vllm.answers["/health"] = answer
         return await hang_up(request)
 
-    bench.pace.timeout_s = 0.5
+    bench.times.timeout_s = 0.5
     bench.vllm.answers["/metrics/"] = falls_ill
-    bench.now += bench.pace.interval_s
-    await poller.lap()
+    bench.now += bench.times.interval_s
+    await poller.poll_once()
     assert bench.sink.take() == ["unread: no_answer", trouble]
 
 
 async def test_a_slow_answer_is_a_timeout(bench: Bench) -> None:
-    bench.pace.timeout_s = 0.05
+    bench.times.timeout_s = 0.05
     bench.vllm.answers["/health"] = hang
-    await bench.poller().lap()
+    await bench.poller().poll_once()
     assert bench.sink.take() == ["no_answer"]
 
 
 async def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
     bench.vllm.answers["/v1/models"] = never_end
-    await bench.poller().lap()
+    await bench.poller().poll_once()
     assert bench.sink.take() == ["garbage"]
     assert "larger than 100000 bytes" in bench.sink.details[0]
 
@@ -467,7 +467,7 @@ async def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, monkeypatc
 async def test_a_page_that_is_refused_is_told_with_its_limit(bench: Bench) -> None:
     page = NEEDED + "vllm:cache_config_info{" + 'a="",' * LABELS_BYTES_MAX + "} 1\n"
     bench.vllm.answers["/metrics/"] = saying(page)
-    await bench.poller().lap()
+    await bench.poller().poll_once()
     assert bench.sink.take()[-2:] == ["unread: garbage", "answered"]
     assert f"more than the {LABELS_BYTES_MAX}" in bench.sink.details[0]
 
@@ -479,7 +479,7 @@ async def test_no_more_is_unpacked_of_a_compressed_answer_than_is_read_of_any_ot
         return web.Response(body=bomb, headers={"content-encoding": "gzip"})
 
     bench.vllm.answers["/v1/models"] = explode
-    await bench.poller().lap()
+    await bench.poller().poll_once()
     assert bench.sink.take() == ["garbage"]
     assert f"larger than {poller_module.BODY_BYTES_MAX} bytes" in bench.sink.details[0]
 
@@ -489,14 +489,14 @@ async def test_a_refused_connection_is_told_apart_and_tried_again_soon(bench: Be
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    pause_s = await bench.poller(f"http://{host}:{port}").lap()
+    pause_s = await bench.poller(f"http://{host}:{port}").poll_once()
     assert bench.sink.take() == ["refused"]
     assert bench.sink.details[-1].endswith("; nothing listens there (yet): is the address right?")
     assert pause_s <= 0.2
 
 
 async def test_a_url_of_the_wrong_scheme_is_told(bench: Bench) -> None:
-    await bench.poller(bench.url.replace("http://", "https://")).lap()
+    await bench.poller(bench.url.replace("http://", "https://")).poll_once()
     assert bench.sink.details[-1].endswith("; it does not speak TLS: should its URL begin with http://?")
 
     def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -504,17 +504,17 @@ async def test_a_url_of_the_wrong_scheme_is_told(bench: Bench) -> None:
 
     # As uvicorn with a certificate does with what is no TLS.
     async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
-        await bench.poller(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").lap()
+        await bench.poller(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").poll_once()
     assert bench.sink.details[-1].endswith("; if it speaks TLS, its URL should begin with https://")
 
 
 async def test_who_has_answered_before_has_the_right_address(bench: Bench) -> None:
     poller = bench.poller()
-    await poller.lap()
+    await poller.poll_once()
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         poller._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        await bench.laps(poller, 1.5)
+        await bench.polls(poller, 1.5)
     assert "refused" in bench.sink.take()
     assert bench.sink.details[-1].endswith(")")
 
@@ -527,27 +527,27 @@ async def test_what_this_machine_lacks_says_nothing_of_the_backend(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
-    await bench.poller().lap()
+    await bench.poller().poll_once()
     assert bench.sink.take() == ["local_failure"]
     assert os.strerror(number) in bench.sink.details[0]
 
 
 async def test_an_unreachable_address_does_not_prove_that_nobody_listens(bench: Bench) -> None:
     # The kernel itself turns this connection down; nothing is sent.
-    await bench.poller("http://255.255.255.255:9").lap()
+    await bench.poller("http://255.255.255.255:9").poll_once()
     assert bench.sink.take() == ["no_answer"]
 
 
 async def test_a_backend_that_comes_back_is_learned_anew(bench: Bench) -> None:
     poller = bench.poller()
     del bench.vllm.answers["/metrics/"]
-    await bench.laps(poller, 1.0)
+    await bench.polls(poller, 1.0)
     bench.vllm.answers["/health"] = saying(status=503)
-    await bench.laps(poller, 3.0)
+    await bench.polls(poller, 3.0)
     assert bench.sink.take()[-1] == "unhealthy"
     bench.vllm.answers |= {"/health": saying(), "/metrics/": saying(NEEDED)}
     bench.vllm.asked.clear()
-    await poller.lap()
+    await poller.poll_once()
     assert bench.vllm.asked == ["/health", "/v1/models", "/metrics/"]
     assert bench.sink.take() == ["listed", "observe", "answered"]
 
@@ -556,7 +556,7 @@ async def test_a_backend_that_comes_back_is_learned_anew(bench: Bench) -> None:
 
 
 async def test_runs_until_cancelled(bench: Bench) -> None:
-    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001, models_interval_s=0.001)
+    bench.times = Times(interval_s=0.001, page_interval_s=0.001, models_interval_s=0.001)
     task = asyncio.create_task(bench.poller().run())
     async with asyncio.timeout(10):
         await bench.sink.enough.wait()
@@ -569,7 +569,7 @@ async def test_runs_until_cancelled(bench: Bench) -> None:
 async def test_a_bug_is_told_once_and_does_not_end_the_task(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    bench.times = Times(interval_s=0.001, page_interval_s=0.001)
     calls = 0
     third = asyncio.Event()
 
@@ -610,7 +610,7 @@ async def limit_told(bench: Bench) -> None:
 
 
 async def test_what_an_engine_publishes_of_its_batch_is_asked_for_once(bench: Bench) -> None:
-    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    bench.times = Times(interval_s=0.001, page_interval_s=0.001)
     bench.vllm.answers["/server_info"] = saying(PUBLISHED)
     await limit_told(bench)
     assert bench.sink.limits == [8]
@@ -619,7 +619,7 @@ async def test_what_an_engine_publishes_of_its_batch_is_asked_for_once(bench: Be
 
 async def test_it_is_asked_again_where_no_answer_came(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
-    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    bench.times = Times(interval_s=0.001, page_interval_s=0.001)
 
     async def then_well(request: web.Request) -> web.StreamResponse:
         bench.vllm.answers["/server_info"] = saying(PUBLISHED)
@@ -632,7 +632,7 @@ async def test_it_is_asked_again_where_no_answer_came(bench: Bench, monkeypatch:
 
 async def test_a_server_that_does_not_publish_it_is_left_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
-    bench.pace = Pace(interval_s=0.001, page_interval_s=0.001)
+    bench.times = Times(interval_s=0.001, page_interval_s=0.001)
     polling = asyncio.create_task(bench.poller().run())
     await bench.sink.enough.wait()
     while "/server_info" not in bench.vllm.asked:  # noqa: ASYNC110 - what is waited for has no event of its own
