@@ -10,13 +10,13 @@ are one `submit` and one `cancel` at the same numbers of waiting requests. *Byte
 waiting request (tracemalloc), less its body, which is not there. A *mass release* returns 1,000 leases at once, and the
 passes that follow are timed one by one. In a cycle one lease ends, one request comes and one is granted.
 
-*Alone* is all that the core does for one request that finds an empty house, with the defaults (`cost`, `fair_share`):
+*Alone* is all that the core does for one request that finds an idle proxy, with the defaults (`cost`, `fair_share`):
 submit, the decision that grants it, first byte, end, the pass that follows its end, and what is learned of it.
 
-The collector is set as in `llmproxy serve`: frozen once the house stands, its own thresholds after. Times are those of
-the thread on its core, so that other work on the machine is not counted. Each figure is the least of the medians (p50),
-and of the 99th percentiles, of several rounds, because a busy machine only ever adds; the longest single call of all
-rounds stands beside them, and is a full collection of the garbage collector more often than not.
+The collector is set as in `llmproxy serve`: frozen once the fleet is set up, its own thresholds after. Times are those
+of the thread on its core, so that other work on the machine is not counted. Each figure is the least of the medians
+(p50), and of the 99th percentiles, of several rounds, because a busy machine only ever adds; the longest single call of
+all rounds stands beside them, and is a full collection of the garbage collector more often than not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MODEL = "base"
 BOUNDLESS = QueueSettings(requests_max=10**9, bytes_max=10**15, band_requests_max=10**9, band_bytes_max=10**15)
 
 
-class AtOnce(Placement):
+class NoCostPlacement(Placement):
     """A placement that costs nothing: the one backend, or no room."""
 
     def __init__(self) -> None:
@@ -84,19 +84,19 @@ class Times:
     def p50_us(self) -> float:
         return min(statistics.median(one) for one in self.rounds) * 1e6
 
-    def told(self) -> str:
+    def cells(self) -> str:
         cuts = [statistics.quantiles(one, n=100) for one in self.rounds]
         p50, p99 = (min(cut[at] for cut in cuts) * 1e6 for at in (49, 98))
         return f"{p50:,.1f} | {p99:,.1f} | {max(max(one) for one in self.rounds) * 1e6:,.0f}"
 
 
 class Bench:
-    """One fleet kept full with so many waiting, and the clock that its scheduler is told."""
+    """One fleet kept full with so many waiting, and the clock of its scheduler."""
 
     def __init__(self, backends: int, waiting: int, trivial: bool, batch: int = BATCH) -> None:
         self._rng = Random(1)
         self._names = [f"backend-{number:03d}" for number in range(backends)]
-        placement: Callable[[], Placement] = AtOnce if trivial else partial(make, "blend", self._rng)
+        placement: Callable[[], Placement] = NoCostPlacement if trivial else partial(make, "blend", self._rng)
         settings = Settings(queue=BOUNDLESS, ceilings={SHEDDABLE: 1.0})
         self.pools = Pools(settings, dict.fromkeys(self._names, batch), {}, placement)
         self.now = 0.0
@@ -239,7 +239,7 @@ def mass_release() -> list[float]:
 
 
 def alone(backends: int) -> float:
-    """Microseconds of the core for one request that is in the house alone, the least mean of several rounds."""
+    """Microseconds of the core for one request that is in the proxy alone, the least mean of several rounds."""
     names = [f"backend-{number:03d}" for number in range(backends)]
     pools = Pools(Settings(), dict.fromkeys(names, BATCH), {}, partial(make, "cost", Random(1)))
     for name in names:
@@ -286,19 +286,19 @@ def alone(backends: int) -> float:
 
 def main() -> None:
     alone_us = ", ".join(f"{alone(backends):.0f} µs over {backends}" for backends in (4, *FLEETS))
-    print(f"one request alone in the house, all calls of the core: {alone_us} backends\n")
+    print(f"one request alone in the proxy, all calls of the core: {alone_us} backends\n")
     columns = "p50 µs | p99 µs | longest µs"
     print(f"| backends | waiting | decide {columns} | enqueue {columns} | cancel {columns} |")
     print("| ---: " * 11 + "|")
     for waiting in WAITING:
         bench = Bench(1, waiting, trivial=True)
-        rest = " | ".join(times.told() for times in measure(bench))
+        rest = " | ".join(times.cells() for times in measure(bench))
         print(f"| 1 | {waiting:,} | {rest} |")
-        print(f"| who | {waiting:,} | {who(bench).told()} |" + " |" * 6)
+        print(f"| who | {waiting:,} | {who(bench).cells()} |" + " |" * 6)
         del bench
         gc.collect()
     for backends in FLEETS:
-        rest = " | ".join(times.told() for times in measure(Bench(backends, 2_000, False)))
+        rest = " | ".join(times.cells() for times in measure(Bench(backends, 2_000, False)))
         print(f"| {backends} | 2,000 | {rest} |")
     print(f"\nbytes per waiting request at 100,000: {bytes_each(100_000):,.0f} (tracemalloc, without the body)")
     passes = min((mass_release() for _ in range(ROUNDS)), key=max)

@@ -1,7 +1,7 @@
 """The proxy is replaced under load, again and again: how many requests fail?
 
 Real processes: simulated replicas, the proxy, and four kinds of clients, none of which tries anything twice. Every few
-seconds the proxy gets SIGUSR2, starts its successor and leads out its clients. Run `python -m benchmarks.restart`; it
+seconds the proxy gets SIGUSR2, starts its successor and hands over its clients. Run `python -m benchmarks.restart`; it
 takes a minute. The goal is 0 failures. `--how stop` ends the proxy and starts another one instead, which is what the
 figures are to be held against.
 
@@ -54,7 +54,7 @@ class Kind:
     failed: Counter[str] = field(default_factory=Counter)
 
 
-class ClientLimits:
+class RestartClients:
     """All clients of one run. They stop between two requests, once `over` is set."""
 
     def __init__(self, url: str, seed: int) -> None:
@@ -75,15 +75,15 @@ class ClientLimits:
     async def _one_after_the_other(self, name: str) -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
             while not self.over.is_set():
-                await self._ask(self.kinds[name], session, STREAM if name == "streams" else SMALL)
+                await self._send(self.kinds[name], session, STREAM if name == "streams" else SMALL)
                 if name == "pausing":
                     await asyncio.sleep(self._rng.uniform(0.0, PAUSE_MAX_S))
 
     async def _once(self) -> None:
         async with aiohttp.ClientSession() as session:
-            await self._ask(self.kinds["new"], session, SMALL)
+            await self._send(self.kinds["new"], session, SMALL)
 
-    async def _ask(self, kind: Kind, session: aiohttp.ClientSession, body: dict[str, Any]) -> None:
+    async def _send(self, kind: Kind, session: aiohttp.ClientSession, body: dict[str, Any]) -> None:
         loop = asyncio.get_running_loop()
         sent_s = loop.time()
         try:
@@ -92,7 +92,7 @@ class ClientLimits:
                 status = answer.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             kind.failed[type(error).__name__] += 1
-            # Who is refused at once would ask again at once.
+            # A client that is refused at once would retry at once.
             await asyncio.sleep(0.05)
             return
         if status != 200 or not is_whole(data, stream="stream" in body):
@@ -146,7 +146,7 @@ async def main() -> int:
     replace = by_successor if options.how == "successor" else by_stopping
     loop = asyncio.get_running_loop()
     async with fleet(3, REPLICA_FLAGS, ("--drain-timeout-s", DRAIN_TIMEOUT_S)) as running:
-        clients, pids, took_s = ClientLimits(running.url, options.seed), [running.proxy.child.pid], list[float]()
+        clients, pids, took_s = RestartClients(running.url, options.seed), [running.proxy.child.pid], list[float]()
         load = asyncio.create_task(clients.run())
         end_s = loop.time() + options.seconds
         try:
@@ -172,10 +172,10 @@ async def main() -> int:
     print("| clients | whole | failed | seconds until whole, p50 | p99 | longest | what failed |")
     print("| --- |" + " --: |" * 5 + " --- |")
     for name, kind in clients.kinds.items():
-        story = ", ".join(f"{count} x {what}" for what, count in kind.failed.items())
+        reasons = ", ".join(f"{count} x {what}" for what, count in kind.failed.items())
         times = kind.whole_s
         print(f"| {name} | {len(times)} | {kind.failed.total()} | {percentile(times, 0.5):.2f} "
-              f"| {percentile(times, 0.99):.2f} | {max(times):.2f} | {story} |")  # fmt: skip
+              f"| {percentile(times, 0.99):.2f} | {max(times):.2f} | {reasons} |")  # fmt: skip
     return int(any(kind.failed for kind in clients.kinds.values()))
 
 

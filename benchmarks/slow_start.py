@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.learning import p99
-from benchmarks.scenarios.scenario import GOODPUT, Case, Place, Scenario, befallen, both, placed, sized
+from benchmarks.scenarios.scenario import GOODPUT, Case, Place, Scenario, both, placed, sized, with_fault
 from llmproxy.config import Config
 from llmproxy.lab.fleet.spec import FleetFaultKind
 from llmproxy.lab.policies.by_name import plan_named
@@ -29,7 +29,7 @@ AWAY_S = 5.0
 FIRST_S = 30.0
 DIES_AT = 0.4
 FLEET = "8xllama-8b-h100"
-RETURNS = befallen(DIES_AT, FleetFaultKind.RESTART, 1, AWAY_S)
+RETURNS = with_fault(DIES_AT, FleetFaultKind.RESTART, 1, AWAY_S)
 CASES = (
     # Prompts of up to 126,000 tokens that build on each other: an empty cache costs most.
     Case("Mooncake conversations", "mooncake_conversation.jsonl.gz", FLEET, (), requests=1_000, shape=RETURNS),

@@ -50,7 +50,7 @@ GROWTH_BYTES_MAX = 50.0
 # --- the clients, a process of their own ------------------------------------------------------------------------------
 
 
-class ClientLimits:
+class SoakClients:
     """Sends requests and counts how each ended for its client; the seed decides who leaves, and when."""
 
     def __init__(self, url: str, requests: int, seed: int) -> None:
@@ -122,7 +122,7 @@ class Left:
     """What is there of requests at one moment."""
 
     tasks: int
-    walking: int
+    open_requests: int
     leases: int
     in_flight: int
     queued: int
@@ -137,7 +137,7 @@ class Left:
 
         return cls(
             tasks=len(asyncio.all_tasks()),
-            walking=proxy.handler.open_requests,
+            open_requests=proxy.handler.open_requests,
             leases=proxy.dispatcher.leases,
             in_flight=total("in_flight_requests"),
             queued=total("queued_requests"),
@@ -146,7 +146,7 @@ class Left:
 
     @property
     def nothing(self) -> bool:
-        return not (self.walking or self.leases or self.in_flight or self.queued)
+        return not (self.open_requests or self.leases or self.in_flight or self.queued)
 
 
 def rss_bytes() -> int:
@@ -156,7 +156,7 @@ def rss_bytes() -> int:
 
 
 @asynccontextmanager
-async def house() -> AsyncIterator[Proxy]:
+async def replicas_and_proxy() -> AsyncIterator[Proxy]:
     """Replicas, and a proxy before them that has heard of all."""
     with tempfile.TemporaryDirectory(prefix="llmproxy-soak-") as folder:
         ports = [free_port() for _ in range(REPLICAS)]
@@ -198,7 +198,7 @@ async def soak(requests: int, slices: int, seed: int) -> bool:
     memory: list[int] = []
     fine = True
     loop = asyncio.get_running_loop()
-    async with house() as proxy:
+    async with replicas_and_proxy() as proxy:
         # The first requests load what is loaded once, and open what stays open.
         ends += await clients(proxy.url, WARM_UP, seed)
         await until(lambda: Left.of(proxy).nothing)
@@ -239,7 +239,7 @@ def main() -> int:
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if options.clients_of:
-            sending = ClientLimits(options.clients_of, options.requests, options.seed)
+            sending = SoakClients(options.clients_of, options.requests, options.seed)
             runner.run(sending.run())
             print(json.dumps(sending.ends))
             return 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.endurance.books import End, Ledger, View, agree, left_over, second_half, since, slope_per_hour
-from benchmarks.endurance.load import Asks
+from benchmarks.endurance.ledger import End, Ledger, View, agree, left_over, second_half, since, slope_per_hour
+from benchmarks.endurance.load import SoakRequests
 from benchmarks.endurance.rig import MODELS, Rig
 from llmproxy.config import load
 
@@ -130,10 +130,10 @@ def test_only_what_there_is_more_of_is_left_over() -> None:
 
 
 def test_one_seed_is_one_order_of_requests_and_about_so_many_leave() -> None:
-    asks, again = Asks(7, leaves=0.05), Asks(7, leaves=0.05)
-    first = [asks.next() for _ in range(2_000)]
+    requests, again = SoakRequests(7, leaves=0.05), SoakRequests(7, leaves=0.05)
+    first = [requests.next() for _ in range(2_000)]
     assert first == [again.next() for _ in range(2_000)]
-    assert 60 <= sum(ask.leaves_after_s is not None for ask in first) <= 140
+    assert 60 <= sum(request.leaves_after_s is not None for request in first) <= 140
 
 
 def test_soak_configuration_is_valid_with_and_without_a_backend(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""The timed soak: the real process under faults, for as long as `python -m benchmarks.soak --minutes N` asks for."""
+"""The timed soak: the real process under faults, for the N minutes of `python -m benchmarks.soak --minutes N`."""

@@ -1,4 +1,4 @@
-"""What befalls the fleet of the timed soak, one thing a minute. Each ends whole again, however it was left."""
+"""What applied the fleet of the timed soak, one thing a minute. Each ends whole again, however it was left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.endurance.rig import Rig
 
-Befalls = Callable[[Rig, int], AbstractAsyncContextManager[None]]
+FaultContext = Callable[[Rig, int], AbstractAsyncContextManager[None]]
 
 
 @asynccontextmanager
@@ -81,32 +81,32 @@ async def all_stopped(rig: Rig, _: int) -> AsyncIterator[None]:
             child.send_signal(signal.SIGCONT)
 
 
-def _broken(kind: str, **how: object) -> Befalls:
+def _broken(kind: str, **how: object) -> FaultContext:
     """A fault of the simulated replica that can be switched off again."""
 
     @asynccontextmanager
-    async def befalls(rig: Rig, index: int) -> AsyncIterator[None]:
+    async def applied(rig: Rig, index: int) -> AsyncIterator[None]:
         await rig.fault(index, kind, **how)
         try:
             yield
         finally:
             await rig.fault(index, None)
 
-    return befalls
+    return applied
 
 
-def _restarted(kind: str) -> Befalls:
+def _restarted(kind: str) -> FaultContext:
     """One that only a new process mends."""
 
     @asynccontextmanager
-    async def befalls(rig: Rig, index: int) -> AsyncIterator[None]:
+    async def applied(rig: Rig, index: int) -> AsyncIterator[None]:
         await rig.fault(index, kind)
         try:
             yield
         finally:
             await rig.restart_replica(index)
 
-    return befalls
+    return applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Fault:
     """`lasts_s` is how long it goes on before it is mended; it hits the replicas in turn."""
 
     name: str
-    befalls: Befalls
+    applied: FaultContext
     lasts_s: float
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.endurance.books import End, Ledger, View
+from benchmarks.endurance.ledger import End, Ledger, View
 from benchmarks.endurance.rig import ADAPTER, ALIAS, key_of
 
 LEAVES = 0.05
 """Share of the clients that leave before their answer has ended."""
 LEAVES_AFTER_S = (0.02, 2.0)
 TOKENS = (16, 112)
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 """Longer than the proxy may keep anybody waiting here."""
 PREFIXES = 40
 PREFIX_WORDS, OWN_WORDS = 60, 30
@@ -59,7 +59,7 @@ STREAMS = 0.65
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SoakRequest:
     """One request, and after how many seconds its client leaves, None where it stays."""
 
     dialect: Dialect
@@ -72,8 +72,8 @@ class Ask:
         return bool(self.body["stream"])
 
 
-class Asks:
-    """What clients ask, one after the other; one seed is one order."""
+class SoakRequests:
+    """What clients request, one after the other; one seed is one order."""
 
     def __init__(self, seed: int, leaves: float = LEAVES) -> None:
         self._rng = random.Random(seed)
@@ -83,11 +83,11 @@ class Asks:
     def _words(self, count: int) -> str:
         return " ".join(str(self._rng.randrange(100_000)) for _ in range(count))
 
-    def next(self) -> Ask:
+    def next(self) -> SoakRequest:
         rng = self._rng
         dialect = _drawn(rng, DIALECTS)
         leaves_after_s = rng.uniform(*LEAVES_AFTER_S) if rng.random() < self._leaves else None
-        # Who is to leave asks for more than comes until then.
+        # Who is to leave requests for more than comes until then.
         tokens = TOKENS[1] if leaves_after_s is not None else rng.randint(*TOKENS)
         text = f"{rng.choice(self._prefixes)} {self._words(OWN_WORDS)}"
         body = {
@@ -98,7 +98,7 @@ class Asks:
         }
         if dialect in (CHAT, COMPLETIONS):
             body["ignore_eos"] = True
-        return Ask(dialect, _drawn(rng, TENANTS), body, leaves_after_s)
+        return SoakRequest(dialect, _drawn(rng, TENANTS), body, leaves_after_s)
 
 
 def _drawn(rng: random.Random, weighted: Mapping[Any, int]) -> Any:
@@ -116,16 +116,16 @@ def sending_traced() -> aiohttp.TraceConfig:
     return trace
 
 
-async def one(session: aiohttp.ClientSession, url: str, ask: Ask, request_id: str, ledger: Ledger) -> None:
+async def one(session: aiohttp.ClientSession, url: str, request: SoakRequest, request_id: str, ledger: Ledger) -> None:
     """Send one request, and enter into the ledger how it ended for its client."""
     ledger.send(request_id)
     sent: list[bool] = []
     try:
-        async with asyncio.timeout(ask.leaves_after_s or PATIENCE_S):
-            view = await _asked(session, url, ask, request_id, sent)
+        async with asyncio.timeout(request.leaves_after_s or TIMEOUT_S):
+            view = await _sent(session, url, request, request_id, sent)
     except TimeoutError:
-        if ask.leaves_after_s is None:
-            view = View(End.LOST, story=f"no end within {PATIENCE_S:g} s")
+        if request.leaves_after_s is None:
+            view = View(End.LOST, story=f"no end within {TIMEOUT_S:g} s")
         else:
             view = View(End.LEFT if sent else End.UNSENT)
     except aiohttp.ClientError as error:
@@ -133,21 +133,25 @@ async def one(session: aiohttp.ClientSession, url: str, ask: Ask, request_id: st
     ledger.end(request_id, view)
 
 
-async def _asked(session: aiohttp.ClientSession, url: str, ask: Ask, request_id: str, sent: list[bool]) -> View:
-    headers = {"authorization": f"Bearer {key_of(ask.tenant)}", "x-request-id": request_id}
-    async with session.post(url + ask.dialect.path, json=ask.body, headers=headers, trace_request_ctx=sent) as answer:
+async def _sent(
+    session: aiohttp.ClientSession, url: str, request: SoakRequest, request_id: str, sent: list[bool]
+) -> View:
+    headers = {"authorization": f"Bearer {key_of(request.tenant)}", "x-request-id": request_id}
+    async with session.post(
+        url + request.dialect.path, json=request.body, headers=headers, trace_request_ctx=sent
+    ) as answer:
         tail, broken = b"", False
         try:
             async for piece in answer.content.iter_any():
                 # An event that is cut by the border of two pieces is whole in one of the two looks.
                 tail += piece
-                broken = broken or ask.dialect.error in tail
+                broken = broken or request.dialect.error in tail
                 tail = tail[-TAIL_BYTES:]
         except aiohttp.ClientPayloadError as error:
             return View(End.BROKEN, answer.status, str(error))
     if answer.status != 200:
         return View(End.REFUSED, answer.status, tail.decode(errors="replace")[:200])
-    ends_well = ask.dialect.end in tail if ask.stream else tail.rstrip().endswith(b"}")
+    ends_well = request.dialect.end in tail if request.stream else tail.rstrip().endswith(b"}")
     whole = ends_well and not broken
     return View(End.WHOLE, 200) if whole else View(End.BROKEN, 200, tail.decode(errors="replace")[-200:])
 
@@ -158,7 +162,7 @@ class Load:
     def __init__(self, session: aiohttp.ClientSession, url: str, seed: int, ledger: Ledger) -> None:
         self._session = session
         self._url = url
-        self._asks = Asks(seed)
+        self._requests = SoakRequests(seed)
         self._rng = random.Random(seed + 1)
         self._ledger = ledger
         self.running: set[asyncio.Task[None]] = set()
@@ -170,8 +174,8 @@ class Load:
         while not stop.is_set():
             at_s += self._rng.expovariate(rate)
             await asyncio.sleep(at_s - loop.time())
-            ask, request_id = self._asks.next(), f"soak-{self._ledger.sent}"
-            task = asyncio.create_task(one(self._session, self._url, ask, request_id, self._ledger))
+            request, request_id = self._requests.next(), f"soak-{self._ledger.sent}"
+            task = asyncio.create_task(one(self._session, self._url, request, request_id, self._ledger))
             self.running.add(task)
             task.add_done_callback(self.running.discard)
 
@@ -184,17 +188,17 @@ class Load:
 async def capacity(
     session: aiohttp.ClientSession, url: str, clients: int, warm_s: float, seconds: float, ledger: Ledger
 ) -> float:
-    """Requests per second that are served when nothing lacks work: `clients` that ask again at once, and never leave.
+    """Requests per second that are served when nothing lacks work: `clients` that send their next request at once.
 
     The first `warm_s` are not counted, in which batches fill.
     """
     loop = asyncio.get_running_loop()
-    asks, began_s, served = Asks(1, leaves=0.0), loop.time() + warm_s, 0
+    requests, began_s, served = SoakRequests(1, leaves=0.0), loop.time() + warm_s, 0
 
     async def client(number: int) -> None:
         nonlocal served
         while loop.time() < began_s + seconds:
-            await one(session, url, asks.next(), f"capacity-{number}-{ledger.sent}", ledger)
+            await one(session, url, requests.next(), f"capacity-{number}-{ledger.sent}", ledger)
             served += began_s <= loop.time() < began_s + seconds
 
     async with asyncio.TaskGroup() as tasks:

@@ -27,7 +27,7 @@ _make = Proxy.__init__
 
 
 def left(proxy: Proxy) -> dict[str, Any]:
-    """What there is now; called on the proxy's loop. `check` is what the scheduler says of its own books."""
+    """What there is now; called on the proxy's loop. `check` is what the scheduler says of its own sums."""
     now = asyncio.get_running_loop().time()
     pools, queued = proxy.pools, list(proxy.pools.queued().values())
     try:

@@ -15,9 +15,9 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.endurance import books
-from benchmarks.endurance.books import End, Ledger
+from benchmarks.endurance import ledger as sums
 from benchmarks.endurance.faults import FAULTS, Fault
+from benchmarks.endurance.ledger import End, Ledger
 from benchmarks.endurance.load import Load, capacity, sending_traced, shown
 from benchmarks.endurance.rig import MODELS, SEQUENCES, UP_S, Rig, rig, usage_of
 
@@ -37,11 +37,11 @@ SLOPE_BYTES_MAX = 8e6
 150 bytes for each would be more."""
 
 EXPECTED_ERRORS = frozenset({"not_reloaded"})
-"""What the log calls an error and a fault here asks for."""
+"""What the log calls an error and a fault here requests for."""
 
 
 @dataclass(slots=True)
-class Story:
+class Figures:
     """What the report is made of. Times are seconds since the load began."""
 
     rate: float = 0.0
@@ -51,7 +51,7 @@ class Story:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def rss(self) -> books.Samples:
+    def rss(self) -> sums.Samples:
         return [(sample["at_s"], sample["rss_bytes"]) for sample in self.samples]
 
 
@@ -63,22 +63,24 @@ class Soak:
         self._session = session
         self._stop = stop
         self.ledger = Ledger()
-        self.story = Story()
+        self.figures = Figures()
         self._events: Counter[str] = Counter()
         self._cpu_s = (0.0, 0.0, 0.0)
 
     async def run(self, minutes: float, seed: int) -> None:
-        """Raises nothing that the fleet can do: it becomes a problem of the story."""
-        loop, story = asyncio.get_running_loop(), self.story
+        """Raises nothing that the fleet can do: it becomes a problem of the figures."""
+        loop, figures = asyncio.get_running_loop(), self.figures
         before = await self._least_left()
         clients = 2 * SEQUENCES * len(MODELS)
-        story.capacity = await capacity(self._session, self._rig.url, clients, CAPACITY_WARM_S, CAPACITY_S, self.ledger)
-        story.rate = SHARE * story.capacity
-        print(f"capacity {story.capacity:.1f} requests/s, measured over {CAPACITY_S:g} s; {SHARE:.0%} of it is "
-              f"{story.rate:.1f} requests/s", flush=True)  # fmt: skip
+        figures.capacity = await capacity(
+            self._session, self._rig.url, clients, CAPACITY_WARM_S, CAPACITY_S, self.ledger
+        )
+        figures.rate = SHARE * figures.capacity
+        print(f"capacity {figures.capacity:.1f} requests/s, measured over {CAPACITY_S:g} s; {SHARE:.0%} of it is "
+              f"{figures.rate:.1f} requests/s", flush=True)  # fmt: skip
         began_s = loop.time()
         load = Load(self._session, self._rig.url, seed, self.ledger)
-        offering = asyncio.create_task(load.offer(story.rate, self._stop))
+        offering = asyncio.create_task(load.offer(figures.rate, self._stop))
         looking = asyncio.create_task(self._look(began_s))
         self._cpu_s = self._cpu()
         minute = 0
@@ -89,7 +91,7 @@ class Soak:
         self._stop.set()
         await offering
         await load.ended()
-        story.seconds = loop.time() - began_s
+        figures.seconds = loop.time() - began_s
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
         await self._settle(before)
@@ -113,7 +115,7 @@ class Soak:
         await self._pause(loop.time() + FAULT_AFTER_S)
         whole_s = None
         if loop.time() + fault.lasts_s < ends_s and not self._stop.is_set():
-            name, whole_s = fault.name, await self._befall(fault, index)
+            name, whole_s = fault.name, await self._apply(fault, index)
         await self._pause(ends_s)
         cpu, earlier, lasted_s = self._cpu(), self._cpu_s, loop.time() - began_s
         self._cpu_s = cpu
@@ -127,13 +129,13 @@ class Soak:
             "ends": {str(end): self.ledger.ends[end] - ends[end] for end in End},
             "cores": dict(zip(("proxy", "replicas", "clients"), cores, strict=True)),
         }
-        self.story.minutes.append(row)
+        self.figures.minutes.append(row)
         print(self._line(row), flush=True)
 
     def _line(self, row: dict[str, Any]) -> str:
         ends = ", ".join(f"{count} {name}" for name, count in row["ends"].items() if count)
         again = "–" if row["whole_again_s"] is None else f"{row['whole_again_s']:.1f} s"
-        last = self.story.samples[-1] if self.story.samples else {}
+        last = self.figures.samples[-1] if self.figures.samples else {}
         cpu = ", ".join(f"{name} {share:.0%}" for name, share in row["cores"].items())
         return (
             f"minute {row['minute']}: {row['replica']} {row['fault']}, all available again after {again}; "
@@ -142,20 +144,20 @@ class Soak:
             f"RSS {last.get('rss_bytes', 0) / 1e6:.1f} MB, {last.get('descriptors', 0):.0f} descriptors; CPU {cpu}"
         )
 
-    async def _befall(self, fault: Fault, index: int) -> float | None:
+    async def _apply(self, fault: Fault, index: int) -> float | None:
         """One fault from its beginning until all backends may be given work again. Returns how many seconds that took
         since its replica was well; None, and a problem, where it did not come about.
         """
         loop = asyncio.get_running_loop()
         try:
-            async with fault.befalls(self._rig, index):
+            async with fault.applied(self._rig, index):
                 await self._pause(loop.time() + fault.lasts_s)
             mended_s = loop.time()
             async with asyncio.timeout(UP_S):
                 while await self._rig.available() < len(MODELS):  # noqa: ASYNC110 - it is another process
                     await asyncio.sleep(0.2)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            self.story.problems.append(f"{fault.name} ({self._rig.name(index)}): {type(error).__name__} {error}")
+            self.figures.problems.append(f"{fault.name} ({self._rig.name(index)}): {type(error).__name__} {error}")
             return None
         return loop.time() - mended_s
 
@@ -169,9 +171,9 @@ class Soak:
             await asyncio.sleep(LOOK_EVERY_S - (loop.time() - began_s) % LOOK_EVERY_S)
             self._read_log()
             try:
-                self.story.samples.append(await self._sample(loop.time() - began_s))
+                self.figures.samples.append(await self._sample(loop.time() - began_s))
             except (aiohttp.ClientError, OSError) as error:
-                self.story.problems.append(f"the proxy could not be looked at: {type(error).__name__} {error}")
+                self.figures.problems.append(f"the proxy could not be looked at: {type(error).__name__} {error}")
                 self._stop.set()
                 return
 
@@ -193,12 +195,12 @@ class Soak:
             if entry["event"] == "request":
                 self.ledger.tell(entry["request_id"], entry["outcome"], entry["status"])
             elif entry["level"] in ("error", "critical") and entry["event"] not in EXPECTED_ERRORS:
-                self.story.problems.append(f"the log: {json.dumps(entry)[:300]}")
+                self.figures.problems.append(f"the log: {json.dumps(entry)[:300]}")
 
     # --- when it is over ----------------------------------------------------------------------------------------------
 
     async def _least_left(self) -> dict[str, dict[str, int]]:
-        """The most that there is of each kind while nobody asks for anything: polls come and go."""
+        """The most that there is of each kind while nobody requests for anything: polls come and go."""
         most: dict[str, Counter[str]] = {"tasks": Counter(), "timers": Counter(), "descriptors": Counter()}
         for _ in range(10):
             told = await self._rig.probe()
@@ -209,26 +211,26 @@ class Soak:
 
     async def _settle(self, before: dict[str, dict[str, int]]) -> None:
         """Wait until nothing is left, and make a problem of what stays."""
-        loop, story = asyncio.get_running_loop(), self.story
+        loop, figures = asyncio.get_running_loop(), self.figures
         # Kept connections of clients are the clients' to close.
         await self._session.close()
         ends_s = loop.time() + SETTLE_S
         while (left := await self._left(before)) and loop.time() < ends_s:  # noqa: ASYNC110 - it is another process
             await asyncio.sleep(0.5)
-        story.problems += [f"left over: {one}" for one in left]
-        story.problems += self.ledger.closed(await self._rig.counted())
-        story.problems += [f"the log: {line[:200]}" for line in self._rig.strange()[:5]]
-        story.samples.append(await self._sample(story.seconds))
-        slope = books.slope_per_hour(books.second_half(story.rss()))
-        if story.seconds / 2 >= SLOPE_SPAN_S and slope > SLOPE_BYTES_MAX:
-            story.problems.append(f"memory grew by {slope / 1e6:.1f} MB an hour over the second half")
+        figures.problems += [f"left over: {one}" for one in left]
+        figures.problems += self.ledger.closed(await self._rig.counted())
+        figures.problems += [f"the log: {line[:200]}" for line in self._rig.strange()[:5]]
+        figures.samples.append(await self._sample(figures.seconds))
+        slope = sums.slope_per_hour(sums.second_half(figures.rss()))
+        if figures.seconds / 2 >= SLOPE_SPAN_S and slope > SLOPE_BYTES_MAX:
+            figures.problems.append(f"memory grew by {slope / 1e6:.1f} MB an hour over the second half")
 
     async def _left(self, before: dict[str, dict[str, int]]) -> list[str]:
         self._read_log()
         told = await self._rig.probe()
         found = [f"{count} {name}" for name, count in told["requests"].items() if count]
         for kind, earlier in before.items():
-            found += [f"{kind}: {count} {name}" for name, count in books.left_over(earlier, told[kind]).items()]
+            found += [f"{kind}: {count} {name}" for name, count in sums.left_over(earlier, told[kind]).items()]
         if told["check"] != "sound":
             found.append(f"the scheduler's books are {told['check']}")
         if self.ledger.silent:
@@ -239,18 +241,18 @@ class Soak:
 
     def report(self) -> str:
         """All that is to be told, as text."""
-        story, ledger = self.story, self.ledger
-        rss = story.rss()
-        all_slope = books.slope_per_hour(books.since(rss, WARM_UP_S))
-        half_slope = books.slope_per_hour(books.second_half(rss))
+        figures, ledger = self.figures, self.ledger
+        rss = figures.rss()
+        all_slope = sums.slope_per_hour(sums.since(rss, WARM_UP_S))
+        half_slope = sums.slope_per_hour(sums.second_half(rss))
         lines = [
-            f"\n{story.seconds / MINUTE_S:.1f} minutes, {ledger.sent} requests",
+            f"\n{figures.seconds / MINUTE_S:.1f} minutes, {ledger.sent} requests",
             "",
             "| fault | times | sent in these minutes | an error | broken | all available again after s |",
             "| --- | --: | --: | --: | --: | --: |",
         ]
         for fault in FAULTS:
-            rows = [row for row in story.minutes if row["fault"] == fault.name]
+            rows = [row for row in figures.minutes if row["fault"] == fault.name]
             if rows:
                 again = [row["whole_again_s"] for row in rows if row["whole_again_s"] is not None]
                 longest = f"{max(again):.1f}" if again else "–"
@@ -275,24 +277,24 @@ class Soak:
                 f"RSS {first} MB at first, {last} at last, {most} at most",
                 f"slope {half_slope / 1e6:+.2f} MB/h over the second half, {all_slope / 1e6:+.2f} after five minutes",
             ]
-        lines += [f"PROBLEM {problem}" for problem in story.problems] or ["nothing left over, and everything adds up"]
+        lines += [f"PROBLEM {problem}" for problem in figures.problems] or ["nothing left over, and everything adds up"]
         return "\n".join(lines)
 
     def written(self) -> dict[str, Any]:
         """The same for machines."""
-        rss = self.story.rss()
+        rss = self.figures.rss()
         return {
-            "seconds": self.story.seconds,
-            "capacity_per_s": self.story.capacity,
-            "rate_per_s": self.story.rate,
+            "seconds": self.figures.seconds,
+            "capacity_per_s": self.figures.capacity,
+            "rate_per_s": self.figures.rate,
             "sent": self.ledger.sent,
             "ends": {str(end): count for end, count in self.ledger.ends.items()},
             "outcomes": dict(self.ledger.outcomes),
-            "slope_bytes_per_hour": books.slope_per_hour(books.second_half(rss)),
-            "slope_after_warm_up_bytes_per_hour": books.slope_per_hour(books.since(rss, WARM_UP_S)),
-            "problems": self.story.problems,
-            "minutes": self.story.minutes,
-            "samples": self.story.samples,
+            "slope_bytes_per_hour": sums.slope_per_hour(sums.second_half(rss)),
+            "slope_after_warm_up_bytes_per_hour": sums.slope_per_hour(sums.since(rss, WARM_UP_S)),
+            "problems": self.figures.problems,
+            "minutes": self.figures.minutes,
+            "samples": self.figures.samples,
         }
 
 
@@ -318,11 +320,11 @@ async def soak(minutes: float, seed: int, out: Path | None) -> bool:
             await run.run(minutes, seed)
             code = await opened.stop()
             if code != 0:
-                run.story.problems.append(f"the proxy ended with status {code}")
+                run.figures.problems.append(f"the proxy ended with status {code}")
     print(run.report(), flush=True)
     if out is not None:
         await asyncio.to_thread(write, out, run.written())
-    return not run.story.problems
+    return not run.figures.problems
 
 
 def write(out: Path, written: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.scenario import Place, places
 from benchmarks.scenarios.store import Store
-from benchmarks.scenarios.tables import print_goals, print_place, print_verdicts, told, write_pages
+from benchmarks.scenarios.tables import found_at, print_goals, print_place, print_verdicts, write_pages
 from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
 from llmproxy.lab.run.runs import Finished, Point, Simulation, run_all
 
@@ -39,7 +39,7 @@ FULL_SEEDS = (1, 2, 3, 4, 5)
 
 
 @dataclass(slots=True)
-class Book:
+class RunSet:
     """What has been run, by place, policy and seed; and what was left out for want of time."""
 
     store: Store
@@ -92,30 +92,30 @@ def main() -> None:
         parser.error(f"no workload {', '.join(sorted(unknown))}; known: {', '.join(s.key for s in SCENARIOS)}")
     chosen = [scenario for scenario in SCENARIOS if not only or scenario.key.upper() in only]
     seeds = FULL_SEEDS if args.full else QUICK_SEEDS
-    book = Book(Store(args.store), began_s + 60.0 * args.minutes)
+    run_set = RunSet(Store(args.store), began_s + 60.0 * args.minutes)
     found = places(chosen, not args.full, PREFILL_SCALES, seeds[0])
-    tuned = _tune(book, found) if args.full else {}
+    tuned = _tune(run_set, found) if args.full else {}
     policies = {place.label: policies_of(place, tuned) for place in found}
     # The places of the quick set first, and seed by seed, so that a set that ends early has what decides, and every
     # policy on the same arrivals.
     first = [place for place in found if place.quick]
     for some in (first, [place for place in found if not place.quick]):
-        book.run(
+        run_set.run(
             ((q, q.point(policy, s)) for s in seeds for p in some for q, policy in _all_of(p, policies)), "simulating"
         )
     console = Console(width=None if Console().is_terminal else 132)
     for place in found:
-        print_place(console, place, {policy: book.of(place, policy, seeds) for policy in policies[place.label]})
-        print_goals(console, told(place, policies, book.of, seeds))
-    print_verdicts(console, found, policies, book.of, seeds)
-    write_pages(args.out, found, policies, book.of, seeds, tuned)
+        print_place(console, place, {policy: run_set.of(place, policy, seeds) for policy in policies[place.label]})
+        print_goals(console, found_at(place, policies, run_set.of, seeds))
+    print_verdicts(console, found, policies, run_set.of, seeds)
+    write_pages(args.out, found, policies, run_set.of, seeds, tuned)
     # Beside other work the clock on the wall says little. The workers have ended, so that their seconds are counted.
     used = os.times()
     cpu_s = used.user + used.system + used.children_user + used.children_system
     told_s = f"{time.monotonic() - began_s:.0f} s, {cpu_s:.0f} s of CPU time"
-    console.print(f"{len(book.finished)} runs in {told_s}; pages in {args.out}", soft_wrap=True)
-    if book.missing:
-        console.print(f"{book.missing} runs are missing: the time was over. The same command goes on from here.")
+    console.print(f"{len(run_set.finished)} runs in {told_s}; pages in {args.out}", soft_wrap=True)
+    if run_set.missing:
+        console.print(f"{run_set.missing} runs are missing: the time was over. The same command goes on from here.")
 
 
 def _all_of(place: Place, policies: Mapping[str, Sequence[str]]) -> Iterator[tuple[Place, str]]:
@@ -134,7 +134,7 @@ def policies_of(place: Place, tuned: dict[str, Tuned]) -> list[str]:
     return [*ran, *dict.fromkeys(extra)]
 
 
-def _tune(book: Book, found: Sequence[Place]) -> dict[str, Tuned]:
+def _tune(run_set: RunSet, found: Sequence[Place]) -> dict[str, Tuned]:
     """The best variant of each strong baseline for a workload's first case, found on seeds that no comparison uses."""
     first: dict[str, Place] = {}
     for place in found:
@@ -147,9 +147,9 @@ def _tune(book: Book, found: Sequence[Place]) -> dict[str, Tuned]:
         for variant in contenders(place)[name]
         for seed in TUNING_SEEDS
     ]
-    book.run(trials, "tuning")
+    run_set.run(trials, "tuning")
     return {
-        f"{place.scenario.key}: {name}": pick(place, name, variants, book.of)
+        f"{place.scenario.key}: {name}": pick(place, name, variants, run_set.of)
         for place in first.values()
         for name, variants in contenders(place).items()
     }

@@ -96,7 +96,7 @@ def sized(**given: int) -> Shape:
     return shape
 
 
-def befallen(at: float, kind: FleetFaultKind, first: int, value: float = 0.0, until: float | None = None) -> Shape:
+def with_fault(at: float, kind: FleetFaultKind, first: int, value: float = 0.0, until: float | None = None) -> Shape:
     """A fault of the replicas up to number `first`, from share `at` of the trace on."""
 
     def shape(fleet: SimulatedFleet, duration_s: float) -> SimulatedFleet:
@@ -187,9 +187,9 @@ class Case:
     `trace` is a generator, or a file beside this package; `loads` are shares of the rate that the fleet can balance
     (see `rate_balance` in `llmproxy.lab.policies.bounds`), None for the trace's own rate. Of a file, each seed takes
     `requests` of its own. `mix` says which of a trace's requests are played; those before share `warmup` of its time
-    are not counted, or before `warmup_s` seconds of it where those are given, beside it too. With `told` the proxy is
-    told the batch limit of every replica (`max_in_flight`) and need not learn it. `goals` judges what was found at
-    each place, and `plots` draws it, over all places. `quick` cases belong to `make lab`.
+    are not counted, or before `warmup_s` seconds of it where those are given, beside it too. With `known_limits` the
+    proxy knows the batch limit of every replica (`max_in_flight`) and need not learn it. `goals` judges what was found
+    at each place, and `plots` draws it, over all places. `quick` cases belong to `make lab`.
     """
 
     name: str
@@ -202,7 +202,7 @@ class Case:
     policies: tuple[str, ...] = POLICIES
     overrides: Mapping[str, str] | None = None
     mix: Mix = AS_IT_IS
-    told: bool = False
+    known_limits: bool = False
     beside: tuple[Beside, ...] = ()
     goals: Callable[[Found], list[Goal]] | None = None
     plots: Callable[[Sequence[Found]], list[Plot]] | None = None
@@ -246,7 +246,7 @@ class Place:
         if self.case.warmup_s is not None:
             duration_s = prepared(simulation, seed, self.rate_scale)[1].duration_s
             simulation = replace(simulation, warmup=min(1.0, self.case.warmup_s / duration_s))
-        if not self.case.told:
+        if not self.case.known_limits:
             return simulation
         backends = tuple(
             BackendConfig(url=f"http://{spec.name}:8000", name=spec.name, max_in_flight=spec.max_num_seqs)

@@ -63,7 +63,7 @@ def print_place(console: Console, place: Place, runs: Mapping[str, Sequence[Fini
     console.print(f"  bounds: {'; '.join(told)}\n", soft_wrap=True)
 
 
-def told(place: Place, policies: Mapping[str, Sequence[str]], runs: Runs, seeds: Sequence[int]) -> Found:
+def found_at(place: Place, policies: Mapping[str, Sequence[str]], runs: Runs, seeds: Sequence[int]) -> Found:
     """Everything that was run at one place."""
     by_policy = {policy: runs(place, policy, seeds) for policy in policies[place.label]}
     beside = {one.name: runs(place.beside(one), one.policy, seeds) for one in place.case.beside}
@@ -179,7 +179,7 @@ def write_pages(
     """
     for group in _by_case(found):
         case, scenario = group[0].case, group[0].scenario
-        judged = [told(place, policies, runs, seeds) for place in group]
+        judged = [found_at(place, policies, runs, seeds) for place in group]
         goals = {one.place.label: rows for one in judged if (rows := goal_rows(one))}
         some = [one for place in group for policy in policies[place.label] for one in runs(place, policy, seeds)]
         if not some:

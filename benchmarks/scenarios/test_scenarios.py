@@ -31,7 +31,7 @@ from benchmarks.scenarios.scenario import (
     places,
     victims_goodput,
 )
-from benchmarks.scenarios.tables import goal_rows, print_place, print_verdicts, told, write_pages
+from benchmarks.scenarios.tables import found_at, goal_rows, print_place, print_verdicts, write_pages
 from benchmarks.scenarios.tuning import TUNING_SEEDS
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.policies.by_name import plan_named
@@ -226,14 +226,14 @@ def test_what_is_run_beside_is_another_part_of_the_same_arrivals() -> None:
         asked.append((where.label, policy))
         return [Finished(Point(policy, seed), *invented_run(policy, 1.0, seed=seed, count=30)) for seed in seeds]
 
-    found = told(place, {place.label: ["cost"]}, runs, (1, 2))
+    found = found_at(place, {place.label: ["cost"]}, runs, (1, 2))
     assert asked == [(place.label, "cost"), (other.label, "random")]
     assert [run.seed for run in found.beside["alone"]] == [1, 2]
 
 
 def test_a_proxy_that_is_told_the_limits_knows_those_of_its_fleet() -> None:
     w5 = next(scenario for scenario in SCENARIOS if scenario.key == "W5")
-    case = next(case for case in w5.cases if case.told)
+    case = next(case for case in w5.cases if case.known_limits)
     place = placed(w5, replace(case, requests=40), 2.0, 1.0, 1)
     backends = place.simulation(1).config.backends
     assert {one.name: one.max_in_flight for one in backends} == {

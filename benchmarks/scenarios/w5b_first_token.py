@@ -35,7 +35,7 @@ def goals(found: Found) -> list[Goal]:
     for tenant, when in (("first", f"first {FIRST_S:g} s"), ("after", "after that")):
         p50_s, p95_s = (mean(ours, of_tenant(tenant, figure)) for figure in (ttft_p50, ttft_p95))
         ratio = None if p95_s is None or not solo_p95_s else p95_s / solo_p95_s
-        wanted = WANTED if found.place.case.told or tenant == "after" else WANTED_WHILE_LEARNING
+        wanted = WANTED if found.place.case.known_limits or tenant == "after" else WANTED_WHILE_LEARNING
         about = f"p50/p95 {_ms(p50_s)}/{_ms(p95_s)} ms, alone {_ms(solo_p50_s)}/{_ms(solo_p95_s)}"
         told.append(Goal(f"critical TTFT p95 / alone, {when}", ratio, wanted, at_least=False, about=about))
     return told
@@ -54,7 +54,7 @@ def _case(told: bool, every_s: float, order: str) -> Case:
         "2xllama-8b-h100",
         (None,),
         shape=sized(max_num_seqs=SEQUENCES),
-        told=told,
+        known_limits=told,
         policies=("cost",),
         beside=(ALONE,),
         goals=goals,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.scenarios.goals import mean
-from benchmarks.scenarios.scenario import GOODPUT, Case, Found, Goal, Scenario, befallen, both, sized
+from benchmarks.scenarios.scenario import GOODPUT, Case, Found, Goal, Scenario, both, sized, with_fault
 from llmproxy.lab.fleet.spec import FleetFaultKind
 from llmproxy.lab.results.result import RunResult
 
@@ -49,7 +49,7 @@ SCENARIO = Scenario(
             "4xllama-8b-h100+4xllama-8b-a100",
             (0.7, 0.85),
             requests=2_000,
-            shape=both(sized(max_num_seqs=32), befallen(0.5, FleetFaultKind.SLOW, 1, 2.0)),
+            shape=both(sized(max_num_seqs=32), with_fault(0.5, FleetFaultKind.SLOW, 1, 2.0)),
             quick_loads=(0.7,),
         ),
         _objectives(60.0),

@@ -14,9 +14,9 @@ from benchmarks.scenarios.scenario import (
     Goal,
     Scenario,
     Shape,
-    befallen,
     both,
     sized,
+    with_fault,
 )
 from llmproxy.core.domain import Outcome
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
@@ -136,11 +136,11 @@ SCENARIO = Scenario(
     " while half as much again comes as they can do, which is when retries pile up.",
     GOODPUT,
     (
-        _case("kill", befallen(FAULT_AT, FleetFaultKind.KILL, 1), quick=True, later=AFTER),
-        _case("hang", befallen(FAULT_AT, FleetFaultKind.HANG, 1, until=0.65), later=AFTER),
-        _case("slow x10", befallen(FAULT_AT, FleetFaultKind.SLOW, 1, 10.0, until=0.8), later=AFTER),
-        _case("5 % resets", befallen(0.2, FleetFaultKind.RESET, 8, 0.05)),
-        _case("restart", befallen(FAULT_AT, FleetFaultKind.RESTART, 1, 5.0), later=AFTER),
+        _case("kill", with_fault(FAULT_AT, FleetFaultKind.KILL, 1), quick=True, later=AFTER),
+        _case("hang", with_fault(FAULT_AT, FleetFaultKind.HANG, 1, until=0.65), later=AFTER),
+        _case("slow x10", with_fault(FAULT_AT, FleetFaultKind.SLOW, 1, 10.0, until=0.8), later=AFTER),
+        _case("5 % resets", with_fault(0.2, FleetFaultKind.RESET, 8, 0.05)),
+        _case("restart", with_fault(FAULT_AT, FleetFaultKind.RESTART, 1, 5.0), later=AFTER),
         _case("rolling restart", rolling(FleetFaultKind.RESTART, 0.2, 0.09, 8, 3.0)),
         _case("flapping", flapping(0.2, 0.1, 6)),
         _case("retry storm", rolling(FleetFaultKind.RESTART, 0.2, 0.09, 8, 3.0), load=1.5),

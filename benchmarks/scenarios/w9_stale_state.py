@@ -8,11 +8,11 @@ from benchmarks.scenarios.scenario import (
     Case,
     Scenario,
     Shape,
-    befallen,
     behind,
     both,
     plain,
     sized,
+    with_fault,
 )
 from llmproxy.lab.fleet.spec import FleetFaultKind
 
@@ -53,12 +53,12 @@ SCENARIO = Scenario(
     GOODPUT,
     (
         _case("fresh", plain),
-        _case("1 s old", befallen(0.0, FleetFaultKind.METRIC_AGE, 8, 1.0)),
-        _case("10 s old", befallen(0.0, FleetFaultKind.METRIC_AGE, 8, 10.0), quick=True),
-        _case("half lost", befallen(0.0, FleetFaultKind.LOST_READINGS, 8, 0.5)),
+        _case("1 s old", with_fault(0.0, FleetFaultKind.METRIC_AGE, 8, 1.0)),
+        _case("10 s old", with_fault(0.0, FleetFaultKind.METRIC_AGE, 8, 10.0), quick=True),
+        _case("half lost", with_fault(0.0, FleetFaultKind.LOST_READINGS, 8, 0.5)),
         _case("2 proxies", behind(2)),
         _case("4 proxies", behind(4)),
         _shared("all KV events", plain),
-        _shared("KV events, 1 % lost", befallen(0.0, FleetFaultKind.LOST_KV_EVENTS, 8, 0.01)),
+        _shared("KV events, 1 % lost", with_fault(0.0, FleetFaultKind.LOST_KV_EVENTS, 8, 0.01)),
     ),
 )

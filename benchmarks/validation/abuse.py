@@ -29,14 +29,14 @@ from llmproxy.telemetry import logs
 READY_S = 60.0
 CLEAR_S = 30.0
 LOOK_S = 0.05
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 @asynccontextmanager
 async def proxied(backends: Sequence[str]) -> AsyncIterator[Proxy]:
     """A proxy over replicas that it has found."""
-    told = {"host": "127.0.0.1", "port": 0, "log_level": "error", "backends": list(backends)}
-    async with running(Config.model_validate(told)) as proxy:
+    settings = {"host": "127.0.0.1", "port": 0, "log_level": "error", "backends": list(backends)}
+    async with running(Config.model_validate(settings)) as proxy:
         async with asyncio.timeout(READY_S):
             while not proxy.pools.ready(asyncio.get_running_loop().time()):  # noqa: ASYNC110 - polls have no event
                 await asyncio.sleep(0.1)
@@ -50,7 +50,7 @@ def body(tokens: int, number: int) -> dict[str, Any]:
 
 
 async def leave(http: aiohttp.ClientSession, url: str, number: int, turn: asyncio.Semaphore) -> str:
-    """Ask, read for a random while, and go; tells whether anything was read by then."""
+    """ListedRequest, read for a random while, and go; tells whether anything was read by then."""
     rng = random.Random(number)
     async with turn:
         try:
@@ -103,7 +103,7 @@ async def consume(http: aiohttp.ClientSession, url: str, number: int, tokens: in
     except aiohttp.ClientError as error:
         errors = text.count(b'data: {"error"')
         if not errors:
-            return f"broken without a word ({type(error).__name__})"
+            return f"broken without an error event ({type(error).__name__})"
         return "broken, one error event" if errors == 1 else f"broken, {errors} error events"
     return "complete" if text.rstrip().endswith(b"data: [DONE]") else "cut short"
 
@@ -113,7 +113,7 @@ async def death(backends: Sequence[str], pid: int, number: signal.Signals, strea
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
         proxied(backends) as proxy,
-        asyncio.timeout(PATIENCE_S * 3),
+        asyncio.timeout(TIMEOUT_S * 3),
     ):
         tasks = [asyncio.create_task(consume(http, proxy.url, i, 60)) for i in range(streams)]
         await asyncio.sleep(3.0)
@@ -127,9 +127,9 @@ async def death(backends: Sequence[str], pid: int, number: signal.Signals, strea
         name = next(iter(proxy.pools.backends))
         while proxy.pools.views(loop.time())[name].available and loop.time() < began_s + CLEAR_S:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
-        noticed_s = loop.time() - began_s
+        detected_s = loop.time() - began_s
         ends = Counter(await asyncio.gather(*tasks))
-    print(f"{number.name} with {streams - done} of {streams} streams under way: noticed after {noticed_s:.2f} s;"
+    print(f"{number.name} with {streams - done} of {streams} streams under way: detected after {detected_s:.2f} s;"
           f" {dict(ends.most_common())}")  # fmt: skip
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.validation.bands --backend http://127.0.0.1:18001 --backend http://127.0.0.1:18002
 
 Starts the proxy over them, keeps `--oversubscription` times their batch of streams open (20 % critical, 60 % default,
-20 % sheddable; whoever ends is followed by one of the same band), and reads everything from the decision log: the order
-of grants and of ends by band, the waits, and *inversions*, grants to a band while the log's own account says that a
-higher band waited. A grant below a waiting band may be right, where what waits there fits nowhere; here every request
+20 % sheddable; each that ends is followed by one of the same band), and reads everything from the decision log: the
+order of grants and of ends by band, the waits, and *inversions*, grants to a band while the log's own account says that
+a higher band waited. A grant below a waiting band may be right, where what waits there fits nowhere; here every request
 fits every replica, so that each would be a fault.
 """
 
@@ -33,12 +33,12 @@ LEVELS = {100: "critical", 0: "default", -100: "sheddable"}
 
 
 async def measure(backends: list[str], batch: int, oversubscription: float, seconds: float, log: Path) -> None:
-    """Run the load, which ends by itself; its story is in `log` afterwards."""
-    told = {
+    """Run the load, which ends by itself; `log` has it afterwards."""
+    settings = {
         "host": "127.0.0.1", "port": 0, "log_level": "error", "decision_log": str(log),
         "backends": [{"url": url, "max_in_flight": batch} for url in backends],
     }  # fmt: skip
-    async with running(Config.model_validate(told)) as proxy, aiohttp.ClientSession() as http:
+    async with running(Config.model_validate(settings)) as proxy, aiohttp.ClientSession() as http:
         async with asyncio.timeout(60):
             while not proxy.pools.ready(asyncio.get_running_loop().time()):  # noqa: ASYNC110 - polls have no event
                 await asyncio.sleep(0.1)

@@ -61,11 +61,11 @@ async def measure(backends: Sequence[str], placement: str, talk: Talk) -> Told:
         before = [await replica.counters() for replica in replicas]
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "decisions.jsonl"
-            told = {
+            settings = {
                 "host": "127.0.0.1", "port": 0, "log_level": "error", "decision_log": str(log),
                 "backends": list(backends), "scheduling": {"placement": placement, "seed": 1},
             }  # fmt: skip
-            async with running(Config.model_validate(told)) as proxy:
+            async with running(Config.model_validate(settings)) as proxy:
                 async with asyncio.timeout(READY_S):
                     while not proxy.pools.ready(asyncio.get_running_loop().time()):  # noqa: ASYNC110 - polls have no event
                         await asyncio.sleep(0.1)

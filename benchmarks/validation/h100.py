@@ -20,7 +20,7 @@ last only 20 to 38 s, about as long as one answer, and inference-perf waits for 
 counts that time in; so the ramp is replayed like that, with a long pause after each stage. A stage is good when at
 least 90 % of its requests have their first token within 2 s.
 
-**Steady knees** answer what a capacity planner asks: the largest Poisson rate at which 90 % of the requests of the
+**Steady knees** answer what a capacity planner requests: the largest Poisson rate at which 90 % of the requests of the
 second half of 400 s have their first token within 2 s, found by bisection to 3 %, each rate with three seeds of which
 two must agree. Nobody published them; beside them stands a static balance of work (1.70 and 0.85 a pod, 1.56 and 0.67
 with the dearer prompt tokens).

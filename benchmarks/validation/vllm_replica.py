@@ -1,4 +1,4 @@
-"""What the validation asks of one real vLLM replica: its settings, counters and gauges, and answers by token ids.
+"""What the validation requests of one real vLLM replica: its settings, counters and gauges, and answers by token ids.
 
 Needs a replica in vLLM's developer mode (VLLM_SERVER_DEV_MODE=1), the only one in which it tells its settings, empties
 its prefix cache and can be held still while a burst queues up in a known order.
@@ -39,10 +39,10 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ListedRequest:
     """One request of the recorded list; `salt` is vLLM's cache_salt, `adapter` None is the base model.
 
-    `after` names an earlier ask whose prompt and answer precede `prompt`, as in the next turn of a conversation.
+    `after` names an earlier request whose prompt and answer precede `prompt`, as in the next turn of a conversation.
     """
 
     name: str
@@ -137,27 +137,27 @@ class Replica:
         page = await self._scrape(_COUNTERS.values())
         return {name: int(_values(page, series)[0]) for name, series in _COUNTERS.items()}
 
-    async def send(self, model: str, ask: Ask, prompt: Sequence[int]) -> aiohttp.ClientResponse:
+    async def send(self, model: str, request: ListedRequest, prompt: Sequence[int]) -> aiohttp.ClientResponse:
         """Send one request; returns as soon as it is in the engine's queue, running or not."""
         body = {
-            "model": ask.adapter or model,
+            "model": request.adapter or model,
             "prompt": list(prompt),
-            "max_tokens": ask.answer_tokens,
-            "min_tokens": ask.answer_tokens,
+            "max_tokens": request.answer_tokens,
+            "min_tokens": request.answer_tokens,
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        if ask.salt is not None:
-            body["cache_salt"] = ask.salt
+        if request.salt is not None:
+            body["cache_salt"] = request.salt
         response = await self._session.post(f"{self.url}/v1/completions", json=body)
         if response.status != 200:
-            raise UnfitError(f"{self.url} refused {ask.name!r}: {response.status} {(await response.text())[:300]}")
+            raise UnfitError(f"{self.url} refused {request.name!r}: {response.status} {(await response.text())[:300]}")
         return response
 
-    async def read(self, ask: Ask, prompt: Sequence[int], response: aiohttp.ClientResponse) -> Answer:
+    async def read(self, request: ListedRequest, prompt: Sequence[int], response: aiohttp.ClientResponse) -> Answer:
         """Wait for the whole answer to a request that was sent."""
         tokens: list[int] = []
         usage = None
@@ -167,14 +167,16 @@ class Replica:
                     continue
                 event = orjson.loads(line[6:])
                 if "error" in event:
-                    raise UnfitError(f"{self.url} broke off {ask.name!r}: {event['error']}")
+                    raise UnfitError(f"{self.url} broke off {request.name!r}: {event['error']}")
                 for choice in event["choices"]:
                     tokens += choice["token_ids"] or ()
                 usage = event.get("usage") or usage
         if usage is None or usage["prompt_tokens_details"] is None:
             raise UnfitError(f"{self.url} tells no cached_tokens; start it with --enable-prompt-tokens-details")
-        if len(tokens) != ask.answer_tokens:
-            raise UnfitError(f"{self.url} answered {ask.name!r} with {len(tokens)} tokens, not {ask.answer_tokens}")
+        if len(tokens) != request.answer_tokens:
+            raise UnfitError(
+                f"{self.url} answered {request.name!r} with {len(tokens)} tokens, not {request.answer_tokens}"
+            )
         return Answer(tuple(prompt), tuple(tokens), usage["prompt_tokens_details"]["cached_tokens"])
 
     async def hold(self) -> None:

@@ -83,10 +83,10 @@ async def ask_replica(replica: Replica, model: str, part: Part) -> tuple[Seen, d
         if part.at_once:
             await _ask_at_once(replica, model, part, seen, answers)
         else:
-            for ask in part.asks:
-                earlier = answers[ask.after] if ask.after else Answer((), (), 0)
-                prompt = earlier.prompt + earlier.tokens + ask.prompt
-                answers[ask.name] = await replica.read(ask, prompt, await replica.send(model, ask, prompt))
+            for request in part.requests:
+                earlier = answers[request.after] if request.after else Answer((), (), 0)
+                prompt = earlier.prompt + earlier.tokens + request.prompt
+                answers[request.name] = await replica.read(request, prompt, await replica.send(model, request, prompt))
         # The gauges and counters of the last step are set a moment after its tokens were sent.
         while await replica.state() != State():
             pass
@@ -100,10 +100,10 @@ async def _ask_at_once(replica: Replica, model: str, part: Part, seen: Seen, ans
     """Queue up all requests, then let the engine do a few steps at a time and look at it in between."""
     await replica.hold()
     try:
-        responses = [await replica.send(model, ask, ask.prompt) for ask in part.asks]
+        responses = [await replica.send(model, request, request.prompt) for request in part.requests]
         reading = {
-            ask.name: asyncio.create_task(replica.read(ask, ask.prompt, response))
-            for ask, response in zip(part.asks, responses, strict=True)
+            request.name: asyncio.create_task(replica.read(request, request.prompt, response))
+            for request, response in zip(part.requests, responses, strict=True)
         }
         while reading:
             await replica.pulse()
@@ -133,11 +133,11 @@ def ask_model(settings: Settings, part: Part, answers: dict[str, Answer]) -> See
         step_tokens=settings.step_tokens,
     )
     seen, token_steps = Seen(), 0
-    for index, ask in enumerate(part.asks):
-        answer = answers[ask.name]
-        hashes = block_hashes(answer.prompt + answer.tokens, settings.block_size, ask.adapter, ask.salt)
-        engine.add(EngineRequest(ask.name, len(answer.prompt), ask.answer_tokens, hashes, ask.adapter))
-        if part.at_once and index + 1 < len(part.asks):
+    for index, request in enumerate(part.requests):
+        answer = answers[request.name]
+        hashes = block_hashes(answer.prompt + answer.tokens, settings.block_size, request.adapter, request.salt)
+        engine.add(EngineRequest(request.name, len(answer.prompt), request.answer_tokens, hashes, request.adapter))
+        if part.at_once and index + 1 < len(part.requests):
             continue
         while engine.busy:
             result = engine.step()
@@ -178,13 +178,16 @@ def equal(figure: str, real: object, model: object) -> Row:
 def compare(part: Part, real: Seen, model: Seen) -> list[Row]:
     """All figures of one part."""
     differing = [
-        f"{part.name}: {ask.name!r} ({ask.adapter or 'base'}, salt {ask.salt}) had {real.cached_tokens[ask.name]} "
-        f"tokens cached in vLLM, {model.cached_tokens[ask.name]} in the model"
-        for ask in part.asks
-        if real.cached_tokens[ask.name] != model.cached_tokens[ask.name]
+        f"{part.name}: {request.name!r} ({request.adapter or 'base'}, salt {request.salt}) "
+        f"had {real.cached_tokens[request.name]} "
+        f"tokens cached in vLLM, {model.cached_tokens[request.name]} in the model"
+        for request in part.requests
+        if real.cached_tokens[request.name] != model.cached_tokens[request.name]
     ]
-    agreeing = f"{len(part.asks) - len(differing)} of {len(part.asks)}"
-    rows = [Row("requests with equal cached tokens", agreeing, str(len(part.asks)), "all", not differing, differing)]
+    agreeing = f"{len(part.requests) - len(differing)} of {len(part.requests)}"
+    rows = [
+        Row("requests with equal cached tokens", agreeing, str(len(part.requests)), "all", not differing, differing)
+    ]
     rows += [equal(name.replace("_", " "), real.counters[name], model.counters[name]) for name in real.counters]
     if part.overflows:
         both = min(real.counters["preemptions"], model.counters["preemptions"])

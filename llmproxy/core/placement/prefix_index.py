@@ -13,7 +13,7 @@ generations of growing age, and is found by bisection. A list per block would do
 the true capacity is not known to an eighth.
 
 Memory, per block and backend: a key of 36 bytes and an entry of 27 to 54. Generations are as large as a dict of
-CPython is when it is exactly full, and never more than half empty on average. `benchmarks/prefix.py` measures it.
+CPython is when it is exactly full, and never more than half empty on average. `benchmarks/placement.py` measures it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from enum import StrEnum
 Samples = Sequence[tuple[float, float]]
 """(seconds, value), in order of time."""
 HOUR_S = 3600.0
-TOLD_MAX = 20
+SHOWN_MAX = 20
 """Problems that are told one by one; further ones are counted."""
 
 
@@ -133,8 +133,8 @@ class Ledger:
         unsent = sum(view is not None and view.end is End.UNSENT for view in self._open.values())
         if sum(counted.values()) != self.sent - unsent:
             problems.append(f"{self.sent - unsent} requests sent, {sum(counted.values())} outcomes counted")
-        left_out = len(problems) - TOLD_MAX
-        return problems if left_out <= 0 else [*problems[:TOLD_MAX], f"and {left_out} more"]
+        left_out = len(problems) - SHOWN_MAX
+        return problems if left_out <= 0 else [*problems[:SHOWN_MAX], f"and {left_out} more"]
 
 
 def left_over(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
