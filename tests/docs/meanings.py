@@ -31,7 +31,7 @@ METRICS = {
     "llmproxy_backend_running": "Requests that run in the engine, by the last reading of its metrics.",
     "llmproxy_backend_waiting": "Requests that wait in the engine, by the last reading.",
     "llmproxy_backend_kv_used": "Part of the KV-cache in use, 0 to 1, by the last reading.",
-    "llmproxy_backend_reading_age_seconds": "Time since the last reading was requested. Absent while there is none, as the three above are.",
+    "llmproxy_backend_reading_age_seconds": "Time since the last reading was requested. Absent while there is none, like `running`, `waiting` and `kv_used`.",
     "llmproxy_poll_failures_total": "Polls that failed: `refused`, `no_answer`, `unhealthy`, `garbage`, or `local_failure` (this machine could not open a connection, so no backend is blamed). Failed polls of `/metrics` alone are counted too, although they take no backend down.",
     "llmproxy_adapter_changes_total": "How often a backend was told to `load` or `unload` an adapter. `repeated` is `true` if the backend had refused it before, or lost it by a restart. `ok` says whether the backend did it.",
     "llmproxy_prediction_seconds_total": "Sums of what the placement predicted when it dispatched (`kind` is `predicted`) and of what was measured (`observed`): the first byte of a stream, counted from the dispatch (`time` is `ttft`), and the time per output token after it (`tpot`). Only where the placement predicts (`cost`).",
