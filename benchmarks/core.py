@@ -104,10 +104,10 @@ class Bench:
         self.running: deque[Grant] = deque()
         card = ModelCard(MODEL, None, 32_768)
         for name in self._names:
-            self.pools.answered(name, 0.0)
+            self.pools.backends[name].answered(0.0)
             self.pools.listed(name, Listing(0.0, (card,)))
             # The cache is larger than all prompts together, so that only the batch limits what is granted.
-            self.pools.observe(name, Reading(self.now, 0, 0, 0.3, 10**9))
+            self.pools.backends[name].observe(Reading(self.now, 0, 0, 0.3, 10**9))
         for _ in range(backends * (batch + 2)):
             self.submit(self.request(CRITICAL))
         while self.note(self.pools.decide(self.now)):
@@ -169,7 +169,7 @@ class Bench:
 
 def who(bench: Bench) -> Times:
     """The part of a decision that says who goes; what was taken out comes back, as a new request, untimed."""
-    scheduler = bench.pools._schedulers[MODEL]
+    scheduler = bench.pools.schedulers[MODEL]
     room, limits, placement = scheduler._room, scheduler._limits, scheduler._placement
     bench.finish()
     views = scheduler.views(bench.now)
@@ -243,9 +243,9 @@ def alone(backends: int) -> float:
     names = [f"backend-{number:03d}" for number in range(backends)]
     pools = Pools(Settings(), dict.fromkeys(names, BATCH), {}, partial(make, "cost", Random(1)))
     for name in names:
-        pools.answered(name, 0.0)
+        pools.backends[name].answered(0.0)
         pools.listed(name, Listing(0.0, (ModelCard(MODEL, None, 32_768),)))
-        pools.observe(name, Reading(0.0, 0, 0, 0.3, 10**6))
+        pools.backends[name].observe(Reading(0.0, 0, 0, 0.3, 10**6))
     now, means = 0.0, []
     for number in range(ROUNDS + 1):
         asked = [
@@ -279,7 +279,7 @@ def alone(backends: int) -> float:
             pools.decide(now)
             pools.next_wakeup(now)
             pools.ended(request, None, now)
-            pools.cached(grant, request.prefix)
+            pools.cached(grant.request.pool, grant.lease, grant.placed.backend, request.prefix)
         means.append((thread_time() - began_s) / CYCLES)
     return min(means[1:]) * 1e6
 

@@ -154,7 +154,7 @@ class Dispatcher:
 
     def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
         """See `Pools.cached`."""
-        self.pools.cached(grant, hashes)
+        self.pools.cached(grant.request.pool, grant.lease, grant.placed.backend, hashes)
 
     async def resolve(self, name: str | None, hold_s: float, body_bytes: int) -> Target:
         """What a requested name means; waits up to `hold_s` for a backend that serves it to come up.
@@ -167,7 +167,7 @@ class Dispatcher:
         ends_s = _now() + (hold_s if self.pools.catalogue.ever_read else min(hold_s, limits.first_hold_s))
         while True:
             try:
-                return self.pools.resolve(name)
+                return self.pools.catalogue.resolve(name)
             except Refused as refused:
                 if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or _now() >= ends_s:
                     raise
@@ -194,15 +194,15 @@ class Dispatcher:
     # --- for pollers --------------------------------------------------------------------------------------------------
 
     def answered(self, backend: str) -> None:
-        self.pools.answered(backend, _now())
+        self.pools.backends[backend].answered(_now())
         self._decide_soon()
 
     def observe(self, backend: str, reading: Reading) -> None:
-        self.pools.observe(backend, reading)
+        self.pools.backends[backend].observe(reading)
         self._decide_soon()
 
     def published(self, backend: str, limit: int) -> None:
-        self.pools.published(backend, limit)
+        self.pools.backends[backend].published(limit)
         self._decide_soon()
 
     def listed(self, backend: str, listing: Listing) -> None:

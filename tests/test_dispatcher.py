@@ -383,13 +383,13 @@ async def test_a_drain_ends_the_wait_for_a_name() -> None:
 def looks(one: Dispatcher) -> list[str | None]:
     """The names that are looked up from now on."""
     seen: list[str | None] = []
-    resolve = one.pools.resolve
+    resolve = one.pools.catalogue.resolve
 
     def spy(name: str | None) -> Target:
         seen.append(name)
         return resolve(name)
 
-    one.pools.resolve = spy  # type: ignore[method-assign]
+    one.pools.catalogue.resolve = spy  # type: ignore[method-assign]
     return seen
 
 

@@ -87,7 +87,7 @@ async def test_a_client_leaves_one_pool_while_the_placement_of_another_raises() 
         def faulty(*_: object) -> None:
             raise ValueError("a plugin's bug")
 
-        patch.setattr(one.pools._schedulers["other"]._placement, "place", faulty)
+        patch.setattr(one.pools.schedulers["other"]._placement, "place", faulty)
         clients = [Client(one), Client(one, pool="other", model="other"), Client(one)]
         await turns()
         assert [client.holds() for client in clients] == ["a", None, None]
@@ -112,7 +112,7 @@ async def test_a_policy_that_raises_all_the_time_is_told_of_once_a_second() -> N
         raise ValueError("a plugin's bug")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.pools._schedulers["base"]._placement, "started", faulty)
+        patch.setattr(one.pools.schedulers["base"]._placement, "started", faulty)
         for _ in range(100):
             async with one.admit(request()) as lease:
                 lease.started()

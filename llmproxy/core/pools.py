@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.backends.catalogue import Catalogue, Target
+from llmproxy.core.backends.catalogue import Catalogue
 from llmproxy.core.backends.health import EjectionEvent
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import (
@@ -18,10 +17,8 @@ from llmproxy.core.domain import (
     KnownLimit,
     Listing,
     Outcome,
-    Reading,
     Refused,
     Request,
-    RequestFacts,
     Trouble,
     Usage,
     Verdict,
@@ -67,7 +64,7 @@ class Pools:
         self._limits = UsageLimits(settings.limits)
         self._lease_serial = count(1)
         self._news: deque[tuple[str, EjectionEvent]] = deque(maxlen=NEWS_MAX)
-        self._schedulers: dict[str, Scheduler] = {}
+        self.schedulers: dict[str, Scheduler] = {}
         self._pool_of: dict[str, str] = {}
         self.catalogue = Catalogue((), aliases)
         self.estimator = Estimator()
@@ -87,25 +84,10 @@ class Pools:
         )
         backend.health.on_event = lambda news: self._news.append((name, news))
 
-    def recall_limit(self, name: str, known: KnownLimit) -> None:
-        """See `Backend.recall`; for a backend that was never read."""
-        self.backends[name].recall(known)
-
     def known_limits(self) -> dict[str, KnownLimit]:
         """What was learned of backends' batch limits; see `Backend.known_limit`."""
         found = ((name, backend.known_limit) for name, backend in self.backends.items())
         return {name: known for name, known in found if known is not None}
-
-    def drain_backend(self, name: str, *, drained: bool = True) -> None:
-        """Grant nothing new on a backend, or let it be given work again; what is in flight there runs on.
-
-        Requests that only this one serves wait as they do for one that is down.
-        """
-        self.backends[name].drained = drained
-
-    def change_backend(self, name: str, max_in_flight: int | None, prompt_range: tuple[int, int] | None) -> None:
-        """A backend is to be given no more than so many at once, and is meant for prompts of other lengths."""
-        self.backends[name].meant_for(max_in_flight, prompt_range)
 
     def remove_backend(self, name: str) -> None:
         """A backend on which nothing is in flight is no more, and all that was learned of it is forgotten."""
@@ -117,7 +99,7 @@ class Pools:
     def replace_process(self, name: str) -> None:
         """Another process goes by the name of a backend from now on; see `Backend.replaced`."""
         self.backends[name].replaced()
-        for scheduler in self._schedulers.values():
+        for scheduler in self.schedulers.values():
             scheduler.leases.replaced(self.backends[name])
             scheduler.lost_kept(name)
 
@@ -132,7 +114,7 @@ class Pools:
         self.catalogue.rename(aliases)
         for backend in self.backends.values():
             backend.reconfigure(settings.capacity, settings.health, settings.ceiling_range)
-        for scheduler in self._schedulers.values():
+        for scheduler in self.schedulers.values():
             scheduler.reconfigure(settings, now)
 
     # --- what polls bring ----------------------------------------------------------------------------------------
@@ -145,25 +127,11 @@ class Pools:
         if changed or self.catalogue.pool_of(backend) != self._pool_of.get(backend):
             self._assign(backend)
 
-    def answered(self, backend: str, now: float) -> None:
-        self.backends[backend].answered(now)
-
-    def unread(self, backend: str) -> None:
-        """See `Backend.unread`."""
-        self.backends[backend].unread()
-
-    def published(self, backend: str, limit: int) -> None:
-        """See `Backend.published`."""
-        self.backends[backend].published(limit)
-
-    def observe(self, backend: str, reading: Reading) -> None:
-        self.backends[backend].observe(reading)
-
     def troubled(self, backend: str, trouble: Trouble) -> bool:
         """See `Backend.troubled`."""
         gone = self.backends[backend].troubled(trouble)
         if gone:
-            for scheduler in self._schedulers.values():
+            for scheduler in self.schedulers.values():
                 scheduler.leases.lost(self.backends[backend])
                 scheduler.lost_kept(backend)
         return gone
@@ -173,59 +141,47 @@ class Pools:
         if pool == old:
             return
         if old is not None:
-            self._schedulers[old].detach(backend)
+            self.schedulers[old].detach(backend)
             del self._pool_of[backend]
         if pool is not None:
-            if pool not in self._schedulers:
-                self._schedulers[pool] = Scheduler(
+            if pool not in self.schedulers:
+                self.schedulers[pool] = Scheduler(
                     pool, self.settings, self._occupancy, self._limits, self._lease_serial, self._make_placement()
                 )
-            self._schedulers[pool].attach(self.backends[backend])
+            self.schedulers[pool].attach(self.backends[backend])
             self._pool_of[backend] = pool
-        self._schedulers = {name: s for name, s in self._schedulers.items() if not s.idle}
+        self.schedulers = {name: s for name, s in self.schedulers.items() if not s.idle}
 
     # --- requests and leases -------------------------------------------------------------------------------------
-
-    def resolve(self, name: str | None) -> Target:
-        """See `Catalogue.resolve`; raises Refused."""
-        return self.catalogue.resolve(name)
-
-    def tokens(self, target: Target, ask: RequestFacts) -> tuple[int, int]:
-        """Expected (prompt tokens, output tokens) of `ask`."""
-        return self.estimator.tokens(target.model, ask)
 
     def submit(
         self, request: Request, now: float, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
     ) -> None:
         """See `Scheduler.submit`; raises Refused, also when the pool went while the request was on its way here."""
-        scheduler = self._schedulers.get(request.pool)
+        scheduler = self.schedulers.get(request.pool)
         if scheduler is None:
             message = f"No backend serves `{request.pool}` any more. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
         scheduler.submit(request, now, excluded, entry)
 
     def cancel(self, request: Request) -> None:
-        self._schedulers[request.pool].cancel(request.id)
+        self.schedulers[request.pool].cancel(request.id)
 
     def started(self, grant: Grant, now: float) -> None:
-        self._schedulers[grant.request.pool].leases.started(grant.lease, now)
+        self.schedulers[grant.request.pool].leases.started(grant.lease, now)
 
     def committed(self, grant: Grant, now: float) -> None:
-        self._schedulers[grant.request.pool].leases.committed(grant.lease, now)
+        self.schedulers[grant.request.pool].leases.committed(grant.lease, now)
 
     def progress(self, grant: Grant, output_tokens: int, now: float) -> None:
-        self._schedulers[grant.request.pool].leases.progress(grant.lease, output_tokens, now)
+        self.schedulers[grant.request.pool].leases.progress(grant.lease, output_tokens, now)
 
     def finish(self, grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        self._schedulers[grant.request.pool].leases.finish(grant.lease, verdict, now, usage)
+        self.schedulers[grant.request.pool].leases.finish(grant.lease, verdict, now, usage)
 
-    def cached(self, grant: Grant, hashes: Sequence[int]) -> None:
-        """The answer to a grant is over and was read: with its prompt it makes these blocks; see `Placement.cached`."""
-        self.cached_on(grant.request.pool, grant.lease, grant.placed.backend, hashes)
-
-    def cached_on(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
-        """The same for those who have kept of a grant only what counts here."""
-        scheduler = self._schedulers.get(pool)
+    def cached(self, pool: str, lease: int, backend: str, hashes: Sequence[int]) -> None:
+        """The prompt and the answer of a lease that has ended are these blocks; see `Placement.cached`."""
+        scheduler = self.schedulers.get(pool)
         if scheduler is not None:
             scheduler.cached(lease, backend, hashes)
 
@@ -235,7 +191,7 @@ class Pools:
         `met` says whether it kept its objective, None where it had none or its client left.
         """
         self._limits.ended(request, now)
-        scheduler = self._schedulers.get(request.pool)
+        scheduler = self.schedulers.get(request.pool)
         if scheduler is not None:
             scheduler.ended(request, met, now)
 
@@ -243,7 +199,7 @@ class Pools:
 
     def decide(self, now: float) -> list[Decision]:
         """See `Scheduler.decide`, of every pool."""
-        schedulers = list(self._schedulers.values())
+        schedulers = list(self.schedulers.values())
         if self.settings.limits and len(schedulers) > 1:
             # What a limit over several pools has room for is not for the pool alone that happens to be asked first.
             schedulers.sort(key=Scheduler.first_parked)
@@ -251,10 +207,10 @@ class Pools:
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:
         """See `Faults.take`, of every pool."""
-        return [fault for scheduler in self._schedulers.values() for fault in scheduler.faults.take(now)]
+        return [fault for scheduler in self.schedulers.values() for fault in scheduler.faults.take(now)]
 
     def next_wakeup(self, now: float) -> float | None:
-        times = [scheduler.next_wakeup(now) for scheduler in self._schedulers.values()]
+        times = [scheduler.next_wakeup(now) for scheduler in self.schedulers.values()]
         return min([time for time in times if time is not None], default=None)
 
     def news(self) -> list[tuple[str, EjectionEvent]]:
@@ -275,7 +231,7 @@ class Pools:
         """What waits, why, and who has room; costs what it shows, however much waits."""
         pools: list[PoolSnapshot] = []
         flows_left = TOTAL_FLOWS_MAX
-        for scheduler in self._schedulers.values():
+        for scheduler in self.schedulers.values():
             pools.append(scheduler.snapshot(now, flows_left))
             flows_left -= sum(len(band.shown) for band in pools[-1].bands)
         in_flight = self._limits.in_flight()
@@ -293,17 +249,17 @@ class Pools:
 
     def position(self, name: str, now: float) -> Position | None:
         """Where the waiting request of this label or id stands; None where nothing of that name waits."""
-        found = (scheduler.position(name, now) for scheduler in self._schedulers.values())
+        found = (scheduler.position(name, now) for scheduler in self.schedulers.values())
         return next((position for position in found if position is not None), None)
 
     def choices(self, now: float) -> list[PoolChoices]:
         """Where the last requests of each pool went, and why not elsewhere."""
-        return [scheduler.choices(now) for scheduler in self._schedulers.values()]
+        return [scheduler.choices(now) for scheduler in self.schedulers.values()]
 
     def parked(self) -> dict[str, int]:
         """Usage limit -> requests that wait for it, over all pools."""
         parked: Counter[str] = Counter()
-        for scheduler in self._schedulers.values():
+        for scheduler in self.schedulers.values():
             for (_, limit), waiting in scheduler.parked().items():
                 parked[limit] += waiting
         return dict(parked)
@@ -315,11 +271,8 @@ class Pools:
         """Some backend that was read is available: up, and not resting after failures."""
         return any(b.listing is not None and b.view(now).available for b in self.backends.values())
 
-    def models(self) -> list[dict[str, Any]]:
-        return self.catalogue.models()
-
     def check(self, now: float) -> None:
-        for scheduler in self._schedulers.values():
+        for scheduler in self.schedulers.values():
             scheduler.check(now)
         waiting = sum(requests for requests, _ in self.queued().values())
-        assert waiting == sum(scheduler.waiting for scheduler in self._schedulers.values())
+        assert waiting == sum(scheduler.waiting for scheduler in self.schedulers.values())

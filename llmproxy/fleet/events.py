@@ -72,7 +72,7 @@ class BackendEvents(BackendObserver):
             observer.published(backend, limit)
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
-        self._pools.unread(backend)
+        self._pools.backends[backend].unread()
         for observer in self.observers:
             observer.unread(backend, trouble, detail)
 

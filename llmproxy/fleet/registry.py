@@ -154,7 +154,7 @@ class BackendRegistry:
 
     def _apply_drain(self, member: _Member) -> None:
         drained = member.drained or member.leaving is not None
-        self._pools.drain_backend(member.config.name, drained=drained)
+        self._pools.backends[member.config.name].drained = drained
         self._dispatcher.reconsider()
 
     # --- joining, changing and leaving ----------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class BackendRegistry:
     def _join(self, backend: BackendConfig, source: str) -> None:
         self._pools.add_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
         if (known := self._recalled.get(backend.url)) is not None:
-            self._pools.recall_limit(backend.name, known)
+            self._pools.backends[backend.name].recall(known)
         self._backends[backend.name] = backend
         poller = self._poller(backend)
         self._members[backend.name] = _Member(backend, source, _now(), poller, self._start(poller, backend.name))
@@ -211,7 +211,7 @@ class BackendRegistry:
         if before == backend:
             return
         member.config = self._backends[backend.name] = backend
-        self._pools.change_backend(backend.name, backend.max_in_flight, backend.prompt_tokens)
+        self._pools.backends[backend.name].meant_for(backend.max_in_flight, backend.prompt_tokens)
         if before.url != backend.url:
             self._pools.replace_process(backend.name)
             _log.info("backend_moved", backend=backend.name, url=backend.url)

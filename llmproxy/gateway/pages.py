@@ -132,7 +132,7 @@ class OwnPages:
         """The models that the tenant of this request may use, with Anthropic's fields in addition for clients of its
         API. Raises Failure (401)."""
         tenant = self._rulebook.current.keys.check(request.headers)
-        entries = [entry for entry in self._pools.models() if tenant.allows(entry["id"])]
+        entries = [entry for entry in self._pools.catalogue.models() if tenant.allows(entry["id"])]
         return [entry | _anthropic(entry) for entry in entries] if ANTHROPIC in request.headers else entries
 
 

@@ -105,7 +105,7 @@ class RequestEnded(Message, frozen=True, tag=10):
 
 
 class PrefixCached(Message, frozen=True, tag=11):
-    """`Pools.cached_on`."""
+    """`Pools.cached`."""
 
     pool: str
     lease: int

@@ -155,7 +155,7 @@ class WorkerSession:
                 # In the next turn, after the task that holds the lease has given it back.
                 self._loop.call_soon(self._ended, request_id, met)
             case protocol.PrefixCached(pool, lease, backend, hashes):
-                self._loop.call_soon(self._pools.cached_on, pool, lease, backend, hashes)
+                self._loop.call_soon(self._pools.cached, pool, lease, backend, hashes)
             case protocol.AttemptEnded(backend, verdict):
                 self._context.metrics.attempted(backend, verdict)
             case protocol.ExitReport(record):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from random import Random
 from typing import Any
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DEFAULT, Listing, ModelCard, Reading, Request
+from llmproxy.core.domain import DEFAULT, Grant, Listing, ModelCard, Reading, Request
 from llmproxy.core.placement import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
@@ -76,6 +76,11 @@ def pools(
     placements = partial(make, settings.placement, Random(0))
     made = Pools(settings, backends, aliases or {}, placements)
     for name in backends:
-        made.answered(name, 0.0)
+        made.backends[name].answered(0.0)
         made.listed(name, (listings or {}).get(name, listing()))
     return made
+
+
+def cached(of: Pools, grant: Grant, hashes: Sequence[int]) -> None:
+    """The answer to `grant` was read: with its prompt it makes these blocks."""
+    of.cached(grant.request.pool, grant.lease, grant.placed.backend, hashes)

@@ -369,9 +369,9 @@ def test_a_name_that_will_be_served_again_is_not_unknown() -> None:
     world.lists("a")
     for name in ("x", "nick"):
         with pytest.raises(Refused) as caught:
-            world.pools.resolve(name)
+            world.pools.catalogue.resolve(name)
         assert (caught.value.outcome, caught.value.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 1.0)
     world.unload()
     with pytest.raises(Refused) as caught:
-        world.pools.resolve("x")
+        world.pools.catalogue.resolve("x")
     assert caught.value.outcome is Outcome.UNKNOWN_MODEL

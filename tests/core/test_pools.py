@@ -13,7 +13,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import listing, pools, request
+from tests.core.make import cached, listing, pools, request
 from tests.core.world import assert_nothing_left
 
 TIGHT = Settings(capacity=CapacitySettings(look_ahead=0))
@@ -41,7 +41,7 @@ def test_a_saturated_model_does_not_hold_up_another() -> None:
 
 def test_a_placement_that_raises_in_one_pool_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     one = pools({"a": 3, "b": 3}, TIGHT, listings={"a": listing(), "b": listing(base="other")})
-    placement = one._schedulers["base"]._placement
+    placement = one.schedulers["base"]._placement
     place, asked = placement.place, count(1)
 
     def faulty(*args: Any) -> Any:
@@ -72,7 +72,7 @@ def test_a_pool_that_could_not_be_made_is_made_with_the_next_listing() -> None:
 
     one = Pools(TIGHT, {"a": 1, "b": 1}, {}, make_placement)
     for backend in ("a", "b"):
-        one.answered(backend, 0.0)
+        one.backends[backend].answered(0.0)
         with pytest.raises(ValueError, match="a plugin's bug"):
             one.listed(backend, listing())
     with pytest.raises(Refused):
@@ -179,7 +179,7 @@ def decided(of: Pools, now: float) -> list[Grant]:
 def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
     one = Pools(TIGHT, {"a": 1, "late": 1}, {}, partial(make, TIGHT.placement, Random(0)))
     for name in ("a", "late"):
-        one.answered(name, 0.0)
+        one.backends[name].answered(0.0)
     assert not one.ready(0.0), "up, but nothing is known of what it serves"
     one.listed("a", listing())
     assert one.ready(0.0)
@@ -196,7 +196,7 @@ def test_a_backend_that_changes_its_model_changes_its_pool_and_its_leases_run_on
     one = pools({"a": 4}, TIGHT)
     lost: list[str] = []
     # What the old pool's placement knew of it is of use to nobody.
-    monkeypatch.setattr(one._schedulers["base"]._placement, "lost", lost.append)
+    monkeypatch.setattr(one.schedulers["base"]._placement, "lost", lost.append)
     one.submit(request(), 0.0)
     (grant,) = one.decide(0.0)
     assert isinstance(grant, Grant)
@@ -225,7 +225,7 @@ def test_leases_of_a_pool_that_was_left_are_revoked_when_the_backend_dies() -> N
 
 def test_a_request_for_a_pool_that_went_meanwhile_is_refused_and_may_come_again() -> None:
     one = pools({"a": 4}, TIGHT)
-    target = one.resolve("base")
+    target = one.catalogue.resolve("base")
     one.listed("a", listing(base="new"))
     with pytest.raises(Refused) as caught:
         one.submit(request(pool=target.pool), 0.0)
@@ -239,12 +239,12 @@ def test_names_are_remembered_while_their_backend_is_down() -> None:
     for _ in range(2):
         one.troubled("a", Trouble.REFUSED)
     assert not one.ready(0.0)
-    assert one.resolve("fast").model == "lora"
-    assert [entry["id"] for entry in one.models()] == ["base", "lora", "fast"]
+    assert one.catalogue.resolve("fast").model == "lora"
+    assert [entry["id"] for entry in one.catalogue.models()] == ["base", "lora", "fast"]
     with pytest.raises(Refused) as caught:
         one.submit(request(adapter="lora"), 0.0)
     assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
-    one.answered("a", 0.0)
+    one.backends["a"].answered(0.0)
     one.submit(request(adapter="lora"), 0.0)
     assert granted(one) == ["base"]
 
@@ -267,7 +267,7 @@ def test_a_backend_in_no_pool_may_fail_its_polls() -> None:
     assert one.decide(0.0) == []
     assert one.next_wakeup(0.0) is None
     with pytest.raises(Refused) as caught:
-        one.resolve("base")
+        one.catalogue.resolve("base")
     assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
 
 
@@ -284,7 +284,7 @@ def test_a_policy_that_raises_at_any_event_leaves_every_account_settled(
 ) -> None:
     settings = Settings(capacity=CapacitySettings(look_ahead=0), limits={"tenant:t": UsageLimit(in_flight=2)})
     one = pools({"a": 2}, settings)
-    scheduler = one._schedulers["base"]
+    scheduler = one.schedulers["base"]
     hearing = {
         "placement": scheduler._placement,
         "fairness": scheduler._room.band(DEFAULT).fairness,
@@ -308,11 +308,11 @@ def test_a_policy_that_raises_at_any_event_leaves_every_account_settled(
         one.started(grant, 1.0)
         one.progress(grant, 500, 2.0)
         one.finish(grant, Verdict.SERVED, 3.0, Usage(10, 500))
-        one.cached(grant, (1, 2))
+        cached(one, grant, (1, 2))
         one.ended(grant.request, None, 3.0)
     for _ in range(2):
         one.troubled("a", Trouble.REFUSED)
-    one.answered("a", 3.0)
+    one.backends["a"].answered(3.0)
     (last,) = [decision for decision in one.decide(3.0) if isinstance(decision, Grant)]
     one.finish(last, Verdict.CLIENT_GONE, 4.0)
     one.ended(last.request, None, 4.0)

@@ -12,7 +12,7 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Refuse
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import listing, pools, reading, request
+from tests.core.make import cached, listing, pools, reading, request
 
 TIGHT = Settings(capacity=CapacitySettings(look_ahead=0), ceilings={DEFAULT: 1.0})
 
@@ -42,7 +42,7 @@ def test_a_drained_backend_gets_nothing_new_and_ends_what_it_has() -> None:
         submit(one)
     before = grants(one)
     assert backends(before) == ["a", "b"]
-    one.drain_backend("a")
+    one.backends["a"].drained = True
     for _ in range(3):
         submit(one)
     assert backends(grants(one)) == ["b"]
@@ -50,23 +50,23 @@ def test_a_drained_backend_gets_nothing_new_and_ends_what_it_has() -> None:
     one.started(mine, 1.0)
     one.finish(mine, Verdict.SERVED, 1.0, Usage(10, 10))
     assert grants(one, 1.0) == []
-    one.drain_backend("a", drained=False)
+    one.backends["a"].drained = False
     assert backends(grants(one, 1.0)) == ["a", "a"]
 
 
 def test_what_waits_for_a_drained_backend_is_held_as_for_one_that_is_down() -> None:
     one = pools({"a": 1}, TIGHT)
-    one.drain_backend("a")
+    one.backends["a"].drained = True
     submit(one)
     assert grants(one) == []
-    one.drain_backend("a", drained=False)
+    one.backends["a"].drained = False
     assert backends(grants(one, 29.0)) == ["a"]
 
 
 def test_a_drained_backend_counts_as_none_for_readiness_and_where_nothing_is_held() -> None:
     one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(hold_s=0.0)))
     assert one.ready(0.0)
-    one.drain_backend("a")
+    one.backends["a"].drained = True
     assert not one.ready(0.0)
     with pytest.raises(Refused) as refused:
         submit(one)
@@ -83,7 +83,7 @@ def test_an_added_backend_takes_what_waits_as_soon_as_it_was_read() -> None:
     assert backends(grants(one)) == ["a"]
     one.add_backend("late", 1)
     assert grants(one) == []
-    one.answered("late", 1.0)
+    one.backends["late"].answered(1.0)
     one.listed("late", listing())
     assert backends(grants(one, 1.0)) == ["late"]
 
@@ -93,22 +93,22 @@ def test_requests_that_wait_outlive_the_only_backend_and_go_to_the_next() -> Non
     submit(one)
     (running,) = grants(one)
     waiting = submit(one)
-    one.drain_backend("old")
+    one.backends["old"].drained = True
     one.add_backend("new", 1)
     one.finish(running, Verdict.SERVED, 1.0)
     one.remove_backend("old")
     assert grants(one, 1.0) == []
     with pytest.raises(Refused) as refused:
-        one.resolve("base")
+        one.catalogue.resolve("base")
     assert refused.value.outcome is Outcome.REJECTED_NO_BACKENDS
-    one.answered("new", 2.0)
+    one.backends["new"].answered(2.0)
     one.listed("new", listing())
     assert [(grant.request.id, grant.placed.backend) for grant in grants(one, 2.0)] == [(waiting.id, "new")]
 
 
 def test_what_only_a_removed_backend_served_is_held_and_then_told_that_there_is_none() -> None:
     one = pools({"a": 1}, TIGHT)
-    one.drain_backend("a")
+    one.backends["a"].drained = True
     submit(one)
     one.remove_backend("a")
     assert one.decide(29.0) == []
@@ -119,12 +119,12 @@ def test_what_only_a_removed_backend_served_is_held_and_then_told_that_there_is_
 
 def test_a_removed_backend_takes_its_names_along() -> None:
     one = pools({"a": 1, "b": 1}, TIGHT, listings={"a": listing("x"), "b": listing()})
-    assert one.resolve("x").adapter == "x"
+    assert one.catalogue.resolve("x").adapter == "x"
     one.remove_backend("a")
     with pytest.raises(Refused) as refused:
-        one.resolve("x")
+        one.catalogue.resolve("x")
     assert refused.value.outcome is Outcome.UNKNOWN_MODEL
-    assert one.resolve("base").pool == "base"
+    assert one.catalogue.resolve("base").pool == "base"
 
 
 def test_removing_forgets_the_one_and_keeps_what_was_learned_of_the_others() -> None:
@@ -132,44 +132,44 @@ def test_removing_forgets_the_one_and_keeps_what_was_learned_of_the_others() -> 
     prompts = {"a": (1, 2, 3), "b": (7, 8, 9)}
     given: dict[str, Grant] = {}
     for name, prefix in prompts.items():
-        one.drain_backend("b" if name == "a" else "a")
+        one.backends["b" if name == "a" else "a"].drained = True
         submit(one, prefix=prefix, prefix_tokens=16.0, prompt_tokens=48)
         (granted,) = grants(one)
-        one.drain_backend("b" if name == "a" else "a", drained=False)
+        one.backends["b" if name == "a" else "a"].drained = False
         given[granted.placed.backend] = granted
         one.started(granted, 0.5)
         one.finish(granted, Verdict.SERVED, 1.0, Usage(48, 10))
-        one.cached(granted, (*prefix, 40))
+        cached(one, granted, (*prefix, 40))
     one.remove_backend("a")
     # An answer that is read a little late teaches nothing of a backend that is gone.
-    one.cached(given["a"], (1, 2, 3))
-    placement = one._schedulers["base"]._placement
+    cached(one, given["a"], (1, 2, 3))
+    placement = one.schedulers["base"]._placement
     assert isinstance(placement, CostPlacement)
     assert placement._index.match((7, 8, 9)).keys() == {"b"}
     assert "a" not in placement._index.match((1, 2, 3))
     assert placement._backend_loads.keys() == {"b"}
-    assert one._schedulers["base"].leases._newest_of_old.keys() == {"b"}
+    assert one.schedulers["base"].leases._newest_of_old.keys() == {"b"}
 
 
 def test_a_cached_answer_of_a_removed_backend_teaches_its_successor_of_that_name_nothing() -> None:
     one = pools({"a": 4, "b": 4}, Settings())
-    one.drain_backend("b")
+    one.backends["b"].drained = True
     submit(one, prefix=(1, 2), prefix_tokens=16.0)
     (granted,) = grants(one)
     one.finish(granted, Verdict.SERVED, 1.0, Usage(10, 10))
     one.remove_backend("a")
     one.add_backend("a", 4)
-    one.answered("a", 2.0)
+    one.backends["a"].answered(2.0)
     one.listed("a", listing())
-    one.cached(granted, (1, 2, 3))
-    placement = one._schedulers["base"]._placement
+    cached(one, granted, (1, 2, 3))
+    placement = one.schedulers["base"]._placement
     assert isinstance(placement, CostPlacement)
     assert not placement._index.match((1, 2, 3))
 
 
 def test_another_process_behind_a_name_is_down_until_it_was_read_and_keeps_nothing_of_the_old_one() -> None:
     one = pools({"a": 4}, Settings())
-    one.observe("a", reading(0.5, running=1))
+    one.backends["a"].observe(reading(0.5, running=1))
     submit(one, prefix=(1, 2), prefix_tokens=16.0)
     (granted,) = grants(one)
     one.replace_process("a")
@@ -180,10 +180,10 @@ def test_another_process_behind_a_name_is_down_until_it_was_read_and_keeps_nothi
         one.troubled("a", Trouble.REFUSED)
     assert one.decide(1.0) == []
     one.finish(granted, Verdict.SERVED, 1.0, Usage(10, 10))
-    one.cached(granted, (1, 2, 3))
-    one.answered("a", 2.0)
+    cached(one, granted, (1, 2, 3))
+    one.backends["a"].answered(2.0)
     assert one.ready(2.0)
-    placement = one._schedulers["base"]._placement
+    placement = one.schedulers["base"]._placement
     assert isinstance(placement, CostPlacement)
     assert not placement._index.match((1, 2, 3))
 
@@ -239,7 +239,7 @@ def test_a_smaller_batch_limit_holds_for_the_next_request() -> None:
 
 def test_a_shorter_hold_counts_for_those_that_are_held_already() -> None:
     one = pools({"a": 1}, TIGHT)
-    one.drain_backend("a")
+    one.backends["a"].drained = True
     submit(one)
     assert one.decide(1.0) == []
     reconfigure(one, replace(TIGHT, queue=QueueSettings(hold_s=2.0)), 1.0)
@@ -253,16 +253,16 @@ def test_a_longer_hold_spares_those_that_came_when_nothing_was_held() -> None:
     submit(one)
     assert len(grants(one)) == 1
     reconfigure(one, TIGHT, 1.0)
-    one.drain_backend("a")
+    one.backends["a"].drained = True
     assert one.decide(20.0) == []
 
 
 def test_aliases_change_for_the_next_request() -> None:
     one = pools({"a": 1}, TIGHT, {"old": "base"})
     reconfigure(one, TIGHT, aliases={"new": "base"})
-    assert one.resolve("new").model == "base"
+    assert one.catalogue.resolve("new").model == "base"
     with pytest.raises(Refused):
-        one.resolve("old")
+        one.catalogue.resolve("old")
 
 
 # --- usage limits -----------------------------------------------------------------------------------------------------

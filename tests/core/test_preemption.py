@@ -141,8 +141,8 @@ def test_nothing_is_taken_back_where_that_makes_no_room() -> None:
     of.submit(request(band=SHEDDABLE, stream=True), 0.0)
     of.decide(0.0)
     # Another client's sequences fill the engine besides.
-    of.observe("a", reading(1.0, running=8))
-    of.observe("a", reading(1.5, running=8))
+    of.backends["a"].observe(reading(1.0, running=8))
+    of.backends["a"].observe(reading(1.5, running=8))
     urgent(of)
     assert taken_back(of) == []
 
@@ -186,7 +186,7 @@ def test_without_a_stream_nothing_is_taken_back_while_nobody_knows_that_it_waits
 def test_without_a_stream_a_reading_proves_which_requests_wait_in_the_engine() -> None:
     of, _ = full(3, stream=False)
     urgent(of, 3)
-    of.observe("a", reading(1.5, running=2, waiting=1))
+    of.backends["a"].observe(reading(1.5, running=2, waiting=1))
     assert taken_back(of) == ["low2"], "one waits, and it can only be the last"
 
 
@@ -196,24 +196,24 @@ def test_without_a_stream_a_request_of_several_sequences_stands_for_all_of_them(
         of.submit(request(id=f"low{number}", band=SHEDDABLE, sequences=sequences, arrived_s=number / 100), 1.0)
     of.decide(1.0)
     urgent(of, 3)
-    of.observe("a", reading(1.5, running=3, waiting=3))
+    of.backends["a"].observe(reading(1.5, running=3, waiting=3))
     assert taken_back(of) == [], "of the last one, a sequence runs; those before it run all the more"
-    of.observe("a", reading(1.6, running=2, waiting=4))
+    of.backends["a"].observe(reading(1.6, running=2, waiting=4))
     assert taken_back(of) == ["low2"]
 
 
 def test_without_a_stream_what_a_reading_showed_running_is_never_taken_back() -> None:
     of, _ = full(2, stream=False)
-    of.observe("a", reading(1.5, running=2, waiting=0))
+    of.backends["a"].observe(reading(1.5, running=2, waiting=0))
     urgent(of, 2)
-    of.observe("a", reading(1.8, running=1, waiting=1))
+    of.backends["a"].observe(reading(1.8, running=1, waiting=1))
     assert taken_back(of) == []
 
 
 def test_without_a_stream_a_reading_from_before_the_booking_proves_nothing() -> None:
     of, _ = full(1, stream=False)
     urgent(of)
-    of.observe("a", reading(0.9, running=0, waiting=1))
+    of.backends["a"].observe(reading(0.9, running=0, waiting=1))
     assert taken_back(of) == []
 
 
@@ -221,7 +221,7 @@ def test_without_a_stream_other_clients_requests_prove_nothing() -> None:
     of, _ = full(1, stream=False, settings=TIGHT)
     urgent(of)
     for at in (1.5, 1.6):
-        of.observe("a", reading(at, running=0, waiting=4))
+        of.backends["a"].observe(reading(at, running=0, waiting=4))
     assert taken_back(of) == []
 
 
@@ -248,7 +248,7 @@ def test_who_was_preempted_comes_back_before_all_others_of_its_flow() -> None:
 
 def test_a_preempted_attempt_costs_its_flow_nothing_and_leaves_no_limit_behind() -> None:
     of, (low,) = full()
-    fairness = of._schedulers["base"]._room.band(SHEDDABLE).fairness
+    fairness = of.schedulers["base"]._room.band(SHEDDABLE).fairness
     assert dict(fairness.standing("low"))["counter"] == 30.0
     urgent(of)
     taken_back(of)
@@ -256,7 +256,7 @@ def test_a_preempted_attempt_costs_its_flow_nothing_and_leaves_no_limit_behind()
     assert dict(fairness.standing("low"))["counter"] == 0.0
     of.submit(low.request, 2.1, entry=Entry.PREEMPTED)
     of.check(2.1)
-    assert of._schedulers["base"]._preemption.pending == 0
+    assert of.schedulers["base"]._preemption.pending == 0
 
 
 def test_a_preempted_request_keeps_its_deadline_and_is_let_in_over_a_full_queue() -> None:
@@ -279,7 +279,7 @@ def test_a_lease_that_helps_only_beside_another_is_taken_back_in_the_same_pass()
     of.decide(0.0)
     # Three sequences of other clients: 8 in all, of which 5 may stay.
     for at in (1.0, 1.5):
-        of.observe("a", reading(at, running=8))
+        of.backends["a"].observe(reading(at, running=8))
     urgent(of, 2)
     assert taken_back(of) == ["wide", "newest"]
 
@@ -289,7 +289,7 @@ def test_nothing_that_failed_or_finished_is_asked_back() -> None:
     of.finish(low, Verdict.SERVED, 1.5, Usage(10, 10))
     urgent(of)
     assert [type(decision) for decision in of.decide(2.0)] == [Grant]
-    assert of._schedulers["base"]._preemption.open == 0
+    assert of.schedulers["base"]._preemption.open == 0
 
 
 def overfilled(slots: int = 8, of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant]]:
@@ -298,7 +298,7 @@ def overfilled(slots: int = 8, of_them: int = 2, stream: bool = True) -> tuple[P
     for number in range(slots):
         of.submit(request(id=f"low{number}", band=SHEDDABLE, stream=stream, flow="low", arrived_s=number / 100), 1.0)
     held = [decision for decision in of.decide(1.0) if isinstance(decision, Grant)]
-    of.observe("a", reading(1.5, running=slots - of_them, waiting=of_them))
+    of.backends["a"].observe(reading(1.5, running=slots - of_them, waiting=of_them))
     return of, held
 
 
@@ -313,7 +313,7 @@ def test_who_waits_inside_an_engine_makes_way_though_there_seems_to_be_room(stre
     of.submit(held[7].request, 2.2, entry=Entry.PREEMPTED)
     # It does not go back there, behind whom it made way for.
     assert of.decide(2.2) == []
-    of.observe("a", reading(2.5, running=7, waiting=0))
+    of.backends["a"].observe(reading(2.5, running=7, waiting=0))
     (granted,) = of.decide(2.6)
     assert isinstance(granted, Grant)
     assert granted.request.id == "low7"
@@ -325,12 +325,12 @@ def test_only_those_before_it_make_way_and_only_while_it_waits() -> None:
     (critical,) = (decision for decision in of.decide(2.0) if isinstance(decision, Grant))
     of.submit(request(id="late", band=SHEDDABLE, stream=True, flow="low"), 2.0)
     of.decide(2.0)
-    of.observe("a", reading(2.5, running=8, waiting=2))
+    of.backends["a"].observe(reading(2.5, running=8, waiting=2))
     assert taken_back(of, 2.5) == []
-    of.observe("a", reading(2.6, running=7, waiting=3))
+    of.backends["a"].observe(reading(2.6, running=7, waiting=3))
     assert taken_back(of, 2.6) == ["low7"]
     of.started(critical, 2.7)
-    of.observe("a", reading(2.8, running=4, waiting=6))
+    of.backends["a"].observe(reading(2.8, running=4, waiting=6))
     assert taken_back(of, 2.8) == []
 
 

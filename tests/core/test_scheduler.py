@@ -25,7 +25,7 @@ from llmproxy.core.placement import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import listing, pools, reading, request
+from tests.core.make import cached, listing, pools, reading, request
 
 
 def grants(of: Pools, now: float = 0.0) -> list[Grant]:
@@ -185,7 +185,7 @@ def test_without_a_backend_that_is_up_and_without_holding_a_request_is_refused_a
 def test_a_name_that_only_a_dead_backend_serves_is_refused_at_once() -> None:
     one = pools({"a": 4, "b": 4}, NO_HOLD, listings={"a": listing("x"), "b": listing()})
     one.troubled("a", Trouble.UNHEALTHY)
-    assert one.resolve("x").adapter == "x", "it is remembered"
+    assert one.catalogue.resolve("x").adapter == "x", "it is remembered"
     refused = refusal(one, request(adapter="x"))
     assert refused.outcome is Outcome.REJECTED_NO_BACKENDS
     assert "`x`" in refused.message
@@ -271,7 +271,7 @@ def test_a_request_that_was_granted_failed_and_waits_again_expires_once() -> Non
 
 def test_an_empty_room_needs_no_waking() -> None:
     one = pools({"a": 4})
-    one.observe("a", reading(0.0))
+    one.backends["a"].observe(reading(0.0))
     assert one.next_wakeup(0.0) is None
 
 
@@ -279,7 +279,7 @@ def test_room_that_time_alone_opens_is_woken_for() -> None:
     one = pools({"a": 4}, Settings(capacity=CapacitySettings(stale_after_s=5.0)))
     submit(one, request())
     grants(one)
-    one.observe("a", reading(0.0, kv_used=1.0, kv_tokens=1000))
+    one.backends["a"].observe(reading(0.0, kv_used=1.0, kv_tokens=1000))
     submit(one, request())
     assert grants(one, 1.0) == []
     wakeup_s = one.next_wakeup(1.0)
@@ -329,24 +329,24 @@ def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:
 
     one = Pools(Settings(), {"a": 4, "b": 4}, {}, Told)
     for name in ("a", "b"):
-        one.answered(name, 0.0)
+        one.backends[name].answered(0.0)
         one.listed(name, listing())
     submit(one, *(request() for _ in range(2)))
     old = {grant.placed.backend: grant for grant in grants(one)}
     for grant in old.values():
         one.finish(grant, Verdict.SERVED, 1.0)
-    one.cached(old["a"], (1, 2))
+    cached(one, old["a"], (1, 2))
     for _ in range(2):
         one.troubled("a", Trouble.REFUSED)
     # The answers were read before the process was known to be gone, and are told after it.
-    one.cached(old["a"], (3, 4))
-    one.cached(old["b"], (3, 4))
-    one.answered("a", 2.0)
+    cached(one, old["a"], (3, 4))
+    cached(one, old["b"], (3, 4))
+    one.backends["a"].answered(2.0)
     submit(one, *(request(arrived_s=2.0, deadline_s=62.0) for _ in range(2)), now=2.0)
     new = {grant.placed.backend: grant for grant in grants(one, 2.0)}
     for grant in new.values():
         one.finish(grant, Verdict.SERVED, 3.0)
-    one.cached(new["a"], (5, 6))
+    cached(one, new["a"], (5, 6))
     assert told == [("a", (1, 2)), ("b", (3, 4)), ("a", (5, 6))]
 
 

@@ -91,10 +91,10 @@ def test_only_what_its_own_backend_has_is_taken_back_for_it() -> None:
 
 def test_it_is_held_while_its_backend_is_down_or_drained_though_others_are_up() -> None:
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
-    of.drain_backend("a")
+    of.backends["a"].drained = True
     of.submit(request(id="held", backend="a", deadline_s=100.0), 0.0)
     assert of.decide(0.0) == []
-    of.drain_backend("a", drained=False)
+    of.backends["a"].drained = False
     assert grants(of.decide(1.0)) == {"held": "a"}
     for _ in range(3):
         of.troubled("a", Trouble.TIMEOUT)
@@ -107,7 +107,7 @@ def test_it_is_held_while_its_backend_is_down_or_drained_though_others_are_up() 
 
 def test_without_holding_it_is_told_at_once() -> None:
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=0.0)))
-    of.drain_backend("a")
+    of.backends["a"].drained = True
     with pytest.raises(Refused) as told:
         of.submit(request(backend="a"), 0.0)
     assert (told.value.outcome, told.value.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
@@ -133,7 +133,7 @@ def removed(of: Pools) -> None:
 @pytest.mark.parametrize("loses", [gone, moved, another_process, removed])
 def test_whoever_waits_for_a_backend_leaves_with_it(loses: object) -> None:
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
-    of.drain_backend("a")
+    of.backends["a"].drained = True
     of.submit(request(id="bound", backend="a"), 0.0)
     of.submit(request(id="free", arrived_s=0.5), 0.5)
     assert callable(loses)
@@ -168,11 +168,11 @@ def test_who_may_not_be_put_into_its_engines_own_queue_waits_until_that_is_empty
     of = pools({"a": 20, "b": 20})
     of.submit(request(band=CRITICAL, backend="a"), 1.0)
     of.decide(1.0)
-    of.observe("a", reading(1.0, running=4, waiting=1))
-    of.observe("b", reading(1.0, running=5))
+    of.backends["a"].observe(reading(1.0, running=4, waiting=1))
+    of.backends["b"].observe(reading(1.0, running=5))
     of.submit(request(id="bound", band=SHEDDABLE, backend="a", arrived_s=1.1), 1.1)
     of.submit(request(id="free", band=SHEDDABLE, arrived_s=1.2), 1.1)
     assert grants(of.decide(1.1)) == {"free": "b"}
     assert of.next_wakeup(1.1) != 1.1, "it asks for pass after pass, and nothing has changed"
-    of.observe("a", reading(1.2, running=5))
+    of.backends["a"].observe(reading(1.2, running=5))
     assert grants(of.decide(1.2)) == {"bound": "a"}

@@ -151,10 +151,10 @@ def test_looking_changes_nothing(fairness: str) -> None:
 
 def test_backends_say_for_whom_they_have_room() -> None:
     house = pools({"a": 10, "b": 10, "c": 10}, Settings(capacity=NO_LOOK_AHEAD, headroom_s=inf))
-    house.observe("a", reading(0.0, running=9))
-    house.observe("a", reading(0.1, running=9))
-    house.observe("b", reading(0.0, running=10))
-    house.observe("b", reading(0.1, running=10))
+    house.backends["a"].observe(reading(0.0, running=9))
+    house.backends["a"].observe(reading(0.1, running=9))
+    house.backends["b"].observe(reading(0.0, running=10))
+    house.backends["b"].observe(reading(0.1, running=10))
     for _ in range(2):
         house.troubled("c", Trouble.TIMEOUT)
     rooms = {one.view.backend: one.room_for for one in only_pool(house, 0.2).backends}
@@ -172,7 +172,7 @@ def test_a_pool_without_a_backend_that_is_up_holds_what_waits_and_its_clock_stan
     position = house.position(one.id, 15.0)
     assert position is not None
     assert position.left_s == pytest.approx(25.0), "of the 30 s for which it is held, 5 s are over"
-    house.answered("b0", 20.0)
+    house.backends["b0"].answered(20.0)
     house.decide(20.0)
     position = house.position(one.id, 21.0)
     assert position is not None

@@ -20,9 +20,9 @@ from tests.core.make import listing, reading, request
 def pools(*backends: str, placement: str = "cost") -> Pools:
     made = Pools(Settings(), dict.fromkeys(backends, 8), {}, partial(make, placement, Random(0)))
     for name in backends:
-        made.answered(name, 0.0)
+        made.backends[name].answered(0.0)
         made.listed(name, listing())
-        made.observe(name, reading(kv_tokens=20_000))
+        made.backends[name].observe(reading(kv_tokens=20_000))
     return made
 
 

@@ -118,7 +118,7 @@ class World:
         self._told: dict[str, tuple[float, bool]] = {}
         self._serial = 0
         for name, (_, listed) in fleet.items():
-            self.pools.answered(name, self.now)
+            self.pools.backends[name].answered(self.now)
             self.pools.listed(name, listed)
 
     @property
@@ -178,7 +178,7 @@ class World:
             self._end(request, verdict)
 
     def observe(self, backend: str, reading: Reading) -> None:
-        self.pools.observe(backend, reading)
+        self.pools.backends[backend].observe(reading)
 
     def troubled(self, backend: str, trouble: Trouble) -> None:
         self.pools.troubled(backend, trouble)
@@ -187,14 +187,14 @@ class World:
         self._see_bereft()
 
     def answered(self, backend: str) -> None:
-        self.pools.answered(backend, self.now)
+        self.pools.backends[backend].answered(self.now)
 
     def listed(self, backend: str, new: Listing) -> None:
         self.pools.listed(backend, new)
         self._see_bereft()
 
     def drain(self, backend: str, drained: bool) -> None:
-        self.pools.drain_backend(backend, drained=drained)
+        self.pools.backends[backend].drained = drained
 
     def leave_or_come(self, backend: str) -> None:
         """Remove a backend of the fleet where nothing is in flight and it is not the last, or bring it back unread."""
@@ -270,7 +270,7 @@ class World:
         return None
 
     def _service_s(self, request: Request) -> float:
-        scheduler = self.pools._schedulers.get(request.pool)
+        scheduler = self.pools.schedulers.get(request.pool)
         return scheduler._first_token.expected_s(request.prompt_tokens) if scheduler is not None else 0.0
 
     def _time_left(self, request: Request, held: bool) -> tuple[float, float]:
@@ -293,7 +293,7 @@ class World:
         return max(0, len(self.waiting) - QUEUE_MAX + 1)
 
     def _shed_by(self, pool: str, count: int) -> list[Request]:
-        drops = self.pools._schedulers[pool]._shed
+        drops = self.pools.schedulers[pool]._shed
         return [drop.request for drop in drops[len(drops) - count :]]
 
     def _see_shed(self, victim: Request, below: list[Request]) -> None:
@@ -314,7 +314,7 @@ class World:
 
     def decide(self) -> list[Decision]:
         """One pass, held to every promise. Answers its decisions."""
-        rows = {pool: self._rows(pool) for pool in {*self.pools.catalogue.pools, *self.pools._schedulers}}
+        rows = {pool: self._rows(pool) for pool in {*self.pools.catalogue.pools, *self.pools.schedulers}}
         held = {pool: self._tell(pool) for pool in rows}
         left_s = {n: w.held_s if held[w.request.pool] else w.own_s for n, w in self.waiting.items()}
         due = {name for name, left in left_s.items() if left <= 5e-7}
@@ -358,7 +358,7 @@ class World:
         return decisions
 
     def _after(self, rows: Mapping[str, dict[str, Row]], due: set[str]) -> None:
-        capped = {pool for pool in self.pools._schedulers if self._wants_more(pool)}
+        capped = {pool for pool in self.pools.schedulers if self._wants_more(pool)}
         unnoticed = [name for name in due if self.waiting[name].request.pool not in capped]
         assert not unnoticed, f"deadlines passed unnoticed: {unnoticed}"
         for pool, its_rows in rows.items():
@@ -371,7 +371,7 @@ class World:
             assert self.pools.decide(self.now) == [], "a second pass at the same time found something to do"
 
     def _wants_more(self, pool: str) -> bool:
-        wakeup_s = self.pools._schedulers[pool].next_wakeup(self.now)
+        wakeup_s = self.pools.schedulers[pool].next_wakeup(self.now)
         return wakeup_s is not None and wakeup_s <= self.now
 
     def _expiry(self, waiter: Waiter) -> Outcome:
@@ -474,7 +474,7 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
     assert set(pools.queued().values()) <= {(0, 0)}
     assert pools._limits.open == 0
     assert not any(pools._limits.in_flight().values())
-    for one in pools._schedulers.values():
+    for one in pools.schedulers.values():
         room = one._room
         assert not room.waiting
         assert not room._labels

@@ -202,7 +202,7 @@ async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:
         await until(lambda: proxy.replicas[0].in_flight == 1)
         asked.cancel()
         await until(lambda: proxy.app.handler.open_requests == 0)
-        fairness = proxy.app.pools._schedulers["base"]._room.band(DEFAULT).fairness
+        fairness = proxy.app.pools.schedulers["base"]._room.band(DEFAULT).fairness
         assert isinstance(fairness, FairShare)
         assert fairness.counter("base") > 2 * OUTPUT_TOKENS, "the estimate of the answer is charged, and the prompt"
 

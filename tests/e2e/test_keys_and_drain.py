@@ -74,7 +74,7 @@ async def test_without_a_backend_key_a_clients_key_is_not_forwarded_either() -> 
 
 async def test_a_wrong_backend_key_is_told_by_the_engine() -> None:
     async with serving(GUARDED, FAST, wait=False, backend_api_key="wrong") as proxy:
-        await until(lambda: proxy.app.pools.models())
+        await until(lambda: proxy.app.pools.catalogue.models())
         assert (await proxy.chat(HELLO | {"model": "base"})).status == 200, "the other backend serves"
         assert proxy.app.pools.backends["b0"].listing is None
 
@@ -185,7 +185,7 @@ async def test_closing_cuts_what_still_runs(proxy: ProxyUnderTest) -> None:
         {"host": "127.0.0.1", "port": 0, "backends": [{"url": proxy.replicas[0].url}], "poll": {"interval_s": 0.02}}
     )
     async with running(told) as second:
-        await until(lambda: second.pools.models())
+        await until(lambda: second.pools.catalogue.models())
         await until(lambda: second.pools.ready(asyncio.get_running_loop().time()))
         response = await proxy.http.post(second.url + CHAT, json=ENDLESS)
         await response.content.readany()
@@ -256,7 +256,7 @@ async def test_a_successor_hears_from_its_backends_before_it_accepts(proxy: Prox
     for ready_fd in (None, writes):
         sockets = Sockets(ready_fd)
         async with running(told, sockets=sockets) as started:
-            assert bool(started.pools.models()) is (ready_fd is not None)
+            assert bool(started.pools.catalogue.models()) is (ready_fd is not None)
             sockets.serving()
     assert os.read(reads, 1) == b"1"
     os.close(reads)

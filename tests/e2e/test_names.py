@@ -12,7 +12,7 @@ UNKNOWN = HELLO | {"model": "not-yet"}
 
 
 def names(proxy: ProxyUnderTest) -> set[str]:
-    return {card["id"] for card in proxy.app.pools.models()}
+    return {card["id"] for card in proxy.app.pools.catalogue.models()}
 
 
 async def everybody_down(proxy: ProxyUnderTest) -> None:

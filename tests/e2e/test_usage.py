@@ -36,7 +36,7 @@ def accounts(proxy: ProxyUnderTest) -> tuple[int, float, float, float]:
     """In flight under the limit; tokens left of it; what the flow was charged; how long an answer is believed to be."""
     pools = proxy.app.pools
     (limit,) = pools.snapshot(asyncio.get_running_loop().time()).limits
-    fairness = pools._schedulers["base"]._room.band(0).fairness
+    fairness = pools.schedulers["base"]._room.band(0).fairness
     assert isinstance(fairness, FairShare)
     assert limit.tokens_left is not None
     learned = pools.estimator.models.get("base")

@@ -182,7 +182,7 @@ class LabProxy:
         facts = RequestFacts(arrival.adapter or BASE_MODEL, stream=True, prompt_bytes=prompt_bytes)
         target = await self.dispatcher.resolve(facts.model, self._config.queue.hold_s, prompt_bytes)
         self._budget.request()
-        prompt_tokens, output_tokens = self.pools.tokens(target, facts)
+        prompt_tokens, output_tokens = self.pools.estimator.tokens(target.model, facts)
         standing = self._standings.of(arrival, target, record.band)
         request = Request(
             id=request_id,

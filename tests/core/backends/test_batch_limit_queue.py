@@ -17,8 +17,8 @@ def queued_inside(*, used: int | None) -> Pools:
     if used is not None:
         of.submit(request(id="before", band=used), 1.0)
         of.decide(1.0)
-    of.observe("a", reading(1.0, running=4, waiting=1))
-    of.observe("b", reading(1.0, running=5, waiting=0))
+    of.backends["a"].observe(reading(1.0, running=4, waiting=1))
+    of.backends["b"].observe(reading(1.0, running=5, waiting=0))
     return of
 
 
@@ -46,9 +46,9 @@ def test_nothing_below_default_is_put_before_a_band_in_use_in_an_engines_own_que
 
 def test_where_all_have_a_queue_of_their_own_it_waits_until_one_has_none() -> None:
     of = queued_inside(used=CRITICAL)
-    of.observe("b", reading(1.05, running=5, waiting=2))
+    of.backends["b"].observe(reading(1.05, running=5, waiting=2))
     assert went(of, SHEDDABLE) == set()
-    of.observe("a", reading(1.2, running=5, waiting=0))
+    of.backends["a"].observe(reading(1.2, running=5, waiting=0))
     assert {one.placed.backend for one in of.decide(1.3) if isinstance(one, Grant)} == {"a"}
 
 

@@ -48,7 +48,9 @@ def runs(of: Pools, name: str, now: float, batch: int) -> None:
         if not backend.bookings[lease].started:
             backend.started(lease, now)
     load = backend.in_flight
-    of.observe(name, reading(now, running=min(load, batch), waiting=max(0, load - batch), kv_used=0.1, kv_tokens=10**6))
+    of.backends[name].observe(
+        reading(now, running=min(load, batch), waiting=max(0, load - batch), kv_used=0.1, kv_tokens=10**6)
+    )
 
 
 def limit(of: Pools, name: str) -> int:

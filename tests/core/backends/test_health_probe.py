@@ -91,7 +91,7 @@ def sent(of: Pools, now: float, *asked: Request, excluded: frozenset[str] = froz
 def dearest(settings: Settings = SETTINGS) -> Pools:
     of = Pools(settings, dict.fromkeys("abc", 20), {}, Dearest)
     for name in "abc":
-        of.answered(name, 0.0)
+        of.backends[name].answered(0.0)
         of.listed(name, listing())
     return of
 
@@ -140,7 +140,7 @@ def small() -> Pools:
     settings = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
     of = Pools(settings, {"a": 1, "b": 1}, {}, Dearest)
     for name in "ab":
-        of.answered(name, 0.0)
+        of.backends[name].answered(0.0)
         of.listed(name, listing())
     return of
 
@@ -212,7 +212,7 @@ def test_nobody_waits_elsewhere_while_it_is_to_be_tried() -> None:
     settings = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
     of = Pools(settings, {"a": 9, "b": 1}, {}, Waiting)
     for name in "ab":
-        of.answered(name, 0.0)
+        of.backends[name].answered(0.0)
         of.listed(name, listing())
     ejected(of)
     assert sent(of, 1.5, ask()) == ["b"]
@@ -262,6 +262,6 @@ def test_an_engine_that_has_not_begun_its_probe_gets_a_while_longer_and_no_more(
     now = 4.0
     while not (decided := of.decide(now)) and now < 20.0:
         now += 0.25
-        of.observe("a", reading(now, running=0))
+        of.backends["a"].observe(reading(now, running=0))
     assert [decision.lease for decision in decided if isinstance(decision, Revoke)] == [probe.lease]
     assert now - 4.0 == pytest.approx(SETTINGS.capacity.stale_after_s, abs=0.5)

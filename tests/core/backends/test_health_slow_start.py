@@ -36,7 +36,7 @@ def send(of: Pools, requests: int, now: float) -> Counter[str]:
 def test_the_least_loaded_by_far_gets_its_share_and_not_all_that_comes() -> None:
     of = house({"old": 20, "new": 20})
     gone(of, "new")
-    of.answered("new", 100.0)
+    of.backends["new"].answered(100.0)
     assert send(of, 10, 100.0) == {"new": 2, "old": 8}
     assert send(of, 6, 105.0) == {"new": 6}, "half of its limit, and the least load until then"
     assert send(of, 12, 106.5) == {"new": 4, "old": 8}
@@ -46,21 +46,21 @@ def test_the_least_loaded_by_far_gets_its_share_and_not_all_that_comes() -> None
 def test_whoever_finds_no_room_elsewhere_goes_there_all_the_same() -> None:
     of = house({"old": 4, "new": 20})
     gone(of, "new")
-    of.answered("new", 100.0)
+    of.backends["new"].answered(100.0)
     assert send(of, 24, 100.0) == {"old": 4, "new": 20}
 
 
 def test_backends_that_come_back_together_share_as_ever() -> None:
     of = house({"a": 20, "b": 20})
     gone(of, "a", "b")
-    of.answered("a", 100.0)
-    of.answered("b", 100.0)
+    of.backends["a"].answered(100.0)
+    of.backends["b"].answered(100.0)
     assert send(of, 20, 100.5) == {"a": 10, "b": 10}
 
 
 def test_one_that_warms_up_is_nothing_to_wake_up_for() -> None:
     of = house({"old": 1, "new": 1})
     gone(of, "new")
-    of.answered("new", 100.0)
+    of.backends["new"].answered(100.0)
     assert send(of, 3, 100.0) == {"old": 1, "new": 1}
     assert of.next_wakeup(100.0) == 160.0, "the deadline of the third"

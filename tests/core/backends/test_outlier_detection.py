@@ -200,12 +200,12 @@ def test_an_engine_that_has_not_begun_anything_does_not_hang() -> None:
     for _ in range(6):
         stand.send()
     for _ in range(40):
-        stand.of.observe("a", reading(stand.now, running=0))
+        stand.of.backends["a"].observe(reading(stand.now, running=0))
         stand.run(0.2)
         stand.send()
     assert not stand.ejected("a")
     for _ in range(20):
-        stand.of.observe("a", reading(stand.now, running=1))
+        stand.of.backends["a"].observe(reading(stand.now, running=1))
         stand.run(0.2)
         stand.send()
     assert stand.ejected("a")
@@ -227,7 +227,7 @@ def test_streams_that_stop_together_tell_of_a_hang_before_a_first_byte_is_owed()
 def test_what_a_frozen_server_said_before_it_froze_excuses_it_no_longer() -> None:
     stand = warm(per_s=0.0)
     stand.run(5.0)
-    stand.of.observe("a", reading(stand.now, running=0))
+    stand.of.backends["a"].observe(reading(stand.now, running=0))
     stand.factors["a"] = 0.0
     stand.per_s = 8.0
     assert stand.until("a", 10.0) <= 2.5
@@ -354,7 +354,7 @@ def test_an_engine_whose_cache_is_full_computes_again_and_is_not_judged() -> Non
     stand.factors["a"] = 10.0
     for _ in range(100):
         stand.run(0.1)
-        stand.of.observe("a", reading(stand.now, running=1, kv_used=0.95))
+        stand.of.backends["a"].observe(reading(stand.now, running=1, kv_used=0.95))
     assert not stand.ejected("a")
 
 
@@ -363,7 +363,7 @@ def test_what_a_process_was_is_forgotten_with_it() -> None:
     for _ in range(2):
         stand.of.troubled("a", Trouble.REFUSED)
     stand.decide()
-    stand.of.answered("a", stand.now)
+    stand.of.backends["a"].answered(stand.now)
     stand.factors["a"] = 6.0
     stand.run(20.0)
     assert not stand.ejected("a"), "the new one is another kind of machine"

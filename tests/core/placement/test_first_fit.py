@@ -32,7 +32,7 @@ class Picky(Placement):
 
 def granted(of: Picky, *asked: Request) -> list[str]:
     pools = Pools(Settings(), {"a": 100}, {}, lambda: of)
-    pools.answered("a", 0.0)
+    pools.backends["a"].answered(0.0)
     pools.listed("a", listing())
     for one in asked:
         pools.submit(one, 0.0)
@@ -74,10 +74,10 @@ class Choosy(Picky):
 def test_nobody_waits_by_choice_above_a_band_that_would_take_the_room(other_band: int, went: str) -> None:
     pools = Pools(Settings(), {"a": 1, "b": 2}, {}, lambda: Choosy({}))
     for name in "ab":
-        pools.answered(name, 0.0)
+        pools.backends[name].answered(0.0)
         pools.listed(name, listing())
-    pools.observe("a", reading(running=9))
-    pools.observe("a", reading(0.1, running=9))
+    pools.backends["a"].observe(reading(running=9))
+    pools.backends["a"].observe(reading(0.1, running=9))
     pools.submit(request(id="first", band=DEFAULT), 0.2)
     pools.submit(request(id="second", band=other_band), 0.2)
     grants = [decision.request.id for decision in pools.decide(0.2) if isinstance(decision, Grant)]

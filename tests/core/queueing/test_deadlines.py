@@ -22,7 +22,7 @@ def down(of: Pools, *names: str) -> None:
 
 
 def up(of: Pools, name: str, now: float) -> None:
-    of.answered(name, now)
+    of.backends[name].answered(now)
     of.listed(name, listing())
 
 

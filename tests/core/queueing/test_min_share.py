@@ -205,7 +205,7 @@ def test_shares_given_back_are_no_more_than_may_be_gathered() -> None:
 def late(**given: Any) -> Pools:
     settings = Settings(refuse_late=True, capacity=CapacitySettings(look_ahead=0), **given)
     of = pools({"a": 1}, settings)
-    first_token = of._schedulers["base"]._first_token
+    first_token = of.schedulers["base"]._first_token
     for tokens in (100, 200):
         first_token.learn(tokens, tokens / 100)
     return of
@@ -242,7 +242,7 @@ def test_time_waited_before_and_time_until_there_is_room_count() -> None:
 
 def test_early_refusal_is_off_by_default() -> None:
     of = pools({"a": 1})
-    of._schedulers["base"]._first_token.learn(100, 100.0)
+    of.schedulers["base"]._first_token.learn(100, 100.0)
     of.submit(request(prompt_tokens=100, slo=Slo(ttft_s=0.1)), 0.0)
 
 
@@ -390,5 +390,5 @@ def test_the_lowest_band_makes_room_first() -> None:
 
 def test_a_reading_alone_grants_nothing_to_nobody() -> None:
     of = pools({"a": 1})
-    of.observe("a", reading(0.0))
+    of.backends["a"].observe(reading(0.0))
     assert of.decide(0.0) == []

@@ -25,9 +25,9 @@ def served(of: Pools, *waiting: Request, now: float = 10.0) -> list[str]:
     for one in waiting:
         of.submit(one, one.arrived_s)
     order: list[str] = []
-    lease = next(iter(of._schedulers["base"].leases._held))
+    lease = next(iter(of.schedulers["base"].leases._held))
     while lease:
-        of._schedulers["base"].leases.finish(lease, Verdict.SERVED, now)
+        of.schedulers["base"].leases.finish(lease, Verdict.SERVED, now)
         lease = 0
         for decision in of.decide(now):
             assert isinstance(decision, Grant)
@@ -54,7 +54,7 @@ def test_edf_goes_by_the_objective_and_without_one_by_the_time_to_wait() -> None
 
 def test_least_slack_goes_by_the_latest_moment_to_start_and_the_infeasible_go_last() -> None:
     of = one_slot("least_slack")
-    first_token = of._schedulers["base"]._first_token
+    first_token = of.schedulers["base"]._first_token
     for tokens in (100, 200):
         first_token.learn(tokens, tokens / 100)
     waiting = [
@@ -80,7 +80,7 @@ def test_shortest_goes_by_the_estimated_work() -> None:
 def test_whoever_waited_for_the_ageing_bound_is_overtaken_by_nobody_younger(seed: int) -> None:
     rng, now, ageing_s = Random(seed), 0.0, 5.0
     of = one_slot("shortest", ageing_s=ageing_s)
-    lease = next(iter(of._schedulers["base"].leases._held))
+    lease = next(iter(of.schedulers["base"].leases._held))
     waiting: dict[str, Request] = {}
     overtaken = 0
     for _ in range(400):
@@ -91,7 +91,7 @@ def test_whoever_waited_for_the_ageing_bound_is_overtaken_by_nobody_younger(seed
             waiting[one.id] = one
         if not lease:
             continue
-        of._schedulers["base"].leases.finish(lease, Verdict.SERVED, now)
+        of.schedulers["base"].leases.finish(lease, Verdict.SERVED, now)
         for decision in of.decide(now):
             assert isinstance(decision, Grant)
             granted, lease = waiting.pop(decision.request.id, None), decision.lease
@@ -99,7 +99,7 @@ def test_whoever_waited_for_the_ageing_bound_is_overtaken_by_nobody_younger(seed
                 older = [one for one in waiting.values() if one.arrived_s < granted.arrived_s]
                 overtaken += bool(older)
                 assert all(now - one.arrived_s < ageing_s for one in older)
-        if not of._schedulers["base"].leases._held:
+        if not of.schedulers["base"].leases._held:
             of.submit(request(arrived_s=now, deadline_s=now + 1e6), now)
             (again,) = of.decide(now)
             assert isinstance(again, Grant)

@@ -30,7 +30,7 @@ def pages(clock: Callable[[], float] = lambda: 0.0, seats: int = 1, **fields: An
     config = Config.model_validate({"backends": ["http://gpu-0:8000"], **fields})
     settings = settings_of(config)
     pools = Pools(settings, {"gpu-0:8000": seats}, {}, partial(make, settings.placement, Random(0)))
-    pools.answered("gpu-0:8000", 0.0)
+    pools.backends["gpu-0:8000"].answered(0.0)
     pools.listed("gpu-0:8000", listing())
     pools.submit(request(), 0.0)
     pools.decide(0.0)

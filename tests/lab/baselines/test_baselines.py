@@ -140,9 +140,9 @@ def test_the_seed_of_string_hashes_decides_nothing() -> None:
 def pools_under(world: World) -> Pools:
     made = Pools(Settings(fairness="fcfs"), {"a": 1, "b": 1}, {}, lambda: world.policy)
     for backend in ("a", "b"):
-        made.answered(backend, world.now)
+        made.backends[backend].answered(world.now)
         made.listed(backend, listing(max_model_len=None))
-        made.observe(backend, reading(world.now))
+        made.backends[backend].observe(reading(world.now))
     return made
 
 
@@ -166,12 +166,12 @@ def test_a_closed_gate_opens_with_the_next_scrape(name: str) -> None:
     world = World(name)
     pools = pools_under(world)
     for backend in ("a", "b"):
-        pools.observe(backend, reading(world.now, waiting=5))
+        pools.backends[backend].observe(reading(world.now, waiting=5))
     for i in range(3):
         pools.submit(world.ask(i), world.now)
     assert pools.decide(world.now) == []
     world.now += 0.05
-    pools.observe("a", reading(world.now, waiting=4))
+    pools.backends["a"].observe(reading(world.now, waiting=4))
     assert len(pools.decide(world.now)) == 3
 
 

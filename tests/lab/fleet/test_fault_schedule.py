@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from llmproxy.core.domain import Outcome, Reading
-from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.fleet.fault_schedule import schedule
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
@@ -118,13 +118,13 @@ def test_no_answer_is_cut_after_the_end_of_resets() -> None:
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Reading]]:
     """Every reading that the proxy gets, by the time of the trace at which it got it."""
     told: list[tuple[float, Reading]] = []
-    observe = Pools.observe
+    observe = Dispatcher.observe
 
-    def observed(pools: Pools, backend: str, reading: Reading) -> None:
+    def observed(dispatcher: Dispatcher, backend: str, reading: Reading) -> None:
         told.append((asyncio.get_running_loop().time() - SETTLE_S, reading))
-        observe(pools, backend, reading)
+        observe(dispatcher, backend, reading)
 
-    monkeypatch.setattr(Pools, "observe", observed)
+    monkeypatch.setattr(Dispatcher, "observe", observed)
     return told
 
 

@@ -11,6 +11,7 @@ import pytest
 from llmproxy.config import Config
 from llmproxy.core.domain import Entry, Grant, Reading, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.simulator.engine.reports import Gauges
@@ -35,7 +36,7 @@ class SchedulerCalls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> SchedulerCalls:
     calls = SchedulerCalls()
-    submit, observe, progress, finish = Pools.submit, Pools.observe, Pools.progress, Pools.finish
+    submit, observe, progress, finish = Pools.submit, Dispatcher.observe, Pools.progress, Pools.finish
     scrape = SimulatedServer.scrape
 
     def submitted(pools: Pools, request: Request, now: float, excluded: frozenset[str], entry: Entry) -> None:
@@ -43,9 +44,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> SchedulerCalls:
         calls.attempts.append((len(excluded), entry))
         submit(pools, request, now, excluded, entry)
 
-    def observed(pools: Pools, backend: str, reading: Reading) -> None:
+    def observed(dispatcher: Dispatcher, backend: str, reading: Reading) -> None:
         calls.readings.append((backend, reading))
-        observe(pools, backend, reading)
+        observe(dispatcher, backend, reading)
 
     def progressed(pools: Pools, grant: Grant, output_tokens: int, now: float) -> None:
         calls.progress.append(output_tokens)
@@ -63,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> SchedulerCalls:
 
     for owner, name, spy in (
         (Pools, "submit", submitted),
-        (Pools, "observe", observed),
+        (Dispatcher, "observe", observed),
         (Pools, "progress", progressed),
         (Pools, "finish", finished),
         (SimulatedServer, "scrape", scraped),

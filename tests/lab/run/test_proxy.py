@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Grant, Outcome, Reading, Request, Usage, Verdict
-from llmproxy.core.pools import Pools
+from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.replay import SETTLE_S, records_of, replay
@@ -55,10 +55,10 @@ def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(calls: Schedul
 def test_what_an_answer_left_in_the_cache_is_told_once_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, str, tuple[int, ...]]] = []
 
-    def cached(_: Pools, grant: Grant, hashes: tuple[int, ...]) -> None:
+    def cached(_: Dispatcher, grant: Grant, hashes: tuple[int, ...]) -> None:
         told.append((asyncio.get_running_loop().time(), grant.placed.backend, hashes))
 
-    monkeypatch.setattr(Pools, "cached", cached)
+    monkeypatch.setattr(Dispatcher, "cached", cached)
     blocks = tuple(range(100, 160))
     lengths = [(640, 100), (800, 96), (1_000, 600), (1_700, 64)]
     arrivals = [
@@ -75,7 +75,7 @@ def test_what_an_answer_left_in_the_cache_is_told_once_it_has_ended(monkeypatch:
 
 
 def test_an_answer_that_broke_off_is_told_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Pools, "cached")
+    monkeypatch.delattr(Dispatcher, "cached")
     (end,) = records_of(
         setup([Arrival(0.0, 640, 1_000, tuple(range(30)))], on=fleet(1, [Fault(2.0, FleetFaultKind.KILL)]))
     )

@@ -9,7 +9,7 @@ from tests.core.make import pools, request
 
 
 def account(of: Pools, flow: str = "flow", band: int = 0) -> float:
-    policy = of._schedulers["base"]._room.band(band).fairness
+    policy = of.schedulers["base"]._room.band(band).fairness
     return dict(policy.standing(flow))["counter"]
 
 
