@@ -346,7 +346,7 @@ async def test_a_backend_that_goes_when_all_of_its_answer_came(monkeypatch: pyte
 
 async def test_a_client_that_leaves_at_the_sight_of_the_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.gateway.proxying.relay.GOODBYE_S", 60.0)
-    monkeypatch.setattr("llmproxy.gateway.proxying.relay.LAST_WORDS_S", 60.0)
+    monkeypatch.setattr("llmproxy.gateway.proxying.relay.LINGER_S", 60.0)
     async with serving(FAST) as proxy:
         async with proxy.stream() as response:
             proxy.replicas[0].faults.set("refuse")

@@ -1,1 +1,1 @@
-"""One request from its body to its last byte: attempts, relay, what is told at the end."""
+"""One request from its body to its last byte: the request handler, attempts, the relay, the record of its end."""

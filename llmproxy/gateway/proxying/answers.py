@@ -1,12 +1,12 @@
-"""Answers, kept while they pass and read once they have ended: the next turn of a conversation sends them back.
+"""Keeps answers until they have ended, and reads them: the next turn of a conversation sends them back.
 
-A backend holds the blocks of an answer as well as those of its prompt, so the chain of both is told as soon as it is
-known; an index of prompts alone learns of an answer one turn late. What is read is what a client will send back: the
-message of the first choice, joined from the events of a stream. An answer after reasoning tells nothing, because
-templates leave out the reasoning of turns gone by: what was computed after it is found by no later prompt.
+A backend has the blocks of an answer in its cache as well as those of its prompt. With the answers, the index of cached
+prefixes knows them one turn earlier. What is read is what a client will send back: the message of the first choice,
+joined from the events of a stream. An answer after reasoning is not read: templates leave out the reasoning of earlier
+turns, so that no later prompt finds what was computed after it.
 
-While an answer passes it costs a reference to each of its chunks. It is parsed once, when its lease is returned and its
-exit told, between the turns of the loop: its client has it already, and nobody waits for the reading.
+A kept answer costs a reference to each of its chunks. It is parsed once its lease is returned and its exit recorded, in
+short turns of the loop.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from llmproxy.gateway.request.prefix_hash import BLOCKS_MAX, PROMPT_MEMBERS, Cha
 ANSWER_BYTES_MAX = 1 << 20
 """Of one answer as it is sent: 5,000 tokens of a chat stream, which take 10 ms to read, in turns of 2."""
 KEPT_BYTES_MAX = 64 << 20
-"""Of all answers that are kept at one time; what does not fit is not read."""
+"""Of all answers that are kept at one time; further ones are not read."""
 
 EVENTS_BYTES = 4096
-"""Of a stream that was kept: events of about so many bytes are parsed in one go."""
+"""Of events of a kept stream that are parsed in one call, about."""
 
 _RESPONSE_ENDS = frozenset({"response.completed", "response.incomplete"})
 
 
 class KeptAnswer:
-    """The bytes of one answer, until they are too many. `chain` is that of its prompt."""
+    """The bytes of one answer, unless they are too many. `chain` is that of its prompt."""
 
     __slots__ = ("_answers", "_bytes", "chain", "chunks", "kind")
 
@@ -69,20 +69,20 @@ class KeptAnswer:
 class Answers:
     """Keeps the answers of one event loop and reads those that were completed.
 
-    `told` hears of each the grant by which it came and the hashes of prompt and answer together, as `Request.prefix`
-    has those of the prompt. It is called later, never by what is called here.
+    `on_read` gets the grant of each, and the hashes of prompt and answer together, as `Request.prefix` has those of the
+    prompt. It is called in a later turn of the loop, never within a call of a method.
     """
 
-    def __init__(self, told: Callable[[Grant, Sequence[int]], None]) -> None:
-        self._told = told
+    def __init__(self, on_read: Callable[[Grant, Sequence[int]], None]) -> None:
+        self._on_read = on_read
         self._due: deque[tuple[KeptAnswer, Slices[None]]] = deque()
         self.kept_bytes = 0
 
     def keep(self, parsed: ParsedBody) -> KeptAnswer | None:
-        """Where to put the answer to what the desk read; None where no prompt could go on from it.
+        """Where to keep the answer to this body; None where no prompt could continue it.
 
-        Of several choices, or prompts, nobody knows which one the client goes on with. A chain of token ids does not
-        go on with text, and one that is full not at all.
+        With several choices or prompts it is not known which one the client continues. A chain of token ids does not
+        continue with text, and a full one cannot grow.
         """
         chain, facts = parsed.chain, parsed.facts
         if chain is None or parsed.kind not in PROMPT_MEMBERS or facts.sequences > 1 or facts.prompt_tokens is not None:
@@ -90,7 +90,7 @@ class Answers:
         return None if len(chain.hashes) == BLOCKS_MAX else KeptAnswer(self, chain, parsed.kind)
 
     def ended(self, kept: KeptAnswer, grant: Grant | None) -> None:
-        """The answer is over: complete, by this grant, or of no use. To be called once of each that is kept."""
+        """Read a kept answer that was completed under `grant`; drop it where that is None. Called once for each."""
         if grant is None or not kept.chunks:
             kept.drop()
             return
@@ -107,7 +107,7 @@ class Answers:
             except StopIteration:
                 self._due.popleft()
                 kept.drop()
-            except Exception as error:  # noqa: BLE001 - the request is served, and must not fail by what is learned of it
+            except Exception as error:  # noqa: BLE001 - the request was served, and must not fail for this
                 self._due.popleft()
                 kept.drop()
                 loop.call_exception_handler({"message": "an answer could not be indexed", "exception": error})
@@ -125,24 +125,24 @@ class Answers:
         chain = kept.chain.extended(text)
         if len(chain.hashes) > len(kept.chain.hashes):
             yield
-            self._told(grant, chain.hashes_on(grant.request.model, grant.request.adapter))
+            self._on_read(grant, chain.hashes_on(grant.request.model, grant.request.adapter))
 
 
 class _UnreadError(Exception):
-    """An answer that no later prompt goes on from, or one that would take too long to read."""
+    """An answer that no later prompt continues, or that would take too long to read."""
 
 
 def answer_of(raw: bytes, kind: BodyKind) -> Slices[Any]:
-    """What a client will send back of an answer, a JSON body or a stream, as `prompt.answer_bytes` takes it.
+    """What a client will send back of an answer, a JSON body or a stream, for `prefix_hash.answer_bytes`.
 
-    None where it is not known. Yields after some events; neither they, nor a body, hold the loop for more than 2 ms.
+    None where it is not known. Yields after some events; no step takes more than 2 ms.
     """
     try:
         if raw.lstrip().startswith(b"{"):
             return _of_body(_parsed(raw), kind)
         return (yield from _STREAMS[kind](raw))
     except (_UnreadError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # Whatever it is, it is not what engines send.
+        return None  # No answer of the shape that engines send.
 
 
 def _parsed(data: bytes) -> Any:
@@ -173,7 +173,7 @@ def _unreasoned(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(raw: bytes) -> Iterator[list[Any]]:
-    """The data of the events, some at a time: one call of the parser for many costs a third of one for each.
+    """The data of the events, some at a time: one call of the parser for many events costs a third of one for each.
 
     Engines write the data of an event in one line.
     """
@@ -236,7 +236,7 @@ def _message(raw: bytes) -> Slices[list[dict[str, Any]]]:
 
 
 def _response(raw: bytes) -> Slices[Any]:
-    """The last event has it all; those before it are not parsed."""
+    """The last event has all of the answer, and only it is parsed."""
     yield
     event = _parsed(raw[raw.rindex(b"\ndata:") + 6 :])
     if event["type"] not in _RESPONSE_ENDS:

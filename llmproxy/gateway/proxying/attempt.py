@@ -1,38 +1,17 @@
-"""One attempt: what is sent to a backend, the client's side, and what became of it."""
+"""One attempt: what is sent to a backend, what became of it, and how long it may take."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from llmproxy.attempts import AttemptResult
+from llmproxy.config import TimeoutsConfig
 from llmproxy.core.domain import Outcome, Usage, Verdict
 from llmproxy.gateway.http.headers import Headers
 from llmproxy.gateway.http.routes import Dialect
-from llmproxy.gateway.proxying.response_writer import Source
 from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.upstream.port import Body
-
-
-class Client(Protocol):
-    """The client's side of one request."""
-
-    source: Source | None
-
-    def commit(self, status: int, reason: str, headers: Headers) -> None:
-        """Begin the answer with this head. From here on, no other attempt can be made."""
-
-    def write(self, data: bytes) -> None:
-        """Hand bytes on. Raises ConnectionError when the client is gone."""
-
-    async def drained(self) -> None:
-        """Wait while the client is slower."""
-
-    async def end(self, *, whole: bool = True) -> None:
-        """End the answer. One that is not whole gets no end mark, and its connection is closed."""
-
-    async def abort(self) -> None:
-        """Close the connection, so that the client sees that the answer is not complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +68,54 @@ class Attempt(AttemptResult):
     def fail(self, outcome: Outcome, verdict: Verdict, message: str, *, retryable: bool) -> None:
         self.outcome, self.verdict, self.message = outcome, verdict, message
         self.retryable = retryable and not self.committed
+
+    def complete(self) -> None:
+        self.outcome, self.verdict = Outcome.COMPLETED, Verdict.SERVED
+
+
+class AttemptTimer:
+    """The time limits of one attempt, on one timer that is moved as the answer comes.
+
+    Streams have a limit for their first token and one for silence after it; every attempt has one in total.
+    """
+
+    def __init__(self, timeouts: TimeoutsConfig, streams: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self.now = loop.time
+        self.streams = streams
+        self.scope: asyncio.Timeout | None = None
+        began_s = loop.time()
+        self._end_s = began_s + timeouts.total_s
+        self._stall_s = timeouts.stall_s
+        self._moved_s = 0.0
+        self._phase = f"sent no first byte within {timeouts.first_byte_s:g} s (timeouts.first_byte_s)"
+        self._total = f"did not finish within {timeouts.total_s:g} s (timeouts.total_s)"
+        self.deadline_s = min(self._end_s, began_s + timeouts.first_byte_s) if streams else self._end_s
+        self._streaming = False
+
+    def streaming(self, now: float) -> None:
+        """The first token came: from here on, silence is limited."""
+        self._streaming = True
+        self._phase = f"was silent for {self._stall_s:g} s in mid-stream (timeouts.stall_s)"
+        self._move(now)
+
+    def alive(self, now: float) -> None:
+        # To move the timer for every chunk would cost more than to relay it; an eighth of the limit is exact enough.
+        if self._streaming and now - self._moved_s > self._stall_s / 8:
+            self._move(now)
+
+    def cut(self) -> None:
+        """End the attempt now."""
+        if self.scope is not None and not self.scope.expired():
+            self.scope.reschedule(self.now())
+
+    def reason(self) -> str:
+        """The limit that was exceeded, in words."""
+        # Not by the clock: timers of the loop go off up to a millisecond early.
+        return "The backend " + (self._total if self.deadline_s >= self._end_s else self._phase) + "."
+
+    def _move(self, now: float) -> None:
+        self._moved_s = now
+        self.deadline_s = min(self._end_s, now + self._stall_s * 1.125)
+        if self.scope is not None and not self.scope.expired():
+            self.scope.reschedule(self.deadline_s)

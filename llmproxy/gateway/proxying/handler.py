@@ -24,9 +24,9 @@ from llmproxy.gateway.http.headers import check as check_fields
 from llmproxy.gateway.http.routes import SALTED, BodyKind, Dialect, Route, Work
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.attempt import Attempt, Call
-from llmproxy.gateway.proxying.relay import end_broken, end_within
+from llmproxy.gateway.proxying.relay import end_broken
 from llmproxy.gateway.proxying.request_context import ReceivedRequest, RequestContext
-from llmproxy.gateway.proxying.response_writer import ResponseWriter, read_body
+from llmproxy.gateway.proxying.response_writer import ResponseWriter, read_body, within
 from llmproxy.gateway.proxying.rules import Rulebook
 from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
@@ -182,8 +182,7 @@ class RequestHandler:
         if self._answers is not None and received.route.computes:
             context.kept = self._answers.keep(parsed)
             context.client.keep = context.kept.add if context.kept is not None else None
-        request = self._make_request(received, parsed, received.target)
-        context.routing = Routing(request)
+        context.routing = Routing(self._make_request(received, parsed, received.target))
         await self._attempt_until_answered(context, parsed, context.routing)
 
     async def _isolated(self, received: ReceivedRequest, parsed: ParsedBody) -> ParsedBody:
@@ -339,7 +338,7 @@ class RequestHandler:
             headers = [*headers, ("Retry-After", "1")]
         context.client.commit(answer.status, answer.reason, headers)
         context.client.write(answer.body)
-        await end_within(context.client, context.input.rules.config.timeouts.stall_s)
+        await within(context.client.end(), context.client, context.input.rules.config.timeouts.stall_s)
         context.end(attempt.outcome, answer.status, attempt.message)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -350,8 +349,8 @@ class RequestHandler:
         received, routing = context.input, context.routing
         assert routing is not None
         assert received.parsed is not None
-        facts = received.parsed.facts
         if attempt.outcome is Outcome.COMPLETED and attempt.usage is not None:
+            facts = received.parsed.facts
             prompt_bytes = facts.prompt_bytes if facts.prompt_tokens is None else None
             known = received.route.work is Work.GENERATES and received.route.kind not in _UNKNOWN_SHAPES
             # For other bodies it is not known how many answers the usage adds up.
@@ -367,8 +366,7 @@ class RequestHandler:
             # The client left when it read its error event.
             return
         outcome, status, error = self.cancellation(cause)
-        cut_off = outcome is Outcome.DRAINING
-        context.end(outcome, (context.client.status or status) if cut_off else status, error)
+        context.end(outcome, (context.client.status or status) if outcome is Outcome.DRAINING else status, error)
 
     def _fail(self, context: RequestContext, failure: Failure) -> web.Response:
         context.end(failure.outcome, failure.status, failure.message)

@@ -1,7 +1,7 @@
-"""The corridor: one attempt on one backend, from opening the connection to the last byte handed to the client.
+"""One attempt on one backend, from opening the connection to the last byte handed to the client.
 
-The head of the answer is held back until the first byte of its body: an engine sends its head when it *accepts* a
-request, so until then nothing was promised to the client and the attempt may be repeated elsewhere.
+The head of the answer is held back until the first byte of its body. An engine sends its head when it accepts a
+request, so until then the client has been promised nothing, and another backend may be tried.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from llmproxy.core.estimates.tokens import believable
 from llmproxy.gateway.http.errors import error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
-from llmproxy.gateway.proxying.attempt import Answer, Attempt, Call, Client
-from llmproxy.gateway.proxying.attempt_timer import AttemptTimer
+from llmproxy.gateway.proxying.attempt import Answer, Attempt, AttemptTimer, Call
+from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.sse import EncodedTap, StreamTap, usage_of_tail
 from llmproxy.gateway.proxying.stream_relay import (
     HELD_BYTES_MAX,
     TAIL_BYTES,
     ResponseRelay,
     StreamRelay,
-    check_kept,
+    check_lease,
     event_fields,
 )
 from llmproxy.lease import Lease
 from llmproxy.upstream.port import ConnectFailed, Exchange, LocalFailure, Upstream, UpstreamBroken
 
 GOODBYE_S = 5.0
-"""How long a client may take to accept the error event that ends its broken stream."""
+"""How long a client may take to read the error event that ends its broken stream."""
 
-LAST_WORDS_S = 0.05
-"""How long after that event the connection is closed."""
+LINGER_S = 0.05
+"""How long the connection stays open after that event."""
 
 ANSWER_BYTES_PER_TOKEN = 4
-"""How many bytes of a JSON answer count as a token where its end does not tell its usage."""
+"""How many bytes of a JSON answer count as a token where its end has no usage."""
 
-DRAINING_MARK = b"cannot schedule new futures"
-"""What a vLLM that is shutting down says in a 500, while its /health is still 200."""
+SHUTDOWN_MARK = b"cannot schedule new futures"
+"""A part of the 500 that a vLLM answers while it shuts down and its /health is still 200."""
 
 
 class Relay:
-    """Carries requests out. Holds no state between attempts."""
+    """Sends requests to backends and relays their answers. Has no state between attempts."""
 
     def __init__(self, upstream: Upstream, timeouts: TimeoutsConfig) -> None:
         self._upstream = upstream
         self._timeouts = timeouts
 
-    async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: Client) -> None:
-        """Try one backend and write down in `attempt` what came of it.
+    async def attempt(self, attempt: Attempt, lease: Lease, base_url: str, call: Call, client: ResponseWriter) -> None:
+        """Try one backend, and set in `attempt` what became of it and in `lease` what it cost.
 
-        Never raises for what a backend does; OSError means that the client is gone.
+        Raises nothing for what a backend does. Raises OSError when the client is gone.
         """
         timer = AttemptTimer(self._timeouts, call.stream)
         try:
-            await self._supervised(attempt, timer, lease, base_url, call, client)
+            await self._exchange(attempt, timer, lease, base_url, call, client)
         except LocalFailure as error:
             attempt.detail = str(error)
             attempt.fail(Outcome.REJECTED_CAPACITY, Verdict.LOCAL_FAILURE, error.message, retryable=True)
@@ -76,16 +76,16 @@ class Relay:
         finally:
             self._account(attempt, lease, call.usage_max)
 
-    async def _supervised(
-        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: Client
+    async def _exchange(
+        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, base_url: str, call: Call, client: ResponseWriter
     ) -> None:
         exchange: Exchange | None = None
 
         def cut() -> None:
-            # What has begun to answer is not preempted any more. A dead backend is left, unless all of it came: what is
-            # left then is for the client to take.
-            came = exchange is not None and exchange.ended
-            if not attempt.committed or (lease.revoked and not came):
+            # An answer that has begun is not preempted any more. A dead backend ends the attempt, unless all of the
+            # answer has arrived and only the client has to take it.
+            arrived = exchange is not None and exchange.ended
+            if not attempt.committed or (lease.revoked and not arrived):
                 timer.cut()
 
         try:
@@ -99,7 +99,7 @@ class Relay:
                 )
                 attempt.status = exchange.status
                 if exchange.status < 200:
-                    message = f"The backend switched to another protocol ({exchange.status}), which nobody asked for."
+                    message = f"The backend switched to another protocol ({exchange.status}), which was not asked for."
                     attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
                     attempt.status = 502
                 elif exchange.status >= 300:
@@ -110,7 +110,7 @@ class Relay:
                     await self._relay_plain(attempt, timer, lease, exchange, client)
         finally:
             lease.on_cut = None
-            # It holds the client in turn, and a circle would be left to the garbage collector.
+            # The source refers to the client, and a cycle would wait for the garbage collector.
             client.source = None
             if exchange is not None:
                 exchange.close()
@@ -134,32 +134,32 @@ class Relay:
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.BUSY, message, retryable=True)
         elif status == 502:
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
-        elif status == 500 and DRAINING_MARK in body:
+        elif status == 500 and SHUTDOWN_MARK in body:
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.DRAINING, message, retryable=True)
         elif status >= 500 and status != 501:
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=False)
         else:
-            # A 4xx is the client's doing, and 501 says that this engine has no such thing: neither is a failure.
+            # A 4xx is the client's fault, and 501 says that the engine has no such function: no failure of the backend.
             attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.SERVED, message, retryable=False)
 
     # --- an answer without a stream ----------------------------------------------------------------------------------
 
     async def _relay_plain(
-        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, exchange: Exchange, client: Client
+        self, attempt: Attempt, timer: AttemptTimer, lease: Lease, exchange: Exchange, client: ResponseWriter
     ) -> None:
         first = await exchange.chunk()
         attempt.head = first[:4096]
-        check_kept(lease)
+        check_lease(lease)
         lease.started()
         attempt.committed = True
         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
-        passing = ResponseRelay(attempt, timer, exchange, client)
-        passing.take(first)
+        relay = ResponseRelay(attempt, timer, exchange, client)
+        relay.take(first)
         if not exchange.ended:
             timer.streaming(timer.now())
-            await exchange.flow(passing.take)
-        await passing.end()
-        attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
+            await exchange.flow(relay.take)
+        await relay.end()
+        attempt.complete()
 
     # --- a stream ----------------------------------------------------------------------------------------------------
 
@@ -170,19 +170,19 @@ class Relay:
         lease: Lease,
         exchange: Exchange,
         call: Call,
-        client: Client,
+        client: ResponseWriter,
     ) -> None:
         tap: StreamTap
         if is_encoded(exchange):
-            # No event can be taken out of it, nor one be added, nor is it seen how far it got.
+            # No event can be taken out or added, and its progress is not seen.
             tap = EncodedTap()
         else:
             tap = attempt.tap = StreamTap(hide_usage=call.hide_usage)
-        passing = StreamRelay(attempt, timer, exchange, client, tap, lease)
-        await exchange.flow(passing.take)
+        relay = StreamRelay(attempt, timer, exchange, client, tap, lease)
+        await exchange.flow(relay.take)
         if tap.error_first and not attempt.committed:
-            # Through the tap as all of a stream: it may be holding the beginning of the next event.
-            events = passing.first + tap.feed(await _read_held(exchange)) + tap.flush()
+            # Through the tap too, because it may hold the beginning of the next event.
+            events = relay.first + tap.feed(await _read_held(exchange)) + tap.flush()
             message = "The backend answered with an error event and no token."
             if len(events) <= HELD_BYTES_MAX:
                 attempt.answer = Answer(exchange.status, exchange.reason, event_fields(exchange), events)
@@ -194,22 +194,22 @@ class Relay:
             else:
                 attempt.fail(Outcome.UPSTREAM_STATUS, Verdict.FAILED, message, retryable=True)
             return
-        passing.flush()
+        relay.flush()
         if tap.error_seen:
             message = "The backend ended the stream with an error event."
             verdict = Verdict.SERVED if tap.error_blames_client else Verdict.FAILED
             attempt.outcome, attempt.verdict, attempt.message = Outcome.UPSTREAM_STATUS, verdict, message
         else:
-            attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
-        await passing.end()
+            attempt.complete()
+        await relay.end()
 
-    # --- ends --------------------------------------------------------------------------------------------------------
+    # --- how it ended -------------------------------------------------------------------------------------------------
 
-    async def _was_complete(self, attempt: Attempt, client: Client) -> bool:
-        """True when a stream had already told its end, so that nothing is missing from what its client has."""
+    async def _was_complete(self, attempt: Attempt, client: ResponseWriter) -> bool:
+        """Whether the stream had sent its end mark before it broke, so that its client has all of it."""
         if attempt.outcome is not Outcome.COMPLETED:
             return False
-        await end_within(client, self._timeouts.stall_s)
+        await within(client.end(), client, self._timeouts.stall_s)
         return True
 
     def _broke(self, attempt: Attempt) -> None:
@@ -219,9 +219,9 @@ class Relay:
     def _timed_out(self, attempt: Attempt, timer: AttemptTimer, lease: Lease) -> None:
         outcome = Outcome.BROKEN_STREAM if attempt.committed else Outcome.UPSTREAM_TIMEOUT
         if lease.revoked:
-            # What has begun is only given up with its process.
+            # An answer that has begun is only given up when the process of the backend is gone.
             hangs = "The backend is gone or hangs: nothing is expected of it any more."
-            gone = "The backend is gone: it refuses connections, and its open streams will never speak again."
+            gone = "The backend is gone: it refuses connections, and its open streams get no more data."
             message = gone if attempt.committed else hangs
             lost = Outcome.BROKEN_STREAM if attempt.committed else Outcome.CONNECT_FAILED
             attempt.fail(lost, Verdict.LOST, message, retryable=True)
@@ -231,83 +231,75 @@ class Relay:
             attempt.fail(outcome, Verdict.FAILED, timer.reason(), retryable=timer.streams)
 
     def _account(self, attempt: Attempt, lease: Lease, most: Usage | None) -> None:
-        """Tell the lease what the attempt proved and what it cost, however it ended: at `most` so much."""
+        """Set the verdict and the usage of the lease, however the attempt ended; `most` bounds the usage."""
         lease.verdict = attempt.verdict
         if most is None:
             lease.usage = Usage(0, 0)
             return
         if attempt.tap is not None:
-            told = attempt.tap.usage
+            reported = attempt.tap.usage
             seen = attempt.tap.data_events
         else:
-            told = usage_of_tail(attempt.tail) if attempt.tail else None
-            # Without a stream nobody saw how far it got; the estimate stands, or leaving early would be free.
+            reported = usage_of_tail(attempt.tail) if attempt.tail else None
+            # Without a stream its progress is not seen. The estimate counts, or to leave early would be free.
             seen = lease.grant.request.output_tokens
-            if told is None and len(attempt.tail) == TAIL_BYTES and attempt.head.startswith(b"{"):
-                # What stands behind its usage is too long, as the client has asked for, or there is none.
+            if reported is None and len(attempt.tail) == TAIL_BYTES and attempt.head.startswith(b"{"):
+                # It has no usage, or the client asked for so much behind it that the tail does not reach it.
                 seen = max(seen, min(most.output_tokens, attempt.body_bytes // ANSWER_BYTES_PER_TOKEN))
-        attempt.usage = believable(told, most) if told is not None else None
-        if told is not None and attempt.usage is None:
+        attempt.usage = believable(reported, most) if reported is not None else None
+        if reported is not None and attempt.usage is None:
             attempt.detail += (
-                f"the backend's usage is not believed: {told.prompt_tokens} prompt, {told.output_tokens} output tokens"
-                f" where {most.prompt_tokens} and {most.output_tokens} are the most"
+                f"the backend's usage is not believed: {reported.prompt_tokens} prompt, {reported.output_tokens} output"
+                f" tokens where {most.prompt_tokens} and {most.output_tokens} are the most"
             )
         if attempt.usage is not None:
             lease.usage = attempt.usage
             if attempt.tap is not None and attempt.outcome is not Outcome.COMPLETED:
                 lease.usage = _so_far(attempt.usage, lease.grant.request, seen)
         elif attempt.answer is not None:
-            # Refused by the engine: no work was done, whatever the request looked like from here.
+            # Refused by the engine: no work was done.
             lease.usage = Usage(0, 0)
         elif attempt.verdict is Verdict.CLIENT_GONE or (attempt.committed and attempt.outcome is not Outcome.COMPLETED):
-            # Cut short: what was computed so far was work, and the flow that asked for it pays.
+            # Cut short: what was computed so far is charged to its flow.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
         elif attempt.committed and seen > lease.grant.request.output_tokens:
-            # Its client may not want to be told of usage: what was seen of it is more than was expected, and counts.
+            # The answer has no usage, and more of it was seen than was expected.
             lease.usage = Usage(lease.grant.request.prompt_tokens, seen)
 
 
-def _so_far(told: Usage, request: Request, seen: int) -> Usage:
-    """What a stream has cost that was cut short: it may have told of its prompt alone, or of one of its choices."""
-    prompt_tokens = max(told.prompt_tokens, request.prompt_tokens) if request.sequences > 1 else told.prompt_tokens
-    return Usage(prompt_tokens, max(told.output_tokens, seen), told.cached_tokens)
+def _so_far(reported: Usage, request: Request, seen: int) -> Usage:
+    """The cost of a stream that was cut short; it may have reported its prompt alone, or one of its choices."""
+    prompt_tokens = reported.prompt_tokens
+    if request.sequences > 1:
+        prompt_tokens = max(prompt_tokens, request.prompt_tokens)
+    return Usage(prompt_tokens, max(reported.output_tokens, seen), reported.cached_tokens)
 
 
-async def end_broken(attempt: Attempt, dialect: Dialect, client: Client) -> None:
-    """Tell the client of a stream that it broke, in one event of its own dialect; of anything else, by cutting it."""
+async def end_broken(attempt: Attempt, dialect: Dialect, client: ResponseWriter) -> None:
+    """End a broken stream with one error event of the client's dialect; end any other answer by closing."""
     if attempt.tap is None or attempt.writing:
         await client.abort()
         return
-    # An event that was only begun is closed by a blank line, or the client would read the next one as part of it.
+    # A blank line ends an event that has only begun, or the client would read the next one as part of it.
     boundary = b"" if attempt.tap.at_boundary else b"\n\n"
-    said = boundary + error_event(dialect, f"The stream broke: {attempt.message}")
-    # An engine that dies says so itself, if it can.
-    await end_saying(b"" if attempt.tap.error_seen else said, client)
+    event = boundary + error_event(dialect, f"The stream broke: {attempt.message}")
+    # An engine may have sent an error event of its own before it died.
+    await end_with_error(b"" if attempt.tap.error_seen else event, client)
 
 
-async def end_saying(last_words: bytes, client: Client) -> None:
-    """End a stream that broke with these bytes, and its connection.
+async def end_with_error(event: bytes, client: ResponseWriter) -> None:
+    """End a broken stream with these bytes, and close its connection.
 
-    The last chunk is withheld, so that a client that knows no error events does not take what it has for the whole.
-    Some libraries forget what they have read when they meet that end: the event is given time to reach its reader.
+    The end mark is withheld, so that a client without error events does not take the answer for complete. Some
+    libraries drop what they have read when they meet such an end, so the event gets time to reach its reader.
     """
     try:
         async with asyncio.timeout(GOODBYE_S):
-            client.write(last_words)
+            client.write(event)
             await client.end(whole=False)
-            await asyncio.sleep(LAST_WORDS_S)
+            await asyncio.sleep(LINGER_S)
     except TimeoutError:
         await client.abort()
-
-
-async def end_within(client: Client, limit_s: float) -> None:
-    """End an answer of which nothing is missing. Raises ConnectionAbortedError for a client that does not take it."""
-    try:
-        async with asyncio.timeout(limit_s):
-            await client.end()
-    except TimeoutError:
-        await client.abort()
-        raise ConnectionAbortedError("it stopped reading") from None
 
 
 async def _read_held(exchange: Exchange) -> bytes:
@@ -322,8 +314,8 @@ async def _read_held(exchange: Exchange) -> bytes:
 
 def is_encoded(exchange: Exchange) -> bool:
     """Whether an answer is compressed, although that was not asked for."""
-    said = [value.strip().lower() for name, value in exchange.headers if name.lower() == "content-encoding"]
-    return any(value not in ("", "identity") for value in said)
+    encodings = [value.strip().lower() for name, value in exchange.headers if name.lower() == "content-encoding"]
+    return any(value not in ("", "identity") for value in encodings)
 
 
 def is_event_stream(exchange: Exchange) -> bool:

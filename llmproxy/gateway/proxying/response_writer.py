@@ -1,13 +1,13 @@
-"""The client's side: reading its body within its bound, and sending an answer byte by byte."""
+"""The client's side: reads a body within its limits, and sends an answer byte by byte."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from email.utils import formatdate
 from http.client import responses
 from io import BytesIO
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
@@ -21,38 +21,38 @@ from llmproxy.gateway.http.headers import Headers, reason_to_client
 from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
 from llmproxy.upstream import http1
 
-_PATIENCE = ClientsConfig()
+_LIMITS = ClientsConfig()
 RETRY_HELD_S = 1.0
-"""Retry-After where there is no room for a body: other bodies are gone, or have arrived, within about that time."""
+"""Retry-After where there is no room for a body: room comes within about that time."""
 _BODILESS = frozenset({204, 304})
 
 
 class Source(Protocol):
-    """Where the bytes of an answer come from."""
+    """The source of the bytes of an answer."""
 
     def pause(self) -> None:
-        """The client is slower: send it no more for now."""
+        """The client is slower: send no more for now."""
 
     def resume(self) -> None:
         """Go on."""
 
 
 async def read_body(
-    request: web.BaseRequest, bytes_max: int, patience: ClientsConfig = _PATIENCE, held: HeldBody | None = None
+    request: web.BaseRequest, bytes_max: int, limits: ClientsConfig = _LIMITS, held: HeldBody | None = None
 ) -> bytes:
-    """The whole request body, whose bytes are `held` as they come.
+    """The whole request body, whose bytes are counted in `held` as they come.
 
-    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 429 when it is not to be held, 408 when it
-    stops arriving or takes longer than `patience` allows, 400 where its framing is broken.
+    Raises Failure: 413 as soon as it is known to be larger than `bytes_max`, 429 when there is no room for it, 408 when
+    it stops arriving or takes longer than `limits` allow, 400 for broken framing.
     """
     held = HeldBody(BodyBudget()) if held is None else held
     length = request.content_length
     if length is not None and length > bytes_max:
         raise _too_large(bytes_max, sized=True)
-    _invite(request)
+    _send_continue(request)
     content = request.content
     if content.is_eof() and content.exception() is None:
-        # Most bodies have come with their head, and need no watch on how they arrive.
+        # Most bodies arrive with their head, and need no timer.
         whole = content.read_nowait()
         if len(whole) > bytes_max:
             raise _too_large(bytes_max, sized=length is not None)
@@ -61,7 +61,7 @@ async def read_body(
         return whole
     body = BytesIO()
     now = asyncio.get_running_loop().time
-    silence_s, latest_s = patience.body_silence_s, now() + patience.body_timeout_s
+    silence_s, latest_s = limits.body_silence_s, now() + limits.body_timeout_s
     limit = asyncio.timeout_at(min(now() + silence_s, latest_s))
     try:
         async with limit:
@@ -83,17 +83,17 @@ async def read_body(
         if limit.when() != latest_s:
             message = f"The request body stopped arriving: nothing came for {silence_s:g} s (clients.body_silence_s)."
         else:
-            message = f"The request body took more than {patience.body_timeout_s:g} s (clients.body_timeout_s)."
+            message = f"The request body took more than {limits.body_timeout_s:g} s (clients.body_timeout_s)."
         raise Failure(Outcome.BAD_REQUEST, message, status=408, headers={"Connection": "close"}) from None
     if not held.finish():
         raise _no_room(closes=True)
-    # Unlike joining a list of pieces, this hands out the bytes gathered so far without one more copy of all of them.
+    # Unlike joining a list of pieces, this makes no second copy of all the bytes.
     return body.getvalue()
 
 
 def _too_large(bytes_max: int, *, sized: bool) -> Failure:
     message = f"The request body is larger than {bytes_max} bytes, the proxy's limit (body_bytes_max)."
-    # The rest of a body is read and forgotten only where it is known how much that is.
+    # The rest of a body is read and dropped only where its length is known.
     return Failure(Outcome.TOO_LARGE, message, headers={} if sized else {"Connection": "close"})
 
 
@@ -103,14 +103,24 @@ def _no_room(*, closes: bool = False) -> Failure:
     return Failure(Outcome.REJECTED_CAPACITY, message, retry_after_s=RETRY_HELD_S, headers=headers)
 
 
-def _invite(request: web.BaseRequest) -> None:
-    """Tell a client that asked first whether to send its body: some wait for this for ever."""
+def _send_continue(request: web.BaseRequest) -> None:
+    """Tell a client that asked first to send its body: some wait for this without limit."""
     if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-class _PassedOn(web.StreamResponse):
-    """What the server library is given of an answer whose bytes go past it: it has nothing left to send."""
+async def within(step: Coroutine[Any, Any, None], client: ResponseWriter, limit_s: float) -> None:
+    """Await a `step` of `client`. Raises ConnectionAbortedError for a client that reads nothing for `limit_s`."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await step
+    except TimeoutError:
+        await client.abort()
+        raise ConnectionAbortedError("it stopped reading") from None
+
+
+class _SentResponse(web.StreamResponse):
+    """Stands for an answer whose bytes went past the server library, which has nothing left to send."""
 
     persistent = True
     prepared = True
@@ -131,7 +141,7 @@ class _PassedOn(web.StreamResponse):
 
 
 class ResponseWriter:
-    """The client's side of one request: its answer goes straight to the transport, head and first bytes in one write.
+    """Sends the answer of one request straight to the transport, the head and the first bytes in one write.
 
     `extra` are the proxy's own header fields, added to every answer. `on_commit` is called when an answer begins, and
     its client has seen none of it. `keep` gets each piece of the body, unless the body is encoded. An answer that
@@ -160,7 +170,7 @@ class ResponseWriter:
         self._head = b""
         self._chunked = False
         self._drained: asyncio.Future[None] | None = None
-        self.response: _PassedOn | None = None
+        self.response: _SentResponse | None = None
         self.on_commit: Callable[[], None] | None = None
         self.keep: Callable[[bytes], None] | None = None
         self.source: Source | None = None
@@ -168,13 +178,13 @@ class ResponseWriter:
         self.sent_bytes = 0
 
     def commit(self, status: int, reason: str, headers: Headers) -> None:
-        """Make the head, which goes out with the first bytes. From here on the request cannot be repeated."""
+        """Make the head, which goes out with the first bytes. From here on, no other attempt can be made."""
         request = self._request
         fields = [*headers, *self._extra.items()]
         if self._cors is not None:
             fields = self._cors.passed_on(request.headers.get("origin"), fields)
         known = {name.lower(): value for name, value in fields}
-        self.response, self.status = _PassedOn(status=status), status
+        self.response, self.status = _SentResponse(status=status), status
         if self.on_commit is not None:
             self.on_commit()
         if known.get("content-encoding", "identity").lower() != "identity":
@@ -215,7 +225,7 @@ class ResponseWriter:
             await self._drained
 
     async def end(self, *, whole: bool = True) -> None:
-        """The answer ends. One that is not whole has no mark of its end, and its connection is closed behind it."""
+        """End the answer. One that is not whole gets no end mark, and its connection is closed."""
         if not whole and self.response is not None:
             self.response.force_close()
         self._send(b"0\r\n\r\n" if self._chunked and whole else b"")
@@ -224,7 +234,7 @@ class ResponseWriter:
             self._connection.writer = None
 
     async def abort(self) -> None:
-        """The answer cannot be completed: let the client see that by closing its connection."""
+        """Close the connection, so that the client sees that the answer is not complete."""
         if self.response is not None:
             self.response.force_close()
         if self._transport is not None:
@@ -233,14 +243,14 @@ class ResponseWriter:
     def _send(self, data: bytes) -> None:
         if self._head:
             data, self._head = self._head + data, b""
-            # It tells the server library that there is no place for another answer any more.
+            # Tells the server library that an answer has begun.
             self._request.writer.output_size = len(data)
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("its connection is closed")
         if data:
             self._transport.write(data)
 
-    # --- what its connection tells ------------------------------------------------------------------------------------
+    # --- called by its connection -------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         self._drained = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What the gateway goes by, made from one configuration and replaced whole."""
+"""The rules of the gateway, made from one configuration and replaced as a whole."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from llmproxy.upstream.port import Upstream
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Who may come in, what they are worth, how bodies are read and how attempts are made.
+    """Everything that a request needs of one configuration: keys, identity, body reader, relay.
 
-    A request keeps those under which it came until its end, so that it never meets half of one configuration and half
-    of another.
+    A request keeps the rules that were current when it came, so that it never meets parts of two configurations.
     """
 
     config: Config
@@ -54,9 +53,9 @@ class Rules:
         )
 
     async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> ParsedBody:
-        """What a request whose body has arrived asks for. Raises Failure (400) and BadBody."""
+        """Parse a body that has arrived. Raises Failure (400) and BadBody."""
         if route.method == "GET":
-            # A GET says in its query which model it is about, where there are several.
+            # A GET names its model in the query.
             return ParsedBody(RequestFacts(http.rel_url.query.get("model") or None), route.kind, b"")
         content_type = http.headers.get("content-type", "")
         wanted = "multipart/form-data" if route.kind is BodyKind.FORM else "application/json"
@@ -67,6 +66,6 @@ class Rules:
 
 @dataclass(slots=True)
 class Rulebook:
-    """The rules for requests that come now. A reload replaces them in one assignment."""
+    """Holds the rules for requests that come now. A reload replaces them in one assignment."""
 
     current: Rules

@@ -1,7 +1,7 @@
-"""What a response stream says while it passes: tokens, usage, errors, its end, and the one event to hide.
+"""Reads a stream of server-sent events while it is relayed: tokens, usage, errors, its end, and the event to hide.
 
-Every chunk of every stream comes through `StreamTap.feed`, so an ordinary token event costs a few searches in C and no
-parsing. Bytes pass unchanged; only the usage event that the proxy itself asked for is taken out.
+Every chunk of every stream goes through `StreamTap.feed`, so an ordinary token event costs a few searches in C and no
+parsing. Bytes stay unchanged; only the usage event that the proxy itself asked for is taken out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ HELD_BYTES_MAX = 1024 * 1024
 USAGE_TAIL_BYTES = 64 * 1024
 
 _USAGE_BYTES_MAX = 16 * 1024
-_MARKS_MAX = 16 * 1024  # Some 5 ms. The probabilities of a prompt, for one, stand behind the usage.
+_MARKS_MAX = 16 * 1024  # About 5 ms. The log probabilities of a prompt, for example, come after the usage.
 _HEAD_BYTES = 256
-_TORN_BYTES_MAX = 64  # Of the beginning of a choice; one that is longer is known when its event ends.
+_TORN_BYTES_MAX = 64  # Of the beginning of a choice; a longer one is known when its event ends.
 _ORDINARY = b'data: {"id"'
 _EVENT_END = re.compile(rb"\n\r?\n")
 _ERROR = re.compile(rb'\{\s*"(?:error"\s*:|type"\s*:\s*"error")')
@@ -32,7 +32,7 @@ _MARK = re.compile(rb'["{}\[\]]')
 _STRING = re.compile(rb'"[^"]*+(?:"(?=\\(?:\\\\)*+(?!\\))[^"]*+)*+"')
 _OBJECT = re.compile(rb"\s*:\s*\{")
 _USAGE = b'"usage"'
-# The usage and all that follows it, up to the one brace that ends the answer: nearly every answer ends so.
+# The usage and what follows it up to the brace that ends the answer: nearly every answer ends so.
 _PLAIN = rb"""(?:[^{}"]|"[^"\\]*+")"""
 _USAGE_AT_END = re.compile(
     _USAGE + rb"\s*+:\s*+(\{(?:" + _PLAIN + rb"|\{" + _PLAIN + rb"*+\})*+\})" + _PLAIN + rb"*+\}\s*+"
@@ -41,18 +41,17 @@ _HOLDERS = frozenset({b'"response"', b'"message"'})
 """Members of events that hold an answer: of the responses API, and of Anthropic's messages."""
 _ERROR_EVENTS = frozenset({b"error", b"response.failed"})
 _LAST_EVENTS = frozenset({b"response.completed", b"response.incomplete", b"response.failed", b"message_stop"})
-# Events that only say that the engine has the request; no token has been made when they come.
+# Events that only say that the engine has the request: they come before the first token.
 _ACCEPTED_EVENTS = frozenset({b"response.created", b"response.queued", b"response.in_progress", b"ping"})
 
 
 class StreamTap:
-    """Watches one event stream. With `hide_usage` it takes the engine's closing usage event out of it.
+    """Reads one event stream. With `hide_usage` it takes the engine's closing usage event out of it.
 
-    `data_events` counts events that carry data, comments and `[DONE]` not included. `first_event_complete` tells that
-    a whole event or comment was seen; `error_first` that the first event with data was an error, `error_blames_client`
-    that an error had a status of 4xx; `first_token_seen` that an event was neither an error nor a mere
-    acknowledgement. `at_boundary` tells whether what was handed on ends
-    between two events, so that another event may be appended.
+    `data_events` counts events with data, without comments and `[DONE]`. `first_event_complete`: a whole event or
+    comment was seen. `error_first`: the first event with data was an error. `error_blames_client`: an error had a
+    status of 4xx. `first_token_seen`: an event was neither an error nor a mere acknowledgement. `at_boundary`: what was
+    returned so far ends between two events, so that another event may be appended.
     """
 
     __slots__ = (
@@ -90,11 +89,11 @@ class StreamTap:
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens that the stream told of last, None where it never told how long the prompt was."""
+        """The latest usage in the stream, None where none had the length of the prompt."""
         return _usage(self._first_usage | self._last_usage)
 
     def feed(self, data: bytes) -> bytes:
-        """Take what the backend sent and return what is to be handed on now, which may be nothing."""
+        """Take what the backend sent, and return what is to be sent to the client now, which may be nothing."""
         if (
             not self._partial
             and self.first_token_seen
@@ -107,10 +106,10 @@ class StreamTap:
         return self._feed_slowly(data)
 
     def flush(self) -> bytes:
-        """What was held back and is owed to the client once the stream has ended in the middle of an event.
+        """What was held back, for the client of a stream that has ended in the middle of an event.
 
-        After a broken stream nothing is owed: what is held is the beginning of an event, and `at_boundary` is true
-        only as long as it is not handed on.
+        Not for a broken stream: what is held then is the beginning of an event, and `at_boundary` is true only as long
+        as it is not sent.
         """
         held = bytes(self._partial[self._handed_bytes :])
         self._handed_bytes = len(self._partial)
@@ -118,7 +117,7 @@ class StreamTap:
 
     def _feed_slowly(self, data: bytes) -> bytes:
         buffer = self._partial
-        # An end may be torn between two chunks, so the search starts a little before the new bytes.
+        # The end of an event may be split between two chunks, so the search starts a little before the new bytes.
         known = len(buffer)
         search_from = max(0, known - 2)
         buffer += data
@@ -142,9 +141,9 @@ class StreamTap:
         return out[0] if len(out) == 1 else b"".join(out)
 
     def _may_be_usage(self, known: int) -> bool:
-        """Whether the event begun may turn out to be the usage event, as far as its bytes tell.
+        """Whether the event that has begun may be the usage event, by the bytes of it that have come.
 
-        It might have been after its first `known` bytes. Those are not searched again each time that a few come.
+        It was possible after its first `known` bytes, which are not searched again for each few that come.
         """
         if not self._partial or len(self._partial) > HELD_BYTES_MAX:
             return False
@@ -173,7 +172,7 @@ class StreamTap:
         if usage:
             self._last_usage = usage
             self._first_usage = self._first_usage or usage
-        # An event that begins with anything else was not held back while it came, so it must not be hidden now.
+        # An event that begins in any other way was not held back while it came, so it cannot be hidden now.
         hidden = bool(usage) and self._hide_usage and event.startswith(b"data:") and _is_usage_event(payload)
         if not error and not hidden and name not in _ACCEPTED_EVENTS:
             self.first_token_seen = True
@@ -181,7 +180,7 @@ class StreamTap:
 
 
 class EncodedTap(StreamTap):
-    """Watches a stream that was compressed on its way: nothing in it can be read but that it has begun."""
+    """Stands for a compressed stream, of which only its begin is seen."""
 
     __slots__ = ()
 
@@ -210,16 +209,16 @@ def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]
     """The token counts that the answer in `text` has in its own member `usage`, or else the last of these `holders` in
     its own; empty where there is none.
 
-    A member of that name which lies deeper may be what a client said, echoed. `text` is a JSON object or its end, so
-    it is read backwards: there, all that is behind it is known, and no beginning is needed. Levels count the brackets
-    that are open: 1 is the answer itself, or an event; 2 is what an event holds of an answer.
+    A deeper member of that name may be an echo of what the client sent. `text` is a JSON object or its end, so it is
+    read backwards: no beginning is needed for that. Levels count the open brackets: 1 is the answer itself, or an
+    event; 2 is the answer inside an event.
     """
     if (last := text.rfind(_USAGE)) < 0:
         return {}
     if (at_end := _USAGE_AT_END.fullmatch(text, last)) is not None:
         return _usage_fields(at_end[1])
     back, at, level = text[::-1], 0, 0
-    ends = [0, 0, 0]  # By level, the end of the value that was entered last from there.
+    ends = [0, 0, 0]  # By level, the end of the value that was entered last.
     held = inner = b""
     for _ in range(_MARKS_MAX):
         mark = _MARK.search(back, at)
@@ -234,7 +233,7 @@ def _own_usage(text: bytes, holders: Set[bytes] = frozenset()) -> dict[str, Any]
             case b"{" | b"[":
                 level -= 1
                 if level < 0:
-                    # More was opened than is closed: this is no JSON object, but a sound, or vectors in bytes.
+                    # More brackets are opened than closed: no JSON object, but audio, or vectors as bytes.
                     break
             case _:
                 string = _STRING.match(back, mark.start())
@@ -270,9 +269,9 @@ def _usage_fields(usage: bytes) -> dict[str, Any]:
 
 
 def _usage(fields: dict[str, Any]) -> Usage | None:
-    """One shape from three: OpenAI's chat and completions, OpenAI's responses, Anthropic's messages.
+    """The usage from one of three shapes: OpenAI's chat and completions, OpenAI's responses, Anthropic's messages.
 
-    Only in the last are `input_tokens` those that the cache has nothing to do with.
+    Only Anthropic's `input_tokens` leave out tokens that the cache read or wrote.
     """
     prompt = fields.get("prompt_tokens", fields.get("input_tokens"))
     output = fields.get("completion_tokens", fields.get("output_tokens", 0))

@@ -1,8 +1,9 @@
-"""Stored responses live in the engine that made them: which one that is, and the way there.
+"""Which backend stores which response of the responses API, and requests about one of them.
 
-Whoever fetches or cancels one goes there past the waiting room, as nothing is to be computed. Whoever goes on from one
-(`previous_response_id`) waits for that backend as for any, and may have no other. Engines keep responses in memory
-alone: they end with their process. One that is not known here, as after a restart of the proxy, is looked for.
+A request that fetches or cancels a stored response goes to the backend that has it, without waiting, because nothing is
+computed. A request that continues one (`previous_response_id`) waits for that backend and may have no other. Engines
+keep responses in memory until their process ends. A response that is not known here, as after a restart of the proxy,
+is looked for on all backends.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from llmproxy.gateway.http.errors import Failure, error_event
 from llmproxy.gateway.http.headers import to_client
 from llmproxy.gateway.http.routes import Dialect
 from llmproxy.gateway.proxying.attempt import Attempt
-from llmproxy.gateway.proxying.relay import end_saying, end_within, is_encoded, is_event_stream
-from llmproxy.gateway.proxying.response_writer import ResponseWriter
+from llmproxy.gateway.proxying.relay import end_with_error, is_encoded, is_event_stream
+from llmproxy.gateway.proxying.response_writer import ResponseWriter, within
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.gateway.request.auth import NO_TENANT, Tenant
 from llmproxy.gateway.request.json_scan import BadBody
@@ -36,29 +37,29 @@ IDS_MAX = 10_000
 
 
 def _up_to(name: bytes) -> bytes:
-    """A pattern: a JSON object up to the value of its member `name`, which only plain values may stand before."""
+    """A pattern of a JSON object up to the value of its member `name`, with only plain values before it."""
     plain = rb'(?!"%b")"[^"\\]*+"\s*+:\s*+(?:"[^"\\]*+"|[-+.\w]++)\s*+,\s*+'
     return (rb"\s*+\{\s*+(?:" + plain + rb')*+"%b"\s*+:') % (name, name)
 
 
-# By its place, and not wherever it stands: instructions and metadata, which an answer repeats, are the client's words.
+# Only at its own place: an answer repeats instructions and metadata, which the client wrote.
 _EVENT = rb"(?:(?:event|id|retry)?+:[^\r\n]*+[\r\n]++)*+data:" + _up_to(b"response")
 _ID = re.compile(b"(?:" + _EVENT + b")?+" + _up_to(b"id") + rb'\s*+"(resp_[A-Za-z0-9_-]{1,256})"')
 
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """The response that a request goes on from, and the backend that has it; None where that is not known here."""
+    """The response that a request continues, and the backend that has it; None where that is not known."""
 
     id: str
     backend: str | None
 
     def sought(self, attempt: Attempt) -> bool:
-        """Whether another backend may have it: nobody knows which one, and this one has not."""
+        """Whether another backend may have it: it is not known which one has it, and this one has not."""
         return self.backend is None and attempt.status == 404
 
     def unreachable(self, refused: Refused) -> Failure:
-        """What is told where its backend is gone, so that waiting is of no use."""
+        """The failure of a request whose only backend is gone."""
         message = (
             f"Response with id '{self.id[:200]}' is lost. {refused.message} Send the whole conversation as `input`."
         )
@@ -66,11 +67,11 @@ class Previous:
 
 
 class StoredResponses:
-    """Response id -> its backend and its tenant, by name.
+    """The backend and the tenant of each response id, by name.
 
-    A response exists for those alone whose request made it first. Beyond IDS_MAX ids, the tenant that has most of them
-    loses the one that was made first. `on_made` hears of each that was made through here. `catch_up` waits until what
-    others made before is known here, None where there are no others.
+    A response exists only for the tenant whose request made it first. Beyond IDS_MAX ids, the tenant with the most of
+    them loses its oldest. `on_made` is called with each response that was made in this process. `catch_up` waits until
+    the responses that other processes made before are known here; None where there are none.
     """
 
     def __init__(
@@ -87,25 +88,25 @@ class StoredResponses:
 
     @property
     def made_by(self) -> Mapping[str, tuple[str, str]]:
-        """Backend and tenant of every response that is known, in the order in which they were made."""
+        """Backend and tenant of every known response, the oldest first."""
         return self._made_by
 
     def remember(self, head: bytes, backend: str, tenant: Tenant = NO_TENANT) -> None:
-        """Note the id of the response whose first bytes, as JSON or as the first event of a stream, are `head`."""
+        """Note the response whose first bytes, as JSON or as the first event of a stream, are `head`."""
         found = _ID.match(head)
         if found is None:
             return
         self.made(found[1].decode(), backend, tenant)
 
     def made(self, response_id: str, backend: str, tenant: Tenant = NO_TENANT) -> None:
-        """Know of one response, and let others know."""
+        """Note one response, and report it to other processes."""
         if self.note(response_id, backend, tenant.name):
             self.on_made(response_id, backend, tenant.name)
 
     def note(self, response_id: str, backend: str, tenant: str, *, settled: bool = False) -> bool:
-        """Know of one response, and the name of its tenant. False where it is known to be another tenant's, and stays.
+        """Note one response. False where it belongs to another tenant, and still does.
 
-        `settled` says that whose it is was decided elsewhere, and counts whatever was noted here.
+        `settled` says that its tenant was decided elsewhere, and replaces the one that was noted here.
         """
         _, owner = self._made_by.get(response_id, ("", tenant))
         if owner != tenant:
@@ -124,17 +125,17 @@ class StoredResponses:
         return backend if owner == tenant.name else None
 
     async def _keeper(self, response_id: str, tenant: Tenant) -> str | None:
-        """Its backend; a client may name what another worker made a moment ago."""
+        """Its backend. Another worker may have made it a moment ago."""
         if response_id not in self._made_by and self.catch_up is not None:
             await self.catch_up()
         return self.backend_of(response_id, tenant)
 
     async def previous(self, kept: Mapping[str, Any], tenant: Tenant, rules: Rules) -> Previous | None:
-        """What a request of `tenant` goes on from, by the members of its body; None where that is nothing.
+        """The response that a request of `tenant` continues, by the members of its body; None without one.
 
-        What is no text is no id, as the engine says itself. Where there are tenants, raises Failure (404) for one that
-        is not known to be the tenant's own, and BadBody for an id of the client's own making: an engine stores the new
-        response under it, in the place of whichever it has under the same.
+        A value that is no text is no id, and the engine refuses it. With tenants, raises Failure (404) for a response
+        that is not known to be the tenant's own, and BadBody for an id that the client chose: an engine stores the new
+        response under that id, and replaces one of another tenant.
         """
         owned = bool(rules.config.tenants)
         if owned and REQUEST_ID in kept:
@@ -152,7 +153,7 @@ class StoredResponses:
     def noting(
         self, attempt: Attempt, backend: str, tenant: Tenant, previous: Previous | None, parsed: ParsedBody
     ) -> Callable[[], None]:
-        """What is to be done when the answer of an attempt begins; a client may name it as soon as it has its head."""
+        """A callback for the begin of the answer: a client may use the id as soon as it has the head."""
         stores = parsed.stores
 
         def note() -> None:
@@ -172,10 +173,10 @@ class StoredResponses:
         tenant: Tenant,
         shutting_down: Callable[[], bool],
     ) -> tuple[web.StreamResponse, Outcome, str | None]:
-        """Pass a request of `tenant` about one response to the backend that made it: only that one has it.
+        """Send a request of `tenant` about one response to the backend that made it.
 
-        `own_id` is the id of this request. Returns what the client was given, what became of it, and the story of that
-        where it failed. Raises Failure.
+        `own_id` is the id of this request. Returns the response to the client, the outcome, and the error where there
+        was one. Raises Failure.
         """
         name, rules = await self._keeper(response_id, tenant), self._rulebook.current
         if name is None or name not in self._backends:
@@ -188,6 +189,7 @@ class StoredResponses:
         client = ResponseWriter(request, extra, shutting_down, rules.cors)
         headers = rules.identity.to_backend(request, own_id, backend, tenant)
         query = request.rel_url.raw_query_string
+        limit_s = rules.config.timeouts.stall_s
         exchange = None
         gone = ""
 
@@ -215,11 +217,11 @@ class StoredResponses:
                         client.commit(exchange.status, exchange.reason, to_client(exchange.headers))
                         while data := await exchange.chunk():
                             client.write(data)
-                            await _taken(client, rules.config.timeouts.stall_s)
+                            await within(client.drained(), client, limit_s)
                     finally:
                         if exchange is not None:
                             exchange.close()
-                await end_within(client, rules.config.timeouts.stall_s)
+                await within(client.end(), client, limit_s)
         except Refused as refused:
             raise Failure.of(refused) from None
         except LocalFailure as error:
@@ -231,8 +233,8 @@ class StoredResponses:
             if client.response is None:
                 raise Failure(Outcome.CONNECT_FAILED, message, detail=gone or str(error)) from error
             if exchange is not None and is_event_stream(exchange) and not is_encoded(exchange):
-                # Nobody followed where its events end; an empty one is none.
-                await end_saying(b"\n\n" + error_event(Dialect.RESPONSES, f"The stream broke: {message}"), client)
+                # It is not known whether it broke inside an event; a blank line ends one, and is none itself.
+                await end_with_error(b"\n\n" + error_event(Dialect.RESPONSES, f"The stream broke: {message}"), client)
             else:
                 await client.abort()
             return client.response, Outcome.BROKEN_STREAM, f"{message} {gone or error}"
@@ -240,13 +242,3 @@ class StoredResponses:
         if client.status >= 400:
             return client.response, Outcome.UPSTREAM_STATUS, "the backend's own answer"
         return client.response, Outcome.COMPLETED, None
-
-
-async def _taken(client: ResponseWriter, limit_s: float) -> None:
-    """Wait until a client has taken what was written. Raises ConnectionAbortedError for one that does not."""
-    try:
-        async with asyncio.timeout(limit_s):
-            await client.drained()
-    except TimeoutError:
-        await client.abort()
-        raise ConnectionAbortedError("it stopped reading") from None

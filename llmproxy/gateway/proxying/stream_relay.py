@@ -1,31 +1,30 @@
-"""An answer that has begun, on its way from its backend to its client."""
+"""Relays an answer that has begun from its backend to its client."""
 
 from __future__ import annotations
 
-from llmproxy.core.domain import Outcome, Verdict
 from llmproxy.gateway.http.headers import Headers, to_client
-from llmproxy.gateway.proxying.attempt import Attempt, Client
-from llmproxy.gateway.proxying.attempt_timer import AttemptTimer
+from llmproxy.gateway.proxying.attempt import Attempt, AttemptTimer
+from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from llmproxy.gateway.proxying.sse import StreamTap
 from llmproxy.lease import Lease
 from llmproxy.upstream.port import Exchange
 
 HELD_BYTES_MAX = 1 << 20
-"""Of an error answer, or of a stream's first event: what is looked at before it is passed on."""
+"""Of an error answer, or of the first event of a stream: both are read before they are sent."""
 TAIL_BYTES = 64 << 10
-"""The end of an answer without a stream, where its `usage` stands."""
+"""The end of an answer without a stream, which has its `usage`."""
 PROGRESS_EVENTS = 32
-"""How many stream events pass between two reports to the scheduler."""
+"""How many stream events come between two reports to the scheduler."""
 PROGRESS_S = 0.5
-"""How much time passes between them at most, as long as there are events: an engine that has become slow shows so."""
+"""The longest time between two reports while events come, so that an engine that has become slow is seen."""
 
 
 class ResponseRelay:
-    """An answer on its way from a backend to a client, byte by byte, in the callback in which the bytes arrive."""
+    """Relays the bytes of an answer, in the callback in which they arrive."""
 
     __slots__ = ("_attempt", "_client", "_exchange", "_timer")
 
-    def __init__(self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: Client) -> None:
+    def __init__(self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: ResponseWriter) -> None:
         self._attempt = attempt
         self._timer = timer
         self._exchange = exchange
@@ -41,9 +40,9 @@ class ResponseRelay:
         self._timer.alive(self._timer.now())
 
     async def end(self) -> None:
-        """All of it was handed on: the rest is for the client to take."""
+        """All of it was handed to the client, which has to take it."""
         self._attempt.writing = self._attempt.ended = True
-        # An answer that came in one piece was under no limit yet but that of the whole.
+        # An answer that came in one piece had no limit yet but the one in total.
         self._timer.streaming(self._timer.now())
         await self._client.end()
 
@@ -53,22 +52,28 @@ class ResponseRelay:
 
     def resume(self) -> None:
         self._attempt.writing = False
-        # While nothing was read, the backend could not be heard.
+        # While nothing was read, the backend was not silent.
         self._timer.alive(self._timer.now())
         self._exchange.resume()
 
 
 class StreamRelay(ResponseRelay):
-    """The events of a stream on their way. What they tell is noted as they pass.
+    """Relays the events of a stream, and notes what they say.
 
-    The answer begins, and is committed to, with the first whole event or comment: that may be an error, and another
-    backend is asked then. In that case the flow halts, and `first` is what came.
+    The answer begins with the first whole event or comment. If that is an error, nothing is sent, because another
+    backend may be tried: the flow halts, and `first` has what came.
     """
 
     __slots__ = ("_lease", "_reported", "_reported_s", "_tap", "first")
 
     def __init__(
-        self, attempt: Attempt, timer: AttemptTimer, exchange: Exchange, client: Client, tap: StreamTap, lease: Lease
+        self,
+        attempt: Attempt,
+        timer: AttemptTimer,
+        exchange: Exchange,
+        client: ResponseWriter,
+        tap: StreamTap,
+        lease: Lease,
     ) -> None:
         super().__init__(attempt, timer, exchange, client)
         self._tap = tap
@@ -88,7 +93,7 @@ class StreamRelay(ResponseRelay):
             attempt.max_gap_s = gap_s
         attempt.last_byte_s = now
         timer.alive(now)
-        self._pass_on(self._tap.feed(data), now)
+        self._forward(self._tap.feed(data), now)
 
     def _hold(self, data: bytes) -> None:
         attempt, tap = self._attempt, self._tap
@@ -100,17 +105,17 @@ class StreamRelay(ResponseRelay):
             self._begin()
 
     def _begin(self) -> None:
-        check_kept(self._lease)
+        check_lease(self._lease)
         attempt, exchange, now = self._attempt, self._exchange, self._timer.now()
         self._lease.committed()
         attempt.committed = True
         self._client.commit(exchange.status, exchange.reason, event_fields(exchange))
         self._reported_s = attempt.last_byte_s = now
         first, self.first = self.first, b""
-        self._pass_on(first, now)
+        self._forward(first, now)
 
-    def _pass_on(self, data: bytes, now: float) -> None:
-        """Hand on what the tap lets through, which may be nothing."""
+    def _forward(self, data: bytes, now: float) -> None:
+        """Send what the tap returned, which may be nothing."""
         attempt, tap = self._attempt, self._tap
         if attempt.first_token_s is None and tap.first_token_seen:
             attempt.first_token_s = now
@@ -122,15 +127,15 @@ class StreamRelay(ResponseRelay):
             attempt.body_bytes += len(data)
             self._client.write(data)
         if tap.done_seen and not tap.error_seen:
-            # Many clients leave as soon as they have read the end mark; nothing is missing from what they got.
-            attempt.outcome, attempt.verdict = Outcome.COMPLETED, Verdict.SERVED
+            # Many clients leave as soon as they have read the end mark, and they have all of the answer.
+            attempt.complete()
         events = tap.data_events
         if events - self._reported >= PROGRESS_EVENTS or now - self._reported_s >= PROGRESS_S:
             self._reported, self._reported_s = events, now
             self._lease.progress(events)
 
     def flush(self) -> None:
-        """The stream has ended, perhaps in the middle of an event."""
+        """Send the rest of a stream that has ended, perhaps in the middle of an event."""
         held = self._tap.flush()
         if not self._attempt.committed:
             self.first += held
@@ -140,17 +145,17 @@ class StreamRelay(ResponseRelay):
 
 
 def event_fields(exchange: Exchange) -> Headers:
-    """The header fields of a stream as its client gets them.
+    """The header fields of a stream for its client.
 
-    Events are taken out and added, so a length that the backend told would not be that of what the client gets.
+    They have no content length, because events are taken out and added.
     """
     return [(name, value) for name, value in to_client(exchange.headers) if name.lower() != "content-length"]
 
 
-def check_kept(lease: Lease) -> None:
-    """Raise TimeoutError for a lease that was taken back in the very turn in which its first byte came.
+def check_lease(lease: Lease) -> None:
+    """Raise TimeoutError for a lease that was taken back in the turn in which the first byte came.
 
-    The timer that ends the attempt is running already, and must not go off between two bytes of an answer.
+    The timer that ends the attempt has been set already, and must not expire between two bytes of an answer.
     """
     if lease.preempted or lease.revoked:
         raise TimeoutError

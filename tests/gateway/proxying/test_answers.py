@@ -384,13 +384,13 @@ async def test_a_fault_of_one_who_is_told_stops_nobody() -> None:
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     reading = Reading()
-    told = reading.answers._told
+    told = reading.answers._on_read
 
     def failing_once(*_: Any) -> None:
-        reading.answers._told = told
+        reading.answers._on_read = told
         raise ValueError("a policy's fault")
 
-    reading.answers._told = failing_once
+    reading.answers._on_read = failing_once
     for _ in range(2):
         kept = await reading.keep(after_chat(), CHAT)
         assert kept is not None
