@@ -1,10 +1,9 @@
-"""What the reading desk and the stream tap cost: `python -m benchmarks.body_reader`, about ten seconds, one core.
+"""The cost of the body reader and the stream tap: `python -m benchmarks.body_reader`, about ten seconds, one core.
 
-Three tables. *Bodies*: for each shape and size, how long the desk takes for one body and the longest stretch during
-which nothing else on the loop could run; the bound is 10 ms. Worst and median of several rounds are shown, because on
-a shared machine the worst is often the neighbour's doing. *Small*: the longest such stretch for a body just small
-enough to be parsed in one go, were it not for the values in it, for the densest shapes; it shows that the thresholds
-are honest. *Chunks*: microseconds per chunk in `StreamTap.feed`.
+Three tables. *Bodies*: for each shape and size, the time to read one body, and the longest stretch during which nothing
+else on the loop could run, which must not exceed 10 ms. Worst and median of several rounds are shown, because other
+work on a shared machine causes outliers. *Small*: the longest such stretch for dense bodies just below the size limit
+for parsing, which shows that the limit on values holds. *Chunks*: microseconds per chunk in `StreamTap.feed`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Time against length for whatever reads outside text: `python -m benchmarks.linear`, ten minutes and more, one core.
+"""Time against length for all readers of outside text: `python -m benchmarks.linear`, over ten minutes, one core.
 
-Two tables: every regular expression of the package (found in its source, see `patterns`), each with the text that is
-slowest for it, and every parser, with texts made for it up to the largest that the product lets in. The exponent is
-that of the time from an eighth of the length to the whole. Ends with 1 where one is above EXPONENT_MAX. With
-`--largest 1000000` no text is longer than a megabyte, and two minutes do.
+Two tables: every regular expression of the package (found in its source, see `patterns`) with the text that is slowest
+for it, and every parser with texts up to the largest that the product accepts. The exponent compares the time for an
+eighth of the length with that for the whole. Exits with 1 if one is above EXPONENT_MAX. With `--largest 1000000` no
+text is longer than a megabyte, which takes two minutes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from llmproxy.gateway.request.prefix_hash import chain_of
 
 MIB = 1 << 20
 LENGTHS = 4
-"""Of the lengths that are measured each is twice the one before; the last is the largest."""
+"""The number of lengths that are measured. Each is twice the one before."""
 PATTERN_CHARS = 64 << 10
 QUICK_S = 0.0002
-"""What takes no longer than this at its largest is quick, and too near to the clock for an exponent to mean much."""
+"""What takes at most this for its largest text is too quick for a meaningful exponent."""
 
 _LIMITS = Config()
 _IDENTITY = {
@@ -52,7 +52,7 @@ _KEYS = Keys(_LIMITS)
 
 @dataclass(frozen=True)
 class Parser:
-    """Something that reads outside text, made by `text` to about a length, of which `largest` is the most it meets."""
+    """A reader of outside text. `text` makes a text of about a length, of which `largest` is the longest accepted."""
 
     name: str
     largest: int
@@ -94,7 +94,7 @@ def _fed(pieces_bytes: int, hide: bool) -> Callable[[bytes], object]:
 
 
 def parsers() -> Iterator[Parser]:
-    """Every parser that meets outside text, with texts that are hard for it."""
+    """Every parser of outside text, with texts that are hard for it."""
     body, head = _LIMITS.body_bytes_max, _LIMITS.clients.head_bytes_max
     shapes = {
         "brackets": _filled(b'{"model":"m","messages":[', b"[],", b"[]]}"),
@@ -205,7 +205,7 @@ def _scanned(prefixes: bool, body: bytes) -> None:
 
 
 def _parsed(body: bytes) -> None:
-    # As the desk does: what is too dense is scanned.
+    # Like the body reader: bodies that are too dense are scanned.
     if parses_at_once(body):
         read_small(body, BodyKind.CHAT, "user")
         chain_of({"messages": []}, BodyKind.CHAT)
@@ -246,7 +246,7 @@ def growth_of_parser(parser: Parser, largest: int) -> Growth:
 
 
 def growth_of_pattern(found: Found) -> Growth:
-    """With the text that is slowest for it; one that is not linear is measured at lengths at which it still ends."""
+    """A pattern with its slowest text. One that is not linear is measured at shorter lengths."""
     text, linear = slowest(found)
     chars = PATTERN_CHARS if linear else 24
 
@@ -258,7 +258,7 @@ def growth_of_pattern(found: Found) -> Growth:
 
 
 def show(title: str, growths: Iterable[Growth]) -> bool:
-    """Print each as soon as it is measured; true where all are linear."""
+    """Print each as soon as it is measured. True if all are linear."""
     print(f"{title}\n{'':64} {'largest':>9}  ms at 1/8, 1/4, 1/2 and the whole of it {'exponent':>10}")
     linear = True
     for one in growths:
@@ -272,9 +272,9 @@ def show(title: str, growths: Iterable[Growth]) -> bool:
 
 
 def main() -> int:
-    told = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
-    told.add_argument("--largest", type=int, default=1 << 40, help="No text is longer than so many bytes.")
-    largest: int = told.parse_args().largest
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
+    parser.add_argument("--largest", type=int, default=1 << 40, help="No text is longer than so many bytes.")
+    largest: int = parser.parse_args().largest
     patterns = show("Patterns", map(growth_of_pattern, found_patterns()))
     texts = show("Parsers", (growth_of_parser(parser, min(largest, parser.largest)) for parser in parsers()))
     return 0 if patterns and texts else 1

@@ -1,8 +1,8 @@
-"""Every regular expression of the package, and texts made to be slow for it.
+"""Finds every regular expression of the package, and makes texts that are slow for it.
 
-A pattern that can match one text in several ways may try them all before it fails: twice the text then takes four times
-as long, eight times, or for ever. Patterns are found in the source, wherever `re` is called, so that none has to be
-listed; texts are made from the parse of each: what leads to a repetition, that which is repeated, what ends it wrongly.
+A pattern that can match a text in several ways may try them all before it fails, so that the time grows faster than the
+text. Patterns are found in the source, wherever `re` is called, so none has to be listed. Texts are made from the parse
+of each pattern: what leads to a repetition, what is repeated, and a wrong end.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ROOT = Path(llmproxy.__file__).parent
 METHODS = ("match", "fullmatch", "search", "finditer", "findall", "sub", "subn", "split")
 SCREEN_CHARS = 2048
 SCREEN_S = 0.0005
-"""A text of SCREEN_CHARS takes a linear pattern some 50 us, and a quadratic one 5 ms or more: more is looked at."""
+"""A linear pattern takes about 50 µs for SCREEN_CHARS, a quadratic one 5 ms or more. Slower ones are measured."""
 ENOUGH_S = 0.05
-"""What takes longer is measured once: the machine's noise is little beside it."""
+"""A longer time is measured only once, because noise matters little."""
 EXPONENT_MAX = 1.5
-"""Time that grows with length to a higher power is not linear; a quadratic one has 2, and the machine its noise."""
+"""A higher exponent of time over length is not linear. Quadratic time has 2; the margin is for noise."""
 
 _ENDS = ("", "\x00")
 _PUMPS = [chr(code) for code in range(32, 127)] + ["\t", "\n", "\x00", "µ"]
@@ -36,30 +36,30 @@ _PARSER: Any = importlib.import_module("re._parser")
 
 
 class UnreadError(Exception):
-    """A pattern is made of what only a call knows, so that nobody can judge it by the source."""
+    """A pattern is built at run time, so that it cannot be judged by the source."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One pattern, where it stands, and the ways in which it is used there."""
+    """One pattern, its place in the source, and the methods by which it is used there."""
 
     where: str
     pattern: re.Pattern[Any]
     methods: tuple[str, ...]
 
     def run(self, text: str) -> None:
-        """Use the pattern on a text in all these ways."""
+        """Use the pattern on a text with all these methods."""
         given: Any = text.encode("latin-1") if isinstance(self.pattern.pattern, bytes) else text
         for method in self.methods:
             if method in ("match", "fullmatch", "search"):
                 getattr(self.pattern, method)(given)
             else:
-                # All that look for every match spend their time in the looking.
+                # All methods that find every match spend their time searching.
                 sum(1 for _ in self.pattern.finditer(given))
 
 
 def found_patterns() -> list[Found]:
-    """Every pattern of the package. Raises UnreadError for one that the source does not tell."""
+    """Every pattern of the package. Raises UnreadError for one that is not in the source."""
     found: list[Found] = []
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -87,18 +87,18 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _uses(name: str, home: Path) -> tuple[str, ...]:
-    """The methods that the package calls on what has this name; none where it is handed to somebody else too."""
+    """The methods that the package calls on this name; none if it is passed to other code too."""
     text = "\n".join(path.read_text() for path in ([home] if name.startswith("_") else ROOT.rglob("*.py")))
-    said = re.findall(rf"\b{name}\b(?!\s*=[^=])(?:\.(\w+)\()?", text)
-    return tuple(sorted(set(said))) if said and all(method in METHODS for method in said) else ()
+    calls = re.findall(rf"\b{name}\b(?!\s*=[^=])(?:\.(\w+)\()?", text)
+    return tuple(sorted(set(calls))) if calls and all(method in METHODS for method in calls) else ()
 
 
 def _evaluated(path: Path, call: ast.Call) -> re.Pattern[Any]:
-    """The pattern that a call of `re` is about, told by what its module knows."""
+    """The pattern in a call of `re`, resolved by the names of its module."""
     assert isinstance(call.func, ast.Attribute)
     module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
     flags = [keyword.value for keyword in call.keywords if keyword.arg == "flags"]
-    # The text comes second; what is put in its place and a limit may come between it and the flags.
+    # The text is second. A replacement and a limit may come between it and the flags.
     flags += call.args[1:2] if call.func.attr == "compile" else [one for one in call.args[2:] if _is_re(one)]
     try:
         pattern, *rest = [

@@ -54,7 +54,7 @@ def mutated(body: bytes, cuts: list[tuple[int, int, bytes]]) -> bytes:
 
 
 def both(body: bytes, kind: BodyKind) -> list[ParsedBody | None]:
-    """What the two ways of reading make of a body, None where one refuses it."""
+    """The results of both readers, None for one that refuses the body."""
     found: list[ParsedBody | None] = []
     for parsed in (True, False):
         try:
@@ -91,7 +91,7 @@ def test_both_readers_agree_with_the_engines_parser(
     small, large = both(body, kind)
     engine = engines_view(body)
     if small is not None:
-        # A large body may hold broken values that nobody here asked for, never the other way round.
+        # A large body may hold broken values that are not needed here, but never the other way round.
         assert large is not None
         assert engine is not None
         assert (small.facts.model, small.facts.stream) == (large.facts.model, large.facts.stream)

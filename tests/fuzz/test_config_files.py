@@ -37,7 +37,7 @@ def places(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str | in
 
 
 def put(value: Any, place: tuple[str | int, ...], new: Any) -> Any:
-    """A copy of `value` with `new` at `place`; what is missing on the way is made."""
+    """A copy of `value` with `new` at `place`. Missing containers on the path are made."""
     if not place:
         return new
     if isinstance(place[0], int):

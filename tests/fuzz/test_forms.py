@@ -56,7 +56,7 @@ def options(value: str) -> dict[str, str]:
 
 
 def engines_view(parts: list[tuple[list[tuple[str, str]], bytes]]) -> dict[str, bytes] | None:
-    """The plain fields of a form, of equal names the last; None where the engine refuses the form."""
+    """The plain fields of a form, the last of equal names; None if the engine refuses the form."""
     found: dict[str, bytes] = {}
     for fields, content in parts:
         disposition = None
@@ -77,7 +77,7 @@ def engines_view(parts: list[tuple[list[tuple[str, str]], bytes]]) -> dict[str, 
 
 
 def in_starlette(body: bytes, content_type: str, chunk_bytes: int) -> FormData | None:
-    """What Starlette reads in a form that comes in chunks; None where it refuses the form."""
+    """What Starlette reads in a form that arrives in chunks; None if it refuses the form."""
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         for at in range(0, len(body), chunk_bytes):

@@ -56,7 +56,7 @@ def through(stream: bytes, cuts: list[int], hide_usage: bool) -> tuple[bytes, St
 
 
 def is_usage_event(event: bytes) -> bool:
-    """The definition, by a parser: data of one line, an object without choices or error, that tells of tokens."""
+    """The definition by a parser: data of one line, an object without choices or error, with token counts."""
     if not event.startswith(b"data:") or event.count(b"\n") != 2:
         return False
     try:
@@ -132,7 +132,7 @@ def test_a_usage_is_found_in_its_own_place_and_nowhere_else(fields: dict[str, An
 
 
 def told(usage: object) -> Usage | None:
-    """What the same member says of itself, where it stands alone."""
+    """The usage in an object that has only this member."""
     return usage_of_tail(json.dumps({"usage": usage}).encode()) if isinstance(usage, dict) else None
 
 

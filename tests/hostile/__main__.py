@@ -28,7 +28,7 @@ SHOWN_MAX, SHOWN_CHARS = 20, 6000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was sent, and what came of it that must not."""
+    """What was sent, and which wrong outcome it had."""
 
     sent: bytes
     wrong: tuple[str, ...]

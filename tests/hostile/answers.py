@@ -11,7 +11,7 @@ from tests.hostile.requests import CODINGS, LENGTHS, SIZES
 from tests.strictness.answers import BODY, CHUNK, LAST, SIZE, TE, whole_of
 
 INNER = whole_of(b"content-length: 15\r\n", body=b'{"smuggled": 1}')
-"""What is hidden in an answer, for the client or for whoever asks next."""
+"""A message hidden in an answer, for the client or for the next request."""
 EVENT = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 STREAM = STREAM_HEAD + chunk(EVENT) + chunk(b"data: [DONE]\n\n") + STREAM_END
 SOUND = (

@@ -1,4 +1,4 @@
-"""Hostile backends: each case answers one request, a sound answer the next, and what must hold whatever the case is.
+"""Hostile backends: each case answers one request, a sound answer follows for the next, and the rules that must hold.
 
 A strict reading of what was answered says whether there is one answer in it. The client gets that one, or is told that
 there is none: by an error, or by an end that it can tell from a whole answer. Whoever asks next gets its own.
@@ -16,7 +16,7 @@ from tests.strictness.answers import NEXT, Got, answer_bench, observe_answer
 from tests.strictness.reading import End, Message, Reading, answers_of
 
 TIMEOUTS: dict[str, Any] = {"connect_s": 5, "first_byte_s": 2, "stall_s": 2, "total_s": 3}
-"""Nothing that is hostile here may last until one of them: what is wrong is seen, or the connection is closed."""
+"""Time limits that no case here may reach: it is found to be wrong, or the connection is closed, before that."""
 
 
 @asynccontextmanager
@@ -26,13 +26,13 @@ async def bench() -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
 
 
 def closes(sent: bytes) -> bool:
-    """Whether the connection is closed behind a case, as always where more of it could come and would be waited for."""
+    """Whether the backend closes the connection after a case, as always if the proxy would wait for more of it."""
     given = answers_of(sent, closed=False)
     return given.end is End.SHORT or (_final(given) is None and given.end is End.CLEAN) or len(sent) % 2 == 0
 
 
 async def play(proxy: ProxyUnderTest, backend: Scripted, sent: bytes) -> Got:
-    """Have one request answered so, and the next one soundly. Raises TimeoutError where nothing comes of it."""
+    """Answer one request with the case, and the next one soundly. Raises TimeoutError if there is no outcome."""
     return await observe_answer(proxy, backend, sent, closes(sent), stream=b"event-stream" in sent)
 
 
@@ -71,10 +71,10 @@ def _final(given: Reading) -> Message | None:
 
 
 def _wrong_whole(seen: Message, answer: Message | None, begun: Message | None) -> list[str]:
-    """What is wrong with a whole answer, where the backend gave this one, or none but a beginning."""
+    """What is wrong with a whole answer, if the backend gave this one or only a beginning."""
     given = answer
     if given is None and begun is not None and b"data: [DONE]\n\n" in begun.body:
-        # A stream that has told its end wants nothing more.
+        # A stream with its end needs nothing more.
         given = begun
     if given is not None and (seen.status, seen.body) == (given.status, given.body):
         return []

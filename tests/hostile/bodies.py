@@ -1,4 +1,4 @@
-"""Hostile JSON bodies: what the backend reads in what arrives is what it would have read in what was sent.
+"""Hostile JSON bodies: the backend reads in the forwarded bytes what it would have read in the sent ones.
 
 The engine's framework reads a body with Python's own parser: of two members of a name the last one counts, however they
 are spelt, and the bytes may be UTF-16. Whoever is let through under one model must not ask the engine for another.
@@ -91,7 +91,7 @@ def request_of(body: bytes) -> bytes:
 
 
 def engines_view(body: bytes) -> Any:
-    """What the engine's framework makes of a body; an exception of it where it refuses."""
+    """What the engine's framework reads in a body, or its exception if it refuses."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

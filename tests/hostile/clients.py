@@ -1,4 +1,4 @@
-"""Hostile clients: each case on a connection of its own, and what must hold whatever it is.
+"""Hostile clients: each case on its own connection, and the rules that must hold.
 
 A strict reading of what was sent says which requests there are. What reaches the backend is some of them, in their
 order and with their bodies, each in one form; the client gets no more answers than there are requests.
@@ -44,7 +44,7 @@ class Seen:
 
 @asynccontextmanager
 async def bench() -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
-    """A proxy that waits for nobody over a backend that answers soundly and keeps the bytes that reach it."""
+    """A proxy with short time limits over a backend that answers soundly and keeps the bytes that reach it."""
     with patch("llmproxy.gateway.http.connection.LINGER_S", 0.1):
         async with (
             scripted(answering(whole(ANSWER))) as backend,
@@ -54,7 +54,7 @@ async def bench() -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
 
 
 async def play(proxy: ProxyUnderTest, backend: Scripted, packets: list[bytes]) -> Seen:
-    """Send one case and the sentinel behind it. Raises TimeoutError where nothing comes of it."""
+    """Send one case and the sentinel after it. Raises TimeoutError if there is no outcome."""
     backend.requests.clear()
     async with asyncio.timeout(LIMIT_S), connected(proxy.url) as wire:
         for packet in packets:

@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 def wrong_of(answer: Any) -> str:
-    """What is wrong with an answer; "" where it is a success or an error as clients of the route know it."""
+    """What is wrong with an answer; "" if it is a success or a proper error of the route."""
     if answer.status_code < 400:
         return ""
     if answer.status_code >= 500:
@@ -82,7 +82,7 @@ def left_over(url: str) -> str:
 
 
 def examine(operation: Any, url: str, examples: int, seeded: int) -> tuple[int, str]:
-    """How many requests of one route were tried, and the story of one that went wrong."""
+    """How many requests of one route were tried, and the description of a failure."""
     tried = 0
 
     def check(case: Any) -> None:

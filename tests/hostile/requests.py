@@ -17,7 +17,7 @@ TE = b"transfer-encoding: chunked"
 
 
 def body_of(user: str) -> bytes:
-    """A body that tells whose it is."""
+    """A body that names its user."""
     return json.dumps({"model": "base", "messages": [], "max_tokens": 1, "user": user}).encode()
 
 
@@ -88,7 +88,7 @@ def _te_spelling(_: Random) -> Iterator[bytes]:
     yield from spelt(cl_te, line, b"\r\n" + outsides, slots, EVERY)
     te_cl = head(HOST, JSON, b"content-length: %d" % len(b"%x\r\n" % len(INNER)))[:-4]
     yield from spelt(te_cl, line, b"\r\n" + HIDDEN, range(len(line)), NASTY)
-    # No length beside it: whoever does not read it takes the body for the next request.
+    # Without a length: a reader that ignores this line takes the body for the next request.
     yield from spelt(head(HOST, JSON)[:-4], line, b"\r\n" + HIDDEN, range(len(line)), NASTY)
     for coding in CODINGS:
         for end in LINE_ENDS:
@@ -99,7 +99,7 @@ def _cl_spelling(_: Random) -> Iterator[bytes]:
     line = b"\r\nContent-Length: %d\r\n" % len(OUTER)
     before = head(HOST, JSON)[:-4]
     yield from spelt(before, line, b"\r\n" + OUTER + INNER, (2, 9, 16, 17, 18, 19, 20, 21), EVERY)
-    # The same with the hidden request as the whole body: whoever reads no length takes it for the next one (CL.0).
+    # With the hidden request as the whole body: a reader without a length takes it for the next request (CL.0).
     line = b"\r\nContent-Length: %d\r\n" % len(INNER)
     yield from spelt(before, line, b"\r\n" + INNER, range(len(line)), NASTY)
 

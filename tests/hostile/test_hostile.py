@@ -1,4 +1,4 @@
-"""A few cases of each group of `make hostile`, the same every time; and that what must not be would be found."""
+"""The same few cases of each group of `make hostile` every time, and proof that wrong outcomes would be found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend is made to answer to find out how the proxy reads it, and what should come of it."""
+"""Answers of a backend that show how the proxy reads them, and their expected outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TE = b"transfer-encoding: chunked\r\n"
 CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY)
 LAST = b"0\r\n\r\n"
 NEXT = b'{"next":1}'
-"""The body of the answer to the request behind the one that was tried."""
+"""The body of the answer to the next request."""
 CONFIG: dict[str, Any] = {
     "retry": {"extra_attempts": 0},
     "health": {"failures": 1_000_000, "hung_s": None},
@@ -51,7 +51,7 @@ class AnswerVector:
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """What a client got for the answer and for the next one, and what became of the connection between them."""
+    """The client's bytes for the answer and for the next one, and whether the backend's connection was kept."""
 
     data: bytes
     next: bytes
@@ -168,7 +168,7 @@ ANSWERS = (
 
 @asynccontextmanager
 async def answer_bench(**config: Any) -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
-    """A proxy over one backend that answers as it is told."""
+    """A proxy over one backend that answers as scripted."""
     async with scripted(answering(whole(NEXT))) as backend, serving(extra=[backend.url], **(CONFIG | config)) as proxy:
         yield proxy, backend
 
@@ -197,7 +197,7 @@ async def observe_answer(
 
 
 def answer_differences(vector: AnswerVector, got: Got) -> str:
-    """In what it is not what the table says; "" where it is."""
+    """How an observation differs from the table; "" if it does not."""
     wrong = []
     status, cut, body = client_saw(got)
     if (status, cut) != (vector.status, vector.cut):
@@ -215,14 +215,14 @@ def answer_differences(vector: AnswerVector, got: Got) -> str:
 
 
 def answer_row(vector: AnswerVector, status: int, cut: bool, kept: bool) -> str:
-    """What is told of one answer."""
+    """The row of one answer."""
     client = f"{status}, cut before its end" if cut else str(status)
     client += f", with `{vector.seen.decode().strip()}`" if vector.seen else ""
     return f"| {vector.name} | {client} | {'kept' if kept else 'closed'} |"
 
 
 def client_saw(got: Got) -> tuple[int, bool, bytes]:
-    """Status, whether the end is missing, and body of the answer; the status is 0 where it is not one sound answer."""
+    """Status, whether the end is missing, and body of the answer. The status is 0 if it is not one sound answer."""
     reading = answers_of(got.data, closed=True)
     if reading.end is End.SHORT and reading.begun is not None and not reading.messages:
         return reading.begun.status, True, reading.begun.body

@@ -38,7 +38,7 @@ async def _run(folder: Path) -> None:
                 try:
                     seen = await observe(home, backend, bytes_of(file.read_bytes()), limit_s=2.0)
                 except TimeoutError:
-                    # Its head has no end: whoever sends it waits in vain.
+                    # Its head has no end, so there is no answer.
                     seen = Observed((), closed=False, reached=())
                 refused = bool(REFUSALS & set(seen.statuses)) or not seen.statuses
                 if refused != (kind == "invalid") or seen.reached:

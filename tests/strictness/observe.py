@@ -1,4 +1,4 @@
-"""Sends a vector to a proxy below HTTP, and reads off the wires what became of it."""
+"""Sends a vector to a proxy below HTTP, and observes the outcome on both connections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a client and a backend saw of one vector; `told` is the body of the last answer."""
+    """What a client and a backend saw of one vector. `told` is the body of the last answer."""
 
     statuses: tuple[int, ...]
     closed: bool
@@ -31,7 +31,7 @@ class Observed:
 
 @asynccontextmanager
 async def bench(*, hasty: bool = False) -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
-    """A proxy over one backend that keeps the very bytes that reach it; a hasty one waits for nobody."""
+    """A proxy over one backend that keeps the bytes that reach it. A hasty proxy has short time limits."""
     limits = {"body_silence_s": 0.2, "head_timeout_s": 0.2} if hasty else {}
     async with (
         _lingering(0.1 if hasty else 10.0),
@@ -77,7 +77,7 @@ async def observe(
 
 
 def form_of(request: bytes) -> str:
-    """What is wrong with the form in which a request reached the backend; "" where it can be read in one way only."""
+    """What is wrong with the form in which a request reached the backend; "" if it can be read in only one way."""
     head, _, body = request.partition(b"\r\n\r\n")
     line, *fields = head.split(b"\r\n")
     names = [field.partition(b":")[0].lower() for field in fields]
@@ -95,7 +95,7 @@ def form_of(request: bytes) -> str:
 
 
 def differences(vector: Vector, observed: Observed) -> str:
-    """In what the observation is not what the table says; "" where it is."""
+    """How an observation differs from the table; "" if it does not."""
     wrong = [form for form in map(form_of, observed.reached) if form]
     if vector.statuses != observed.statuses:
         wrong.append(f"statuses {observed.statuses}, not {vector.statuses}: {observed.told[:150]!r}")

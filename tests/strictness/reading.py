@@ -23,7 +23,7 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class End(StrEnum):
-    """Why a reading ended where it did."""
+    """Why a reading ended."""
 
     CLEAN = "clean"
     SHORT = "short"
@@ -51,13 +51,13 @@ class Message:
 
     @property
     def strict(self) -> bool:
-        """Of an answer: whether its status line is what it should be, too."""
+        """Whether an answer has a correct status line too."""
         return self.line[0] in (b"1.0", b"1.1") and _REASON.fullmatch(self.line[2]) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """All messages before the end. Of one that is short, `begun` is what there is, if its head is whole."""
+    """All messages before the end. `begun` is the part of a short message whose head is whole."""
 
     messages: tuple[Message, ...]
     end: End
@@ -96,7 +96,7 @@ def requests_of(data: bytes) -> Reading:
 
 
 def answers_of(data: bytes, closed: bool) -> Reading:
-    """What a server sent on one connection, interim answers included; `closed` says that it has ended since."""
+    """What a server sent on one connection, with interim answers. `closed` says that the connection has ended."""
     messages: list[Message] = []
     while data := data.lstrip(b"\r\n"):
         try:
@@ -122,12 +122,12 @@ def _begun(head: Message, stop: _Stop) -> Message | None:
 def _head(
     data: bytes, first_line: Callable[[bytes], tuple[bytes, bytes, bytes]]
 ) -> tuple[tuple[bytes, bytes, bytes], tuple[tuple[bytes, bytes], ...], bytes]:
-    """The first line, the fields and what follows."""
+    """The first line, the fields and the rest."""
     text, line_end, data = _line(data)
     try:
         first = first_line(text)
     except _Stop as stop:
-        # Half a line may yet become a whole one, unless it goes on behind what is wrong already.
+        # Half a line may still become a whole one, unless it is already wrong.
         raise _Stop(End.SHORT if not line_end else stop.end) from None
     if not line_end:
         raise _Stop(End.SHORT)
@@ -172,7 +172,7 @@ def _status_line(line: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _body(head: Message, data: bytes, minor: bytes, closed: bool | None) -> tuple[bytes, bytes]:
-    """The body and what follows. `closed` is None for a request, which ends with its connection never."""
+    """The body and the rest. `closed` is None for a request, which never ends with its connection."""
     lengths, codings = head.values(b"content-length"), head.values(b"transfer-encoding")
     answer = closed is not None
     if len(lengths) + len(codings) > 1:

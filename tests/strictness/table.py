@@ -133,7 +133,7 @@ def page(rows: Mapping[str, Sequence[str]], answer_rows: Sequence[str]) -> str:
 
 
 def row(vector: Vector, statuses: Sequence[int], closed: bool, reached: int) -> str:
-    """What is told of one vector."""
+    """The row of one vector."""
     backend = {0: "nothing", 1: "one request"}.get(reached, f"{reached} requests")
     if vector.seen:
         backend += f", with `{_shown(vector.seen)}`"
@@ -148,13 +148,13 @@ def _shown(data: bytes) -> str:
 
 
 async def observed_requests() -> tuple[dict[str, list[str]], list[str]]:
-    """The rows of requests as they were observed, by group, and what is not as told."""
+    """The observed rows of requests by group, and the differences from the table."""
     rows: dict[str, list[str]] = {}
     wrong: list[str] = []
     for group, vectors in TABLE.items():
         found: dict[int, Observed] = {}
         for hasty in (False, True):
-            # One after the other: each house looks for what was left behind since it was opened.
+            # One after the other: each proxy checks what was left behind since it started.
             async with bench(hasty=hasty) as (home, backend):
                 for i, vector in enumerate(vectors):
                     if vector.waits is hasty:
@@ -168,7 +168,7 @@ async def observed_requests() -> tuple[dict[str, list[str]], list[str]]:
 
 
 async def observed_answers() -> tuple[list[str], list[str]]:
-    """The rows of answers as they were observed, and what is not as told."""
+    """The observed rows of answers, and the differences from the table."""
     rows, wrong = [], []
     async with answer_bench() as (home, backend):
         for vector in ANSWERS:
@@ -181,7 +181,7 @@ async def observed_answers() -> tuple[list[str], list[str]]:
 
 
 async def observed() -> tuple[dict[str, list[str]], list[str], list[str]]:
-    """All rows, those of requests by group, and what is not as told."""
+    """All rows, those of requests by group, and the differences from the table."""
     rows, wrong = await observed_requests()
     answer_rows, wrong_answers = await observed_answers()
     return rows, answer_rows, wrong + wrong_answers

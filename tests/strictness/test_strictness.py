@@ -1,4 +1,4 @@
-"""What is ambiguous in HTTP/1 is refused, and what is not arrives at a backend in one form only."""
+"""Ambiguous HTTP/1 is refused, and everything else reaches a backend in only one form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent to the proxy to find out how it reads HTTP, and what should come of it."""
+"""Requests that show how the proxy reads HTTP, and their expected outcome."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Vector:
 
     @property
     def waits(self) -> bool:
-        """Whether its answer or its end comes only when the proxy has waited for more of it in vain."""
+        """Whether its answer or its end comes only after the proxy has waited for more of it."""
         return 408 in self.statuses or (413 in self.statuses and self.closed)
 
 
 def refused(name: str, sent: bytes, status: int = 400) -> Vector:
-    """Not for the backend, and the connection is closed: where its next request begins is not certain."""
+    """Refused, and the connection is closed, because it is not certain where the next request begins."""
     return Vector(name, sent, (status,), closed=True)
 
 
 def declined(name: str, sent: bytes, status: int) -> Vector:
-    """Not for the backend; it is clear where the next request begins, so the connection stays."""
+    """Refused, but the connection stays, because it is clear where the next request begins."""
     return Vector(name, sent, (status,))
 
 
@@ -62,7 +62,7 @@ def post(*fields: bytes, target: bytes = CHAT, method: bytes = b"POST", version:
 
 
 def framed(*fields: bytes, body: bytes = BODY) -> bytes:
-    """A request whose framing is wholly in `fields` and `body`."""
+    """A request with its framing in `fields` and `body` only."""
     return head(HOST, JSON, *fields) + body
 
 

@@ -1,4 +1,4 @@
-"""A connection below HTTP that keeps what it received, also where it is reset in the same moment."""
+"""A connection below HTTP that keeps received bytes even if it is reset at the same moment."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Wire(asyncio.Protocol):
         return self._received
 
     async def answer(self) -> tuple[int, bytes] | None:
-        """Status and body of the next answer, which tells its length unless it is an interim one; None at the end."""
+        """Status and body of the next answer, which has a length unless it is interim. None at the end."""
         while True:
             head, mark, rest = self._received.partition(b"\r\n\r\n")
             length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)

@@ -313,7 +313,7 @@ def test_a_tenant_without_limits_counts_against_none() -> None:
 
 
 def named(place: str, in_body: str = "", tenant: Tenant = NO_TENANT, **headers: str) -> str | None:
-    """The session of a request with these headers, underscores for hyphens, where `place` names it."""
+    """The session of a request with these headers (underscores for hyphens) if `place` names it."""
     http = make_mocked_request("POST", "/", headers={name.replace("_", "-"): text for name, text in headers.items()})
     told = dict.fromkeys([one.partition(":")[2] for one in place.split(",")], in_body)
     return Identity(config(scheduling={"session": place})).session(http, told, tenant)

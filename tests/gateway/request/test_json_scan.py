@@ -23,7 +23,7 @@ SPACES = st.text(alphabet=" \t\r\n", max_size=3)
 
 
 def written(members: list[tuple[str, Any]], space: str, ascii_only: bool) -> bytes:
-    """An object with its members in this order, equal names included, and `space` wherever JSON allows it."""
+    """An object with these members in this order, with repeated names, and `space` wherever JSON allows it."""
 
     def dump(value: Any) -> str:
         return json.dumps(value, ensure_ascii=ascii_only, separators=("," + space, space + ":" + space))
