@@ -159,7 +159,7 @@ async def running(
     limits: LimitsFile | None = None,
 ) -> AsyncIterator[Proxy]:
     """Start a proxy on the current loop and stop it when the block ends. `reread` says how to read `config` again,
-    `sockets` may have some that were inherited, `drained` are backends that a predecessor was told to drain, and
+    `sockets` may have some that were inherited, `drained` are backends that were drained in the predecessor, and
     `limits` keeps what is learned of backends' batch limits.
 
     Raises ListenError; another OSError when it cannot start workers; ConfigError when it cannot look for backends or
@@ -293,7 +293,7 @@ def _clients(config: Config) -> ClientLimits:
 
 
 def _live_state(proxy: Proxy, now: float) -> LiveState:
-    """The gauges of this moment, read when somebody scrapes, so that they cannot drift from the truth."""
+    """The gauges of this moment, read at each scrape, so that they are always right."""
     pools, dispatcher, names = proxy.pools, proxy.dispatcher, proxy.gateway.rulebook.current.band_names
     queued = pools.queued()
     views = pools.views(now)

@@ -42,7 +42,7 @@ def parse_reading(text: bytes, taken_at_s: float) -> Generator[None, None, Readi
     """Read the load of one backend from its metrics page; `taken_at_s` is when the scrape was sent.
 
     Several engines behind one page are summed (requests, KV tokens) or averaged (KV use). None where neither running
-    nor waiting requests are told: that is not a vLLM page, and a reading of zeroes would claim an idle engine. Yields
+    nor waiting requests are there: it is no vLLM page, and a reading of zeroes would mean an idle engine. Yields
     after at most some milliseconds of work. Raises ValueError with a reason for people beyond LABELS_BYTES_MAX.
     """
     running = yield from _values(text, RUNNING)

@@ -53,8 +53,7 @@ class _Member:
 class BackendRegistry:
     """The backends, with the poller of each, which runs until the backend is removed or `close` is called.
 
-    `peers` is kept up to date for those who send requests. `events` is told what polls find out, and of every backend
-    that is removed.
+    `peers` is kept up to date for the clients that send requests. `events` gets all events of polls, and every removal.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ _ANY_SIZE = ClientsConfig().model_copy(update={"head_bytes_max": 1 << 30, "head_
 
 @dataclass(slots=True)
 class _PageHandler:
-    """Handles one request in place of the front door, and keeps the answer."""
+    """Handles one request in place of the router, and keeps the answer."""
 
     front: Router
     clients: ClientLimits

@@ -148,7 +148,7 @@ async def test_a_change_is_one_post_and_its_answer_is_told(fleet: Fleet) -> None
 
 
 @pytest.mark.parametrize("error", [ConnectFailed("nobody there"), UpstreamBroken("cut")])
-async def test_who_cannot_be_reached_has_no_status(fleet: Fleet, error: Exception) -> None:
+async def test_an_unreachable_backend_has_no_status(fleet: Fleet, error: Exception) -> None:
     fleet.answers = [error]
     report = await fleet.load("x")
     assert report.replies == (Reply("a", None, False, str(error)),)
@@ -166,7 +166,7 @@ async def test_who_cannot_be_reached_has_no_status(fleet: Fleet, error: Exceptio
         (502, b"\xff" * 100_000, "�" * MESSAGE_CHARS_MAX),
     ],
 )
-async def test_errors_are_told_in_the_backends_words(fleet: Fleet, status: int, body: bytes, message: str) -> None:
+async def test_errors_have_the_message_of_the_backend(fleet: Fleet, status: int, body: bytes, message: str) -> None:
     fleet.answers = [(status, body)]
     report = await fleet.load("x")
     assert report.replies == (Reply("a", status, False, message),)
@@ -174,7 +174,7 @@ async def test_errors_are_told_in_the_backends_words(fleet: Fleet, status: int, 
     assert fleet.exchanges[0].closed
 
 
-async def test_all_are_told_at_the_same_time_and_each_one_thing_after_the_other(fleet: Fleet) -> None:
+async def test_backends_get_orders_at_once_and_each_one_at_a_time(fleet: Fleet) -> None:
     fleet.held.clear()
     changes = [asyncio.create_task(fleet.load(name, replicas=2)) for name in "xyz"]
     await fleet.quiet()
@@ -184,7 +184,7 @@ async def test_all_are_told_at_the_same_time_and_each_one_thing_after_the_other(
     assert (len(fleet.sent), fleet.most_at_once) == (6, 2)
 
 
-async def test_who_comes_back_gets_all_of_it_once(fleet: Fleet) -> None:
+async def test_a_backend_that_comes_back_gets_all_orders_once(fleet: Fleet) -> None:
     await fleet.load(*"xyz", replicas=2)
     fleet.loaded["a"], fleet.sent[:], fleet.counted[:] = [], [], []
     fleet.held.clear()
@@ -201,7 +201,7 @@ async def test_who_comes_back_gets_all_of_it_once(fleet: Fleet) -> None:
     assert told == [("adapter_changed", name, True) for name in "xyz"]
 
 
-async def test_a_pass_ends_with_its_first_failure_and_the_next_goes_on_with_the_others(fleet: Fleet) -> None:
+async def test_a_repetition_ends_at_a_failure_and_goes_on_at_the_next(fleet: Fleet) -> None:
     await fleet.load(*"xyz", replicas=2)
     fleet.loaded["a"], fleet.sent[:] = [], []
     fleet.answers = [(500, b"broken")]
@@ -214,7 +214,7 @@ async def test_a_pass_ends_with_its_first_failure_and_the_next_goes_on_with_the_
     assert [fields["lora_name"] for _, _, fields in fleet.sent] == ["x", "y", "z"], "x rests before its next try"
 
 
-async def test_what_is_settled_meanwhile_is_not_told(fleet: Fleet) -> None:
+async def test_an_order_that_is_met_meanwhile_is_not_sent(fleet: Fleet) -> None:
     await fleet.load("x", "y", replicas=2)
     fleet.loaded["a"], fleet.sent[:] = [], []
     fleet.held.clear()
@@ -233,7 +233,7 @@ async def test_a_bug_leaves_no_change_under_way(fleet: Fleet) -> None:
     assert not fleet.adapters.is_changing("x")
 
 
-async def test_closing_gives_up_what_is_under_way(fleet: Fleet) -> None:
+async def test_closing_cancels_orders_under_way(fleet: Fleet) -> None:
     fleet.held.clear()
     change = asyncio.create_task(fleet.load("x"))
     await fleet.quiet()

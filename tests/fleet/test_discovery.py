@@ -149,7 +149,7 @@ def test_service_records_need_their_library(monkeypatch: pytest.MonkeyPatch) -> 
     check(config)
 
 
-# --- what the roster makes of it --------------------------------------------------------------------------------------
+# --- what the registry does with it -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ async def test_a_poller_is_told_whether_its_backend_has_work(
     assert [one() for one in asked] == [False, False]
 
 
-async def test_what_two_sources_name_belongs_to_the_first_and_stays_while_either_wants_it(
+async def test_a_backend_of_two_sources_stays_while_either_wants_it(
     registry: BackendRegistry,
 ) -> None:
     one, same_url, same_name = (
@@ -216,9 +216,7 @@ async def test_what_two_sources_name_belongs_to_the_first_and_stays_while_either
     assert not registry.pollers
 
 
-async def test_trust_is_that_of_whoever_is_wanted_at_a_url_and_goes_with_the_last(
-    registry: BackendRegistry, peers: Peers
-) -> None:
+async def test_trust_follows_the_backend_that_is_wanted_at_a_url(registry: BackendRegistry, peers: Peers) -> None:
     def at(name: str, url: str, server_name: str) -> BackendConfig:
         return BackendConfig(name=name, url=url, tls=BackendTlsConfig(server_name=server_name))
 
@@ -262,7 +260,7 @@ async def test_authorities_are_not_read_again_where_a_source_says_the_same(
     assert read == ["a"]
 
 
-async def test_a_drain_by_hand_outlives_what_sources_say_and_ends_with_the_backend(registry: BackendRegistry) -> None:
+async def test_a_drain_outlives_updates_and_ends_with_the_backend(registry: BackendRegistry) -> None:
     one = BackendConfig(name="a", url="http://127.0.0.1:1")
     registry.update("config", [one])
     registry.drain("a")
@@ -276,7 +274,7 @@ async def test_a_drain_by_hand_outlives_what_sources_say_and_ends_with_the_backe
         registry.drain("b")
 
 
-async def test_who_was_drained_under_a_predecessor_joins_drained_and_but_once(registry: BackendRegistry) -> None:
+async def test_a_backend_drained_in_the_predecessor_joins_drained_once(registry: BackendRegistry) -> None:
     one = BackendConfig(name="a", url="http://127.0.0.1:1")
     registry.drain_on_join(["a", "never"])
     assert registry.drained() == {"a", "never"}
@@ -291,7 +289,7 @@ async def test_who_was_drained_under_a_predecessor_joins_drained_and_but_once(re
     assert registry.status("a").state is MemberState.DOWN
 
 
-async def test_sources_are_asked_anew_when_their_settings_change_and_leave_with_their_backends(
+async def test_changed_sources_are_asked_again_and_removed_ones_leave(
     registry: BackendRegistry,
 ) -> None:
     expected: list[bool] = []
@@ -317,7 +315,7 @@ async def test_sources_are_asked_anew_when_their_settings_change_and_leave_with_
     await found.close()
 
 
-async def test_a_source_that_finds_nothing_is_told_once_until_it_finds_something(registry: BackendRegistry) -> None:
+async def test_a_source_without_backends_is_logged_once(registry: BackendRegistry) -> None:
     looks: list[str] = []
     names = Names([], [], [A], [A], [])
     found = Discovery(registry, lambda _: None, lambda name, _: looks.append(name), (names, names))

@@ -38,14 +38,14 @@ def test_what_was_written_is_read_by_the_next_process(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_who_shares_the_file_keeps_what_others_wrote_of_their_backends(tmp_path: Path) -> None:
+def test_entries_of_other_proxies_stay(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     at(path).write({"http://a": ONE})
     at(path).write({"http://b": OTHER})
     assert at(path).read() == {"http://a": ONE, "http://b": OTHER}
 
 
-def test_what_was_not_seen_for_long_is_forgotten_and_so_is_what_comes_from_the_future(tmp_path: Path) -> None:
+def test_entries_too_old_or_from_the_future_do_not_count(tmp_path: Path) -> None:
     path, clock = tmp_path / "state.json", Clock()
     at(path, clock).write({"http://a": ONE})
     clock.now += AGE_MAX_S - 1

@@ -130,7 +130,7 @@ def test_kv_use_above_one_is_one() -> None:
     assert reading(b"vllm:kv_cache_usage_perc 1.25").kv_used == 1.0
 
 
-def test_a_name_that_merely_begins_or_ends_like_a_needed_one_is_another() -> None:
+def test_a_metric_name_with_a_needed_prefix_is_another_metric() -> None:
     found = reading(
         b"vllm:num_requests_running_total 5", b"my_vllm:num_requests_running 5", b"vllm:num_requests_running"
     )
@@ -224,7 +224,7 @@ def test_a_large_page_is_read_in_slices(line: bytes) -> None:
     assert sum(1 for _ in parse_reading(b"vllm:num_requests_running 1\n" + line * 25_600, 0.0)) >= 100
 
 
-def test_a_series_with_too_many_labels_is_refused_by_the_limit_that_it_is_beyond() -> None:
+def test_a_series_with_too_many_labels_is_refused() -> None:
     page = b"vllm:num_requests_running 1\nvllm:cache_config_info{" + b'a="",' * LABELS_BYTES_MAX + b"} 1\n"
     with pytest.raises(ValueError, match=f"more than the {LABELS_BYTES_MAX}"):
         drain(parse_reading(page, 0.0))

@@ -73,7 +73,7 @@ def test_the_number_of_cards_is_limited() -> None:
         ([1] * (COMMAS_MAX + 2), f"commas, more than the {COMMAS_MAX}"),
     ],
 )
-def test_what_would_hold_the_loop_is_refused_by_the_limit_that_it_is_beyond(data: list[object], reason: str) -> None:
+def test_a_listing_beyond_a_limit_is_refused_with_that_limit(data: list[object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         drain(parse_listing(orjson.dumps({"data": data}), 0.0))
 

@@ -1,4 +1,4 @@
-"""The poller against a server that answers as the recorded one does, lap by lap on a clock that the test turns."""
+"""The poller against a server that answers as a recorded one does, poll by poll on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Sink(BackendObserver):
 
 @dataclass
 class Bench:
-    """A poller, its backend and its sink, on a clock that only `laps` and the backend turn."""
+    """A poller, its backend and its sink, on a clock that only `polls` and the backend advance."""
 
     upstream: HttpUpstream
     url: str = ""
@@ -178,7 +178,7 @@ class Bench:
         )
 
     async def polls(self, poller: Poller, seconds: float) -> int:
-        """Let the poller run for so long; returns how many laps it took."""
+        """Let the poller run for so long. Returns the number of polls."""
         end, count = self.now + seconds, 0
         while self.now < end:
             self.now += await poller.poll_once()
@@ -199,10 +199,10 @@ async def bench() -> AsyncIterator[Bench]:
         await server.close()
 
 
-# --- the walk ---------------------------------------------------------------------------------------------------------
+# --- one poll ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_first_lap_asks_everything_and_ends_in_one_verdict(bench: Bench) -> None:
+async def test_the_first_poll_asks_everything_and_ends_with_one_event(bench: Bench) -> None:
     pause_s = await bench.poller().poll_once()
     assert bench.vllm.asked == ["/health", "/v1/models", "/metrics/"]
     assert bench.sink.take() == ["listed", "observe", "answered"]
@@ -211,7 +211,7 @@ async def test_a_first_lap_asks_everything_and_ends_in_one_verdict(bench: Bench)
     assert 0.16 <= pause_s <= 0.2
 
 
-async def test_models_can_be_read_between_laps_and_no_answer_is_no_news(bench: Bench) -> None:
+async def test_models_can_be_read_between_polls(bench: Bench) -> None:
     poller = bench.poller()
     await poller.list_now()
     assert bench.vllm.asked == ["/v1/models"]
@@ -222,7 +222,7 @@ async def test_models_can_be_read_between_laps_and_no_answer_is_no_news(bench: B
     assert bench.sink.take() == []
 
 
-async def test_an_older_list_that_comes_later_undoes_nothing(bench: Bench) -> None:
+async def test_an_older_listing_does_not_replace_a_newer_one(bench: Bench) -> None:
     asked, let = asyncio.Event(), asyncio.Event()
 
     async def late(_: web.Request) -> web.StreamResponse:
@@ -243,7 +243,7 @@ async def test_an_older_list_that_comes_later_undoes_nothing(bench: Bench) -> No
     assert [card.name for card in bench.sink.listings[0].cards] == ["tiny", "new"]
 
 
-async def test_asks_for_the_needed_names_only_and_shows_its_key(bench: Bench) -> None:
+async def test_a_poll_sends_the_key_and_the_needed_metric_names(bench: Bench) -> None:
     await bench.poller(api_key="s3cret").poll_once()
     assert bench.vllm.requests[-1].query.getall("name[]") == list(METRIC_NAMES)
     for request in bench.vllm.requests:
@@ -251,7 +251,7 @@ async def test_asks_for_the_needed_names_only_and_shows_its_key(bench: Bench) ->
         assert request.headers["Accept-Encoding"] == "identity"
 
 
-async def test_shows_no_key_when_there_is_none(bench: Bench) -> None:
+async def test_a_poll_without_a_key_sends_none(bench: Bench) -> None:
     await bench.poller().poll_once()
     assert "Authorization" not in bench.vllm.requests[0].headers
 
@@ -266,7 +266,7 @@ async def test_a_reading_is_stamped_with_the_time_its_scrape_was_sent(bench: Ben
     assert bench.sink.readings[0].taken_at_s == 1000.0
 
 
-async def test_keeps_the_pace_of_each_question(bench: Bench) -> None:
+async def test_each_question_has_its_own_interval(bench: Bench) -> None:
     polls = await bench.polls(bench.poller(), 10.0)
     asked = {path: bench.vllm.asked.count(path) for path in bench.vllm.asked}
     assert 50 <= asked["/metrics/"] <= polls <= 90
@@ -285,7 +285,7 @@ async def test_a_backend_with_work_of_ours_or_of_others_is_read_often(
     assert bench.vllm.asked.count("/metrics/") >= 50
 
 
-async def test_one_without_work_is_read_with_its_health(bench: Bench) -> None:
+async def test_an_idle_backend_is_read_with_its_health(bench: Bench) -> None:
     bench.works = False
     bench.vllm.answers["/metrics/"] = saying(load(0, 0))
     await bench.polls(bench.poller(), 10.0)
@@ -293,9 +293,7 @@ async def test_one_without_work_is_read_with_its_health(bench: Bench) -> None:
     assert 5 <= bench.vllm.asked.count("/v1/models") <= 7
 
 
-async def test_one_without_work_is_read_at_once_when_it_is_given_some(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_idle_backend_is_read_at_once_when_it_gets_work(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.fleet.poller.HEALTH_INTERVAL_S", 3600.0)
     bench.times = Times(interval_s=0.001, page_interval_s=3600.0, models_interval_s=3600.0)
     bench.works = False
@@ -322,7 +320,7 @@ async def test_one_without_work_is_read_at_once_when_it_is_given_some(
 
 
 @pytest.mark.parametrize(("path", "looks_s"), [("/metrics/", 0.2), ("/metrics", 1.0)])
-async def test_whether_it_was_given_work_is_looked_at_as_often_as_it_may_be_read(
+async def test_an_idle_backend_is_checked_for_work_at_the_poll_interval(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, path: str, looks_s: float
 ) -> None:
     bench.works = False
@@ -351,7 +349,7 @@ async def test_whether_it_was_given_work_is_looked_at_as_often_as_it_may_be_read
 
 
 @pytest.mark.parametrize("answer", [saying(status=404), saying(status=307), saying(PAGE), saying("", 200)])
-async def test_falls_back_to_the_full_page_at_its_own_pace(bench: Bench, answer: Answer) -> None:
+async def test_the_full_page_is_read_at_its_own_interval(bench: Bench, answer: Answer) -> None:
     bench.vllm.answers["/metrics/"] = answer
     poller = bench.poller()
     await bench.polls(poller, 9.0)
@@ -360,7 +358,7 @@ async def test_falls_back_to_the_full_page_at_its_own_pace(bench: Bench, answer:
     assert bench.sink.readings[0].running == 3
 
 
-async def test_a_filtered_page_that_has_grown_large_is_read_at_the_slow_pace(bench: Bench) -> None:
+async def test_a_large_filtered_page_is_read_at_the_slow_interval(bench: Bench) -> None:
     bench.vllm.answers["/metrics/"] = saying(NEEDED + 'vllm:lora_requests_info{max_lora="2"} 1.0\n' * 1000)
     await bench.polls(bench.poller(), 9.0)
     assert 9 <= bench.vllm.asked.count("/metrics/") <= 12
@@ -402,7 +400,7 @@ async def test_looks_again_for_a_better_source_now_and_then(bench: Bench) -> Non
         ("/v1/models", saying("<html>"), "garbage", "not JSON"),
     ],
 )
-async def test_the_first_step_that_fails_ends_the_lap(
+async def test_the_first_failed_question_ends_the_poll(
     bench: Bench, path: str, answer: Answer, trouble: str, words: str
 ) -> None:
     bench.vllm.answers[path] = answer
@@ -413,7 +411,7 @@ async def test_the_first_step_that_fails_ends_the_lap(
 
 
 @pytest.mark.parametrize(("answer", "trouble"), [(hang, "no_answer"), (hang_up, "no_answer"), (never_end, "garbage")])
-async def test_a_metrics_page_that_cannot_be_read_is_no_verdict(
+async def test_an_unreadable_metrics_page_is_no_failure(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, answer: Answer, trouble: str
 ) -> None:
     monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
@@ -431,9 +429,7 @@ async def test_a_metrics_page_that_cannot_be_read_is_no_verdict(
 
 
 @pytest.mark.parametrize(("answer", "trouble"), [(hang, "no_answer"), (saying(status=503), "unhealthy")])
-async def test_health_that_fails_behind_a_metrics_page_that_hangs_is_one(
-    bench: Bench, answer: Answer, trouble: str
-) -> None:
+async def test_health_that_fails_after_hanging_metrics_is_a_failure(bench: Bench, answer: Answer, trouble: str) -> None:
     poller = bench.poller()
     await poller.poll_once()
     bench.sink.take()
@@ -472,7 +468,7 @@ async def test_a_page_that_is_refused_is_told_with_its_limit(bench: Bench) -> No
     assert f"more than the {LABELS_BYTES_MAX}" in bench.sink.details[0]
 
 
-async def test_no_more_is_unpacked_of_a_compressed_answer_than_is_read_of_any_other(bench: Bench) -> None:
+async def test_a_compressed_answer_is_unpacked_up_to_the_limit(bench: Bench) -> None:
     bomb = gzip.compress(bytes(64 << 20))
 
     async def explode(_: web.Request) -> web.StreamResponse:
@@ -508,7 +504,7 @@ async def test_a_url_of_the_wrong_scheme_is_told(bench: Bench) -> None:
     assert bench.sink.details[-1].endswith("; if it speaks TLS, its URL should begin with https://")
 
 
-async def test_who_has_answered_before_has_the_right_address(bench: Bench) -> None:
+async def test_a_backend_that_answered_before_gets_no_hint(bench: Bench) -> None:
     poller = bench.poller()
     await poller.poll_once()
     with socket.socket() as sock:
@@ -520,7 +516,7 @@ async def test_who_has_answered_before_has_the_right_address(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL])
-async def test_what_this_machine_lacks_says_nothing_of_the_backend(
+async def test_a_lack_of_this_machine_is_no_failure_of_the_backend(
     bench: Bench, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacking(*_: object, **__: object) -> None:
@@ -532,7 +528,7 @@ async def test_what_this_machine_lacks_says_nothing_of_the_backend(
     assert os.strerror(number) in bench.sink.details[0]
 
 
-async def test_an_unreachable_address_does_not_prove_that_nobody_listens(bench: Bench) -> None:
+async def test_an_unreachable_address_is_not_a_refusal(bench: Bench) -> None:
     # The kernel itself turns this connection down; nothing is sent.
     await bench.poller("http://255.255.255.255:9").poll_once()
     assert bench.sink.take() == ["no_answer"]
@@ -566,7 +562,7 @@ async def test_runs_until_cancelled(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("method", ["observe", "troubled"])
-async def test_a_bug_is_told_once_and_does_not_end_the_task(
+async def test_a_bug_is_logged_once_and_does_not_end_the_task(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     bench.times = Times(interval_s=0.001, page_interval_s=0.001)
@@ -609,7 +605,7 @@ async def limit_told(bench: Bench) -> None:
         await asyncio.gather(polling, return_exceptions=True)
 
 
-async def test_what_an_engine_publishes_of_its_batch_is_asked_for_once(bench: Bench) -> None:
+async def test_a_published_batch_limit_is_asked_for_once(bench: Bench) -> None:
     bench.times = Times(interval_s=0.001, page_interval_s=0.001)
     bench.vllm.answers["/server_info"] = saying(PUBLISHED)
     await limit_told(bench)
@@ -617,7 +613,7 @@ async def test_what_an_engine_publishes_of_its_batch_is_asked_for_once(bench: Be
     assert bench.vllm.asked.count("/server_info") == 1
 
 
-async def test_it_is_asked_again_where_no_answer_came(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_limit_is_asked_for_again_without_an_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
     bench.times = Times(interval_s=0.001, page_interval_s=0.001)
 

@@ -66,7 +66,7 @@ def test_what_the_unit_of_systemd_allows_is_enough_for_the_default(limits: list[
     assert descriptors.clients_of_process(config).connections_max == config.clients.connections_max
 
 
-def test_workers_share_what_is_configured_and_each_has_its_own_descriptors(limits: list[tuple[int, int]]) -> None:
+def test_workers_share_limits_and_have_descriptors_of_their_own(limits: list[tuple[int, int]]) -> None:
     limits.append((1024, 1024))
     for configured, each in ((1_000_000, descriptors.connections_max()), (301, 101)):
         config = Config.model_validate({"workers": 3, "clients": {"connections_max": configured}})

@@ -55,7 +55,7 @@ async def test_a_successor_gets_the_sockets_and_says_that_it_serves(monkeypatch:
         (f"import os; os.closerange(3, 100); {HANGS}", "it did not serve within 0.2 s"),
     ],
 )
-async def test_of_a_successor_that_does_not_serve_nothing_is_left(
+async def test_nothing_is_left_of_a_successor_that_does_not_serve(
     program: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "READY_MAX_S", 0.2 if HANGS in program else 30.0)
@@ -97,7 +97,7 @@ def test_a_service_manager_that_is_gone_is_no_reason_to_end(tmp_path: Path) -> N
     assert [entry["event"] for entry in logs] == ["notify_failed"]
 
 
-async def test_a_successor_for_which_there_are_no_descriptors_is_one_that_failed() -> None:
+async def test_a_successor_without_descriptors_has_failed() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:

@@ -40,7 +40,7 @@ def test_without_variables_sockets_are_opened() -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="a system without IPv6")
 @pytest.mark.parametrize("acceptors", [1, 2])
-def test_the_unspecified_address_of_ipv6_is_all_addresses_of_both_families(acceptors: int) -> None:
+def test_the_ipv6_wildcard_is_all_addresses_of_both_families(acceptors: int) -> None:
     sockets = Sockets()
     opened, _ = sockets.listening("::", 0, acceptors)
     port = opened[0].getsockname()[1]
@@ -92,7 +92,7 @@ def test_a_predecessors_sockets_are_used_for_their_address(listening: socket.soc
     os.close(reads)
 
 
-def test_a_socket_of_another_address_is_closed_once_everything_listens(listening: socket.socket) -> None:
+def test_an_unused_inherited_socket_is_closed(listening: socket.socket) -> None:
     reads, writes = os.pipe()
     fd = os.dup(listening.fileno())
     sockets = Sockets.from_environment(handed("127.0.0.1:81", fd, ready_fd=writes), PID)

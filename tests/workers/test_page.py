@@ -41,7 +41,7 @@ async def answered(front: Front, raw: bytes) -> PageResponse:
     return await answer_page(front, PageRequest(7, raw, "10.1.2.3"))  # type: ignore[arg-type]
 
 
-async def test_the_front_door_sees_the_client_and_the_worker_gets_the_whole_answer() -> None:
+async def test_a_page_request_keeps_its_client_and_gets_the_whole_answer() -> None:
     front = Front()
     raw = b"POST /a?b=c HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbody"
     shown = await answered(front, raw)

@@ -32,7 +32,7 @@ from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, S
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
 from tests.exits import exit_of
-from tests.workers.line import Told, WorkerLink
+from tests.workers.link import RecordedEvents, WorkerLink
 
 EXIT = exit_of(
     request_id="r1", method="POST", path="/", outcome=Outcome.COMPLETED, status=200, duration_s=1.0, model="base"
@@ -70,7 +70,7 @@ def done_with(line: WorkerLink, *clients: Client) -> None:
 
 
 @virtual
-async def test_a_lease_is_lent_across_the_line_and_comes_back_with_what_was_learned() -> None:
+async def test_a_worker_gets_a_lease_and_returns_it_with_its_usage() -> None:
     one = dispatcher(a=1)
     line, ends = WorkerLink(one), finished(one)
     asked = request(arrived_s=now(), deadline_s=now() + 60.0)
@@ -109,7 +109,7 @@ async def test_a_grant_is_told_as_it_was_decided() -> None:
 
 
 @virtual
-async def test_what_has_changed_is_told_before_a_grant_and_before_what_a_name_means() -> None:
+async def test_changes_are_sent_before_grants_and_resolved_names() -> None:
     one, changes = dispatcher(a=1), list[float]()
 
     def settle() -> None:
@@ -316,7 +316,7 @@ async def test_a_client_that_waits_and_leaves_is_not_granted_anything() -> None:
 
 
 @virtual
-async def test_a_lease_whose_block_is_left_by_a_cancellation_counts_as_left_by_its_client() -> None:
+async def test_a_cancelled_lease_counts_as_left_by_its_client() -> None:
     one = dispatcher(a=1)
     line, ends = WorkerLink(one), finished(one)
     client = Client(line.remote)
@@ -392,7 +392,7 @@ async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost() -> None:
     before.leave.set()
     while list(one._leases.values()) in ([], [before.lease]):  # noqa: ASYNC110 - what is waited for has no event of its own
         await asyncio.sleep(0)
-    # Granted in this turn: neither the desk's task nor the worker know of it.
+    # Granted in this turn: neither the task of the session nor the worker knows it.
     assert not line.session.leases
     [held] = one._leases.values()
     held.cut(revoked=True)
@@ -435,7 +435,7 @@ def test_a_worker_may_die_in_any_turn(after: int) -> None:
 
 
 @virtual
-async def test_requests_that_died_with_their_worker_are_told_of_once() -> None:
+async def test_requests_of_a_dead_worker_are_recorded_once() -> None:
     one = dispatcher(a=1)
     line = WorkerLink(one)
     clients = [Client(line.remote, label=f"r{i}", band=CRITICAL) for i in range(3)]
@@ -452,7 +452,7 @@ async def test_requests_that_died_with_their_worker_are_told_of_once() -> None:
 
 
 @virtual
-async def test_without_a_scheduler_nobody_waits_and_nobody_is_let_in() -> None:
+async def test_without_a_scheduler_every_request_is_refused() -> None:
     one = dispatcher(a=1)
     line = WorkerLink(one)
     holder, waiting = Client(line.remote), Client(line.remote)
@@ -473,7 +473,7 @@ async def test_without_a_scheduler_nobody_waits_and_nobody_is_let_in() -> None:
 
 
 @virtual
-async def test_a_name_that_is_not_known_here_is_asked_for_and_waited_for() -> None:
+async def test_an_unknown_name_is_asked_for_and_waited_for() -> None:
     one = dispatcher(a=1)
     one.pools.add_backend("late", 1)
     line = WorkerLink(one)
@@ -491,7 +491,7 @@ async def test_a_name_that_is_not_known_here_is_asked_for_and_waited_for() -> No
 
 
 @virtual
-async def test_a_client_that_leaves_while_its_name_is_unknown_is_not_waited_for() -> None:
+async def test_a_client_may_leave_while_its_model_is_unknown() -> None:
     one = dispatcher(a=1)
     one.pools.add_backend("late", 1)
     line = WorkerLink(one)
@@ -504,7 +504,7 @@ async def test_a_client_that_leaves_while_its_name_is_unknown_is_not_waited_for(
 
 
 @virtual
-async def test_who_waits_while_the_proxy_drains_is_refused_in_its_worker() -> None:
+async def test_a_waiting_request_is_refused_when_the_proxy_drains() -> None:
     one = dispatcher(a=1)
     line = WorkerLink(one)
     holder, waiting = Client(line.remote), Client(line.remote)
@@ -521,7 +521,7 @@ async def test_who_waits_while_the_proxy_drains_is_refused_in_its_worker() -> No
 
 
 @virtual
-async def test_what_goes_past_the_waiting_room_of_a_worker_is_in_flight_there() -> None:
+async def test_a_direct_request_of_a_worker_is_in_flight() -> None:
     one = dispatcher(a=1)
     line, other = WorkerLink(one), WorkerLink(one)
     cuts: list[str] = []
@@ -551,7 +551,7 @@ async def test_what_goes_past_the_waiting_room_of_a_worker_is_in_flight_there() 
 
 
 @virtual
-async def test_what_went_past_the_waiting_room_ends_with_its_worker_and_with_its_scheduler() -> None:
+async def test_a_direct_request_ends_with_its_worker_or_scheduler() -> None:
     one = dispatcher(a=1)
     line = WorkerLink(one)
     cuts: list[str] = []
@@ -574,9 +574,9 @@ async def test_a_page_is_answered_by_the_scheduler() -> None:
 
 
 @virtual
-async def test_what_a_worker_counts_and_learns_is_counted_and_learned_once_for_all() -> None:
+async def test_metrics_and_usage_of_workers_are_counted_once() -> None:
     one = dispatcher(a=1)
-    told = Told()
+    told = RecordedEvents()
     lines = [WorkerLink(one, told), WorkerLink(one, told)]
     for line in lines:
         line.metrics.attempted("a", Verdict.SERVED)
@@ -627,7 +627,7 @@ def test_nothing_of_a_request_is_left_to_the_garbage_collector(served: bool) -> 
 # --- real sockets -----------------------------------------------------------------------------------------------------
 
 
-async def test_it_works_over_a_socket_pair() -> None:
+async def test_leases_work_over_a_socket_pair() -> None:
     one = dispatcher(a=2)
     line = WorkerLink(one)
     ours, theirs = socket.socketpair()

@@ -30,7 +30,7 @@ from llmproxy.workers.session import WorkerSession
 from llmproxy.workers.supervisor import WorkerSupervisor, dealt_sockets
 from tests.core.make import listing
 from tests.dispatching import dispatcher, turns, virtual
-from tests.workers.line import Nowhere, Told
+from tests.workers.link import Nowhere, RecordedEvents
 
 # --- sockets ----------------------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ class Named:
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.integers(1, 8))
-def test_every_worker_listens_at_every_address_and_no_socket_is_left_over(names: list[str], count: int) -> None:
+def test_every_worker_listens_at_every_address(names: list[str], count: int) -> None:
     sockets = [Named(name) for name in names]
     hands = dealt_sockets(sockets, count)  # type: ignore[arg-type]
     assert len(hands) == count
@@ -58,7 +58,7 @@ def test_every_worker_listens_at_every_address_and_no_socket_is_left_over(names:
         assert max(of_one) - min(of_one) <= 1
 
 
-def test_workers_share_one_port_and_nobody_elses() -> None:
+def test_workers_share_a_port_with_no_other_program() -> None:
     with ExitStack() as stack:
         opened, held = Sockets().listening("127.0.0.1", 0, 3)
         for one in opened:
@@ -77,8 +77,8 @@ async def no_page(page: PageRequest) -> PageResponse:
     raise NotImplementedError
 
 
-class Listener(WorkerSession):
-    """A desk without a worker, which remembers what it would have told it."""
+class RecordingSession(WorkerSession):
+    """A session without a worker, which records what it would have sent."""
 
     def __init__(self, supervisor: WorkerSupervisor) -> None:
         super().__init__(supervisor._context)
@@ -88,19 +88,19 @@ class Listener(WorkerSession):
         self.told.append(message)
 
 
-def crew_of(backends: dict[str, BackendConfig], count: int = 2) -> tuple[WorkerSupervisor, list[Listener]]:
+def supervised(backends: dict[str, BackendConfig], count: int = 2) -> tuple[WorkerSupervisor, list[RecordingSession]]:
     one = dispatcher(a=1)
-    gateway = Gateway.build(Config(), backends, Nowhere(), one, one.pools.estimator, Told())  # type: ignore[arg-type]
-    supervisor = WorkerSupervisor(gateway, one, backends, Told(), no_page, held=False)  # type: ignore[arg-type]
-    sessions = [Listener(supervisor) for _ in range(count)]
+    gateway = Gateway.build(Config(), backends, Nowhere(), one, one.pools.estimator, RecordedEvents())  # type: ignore[arg-type]
+    supervisor = WorkerSupervisor(gateway, one, backends, RecordedEvents(), no_page, held=False)  # type: ignore[arg-type]
+    sessions = [RecordingSession(supervisor) for _ in range(count)]
     supervisor._sessions.update(enumerate(sessions))
     return supervisor, sessions
 
 
 @virtual
-async def test_a_change_is_told_once_to_all_and_no_change_to_nobody() -> None:
+async def test_a_change_is_sent_once_to_all_workers() -> None:
     backends = {"a": BackendConfig(url="http://a:1", name="a")}
-    supervisor, sessions = crew_of(backends)
+    supervisor, sessions = supervised(backends)
     one = supervisor._dispatcher
     one.reconsider()
     one.listed("a", listing())
@@ -128,12 +128,12 @@ async def test_a_change_is_told_once_to_all_and_no_change_to_nobody() -> None:
 
 
 @virtual
-async def test_a_change_is_told_before_a_grant_that_follows_from_it() -> None:
+async def test_a_change_is_sent_before_a_grant_that_follows_from_it() -> None:
     backends = {"a": BackendConfig(url="http://a:1", name="a")}
-    supervisor, [session, _] = crew_of(backends)
+    supervisor, [session, _] = supervised(backends)
     backends["b"] = BackendConfig(url="http://b:1", name="b")
     supervisor._dispatcher.reconsider()
-    # A desk does this before it tells of a grant.
+    # A session does this before it sends a grant.
     supervisor.update_workers()
     assert isinstance(session.told[0], KnownBackends)
     await turns()
@@ -141,8 +141,8 @@ async def test_a_change_is_told_before_a_grant_that_follows_from_it() -> None:
 
 
 @virtual
-async def test_the_way_out_is_told_step_by_step() -> None:
-    supervisor, [session, _] = crew_of({})
+async def test_each_step_of_the_shutdown_is_sent() -> None:
+    supervisor, [session, _] = supervised({})
     supervisor.begin_shutdown()
     await turns()
     supervisor._dispatcher.drain(finish_waiting=True)
@@ -160,8 +160,8 @@ async def test_the_way_out_is_told_step_by_step() -> None:
 
 
 @virtual
-async def test_what_is_learned_and_made_by_one_worker_is_told_to_the_others() -> None:
-    supervisor, [maker, other] = crew_of({})
+async def test_estimates_and_stored_responses_are_sent_to_other_workers() -> None:
+    supervisor, [maker, other] = supervised({})
     supervisor._context.stored(ResponseStored("resp_1", "a", "t"), maker)
     assert (maker.told, other.told) == ([], [ResponseStored("resp_1", "a", "t")])
     assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
@@ -184,8 +184,8 @@ async def test_what_is_learned_and_made_by_one_worker_is_told_to_the_others() ->
 
 
 @virtual
-async def test_a_reload_is_told_whole() -> None:
-    supervisor, [session, _] = crew_of({})
+async def test_a_reload_sends_the_whole_configuration() -> None:
+    supervisor, [session, _] = supervised({})
     new = Config(models=[{"name": "alias", "target": "base"}])  # type: ignore[arg-type]
     supervisor._rulebook.current = Rules.of(new, Nowhere())  # type: ignore[arg-type]
     supervisor.reconfigure()
@@ -195,8 +195,8 @@ async def test_a_reload_is_told_whole() -> None:
 
 
 @virtual
-async def test_a_crew_whose_worker_does_not_start_does_not_start() -> None:
-    supervisor, [session, other] = crew_of({})
+async def test_the_start_fails_when_a_worker_does_not_start() -> None:
+    supervisor, [session, other] = supervised({})
 
     async def begin(slot: int) -> None:
         if slot:
@@ -220,8 +220,8 @@ class Mortal:
 
 
 @virtual
-async def test_who_dies_of_its_start_is_started_again_after_longer_and_longer_pauses() -> None:
-    supervisor, _ = crew_of({}, count=1)
+async def test_a_worker_that_dies_early_restarts_after_longer_pauses() -> None:
+    supervisor, _ = supervised({}, count=1)
     lives_s = [0.0, 0.0, 0.0, 60.0, 0.0]
     begun_s: list[float] = []
 
@@ -229,7 +229,7 @@ async def test_who_dies_of_its_start_is_started_again_after_longer_and_longer_pa
         begun_s.append(asyncio.get_running_loop().time())
         if len(begun_s) == 3:
             raise OSError("no memory")
-        supervisor._sessions[slot] = Listener(supervisor)
+        supervisor._sessions[slot] = RecordingSession(supervisor)
         asyncio.get_running_loop().call_later(lives_s.pop(0), supervisor._sessions[slot].gone.set)
 
     async def ended(_: object) -> int:
@@ -245,5 +245,5 @@ async def test_who_dies_of_its_start_is_started_again_after_longer_and_longer_pa
     # Dead at once: 0.5 s. Dead at once again: 1 s. Not even started: 2 s. Dead at once: 4 s. After a minute: no pause.
     assert begun_s == [0.0, 0.5, 1.5, 3.5, 7.5, 67.5]
     told = supervisor._context.metrics
-    assert isinstance(told, Told)
+    assert isinstance(told, RecordedEvents)
     assert told.lost == 4, "one that was not started was not lost"

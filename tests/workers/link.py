@@ -1,4 +1,4 @@
-"""A worker's dispatcher and the desk that serves it, joined in one process: by bytes, as two processes are."""
+"""A worker's dispatcher and the session that serves it, connected in one process by bytes, as two processes are."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Nowhere:
 
 
 @dataclass(slots=True)
-class Told:
-    """What the house behind the desks was told."""
+class RecordedEvents:
+    """Metrics of the scheduler process that record what sessions report."""
 
     exits: list[RequestExit] = field(default_factory=list)
     attempts: list[tuple[str, Verdict]] = field(default_factory=list)
@@ -98,12 +98,12 @@ class Pipe(asyncio.Transport):
 
 
 class WorkerLink:
-    """One worker and its desk. `remote` is the dispatcher that its requests see."""
+    """One worker and its session. `remote` is the dispatcher that its requests use."""
 
     def __init__(
-        self, dispatcher: Dispatcher, told: Told | None = None, settle: Callable[[], None] = lambda: None
+        self, dispatcher: Dispatcher, told: RecordedEvents | None = None, settle: Callable[[], None] = lambda: None
     ) -> None:
-        self.told = told or Told()
+        self.told = told or RecordedEvents()
         self.session = WorkerSession(self.told.context(dispatcher, settle))
         self.channel: Channel[ToWorker] = Channel(TO_WORKER, self._hear, self._lost)
         self.calls = Calls(self.channel)
