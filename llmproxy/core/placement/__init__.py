@@ -1,5 +1,5 @@
-"""Where a request goes. `policy` is what all share, `simple` looks at views alone, `session` keeps sessions together,
-`epp` chooses as the endpoint picker of llm-d does, `cost` prices in seconds.
+"""The choice of a backend. `policy` is what all placements share, `simple` decides by views alone, `session` keeps
+sessions together, `epp` decides like the endpoint picker of llm-d, `cost` prices in seconds.
 """
 
 from llmproxy.core.placement import cost, epp, session, simple

@@ -1,4 +1,4 @@
-"""What is known of one backend beside its view: its pace, and the prompts that it was given and has not answered."""
+"""What the cost placement knows of one backend beside its view: its speed, and the prompts that it still computes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from llmproxy.core.placement.prefix_index import InUse
 from llmproxy.core.placement.rates import PoolRates, SpeedFactor
 
 WORK_S = 30.0
-"""How far back the share of time that a backend spends on prompts is looked at."""
+"""Window of the share of time that a backend spends on prompts."""
 SAME_STEP_S = 0.003
-"""First bytes this close come from one step of the engine, and the time that it took is that of all their prompts."""
+"""First bytes this close come from one engine step, which computed all their prompts."""
 TOGETHER_S = 0.05
-"""How far apart requests come at most that an idle engine begins together."""
+"""An idle engine begins requests that come this close in one step."""
 OVERDUE = 2.0
-"""Times its expected time after which a prompt that has no byte says something of its backend."""
+"""A prompt without a byte is overdue after so many times its expected time."""
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A lease, and what was expected of it when it was booked; `own_tokens` of its prompt were to be computed.
+    """A lease, and what was predicted when it was booked.
 
-    Its first token was expected after `ttft_s`, the others each `tpot_s`; at `due_s` it is overdue. Where it was
-    `crowded`, the batch was full, and its prompt had to wait for somebody's end; where it was `deferred`, all slots of
-    adapters served others, and those behind it pass.
+    `own_tokens` of its prompt were to be computed. The first token was expected after `ttft_s`, each later one after
+    `tpot_s`. From `due_s` on the first byte is overdue. `crowded`: the batch was full, so the prompt had to wait for
+    another request to end. `deferred`: all adapter slots were in use, so later requests may be computed first.
     """
 
     request: Request
@@ -45,8 +45,11 @@ class InFlight:
 
 
 class BackendLoad:
-    """One backend: `adapters` and `in_use` are those of the requests in flight there, `kv_tokens` what the prefix index
-    was told of its size, `limit` the sequences that its batch takes, as far as known.
+    """One backend. `prefill` and `step` are its speed beside its pool.
+
+    `adapters` and `in_use` are the adapters and blocks of the requests in flight. `kv_tokens` is the cache size that
+    the prefix index was given. `limit` is the batch limit, None where unknown. `busy_share` is the share of its time
+    that lately went into prompts and adapter loads, above 1 if it was given more than it can do.
     """
 
     def __init__(self) -> None:
@@ -70,28 +73,25 @@ class BackendLoad:
         self._mixed = False
 
     def renew(self, rates: PoolRates, now: float) -> None:
-        """Bring both paces up to what the pool knows now, and teach it what adapters took that were just loaded."""
+        """Update both speed factors, and learn from adapter loads that just ended."""
         if rates.prefill.seen >= self.prefill.stale_at:
             self.prefill.renew(rates.prefill)
         if rates.step.seen >= self.step.stale_at:
             self.step.renew(rates.step)
         if self._step_loads and now - self._spoke_s >= SAME_STEP_S:
-            # What loads take is worth knowing before the next first byte: until then more of them would be begun.
+            # Load times are needed before the next first byte: until then further loads would be begun.
             self._end_step(rates)
 
     def queue_s(self, rates: PoolRates, now: float) -> float:
-        """Until the backend has computed the prompts that it has, with adapters that it loads for them, and once more
-        what every prompt takes at least.
-        """
+        """Seconds until the backend has computed its prompts and loaded their adapters, plus the base of one prompt."""
         oldest = self._oldest(now) if self._unstarted else None
         token_s = rates.prefill.slope * self.prefill.factor
         queue_s = rates.prefill.base * self.prefill.factor + self._to_prefill_tokens * token_s
         if oldest is not None:
-            # A part of the oldest is done by now; and what should have begun long ago says more of this backend than
-            # all that it did before.
+            # A part of the oldest prompt is done by now. An overdue one says more of the backend than its history.
             since_s, due_s, own_s = max(oldest.booked_s, self._spoke_s), oldest.due_s, oldest.own_tokens * token_s
             if self._loading:
-                # One step loads for all that wait.
+                # One step loads the adapters of all waiting requests.
                 loads_s = sum([rates.loads.at(tier) for tier in self._loading.values()])
                 queue_s += loads_s
                 own_s += loads_s
@@ -122,7 +122,7 @@ class BackendLoad:
         self.in_use.add(request.prefix)
 
     def loading_s(self, now: float) -> float:
-        """How long one load has been under way at least."""
+        """How long one load has been running, at least."""
         if not self._loading:
             return 0.0
         booked_s = [self._unstarted[lease].booked_s for lease in self._loading]
@@ -131,20 +131,20 @@ class BackendLoad:
 
     @property
     def waiting(self) -> int:
-        """How many wait for a first byte."""
+        """Requests without a first byte."""
         return len(self._unstarted)
 
     def start(self, lease: int, flight: InFlight, rates: PoolRates, now: float) -> None:
-        """Its first byte came: learn from the time since the one before, or since there was something to compute."""
+        """The first byte came. Learn from the time since the previous one, or since the backend had a prompt."""
         if not flight.request.stream:
-            # This byte is one of its last, and says nothing of when its prompt was computed.
+            # Without a stream the first byte comes at the end of the answer.
             self._settle(lease, flight)
             return
         for older, one in list(self._unstarted.items()):
             if older == lease:
                 break
             if not one.request.stream:
-                # Prompts are computed in their order.
+                # Prompts are computed in order.
                 self._settle(older, one)
         mixed, tier = self._mixed, self._loading.get(lease)
         self._settle(lease, flight)
@@ -157,7 +157,7 @@ class BackendLoad:
             self.adapters.started(flight.request.adapter)
         if tier is not None:
             self._step_loads.append(tier)
-            # Those that came meanwhile had to wait for it.
+            # The other prompts had to wait for the load.
             due_s = now + OVERDUE * rates.prefill.at(self._to_prefill_tokens) * self.prefill.factor
             for one in self._unstarted.values():
                 one.due_s = max(one.due_s, due_s)
@@ -177,12 +177,12 @@ class BackendLoad:
             oldest = self._unstarted[lease]
             if oldest.request.stream or now < oldest.due_s:
                 return oldest
-            # Without a stream there is no byte before the end; by now it is taken to be running.
+            # Without a stream there is no byte before the end. By now it should be running.
             self._settle(lease, oldest)
         return None
 
     def _end_step(self, rates: PoolRates) -> None:
-        """No more first bytes of the last step will come. Where adapters were loaded, it says nothing of prompts."""
+        """Learn from the last step: prompt times, or load times where it loaded adapters."""
         if self._step_tokens and self._step_known:
             if self._step_loads:
                 rates.loaded(self.prefill, self._step_loads, self._step_tokens, self._step_took_s)
@@ -195,5 +195,5 @@ class BackendLoad:
         if self._unstarted.pop(lease, None) is not None:
             self._to_prefill_tokens -= flight.own_tokens
             self._loading.pop(lease, None)
-            # Nobody knows how much of the time until the next first byte goes into a prompt that shows none.
+            # It is unknown how much of the time until the next first byte goes into this prompt.
             self._mixed = True

@@ -1,4 +1,4 @@
-"""Where, priced in seconds: the backend on which a request costs everybody the least time."""
+"""The cost placement: the backend on which a request costs the least time, its own and that of the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from random import Random
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
@@ -19,12 +18,12 @@ from llmproxy.core.domain import (
     NoMatch,
     Placed,
     Predicted,
-    Price,
     Request,
     Slo,
     Usage,
     Verdict,
 )
+from llmproxy.core.estimates.learning import follow
 from llmproxy.core.placement.adapter_demand import AdapterDemand
 from llmproxy.core.placement.backend_load import BackendLoad, InFlight
 from llmproxy.core.placement.policy import (
@@ -37,92 +36,61 @@ from llmproxy.core.placement.policy import (
     with_context,
 )
 from llmproxy.core.placement.prefix_index import PrefixIndex
+from llmproxy.core.placement.price import NAMES, OWN, PriceRow
 from llmproxy.core.placement.rates import PoolRates
 
 LATER = NoMatch(whole_model=False, later=True)
 TIE_S = 0.005
-"""Prices this close are equal, as no estimate is better than that; the least loaded of the equals is taken."""
+"""Prices this close count as equal, because no estimate is better. The least loaded of the equals is taken."""
 STREAM = 0.1
-"""What a second of a stream is worth against one before its first token: a reader who waits for the first word has
-nothing, one who reads a little slower has almost all."""
+"""Weight of a second of streaming beside a second before the first token: a reader who waits for the first word has
+nothing, and one who reads a little slower has almost everything."""
 HIT_GAIN = 0.02
-"""Of the pool's hit ratio: the last fifty requests decide."""
+"""Weight of a newer request in the pool's hit ratio: about the last fifty decide."""
 KEPT_BACK = 0.05
-"""What a second of headroom under an objective is worth to those with a tighter one."""
+"""Cost of a second of headroom under an objective, which requests with a tighter objective could use."""
 LATE_S = 1_000.0
 """More than any price of a backend that keeps an objective."""
-OWN = frozenset({"queue", "prefill", "adapter", "slot", "stream"})
-"""The terms that the request itself feels."""
-NAMES = ("queue", "prefill", "stream", "harm", "eviction", "adapter", "range", "memory", "slot", "headroom", "late")
-TERMS = frozenset(NAMES) - {"headroom", "late"}
 ASIDE_S = 2.0
-"""What it costs to send a prompt where prompts of its length are not wanted."""
+"""Cost of sending a prompt to a backend that is meant for other prompt lengths."""
 EXPLAINED_MAX = 100
-"""Choices that are remembered with all their candidates."""
+"""Number of past choices that are kept with all candidates."""
 CONGESTED = 0.95
-"""Use of a resource beyond which its time gets no dearer: at 1 it would have no price."""
+"""From this use of a resource on its price stays the same: at 1 it would be infinite."""
 
 
 def _scarce(used: float) -> float:
-    """How often others wait for what is taken of a resource that is `used` (0..1): the mean queue of M/M/1."""
+    """How often others wait for what is taken of a resource with this use (0..1): the mean queue of M/M/1."""
     if used > CONGESTED:
         used = CONGESTED
     return used / (1.0 - used)
 
 
-class _Row(Struct, frozen=True):
-    """A `Price` as long as nobody asks for it: `seconds` are those of `NAMES`, None where a term does not apply.
-
-    A row is two objects, its price nine, and what a choice leaves behind is looked through by the garbage collector.
-    """
-
-    backend: str
-    total_s: float
-    seconds: tuple[float | None, ...]
-    ttft_s: float
-    tpot_s: float
-    cached_tokens: float
-    cold_adapter: bool
-    fits: bool
-
-    def terms(self) -> tuple[tuple[str, float], ...]:
-        return tuple([(name, s) for name, s in zip(NAMES, self.seconds, strict=False) if s is not None])
-
-    def price(self) -> Price:
-        return Price(
-            self.backend,
-            self.total_s,
-            self.terms(),
-            self.ttft_s,
-            self.tpot_s,
-            self.cached_tokens,
-            self.cold_adapter,
-            self.fits,
-        )
-
-
 @presets.register("cost", prefixes=True, answers=True)
 class CostPlacement(Placement):
-    """Least cost in seconds, of the request itself and of those whom it keeps waiting; the terms:
+    """Takes the backend with the least cost in seconds, for the request itself and for those that it delays.
 
-    `queue`: until the backend has computed the prompts that it was given before, more where one of them is overdue.
-    `prefill`: the part of the prompt that it has not cached. `adapter`: loading one that is not resident, or waiting
-    for a slot of one. `slot`: until a backend that is full releases one. `stream`: the rest of the answer, a second of
-    which counts as `STREAM`. `harm`: how much longer the streams beside it take, counted alike, and the delay of those
-    that come later, dearer the more of its time the backend spends on prompts. `eviction`: what the computed part
-    displaces in its cache, which would have been hit as often as prompts are now. `memory`: KV-cache taken for as long
-    as the answer lasts, where requests in flight do not hold the same blocks anyway; dearer the fuller it is.
-    `range`: the backend is meant for prompts of other lengths.
+    The terms are:
 
-    Of a request with a latency objective its own time counts only as far as it misses it; see `_under`.
+    - `queue`: until the backend has computed its earlier prompts; more if one of them is overdue.
+    - `prefill`: computing the part of the prompt that is not cached.
+    - `adapter`: loading an adapter that is not resident, or waiting for an adapter slot.
+    - `slot`: until a full backend releases a sequence slot.
+    - `stream`: the rest of the answer. A second of it counts `STREAM`.
+    - `harm`: the slowdown of the streams beside it, which counts `STREAM` too, and the delay of later requests, which
+      weighs more the busier the backend is with prompts.
+    - `eviction`: the cached blocks that the computed part displaces, at the pool's present hit ratio.
+    - `memory`: KV-cache held during the answer, except blocks that other requests hold anyway; more when it is full.
+    - `range`: the backend is meant for prompts of other lengths.
 
-    A backend that is full may thus be the cheapest. Then the request waits for it, while others may take the room that
-    there is; those that wait for the same backend before it count. Rates are learned online, those of the pool and how
-    much faster or slower each backend is.
+    For a request with a latency objective see `_under`.
+
+    A full backend may be the cheapest. Then the request waits for it, and the waiting requests before it count. Others
+    may take the room elsewhere. Rates are learned online: those of the pool, and how each backend differs from it.
     """
 
     def __init__(self, rng: Random, index: PrefixIndex | None = None, without: frozenset[str] = frozenset()) -> None:
-        """`without` names terms that shall count nothing, or `objectives`: what each is good for can so be measured."""
+        """`without` names terms that count 0, or `objectives`, so that the value of each can be measured."""
         self._rng = rng
         self._without = without
         self._index = index or PrefixIndex()
@@ -131,7 +99,9 @@ class CostPlacement(Placement):
         self._flights: dict[int, InFlight] = {}
         self._hit_ratio = 0.0
         self._demand = AdapterDemand(self._rates.loads)
-        self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[_Row]]] = deque(maxlen=EXPLAINED_MAX)
+        self._explained: deque[tuple[tuple[str, str, str, float, int, str], list[PriceRow]]] = deque(
+            maxlen=EXPLAINED_MAX
+        )
         self._claims: dict[str, dict[str, int]] = {}
         self._claims_at_s = -1.0
 
@@ -159,14 +129,14 @@ class CostPlacement(Placement):
         fitting = [index for index in near if fits[index]]
         if not fitting:
             for index in near:
-                # A pass may ask for one request again and again; it keeps its place among those that wait.
+                # One pass may ask for a request several times. It keeps its place among the waiting ones.
                 claims = self._claims.setdefault(prices[index].backend, {})
                 claims.setdefault(request.id, len(claims))
             return LATER
         lightest = min([able[index].load for index in fitting])
         chosen = prices[self._rng.choice([index for index in fitting if able[index].load == lightest])]
-        told = request.id, request.label, model, now, request.prompt_tokens, chosen.backend
-        self._explained.append((told, prices))
+        facts = request.id, request.label, model, now, request.prompt_tokens, chosen.backend
+        self._explained.append((facts, prices))
         rates = self._rates
         held_blocks = self._backend_load(chosen.backend).in_use.matched(request.prefix)
         return Placed(
@@ -181,12 +151,12 @@ class CostPlacement(Placement):
             Predicted(chosen.tpot_s, chosen.tpot_s * rates.late_tpot.factor),
         )
 
-    def _under(self, slo: Slo, prices: list[_Row], output_tokens: int, waited_s: float) -> list[_Row]:
-        """The prices of a request with an objective, whose clock has run for `waited_s` already.
+    def _under(self, slo: Slo, prices: list[PriceRow], output_tokens: int, waited_s: float) -> list[PriceRow]:
+        """The prices of a request with an objective that has waited for `waited_s` already.
 
-        Its own time costs little while that uses up little of the objective, judged by the time that is exceeded in one
-        case of ten; what is left then is headroom, which others may need more, and it is best taken where there is
-        least of it. A backend that would miss the objective is taken where all would, for its price and its violation.
+        The request's own time weighs less the less of the objective it uses, judged by the predicted p90. The rest is
+        headroom, which others may need more, so the backend with the least headroom is preferred. A backend that misses
+        the objective is taken only where all do, by its price and its violation.
         """
         rates = self._rates
         found = []
@@ -213,7 +183,7 @@ class CostPlacement(Placement):
         return found
 
     def _matched(self, request: Request, able: Sequence[View], backend_loads: Sequence[BackendLoad]) -> dict[str, int]:
-        """Blocks of the prompt by backend, from an index as large as each one's cache."""
+        """Cached blocks of the prompt by backend, from an index as large as each backend's cache."""
         if not request.prefix:
             return {}
         for view, backend_load in zip(able, backend_loads, strict=True):
@@ -224,7 +194,7 @@ class CostPlacement(Placement):
 
     def _prices(
         self, request: Request, able: Sequence[View], fits: Sequence[bool], ceiling: float, now: float
-    ) -> list[_Row]:
+    ) -> list[PriceRow]:
         known = self._backend_loads
         backend_loads = [known.get(view.backend) or self._backend_load(view.backend) for view in able]
         matched = self._matched(request, able, backend_loads)
@@ -235,10 +205,10 @@ class CostPlacement(Placement):
         adapter, prefix = request.adapter, request.prefix
         least_load_s = 0.0
         if adapter is not None and not rates.loads.seen:
-            # Before any load was seen to end, it is known how long those under way have taken.
+            # No load has ended yet. The running ones show how long a load takes at least.
             least_load_s = max([backend_load.loading_s(now) for backend_load in backend_loads])
         prices = []
-        # Everything is asked of every backend for every request: what follows is most of what a decision takes.
+        # This loop runs for every backend and request: it is most of the time of a decision.
         for view, backend_load, has_room in zip(able, backend_loads, fits, strict=True):
             backend_load.renew(rates, now)
             backend_load.limit, slots = view.limit, backend_load.adapters
@@ -266,8 +236,8 @@ class CostPlacement(Placement):
                 if adapter_s or adapter not in view.resident:
                     load_s = max(least_load_s, rates.loads.at(slots.tier(adapter)))
                     adapter_s += load_s
-                    # The whole batch stands still while an engine loads, and who waits for a first byte with it; now,
-                    # and when what had to go comes back.
+                    # The whole batch and all waiting prompts stand still while an engine loads, now and when the
+                    # displaced adapter comes back.
                     stall = STREAM * load + (1.0 - STREAM) * backend_load.waiting + scarce
                     again_s = self._demand.again_s(adapter, view, slots, able, least_load_s, now) * (1.0 + stall)
                     harm_s += load_s * stall
@@ -302,17 +272,17 @@ class CostPlacement(Placement):
                 seconds = tuple([None if n in without else s for n, s in zip(NAMES, seconds, strict=False)])
                 total_s = sum(s for s in seconds if s is not None)
             cold = bool(adapter_s)
-            prices.append(_Row(view.backend, total_s, seconds, ttft_s, tpot_s, cached_tokens, cold, has_room))
+            prices.append(PriceRow(view.backend, total_s, seconds, ttft_s, tpot_s, cached_tokens, cold, has_room))
         return prices
 
     def _slot_s(self, request: Request, view: View, ceiling: float, answer_s: float) -> float:
-        """Until a full backend has released a slot for this request and all that wait for it before this one."""
+        """Until a full backend has released slots for this request and for those that wait for it before this one."""
         slots = min(view.limit, view.slots(ceiling))
         claims = self._claims.get(view.backend, {})
         waiting = max(0, view.load - slots) + claims.get(request.id, len(claims)) + 1
         return waiting * answer_s / max(1, view.load)
 
-    # --- what became of choices --------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------------
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         own_tokens = request.prompt_tokens - placed.cached_tokens
@@ -334,7 +304,7 @@ class CostPlacement(Placement):
         if request.adapter is not None:
             self._demand.add(request.adapter, now)
         backend_load.book(lease, flight, self._rates, now)
-        self._hit_ratio += HIT_GAIN * (placed.cached_tokens / request.prompt_tokens - self._hit_ratio)
+        self._hit_ratio = follow(self._hit_ratio, placed.cached_tokens / request.prompt_tokens, HIT_GAIN)
 
     def started(self, lease: int, now: float) -> None:
         flight = self._flights[lease]
@@ -345,7 +315,7 @@ class CostPlacement(Placement):
         backend_load.start(lease, flight, self._rates, now)
         if flight.request.stream:
             self._rates.late_ttft.learn(flight.ttft_s, now - flight.booked_s)
-        # Only now is it sure that the prompt was computed, and where; a process that is gone has nothing cached.
+        # Only now is it certain that the prompt was computed. A process that is gone has nothing cached.
         if self._backend_loads.get(flight.backend) is backend_load:
             self._index.record(flight.backend, flight.request.prefix)
 
@@ -368,11 +338,11 @@ class CostPlacement(Placement):
 
     def lost(self, backend: str) -> None:
         self._index.forget(backend)
-        # What is still in flight there ends with the station that it began with.
+        # Requests in flight keep the old `BackendLoad` until they end.
         self._backend_loads.pop(backend, None)
 
     def explained(self) -> Sequence[Explained]:
-        return tuple(Explained(*told, tuple(row.price() for row in rows)) for told, rows in self._explained)
+        return tuple(Explained(*facts, tuple(row.price() for row in rows)) for facts, rows in self._explained)
 
     def learned(self, backends: Iterable[str], now: float) -> Learned:
         rates = self._rates

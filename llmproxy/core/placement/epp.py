@@ -1,15 +1,14 @@
 """The endpoint picker of llm-d and the Gateway API Inference Extension (EPP, v0.10): its two default configurations.
 
-`epp_blend` is the weighted sum of scores that its code begins with, `epp_sticky` the "sticky until saturated" of its
-newer guides. Filters, scorers, weights and thresholds are as documented there. What differs, because they choose for
-requests that wait and are read here:
+`epp_blend` is the weighted sum of scores of its default code, `epp_sticky` the "sticky until saturated" of its newer
+guides. Filters, scorers, weights and thresholds are as documented there. The differences come from the waiting room:
 
-* Only backends with room are candidates, and a request waits while there are none. That is what their flow control and
-  its one gate for the whole pool are for, neither of which is here.
+* Only backends with room are candidates, and a request waits while there are none. EPP has flow control with one gate
+  for the whole pool instead, which is not used here.
 * Prompts are known by the hashes of their whole blocks of 512 bytes, not of 64 tokens with a partial one at the end,
   and their lengths by the bytes that a token was seen to take, not by four.
-* Of the index, the two known defects are mended, as in later versions: heads evicted before their tails, and a capacity
-  of 16-token blocks counted in 64-token blocks.
+* Two known defects of its index are mended, as in later versions: heads evicted before their tails, and a capacity of
+  16-token blocks counted in 64-token blocks.
 * A backend whose process is gone is forgotten at once, not within two minutes.
 """
 
@@ -26,14 +25,14 @@ from llmproxy.core.placement.policy import Ledger, Placement, fitting, highest, 
 from llmproxy.core.placement.prefix_index import PrefixIndex
 
 PROMPT_TOKENS_MAX = 131_072
-"""Of a longer prompt only the beginning is looked up and recorded."""
+"""Of a longer prompt only this much of its beginning is looked up and recorded."""
 INDEX_TOKENS = 31_250 * 64
 """Capacity of the prefix index per backend while the size of its KV-cache is unknown: blocks times their tokens."""
 TOKEN_LOAD_FULL = 4_194_304
 
 
 class Index(Protocol):
-    """Which backend was lately sent which blocks of prompts; see `core.prefix`."""
+    """Which backend was recently sent which blocks of prompts; see `PrefixIndex`."""
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]: ...
 
@@ -45,8 +44,8 @@ class Index(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """What is known of a prompt: its length, and its `blocks` of `block_tokens` each."""
+class PromptBlocks:
+    """The length of a prompt, and its `blocks` of `block_tokens` each."""
 
     tokens: int
     blocks: Sequence[int]
@@ -57,8 +56,8 @@ class Prompt:
 class Candidate:
     """A backend that may be chosen for one prompt.
 
-    It is believed to hold `match` of the prompt's blocks (0..1), which are `cached_tokens`, and has still to compute
-    `tokens_in_flight` of prompts sent there before, to which this one would add `new_tokens`.
+    It probably holds the share `match` of the prompt's blocks (0..1), which are `cached_tokens`. It still computes
+    `tokens_in_flight` of earlier prompts, to which this one would add `new_tokens`.
     """
 
     view: View
@@ -70,7 +69,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Those that passed a profile's filters, and parallel to them their scores and the terms of these."""
+    """The candidates that passed a profile's filters, with their scores and the terms of these in the same order."""
 
     kept: Sequence[Candidate]
     scores: Sequence[float]
@@ -78,14 +77,14 @@ class Scored:
 
 
 Profile = Callable[[Sequence[Candidate]], Scored]
-"""What EPP calls a scheduling profile: filters and weighted scorers. The highest score wins, equals by chance."""
+"""EPP's scheduling profile: filters and weighted scorers. The highest score wins; ties are drawn at random."""
 
 
 def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
     """queue-scorer, kv-cache-utilization-scorer and prefix-cache-scorer, weighted.
 
-    The queue's score is min-max over the candidates, so that a difference of one is as decisive as one of fifty. Queue
-    and KV-cache are those of the last reading, so that between two readings everybody sees the same best one.
+    The queue's score is min-max over the candidates, so a difference of one decides as much as one of fifty. Queue and
+    KV-cache are those of the last reading, so all requests between two readings see the same best backend.
     """
 
     def scored(candidates: Sequence[Candidate]) -> Scored:
@@ -105,10 +104,10 @@ def blend(queue: float = 2.0, kv: float = 2.0, prefix: float = 3.0) -> Profile:
 def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) -> Profile:
     """prefix-cache-affinity-filter, then token-load-scorer.
 
-    Backends that hold at least `match` of the prompt's blocks are kept alone, unless the least loaded of them would
-    answer more than `penalty_s` later than the least loaded of the others (0 = whatever it costs), at `rate` prompt
-    tokens in flight per second. Of those kept the one with the fewest tokens in flight wins, this prompt's uncached
-    ones included.
+    Only backends that hold at least `match` of the prompt's blocks are kept, unless the least loaded of them would
+    answer more than `penalty_s` later than the least loaded of the others, at `rate` prompt tokens in flight per
+    second. With `penalty_s` 0 they are always kept. Of the kept ones, the one with the fewest tokens in flight wins,
+    including this prompt's uncached ones.
     """
 
     def kept_of(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -129,10 +128,10 @@ def sticky(match: float = 0.8, penalty_s: float = 18.0, rate: float = 15_928.0) 
 
 
 class EndpointPicker(Placement):
-    """One of the profiles, the prefix index that it asks, and the work in flight.
+    """A profile with its prefix index and the work in flight.
 
-    Work in flight is counted in prompt tokens that the index does not believe to be cached, until the first byte. The
-    index is written when a request is sent, before it succeeds, and knows prompts only.
+    Work in flight is counted in prompt tokens that the index does not hold, until the first byte. The index is written
+    when a request is sent, before it succeeds, and contains prompts only.
     """
 
     def __init__(self, rng: Random, profile: Profile, index: Index | None = None) -> None:
@@ -149,7 +148,7 @@ class EndpointPicker(Placement):
         return self.choose(request, found) if isinstance(found, list) else found
 
     def choose(self, request: Request, views: Sequence[View]) -> Placed:
-        """One of `views`, of which there is at least one."""
+        """The choice among at least one view."""
         prompt = self.prompt(request)
         blocks = self._known_blocks(prompt)
         matches = self._index.match(blocks)
@@ -173,9 +172,9 @@ class EndpointPicker(Placement):
         terms = tuple((name, part[at]) for name, part in scored.terms.items())
         return Placed(chosen.view.backend, scored.scores[at], terms, len(views), chosen.cached_tokens)
 
-    def prompt(self, request: Request) -> Prompt:
-        """What is known of the prompt of `request`."""
-        return Prompt(request.prompt_tokens, request.prefix, request.prefix_tokens)
+    def prompt(self, request: Request) -> PromptBlocks:
+        """The length and blocks of the prompt of `request`."""
+        return PromptBlocks(request.prompt_tokens, request.prefix, request.prefix_tokens)
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         prompt = self.prompt(request)
@@ -190,18 +189,18 @@ class EndpointPicker(Placement):
 
     def lost(self, backend: str) -> None:
         self._index.forget(backend)
-        # The index forgets its capacity too, which has to be told again.
+        # The index forgets its capacity too, so it must be set again.
         self._kv_tokens.pop(backend, None)
 
-    def _known_blocks(self, prompt: Prompt) -> Sequence[int]:
+    def _known_blocks(self, prompt: PromptBlocks) -> Sequence[int]:
         if not prompt.blocks:
             return ()
         return prompt.blocks[: max(1, int(PROMPT_TOKENS_MAX / prompt.block_tokens))]
 
-    def _fit_index(self, view: View, prompt: Prompt) -> None:
-        """See that as many blocks of `view` are remembered as its KV-cache holds."""
+    def _fit_index(self, view: View, prompt: PromptBlocks) -> None:
+        """Make the index of this backend as large as its KV-cache."""
         known = view.reading.kv_tokens if view.reading is not None else None
-        # A size that was read once still holds when readings fail to come.
+        # A size that was read once stays valid when readings fail.
         kv_tokens = known or self._kv_tokens.get(view.backend, INDEX_TOKENS)
         if prompt.blocks and self._kv_tokens.get(view.backend) != kv_tokens:
             self._kv_tokens[view.backend] = kv_tokens

@@ -1,4 +1,4 @@
-"""The request of a band that goes next: the first, in the order of fairness and flow, that fits somewhere."""
+"""The next request of a band: the first that fits somewhere, in the order of fairness policy and flow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmproxy.core.queueing.usage_limits import UsageLimits
 
 
 class Found(Struct, frozen=True):
-    """A request, its backend, and how many before it fitted nowhere."""
+    """A request, its backend, and how many earlier requests fitted nowhere."""
 
     queued: Queued
     placed: Placed
@@ -25,14 +25,14 @@ class Found(Struct, frozen=True):
 
 
 class Limited(Struct, frozen=True):
-    """A request whose turn it is, and what keeps it waiting all the same: a usage limit, or its only backend."""
+    """The next request, and what it waits for: a usage limit, or its only backend."""
 
     queued: Queued
     limit: str
 
 
 class Unmatched:
-    """Requests of one band that found no match in this pass: room only shrinks, so their like finds none either."""
+    """Requests of one band that found no match in this pass. Room only shrinks, so similar ones find none either."""
 
     def __init__(self) -> None:
         self._from_tokens: dict[tuple[str, frozenset[str]], int] = {}
@@ -59,11 +59,11 @@ def first_fit(
     *,
     patient: bool,
 ) -> Found | Limited | NoCapacity | None:
-    """Answer the request that goes next, or that nobody has room, or None where the room is of use to none.
+    """The next request with its backend, `NoCapacity` where no backend has room, or None where no request can use it.
 
-    Where a lower band waits too, nobody is `patient`: whoever would rather wait for a backend that is full takes the
-    best of those with room, because the lower band would. Nor is anybody then the probe of a backend that is to be
-    tried, as long as there is room elsewhere: the lower band is.
+    `patient` is False where a lower band waits too. Then a request takes the best backend with room instead of waiting
+    for a full one, because otherwise the lower band would take that room. It is no probe either while there is room
+    elsewhere, because the lower band provides the probe.
     """
     passed_over = 0
     ready = _warm(views)
@@ -75,12 +75,12 @@ def first_fit(
         for flow in flows:
             line = band.first(flow)
             try:
-                # A head that fits nowhere must not hold up those behind it while lower bands are served.
+                # A head that fits nowhere must not block its flow while lower bands are served.
                 for queued in islice(line, FLOW_LOOK_MAX):
                     if (held := limited(queued, limits)) is not None:
                         return held
                     if queued.request.backend is not None:
-                        own = _at_its_own(queued, placement, views, ceiling, passed_over, now)
+                        own = _at_only_backend(queued, placement, views, ceiling, passed_over, now)
                         if not isinstance(own, NoMatch):
                             return own
                         passed_over += 1
@@ -107,17 +107,17 @@ def first_fit(
             finally:
                 line.close()
     finally:
-        # A policy may answer any iterator; one that looks along a heap puts back what it took when it is closed.
+        # A policy may return any iterator. One over a heap puts back what it took when it is closed.
         if (close := getattr(flows, "close", None)) is not None:
             close()
-    # Those passed over were not asked about room, and a band that is blocked must stop the pool.
+    # The requests passed over were not asked about room, and a blocked band must stop the pool.
     return None if any(view.has_room(ceiling) for view in views) else NO_CAPACITY
 
 
 def _warm(views: Sequence[View]) -> Sequence[View]:
-    """`views` without room on those that came back lately and have their share by now, beside those that are warmer.
+    """`views` without room on backends in slow start that already have their share, if others are warmer.
 
-    Where all came back together, all are as warm. Who finds no room elsewhere is not held up: `views` has it.
+    Backends that came back together are equally warm. A request that finds no room here is placed in all `views` after.
     """
     warmths = {view.warmth for view in views if view.available}
     if len(warmths) < 2:
@@ -130,7 +130,7 @@ def _warm(views: Sequence[View]) -> Sequence[View]:
 
 
 def _sure(views: Sequence[View]) -> Sequence[View]:
-    """`views` without room where it is not known that one more would run at once; empty where that is known of all."""
+    """`views` without room on doubtful backends; empty where all or none are doubtful."""
     doubtful = [view.doubtful for view in views]
     if not any(doubtful) or all(doubtful):
         return ()
@@ -140,25 +140,25 @@ def _sure(views: Sequence[View]) -> Sequence[View]:
 def _as_probe(
     queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, now: float
 ) -> Placed | NoCapacity | NoMatch:
-    """A place on a backend that is to be tried, whatever it costs there, or why there is none.
+    """A place on a backend that needs a probe, whatever its price, or why there is none.
 
-    A placement that learns its prices from requests would never learn that a backend is well again without one. What
-    is silent or slow is tried with a stream alone: only of a stream is it seen in time that it has to go elsewhere.
+    A placement that learns prices from requests learns only from a probe that a backend is healthy again. A backend
+    that hung or was slow is probed only with a stream, which shows in time that the request must go elsewhere.
     """
     stream = queued.request.stream
-    # The others are there for what is compared among all, such as the longest context.
+    # The other backends are included because some checks compare all of them, such as the longest context.
     trial = [
         view if view.probed and (stream or not view.stream_probe) else replace(view, available=False) for view in views
     ]
     return placement.place(queued.request, trial, ceiling, queued.excluded, now)
 
 
-def _at_its_own(
+def _at_only_backend(
     queued: Queued, placement: Placement, views: Sequence[View], ceiling: float, passed_over: int, now: float
 ) -> Found | Limited | NoCapacity | NoMatch:
-    """A place on the only backend that may have it, be that a probe or one that came back lately.
+    """A place on the only backend that may serve the request, even a half-open one or one in slow start.
 
-    Where that one is full or down and others have room, the request steps aside: it would hide those behind it.
+    If it is full or down while others have room, the request is set aside, so that it does not block later ones.
     """
     own = [view for view in views if view.backend == queued.request.backend]
     placed = placement.place(queued.request, own, ceiling, queued.excluded, now)
@@ -168,7 +168,7 @@ def _at_its_own(
 
 
 def limited(queued: Queued, limits: UsageLimits) -> Limited | None:
-    """The usage limit that keeps a request waiting whose turn it is, if one does."""
+    """The usage limit for which the next request must wait, if there is one."""
     limit = limits.full(queued.request) if queued.request.limits else None
     return None if limit is None else Limited(queued, limit)
 

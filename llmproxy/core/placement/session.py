@@ -1,4 +1,4 @@
-"""Session affinity: the requests of one session go to one backend, as long as it is not busier than its share."""
+"""Session affinity: the requests of a session go to one backend while its load is within its share."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from llmproxy.core.placement.policy import Pick, picking
 from llmproxy.core.placement.simple import least_request
 
 BOUND = 1.25
-"""Load that a backend may have for its size, over the mean: 1 + epsilon of the paper."""
+"""The most load of a backend for its size, as a multiple of the mean: 1 + epsilon of the paper."""
 IDLE = 0.125
-"""Saturation below which a backend is never too busy. A few requests more or less slow nobody down, and moved for them
-sessions would lose their cached prompts: in the laboratory a sixth of the hits, with one request per backend."""
+"""Below this saturation a backend is never too busy. A few requests slow nothing down, but sessions that move because
+of them lose their cached prompts: a sixth of the hits in the laboratory, with one request per backend."""
 
 
 @picking("session")
 def session(rng: Random) -> Pick:
     """Rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads (Mirrokni, Thorup and Zadimoghaddam,
-    "Consistent hashing with bounded loads", 2018); a request without a session goes where the load is least.
+    "Consistent hashing with bounded loads", 2018). A request without a session goes to the least loaded backend.
 
-    Every backend has a weight for every session, which is the same in every process. A session goes to the heaviest
-    backend with room whose saturation is below `BOUND` times that of all with room together, this request included, or
-    below `IDLE`. One always is: not all can be above their mean. A backend that leaves thus moves its own sessions
-    alone, each to the next in its order, and they come back with it.
+    Every backend has a weight for every session, the same in every process. A session goes to the backend of the
+    highest weight that has room and a saturation below `BOUND` times the mean of those with room (this request
+    included) or below `IDLE`. There always is one, because not all can be above their mean. If a backend leaves, only
+    its own sessions move, each to the next in its order, and they return with it.
     """
     without = least_request(rng)
 

@@ -1,4 +1,4 @@
-"""Placements that look at the views alone: filters, scorers and a picker."""
+"""Placements that decide by the views alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmproxy.core.placement.policy import Pick, picking
 
 BLEND_WEIGHTS = {"queue": 2.0, "kv": 1.0, "load": 2.0, "lora": 1.0}
 ADAPTER_SLOT_FREE = 0.6
-"""Loading an adapter into a free slot costs less than evicting one, and more than having it."""
+"""Score of loading an adapter into a free slot: between having it (1) and evicting another one (0)."""
 
 
 def _scores(request: Request, view: View) -> tuple[float, float, float, float]:
-    """Queue, cache, load and adapter, each 0..1 and absolute: one request must not look like fifty of them."""
+    """Queue, cache, load and adapter, each 0..1. They are absolute, so that one request does not score like fifty."""
     kv_used = view.kv_used + (request.prompt_tokens / view.kv_tokens if view.kv_tokens else 0.0)
     return (
         1.0 / (1.0 + view.waiting),
@@ -35,7 +35,7 @@ def _adapter_score(request: Request, view: View) -> float:
 
 @picking("blend")
 def blend(rng: Random) -> Pick:
-    """Weighted sum of queue depth, KV use, load and adapter residency; ties drawn at random."""
+    """Weighted sum of queue depth, KV use, load and adapter residency; ties are drawn at random."""
     weigh_queue, weigh_kv, weigh_load, weigh_lora = BLEND_WEIGHTS.values()
 
     def pick(request: Request, views: Sequence[View]) -> Placed:
@@ -43,7 +43,7 @@ def blend(rng: Random) -> Pick:
         best_score = -1.0
         for view in views:
             queue, kv, load, lora = _scores(request, view)
-            # Rounded, so that a thousandth of KV-cache does not decide between two equally idle backends.
+            # Rounded, so that a thousandth of the KV-cache does not decide between two idle backends.
             score = round(weigh_queue * queue + weigh_kv * kv + weigh_load * load + weigh_lora * lora, 2)
             if score > best_score:
                 best, best_score = [view], score
@@ -58,7 +58,7 @@ def blend(rng: Random) -> Pick:
 
 @picking("least_request")
 def least_request(rng: Random) -> Pick:
-    """Fewest sequences in flight for its size; ties drawn at random."""
+    """Fewest sequences in flight for its size; ties are drawn at random."""
 
     def pick(_: Request, views: Sequence[View]) -> Placed:
         least = min(view.saturation for view in views)
@@ -90,7 +90,7 @@ def random_choice(rng: Random) -> Pick:
 
 @picking("round_robin")
 def round_robin(_: Random) -> Pick:
-    """The next backend by name that has room, after the one that was served last."""
+    """The backend with room that follows the last chosen one by name."""
     last = ""
 
     def pick(_: Request, views: Sequence[View]) -> Placed:

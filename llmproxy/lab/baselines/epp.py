@@ -17,7 +17,7 @@ from xxhash import xxh64_intdigest
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request
 from llmproxy.core.placement import NO_CAPACITY
-from llmproxy.core.placement.epp import EndpointPicker, Profile, Prompt, blend, sticky
+from llmproxy.core.placement.epp import EndpointPicker, Profile, PromptBlocks, blend, sticky
 from llmproxy.lab.baselines.common import candidates
 from llmproxy.lab.baselines.index import Block, BlockIndex
 from llmproxy.lab.baselines.policy import Baseline, Surroundings, baselines
@@ -70,7 +70,7 @@ class Ticks:
 
 
 class LruIndex:
-    """Least recently used blocks go first, exactly and by count, as in theirs; `core.prefix` is only nearly exact."""
+    """Least recently used blocks go first, exactly and by count, as in theirs; that of the core is nearly exact."""
 
     def __init__(self) -> None:
         self._blocks = BlockIndex()
@@ -121,13 +121,13 @@ class DeployedPicker(EndpointPicker):
             self._sweep(views, now)
         return self.choose(request, found)
 
-    def prompt(self, request: Request) -> Prompt:
+    def prompt(self, request: Request) -> PromptBlocks:
         """Its length and blocks as the trace has them, the last one partial; those without a name match nothing."""
         known, size = self._around.prompts[request.id], self._around.block_tokens
         count = -(-known.tokens // size)
         named = known.blocks[:count]
         unnamed = [xxh64_intdigest(request.id.encode(), i) for i in range(len(named), count)]
-        return Prompt(known.tokens, (*named, *unnamed), size)
+        return PromptBlocks(known.tokens, (*named, *unnamed), size)
 
     def booked(self, lease: int, request: Request, placed: Placed, now: float) -> None:
         self._ticks.use(request)
