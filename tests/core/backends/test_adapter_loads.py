@@ -61,7 +61,7 @@ class Stand:
         return None
 
 
-def test_who_owes_a_first_byte_of_an_adapter_may_be_loading_it() -> None:
+def test_unstarted_stream_may_wait_for_an_adapter_load() -> None:
     stand = Stand()
     stand.book(LORA, cold=True)
     found_s = stand.silent_until_hung(60.0)
@@ -73,7 +73,7 @@ def test_who_owes_a_first_byte_of_an_adapter_may_be_loading_it() -> None:
     assert plain.silent_until_hung(60.0) == pytest.approx(HUNG_S, abs=0.5)
 
 
-def test_who_is_resident_is_only_believed() -> None:
+def test_residency_is_only_an_estimate() -> None:
     stand = Stand()
     stand.book(LORA, cold=False)
     assert stand.silent_until_hung(3.0) is None
@@ -86,7 +86,7 @@ def test_an_adapter_that_a_stream_uses_need_not_be_loaded() -> None:
     assert stand.silent_until_hung(60.0) == pytest.approx(HUNG_S, abs=0.5)
 
 
-def test_an_adapter_that_nobody_uses_any_more_may_be_gone() -> None:
+def test_unused_adapter_may_be_evicted() -> None:
     stand = Stand()
     used = stand.start(LORA)
     stand.book(LORA)
@@ -142,7 +142,7 @@ def test_streams_that_stop_together_beside_a_load_prove_nothing() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_load_that_no_first_byte_tells_of_goes_on_all_the_same(stream: bool) -> None:
+def test_load_without_a_first_byte_goes_on(stream: bool) -> None:
     """Its client left, or it is no stream."""
     stand = Stand()
     for _ in range(5):
@@ -155,7 +155,7 @@ def test_a_load_that_no_first_byte_tells_of_goes_on_all_the_same(stream: bool) -
 
 
 @pytest.mark.parametrize(("loading", "told"), [(True, False), (False, True)])
-def test_streams_beside_loads_make_nobody_slow(loading: bool, told: bool) -> None:
+def test_streams_beside_loads_are_not_slow(loading: bool, told: bool) -> None:
     stand = Stand()
     lease, tokens = stand.start(PROMPT), 1
     for number in range(60):

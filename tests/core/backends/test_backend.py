@@ -24,9 +24,7 @@ def backend(*adapters: str, max_in_flight: int | None = 8, **capacity: object) -
     ("load", "ceiling", "room"),
     [(11, 1.0, True), (12, 1.0, False), (8, 0.85, True), (9, 0.85, False), (8, 0.95, True), (9, 0.95, False)],
 )
-def test_room_ends_at_the_ceiling_and_only_a_full_ceiling_has_the_look_ahead(
-    load: int, ceiling: float, room: bool
-) -> None:
+def test_room_ends_at_the_ceiling_and_look_ahead_needs_a_full_one(load: int, ceiling: float, room: bool) -> None:
     assert view(limit=10, load=load, look_ahead=2).has_room(ceiling) is room
 
 
@@ -35,7 +33,7 @@ def test_a_full_cache_is_no_room_however_small_the_batch(kv_used: float, ceiling
     assert view(load=1, kv_used=kv_used).has_room(ceiling) is room
 
 
-def test_an_idle_backend_takes_anything_and_an_unavailable_one_nothing() -> None:
+def test_idle_backend_takes_anything_and_unavailable_one_nothing() -> None:
     assert view(load=0, limit=1, kv_used=1.0).has_room(0.1)
     assert not view(load=0, available=False).has_room(1.0)
 
@@ -55,7 +53,7 @@ def test_bookings_count_at_once_and_come_back_whole() -> None:
     one.check()
 
 
-def test_prompts_are_debited_to_the_cache_until_a_reading_can_have_seen_them() -> None:
+def test_prompts_are_debited_until_a_reading_can_contain_them() -> None:
     one = backend()
     one.observe(reading(0.0, kv_used=0.5, kv_tokens=1000))
     one.book(1, request(prompt_tokens=200), 1.0)
@@ -67,7 +65,7 @@ def test_prompts_are_debited_to_the_cache_until_a_reading_can_have_seen_them() -
     one.check()
 
 
-def test_what_is_cached_of_a_prompt_takes_no_new_room() -> None:
+def test_held_tokens_of_a_prompt_take_no_new_room() -> None:
     one = backend()
     one.observe(reading(0.0, kv_used=0.5, kv_tokens=1000))
     one.book(1, request(prompt_tokens=200), 1.0, held_tokens=150)
@@ -89,7 +87,7 @@ def test_a_debit_leaves_with_its_lease() -> None:
 # --- readings correct them --------------------------------------------------------------------------------------------
 
 
-def test_other_clients_load_counts_from_the_second_reading_and_with_the_smaller_of_the_two() -> None:
+def test_other_clients_load_is_the_smaller_of_two_readings() -> None:
     one = backend()
     one.book(1, request(), 0.0)
     one.observe(reading(1.0, running=4, waiting=1))
@@ -100,7 +98,7 @@ def test_other_clients_load_counts_from_the_second_reading_and_with_the_smaller_
     assert one.view(3.0).load == 1
 
 
-def test_a_gauge_that_still_counts_what_we_saw_finish_is_nobody_elses_load() -> None:
+def test_ended_work_in_a_gauge_is_not_other_clients_load() -> None:
     one = backend()
     for lease in range(5):
         one.book(lease, request(), 0.0)
@@ -145,7 +143,7 @@ def test_a_backend_that_publishes_nothing_is_used_by_our_own_counters() -> None:
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def test_residency_is_the_least_recently_used_list_of_as_many_as_the_engine_holds() -> None:
+def test_residency_is_an_lru_list_as_long_as_the_engines_slots() -> None:
     one = backend("x", "y", "z")
     one.observe(reading(0.0, max_adapters=2))
     for lease, adapter in enumerate(("x", "y", "x", "z")):
@@ -194,7 +192,7 @@ def test_waiting_for_an_adapter_slot_teaches_no_batch_limit() -> None:
     assert watched("x") == 3
 
 
-def test_a_backend_that_publishes_nothing_is_not_held_to_a_first_guess() -> None:
+def test_backend_without_numbers_gets_the_default_limit() -> None:
     assert backend(max_in_flight=None, start_limit=32).limit.value == UNPUBLISHED
     assert backend(max_in_flight=8).limit.value == 8, "an operator's word stands"
     busy = backend(max_in_flight=None)
@@ -205,7 +203,7 @@ def test_a_backend_that_publishes_nothing_is_not_held_to_a_first_guess() -> None
     assert busy.limit.value == 9, "what a refusal taught is not forgotten"
 
 
-def test_a_backend_whose_numbers_could_not_be_read_at_first_begins_small_and_not_for_ever() -> None:
+def test_unread_backend_begins_small_and_only_for_some_polls() -> None:
     one = Backend("a", CapacitySettings(start_limit=4), HealthSettings())
     one.unread()
     one.answered(0.0)
@@ -267,7 +265,7 @@ def test_a_poll_that_timed_out_keeps_them() -> None:
         (reading(STARTED_AFTER_S, running=0, waiting=1), False),
     ],
 )
-def test_an_answer_without_a_stream_has_started_once_the_counters_say_so(seen: Reading, started: bool) -> None:
+def test_answer_without_a_stream_starts_when_the_counters_say_so(seen: Reading, started: bool) -> None:
     one = backend()
     one.book(1, request(stream=False), 0.0)
     one.book(2, request(stream=True), 0.0)
@@ -276,7 +274,7 @@ def test_an_answer_without_a_stream_has_started_once_the_counters_say_so(seen: R
     assert not one.bookings[2].started, "a stream starts with its first byte alone"
 
 
-def test_an_answer_without_a_stream_counts_as_started_after_a_second_even_where_nothing_is_published() -> None:
+def test_answer_without_a_stream_starts_after_a_second_without_numbers() -> None:
     one = backend()
     one.book(1, request(), 0.0)
     one.release(1, Verdict.CONNECT_FAILED, 0.0)

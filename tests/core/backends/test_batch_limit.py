@@ -59,7 +59,7 @@ def test_once_it_has_settled_it_grows_by_a_quarter() -> None:
     assert limit.value == 30
 
 
-def test_what_can_wait_for_the_batch_alone_proves_its_limit_a_reading_sooner() -> None:
+def test_waiting_for_the_batch_alone_proves_a_limit_sooner() -> None:
     limit = BatchLimit(None, 32)
     limit.observe(running=8, waiting=5, load=13, proven=True)
     assert limit.value == 32
@@ -83,7 +83,7 @@ def settled(batch: int, proven: bool) -> BatchLimit:
 
 
 @pytest.mark.parametrize("proven", [True, False])
-def test_low_bands_try_a_plateau_again_only_where_something_else_may_explain_it(proven: bool) -> None:
+def test_low_bands_retry_only_a_plateau_that_is_not_proven(proven: bool) -> None:
     limit = settled(64, proven)
     for _ in range(2 * CALM_READINGS_MAX):
         limit.observe(running=60, waiting=0, load=61)
@@ -100,14 +100,14 @@ def test_a_trial_lets_in_one_more_than_the_plateau() -> None:
     assert limit.value * 61 / 64 >= 65
 
 
-def test_a_proven_plateau_is_outgrown_by_whoever_may_fill_it() -> None:
+def test_proven_plateau_is_outgrown_by_traffic_that_may_fill_it() -> None:
     limit = settled(64, proven=True)
     limit.observe(running=66, waiting=0, load=66)
     limit.observe(running=70, waiting=0, load=70)
     assert limit.value >= 80
 
 
-def test_a_proven_plateau_falls_where_much_less_runs_and_stays_for_little_less() -> None:
+def test_proven_plateau_falls_only_where_much_less_runs() -> None:
     limit = settled(64, proven=True)
     for _ in range(PLATEAU_READINGS):
         limit.observe(running=62, waiting=3, load=65)
@@ -186,7 +186,7 @@ def test_frozen_gauges_do_not_invite_more_work() -> None:
     assert limit.value <= 100
 
 
-def test_an_operators_word_bounds_what_is_tried_and_a_queue_may_prove_it_too_high() -> None:
+def test_configured_limit_bounds_trials_and_a_queue_may_lower_it() -> None:
     limit = BatchLimit(8, 32)
     assert limit.value == 8
     engine = Engine(100, limit)
@@ -220,14 +220,14 @@ def test_a_trial_that_fails_again_makes_the_next_one_rarer() -> None:
 
 
 @pytest.mark.parametrize("start", [2, 3])
-def test_low_bands_teach_a_small_limit_although_its_last_slot_is_kept_from_them(start: int) -> None:
+def test_low_bands_teach_a_small_limit_without_its_last_slot(start: int) -> None:
     limit = BatchLimit(None, start, lowest_ceiling=0.85)
     limit.observe(running=start - 1, waiting=0, load=start - 1)
     assert limit.value > start
 
 
 @pytest.mark.parametrize("given", [None, 64])
-def test_what_an_engine_without_numbers_once_refused_is_tried_again_ever_more_rarely(given: int | None) -> None:
+def test_refused_load_without_numbers_is_retried_ever_more_rarely(given: int | None) -> None:
     limit = BatchLimit(given, 4, lowest_ceiling=0.85)
     for load in range(40, 0, -1):
         limit.refused(load)
@@ -267,7 +267,7 @@ def test_a_new_process_may_prove_that_it_runs_less_than_the_old_one() -> None:
     assert limit.value == 240
 
 
-def test_an_operators_word_that_is_taken_back_leaves_what_was_seen_or_told() -> None:
+def test_removed_configured_limit_leaves_the_learned_one() -> None:
     limit = BatchLimit(512, 4)
     limit.cap(None)
     assert (limit.value, limit.known) == (4, None)

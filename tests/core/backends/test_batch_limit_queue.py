@@ -38,13 +38,11 @@ def went(of: Pools, band: int, count: int = 6) -> set[str]:
         (None, SHEDDABLE, {"a", "b"}),
     ],
 )
-def test_nothing_below_default_is_put_before_a_band_in_use_in_an_engines_own_queue(
-    used: int | None, band: int, where: set[str]
-) -> None:
+def test_low_bands_are_not_sent_to_an_engine_with_a_queue(used: int | None, band: int, where: set[str]) -> None:
     assert went(queued_inside(used=used), band) == where
 
 
-def test_where_all_have_a_queue_of_their_own_it_waits_until_one_has_none() -> None:
+def test_low_band_waits_while_every_engine_has_a_queue() -> None:
     of = queued_inside(used=CRITICAL)
     of.backends["b"].observe(reading(1.05, running=5, waiting=2))
     assert went(of, SHEDDABLE) == set()
@@ -65,7 +63,7 @@ def backend(known: KnownLimit | None = None, max_in_flight: int | None = None) -
     return made
 
 
-def test_it_begins_at_what_is_remembered_of_the_same_engine() -> None:
+def test_limit_begins_at_the_recalled_one_of_the_same_engine() -> None:
     assert backend(KNOWN).limit.value == 12
     assert backend().limit.value == 4
 
@@ -73,17 +71,17 @@ def test_it_begins_at_what_is_remembered_of_the_same_engine() -> None:
 @pytest.mark.parametrize(
     "known", [KnownLimit(12, True, ("other",), 4096), KnownLimit(12, True, (BASE,), 1024), KnownLimit(12, True, ())]
 )
-def test_what_is_remembered_of_another_engine_is_dropped(known: KnownLimit) -> None:
+def test_recalled_limit_of_another_engine_is_dropped(known: KnownLimit) -> None:
     assert backend(known).limit.value == 4
 
 
-def test_an_operators_word_goes_before_what_is_remembered_or_published() -> None:
+def test_configured_limit_goes_before_a_recalled_or_published_one() -> None:
     one = backend(KNOWN, max_in_flight=7)
     one.published(12)
     assert one.limit.value == 7
 
 
-def test_gauges_overrule_what_is_remembered_in_both_directions() -> None:
+def test_gauges_overrule_a_recalled_limit_in_both_directions() -> None:
     one = backend(KNOWN)
     for at_s in (1.0, 1.2, 1.4):
         one.observe(reading(at_s, running=5, waiting=3))
@@ -93,14 +91,14 @@ def test_gauges_overrule_what_is_remembered_in_both_directions() -> None:
     assert one.limit.value == 20
 
 
-def test_what_was_never_seen_full_begins_where_it_was_and_goes_on_growing() -> None:
+def test_unsettled_recalled_limit_goes_on_growing() -> None:
     one = backend(KnownLimit(40, False, (BASE,), 4096))
     assert one.limit.value == 40
     one.limit.observe(running=40, waiting=0, load=40)
     assert one.limit.value == 80
 
 
-def test_what_an_engine_publishes_goes_before_what_is_remembered_and_not_before_its_gauges() -> None:
+def test_published_limit_goes_before_a_recalled_one_not_before_gauges() -> None:
     one = backend(KNOWN)
     one.published(16)
     assert one.limit.value == 16
@@ -122,7 +120,7 @@ def test_another_process_or_model_behind_the_name_forgets_the_limit() -> None:
     assert one.limit.value == 4
 
 
-def test_what_is_worth_remembering_is_what_was_learned() -> None:
+def test_only_a_learned_limit_is_known_to_a_later_process() -> None:
     assert backend().known_limit is None
     assert backend(max_in_flight=7).known_limit is None
     one = backend()

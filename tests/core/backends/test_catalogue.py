@@ -18,7 +18,7 @@ def refusal(of: Catalogue, name: str | None) -> Refused:
     return caught.value
 
 
-def test_a_pool_is_named_after_the_first_base_model_and_adapters_live_inside_it() -> None:
+def test_pool_has_the_name_of_its_first_base_model() -> None:
     names = catalogue("a", "b")
     assert names.listed("a", listing("lora-0"))
     assert names.listed("b", listing("lora-1"))
@@ -35,7 +35,7 @@ def test_two_served_names_of_one_backend_are_one_pool() -> None:
     assert names.resolve("short") == Target("short", "short", "long-name", None, 10)
 
 
-def test_the_name_that_heads_a_pool_belongs_to_it_whoever_else_lists_it() -> None:
+def test_first_name_of_a_pool_belongs_to_it_alone() -> None:
     names = catalogue("a", "b")
     names.listed("a", Listing(0.0, (ModelCard("x", None, 10), ModelCard("y", None, 10))))
     names.listed("b", listing(base="y"))
@@ -43,7 +43,7 @@ def test_the_name_that_heads_a_pool_belongs_to_it_whoever_else_lists_it() -> Non
     assert names.resolve("y").pool == "y"
 
 
-def test_an_alias_means_its_target_and_keeps_the_name_that_was_asked_for() -> None:
+def test_alias_means_its_target_and_keeps_the_requested_name() -> None:
     names = catalogue("a", aliases={"fast": "lora-0", "nowhere": "gone"})
     names.listed("a", listing("lora-0"))
     assert names.resolve("fast") == Target("fast", "lora-0", "base", "lora-0", 4096)
@@ -110,7 +110,7 @@ def test_models_keeps_real_fields_and_lists_aliases_last() -> None:
     ]
 
 
-def test_the_revision_grows_with_what_names_mean_and_with_nothing_else() -> None:
+def test_revision_increases_only_when_names_change() -> None:
     names = catalogue("a", aliases={"alias": "base"})
     seen = [names.revision]
     names.listed("a", listing("x"))
@@ -128,7 +128,7 @@ def test_the_revision_grows_with_what_names_mean_and_with_nothing_else() -> None
     assert names.revision == before
 
 
-def test_what_is_known_is_put_in_order_once_for_all_who_are_refused() -> None:
+def test_known_names_are_sorted_once_for_all_refusals() -> None:
     one = Catalogue(["a", "b"], {})
     one.listed("a", listing("z", *(f"lora-{i}" for i in range(30))))
     assert one._known_names() is one._known_names()

@@ -75,7 +75,7 @@ def test_one_engine_is_tried_and_the_other_follows_what_it_has_run(tried: str, o
     assert limit(of, other) == 7
 
 
-def test_the_end_that_one_has_met_is_believed_of_its_twin() -> None:
+def test_limit_that_one_engine_met_is_believed_of_the_others() -> None:
     of = unknown_pool("a", "b")
     flood(of, 100, SHEDDABLE, 1.0)
     now = 1.0
@@ -103,7 +103,7 @@ def test_an_engine_on_its_own_waits_for_nobody() -> None:
     assert limit(of, "a") >= 32
 
 
-def test_a_critical_request_keeps_away_from_the_engine_that_is_being_tried() -> None:
+def test_critical_request_avoids_the_engine_that_is_being_tried() -> None:
     of = unknown_pool("a", "b", placement="least_request")
     flood(of, 100, SHEDDABLE, 1.0)
     runs(of, "a", 1.2, 8)
@@ -117,7 +117,7 @@ def test_a_critical_request_keeps_away_from_the_engine_that_is_being_tried() -> 
     assert [one.request.band for one in flood(of, 1, CRITICAL, 1.3)["b"]] == [CRITICAL]
 
 
-def test_what_stands_in_an_engine_beyond_its_limit_goes_back_whatever_its_band() -> None:
+def test_requests_beyond_an_engines_limit_are_preempted_in_any_band() -> None:
     of = unknown_pool("a")
     flood(of, 100, DEFAULT, 1.0)
     now = 1.0

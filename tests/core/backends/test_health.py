@@ -43,7 +43,7 @@ def test_a_backend_is_down_until_a_poll_finds_it() -> None:
     assert health.available(0.0)
 
 
-def test_failures_in_a_row_eject_and_a_success_between_them_starts_anew() -> None:
+def test_failures_in_a_row_eject_and_a_success_resets_the_count() -> None:
     health = healthy()
     fail(health, 2)
     health.finished(9, Verdict.SERVED, 0.0)
@@ -66,13 +66,13 @@ def test_a_connection_refused_or_a_draining_engine_ejects_at_once(verdict: Verdi
 
 
 @pytest.mark.parametrize("verdict", [Verdict.CLIENT_GONE, Verdict.LOST, Verdict.LOCAL_FAILURE, Verdict.SERVED])
-def test_what_the_backend_is_not_to_blame_for_never_ejects(verdict: Verdict) -> None:
+def test_ends_without_fault_of_the_backend_never_eject(verdict: Verdict) -> None:
     health = healthy()
     fail(health, 50, verdict=verdict)
     assert health.available(0.0)
 
 
-def test_an_engine_that_is_busy_rests_and_one_that_says_so_with_nothing_to_do_fails() -> None:
+def test_busy_engine_pauses_and_an_idle_busy_one_fails() -> None:
     health = healthy()
     fail(health, 50, verdict=Verdict.BUSY)
     assert (health.ejected_times, ejected_for_s(health, 0.0)) == (0, BUSY_PAUSE_S)
@@ -84,7 +84,7 @@ def test_an_engine_that_is_busy_rests_and_one_that_says_so_with_nothing_to_do_fa
     assert ejected_for_s(health, 2.0) == 2.0, "its probe failed"
 
 
-def test_the_last_one_of_a_pool_that_says_busy_with_nothing_to_do_only_rests() -> None:
+def test_last_backend_that_is_busy_while_idle_only_pauses() -> None:
     one, other = pool(2, ejected_max=0.5)
     other.poll_failed(Trouble.UNHEALTHY)
     for _ in range(50):
@@ -102,7 +102,7 @@ def test_many_failures_of_one_cause_are_one_ejection() -> None:
     assert ejected_for_s(health, 0.0) == 1.0
 
 
-def test_after_an_ejection_one_request_is_let_through_and_its_first_byte_closes_the_case() -> None:
+def test_probe_after_an_ejection_ends_it_with_its_first_byte() -> None:
     health = healthy()
     fail(health, 3)
     assert health.available(1.0)
@@ -209,16 +209,14 @@ def pool(count: int, ejected_max: float) -> list[Health]:
 
 
 @pytest.mark.parametrize(("count", "ejected_max", "most"), [(8, 0.5, 4), (3, 0.5, 1), (1, 0.5, 1), (4, 0.0, 1)])
-def test_failing_requests_eject_no_more_than_a_share_of_the_pool_and_always_one(
-    count: int, ejected_max: float, most: int
-) -> None:
+def test_failing_requests_eject_at_most_a_share_and_always_one(count: int, ejected_max: float, most: int) -> None:
     members = pool(count, ejected_max)
     for health in members:
         fail(health, 5)
     assert [health.available(0.0) for health in members] == [False] * most + [True] * (count - most)
 
 
-def test_who_comes_back_leaves_its_place_among_the_ejected_to_another() -> None:
+def test_unejected_backend_lets_another_be_ejected() -> None:
     first, second, third = pool(3, 0.5)
     fail(first, 3)
     fail(second, 3)
@@ -232,7 +230,7 @@ def test_who_comes_back_leaves_its_place_among_the_ejected_to_another() -> None:
     assert third.available(1.3)
 
 
-def test_who_is_down_by_polls_counts_neither_as_ejected_nor_as_left() -> None:
+def test_backend_that_is_down_counts_neither_as_ejected_nor_as_up() -> None:
     first, second, third, fourth = pool(4, 0.5)
     for health in (first, second):
         fail(health, 3)
@@ -244,7 +242,7 @@ def test_who_is_down_by_polls_counts_neither_as_ejected_nor_as_left() -> None:
 
 
 @pytest.mark.parametrize("verdict", [Verdict.CONNECT_FAILED, Verdict.DRAINING])
-def test_the_share_spares_nobody_whose_answer_is_a_fact(verdict: Verdict) -> None:
+def test_connect_failures_eject_beyond_the_share(verdict: Verdict) -> None:
     members = pool(4, 0.5)
     for health in members:
         fail(health, 1, verdict=verdict)
@@ -262,7 +260,7 @@ def test_a_probe_that_fails_is_ejected_again_whatever_the_share() -> None:
 # --- slow start -------------------------------------------------------------------------------------------------------
 
 
-def test_who_comes_up_grows_warm_in_steps_and_says_when_the_next_comes() -> None:
+def test_slow_start_goes_in_steps_and_tells_the_next_one() -> None:
     health = Health(replace(SETTINGS, slow_start_s=10.0))
     health.poll_succeeded(100.0)
     seen = {}
@@ -275,7 +273,7 @@ def test_who_comes_up_grows_warm_in_steps_and_says_when_the_next_comes() -> None
     assert health.warmth(120.0) == 1.0, "it was up all along"
 
 
-def test_a_closed_case_is_a_slow_start_too() -> None:
+def test_end_of_an_ejection_is_a_slow_start_too() -> None:
     health = healthy()
     assert health.warmth(50.0) == 1.0
     fail(health, 3, now=50.0)
@@ -301,7 +299,7 @@ def telling() -> tuple[Health, list[EjectionEvent]]:
     return health, told
 
 
-def test_an_ejection_says_why_and_for_how_long_and_its_end_how_long_it_was_in_all() -> None:
+def test_ejection_events_tell_reason_pause_and_total_time() -> None:
     health, told = telling()
     fail(health, 3)
     assert told == [Ejected("3 failures in a row", 1.0)]
@@ -318,13 +316,13 @@ def test_an_ejection_says_why_and_for_how_long_and_its_end_how_long_it_was_in_al
 @pytest.mark.parametrize(
     ("verdict", "why"), [(Verdict.CONNECT_FAILED, "no connection"), (Verdict.DRAINING, "it is shutting down")]
 )
-def test_many_requests_that_meet_the_same_end_are_told_of_once(verdict: Verdict, why: str) -> None:
+def test_many_equal_failures_are_one_event(verdict: Verdict, why: str) -> None:
     health, told = telling()
     fail(health, 5, verdict=verdict)
     assert told == [Ejected(why, 1.0)]
 
 
-def test_one_that_is_still_slow_is_told_of_anew_and_a_poll_that_finds_it_fresh_ends_it() -> None:
+def test_slow_probe_ejects_again_and_a_fresh_start_unejects() -> None:
     health, told = telling()
     assert health.slowed("slow: 6.2 times as slow as usual", 0.0)
     health.measured(7, False, 1.0)
@@ -336,7 +334,7 @@ def test_one_that_is_still_slow_is_told_of_anew_and_a_poll_that_finds_it_fresh_e
     assert told[2:] == [Unejected(2.0)]
 
 
-def test_whom_the_pool_cannot_spare_is_told_of_once_in_a_row() -> None:
+def test_skipped_ejections_in_a_row_are_one_event() -> None:
     health, told = telling()
     health.peers = Peers(0.5)
     health.peers.members = {"a": health, "b": healthy()}

@@ -96,7 +96,7 @@ def dearest(settings: Settings = SETTINGS) -> Pools:
     return of
 
 
-def test_one_request_goes_to_whom_nobody_would_choose_and_the_next_when_it_has_answered() -> None:
+def test_half_open_backend_gets_one_probe_at_a_time() -> None:
     of = ejected(dearest())
     assert sent(of, 1.9, ask()) == ["c"], "its pause is not over"
     of.submit(ask(), 2.0)
@@ -108,13 +108,13 @@ def test_one_request_goes_to_whom_nobody_would_choose_and_the_next_when_it_has_a
 
 
 @pytest.mark.parametrize("placement", sorted(presets.names()))
-def test_it_is_so_under_every_placement(placement: str) -> None:
+def test_half_open_backend_gets_one_probe_under_every_placement(placement: str) -> None:
     of = ejected(pools(dict.fromkeys("abc", 20), replace(SETTINGS, placement=placement)))
     # What it owes others makes it the dearest for whoever looks at load, at prompts or at what is cached.
     assert sent(of, 2.0, *(ask(prompt_tokens=500) for _ in range(6))).count("a") == 1
 
 
-def test_the_probe_is_of_the_lowest_band_that_goes() -> None:
+def test_probe_is_a_request_of_the_lowest_granted_band() -> None:
     of = ejected(dearest())
     critical, default, sheddable = (ask(band=band) for band in (CRITICAL, DEFAULT, SHEDDABLE))
     for one in (critical, default, sheddable):
@@ -128,7 +128,7 @@ def test_the_probe_is_of_the_lowest_band_that_goes() -> None:
     assert sent(of, 2.0, critical) == ["a"], "where nobody else goes"
 
 
-def test_what_hung_is_tried_with_a_stream_alone_unless_there_is_no_room_elsewhere() -> None:
+def test_hung_backend_is_probed_with_a_stream_if_others_have_room() -> None:
     of = hung(dearest())
     assert sent(of, 4.0, ask(stream=False)) == ["c"]
     assert sent(of, 4.0, ask()) == ["a"]
@@ -145,7 +145,7 @@ def small() -> Pools:
     return of
 
 
-def test_what_was_slow_is_tried_with_a_stream_alone_and_what_failed_later_is_not() -> None:
+def test_slow_backend_is_probed_with_a_stream_and_a_failed_one_not() -> None:
     of = dearest()
     health = of.backends["a"].health
     of.backends["a"].slowed("slow", 1.0)
@@ -161,7 +161,7 @@ def test_what_was_slow_is_tried_with_a_stream_alone_and_what_failed_later_is_not
     assert sent(of, 5.0, ask(stream=False)) == ["a"]
 
 
-def test_a_stream_from_before_ends_the_pause_of_who_was_slow_and_leaves_the_rest_to_its_probe() -> None:
+def test_fast_stream_from_before_ends_only_the_pause() -> None:
     of = dearest()
     of.submit(ask(), 0.5, frozenset("bc"))
     [before] = grants(of, 0.5)
@@ -172,17 +172,17 @@ def test_a_stream_from_before_ends_the_pause_of_who_was_slow_and_leaves_the_rest
     assert sent(of, 1.3, ask(), ask()) == ["a", "c"]
 
 
-def test_what_failed_is_tried_with_any_request() -> None:
+def test_failed_backend_is_probed_with_any_request() -> None:
     assert sent(ejected(dearest()), 2.0, ask(stream=False)) == ["a"]
 
 
-def test_a_request_that_it_failed_before_is_not_its_probe() -> None:
+def test_probe_is_no_request_that_the_backend_failed_before() -> None:
     of = ejected(dearest())
     assert sent(of, 2.0, ask(), excluded=frozenset({"a"})) == ["c"]
     assert sent(of, 2.0, ask()) == ["a"]
 
 
-def test_a_request_that_is_too_long_for_it_or_of_an_adapter_that_it_has_not_is_not_its_probe() -> None:
+def test_probe_is_no_request_that_the_backend_cannot_serve() -> None:
     of = dearest()
     of.listed("a", listing(max_model_len=100))
     of.listed("b", listing("x"))
@@ -192,7 +192,7 @@ def test_a_request_that_is_too_long_for_it_or_of_an_adapter_that_it_has_not_is_n
     assert sent(of, 2.0, ask()) == ["a"]
 
 
-def test_of_two_that_are_to_be_tried_each_gets_one() -> None:
+def test_two_half_open_backends_get_one_probe_each() -> None:
     of = ejected(ejected(dearest()), "b")
     assert sorted(sent(of, 2.0, *(ask() for _ in range(4)))) == ["a", "b", "c", "c"]
 
@@ -208,7 +208,7 @@ class Waiting(Dearest):
         return super().place(request, views, ceiling, excluded, now)
 
 
-def test_nobody_waits_elsewhere_while_it_is_to_be_tried() -> None:
+def test_probe_is_sent_although_the_placement_would_wait() -> None:
     settings = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
     of = Pools(settings, {"a": 9, "b": 1}, {}, Waiting)
     for name in "ab":
@@ -229,7 +229,7 @@ def probing(of: Pools) -> Grant:
     return probe
 
 
-def test_a_silent_probe_is_taken_back_although_nothing_else_happens_and_nobody_else_speaks() -> None:
+def test_silent_probe_is_revoked_without_any_other_event() -> None:
     of = hung(dearest())
     probe = probing(of)
     due_s = 4.0 + SETTINGS.health.hung_s
@@ -247,7 +247,7 @@ def test_a_silent_probe_is_taken_back_although_nothing_else_happens_and_nobody_e
     of.check(due_s + 2.0)
 
 
-def test_a_probe_is_not_taken_back_where_there_is_nobody_else() -> None:
+def test_probe_is_not_revoked_without_another_backend() -> None:
     of = hung(dearest())
     for name in "bc":
         with_verdict(of, name, Verdict.CONNECT_FAILED)
@@ -256,7 +256,7 @@ def test_a_probe_is_not_taken_back_where_there_is_nobody_else() -> None:
     assert of.decide(9.0) == []
 
 
-def test_an_engine_that_has_not_begun_its_probe_gets_a_while_longer_and_no_more() -> None:
+def test_engine_that_has_not_begun_its_probe_gets_more_time() -> None:
     of = hung(dearest())
     probe = probing(of)
     now = 4.0

@@ -33,7 +33,7 @@ def send(of: Pools, requests: int, now: float) -> Counter[str]:
     return Counter(d.placed.backend for d in of.decide(now) if isinstance(d, Grant))
 
 
-def test_the_least_loaded_by_far_gets_its_share_and_not_all_that_comes() -> None:
+def test_returning_backend_gets_its_share_and_not_all_requests() -> None:
     of = house({"old": 20, "new": 20})
     gone(of, "new")
     of.backends["new"].answered(100.0)
@@ -43,14 +43,14 @@ def test_the_least_loaded_by_far_gets_its_share_and_not_all_that_comes() -> None
     assert send(of, 0, 110.0) == {}
 
 
-def test_whoever_finds_no_room_elsewhere_goes_there_all_the_same() -> None:
+def test_request_without_room_elsewhere_ignores_slow_start() -> None:
     of = house({"old": 4, "new": 20})
     gone(of, "new")
     of.backends["new"].answered(100.0)
     assert send(of, 24, 100.0) == {"old": 4, "new": 20}
 
 
-def test_backends_that_come_back_together_share_as_ever() -> None:
+def test_backends_that_come_back_together_share_equally() -> None:
     of = house({"a": 20, "b": 20})
     gone(of, "a", "b")
     of.backends["a"].answered(100.0)
@@ -58,7 +58,7 @@ def test_backends_that_come_back_together_share_as_ever() -> None:
     assert send(of, 20, 100.5) == {"a": 10, "b": 10}
 
 
-def test_one_that_warms_up_is_nothing_to_wake_up_for() -> None:
+def test_slow_start_causes_no_wakeup() -> None:
     of = house({"old": 1, "new": 1})
     gone(of, "new")
     of.backends["new"].answered(100.0)

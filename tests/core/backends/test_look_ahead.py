@@ -21,7 +21,7 @@ def learned(sequence_s: float, tokens: float) -> LookAhead:
     ("limit", "sequence_s", "tokens", "requests"),
     [(8, 4.0, 512, 0), (64, 6.0, 512, 0), (256, 8.0, 512, 1), (256, 3.0, 200, 4), (256, 1.0, 50, 13), (8, 0.2, 20, 1)],
 )
-def test_it_is_what_a_batch_ends_while_a_request_is_on_its_way(
+def test_look_ahead_is_what_a_batch_ends_during_the_way(
     limit: int, sequence_s: float, tokens: int, requests: int
 ) -> None:
     way_s = TRAVEL_S + STEPS * sequence_s / tokens
@@ -30,7 +30,7 @@ def test_it_is_what_a_batch_ends_while_a_request_is_on_its_way(
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4, 8, 256])
-def test_it_is_no_more_than_a_share_of_the_batch(limit: int) -> None:
+def test_look_ahead_is_at_most_a_share_of_the_batch(limit: int) -> None:
     assert learned(0.001, 1).requests(limit) == limit // SHARE_MAX
 
 
@@ -38,7 +38,7 @@ def test_nothing_is_sent_ahead_before_anything_has_ended() -> None:
     assert LookAhead().requests(256) == 0
 
 
-def test_it_follows_traffic_whose_answers_become_short() -> None:
+def test_look_ahead_follows_shorter_answers() -> None:
     ahead = learned(8.0, 512)
     for _ in range(round(10 / GAIN)):
         ahead.ended(0.5, 32)
@@ -56,9 +56,7 @@ def backend(look_ahead: int | None) -> Backend:
     ("verdict", "output_tokens", "learns"),
     [(Verdict.SERVED, 20, True), (Verdict.SERVED, 0, False), (Verdict.CLIENT_GONE, 20, False)],
 )
-def test_a_backend_learns_from_answers_that_came_whole_and_were_counted(
-    verdict: Verdict, output_tokens: int, learns: bool
-) -> None:
+def test_backend_learns_from_whole_and_counted_answers(verdict: Verdict, output_tokens: int, learns: bool) -> None:
     one = backend(None)
     one.book(1, request(), 0.0)
     one.release(1, verdict, 0.2, output_tokens)
@@ -72,7 +70,7 @@ def test_each_sequence_of_a_request_has_its_share_of_the_tokens() -> None:
     assert one.view(1.0).look_ahead == learned(1.0, 100).requests(64)
 
 
-def test_another_process_is_learned_anew_and_a_given_number_is_gone_by() -> None:
+def test_new_process_resets_the_mean_and_a_configured_number_stays() -> None:
     for look_ahead, after in ((None, 0), (5, 5)):
         one = backend(look_ahead)
         one.book(1, request(), 0.0)

@@ -127,7 +127,7 @@ def warm(**given: object) -> Stand:
 # --- hung -------------------------------------------------------------------------------------------------------------
 
 
-def test_one_that_falls_silent_is_ejected_within_two_seconds_and_what_it_owes_goes_elsewhere() -> None:
+def test_silent_backend_is_ejected_in_two_seconds_and_its_leases_revoked() -> None:
     stand = warm()
     stand.factors["a"] = 0.0
     owed = len([a for a in stand.answers.values() if a.grant.placed.backend == "a" and not a.tokens])
@@ -145,7 +145,7 @@ def test_one_that_falls_silent_is_ejected_within_two_seconds_and_what_it_owes_go
     assert not [a for a in stand.answers.values() if a.grant.placed.backend == "a" and not a.tokens]
 
 
-def test_the_probe_of_one_that_still_hangs_is_taken_back_too_and_once_it_answers_the_case_is_closed() -> None:
+def test_probe_of_a_hung_backend_is_revoked_until_it_answers() -> None:
     stand = warm()
     stand.factors["a"] = 0.0
     stand.until("a", 10.0)
@@ -158,14 +158,14 @@ def test_the_probe_of_one_that_still_hangs_is_taken_back_too_and_once_it_answers
     assert not stand.ejected("a")
 
 
-def test_nobody_hangs_where_all_are_silent() -> None:
+def test_no_backend_hangs_where_all_are_silent() -> None:
     stand = warm()
     stand.deaf = True
     stand.run(10.0)
     assert not any(stand.ejected(name) for name in stand.names)
 
 
-def test_a_pool_of_one_has_nobody_to_be_compared_with() -> None:
+def test_single_backend_is_never_judged() -> None:
     stand = warm(names="a")
     stand.factors["a"] = 0.0
     stand.run(10.0)
@@ -180,7 +180,7 @@ def test_a_long_prompt_explains_a_long_silence() -> None:
     assert not any(stand.ejected(name) for name in stand.names)
 
 
-def test_readers_who_stop_reading_are_no_news_of_their_backend() -> None:
+def test_readers_that_stop_reading_prove_nothing() -> None:
     stand = warm(per_s=0.0)
     for _ in range(8):
         stand.send()
@@ -211,7 +211,7 @@ def test_an_engine_that_has_not_begun_anything_does_not_hang() -> None:
     assert stand.ejected("a")
 
 
-def test_streams_that_stop_together_tell_of_a_hang_before_a_first_byte_is_owed() -> None:
+def test_streams_that_stop_together_show_a_hang_without_owed_bytes() -> None:
     stand = warm(per_s=0.0)
     for _ in range(16):
         stand.send()
@@ -224,7 +224,7 @@ def test_streams_that_stop_together_tell_of_a_hang_before_a_first_byte_is_owed()
     assert not stand.revoked, "they have begun, and may go on"
 
 
-def test_what_a_frozen_server_said_before_it_froze_excuses_it_no_longer() -> None:
+def test_reading_from_before_a_freeze_excuses_nothing() -> None:
     stand = warm(per_s=0.0)
     stand.run(5.0)
     stand.of.backends["a"].observe(reading(stand.now, running=0))
@@ -234,7 +234,7 @@ def test_what_a_frozen_server_said_before_it_froze_excuses_it_no_longer() -> Non
 
 
 @pytest.mark.parametrize("placement", ["cost", "least_request", "epp_sticky"])
-def test_one_that_is_well_again_is_given_work_however_dear_it_seems(placement: str) -> None:
+def test_recovered_backend_gets_work_however_high_its_price(placement: str) -> None:
     stand = warm(placement=placement, per_s=4.0)
     stand.factors["a"] = 0.0
     while not stand.ejected("a"):
@@ -249,7 +249,7 @@ def test_one_that_is_well_again_is_given_work_however_dear_it_seems(placement: s
 
 
 @pytest.mark.parametrize("placement", ["round_robin", "least_request", "blend", "cost"])
-def test_one_that_becomes_ten_times_as_slow_is_ejected_within_five_seconds(placement: str) -> None:
+def test_tenfold_slower_backend_is_ejected_within_five_seconds(placement: str) -> None:
     stand = warm(placement=placement)
     stand.factors["a"] = 10.0
     assert stand.until("a", 20.0) <= 5.0
@@ -262,7 +262,7 @@ def test_one_that_becomes_ten_times_as_slow_is_ejected_within_five_seconds(place
     assert 3.0 <= float(told[1]) <= 15.0
 
 
-def test_it_stays_ejected_for_as_long_as_its_probes_come_late() -> None:
+def test_backend_stays_ejected_while_its_probes_are_slow() -> None:
     stand = warm()
     stand.factors["a"] = 10.0
     stand.until("a", 20.0)
@@ -279,13 +279,13 @@ def test_it_stays_ejected_for_as_long_as_its_probes_come_late() -> None:
 
 
 @pytest.mark.parametrize("factor", [2.0, 6.0])
-def test_one_that_is_slow_from_its_beginning_is_another_kind_of_machine(factor: float) -> None:
+def test_backend_that_was_always_slow_is_no_outlier(factor: float) -> None:
     stand = Stand(factors={"a": factor})
     stand.run(40.0)
     assert not stand.ejected("a")
 
 
-def test_one_that_becomes_twice_as_slow_is_left_to_the_placement() -> None:
+def test_twofold_slower_backend_is_not_ejected() -> None:
     stand = warm()
     stand.factors["a"] = 2.0
     stand.run(20.0)
@@ -299,7 +299,7 @@ def test_a_pool_that_slows_down_as_a_whole_has_no_outlier() -> None:
     assert not any(stand.ejected(name) for name in "abcd")
 
 
-def test_long_prompts_that_were_believed_to_be_cached_make_nobody_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_uncached_prompts_make_no_backend_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     booked = OutlierDetection.booked
 
     def believing(watch: OutlierDetection, lease: int, asked: Request, placed: Placed, cold: bool, now: float) -> None:
@@ -316,7 +316,7 @@ def test_long_prompts_that_were_believed_to_be_cached_make_nobody_slow(monkeypat
 
 
 @pytest.mark.parametrize(("owed", "told"), [(True, set()), (False, {"a"})])
-def test_a_prompt_that_waited_for_room_has_its_time_when_it_is_computed(owed: bool, told: set[str]) -> None:
+def test_prompt_that_waited_for_room_explains_time_when_computed(owed: bool, told: set[str]) -> None:
     peers = Peers(0.5)
     peers.members = {name: Health(HealthSettings()) for name in "ab"}
     watch = OutlierDetection(HealthSettings(), peers)
@@ -339,7 +339,7 @@ def test_a_prompt_that_waited_for_room_has_its_time_when_it_is_computed(owed: bo
     assert slow == told
 
 
-def test_of_two_there_is_always_one_left() -> None:
+def test_one_of_two_backends_is_always_left() -> None:
     stand = warm(names="ab")
     stand.factors["a"] = 10.0
     assert stand.until("a", 10.0) < 10.0
@@ -349,7 +349,7 @@ def test_of_two_there_is_always_one_left() -> None:
         assert not (stand.ejected("a") and stand.ejected("b"))
 
 
-def test_an_engine_whose_cache_is_full_computes_again_and_is_not_judged() -> None:
+def test_engine_with_a_full_cache_is_not_judged() -> None:
     stand = warm()
     stand.factors["a"] = 10.0
     for _ in range(100):
@@ -358,7 +358,7 @@ def test_an_engine_whose_cache_is_full_computes_again_and_is_not_judged() -> Non
     assert not stand.ejected("a")
 
 
-def test_what_a_process_was_is_forgotten_with_it() -> None:
+def test_usual_speed_is_forgotten_with_its_process() -> None:
     stand = warm()
     for _ in range(2):
         stand.of.troubled("a", Trouble.REFUSED)

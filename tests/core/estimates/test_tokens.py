@@ -13,7 +13,7 @@ def test_before_any_answer_the_defaults_hold() -> None:
     assert Estimator().tokens("m", RequestFacts("m", prompt_bytes=400)) == (100, 256)
 
 
-def test_token_ids_are_exact_and_max_tokens_bounds_the_answer_of_every_sequence() -> None:
+def test_token_ids_are_exact_and_max_tokens_bounds_each_sequence() -> None:
     estimator = Estimator()
     assert estimator.tokens("m", RequestFacts("m", prompt_bytes=999, prompt_tokens=7, max_tokens=5, sequences=3)) == (
         7,
@@ -72,7 +72,7 @@ def test_the_least_recently_taught_model_is_forgotten(monkeypatch: pytest.Monkey
     assert estimator.tokens("kept", RequestFacts("kept", prompt_bytes=100))[1] == 256
 
 
-def test_what_was_learned_elsewhere_is_gone_by_and_learned_on() -> None:
+def test_estimate_from_another_process_is_used_and_updated() -> None:
     one, other = Estimator(), Estimator()
     one.learn("m", 300, 1, Usage(100, 50))
     other.take("m", replace(one.models["m"]))
@@ -81,7 +81,7 @@ def test_what_was_learned_elsewhere_is_gone_by_and_learned_on() -> None:
     assert (other.models["m"].seen, one.models["m"].seen) == (2, 1)
 
 
-def test_answers_of_routes_that_generate_nothing_say_nothing_of_their_length() -> None:
+def test_routes_that_generate_nothing_teach_no_answer_length() -> None:
     estimator = Estimator()
     estimator.learn("m", 300, None, Usage(100, 0))
     assert estimator.tokens("m", RequestFacts("m", prompt_bytes=600)) == (200, 256)
@@ -99,7 +99,7 @@ def test_answers_of_routes_that_generate_nothing_say_nothing_of_their_length() -
         (RequestFacts("m", prompt_bytes=1), 1 << 63, 1, Usage(1 << 24, 1 << 24)),
     ],
 )
-def test_no_more_is_believed_than_could_have_been(
+def test_usage_beyond_the_possible_is_not_believed(
     ask: RequestFacts, context_tokens: int | None, sequences: int, most: Usage
 ) -> None:
     assert usage_max(ask, context_tokens, sequences) == most

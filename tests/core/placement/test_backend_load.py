@@ -61,11 +61,11 @@ def first_bytes(leases: Iterable[int], stand: Stand, after_s: float) -> None:
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-def test_an_idle_backend_makes_a_prompt_wait_for_what_every_prompt_takes_at_least() -> None:
+def test_idle_backend_has_a_queue_of_the_base_time() -> None:
     assert Stand().queue_s() == pytest.approx(BASE_S)
 
 
-def test_a_queue_grows_with_what_is_booked_and_is_worked_off_as_time_goes_by() -> None:
+def test_queue_grows_with_bookings_and_shrinks_with_time() -> None:
     stand = Stand()
     stand.book(3_000)
     stand.book(1_500)
@@ -77,7 +77,7 @@ def test_a_queue_grows_with_what_is_booked_and_is_worked_off_as_time_goes_by() -
     assert stand.queue_s() == pytest.approx(BASE_S + 1_500 * TOKEN_S)
 
 
-def test_the_next_prompt_is_begun_when_the_one_before_it_has_its_first_byte() -> None:
+def test_next_prompt_begins_at_the_first_byte_of_the_previous_one() -> None:
     stand = Stand()
     first = stand.book(3_000)
     stand.book(3_000)
@@ -87,13 +87,13 @@ def test_the_next_prompt_is_begun_when_the_one_before_it_has_its_first_byte() ->
     assert stand.queue_s() == pytest.approx(BASE_S + 3_000 * TOKEN_S - 0.05)
 
 
-def test_what_ends_before_its_first_byte_leaves_the_queue() -> None:
+def test_request_that_ends_before_its_first_byte_leaves_the_queue() -> None:
     stand = Stand()
     stand.finish(stand.book(3_000), stand.book(3_000))
     assert stand.queue_s() == pytest.approx(BASE_S)
 
 
-def test_a_first_byte_that_is_overdue_lengthens_the_queue_by_all_that_it_is_late() -> None:
+def test_overdue_first_byte_lengthens_the_queue_by_its_lateness() -> None:
     stand = Stand()
     stuck = stand.book(3_000)
     stand.now += OVERDUE * (BASE_S + 3_000 * TOKEN_S)
@@ -104,7 +104,7 @@ def test_a_first_byte_that_is_overdue_lengthens_the_queue_by_all_that_it_is_late
     assert stand.queue_s() == pytest.approx(BASE_S)
 
 
-def test_what_was_booked_behind_others_is_due_later() -> None:
+def test_prompt_behind_others_is_due_later() -> None:
     stand = Stand()
     first = stand.book(15_000)
     stand.book(1_500)
@@ -115,7 +115,7 @@ def test_what_was_booked_behind_others_is_due_later() -> None:
     assert stand.queue_s() > 0.5
 
 
-def test_what_a_slow_backend_computes_is_due_later() -> None:
+def test_prompt_on_a_slow_backend_is_due_later() -> None:
     stand = Stand()
     stand.backend_load.prefill.factor = 2.0
     stand.book(3_000)
@@ -123,7 +123,7 @@ def test_what_a_slow_backend_computes_is_due_later() -> None:
     assert stand.queue_s() == pytest.approx(2.0 * BASE_S)
 
 
-def test_an_answer_without_a_stream_is_never_overdue_and_leaves_the_queue_in_its_time() -> None:
+def test_answer_without_a_stream_is_never_overdue() -> None:
     stand = Stand()
     plain = stand.book(3_000, stream=False)
     stand.book(1_500, stream=False)
@@ -146,7 +146,7 @@ def test_a_backend_of_half_the_pace_has_a_queue_of_twice_the_time() -> None:
 # --- how busy it is ---------------------------------------------------------------------------------------------------
 
 
-def test_the_share_of_time_that_goes_into_prompts_is_found_and_forgotten() -> None:
+def test_busy_share_is_measured_and_forgotten() -> None:
     stand = Stand()
     assert stand.backend_load.busy_share.at(stand.now) == 0.0
     for _ in range(400):
@@ -177,7 +177,7 @@ def test_the_same_prompts_keep_a_slow_backend_busier() -> None:
 # --- what first bytes teach -------------------------------------------------------------------------------------------
 
 
-def test_a_first_byte_counts_from_the_one_before_or_from_when_there_was_something_to_do() -> None:
+def test_first_byte_counts_from_the_previous_one_or_the_first_prompt() -> None:
     stand = Stand()
     for i in range(1_200):
         tokens = 200.0 * (1 + i % 9)
@@ -203,7 +203,7 @@ def test_first_bytes_of_one_step_are_learned_together() -> None:
     assert stand.backend_load.prefill.factor == 1.0
 
 
-def test_a_prompt_that_waited_for_a_slot_of_the_batch_says_nothing_of_prompts() -> None:
+def test_prompt_that_waited_for_a_batch_slot_teaches_nothing() -> None:
     stand = Stand()
     stand.backend_load.limit = 2
     untaught = stand.learned()
@@ -225,7 +225,7 @@ def test_a_step_says_nothing_before_the_next_one_began() -> None:
     assert stand.learned() != untaught
 
 
-def test_a_cold_adapter_teaches_nothing_of_prompts_nor_do_those_of_its_step() -> None:
+def test_step_with_a_cold_adapter_teaches_no_prompt_time() -> None:
     stand = Stand()
     base, slope, factor, _ = stand.learned()
     for cold_first in (True, False) * 30:
@@ -237,7 +237,7 @@ def test_a_cold_adapter_teaches_nothing_of_prompts_nor_do_those_of_its_step() ->
     assert stand.rates.loads.coldest_s == pytest.approx(0.7, rel=0.1)
 
 
-def test_what_came_before_a_cold_adapter_is_learned_all_the_same() -> None:
+def test_step_before_a_cold_adapter_is_learned() -> None:
     stand = Stand()
     untaught = stand.learned()[:3]
     stand.start(stand.book(), 3.0)
@@ -274,7 +274,7 @@ def test_answers_without_a_stream_do_not_mislead_those_with_one(plain_share: flo
     assert stand.rates.prefill.slope == pytest.approx(token_s, rel=0.05)
 
 
-def test_a_prompt_that_ended_unseen_makes_the_next_first_byte_worthless() -> None:
+def test_prompt_that_ended_unseen_spoils_the_next_first_byte() -> None:
     stand = Stand()
     untaught = stand.learned()
     gone, stays = stand.book(9_000), stand.book()
@@ -285,7 +285,7 @@ def test_a_prompt_that_ended_unseen_makes_the_next_first_byte_worthless() -> Non
     assert stand.learned() == untaught
 
 
-def test_a_prompt_that_ended_unseen_is_forgotten_when_nothing_is_left_to_compute() -> None:
+def test_prompt_that_ended_unseen_is_forgotten_on_an_idle_backend() -> None:
     stand = Stand()
     untaught = stand.learned()
     stand.finish(stand.book(9_000))
@@ -298,7 +298,7 @@ def test_a_prompt_that_ended_unseen_is_forgotten_when_nothing_is_left_to_compute
 # --- the books --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_in_flight_is_known_by_sequence_adapter_and_block() -> None:
+def test_requests_in_flight_count_by_sequence_adapter_and_block() -> None:
     stand = Stand()
     backend_load = stand.backend_load
     asked = [

@@ -25,9 +25,7 @@ def test_a_warm_backend_is_preferred_to_an_idle_one() -> None:
 
 
 @pytest.mark.parametrize(("queued_tokens", "best"), [(1_000, "warm"), (10_000, "cold")])
-def test_a_warm_backend_is_left_when_its_queue_is_longer_than_the_prefill_that_it_saves(
-    queued_tokens: int, best: str
-) -> None:
+def test_warm_backend_is_left_when_its_queue_exceeds_the_saved_prefill(queued_tokens: int, best: str) -> None:
     stand = Stand()
     stand.serve(chain(0, 30), "warm")
     stand.book(streamed(prompt_tokens=queued_tokens), "warm")
@@ -64,14 +62,14 @@ def test_a_prompt_is_taken_to_be_cached_from_its_first_byte_on() -> None:
     assert stand.place(chain(0, 10), [on]).cached_tokens == 999
 
 
-def test_what_never_began_is_not_taken_to_be_cached() -> None:
+def test_prompt_that_never_began_is_not_cached() -> None:
     stand = Stand()
     lease = stand.book(chain(0, 10), "a")
     stand.cost.finished(lease, Verdict.FAILED, None, stand.now)
     assert stand.place(chain(0, 10), [view("a")]).cached_tokens == 0
 
 
-def test_a_lost_backend_has_nothing_cached_and_the_size_of_its_cache_is_told_again() -> None:
+def test_lost_backend_has_nothing_cached_and_is_sized_again() -> None:
     stand, on = Stand(), view("a", kv_tokens=20_000)
     stand.serve(chain(0, 10), on)
     assert stand.place(chain(0, 10), [on]).cached_tokens == 999
@@ -81,7 +79,7 @@ def test_a_lost_backend_has_nothing_cached_and_the_size_of_its_cache_is_told_aga
     assert stand.index.limit("a") == 200
 
 
-def test_an_engine_that_has_less_cached_than_expected_ages_what_is_believed() -> None:
+def test_fewer_cached_tokens_than_expected_age_the_index() -> None:
     stand, on = Stand(), view("a", kv_tokens=20_000)
     stand.serve(chain(0, 10), on)
     for _ in range(5):
@@ -91,7 +89,7 @@ def test_an_engine_that_has_less_cached_than_expected_ages_what_is_believed() ->
     assert stand.index.limit("a") < 200
 
 
-def test_what_a_cold_prompt_displaces_counts_by_how_often_the_pool_hits() -> None:
+def test_eviction_counts_by_the_hit_ratio_of_the_pool() -> None:
     stand = Stand()
     asked = chain(900, 30)
     assert stand.terms(asked, view("a"))["eviction"] == 0.0
@@ -109,7 +107,7 @@ def test_what_a_cold_prompt_displaces_counts_by_how_often_the_pool_hits() -> Non
 # --- the memory -------------------------------------------------------------------------------------------------------
 
 
-def test_what_requests_in_flight_share_takes_memory_once() -> None:
+def test_shared_blocks_in_flight_take_memory_once() -> None:
     stand, on = Stand(), view("a", load=2, kv_used=0.5, kv_tokens=20_000)
     asked, half_shared, others = chain(0, 30), chain(15, 30, prefix=(*range(15), *range(500, 515))), chain(900, 30)
     alone_s = stand.terms(asked, on)["memory"]
@@ -124,7 +122,7 @@ def test_what_requests_in_flight_share_takes_memory_once() -> None:
     assert stand.terms(asked, on)["memory"] == alone_s
 
 
-def test_memory_is_dear_where_it_is_scarce() -> None:
+def test_memory_costs_more_where_it_is_scarce() -> None:
     stand, asked = Stand(), streamed(prompt_tokens=3_000, output_tokens=200)
     seconds = [stand.terms(asked, view("a", kv_used=used, kv_tokens=50_000))["memory"] for used in (0.0, 0.5, 0.9)]
     assert seconds[0] == 0.0
@@ -151,7 +149,7 @@ def test_a_cold_prompt_prefers_the_emptier_or_fitter_backend(better: dict[str, A
     assert {Stand(seed).place(asked, views).backend for seed in range(10)} == {"better"}
 
 
-def test_a_backend_for_other_lengths_is_taken_when_those_for_this_one_are_too_busy() -> None:
+def test_backend_for_other_lengths_is_taken_when_the_right_one_is_busy() -> None:
     stand, views = (
         Stand(),
         [view("meant", prompt_range=(0, 5_000), limit=99), view("aside", prompt_range=(5_001, 9_000))],
@@ -162,7 +160,7 @@ def test_a_backend_for_other_lengths_is_taken_when_those_for_this_one_are_too_bu
     assert 0.3 * ASIDE_S < queued_s < 1.2 * ASIDE_S
 
 
-def test_a_backend_that_computes_prompts_all_the_time_is_dear_for_the_next_ones_and_forgotten_when_idle() -> None:
+def test_backend_busy_with_prompts_costs_more_until_it_was_idle() -> None:
     stand, views = Stand(), [view("busy"), view("idle", load=1)]
     asked = streamed(prompt_tokens=3_000)
     assert stand.place(asked, views).backend == "busy"
@@ -202,7 +200,7 @@ def test_a_term_that_is_left_out_counts_nothing(name: str) -> None:
     assert without.place(asked, [on]).score == pytest.approx(sum(terms.values()))
 
 
-def test_a_first_byte_that_is_overdue_makes_a_backend_dear() -> None:
+def test_overdue_first_byte_raises_the_price_of_a_backend() -> None:
     stand, views = Stand(), [view("stuck", load=1), view("other", load=8)]
     stand.serve(chain(0, 30), "stuck")
     lease = stand.book(chain(0, 30), "stuck")
@@ -233,7 +231,7 @@ def test_the_backend_that_has_the_adapter_is_preferred() -> None:
     assert Stand().place(streamed(), views).backend == "cold"
 
 
-def test_an_adapter_whose_slots_all_serve_others_waits_as_long_as_an_answer_takes() -> None:
+def test_adapter_without_a_free_slot_waits_for_an_answer() -> None:
     stand = Stand()
     one_slot = view("a", served=BOTH, max_adapters=1, resident=frozenset({"lora"}))
     asked = streamed(adapter="other", output_tokens=500)
@@ -248,7 +246,7 @@ def test_an_adapter_whose_slots_all_serve_others_waits_as_long_as_an_answer_take
     assert stand.terms(asked, one_slot)["adapter"] == dict(loading.terms)["adapter"]
 
 
-def test_a_cold_adapter_teaches_what_loading_takes_and_nothing_of_prompts() -> None:
+def test_cold_adapter_teaches_load_time_and_no_prompt_time() -> None:
     stand, on = Stand(), view("a", served=BOTH)
     known_s = stand.place(streamed(prompt_tokens=1_000), [on])
     for _ in range(30):
@@ -266,9 +264,7 @@ FULL_AND_OTHER = [view("home", load=10, max_model_len=None), view("other", max_m
 
 
 @pytest.mark.parametrize(("output_tokens", "waits"), [(100, True), (5_000, False)])
-def test_a_full_home_is_waited_for_when_it_has_room_before_the_prefill_elsewhere_is_done(
-    output_tokens: int, waits: bool
-) -> None:
+def test_full_home_is_waited_for_if_it_answers_sooner(output_tokens: int, waits: bool) -> None:
     stand = Stand()
     stand.serve(chain(0, 300), "home")
     assert stand.waits(chain(0, 300, output_tokens=output_tokens), FULL_AND_OTHER) == waits
@@ -276,7 +272,7 @@ def test_a_full_home_is_waited_for_when_it_has_room_before_the_prefill_elsewhere
     assert stand.place(chain(1_000, 300), FULL_AND_OTHER).backend == "other"
 
 
-def test_a_full_home_that_many_wait_for_is_waited_for_by_no_more() -> None:
+def test_full_home_with_many_waiting_is_not_waited_for() -> None:
     stand = Stand()
     stand.serve(chain(0, 300), "home")
     asked = [chain(0, 300, output_tokens=100) for _ in range(60)]
@@ -300,7 +296,7 @@ def test_a_band_that_must_leave_room_waits_for_as_many_more_to_end() -> None:
     assert stand.place(asked, FULL_AND_OTHER, ceiling=0.4).backend == "other"
 
 
-def test_what_only_a_full_context_can_hold_waits_without_hiding_others_of_its_model() -> None:
+def test_request_that_waits_for_a_long_context_hides_no_others() -> None:
     short, long = view("short", max_model_len=100), view("long", max_model_len=1_000, load=10)
     found = Stand().cost.place(streamed(prompt_tokens=500), [short, long], 1.0, NONE, 0.0)
     assert found == NoMatch(whole_model=False)
@@ -310,9 +306,7 @@ def test_what_only_a_full_context_can_hold_waits_without_hiding_others_of_its_mo
 
 
 @pytest.mark.parametrize(("cached_blocks", "best"), [(3, "emptier"), (5, "warmer")])
-def test_a_few_thousandths_of_a_second_are_no_difference_and_the_least_loaded_is_taken(
-    cached_blocks: int, best: str
-) -> None:
+def test_prices_within_the_tie_take_the_least_loaded(cached_blocks: int, best: str) -> None:
     for seed in range(10):
         stand = Stand(seed)
         stand.serve(chain(0, cached_blocks, prefix_tokens=45.0), "warmer")
@@ -334,7 +328,7 @@ def test_equal_backends_are_drawn_alike() -> None:
 # --- what choices were between ----------------------------------------------------------------------------------------
 
 
-def test_the_last_choices_are_remembered_with_all_that_they_were_between() -> None:
+def test_last_choices_are_kept_with_all_their_candidates() -> None:
     stand, views = Stand(), [view("a", load=2), view("b", load=6), view("full", load=10)]
     for number in range(EXPLAINED_MAX + 5):
         stand.now += 1.0
@@ -352,7 +346,7 @@ def test_the_last_choices_are_remembered_with_all_that_they_were_between() -> No
     assert all(price.total_s == pytest.approx(sum(s for _, s in price.terms)) for price in last.prices)
 
 
-def test_a_request_that_waits_for_a_full_backend_was_not_placed_and_is_not_remembered() -> None:
+def test_request_that_waits_for_a_full_backend_is_no_choice() -> None:
     stand = Stand()
     stand.serve(chain(0, 300), "home")
     before = stand.cost.explained()
@@ -360,7 +354,7 @@ def test_a_request_that_waits_for_a_full_backend_was_not_placed_and_is_not_remem
     assert stand.cost.explained() == before
 
 
-def test_what_a_client_will_see_is_predicted_and_how_much_later_it_may_be() -> None:
+def test_ttft_and_tpot_are_predicted_with_their_p90() -> None:
     stand, asked = Stand(), streamed(prompt_tokens=3_000)
     stand.book(streamed(prompt_tokens=1_500), "a")
     stand.cost._rates.late_ttft.factor, stand.cost._rates.late_tpot.factor = 3.0, 2.0

@@ -46,7 +46,7 @@ def test_a_burst_of_one_adapter_loads_it_once(known: bool) -> None:
     assert len(homes) == 1
 
 
-def test_what_has_to_go_is_dear_where_nobody_else_has_it() -> None:
+def test_evicting_the_only_copy_of_an_adapter_costs_its_load_time() -> None:
     stand = taught(2.0)
     for _ in range(5):
         for number in range(4):
@@ -57,7 +57,7 @@ def test_what_has_to_go_is_dear_where_nobody_else_has_it() -> None:
     assert price == {"a": pytest.approx(2.0, rel=0.3), "b": 0.0, "c": 0.0}
 
 
-def test_who_serves_somebody_is_not_the_one_that_has_to_go() -> None:
+def test_adapter_in_use_is_not_evicted_first() -> None:
     stand = taught(2.0)
     stand.start(asked(0), slotted("a", 0, 1))
     stand.serve(asked(1), slotted("a", 0, 1))
@@ -67,7 +67,7 @@ def test_who_serves_somebody_is_not_the_one_that_has_to_go() -> None:
     assert price["a"] == 0.0
 
 
-def test_a_free_slot_costs_nothing_unless_a_second_copy_takes_it_from_those_that_are_nowhere() -> None:
+def test_free_slot_costs_nothing_unless_a_second_copy_takes_it() -> None:
     stand = taught(2.0)
     for slots, number, price_s in ((2, 0, 2.0), (2, 2, 0.0), (8, 0, 0.0)):
         stand.place(asked(number), [slotted("a", 0), slotted("b", 1, slots=slots)])
@@ -75,7 +75,7 @@ def test_a_free_slot_costs_nothing_unless_a_second_copy_takes_it_from_those_that
         assert price["b"] == pytest.approx(price_s, rel=0.1)
 
 
-def test_streams_and_those_that_wait_for_a_first_byte_stand_still_while_an_adapter_is_loaded() -> None:
+def test_adapter_load_delays_streams_and_waiting_prompts() -> None:
     stand = taught(2.0)
     idle = stand.terms(asked(0), slotted("a"))
     beside = stand.terms(asked(0), slotted("a", load=10, limit=100))
@@ -85,7 +85,7 @@ def test_streams_and_those_that_wait_for_a_first_byte_stand_still_while_an_adapt
     assert waiting["harm"] - idle["harm"] == pytest.approx(0.9 * 2.0, rel=0.1)
 
 
-def test_all_that_are_booked_wait_for_a_load_and_are_not_overdue_when_it_ends() -> None:
+def test_booked_prompts_wait_for_a_load_and_are_not_overdue() -> None:
     stand = taught(2.0)
     loading = stand.book(asked(0), slotted("a"))
     behind = stand.book(streamed(prompt_tokens=100), slotted("a"))
@@ -97,7 +97,7 @@ def test_all_that_are_booked_wait_for_a_load_and_are_not_overdue_when_it_ends() 
     stand.cost.started(behind, stand.now)
 
 
-def test_who_waits_for_a_slot_makes_nobody_else_wait() -> None:
+def test_request_that_waits_for_an_adapter_slot_delays_no_others() -> None:
     stand = taught(2.0)
     for number in range(2):
         stand.start(asked(number), slotted("a", 0, 1))
@@ -123,7 +123,7 @@ def test_loads_of_one_step_share_its_time() -> None:
     assert stand.terms(asked(5), slotted("a", slots=8))["adapter"] == pytest.approx(0.7, rel=0.1)
 
 
-def test_what_loads_took_is_known_before_the_next_first_byte() -> None:
+def test_load_time_is_known_before_the_next_first_byte() -> None:
     stand = Stand()
     stand.start(asked(0), slotted("a"), more_s=2.0)
     stand.now += 0.01
@@ -131,7 +131,7 @@ def test_what_loads_took_is_known_before_the_next_first_byte() -> None:
     assert stand.terms(asked(1), slotted("b"))["adapter"] == pytest.approx(2.0, rel=0.1)
 
 
-def test_what_an_engine_keeps_in_host_memory_is_told_from_what_it_reads_from_disk() -> None:
+def test_loads_from_host_memory_and_disk_are_told_apart() -> None:
     stand = Stand()
     for lap in range(40):
         # Six adapters in turns and two slots: three others are loaded before one comes back. Each lap has a new one.
@@ -144,7 +144,7 @@ def test_what_an_engine_keeps_in_host_memory_is_told_from_what_it_reads_from_dis
     assert read == pytest.approx(1.0, rel=0.1)
 
 
-def test_a_load_time_that_is_not_known_is_that_of_the_next_colder_tier() -> None:
+def test_unknown_load_time_is_that_of_the_next_colder_tier() -> None:
     times = LoadTimesByTier()
     times.learn(TIERS - 1, 1.0)
     assert times.at(1) == 1.0

@@ -132,7 +132,7 @@ def test_nothing_is_left_when_all_leases_have_ended() -> None:
     assert (backend_load._to_prefill_tokens, backend_load.in_flight, backend_load.in_use._users) == (0, 0, {})
 
 
-def test_a_backend_that_is_lost_is_forgotten_with_what_is_in_flight_there() -> None:
+def test_lost_backend_is_forgotten_with_its_requests_in_flight() -> None:
     stand, on = Stand(), view("a", kv_tokens=10**6, kv_used=0.5, served=BOTH, max_adapters=1)
     stand.teach("a", 20, slower=3.0)
     stand.teach("b", 20)

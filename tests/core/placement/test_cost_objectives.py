@@ -44,7 +44,7 @@ def test_the_time_that_was_waited_counts() -> None:
     assert stand.place(asking(stand, ttft_s=20.0, waited_s=19.75), VIEWS).backend == "fast"
 
 
-def test_where_nobody_keeps_it_the_least_violation_is_best() -> None:
+def test_least_violation_is_best_where_no_backend_meets_the_objective() -> None:
     stand = unequal()
     asked = asking(stand, ttft_s=0.01)
     assert stand.place(asked, VIEWS).backend == "fast"
@@ -60,7 +60,7 @@ def test_no_price_outweighs_an_objective_that_somebody_keeps() -> None:
     assert stand.place(asking(stand, ttft_s=0.2), views).backend == "fast"
 
 
-def test_by_how_much_predictions_are_exceeded_is_allowed_for() -> None:
+def test_exceeded_predictions_are_allowed_for() -> None:
     stand = unequal()
     rates = stand.cost._rates
     assert stand.place(asking(stand, ttft_s=5.0), VIEWS).backend == "slow"

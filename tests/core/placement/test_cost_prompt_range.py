@@ -24,12 +24,12 @@ def place(asked: Request, *views: View) -> Placed:
     return placed
 
 
-def test_a_prompt_of_another_length_goes_elsewhere_even_if_it_is_busier_there() -> None:
+def test_prompt_of_another_length_prefers_a_busier_backend() -> None:
     assert place(LONG, MEANT_FOR_SHORT, BUSY).backend == "any"
     assert place(SHORT, MEANT_FOR_SHORT, BUSY).backend == "short"
 
 
-def test_it_goes_there_where_nobody_else_is_left() -> None:
+def test_prompt_of_another_length_goes_there_without_alternative() -> None:
     assert ("range", ASIDE_S) in place(LONG, MEANT_FOR_SHORT).terms
     assert "range" not in dict(place(SHORT, MEANT_FOR_SHORT).terms)
 

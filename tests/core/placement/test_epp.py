@@ -115,7 +115,7 @@ def test_a_warm_backend_without_room_is_not_waited_for() -> None:
     assert stand.placed(asks(1, 2), [view("a", load=10), view("b", load=9)]).backend == "b"
 
 
-def test_tokens_are_in_flight_from_the_booking_to_the_first_byte_or_the_end() -> None:
+def test_tokens_are_in_flight_until_the_first_byte_or_the_end() -> None:
     stand = Stand("epp_sticky")
 
     def ahead() -> float:
@@ -141,7 +141,7 @@ def test_a_lost_backend_has_nothing_cached() -> None:
         assert dict(stand.placed(asks(1), [seen("a", kv_tokens=200)]).terms)["prefix"] == 0.0
 
 
-def test_as_much_is_remembered_as_the_last_reading_said_is_cached() -> None:
+def test_index_is_as_large_as_the_last_read_cache() -> None:
     stand = Stand("epp_blend")
 
     def match(*blocks: int) -> float:

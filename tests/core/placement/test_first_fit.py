@@ -44,7 +44,7 @@ def granted(of: Picky, *asked: Request) -> list[str]:
     ("why", "went"),
     [(LATER, ["second", "third"]), (NO_MATCH, ["third"]), (NO_MATCH_FOR_MODEL, [])],
 )
-def test_one_that_waits_for_a_full_backend_does_not_hide_others_of_its_model(
+def test_request_that_waits_by_choice_hides_no_others_of_its_model(
     why: NoMatch, went: list[str], flows: tuple[str, str, str]
 ) -> None:
     # What finds no match for its length hides those that are as long, and what finds none for its model all others.
@@ -53,7 +53,7 @@ def test_one_that_waits_for_a_full_backend_does_not_hide_others_of_its_model(
     assert sorted(granted(Picky({"first": why}), first, second, third)) == went
 
 
-def test_one_that_waits_is_asked_about_again_after_each_grant() -> None:
+def test_waiting_request_is_tried_again_after_each_grant() -> None:
     placement = Picky({"first": LATER})
     granted(placement, request(id="first"), request(id="second"), request(id="third"))
     assert placement.asked.count("first") > 1
@@ -71,7 +71,7 @@ class Choosy(Picky):
 
 
 @pytest.mark.parametrize(("other_band", "went"), [(DEFAULT, "second"), (SHEDDABLE, "first"), (CRITICAL, "second")])
-def test_nobody_waits_by_choice_above_a_band_that_would_take_the_room(other_band: int, went: str) -> None:
+def test_request_does_not_wait_by_choice_above_a_waiting_band(other_band: int, went: str) -> None:
     pools = Pools(Settings(), {"a": 1, "b": 2}, {}, lambda: Choosy({}))
     for name in "ab":
         pools.backends[name].answered(0.0)

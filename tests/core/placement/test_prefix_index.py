@@ -106,7 +106,7 @@ def test_a_head_in_use_outlives_what_is_not() -> None:
     assert held(index, "a", range(20)) == 4
 
 
-def test_what_is_touched_again_and_again_drives_nothing_else_out() -> None:
+def test_chain_touched_often_drives_nothing_else_out() -> None:
     index = PrefixIndex(800)
     index.record("a", range(1000, 1300))
     for _ in range(50):
@@ -117,7 +117,7 @@ def test_what_is_touched_again_and_again_drives_nothing_else_out() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["record", "resize", "calibrate"]), PATHS), max_size=60))
-def test_the_books_stay_right_whatever_happens(steps: list[tuple[str, list[int]]]) -> None:
+def test_counts_stay_right_after_any_calls(steps: list[tuple[str, list[int]]]) -> None:
     index = PrefixIndex(24)
     for what, path in steps:
         hashes = chain(path)
@@ -157,7 +157,7 @@ def test_a_resize_acts_at_once_and_is_bounded() -> None:
     assert index.limit("a") == CAPACITY_BLOCKS_MAX
 
 
-def test_predictions_far_too_high_shrink_what_is_held_and_right_ones_bring_it_back_slowly() -> None:
+def test_high_predictions_shrink_the_limit_and_right_ones_restore_it() -> None:
     index = PrefixIndex(1000)
     index.record("a", range(1000))
     for _ in range(10):
@@ -186,7 +186,7 @@ def test_a_prediction_of_nothing_teaches_nothing() -> None:
     assert index.limit("a") == cut
 
 
-def test_an_eighth_goes_at_a_time_so_that_a_small_surplus_costs_little() -> None:
+def test_at_most_an_eighth_is_dropped_at_a_time() -> None:
     index = PrefixIndex(1000)
     for number in range(100):
         index.record("a", range(number * 100, number * 100 + 10))

@@ -135,7 +135,7 @@ def test_one_observation_alone_proves_nothing(took_s: float) -> None:
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.3])
-def test_what_is_alike_looks_alike_however_noisy_it_is(noise: float) -> None:
+def test_equal_backends_get_equal_factors_despite_noise(noise: float) -> None:
     """Two standard errors are passed by chance once in twenty times, from the first observations on."""
     found = paces(100, noise=noise)
     for some in (slice(0, 10), slice(10, 100)):
@@ -192,7 +192,7 @@ def test_no_backend_is_believed_to_take_no_time() -> None:
 # --- what the predictions are worth -----------------------------------------------------------------------------------
 
 
-def test_one_time_of_ten_is_later_than_what_is_allowed_for() -> None:
+def test_one_time_of_ten_exceeds_the_tracked_quantile() -> None:
     late, rng = QuantileTracker(), Random(5)
     factors, above = [], 0
     for number in range(6_000):
@@ -206,7 +206,7 @@ def test_one_time_of_ten_is_later_than_what_is_allowed_for() -> None:
     assert sum(factors) / len(factors) == pytest.approx(3.6, rel=0.1)
 
 
-def test_what_is_allowed_for_has_bounds() -> None:
+def test_tracked_quantile_has_bounds() -> None:
     late = QuantileTracker()
     for _ in range(1_000):
         late.learn(1.0, 0.5)
@@ -219,7 +219,7 @@ def test_what_is_allowed_for_has_bounds() -> None:
 # --- a pool -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_teaches_the_line_of_the_pool_and_the_pace_of_its_backend() -> None:
+def test_prompt_teaches_the_pools_line_and_its_backends_factor() -> None:
     rates, usual, slow = PoolRates(), SpeedFactor(), SpeedFactor()
     for i in range(300):
         tokens = 200.0 * (1 + i % 20)
@@ -230,7 +230,7 @@ def test_a_prompt_teaches_the_line_of_the_pool_and_the_pace_of_its_backend() -> 
         assert rates.prefill.at(2_000.0) * pace.factor == pytest.approx(slower * 0.27, rel=0.05)
 
 
-def test_a_slow_backend_that_gets_the_long_prompts_does_not_make_long_prompts_slow() -> None:
+def test_slow_backend_with_the_long_prompts_does_not_tilt_the_line() -> None:
     rates, usual, slow, rng = PoolRates(), SpeedFactor(), SpeedFactor(), Random(2)
     for _ in range(400):
         for pace, slower, most in ((usual, 1.0, 1_200), (usual, 1.0, 1_200), (slow, 3.0, 6_000)):
@@ -274,14 +274,14 @@ def test_prompts_and_streams_are_learned_apart() -> None:
     assert rates.prefill.at(500.0) == prefill_s
 
 
-def test_while_the_pool_learns_its_first_backend_has_no_pace_of_its_own() -> None:
+def test_first_backend_of_a_learning_pool_has_factor_one() -> None:
     rates, first = PoolRates(), SpeedFactor()
     for number in range(30):
         rates.prefilled(first, 50.0 + number, 0.002 + number * 1e-5)
     assert first.factor == pytest.approx(1.0, abs=0.15), "what it takes is what the pool takes"
 
 
-def test_a_backend_that_seemed_slow_is_tried_again_when_others_have_done_much() -> None:
+def test_backend_that_seemed_slow_is_tried_again_after_much_work() -> None:
     rates, usual, slow = PoolRates(), SpeedFactor(), SpeedFactor()
     for number in range(40):
         rates.prefilled(usual, 500.0 + number, 0.1)
@@ -296,7 +296,7 @@ def test_a_backend_that_seemed_slow_is_tried_again_when_others_have_done_much() 
     assert slow.factor == pytest.approx(1.0, abs=0.4)
 
 
-def test_one_answer_that_was_held_up_for_another_reason_does_not_move_the_line_far() -> None:
+def test_one_outlier_moves_the_line_little() -> None:
     usual, disturbed = LearnedLine(0.03, 1e-4, 4_000.0, 0.02), LearnedLine(0.03, 1e-4, 4_000.0, 0.02)
     for number in range(20):
         for line in (usual, disturbed):
@@ -305,7 +305,7 @@ def test_one_answer_that_was_held_up_for_another_reason_does_not_move_the_line_f
     assert disturbed.at(300.0) < 1.6 * usual.at(300.0)
 
 
-def test_many_that_are_held_up_move_it_all_the_same() -> None:
+def test_many_outliers_move_the_line() -> None:
     line = LearnedLine(0.03, 1e-4, 4_000.0, 0.02)
     for number in range(200):
         line.learn(100.0 * (number % 20), 3.0)

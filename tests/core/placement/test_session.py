@@ -42,14 +42,14 @@ def idle(names: str = NAMES) -> list[View]:
 # --- homes ------------------------------------------------------------------------------------------------------------
 
 
-def test_homes_are_spread_evenly_and_do_not_depend_on_the_order_of_backends() -> None:
+def test_homes_are_spread_evenly_in_any_order_of_backends() -> None:
     found = homes(idle())
     counted = Counter(found.values())
     assert all(250 * 0.75 <= counted[name] <= 250 * 1.25 for name in NAMES), counted
     assert homes(idle()[::-1]) == found
 
 
-def test_a_backend_that_leaves_moves_its_own_sessions_alone_and_they_come_back() -> None:
+def test_leaving_backend_moves_only_its_own_sessions() -> None:
     before = homes(idle())
     for gone in "ah":
         left = [view(name, available=name != gone) for name in NAMES]
@@ -62,14 +62,14 @@ def test_a_backend_that_leaves_moves_its_own_sessions_alone_and_they_come_back()
     assert homes(idle()) == before
 
 
-def test_a_new_backend_takes_its_share_from_all_and_nothing_else_moves() -> None:
+def test_new_backend_takes_its_share_and_nothing_else_moves() -> None:
     before, after = homes(idle()), homes(idle(NAMES + "i"))
     moved = {session for session in SESSIONS if after[session] != before[session]}
     assert {after[session] for session in moved} == {"i"}
     assert 2000 / 9 * 0.75 <= len(moved) <= 2000 / 9 * 1.25
 
 
-def test_a_home_that_failed_the_request_or_is_full_gives_way_to_the_next_in_order() -> None:
+def test_failed_or_full_home_gives_way_to_the_next() -> None:
     home = place("s", idle()).backend
     second = place("s", idle(), excluded=frozenset({home})).backend
     full = [view(name, load=10 if name == home else 9) for name in NAMES]
@@ -99,7 +99,7 @@ def test_every_process_knows_the_same_homes(hash_seed: str) -> None:
     assert told.stdout.split() == [place(session, idle()).backend for session in SESSIONS[:50]]
 
 
-def test_homes_stay_what_they_are_so_that_proxies_of_two_versions_agree() -> None:
+def test_homes_are_the_same_in_every_version() -> None:
     assert "".join(place(session, idle()).backend for session in SESSIONS[:16]) == "ddcfbdcgefhgaehe"
 
 

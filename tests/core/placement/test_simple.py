@@ -88,12 +88,12 @@ def test_a_long_request_waits_for_the_long_context(preset: str) -> None:
     assert chosen(preset, [short, long], prompt_tokens=90, max_tokens=10) == {"short": 1}
 
 
-def test_what_even_the_longest_context_cannot_hold_is_for_the_engine_to_refuse(preset: str) -> None:
+def test_prompt_beyond_the_longest_context_goes_to_the_engine(preset: str) -> None:
     short, long = view("short", max_model_len=100), view("long", max_model_len=1000)
     assert set(chosen(preset, [short, long], times=20, prompt_tokens=5000)) == {"long"}
 
 
-def test_a_long_context_that_already_failed_this_request_is_not_waited_for(preset: str) -> None:
+def test_excluded_long_context_is_not_waited_for(preset: str) -> None:
     short, long = view("short", max_model_len=100), view("long", max_model_len=1000)
     assert chosen(preset, [short, long], excluded=frozenset({"long"}), prompt_tokens=500) == {"short": 1}
 
@@ -127,11 +127,11 @@ def test_one_preset_and_seed_always_choose_alike(preset: str) -> None:
         (view("a", kv_tokens=100_000), view("b", kv_tokens=100)),
     ],
 )
-def test_blend_prefers_the_shorter_queue_the_emptier_cache_and_the_smaller_batch(better: View, worse: View) -> None:
+def test_blend_prefers_short_queue_empty_cache_and_small_batch(better: View, worse: View) -> None:
     assert chosen("blend", [worse, better], times=10, prompt_tokens=50) == {"a": 10}
 
 
-def test_blend_prefers_a_resident_adapter_then_a_free_slot_then_an_eviction() -> None:
+def test_blend_prefers_resident_adapter_then_free_slot_then_eviction() -> None:
     served = frozenset({"base", "lora"})
     has = view("has", served=served, resident=frozenset({"lora"}), max_adapters=1)
     free = view("free", served=served, resident=frozenset({"x"}), max_adapters=2)
