@@ -23,17 +23,19 @@ from tests.faults.scenes import SCENES, perform
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 TEXT_MAX = 110
 
-HEAD = """# What comes of faults
+HEAD = """# Faults, and what clients see
 
-Made by `python -m tests.faults.table`, which plays every misbehaviour on real sockets and writes down what was
-observed; `tests/faults` asserts the same. Where only a time limit ends it, limits were short: `first_byte_s` 0.4,
-`stall_s` 0.3, `total_s` 1. *Beside another* means that a second replica was well; *alone* that there was none. A stream
-and an answer in one piece differ in one law: a stream is asked for again elsewhere until its first byte came, an answer
-in one piece only where its connection failed, because it may have been computed. Behind the error event of a stream
-that broke the connection is closed, without a last chunk: nobody takes what came for the whole.
+`python -m tests.faults.table` plays every fault on real sockets and writes what was observed. `tests/faults` asserts
+the same. If only a time limit ends a fault, the limits were short: `first_byte_s` 0.4, `stall_s` 0.3, `total_s` 1.
 
-After every one of these plays, requests in flight, leases, bookings, bytes held, tasks, sockets and timers are zero,
-and every request has exactly one outcome.
+- *Beside another* means that a second replica was well; *alone*, that there was none.
+- A stream is tried again elsewhere until its first byte came. An answer in one piece is tried again only if its
+  connection failed, because it may have been computed.
+- After the error event of a broken stream the connection is closed, without a last chunk. So no client takes a part for
+  the whole answer.
+
+After each of these faults, requests in flight, leases, bookings, bytes held, tasks, sockets and timers are zero, and
+every request has exactly one outcome.
 """
 
 

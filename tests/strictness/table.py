@@ -17,37 +17,41 @@ from tests.strictness.vectors import TABLE
 PAGE = ROOT / "docs" / "reference" / "strictness.md"
 PREFACE = """# HTTP strictness
 
-Where two servers may read one request in two ways, somebody can hide a second request in the first. The proxy parses
-strictly (llhttp, in aiohttp), refuses by itself what the parser lets through and another server might read differently
-(`gateway/http/strictness.py`), and writes every request to a backend anew: one request line with a path from its own
-table of routes, one `Host`, one `Content-Length`, no `Transfer-Encoding`, no field for a single hop. No request can
-choose its backend, whatever its target or `Host` says.
+If two servers can read one request in two ways, an attacker can hide a second request in the first. So the proxy is
+strict:
 
-What is refused is answered in JSON like any other error, counted (`outcome="bad_request"`) and logged in one line. The
-bytes that could not be parsed are neither repeated to the client nor logged: they may hold a key. Wherever the end of
-the request is in doubt, the connection is closed. A client that begins in another protocol than the port speaks (TLS,
-HTTP/2, or plain http at a port of TLS) is told so in a way that it shows, and the log once (`wrong_protocol`).
+- It parses strictly (llhttp, in aiohttp). It also refuses what this parser lets through and another server might read
+  differently (`gateway/http/strictness.py`).
+- It writes every request to a backend anew: one request line with a path from its own table of routes, one `Host`, one
+  `Content-Length`, no `Transfer-Encoding`, no field for a single hop. No request can choose its backend, whatever its
+  target or `Host` says.
+- A refused request gets an error in JSON, is counted (`outcome="bad_request"`) and logged in one line. Bytes that could
+  not be parsed are neither sent back nor logged, because they may contain a key. If the end of a request is in doubt,
+  the connection is closed.
+- A client that speaks another protocol than the port (TLS, HTTP/2, or plain http at a port of TLS) gets an answer that
+  it can show, and the log says so once (`wrong_protocol`).
 
-A backend is read as strictly (llhttp again): an answer whose end could be found in two places, or whose head is no
-HTTP/1, is a broken one. That is 502, or, where its head has gone out already, an end that its client can tell from a
-whole answer. The last table has what was tried, and the little that is read leniently. Bodies are never inflated: a
-compressed request is refused (415). A client's `Accept-Encoding` goes no further: engines are asked for answers as they
-are, because what compresses a stream holds back its tokens. An answer that comes compressed all the same is passed on
-as it is, byte by byte, whatever its client asked for. Its first byte counts as its first token; tokens are not known, a
-usage event that the proxy asked for stays in it, and if it breaks it is cut without an error event.
+**Answers of backends** are read as strictly (llhttp again). An answer whose end could be found in two places, or whose
+head is no HTTP/1, is broken: that is 502, or, if its head was already sent, an end that the client can tell from a
+whole answer. The last table has what was tried, and the little that is read leniently.
 
-What a poll reads, unpacks and parses is bounded (4 MiB), and is read in slices between which all others have their
-turn. A page beyond a limit is named with the limit in the log (`backend_unread` for its load).
+**Compression.** Bodies are never inflated: a compressed request is refused (415). A client's `Accept-Encoding` is not
+passed on, because a compressor would hold back the tokens of a stream. An answer that comes compressed all the same is
+passed on byte by byte. Its first byte counts as its first token, its tokens are not known, a usage event that the proxy
+asked for stays in it, and if it breaks it is cut without an error event.
 
-A form (`multipart/form-data`) is refused where engines may read its fields in another way: its content type has one
-parameter, `boundary`; each part is `form-data`, without control characters in its head; `model`, `stream` and the field
-that names the session are given once, and not as files. A JSON body is UTF-8 without a byte order mark, whatever its
-content type says.
+**Polls.** What a poll reads, unpacks and parses is limited (4 MiB) and read in slices, so that other work goes on. If a
+page exceeds a limit, the log names both (`backend_unread` for its load).
+
+**Forms** (`multipart/form-data`) are refused if engines may read their fields in another way. The content type has one
+parameter, `boundary`. Each part is `form-data`, without control characters in its head. `model`, `stream` and the field
+that names the session are given once, and not as files. **A JSON body** is UTF-8 without a byte order mark, whatever
+its content type says.
 
 ## Limits
 
-All but one are in the section `clients` of the configuration; `tests/e2e/test_client_limits.py` and `tests/strictness`
-hold the proxy to them.
+All but one are in the section `clients` of the configuration. `tests/e2e/test_client_limits.py` and `tests/strictness`
+test them.
 
 | what a client does | key, default | answer |
 | --- | --- | --- |
@@ -63,23 +67,25 @@ hold the proxy to them.
 | opens many connections from one address | `address_connections_max`, none | 429, closed |
 | sends many requests from one address | `address_requests_per_s`, none | 429 |
 
-Limits by address are off unless set, because all clients of a gateway in front come from one. The address is that of
-the connection: `X-Forwarded-For` is not believed. A network of 64 bits counts as one address of IPv6. A second's worth
-of requests may come at once; the proxy's own pages are free. Where a client still sends while it is refused, the end of
-the connection may reach it before the answer does. By TLS, a connection counts from the beginning of its handshake, and
-one too many is cut off before it, without an answer.
+**Limits by address** are off unless set, because all clients of a gateway in front have one address. The address is
+that of the connection: `X-Forwarded-For` is not believed. An IPv6 network of 64 bits counts as one address. The
+requests of one second may come at once. The proxy's own pages are not counted. If a client still sends while it is
+refused, the end of the connection may reach it before the answer does. With TLS, a connection counts from the beginning
+of its handshake, and one too many is closed before it, without an answer.
 
-`body_bytes_total_max` bounds what the process holds of request bodies: arriving, waiting and sent out. It counts what
-has come and not what was announced, so that who announces much and sends little keeps nobody out. When what comes
-does not fit, one of the largest bodies that are still arriving is refused (429, closed), and the rest go on; a body
-that does not fit although nothing else arrives is refused itself. The last eighth is kept for bodies that come with
-their head, so that small requests pass while uploads fill the rest. Each of N workers has an N-th of it, and
-`body_bytes_max` at least. Beside it, a connection that sends faster than it is read holds up to 128 KB.
+**`body_bytes_total_max`** limits the request bodies in memory: arriving, waiting and sent out.
+
+- It counts bytes that have come, not those announced. A client that announces much and sends little keeps nobody out.
+- When new bytes do not fit, one of the largest bodies that are still arriving is refused (429, closed), and the rest go
+  on. A body that does not fit although nothing else arrives is refused itself.
+- The last eighth is kept for bodies that come with their head, so that small requests pass while uploads fill the rest.
+- Each of N workers has an N-th of it, and at least `body_bytes_max`. In addition, a connection that sends faster than
+  it is read holds up to 128 KB.
 
 ## Hostile testing
 
-`make hostile` ([testing](../development/testing.md#hostile-testing)) goes on where the tables end. A run of 2026-11-22,
-on two cores that others used as well, seed 2144088989:
+`make hostile` ([testing](../development/testing.md#hostile-testing)) continues where the tables end. A run of
+2026-11-22, on two cores that others used as well, seed 2144088989:
 
 | group | cases | findings | minutes |
 | --- | --- | --- | --- |
@@ -90,22 +96,22 @@ on two cores that others used as well, seed 2144088989:
 | the engine's OpenAPI document (25 requests of each route) | 175 | 0 | 1.6 |
 | the tables below | 258 | 0 | 0.1 |
 
-Found while it was written, and mended since: the last field of a trailer became one of the next request; the answer to
-a request of HTTP/0.9 or 2.0 named that version; answers in transfer codings other than chunked, and `chunked` before a
-tab, passed with the coding still on them.
+Found by it, and corrected: the last field of a trailer became a field of the next request; the answer to a request of
+HTTP/0.9 or 2.0 named that version; answers in transfer codings other than chunked, and `chunked` before a tab, passed
+with the coding still on them.
 
 ## What was tried
 
-The tables were written by `python -m tests.strictness.table`, which sends each row to a proxy and keeps the bytes that
-reach its backend, or lets the backend answer so and keeps the bytes that reach the client; `tests/strictness` holds the
-proxy to them. Further, `python -m tests.strictness.corpus` sends the requests that gunicorn 27.0.1 has in its source
-distribution (143 in `tests/requests`, MIT; not part of this repository):
+`python -m tests.strictness.table` writes the tables. It sends each row to a proxy and keeps the bytes that reach the
+backend, or lets the backend answer with a row and keeps the bytes that reach the client. `tests/strictness` tests the
+same rows. `python -m tests.strictness.corpus` sends the requests that gunicorn 27.0.1 has in its source distribution
+(143 in `tests/requests`, MIT; not part of this repository):
 @CORPUS@
 
-"after" says what became of the connection. "backend" says how many requests reached it, each in the form above.
+"after" says what happened to the connection. "backend" says how many requests reached it, each in the form above.
 """
 CORPUS = """of the 81 that are invalid there, 69 are refused here too. Of the other twelve, nine are above gunicorn's
-smaller limits of size, one contradicts itself about `X-Forwarded-Proto`, which is not read here, one has two empty
+smaller size limits, one contradicts itself about `X-Forwarded-Proto`, which is not read here, one has two empty
 lines before its request line, and one lacks the end of a body that nobody reads because its path does not exist. Of the
 62 valid ones, 23 are refused, by choice: PROXY protocol, folded lines, transfer codings beside one plain `chunked`, no
 `Host`, fragments, unregistered methods, requests behind one that closes."""
@@ -113,7 +119,7 @@ lines before its request line, and one lacks the end of a body that nobody reads
 ANSWERS_HEAD = """
 ### Answers of backends
 
-"after" says what became of the backend's connection. The next request got its own answer each time, and nothing that
+"after" says what happened to the backend's connection. The next request got its own answer each time, and nothing that
 was hidden in an answer (`evil`) reached a client.
 
 | answered | client saw | after |
