@@ -46,7 +46,7 @@ def test_the_wheel_has_a_name_of_its_own_and_the_package_and_command_llmproxy(
     assert {name.partition("/")[0] for name in names} == {"llmproxy", f"llmproxy_lb-{__version__}.dist-info"}
     assert f"Name: {DISTRIBUTION}\nVersion: {__version__}\n" in metadata
     assert "llmproxy = llmproxy.__main__:main" in scripts
-    assert "llmproxy/py.typed" in names
+    assert {"llmproxy/py.typed", "llmproxy/config/other_routers.yaml"} <= set(names)
 
 
 def installed_by(text: str) -> set[str]:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from llmproxy.config.other_routers import PLACEMENTS
+from llmproxy.config.other_routers import nearest_placement
 from llmproxy.config.value_types import (
     DNS,
     SESSIONS,
@@ -250,7 +250,7 @@ class SchedulingConfig(Section):
     """Which flow of a band goes next: fair_share, locality_fair_share, slo, round_robin or fcfs."""
     ordering: Annotated[str, registered(orderings)] = "fcfs"
     """Which request of a flow goes next: fcfs, edf, least_slack or shortest."""
-    placement: Annotated[str, registered(presets, PLACEMENTS)] = "cost"
+    placement: Annotated[str, registered(presets, nearest_placement)] = "cost"
     """Which backend gets it: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend or
     epp_sticky."""
     flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])

@@ -2,63 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from math import inf
+from typing import Any
 
 from llmproxy.config.config import Config
-from llmproxy.config.schema import LimitsConfig
+from llmproxy.config.schema import LimitsConfig, Section
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
 
 
 def settings_of(config: Config) -> Settings:
     """What the core needs to know of a configuration."""
-    chosen, health, queue = config.scheduling, config.health, config.queue
+    scheduling, health = config.scheduling, config.health
     return Settings(
-        fairness=chosen.fairness,
-        ordering=chosen.ordering,
-        placement=chosen.placement,
-        charged=chosen.charged,
+        **_same_names(Settings, scheduling, but=("ceilings", "min_shares")),
         ceilings=config.ceilings(),
-        headroom_s=chosen.headroom_s,
-        min_shares=config.by_band(chosen.min_shares),
-        input_weight=chosen.input_weight,
-        output_weight=chosen.output_weight,
-        quantum_tokens=chosen.quantum_tokens,
-        slo_window_s=chosen.slo_window_s,
-        ageing_s=chosen.ageing_s,
-        preemption=chosen.preemption,
-        refuse_late=chosen.refuse_late,
+        min_shares=config.by_band(scheduling.min_shares),
         limits=_limits(config),
         prompt_ranges={one.name: one.prompt_tokens for one in config.backends if one.prompt_tokens is not None},
-        capacity=CapacitySettings(
-            start_limit=chosen.start_limit,
-            look_ahead=chosen.look_ahead,
-            kv_full=chosen.kv_full,
-            stale_after_s=config.poll.stale_after_s,
-        ),
+        capacity=CapacitySettings(**_same_names(CapacitySettings, scheduling), stale_after_s=config.poll.stale_after_s),
         health=HealthSettings(
-            failures=health.failures,
-            backoff_s=health.backoff_s,
-            backoff_max_s=health.backoff_max_s,
-            unreachable_after=health.unreachable_after,
-            ejected_max=health.ejected_max,
-            slow_start_s=health.slow_start_s,
+            **_same_names(HealthSettings, health, but=("hung_s", "slow_factor")),
             hung_s=inf if health.hung_s is None else health.hung_s,
             slow_factor=inf if health.slow_factor is None else health.slow_factor,
         ),
-        queue=QueueSettings(
-            requests_max=queue.requests_max,
-            bytes_max=queue.bytes_max,
-            tokens_max=queue.tokens_max,
-            band_requests_max=queue.band_requests_max,
-            band_bytes_max=queue.band_bytes_max,
-            band_tokens_max=queue.band_tokens_max,
-            flow_requests_max=queue.flow_requests_max,
-            flow_bytes_max=queue.flow_bytes_max,
-            flow_tokens_max=queue.flow_tokens_max,
-            hold_s=queue.hold_s,
-            first_hold_s=queue.first_hold_s,
-        ),
+        queue=QueueSettings(**_same_names(QueueSettings, config.queue)),
     )
+
+
+def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> dict[str, Any]:
+    """The values of a section for the fields of the same name."""
+    names = {field.name for field in fields(settings)} & type(section).model_fields.keys()
+    return {name: getattr(section, name) for name in names - set(but)}
 
 
 def tenant_limit(name: str) -> str:

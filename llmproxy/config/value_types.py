@@ -38,24 +38,27 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def one_of(known: Sequence[str]) -> AfterValidator:
-    return _named_in(lambda: known, {})
+    """One of these words."""
+    return _named_in(lambda: known, lambda _: None)
 
 
-def registered(registry: Registry[Any], elsewhere: Mapping[str, str] | None = None) -> AfterValidator:
-    """The name of a policy, looked up when a value is validated: plugins may have brought more by then.
+def registered(registry: Registry[Any], elsewhere: Callable[[str], str | None] = lambda _: None) -> AfterValidator:
+    """The name of a policy. It is looked up when a value is validated, because plugins register policies before that.
 
-    `elsewhere` says which is nearest to one that other programs have.
+    `elsewhere` gives the policy that is nearest to one of another program.
     """
-    return _named_in(registry.names, elsewhere or {})
+    return _named_in(registry.names, elsewhere)
 
 
-def _named_in(names: Callable[[], Sequence[str]], elsewhere: Mapping[str, str]) -> AfterValidator:
+def _named_in(
+    names: Callable[[], Sequence[str]], elsewhere: Callable[[str], str | None] = lambda _: None
+) -> AfterValidator:
     def check(value: str) -> str:
         known = names()
         for word in (value, value.lower()):
             if word in known:
                 return word
-        meant = elsewhere.get(value.lower().replace("-", "_")) or nearest(value, known)
+        meant = elsewhere(value) or nearest(value, known)
         raise ValueError(f'{value!r} is none of {", ".join(known)} (nearest: "{meant}")')
 
     return AfterValidator(check)

@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from llmproxy.cli import commands as cli
 from llmproxy.cli.flags import ALIASES, FLAGS, PREFIX, from_environment
 from llmproxy.config import PLACEMENT_PRESETS, ConfigError, load
-from llmproxy.config.other_routers import FLAGS as ELSEWHERE
-from llmproxy.config.other_routers import PLACEMENTS, instead_of
+from llmproxy.config.other_routers import instead_of, table
 
 STARTED = 3
-ROWS = list(dict.fromkeys(instead for _, _, instead in ELSEWHERE))
+ROWS = list(dict.fromkeys(instead for _, _, instead in table().flags))
 PASTED = [
     "--port 8001 --service-discovery static --static-backends http://a:8000,http://b:8000 --static-models m,m"
     " --static-model-types chat,chat --static-aliases gpt4:m --static-backend-health-checks --engine-stats-interval 10"
@@ -76,7 +75,7 @@ def test_what_is_to_be_written_instead_can_be_pasted(tmp_path: Path, instead: st
             assert load(file) != load()
 
 
-@pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in ELSEWHERE])
+@pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in table().flags])
 def test_every_row_is_reached_by_flag_and_by_variable(pattern: str) -> None:
     flag = pattern.replace("*", "some")
     told = instead_of(flag)
@@ -103,7 +102,7 @@ def test_a_pasted_command_is_understood_or_every_flag_that_is_not_is_told_at_onc
     assert flags & understood <= {*ALIASES, "--host", "--port", "--log-level", "--config"}
 
 
-@pytest.mark.parametrize(("word", "preset"), PLACEMENTS.items())
+@pytest.mark.parametrize(("word", "preset"), table().placements.items())
 def test_a_policy_of_another_router_is_refused_with_the_nearest_in_what_it_does(word: str, preset: str) -> None:
     assert preset in PLACEMENT_PRESETS
     assert word not in PLACEMENT_PRESETS
