@@ -2,9 +2,9 @@
 
 from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
 from llmproxy.config.config import Config
+from llmproxy.config.document import ConfigError
 from llmproxy.config.keys import keys, keys_of_files
 from llmproxy.config.load import (
-    ConfigError,
     Override,
     load,
     load_backends,

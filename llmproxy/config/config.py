@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_
 
 from llmproxy.config.checks import (
     CEILINGS,
-    Finding,
+    Problem,
     band_of,
     bands_in,
     repeated,
@@ -143,41 +143,41 @@ class Config(Section):
     @field_validator("bands")
     @classmethod
     def _new_band_names(cls, bands: dict[str, int]) -> dict[str, int]:
-        findings: list[Finding] = []
+        problems: list[Problem] = []
         named: dict[str, int] = {}
         for name, band in bands.items():
             if integer_of(name) is not None or not name.strip():
-                findings.append(((name,), "should be a name: integers need none"))
+                problems.append(((name,), "should be a name: integers need none"))
             elif {**BAND_NAMES, **named}.get(name.strip().lower(), band) != band:
-                findings.append(((name,), "is already the name of another band"))
+                problems.append(((name,), "is already the name of another band"))
             named[name.strip().lower()] = band
-        report(findings)
+        report(problems)
         return named
 
     @field_validator("plugins")
     @classmethod
     def _imported(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
         """Import them now: `scheduling`, which is validated later, may name policies that they register."""
-        findings: list[Finding] = []
+        problems: list[Problem] = []
         for i, module in enumerate(plugins):
             try:
                 import_module(module)
             except Exception as error:  # noqa: BLE001 - whatever somebody's module does wrong, it is told with its place
-                findings.append(((i,), f"{module!r} cannot be imported: {type(error).__name__}: {error}"))
-        report(findings)
+                problems.append(((i,), f"{module!r} cannot be imported: {type(error).__name__}: {error}"))
+        report(problems)
         return plugins
 
     @field_validator("models")
     @classmethod
     def _sound_models(cls, models: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
-        findings = repeated([model.name for model in models], "name") + _unknown(models, "criticality", info)
+        problems = repeated([model.name for model in models], "name") + _unknown(models, "criticality", info)
         aliases = {model.name for model in models if model.target is not None}
         for i, model in enumerate(models):
             if model.target == model.name:
-                findings.append(((i, "target"), f"{model.name!r} is an alias for itself"))
+                problems.append(((i, "target"), f"{model.name!r} is an alias for itself"))
             elif model.target in aliases:
-                findings.append(((i, "target"), f"{model.target!r} is an alias too; name the model that it stands for"))
-        report(findings)
+                problems.append(((i, "target"), f"{model.target!r} is an alias too; name the model that it stands for"))
+        report(problems)
         return models
 
     @field_validator("objectives")
@@ -192,18 +192,18 @@ class Config(Section):
     @field_validator("tenants")
     @classmethod
     def _sound_tenants(cls, tenants: tuple[TenantConfig, ...], info: ValidationInfo) -> tuple[TenantConfig, ...]:
-        findings = repeated([tenant.name for tenant in tenants], "name")
-        findings += (unknown := _unknown(tenants, "criticality", info) + _unknown(tenants, "band_max", info))
+        problems = repeated([tenant.name for tenant in tenants], "name")
+        problems += (unknown := _unknown(tenants, "criticality", info) + _unknown(tenants, "band_max", info))
         if "bands" in info.data and not unknown:
-            findings += _above_their_ceiling(tenants, info.data["bands"])
+            problems += _above_their_ceiling(tenants, info.data["bands"])
         # Hashes are compared and never repeated: they belong into no log.
         first = {hash_of(key): "one of api_keys" for key in info.data.get("api_keys", ())}
         for i, tenant in enumerate(tenants):
             for j, key in enumerate(tenant.keys):
                 if key.hash in first:
-                    findings.append(((i, "keys", j), f"is the same key as {first[key.hash]}"))
+                    problems.append(((i, "keys", j), f"is the same key as {first[key.hash]}"))
                 first.setdefault(key.hash, f"tenants[{i}].keys[{j}]")
-        report(findings)
+        report(problems)
         return tenants
 
     @field_validator("scheduling")
@@ -211,14 +211,14 @@ class Config(Section):
     def _sound_shares(cls, scheduling: SchedulingConfig, info: ValidationInfo) -> SchedulingConfig:
         if "bands" not in info.data:
             return scheduling
-        given, findings = bands_in(scheduling.ceilings, "ceilings", info.data["bands"])
-        findings += rising_ceilings(scheduling.ceilings, given)
-        findings += bands_in(scheduling.min_shares, "min_shares", info.data["bands"])[1]
+        given, problems = bands_in(scheduling.ceilings, "ceilings", info.data["bands"])
+        problems += rising_ceilings(scheduling.ceilings, given)
+        problems += bands_in(scheduling.min_shares, "min_shares", info.data["bands"])[1]
         promised = fsum(scheduling.min_shares.values())
         if promised >= 1:
             reason = f"add up to {promised:g}: they must leave something to priority, hence stay below 1"
-            findings.append((("min_shares",), reason))
-        report(findings)
+            problems.append((("min_shares",), reason))
+        report(problems)
         return scheduling
 
     @field_validator("body_bytes_total_max")
@@ -231,7 +231,7 @@ class Config(Section):
     @field_validator("queue")
     @classmethod
     def _sound_queue(cls, queue: QueueConfig, info: ValidationInfo) -> QueueConfig:
-        findings = bands_in(queue.band_ttl_s, "band_ttl_s", info.data["bands"])[1] if "bands" in info.data else []
+        problems = bands_in(queue.band_ttl_s, "band_ttl_s", info.data["bands"])[1] if "bands" in info.data else []
         body_bytes_max = info.data.get("body_bytes_max", 0)
         rooms = {"bytes_max": queue.bytes_max, "band_bytes_max": queue.band_bytes_max}
         if queue.flow_bytes_max is not None:
@@ -239,8 +239,8 @@ class Config(Section):
         key = min(rooms, key=rooms.__getitem__)
         if rooms[key] < body_bytes_max:
             reason = f"{rooms[key]} is below body_bytes_max {body_bytes_max}: such a body could never wait"
-            findings.append(((key,), reason))
-        report(findings)
+            problems.append(((key,), reason))
+        report(problems)
         return queue
 
     @model_validator(mode="after")
@@ -304,17 +304,17 @@ class BackendsFile(Section):
         return backends
 
 
-def repeated_backends(backends: Iterable[BackendConfig]) -> list[Finding]:
+def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
     """Backends of one list with a URL or a name that another of them has."""
     urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
-    findings = repeated(urls, "url")
-    told = {place[0] for place, _ in findings}
-    return findings + [finding for finding in repeated(names, "name") if finding[0][0] not in told]
+    problems = repeated(urls, "url")
+    told = {place[0] for place, _ in problems}
+    return problems + [problem for problem in repeated(names, "name") if problem[0][0] not in told]
 
 
 def _unknown(
     entries: Iterable[ModelConfig | ObjectiveConfig | TenantConfig], key: str, info: ValidationInfo
-) -> list[Finding]:
+) -> list[Problem]:
     """What is no band among the values of `key`."""
     # Bands that are wrong themselves are missing here: they are reported once, not again at every use.
     if "bands" not in info.data:
@@ -322,11 +322,11 @@ def _unknown(
     return unknown_bands((((i, key), getattr(entry, key)) for i, entry in enumerate(entries)), info.data["bands"])
 
 
-def _above_their_ceiling(tenants: Iterable[TenantConfig], bands: Mapping[str, int]) -> list[Finding]:
-    findings: list[Finding] = []
+def _above_their_ceiling(tenants: Iterable[TenantConfig], bands: Mapping[str, int]) -> list[Problem]:
+    problems: list[Problem] = []
     for i, tenant in enumerate(tenants):
         if tenant.criticality is not None and tenant.band_max is not None:
             band, band_max = band_of(tenant.criticality, bands), band_of(tenant.band_max, bands)
             if band > band_max:
-                findings.append(((i, "criticality"), f"is band {band}, above band_max, which is {band_max}"))
-    return findings
+                problems.append(((i, "criticality"), f"is band {band}, above band_max, which is {band_max}"))
+    return problems

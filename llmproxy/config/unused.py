@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from llmproxy.config.checks import Finding
+from llmproxy.config.checks import Problem
 from llmproxy.config.config import Config
 from llmproxy.config.schema import ModelConfig, ObjectiveConfig, TenantConfig
 
@@ -15,18 +15,18 @@ COUNTING = frozenset({"fair_share", "locality_fair_share"})
 DEFAULTS = Config()
 
 
-def find_unused(config: Config) -> list[Finding]:
+def find_unused(config: Config) -> list[Problem]:
     """Every such setting, by its place in the configuration, and why nothing comes of it."""
     return _weights(config) + _objectives(config) + _tls(config) + _unread(config)
 
 
-def _tls(config: Config) -> list[Finding]:
+def _tls(config: Config) -> list[Problem]:
     given = () if config.tls.cert is not None else ("key", "client_ca")
     reason = "has no effect without tls.cert: llmproxy serve does not start"
     return [(("tls", key), reason) for key in given if getattr(config.tls, key) is not None]
 
 
-def _weights(config: Config) -> list[Finding]:
+def _weights(config: Config) -> list[Problem]:
     chosen = config.scheduling
     places: list[tuple[str | int, ...]] = [
         ("tenants", i, "weight") for i, tenant in enumerate(config.tenants) if tenant.weight != 1.0
@@ -41,23 +41,23 @@ def _weights(config: Config) -> list[Finding]:
     return [(place, reason) for place in places]
 
 
-def _objectives(config: Config) -> list[Finding]:
+def _objectives(config: Config) -> list[Problem]:
     entries: list[ModelConfig | ObjectiveConfig | TenantConfig] = [*config.models, *config.objectives, *config.tenants]
     if any(entry.ttft_s or entry.tpot_s for entry in entries):
         return []
     chosen = config.scheduling
     nobody = "no model, tenant or objective has ttft_s or tpot_s; only trusted headers could bring objectives"
-    findings: list[Finding] = []
+    problems: list[Problem] = []
     if chosen.fairness == "slo":
-        findings.append((("scheduling", "fairness"), f"slo has nothing to go by: {nobody}"))
+        problems.append((("scheduling", "fairness"), f"slo has nothing to go by: {nobody}"))
     if chosen.ordering == "least_slack":
-        findings.append((("scheduling", "ordering"), f"least_slack has nothing to go by: {nobody}"))
+        problems.append((("scheduling", "ordering"), f"least_slack has nothing to go by: {nobody}"))
     if chosen.refuse_late:
-        findings.append((("scheduling", "refuse_late"), f"has no effect: {nobody}"))
-    return findings
+        problems.append((("scheduling", "refuse_late"), f"has no effect: {nobody}"))
+    return problems
 
 
-def _unread(config: Config) -> list[Finding]:
+def _unread(config: Config) -> list[Problem]:
     """Keys with another value than their default that nothing reads, because what would is not chosen."""
     # A policy of a plugin may read any key of its section.
     rules = {} if config.plugins else _read_by_policies(config)
@@ -68,7 +68,7 @@ def _unread(config: Config) -> list[Finding]:
     looked_up = not config.backends or any(backend.looked_up for backend in config.backends)
     for key in ("dns_interval_s", "gone_after"):
         rules[f"discovery.{key}"] = looked_up, "the url of no backend begins with dns+ or srv+"
-    idle: list[Finding] = [
+    idle: list[Problem] = [
         (tuple(key.split(".")), f"has no effect: {reason}")
         for key, (is_read, reason) in rules.items()
         if not is_read and attrgetter(key)(config) != attrgetter(key)(DEFAULTS)

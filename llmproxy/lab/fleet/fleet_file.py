@@ -24,7 +24,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from llmproxy.config.load import ConfigError, Document, Place, dotted, reason_of, section_at
+from llmproxy.config.document import ConfigError, Document, Place, dotted
+from llmproxy.config.load import reason_of, section_at
 from llmproxy.config.schema import Section
 
 # The loader of the configuration knows the line of every value; a fleet's file deserves the same care.

@@ -1,0 +1,172 @@
+"""A YAML file whose values know their lines."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmproxy.config.renamed import OLD_KEYS, advice
+
+FILE_BYTES_MAX = 4 << 20
+
+Place = tuple[str | int, ...]
+"""The way from the top of a file to one value: keys, and indexes of list items."""
+OLD_PLACES: dict[Place, tuple[str, ...]] = {
+    tuple(old.split(".")): tuple(renamed.key.split(".")) for old, renamed in OLD_KEYS.items()
+}
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used. `problems` has one line for each thing wrong, ready to be printed."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+def dotted(place: Place) -> str:
+    """A place as a message begins with it: `models[0].name: `."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]")
+    return f"{text.lstrip('.')}: " if text else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain scalars as YAML 1.2 does, so that `no`, `12:30` and `2024-01-01` are the texts they look like."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError):
+            reason = f"{reprlib.repr(node.value)} is not what its tag {node.tag} says"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from None
+
+
+_Loader.yaml_implicit_resolvers = {}
+_MERGE, _TEXT = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
+for _tag, _pattern, _first in (
+    (_MERGE, r"<<", "<"),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("tag:yaml.org,2002:int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("tag:yaml.org,2002:float", r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+):
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), list(_first))
+
+
+class Document:
+    """A file as `values`, with the line of each, and its keys that are given twice as `problems` (line, text).
+
+    Raises ConfigError if the file cannot be read or is no YAML. Without a path, it is empty.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.values: dict[str, Any] = {}
+        self.problems: list[tuple[int, str]] = []
+        self._path = path
+        self._root: yaml.Node | None = None
+        self._old: dict[str, tuple[int, Place]] = {}
+        if path is None:
+            return
+        text = ""
+        try:
+            text = self._text(path)
+            self._parse(_Loader(text))
+        except OSError as error:
+            raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            reason = ", ".join(part for part in (error.context, error.problem) if part)
+            raise ConfigError([f"{self.at(mark.line + 1 if mark else 0)}: is no valid YAML: {reason}"]) from None
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            raise ConfigError([f"{self.at(line)}: holds a character that YAML does not allow"]) from None
+        except RecursionError:
+            raise ConfigError([f"{path}: is nested too deeply"]) from None
+
+    def at(self, line: int) -> str:
+        """How a message names a line of the file; line 0 is the whole file."""
+        name = str(self._path or "configuration")
+        return f"{name}:{line}" if line else name
+
+    def line(self, place: Place) -> int:
+        """The line of the last part of `place` that is in the file, from 1; 0 without a file."""
+        if self._root is None:
+            return 0
+        node, line = self._root, self._root.start_mark.line
+        for part in place:
+            found = next((pair for pair in _children(node) if pair[0] == part), None)
+            if found is None:
+                break
+            _, line, node = found
+        return line + 1
+
+    def as_written(self, place: Place) -> Place:
+        """`place` under the old name of its key, where the file has that."""
+        return next((old for key, (_, old) in self._old.items() if place == tuple(key.split("."))), place)
+
+    def old_names(self) -> list[tuple[int, str]]:
+        """The line of each key that the file has under an old name, and what to write there instead."""
+        return [(line, f"{dotted(old)}{advice(key, key)}") for key, (line, old) in self._old.items()]
+
+    def _text(self, path: Path) -> str:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            raise ConfigError([f"{path}: is larger than {FILE_BYTES_MAX} bytes, too large for a configuration"])
+        try:
+            return data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise ConfigError([f"{path}:{line}: is not UTF-8 text"]) from None
+
+    def _parse(self, loader: _Loader) -> None:
+        try:
+            self._root = loader.get_single_node()
+            if self._root is None:
+                return
+            self._find_duplicates(self._root, (), set())
+            values = loader.construct_document(self._root)
+        finally:
+            loader.dispose()
+        if isinstance(values, dict):
+            self.values = values
+        elif values is not None:
+            raise ConfigError([f"{self.at(self.line(()))}: should be lines of the form `key: value`"])
+
+    def _find_duplicates(self, node: yaml.Node, place: Place, seen: set[int]) -> None:
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        first: dict[str, int] = {}
+        if isinstance(node, yaml.MappingNode):
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                    continue
+                key.tag = _TEXT  # Names of keys are texts, also where they look like numbers, as bands may.
+                line = key.start_mark.line + 1
+                written: Place = (*place, key.value)
+                # The node gets the new name, so that what is wrong with the value is found in this line.
+                if written in OLD_PLACES:
+                    self._old.setdefault(".".join(OLD_PLACES[written]), (line, written))
+                    key.value = OLD_PLACES[written][-1]
+                if key.value in first:
+                    reason = f"is given twice, first in line {first[key.value]}"
+                    if (old := self.as_written((*place, key.value)))[-1] != key.value:
+                        reason += f"; {old[-1]} is the old name of {key.value}"
+                    self.problems.append((line, f"{self.at(line)}: {dotted(written)}{reason}"))
+                first.setdefault(key.value, line)
+        for name, _, child in _children(node):
+            self._find_duplicates(child, (*place, name), seen)
+
+
+def _children(node: yaml.Node) -> Iterator[tuple[str | int, int, yaml.Node]]:
+    """The values inside `node`: key or index, line from 0, and node."""
+    if isinstance(node, yaml.MappingNode):
+        yield from ((key.value, key.start_mark.line, value) for key, value in reversed(node.value))
+    elif isinstance(node, yaml.SequenceNode):
+        yield from ((i, item.start_mark.line, item) for i, item in enumerate(node.value))
