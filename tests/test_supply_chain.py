@@ -1,17 +1,15 @@
-"""What is shipped: its name, the image's recipe, locks that agree, and an audit that says what it knows."""
+"""What is shipped: its name, the recipe of the image, locks that agree, and the report of an audit."""
 
 from __future__ import annotations
 
 import json
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 import threading
 import tomllib
 import zipfile
-from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -23,8 +21,6 @@ from hatchling.build import build_wheel
 from llmproxy import __version__
 from tests import ROOT
 
-SECRET = re.compile(r"(?i)passw|secret|token|credential|api_?key|private_?key")
-
 Instruction = tuple[str, str]
 
 
@@ -34,7 +30,7 @@ DISTRIBUTION = "llmproxy-lb"
 """On the package index `llmproxy` is somebody else's; the import and the command are called so all the same."""
 
 
-def test_the_wheel_has_a_name_of_its_own_and_the_package_and_command_llmproxy(
+def test_wheel_is_llmproxy_lb_with_package_and_command_llmproxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -56,7 +52,7 @@ def installed_by(text: str) -> set[str]:
     return {word for word in words if "llmproxy" in word.lower()}
 
 
-def test_what_documents_and_messages_install_is_this_distribution() -> None:
+def test_install_commands_in_the_repository_name_this_distribution() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     own = {DISTRIBUTION, *(f"{DISTRIBUTION}[{extra}]" for extra in extras)}
     places = [path for pattern in ("*.md", "*.yaml", "Makefile", "Dockerfile") for path in ROOT.glob(pattern)]
@@ -78,109 +74,30 @@ def parsed(text: str) -> list[Instruction]:
     return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines())]
 
 
-def stages(recipe: Sequence[Instruction]) -> list[list[Instruction]]:
-    starts = [i for i, (word, _) in enumerate(recipe) if word == "FROM"]
-    return [list(recipe[i:j]) for i, j in zip(starts, [*starts[1:], len(recipe)], strict=True)]
+def test_image_has_a_versioned_base_hashed_packages_and_a_user_other_than_root() -> None:
+    recipe = parsed((ROOT / "Dockerfile").read_text())
+    [base] = [rest for word, rest in recipe if word == "ARG"]
+    assert re.fullmatch(r"BASE=\S+:[\w.-]*\d[\w.-]*", base)
+    assert {rest.partition(" AS ")[0] for word, rest in recipe if word == "FROM"} == {"${BASE}"}
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", next(rest for word, rest in reversed(recipe) if word == "USER"))
+    installs = [
+        part
+        for word, rest in recipe
+        if word == "RUN"
+        for part in rest.split("&&")
+        if re.search(r"pip (install|wheel)", part)
+    ]
+    assert installs
+    for install in installs:
+        assert re.search(r"--require-hashes|--no-index|--no-deps --no-build-isolation", install), install
 
 
-def is_exec(text: str) -> bool:
-    try:
-        words = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(words, list) and bool(words) and all(isinstance(word, str) for word in words)
+def test_no_recipe_or_lock_names_a_package_index() -> None:
+    for path in (ROOT / "Dockerfile", *(ROOT / ".ci").rglob("*.txt")):
+        assert not re.search(r"(?m)--(extra-)?index-url|--trusted-host|^-i ", path.read_text()), path
 
 
-def faults(text: str) -> list[str]:
-    """Which rules a Dockerfile breaks: those of hadolint and of the CIS benchmark that apply to one like ours."""
-    recipe = parsed(text)
-    arguments = dict(rest.split("=", 1) for word, rest in recipe if word == "ARG" and "=" in rest)
-    found, names = [], set[str]()
-    for stage in stages(recipe):
-        image, _, name = stage[0][1].partition(" AS ")
-        image = re.sub(r"\$\{(\w+)\}", lambda match: arguments.get(match[1], ""), image)
-        if image not in names and not re.search(r"@sha256:|:[\w.-]*\d[\w.-]*$", image):
-            found.append(f"base without a version: {image}")
-        names.add(name)
-    last = stages(recipe)[-1]
-    users = [rest for word, rest in last if word == "USER"]
-    if not users or not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", users[-1]):
-        found.append("no numeric user other than root")
-    lists = {word for word, rest in last if is_exec(rest)}
-    found += [f"{wanted} is no list of words" for wanted in ("ENTRYPOINT", "CMD") if wanted not in lists]
-    checks = [rest.partition("CMD ")[2] for word, rest in last if word == "HEALTHCHECK"]
-    if len(checks) != 1 or not is_exec(checks[0]):
-        found.append("not one HEALTHCHECK with a list of words")
-    for word, rest in recipe:
-        if word == "ADD":
-            found.append("ADD instead of COPY")
-        if word == "WORKDIR" and not rest.startswith("/"):
-            found.append("WORKDIR that is relative")
-        if word in ("ENV", "ARG") and SECRET.search(rest):
-            found.append(f"a secret in {word}")
-        if word == "RUN":
-            found += run_faults(rest)
-    return found
-
-
-def run_faults(command: str) -> list[str]:
-    found = []
-    if re.search(r"\bsudo\b", command):
-        found.append("sudo")
-    if re.search(r"\b(curl|wget)\b.*\|", command):
-        found.append("a download into a shell")
-    if "apt-get install" in command:
-        if "--no-install-recommends" not in command:
-            found.append("apt-get with recommended packages")
-        if "rm -rf /var/lib/apt/lists" not in command:
-            found.append("apt lists that stay")
-    for part in command.split("&&"):
-        words = shlex.split(part)
-        if "install" in words and any(word.endswith("pip") for word in words):
-            if "--no-cache-dir" not in words:
-                found.append("a cache of pip's that stays")
-            if "--require-hashes" not in words and "--no-index" not in words:
-                found.append("packages without hashes")
-    return found
-
-
-def test_the_image_keeps_the_rules() -> None:
-    assert faults((ROOT / "Dockerfile").read_text()) == []
-
-
-GOOD = 'FROM python:3.12\nUSER 1000\nHEALTHCHECK CMD ["true"]\nENTRYPOINT ["a"]\nCMD ["b"]\n'
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda text: text, ""),
-        (lambda text: text.replace("3.12", "latest"), "base without a version"),
-        (lambda text: text.replace(":3.12", ""), "base without a version"),
-        (lambda text: text.replace("USER 1000\n", ""), "numeric user"),
-        (lambda text: text.replace("1000", "0"), "numeric user"),
-        (lambda text: text.replace("1000", "app"), "numeric user"),
-        (lambda text: text.replace("USER 1000", "USER 1000\nUSER root"), "numeric user"),
-        (lambda text: text.replace("HEALTHCHECK", "# HEALTHCHECK"), "HEALTHCHECK"),
-        (lambda text: text.replace('CMD ["true"]', "CMD true"), "HEALTHCHECK"),
-        (lambda text: text.replace('ENTRYPOINT ["a"]', "ENTRYPOINT a"), "ENTRYPOINT"),
-        (lambda text: text + "ADD http://a /a\n", "ADD"),
-        (lambda text: text + "WORKDIR src\n", "WORKDIR"),
-        (lambda text: text + "ENV ADMIN_API_KEY=abc\n", "a secret"),
-        (lambda text: text + "RUN sudo true\n", "sudo"),
-        (lambda text: text + "RUN curl a \\\n  | sh\n", "a download"),
-        (lambda text: text + "RUN apt-get install --no-install-recommends a\n", "apt lists"),
-        (lambda text: text + "RUN pip install --require-hashes -r a\n", "cache"),
-        (lambda text: text + "RUN true && pip install --no-cache-dir a\n", "hashes"),
-    ],
-)
-def test_each_rule_finds_what_breaks_it(change: Callable[[str], str], told: str) -> None:
-    found = faults(change(GOOD))
-    assert len(found) == bool(told)
-    assert not found or told in found[0]
-
-
-def test_whatever_the_image_copies_is_there_and_not_ignored() -> None:
+def test_files_copied_into_the_image_exist_and_are_not_ignored() -> None:
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     copied = [rest.split()[:-1] for word, rest in parsed((ROOT / "Dockerfile").read_text()) if word == "COPY"]
     sources = [source for words in copied if not words[0].startswith("--from") for source in words]
@@ -190,7 +107,7 @@ def test_whatever_the_image_copies_is_there_and_not_ignored() -> None:
         assert any(fnmatch(source, pattern) for pattern in allowed), source
 
 
-def test_the_healthcheck_asks_the_port_that_is_configured() -> None:
+def test_healthcheck_uses_the_configured_port() -> None:
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/health" else 404)
@@ -228,7 +145,7 @@ def locked(name: str) -> dict[str, str]:
     return found
 
 
-def test_what_is_shipped_and_built_with_is_what_was_tested() -> None:
+def test_shipped_and_build_packages_are_the_tested_ones() -> None:
     everything = locked("requirements.txt")
     for name in ("runtime.txt", "build.txt"):
         assert locked(name).items() <= everything.items(), name
@@ -244,9 +161,7 @@ def test_what_is_shipped_and_built_with_is_what_was_tested() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_an_install_says_how_far_it_is_in_few_lines(
-    code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_install_prints_its_progress_in_few_lines(code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lock, python = tmp_path / "lock.txt", tmp_path / "python"
     lock.write_text("".join(f"p{i}==1 \\\n    --hash=sha256:0\n" for i in range(40)))
     said = "".join(f"echo Collecting p{i}==1\necho '  Downloading p{i}'\n" for i in range(40))
@@ -288,7 +203,7 @@ UNKNOWN = {"name": "c", "skip_reason": "not found"}
         (None, None, 0, "is not installed"),
     ],
 )
-def test_an_audit_tells_nobody_home_from_nothing_found(
+def test_audit_tells_an_unreachable_database_from_no_findings(
     packages: list[dict[str, Any]] | None,
     stderr: str | None,
     code: int,
