@@ -36,10 +36,10 @@ async def test_a_bug_on_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-async def test_a_bug_on_the_walk(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_while_serving_is_a_500(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FAST) as proxy:
         with monkeypatch.context() as patch, capture_logs() as log:
-            patch.setattr(Relay, "_supervised", boom)
+            patch.setattr(Relay, "_exchange", boom)
             answer = await proxy.post(path, HELLO)
             assert told(answer, log)
             assert (answer.json.get("type") == "error") == (path == "/v1/messages")
@@ -47,7 +47,7 @@ async def test_a_bug_on_the_walk(path: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert (await proxy.chat()).status == 200
 
 
-async def test_a_bug_at_the_end_of_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_while_recording_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FAST) as proxy:
         with monkeypatch.context() as patch, capture_logs() as log:
             patch.setattr("llmproxy.gateway.proxying.handler.log_exit", boom)
