@@ -116,7 +116,7 @@ async def test_a_deadline_ends_the_wait_at_its_instant() -> None:
 
 
 @virtual
-async def test_who_expires_with_every_backend_down_is_told_so() -> None:
+async def test_a_request_that_expires_with_no_backend_up_says_so() -> None:
     one = dispatcher(a=1)
     holder, waiting = Client(one), Client(one)
     await turns()
@@ -211,7 +211,7 @@ async def test_a_mass_release_is_spread_over_turns() -> None:
 
 
 @virtual
-async def test_who_is_alone_and_finds_room_waits_for_no_turn_of_the_loop() -> None:
+async def test_a_lone_request_with_room_waits_for_no_turn() -> None:
     one = dispatcher(a=2)
     alone = Client(one)
     await asyncio.sleep(0)
@@ -338,7 +338,7 @@ async def test_a_name_is_waited_for_until_the_first_listing_knows_it() -> None:
 
 
 @virtual
-async def test_a_name_is_waited_for_no_longer_than_told() -> None:
+async def test_a_name_is_waited_for_as_long_as_allowed() -> None:
     one = unread()
     with pytest.raises(Refused) as caught:
         await one.resolve("base", 5.0, 1)
@@ -350,7 +350,7 @@ async def test_a_name_is_waited_for_no_longer_than_told() -> None:
 
 
 @virtual
-async def test_while_no_backend_ever_answered_a_name_is_waited_for_less_long() -> None:
+async def test_a_name_is_waited_for_less_before_any_backend_answered() -> None:
     settings = replace(SETTINGS, queue=replace(SETTINGS.queue, first_hold_s=2.0))
     one = Dispatcher(Pools(settings, {"a": 1, "b": 1}, {}, partial(make, "blend", Random(0))))
     with pytest.raises(Refused, match="No backend has answered since the start, so `other` is not known") as caught:
@@ -394,7 +394,7 @@ def looks(one: Dispatcher) -> list[str | None]:
 
 
 @virtual
-async def test_a_listing_wakes_those_whose_name_it_knows_and_nobody_else() -> None:
+async def test_a_listing_wakes_only_requests_for_its_names() -> None:
     one = unread()
     one.pools.add_backend("b", 1)
     names: list[str | None] = ["base", "base", None, *(f"nobody-{i % 10}" for i in range(50))]
@@ -423,7 +423,7 @@ async def test_a_listing_wakes_those_whose_name_it_knows_and_nobody_else() -> No
 
 
 @virtual
-async def test_a_name_that_is_promised_is_waited_for_although_all_others_are_known() -> None:
+async def test_a_promised_name_is_waited_for() -> None:
     one = unread()
     one.pools.catalogue.promised = frozenset({"sql"})
     task = asyncio.create_task(one.resolve("sql", 30.0, 1))
@@ -480,7 +480,7 @@ async def names_waited_for(bounds: QueueSettings) -> None:
 
 
 @virtual
-async def test_drain_refuses_those_who_wait_and_those_who_come_and_lets_leases_run_on() -> None:
+async def test_drain_refuses_requests_and_lets_leases_end() -> None:
     one = dispatcher(a=1)
     holder, waiting, leaving = Client(one), Client(one), Client(one)
     await turns()
@@ -502,7 +502,7 @@ async def test_drain_refuses_those_who_wait_and_those_who_come_and_lets_leases_r
 
 
 @virtual
-async def test_a_drain_may_serve_those_who_wait_until_it_is_told_again() -> None:
+async def test_a_drain_may_serve_waiting_requests_until_called_again() -> None:
     one = dispatcher(a=1)
     holder, first, second = Client(one), Client(one), Client(one)
     await turns()
@@ -537,7 +537,7 @@ async def test_drain_in_the_turn_of_a_grant_lets_the_grant_stand() -> None:
 
 
 @virtual
-async def test_a_policy_that_raises_leaves_nobody_hanging() -> None:
+async def test_a_policy_that_raises_leaves_no_request_waiting() -> None:
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
     one = dispatcher(a=1)
@@ -589,7 +589,7 @@ async def test_what_goes_past_the_waiting_room_is_in_flight_and_no_load() -> Non
 
 
 @virtual
-async def test_nothing_new_goes_past_the_waiting_room_of_a_proxy_that_drains_nor_to_a_backend_that_is_gone() -> None:
+async def test_direct_requests_need_a_backend_and_no_drain() -> None:
     one = dispatcher(a=1)
     with one.direct("a", lambda: None):
         one.drain(finish_waiting=True)

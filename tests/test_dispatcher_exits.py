@@ -34,7 +34,7 @@ async def test_an_exception_in_the_block_returns_the_lease_and_passes() -> None:
 
 
 @virtual
-async def test_a_client_that_leaves_in_mid_stream_frees_its_seat_for_the_next() -> None:
+async def test_a_client_that_leaves_in_mid_stream_frees_its_place() -> None:
     one = dispatcher(a=1)
     streaming, waiting = Client(one), Client(one)
     await turns()
@@ -75,7 +75,7 @@ async def test_a_client_that_leaves_while_waiting_is_never_granted() -> None:
 
 
 @virtual
-async def test_a_client_leaves_one_pool_while_the_placement_of_another_raises() -> None:
+async def test_a_cancel_in_one_pool_survives_a_fault_in_another() -> None:
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
     one = dispatcher(a=1)
@@ -103,7 +103,7 @@ async def test_a_client_leaves_one_pool_while_the_placement_of_another_raises() 
 
 
 @virtual
-async def test_a_policy_that_raises_all_the_time_is_told_of_once_a_second() -> None:
+async def test_a_policy_that_always_raises_is_logged_once_a_second() -> None:
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     one = dispatcher(a=1)

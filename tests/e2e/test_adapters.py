@@ -71,7 +71,7 @@ async def test_all_replicas_have_it_when_the_answer_comes() -> None:
         assert (await proxy.chat(ASK)).status == 404
 
 
-async def test_some_are_those_with_the_fewest_adapters() -> None:
+async def test_some_backends_are_those_with_the_fewest_adapters() -> None:
     async with serving(FAST, PLAIN, FAST, **ADMIN) as proxy:
         assert told(await load(proxy, replicas=1)) == [("b1", 200, True)]
         assert {(await proxy.chat(ASK)).backend for _ in range(4)} == {"b1"}
@@ -80,7 +80,7 @@ async def test_some_are_those_with_the_fewest_adapters() -> None:
         assert [adapters(proxy, f"b{i}").count("fresh") for i in range(3)] == [0, 1, 0]
 
 
-async def test_each_backend_is_told_with_its_own_key() -> None:
+async def test_each_backend_gets_the_change_with_its_own_key() -> None:
     secret = replace(PLAIN, api_key="for-backends")
     async with serving(secret, **ADMIN, backend_api_key="for-backends") as proxy:
         assert (await load(proxy)).status == 200
@@ -120,7 +120,7 @@ async def test_only_the_admin_key_opens_them() -> None:
         assert (await proxy.get(PAGE, headers={"x-forwarded-for": "10.0.0.7"})).status == 404
 
 
-async def test_without_an_admin_key_nobody_may() -> None:
+async def test_a_change_without_an_admin_key_is_refused() -> None:
     async with serving(FAST) as proxy:
         for headers in ({}, KEY, {"authorization": "Bearer "}):
             answer = await proxy.post(LOAD, FRESH, headers=headers)
@@ -137,7 +137,7 @@ async def test_without_an_admin_key_nobody_may() -> None:
         FRESH | {"load_inplace": 1},
     ],
 )  # fmt: skip
-async def test_what_makes_no_sense_is_told_to_nobody(body: object) -> None:
+async def test_an_invalid_change_is_sent_to_no_backend(body: object) -> None:
     async with serving(PLAIN, **ADMIN) as proxy:
         answer = await proxy.post(LOAD, body, headers=KEY)
         assert (answer.status, answer.json["error"]["code"]) == (400, 400)
@@ -173,7 +173,7 @@ async def test_one_that_has_another_of_that_name_does_not() -> None:
         assert (await load(proxy, load_inplace=True)).status == 200
 
 
-async def test_a_report_tells_who_took_it_and_who_did_not() -> None:
+async def test_a_report_lists_backends_that_took_the_change() -> None:
     async with serving(PLAIN, NO_LORA, **ADMIN) as proxy:
         answer = await load(proxy)
         assert (answer.status, answer.json["ok"], answer.json["failed"]) == (502, 1, 1)
@@ -197,7 +197,7 @@ async def test_what_all_refuse_is_forgotten() -> None:
         assert (await proxy.get(PAGE)).json["adapters"] == []
 
 
-async def test_unloading_what_nobody_has_is_not_found() -> None:
+async def test_unloading_an_unknown_adapter_is_not_found() -> None:
     async with serving(PLAIN, **ADMIN) as proxy:
         answer = await unload(proxy)
         assert (answer.status, answer.json["error"]["type"]) == (404, "NotFoundError")
@@ -342,7 +342,7 @@ async def test_closing_gives_up_a_change_that_is_under_way() -> None:
     assert proxy.metric("llmproxy_adapter_changes_total") == 0, "it was given up before its connection was cut"
 
 
-async def test_who_does_not_answer_in_time_is_reported_and_believed_when_it_has_it_after_all() -> None:
+async def test_a_late_backend_is_reported_and_believed_later() -> None:
     async with serving_slowly(timeouts={"adapter_s": 0.05}) as (slow, proxy):
         answer = await load(proxy)
         assert (answer.status, told(answer)) == (502, [("b0", None, False)])

@@ -53,7 +53,7 @@ async def test_clients_are_served_on_their_own_port_alone() -> None:
             assert (await proxy.get(path)).status == 200
 
 
-async def test_beyond_this_machine_the_port_is_closed_but_for_metrics_and_the_key() -> None:
+async def test_from_elsewhere_the_port_serves_metrics_or_the_key() -> None:
     async with serving(FAST, admin={"port": 0}, admin_key=hash_of("for-admins"), **TENANT) as proxy:
         for path in PAGES[1:]:
             assert (await proxy.get(f"{proxy.app.admin_url}{path}", headers=AFAR)).status == 404
@@ -86,7 +86,7 @@ async def test_a_change_needs_the_key_even_on_this_machine(path: str) -> None:
             assert (await proxy.request(method, path, {}, headers=KEY)).status != 401
 
 
-async def test_where_no_key_is_configured_a_change_is_told_how_to_make_one() -> None:
+async def test_a_change_without_a_configured_key_explains_it() -> None:
     async with serving(FAST) as proxy:
         answer = await proxy.post("/admin/reload", None)
         assert answer.status == 401

@@ -61,7 +61,7 @@ async def test_an_unknown_model(proxy: ProxyUnderTest, path: str) -> None:
 
 
 @pytest.mark.parametrize("letter", ["x", "\x01", "\N{GRINNING FACE}"])
-async def test_a_line_of_the_log_stays_whole_whatever_name_is_asked_for(proxy: ProxyUnderTest, letter: str) -> None:
+async def test_a_log_line_stays_whole_for_any_model_name(proxy: ProxyUnderTest, letter: str) -> None:
     with capture_logs() as lines:
         answer = await proxy.post(CHAT, {"model": letter * 4_000})
         await proxy.settled()

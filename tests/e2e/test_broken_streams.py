@@ -74,7 +74,7 @@ async def test_a_reset_in_mid_stream(dialect: str, after_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_backend_that_is_shut_down_leaves_nobody_hanging(dialect: str) -> None:
+async def test_a_backend_that_shuts_down_ends_every_request(dialect: str) -> None:
     async with serving(FAST) as proxy:
         path, body = DIALECTS[dialect]
         reading = asyncio.create_task(read_stream(proxy, path, body))
@@ -195,7 +195,7 @@ async def test_the_sdk_hands_out_the_error_event_before_it_raises() -> None:
         assert kinds[-1] == "error"
 
 
-async def test_a_stream_with_a_length_is_told_without_it() -> None:
+async def test_a_stream_with_a_length_is_sent_without_it() -> None:
     usage = b'data: {"id":"1","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
     stream = EVENT + usage + b"data: [DONE]\n\n"
 
@@ -288,7 +288,7 @@ async def test_an_error_that_its_client_does_not_read_has_an_end() -> None:
         assert proxy.app.handler.open_requests == 0
 
 
-async def test_an_answer_in_one_piece_that_its_client_does_not_read_has_an_end() -> None:
+async def test_an_unread_answer_in_one_piece_ends() -> None:
     async with (
         scripted(answering(whole(b"x" * 100_000))) as backend,
         serving(extra=[backend.url], timeouts={"stall_s": 0.2}) as proxy,

@@ -100,7 +100,7 @@ async def test_leaving_with_the_answer_unread() -> None:
         assert (await proxy.chat()).status == 200
 
 
-async def test_whoever_follows_a_client_that_left_is_served() -> None:
+async def test_the_request_after_a_client_that_left_is_served() -> None:
     async with serving(FAST, fixed_limit=1) as proxy:
         for _ in range(5):
             async with proxy.stream() as running:

@@ -111,7 +111,7 @@ async def test_answers_that_are_not_read_keep_no_connection() -> None:
         await until(lambda: not connections(proxy))
 
 
-async def test_the_end_of_an_answer_that_is_not_read_does_not_keep_its_connection() -> None:
+async def test_an_unread_end_of_an_answer_keeps_no_connection() -> None:
     async with (
         scripted(answering(whole(b"x" * 60_000))) as backend,
         serving(extra=[backend.url]) as proxy,
@@ -210,7 +210,7 @@ async def test_the_largest_body_that_arrives_makes_room_and_small_ones_pass() ->
         assert proxy.outcomes()["rejected_capacity"] == 1
 
 
-async def test_who_announces_much_and_sends_little_keeps_nobody_out() -> None:
+async def test_a_large_announced_length_takes_no_room() -> None:
     idle = filled(60_000)[:500]
     whole_body = filled(60_000)
     async with serving(FAST, **BODIES) as proxy, proxy.wire(idle), proxy.wire(idle), proxy.wire(idle), proxy.wire(idle):
@@ -220,7 +220,7 @@ async def test_who_announces_much_and_sends_little_keeps_nobody_out() -> None:
         assert proxy.outcomes() == {"completed": 1}
 
 
-async def test_bodies_that_were_sent_out_are_held_and_the_rest_is_kept_for_small_ones() -> None:
+async def test_sent_bodies_are_counted_and_small_ones_keep_room() -> None:
     long = {"user": "x" * 55_000}
     async with serving(FAST, **BODIES) as proxy, proxy.stream(ENDLESS | long) as running:
         await running.content.readany()

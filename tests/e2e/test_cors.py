@@ -140,7 +140,7 @@ async def test_unless_configured_nothing_is_different_for_a_page() -> None:
 
 
 @pytest.mark.parametrize("admin", [{}, {"port": 0}])
-async def test_what_is_for_those_who_run_the_proxy_is_for_no_page(admin: dict[str, int]) -> None:
+async def test_admin_pages_are_closed_to_web_pages(admin: dict[str, int]) -> None:
     async with serving(FAST, admin=admin, clients={"allowed_origins": ["*"]}) as proxy:
         base = proxy.app.admin_url if admin else proxy.url
         paths = ["/metrics", "/debug/queue", "/admin/backends", "/admin/backends/", "/v1/load_lora_adapter", "/debug/x"]

@@ -39,7 +39,7 @@ async def enter(proxy: ProxyUnderTest, name: str, body: object = None, **headers
     return task
 
 
-async def test_the_page_shows_who_waits_and_who_has_room() -> None:
+async def test_the_page_shows_waiting_requests_and_free_places() -> None:
     async with serving(FAST, **ONE_SEAT) as proxy:
         async with proxy.stream() as seat:
             await seat.content.readany()
@@ -98,7 +98,7 @@ async def test_a_request_that_waits_for_its_tenants_limit_says_so() -> None:
         assert proxy.metric("llmproxy_tenant_requests_total", tenant="acme", outcome="completed") == 1
 
 
-async def test_those_held_until_somebody_knows_their_model_are_counted() -> None:
+async def test_requests_held_for_an_unknown_model_are_counted() -> None:
     async with serving(wait=False, extra=["http://127.0.0.1:9"], queue={"hold_s": 30.0}) as proxy:
         held = proxy.waiting()
         await until(lambda: proxy.app.dispatcher.nameless == 1)
@@ -127,7 +127,7 @@ async def test_for_others_there_is_no_such_page(page: str) -> None:
         assert (await proxy.request("POST", page, headers=admin)).status == 405
 
 
-async def test_a_choice_is_told_with_its_prices_its_predictions_and_what_became_of_them(tmp_path: Path) -> None:
+async def test_a_choice_is_shown_with_prices_and_predictions(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     async with serving(FAST, FAST, scheduling={"placement": "cost"}, decision_log=str(path)) as proxy:
         answers = {}
@@ -161,7 +161,7 @@ async def test_a_choice_is_told_with_its_prices_its_predictions_and_what_became_
     assert sum(one.output_tokens for one in open_trace(path).arrivals()) == 30 + 8 + 4
 
 
-async def test_an_objective_that_nobody_configured_is_counted() -> None:
+async def test_an_unknown_objective_is_counted() -> None:
     async with serving(FAST) as proxy:
         assert (await proxy.chat(headers={OBJECTIVE: "gold"})).status == 200
         await proxy.settled()
@@ -178,7 +178,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-async def test_a_log_tells_who_went_in_which_order_and_why(tmp_path: Path) -> None:
+async def test_a_decision_log_has_the_order_and_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     async with serving(FAST, **ONE_SEAT, decision_log=str(path)) as proxy:
         async with proxy.stream() as seat:
@@ -279,7 +279,7 @@ async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Pat
     assert {run.policy for run in result.runs} == {"blend", "blend(fairness=fcfs)"}
 
 
-async def test_a_log_that_cannot_be_written_is_told_before_anything_is_served(tmp_path: Path) -> None:
+async def test_a_decision_log_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"decision_log: .*missing/log cannot be written: No such file"):
         async with serving(FAST, decision_log=str(tmp_path / "missing" / "log")):
             pass

@@ -42,7 +42,7 @@ async def test_a_client_that_leaves_at_the_end_mark_has_had_it_all() -> None:
         assert proxy.outcomes() == {"completed": 1}
 
 
-async def test_an_error_event_that_blames_the_client_ejects_nobody_and_is_not_tried_again() -> None:
+async def test_an_error_event_for_a_bad_request_is_final() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         event = b'data: {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}\n\n'
         await peer.send(STREAM_HEAD + chunk(event) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
@@ -54,7 +54,7 @@ async def test_an_error_event_that_blames_the_client_ejects_nobody_and_is_not_tr
         assert proxy.app.pools.ready(asyncio.get_running_loop().time())
 
 
-async def test_who_is_out_of_descriptors_says_so_and_blames_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lack_of_descriptors_blames_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FAST, FAST) as proxy:
 
         def lacking(*_: object, **__: object) -> None:
@@ -78,7 +78,7 @@ async def test_who_is_out_of_descriptors_says_so_and_blames_no_backend(monkeypat
         assert proxy.outcomes() == {"rejected_capacity": 1, "completed": 1}
 
 
-async def test_a_silent_name_server_takes_nobody_down_whose_address_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_name_server_keeps_known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     async def look_up(host: str) -> list[Address]:
@@ -161,7 +161,7 @@ async def test_a_refusal_at_the_door_has_an_id(proxy: ProxyUnderTest) -> None:
     assert (answer.status, answer.headers["x-request-id"]) == (404, "mine")
 
 
-async def test_a_stream_that_never_mentions_its_end_after_the_mark_is_complete_all_the_same() -> None:
+async def test_a_stream_with_its_end_mark_is_complete_without_an_end() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(STREAM_HEAD + chunk(b'data: {"id":"x","choices":[]}\n\n') + chunk(b"data: [DONE]\n\n"))
         peer.reset()
@@ -183,7 +183,7 @@ async def test_an_engine_without_such_a_thing_is_not_broken() -> None:
         assert proxy.app.pools.ready(asyncio.get_running_loop().time())
 
 
-async def test_header_bytes_that_cannot_be_passed_on_are_refused_and_not_left_out(proxy: ProxyUnderTest) -> None:
+async def test_header_bytes_that_cannot_be_sent_are_refused(proxy: ProxyUnderTest) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-name: p\xe9q\r\n"
@@ -207,7 +207,7 @@ async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:
         assert fairness.counter("base") > 2 * OUTPUT_TOKENS, "the estimate of the answer is charged, and the prompt"
 
 
-def test_only_attempts_that_cost_an_engine_something_take_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_attempts_with_work_take_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.core.retry.RETRY_RESERVE", 1.0)
     budget = RetryBudget(0.5)
     for verdict in (Verdict.LOST, Verdict.CONNECT_FAILED):

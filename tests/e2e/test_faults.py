@@ -93,7 +93,7 @@ async def test_a_stream_without_a_first_byte_in_time_is_tried_elsewhere() -> Non
         proxy.replicas[0].faults.clear()
 
 
-async def test_an_answer_in_one_piece_is_not_repeated_for_what_the_engine_says() -> None:
+async def test_an_answer_in_one_piece_is_not_repeated() -> None:
     async with serving(FAST, FAST, **IN_TURN) as proxy:
         proxy.replicas[0].faults.set("stream_error_first", times=1)
         answer = await proxy.chat(HELLO)
@@ -166,7 +166,7 @@ async def test_an_error_as_the_first_event_is_passed_on_to_its_last_byte(monkeyp
         assert (await proxy.chat(STREAM)).body == ERROR_FIRST + DONE
 
 
-async def test_an_error_as_the_first_event_does_not_keep_a_length_that_is_not_its_own() -> None:
+async def test_an_error_as_the_first_event_drops_a_wrong_length() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(whole(ERROR_FIRST + HIDDEN + DONE, content_type="text/event-stream"))
 
@@ -176,7 +176,7 @@ async def test_an_error_as_the_first_event_does_not_keep_a_length_that_is_not_it
             assert (await proxy.chat(STREAM)).body == ERROR_FIRST + DONE
 
 
-async def test_an_error_as_the_first_event_is_passed_on_whole_or_not_at_all() -> None:
+async def test_an_error_as_the_first_event_is_sent_whole_or_not() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(STREAM_HEAD + chunk(ERROR_FIRST) + chunk(b":" + b"x" * HELD_BYTES_MAX) + STREAM_END)
 
@@ -213,7 +213,7 @@ async def test_three_failures_in_a_row_eject() -> None:
         assert len(bad.requests) == 3
 
 
-async def test_the_log_says_whom_the_pool_cannot_spare() -> None:
+async def test_the_log_names_a_backend_that_cannot_be_spared() -> None:
     settings: dict[str, Any] = {"health": STRICT | {"failures": 1}, "retry": {"extra_attempts": 0}}
     with capture_logs() as logs:
         async with (
@@ -251,7 +251,7 @@ async def test_what_clients_do_wrong_is_never_held_against_a_backend() -> None:
         assert (await proxy.chat()).status == 200
 
 
-async def test_a_kept_connection_that_the_backend_dropped_costs_nobody_anything() -> None:
+async def test_a_dropped_kept_connection_costs_no_request() -> None:
     async def script(peer: Peer, _: bytes) -> None:
         if len(peer.requests) > 1 and peer.requests[-2].startswith(b"POST"):
             # As if the connection had been closed for idleness in the instant in which it was used again.

@@ -37,14 +37,14 @@ async def test_being_held_has_an_end_of_its_own() -> None:
         assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_an_adapter_whose_only_backend_is_down_is_held_as_long_and_told_the_same() -> None:
+async def test_an_adapter_of_a_down_backend_is_held_as_long() -> None:
     async with serving(FAST, replace(FAST, adapters=("rare",)), queue={"hold_s": 0.05, "ttl_s": 60.0}) as proxy:
         await stop(proxy, 1)
         answer = await proxy.chat(HELLO | {"model": "rare"})
         assert (answer.status, proxy.outcomes()) == (503, {"expired_no_backends": 1})
 
 
-async def test_a_client_may_want_to_be_told_sooner() -> None:
+async def test_a_client_may_ask_for_a_shorter_hold() -> None:
     async with serving(FAST, queue=HOLD) as proxy:
         await stop(proxy)
         assert (await proxy.chat(headers={TTL: "30ms"})).status == 503
@@ -71,7 +71,7 @@ async def test_a_request_is_held_while_replicas_start_for_the_first_time(port: i
             await proxy.settled()
 
 
-async def test_who_has_no_name_yet_is_told_when_time_is_over_or_the_proxy_stops(port: int) -> None:
+async def test_a_request_for_an_unknown_name_is_refused_in_time(port: int) -> None:
     async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False, queue={"hold_s": 0.05}) as proxy:
         assert (await proxy.chat()).status == 503
     async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False, queue=HOLD) as proxy:
@@ -98,7 +98,7 @@ async def test_the_log_says_at_once_that_no_backend_is_up(port: int) -> None:
     assert "nothing listens there (yet): is the address right?" in told["backend_down"]["why"]
 
 
-async def test_who_has_no_name_yet_may_want_to_be_told_sooner_too(port: int) -> None:
+async def test_a_request_for_an_unknown_name_may_ask_for_less(port: int) -> None:
     async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False, queue={"hold_s": 60.0}) as proxy:
         # Without an end the test would be as long as the hold.
         async with asyncio.timeout(15.0):

@@ -39,7 +39,7 @@ async def read(stream: aiohttp.ClientResponse) -> None:
             pass
 
 
-async def test_a_request_that_a_hung_backend_owes_is_answered_by_another_one(log: list[EventDict]) -> None:
+async def test_a_request_on_a_hung_backend_is_tried_elsewhere(log: list[EventDict]) -> None:
     settings: dict[str, Any] = {"health": {"hung_s": HUNG_S}, "scheduling": {"placement": "round_robin"}}
     async with serving(FAST, FAST, **settings) as proxy, proxy.stream() as one, proxy.stream() as other:
         hangs, speaks = (stream.headers["x-llmproxy-backend"] for stream in (one, other))

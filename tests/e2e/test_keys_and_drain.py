@@ -39,7 +39,7 @@ def bearer(key: str) -> dict[str, str]:
      {"x-api-key": "wrong"}, {"authorization": "Bearer key-1 "+"x"}],
 )  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/models", "/v1/responses/resp_1"])
-async def test_without_a_key_nobody_comes_in(headers: dict[str, str], path: str) -> None:
+async def test_a_request_without_a_key_is_refused(headers: dict[str, str], path: str) -> None:
     async with serving(FAST, api_keys=["key-1", "key-2"]) as proxy:
         method = "POST" if path in (CHAT, "/v1/messages") else "GET"
         answer = await proxy.request(method, path, HELLO if method == "POST" else None, headers=headers)
@@ -72,7 +72,7 @@ async def test_without_a_backend_key_a_clients_key_is_not_forwarded_either() -> 
         assert "authorization" not in proxy.sent().headers
 
 
-async def test_a_wrong_backend_key_is_told_by_the_engine() -> None:
+async def test_a_wrong_backend_key_gets_the_engines_own_error() -> None:
     async with serving(GUARDED, FAST, wait=False, backend_api_key="wrong") as proxy:
         await until(lambda: proxy.app.pools.catalogue.models())
         assert (await proxy.chat(HELLO | {"model": "base"})).status == 200, "the other backend serves"
@@ -106,7 +106,7 @@ async def test_a_model_that_is_not_for_a_tenant_does_not_exist_for_it() -> None:
         assert len((await proxy.get("/v1/models", headers=acme)).json["data"]) == 3
 
 
-async def test_a_tenant_is_told_of_no_model_but_its_own() -> None:
+async def test_a_tenant_sees_only_its_own_models() -> None:
     other = {"name": "other", "keys": [hash_of("other-1")], "models": ["lora-0", "not-yet"]}
     async with serving(FAST, tenants=[other]) as proxy:
         for model, status in (("not-yet", 404), ("base", 404), ("", 400)):
@@ -127,7 +127,7 @@ async def test_a_tenant_that_sends_more_than_it_may_has_missed_no_objective() ->
         assert proxy.metric("llmproxy_objectives_total", met="false") == 0
 
 
-async def test_headers_that_give_advantage_are_removed_unless_the_tenant_is_trusted() -> None:
+async def test_headers_of_untrusted_tenants_are_removed() -> None:
     async with serving(FAST, tenants=TENANTS, trust_headers="none", scheduling={"flow": "header:x-team"}) as proxy:
         assert (await proxy.chat(headers=bearer("acme-1") | PRIVILEGES)).status == 200
         assert not PRIVILEGES.keys() & {name.lower() for name in proxy.sent().headers}
@@ -216,7 +216,7 @@ async def test_draining_may_finish_what_waits() -> None:
         assert proxy.outcomes() == {"draining": 1, "completed": 3}
 
 
-async def test_what_still_waits_at_the_end_of_a_drain_is_told() -> None:
+async def test_requests_that_wait_at_the_end_of_a_drain_are_refused() -> None:
     one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, drain_queued="finish", drain_timeout_s=0.05)
     async with one_seat as proxy, proxy.stream() as endless:
         await endless.content.readany()
@@ -227,7 +227,7 @@ async def test_what_still_waits_at_the_end_of_a_drain_is_told() -> None:
         assert (answer.status, answer.headers["connection"]) == (503, "close")
 
 
-async def test_whoever_is_led_out_is_served_once_more() -> None:
+async def test_a_kept_connection_is_served_once_more_after_a_handover() -> None:
     one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
     async with one_seat as proxy, aiohttp.ClientSession() as idle, idle.get(proxy.url + "/health") as kept:
         await kept.read()

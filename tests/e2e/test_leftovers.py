@@ -50,7 +50,7 @@ async def test_what_is_left_behind_is_found(
                 handle.cancel()
 
 
-async def test_an_exception_that_nobody_retrieved_is_found() -> None:
+async def test_an_exception_that_was_never_retrieved_is_found() -> None:
     async def fails() -> None:
         raise ValueError("lost")
 

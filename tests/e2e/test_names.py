@@ -63,7 +63,7 @@ async def test_names_are_remembered_while_their_backends_are_down() -> None:
         assert (await proxy.chat()).status == 503
 
 
-async def test_an_adapter_whose_only_backend_is_down_is_not_waited_for() -> None:
+async def test_an_adapter_of_a_down_backend_is_refused_without_a_hold() -> None:
     async with serving(FAST, replace(FAST, adapters=("rare",))) as proxy:
         proxy.replicas[1].faults.set("refuse")
         await until(lambda: proxy.app.pools.backends["b1"].health.down)

@@ -81,7 +81,7 @@ async def test_probes_of_clients_are_answered_and_no_bad_requests(proxy: ProxyUn
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/realtime?model=base", "/v1/models", "/health"])
-async def test_a_websocket_is_told_to_come_by_http_and_is_no_error(proxy: ProxyUnderTest, path: str) -> None:
+async def test_a_websocket_gets_a_hint_and_is_no_error(proxy: ProxyUnderTest, path: str) -> None:
     opening = f"GET {path} HTTP/1.1\r\nhost: x\r\nConnection: keep-alive, Upgrade\r\nUpgrade: WebSocket\r\n"
     async with proxy.wire(f"{opening}sec-websocket-version: 13\r\n\r\n".encode()) as (reader, _):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -93,7 +93,7 @@ async def test_a_websocket_is_told_to_come_by_http_and_is_no_error(proxy: ProxyU
     assert proxy.outcomes() == {}
 
 
-async def test_who_speaks_to_anthropics_api_gets_its_fields_of_models(proxy: ProxyUnderTest) -> None:
+async def test_clients_of_anthropics_api_get_its_fields_of_models(proxy: ProxyUnderTest) -> None:
     plain = (await proxy.get("/v1/models")).json
     asked = {"anthropic-version": "2023-06-01"}
     listed = (await proxy.get("/v1/models?limit=1000", headers=asked)).json
@@ -123,7 +123,7 @@ async def test_what_an_engine_says_of_its_tokenizer_is_passed_on(proxy: ProxyUnd
     assert (refused.status, refused.headers["allow"]) == (405, "GET")
 
 
-async def test_of_several_models_the_tokenizer_of_the_one_that_is_named_is_told() -> None:
+async def test_the_tokenizer_of_the_named_model_is_used() -> None:
     async with serving(FAST, replace(FAST, model="other"), models=[{"name": "alias", "target": "other"}]) as proxy:
         refused = await proxy.get("/tokenizer_info")
         assert refused.status == 400
@@ -287,14 +287,14 @@ async def a_stored_response(answer: bytes) -> AsyncIterator[ProxyUnderTest]:
         yield proxy
 
 
-async def test_a_stored_response_that_breaks_is_not_told_as_complete() -> None:
+async def test_a_stored_response_that_breaks_is_not_completed() -> None:
     async with a_stored_response(whole(STORED)[:-1]) as proxy:
         with pytest.raises(aiohttp.ClientPayloadError):
             await proxy.get("/v1/responses/resp_1")
         assert proxy.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
-async def test_a_stored_response_is_asked_for_again_where_a_kept_connection_was_dropped(
+async def test_a_stored_response_survives_a_dropped_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bytes] = []
@@ -314,7 +314,7 @@ async def test_a_stored_response_is_asked_for_again_where_a_kept_connection_was_
         assert len(asked) == 2
 
 
-async def test_the_stream_of_a_stored_response_that_breaks_ends_in_an_error_event() -> None:
+async def test_a_broken_stored_stream_ends_in_an_error_event() -> None:
     begun = chunk(b'event: response.created\ndata: {"type":"response.created"}\n\n')
     async with (
         a_stored_response(STREAM_HEAD + begun) as proxy,
@@ -329,7 +329,7 @@ async def test_the_stream_of_a_stored_response_that_breaks_ends_in_an_error_even
         assert proxy.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
-async def test_the_stream_of_a_stored_response_that_was_compressed_breaks_without_an_event() -> None:
+async def test_a_broken_compressed_stored_stream_gets_no_event() -> None:
     head = STREAM_HEAD.removesuffix(b"\r\n") + b"content-encoding: gzip\r\n\r\n"
     async with (
         a_stored_response(head + chunk(b"\x1f\x8b\x08")) as proxy,
@@ -380,7 +380,7 @@ async def a_running_stream(**config: Any) -> AsyncIterator[RunningStream]:
             yield RunningStream(proxy, backend, reader, go_on)
 
 
-async def test_the_stream_of_a_stored_response_is_in_flight_and_waited_for_by_a_drain() -> None:
+async def test_a_stored_stream_is_in_flight_for_a_drain() -> None:
     async with a_running_stream() as one:
         proxy = one.proxy
         assert proxy.metric("llmproxy_in_flight_requests", backend="b0") == proxy.app.open_requests == 1
@@ -397,7 +397,7 @@ async def test_the_stream_of_a_stored_response_is_in_flight_and_waited_for_by_a_
         assert proxy.outcomes() == {"completed": 2, "draining": 1}
 
 
-async def test_the_stream_of_a_stored_response_that_outlives_the_drain_is_cut() -> None:
+async def test_a_stored_stream_that_outlives_the_drain_is_cut() -> None:
     async with a_running_stream(drain_timeout_s=0.05) as one:
         assert not await one.proxy.app.drain()
         assert one.proxy.app.open_requests == 1
@@ -408,7 +408,7 @@ async def test_the_stream_of_a_stored_response_that_outlives_the_drain_is_cut() 
         assert one.proxy.outcomes() == {"completed": 1, "draining": 1}
 
 
-async def test_a_backend_leaves_when_the_stream_of_its_stored_response_has_ended() -> None:
+async def test_a_backend_is_removed_after_its_stored_stream() -> None:
     async with a_running_stream() as one:
         registry = one.proxy.app.registry
         registry.update("config", ())
@@ -430,7 +430,7 @@ async def test_the_stream_of_a_stored_response_ends_with_its_backend() -> None:
         one.go_on.set()
 
 
-async def test_who_does_not_read_a_stored_response_keeps_no_backend_from_leaving() -> None:
+async def test_an_unread_stored_stream_keeps_no_backend() -> None:
     endless = chunk(b"data: " + b"x" * 60_000 + b"\n\n")
 
     async def ask(peer: Peer, _: bytes) -> None:
@@ -456,14 +456,14 @@ async def test_a_stored_response_ends_its_connection_with_its_proxy() -> None:
         assert (await proxy.get("/v1/responses/resp_1")).headers["connection"] == "close"
 
 
-async def test_a_response_that_nobody_here_made_is_not_found(proxy: ProxyUnderTest) -> None:
+async def test_a_response_that_was_not_made_here_is_not_found(proxy: ProxyUnderTest) -> None:
     for method, path in (("GET", "/v1/responses/resp_0"), ("POST", "/v1/responses/resp_0/cancel")):
         assert (await proxy.request(method, path)).status == 404
     assert (await proxy.get("/v1/responses/resp_0/input_items")).status == 404
     assert (await proxy.post("/v1/responses/resp_0", {})).status == 405
 
 
-async def test_a_maker_that_is_gone_is_told(proxy: ProxyUnderTest) -> None:
+async def test_a_stored_response_of_a_gone_backend_is_an_error(proxy: ProxyUnderTest) -> None:
     made = await proxy.post("/v1/responses", RESPONSES)
     proxy.replica(made.backend).faults.set("refuse")
     got = await proxy.get(f"/v1/responses/{made.json['id']}")

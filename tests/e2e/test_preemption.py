@@ -28,7 +28,7 @@ def posted(proxy: ProxyUnderTest) -> list[str]:
     return [seen.headers["x-request-id"] for seen in proxy.replicas[0].requests_seen if seen.method == "POST"]
 
 
-async def test_a_sheddable_stream_without_a_byte_makes_room_for_a_critical_request() -> None:
+async def test_a_stream_without_a_byte_is_preempted() -> None:
     async with serving_one_frozen() as proxy:
         sheddable = proxy.waiting(STREAM, **SHEDDABLE, **{"x-request-id": "sheddable"})
         await until(lambda: posted(proxy) == ["sheddable"])
@@ -45,7 +45,7 @@ async def test_a_sheddable_stream_without_a_byte_makes_room_for_a_critical_reque
         assert proxy.outcomes() == {"completed": 3}
 
 
-async def test_waiting_after_a_preemption_is_told_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_after_a_preemption_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "RETRY_WAIT_MIN_S", 0.08)
     async with serving_one_frozen() as proxy:
         sheddable = proxy.waiting(STREAM, **SHEDDABLE, **{"x-llm-d-inference-ttl": "80ms"})

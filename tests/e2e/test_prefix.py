@@ -119,9 +119,7 @@ async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("placement", "keeps"), [("cost", True), ("epp_sticky", False), ("blend", False)])
-async def test_answers_are_kept_where_somebody_wants_to_hear_of_them(
-    tmp_path: Path, placement: str, keeps: bool
-) -> None:
+async def test_answers_are_kept_for_placements_that_read_them(tmp_path: Path, placement: str, keeps: bool) -> None:
     async with serving_by_cost(tmp_path / "log", placement) as (proxy, _), proxy.stream(ENDLESS) as turn:
         await turn.content.readany()
         assert (proxy.app.handler.kept_bytes > 0) is keeps
@@ -173,7 +171,7 @@ async def test_the_presets_of_the_endpoint_picker_know_prefixes_too(tmp_path: Pa
 
 
 @pytest.mark.parametrize("placement", ["blend", "session"])
-async def test_where_nobody_looks_at_prefixes_no_prompt_is_hashed(
+async def test_prompts_are_hashed_only_for_placements_that_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
     monkeypatch.delattr("llmproxy.gateway.request.body_reader.chain_of")
@@ -182,9 +180,7 @@ async def test_where_nobody_looks_at_prefixes_no_prompt_is_hashed(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_two_runs_of_a_coding_agent_meet_at_the_replica_that_has_their_prompt(
-    tmp_path: Path, stream: bool
-) -> None:
+async def test_two_runs_of_an_agent_meet_at_one_replica(tmp_path: Path, stream: bool) -> None:
     """77 KB of system behind a first block that is another in each run, which the engine drops."""
 
     def run(number: int, prompt: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ async def test_two_runs_of_a_coding_agent_find_one_cache(http: aiohttp.ClientSes
                 assert hit > 0.9 * whole
 
 
-async def test_who_goes_on_from_a_response_finds_it(http: aiohttp.ClientSession) -> None:
+async def test_a_continued_response_is_found(http: aiohttp.ClientSession) -> None:
     backends = (BackendConfig(url=url) for url in URLS[:2])
     async with proxy_before(*backends, scheduling=SchedulingConfig(placement="round_robin")) as proxy:
 

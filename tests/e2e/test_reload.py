@@ -68,7 +68,7 @@ async def test_twenty_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
         assert proxy.outcomes()["completed"] == 80
 
 
-async def test_requests_wait_through_the_replacement_of_the_whole_fleet(tmp_path: Path) -> None:
+async def test_requests_wait_while_all_backends_are_replaced(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"queue": {"hold_s": 30.0}, "scheduling": {"look_ahead": 0}}
     async with reloadable(tmp_path, FAST, FAST, fixed_limit=1, **settings) as proxy:
         old, new = proxy.told["backends"]
@@ -120,7 +120,7 @@ async def test_a_stream_outlives_the_key_it_came_with(tmp_path: Path) -> None:
         assert (await stream.read()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_what_needs_a_restart_is_told_and_the_rest_is_gone_by(tmp_path: Path) -> None:
+async def test_keys_that_need_a_restart_are_logged_and_others_used(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST) as proxy:
         write(proxy, port=1, scheduling={"placement": "random", "weights": {"base": 2.0}}, drain_timeout_s=1.0)
         answer = await proxy.post("/admin/reload", None, headers=ADMIN)
@@ -157,9 +157,7 @@ async def test_a_bad_file_changes_nothing_and_says_why(tmp_path: Path, text: str
         assert proxy.metric("llmproxy_config_last_reload_successful") == 1.0
 
 
-async def test_a_changed_file_is_noticed_once_whoever_writes_it_has_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_changed_file_is_read_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reload, "LOOK_S", 0.01)
     async with reloadable(tmp_path, FAST, reload="watch") as proxy:
         write(proxy, api_keys=["k"])
@@ -201,7 +199,7 @@ async def test_backends_change_their_address_key_and_limit(tmp_path: Path) -> No
         assert proxy.app.pools.backends["b0"].limit.value == 3
 
 
-async def test_every_part_goes_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_part_uses_the_new_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[str] = []
     monkeypatch.setattr("llmproxy.gateway.build.logs.configure", lambda _, level: levels.append(level))
     async with reloadable(tmp_path, FAST, FAST, backend_api_key="engine-1") as proxy:
@@ -235,7 +233,7 @@ async def test_a_reload_that_cannot_be_gone_by_changes_nothing(tmp_path: Path, m
 # --- drain ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_drained_backend_gets_nothing_new_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
+async def test_a_drained_backend_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST, FAST) as proxy:
         async with proxy.stream() as stream:
             assert await stream.content.readany()
@@ -273,7 +271,7 @@ async def test_a_backend_that_leaves_and_comes_back_meanwhile_stays(tmp_path: Pa
         assert (await proxy.chat()).backend == "b0"
 
 
-async def test_who_may_see_and_who_may_change(tmp_path: Path) -> None:
+async def test_reading_and_changing_have_keys_of_their_own(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST) as proxy:
         (shown,) = (await proxy.get("/admin/backends")).json["backends"]
         assert shown["since_s"] >= 0.0

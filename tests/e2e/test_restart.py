@@ -211,7 +211,7 @@ async def test_the_first_signal_waits_for_streams(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-async def test_the_second_signal_waits_for_nobody(
+async def test_the_second_signal_ends_the_process_at_once(
     number: signal.Signals, code: int, backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     async with served(tmp_path / "log", "--port", "0", backend.url) as process:
@@ -229,7 +229,7 @@ async def test_the_second_signal_waits_for_nobody(
         await until(lambda: not backend.engine.busy)
 
 
-async def test_a_delay_gives_those_in_front_time_to_look_away(
+async def test_a_drain_delay_keeps_serving_while_not_ready(
     backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     async with served(tmp_path / "log", "--port", "0", "--drain-delay-s", "600", backend.url) as process:
@@ -249,7 +249,7 @@ async def test_a_delay_gives_those_in_front_time_to_look_away(
 # --- a successor ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_successor_takes_over_and_nobody_notices(
+async def test_a_successor_takes_over_without_an_error(
     backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     name = f"@llmproxy-test-{os.getpid()}"
@@ -283,7 +283,7 @@ async def test_a_successor_takes_over_and_nobody_notices(
             assert all(stopped["all_requests_finished"] for stopped in process.events("stopped"))
 
 
-async def test_a_successor_knows_who_was_drained_by_hand(
+async def test_a_successor_knows_which_backends_were_drained(
     backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     key = {"authorization": "Bearer for-admins"}
@@ -394,7 +394,7 @@ async def test_clients_wait_in_a_socket_that_the_service_manager_holds(
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_a_reader_of_the_log_that_stalls_holds_up_neither_requests_nor_the_end(
+async def test_a_stalled_reader_of_the_log_holds_up_nothing(
     backend: Replica, http: aiohttp.ClientSession, tmp_path: Path, workers: str
 ) -> None:
     log = tmp_path / "log"

@@ -150,7 +150,7 @@ def test_keys_of_the_proxy_itself_are_never_sent_on(write: Any, keys: str) -> No
     assert ":2: forward_credentials: would send the keys of this proxy to every backend" in problem
 
 
-async def test_a_backend_that_wants_a_key_is_told_of_in_the_log(log: io.StringIO) -> None:
+async def test_a_backend_that_wants_a_key_is_logged(log: io.StringIO) -> None:
     refusal = whole(b'{"error":"Unauthorized"}', "401 Unauthorized")
     async with scripted(answering(refusal)) as backend:
         async with serving(extra=[backend.url]) as proxy:
@@ -163,6 +163,6 @@ async def test_a_backend_that_wants_a_key_is_told_of_in_the_log(log: io.StringIO
     hidden(log.getvalue())
 
 
-async def test_a_backend_that_lists_nothing_without_a_key_is_told_of_in_the_log(log: io.StringIO) -> None:
+async def test_a_backend_that_lists_nothing_without_a_key_is_logged(log: io.StringIO) -> None:
     async with serving(GUARDED, wait=False):
         await until(lambda: "set backend_api_key, or its own api_key" in log.getvalue())

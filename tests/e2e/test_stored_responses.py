@@ -91,7 +91,7 @@ async def test_an_adapter_may_go_on_from_what_its_base_model_said() -> None:
 # --- the waiting room -------------------------------------------------------------------------------------------------
 
 
-async def test_it_waits_for_its_own_replica_and_hides_nobody_behind_it() -> None:
+async def test_a_bound_request_waits_and_hides_none_behind_it() -> None:
     async with serving(*THREE, fixed_limit=1, scheduling=AROUND | {"look_ahead": 0}) as proxy:
         first = await made(proxy)
         async with busy(proxy, first):
@@ -105,7 +105,7 @@ async def test_it_waits_for_its_own_replica_and_hides_nobody_behind_it() -> None
         assert {(one.status, one.backend) for one in await asyncio.gather(*turns)} == {(200, first.backend)}
 
 
-async def test_priority_holds_among_those_for_one_replica() -> None:
+async def test_priority_holds_among_requests_for_one_replica() -> None:
     async with serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as proxy:
         first = await made(proxy)
         tasks: list[asyncio.Task[Answer]] = []
@@ -122,7 +122,7 @@ async def test_priority_holds_among_those_for_one_replica() -> None:
 # --- where the replica is not to be had -------------------------------------------------------------------------------
 
 
-async def test_it_is_held_while_its_replica_is_drained_and_told_when_that_takes_too_long() -> None:
+async def test_a_bound_request_is_held_while_its_replica_drains() -> None:
     async with serving(*THREE, **KEYED, scheduling=AROUND, queue=HOLD) as proxy:
         first = await made(proxy)
         drain = f"/admin/backends/{first.backend}/"
@@ -143,7 +143,7 @@ async def test_it_is_held_while_its_replica_is_drained_and_told_when_that_takes_
         assert (answer.status, "is not up. Try again" in answer.json["error"]["message"]) == (503, True)
 
 
-async def test_a_replica_whose_process_is_gone_takes_its_responses_along() -> None:
+async def test_responses_end_with_the_process_of_their_replica() -> None:
     async with serving(*THREE, scheduling=AROUND, queue=HOLD) as proxy:
         first = await made(proxy)
         replica = proxy.replica(first.backend)
@@ -159,7 +159,7 @@ async def test_a_replica_whose_process_is_gone_takes_its_responses_along() -> No
         assert (again.status, again.json["error"]["param"], again.backend) == (404, "response_id", first.backend)
 
 
-async def test_who_waits_for_a_replica_is_told_when_that_is_gone() -> None:
+async def test_a_request_bound_to_a_removed_replica_is_refused() -> None:
     async with serving(*THREE, fixed_limit=1, scheduling=AROUND | {"look_ahead": 0}, queue=HOLD) as proxy:
         first = await made(proxy)
         async with busy(proxy, first):
@@ -206,7 +206,7 @@ async def of_another_proxy(proxy: ProxyUnderTest, backend: str) -> str:
     return str(answer.json["id"])
 
 
-async def test_one_that_another_proxy_made_is_looked_for() -> None:
+async def test_a_response_of_another_proxy_is_looked_for() -> None:
     async with serving(*THREE, scheduling=AROUND) as proxy:
         name = await of_another_proxy(proxy, "b2")
         found = await go_on(proxy, name)
@@ -216,7 +216,7 @@ async def test_one_that_another_proxy_made_is_looked_for() -> None:
         assert proxy.outcomes() == {"completed": 2}
 
 
-async def test_one_that_nobody_has_is_asked_of_each_once_and_the_engine_says_so() -> None:
+async def test_an_unknown_response_is_asked_of_each_replica_once() -> None:
     async with serving(*THREE, scheduling=AROUND) as proxy:
         answer = await go_on(proxy, "resp_of_nobody")
         assert answer.json["error"] == {
@@ -232,7 +232,7 @@ async def test_one_that_nobody_has_is_asked_of_each_once_and_the_engine_says_so(
 
 
 @pytest.mark.timeout(120, method="thread")
-async def test_every_worker_knows_who_made_it(tmp_path: Path) -> None:
+async def test_every_worker_knows_which_backend_made_a_response(tmp_path: Path) -> None:
     async with Replica(FAST) as one, Replica(FAST) as two, Replica(FAST) as three:
         urls = (one.url, two.url, three.url)
         async with served(tmp_path / "log", *TWO, *urls) as process:
@@ -253,7 +253,7 @@ async def test_every_worker_knows_who_made_it(tmp_path: Path) -> None:
                     assert at == backend
 
 
-async def test_one_that_nobody_has_is_not_held_for_a_process_that_is_gone() -> None:
+async def test_an_unknown_response_is_not_held_for_a_gone_process() -> None:
     async with serving(*THREE, scheduling=AROUND, queue=HOLD) as proxy:
         proxy.replicas[1].faults.set("refuse")
         await until(lambda: proxy.app.pools.backends["b1"].health.gone)

@@ -50,7 +50,7 @@ JSON_POSTS = [p for p, route in SCHEDULED.items() if route.method == "POST" and 
 
 
 @pytest.mark.parametrize("path", JSON_POSTS)
-async def test_bodies_are_salted_where_the_engine_knows_salts_and_nowhere_else(path: str) -> None:
+async def test_bodies_are_salted_only_where_the_engine_knows_it(path: str) -> None:
     async with serving(FAST, tenants=TENANTS) as proxy:
         body = {"model": "base", "input": "x"}
         bare, own = (
@@ -77,9 +77,7 @@ async def test_a_large_body_is_salted_too() -> None:
 
 
 @pytest.mark.parametrize("own", [{}, {"cache_salt": "guess"}])
-async def test_what_a_tenant_asked_is_cached_and_expected_for_that_tenant_alone(
-    tmp_path: Path, own: dict[str, str]
-) -> None:
+async def test_prompts_are_cached_and_expected_by_tenant(tmp_path: Path, own: dict[str, str]) -> None:
     path = tmp_path / "log"
     async with serving(FAST, FAST, tenants=TENANTS, decision_log=str(path)) as proxy:
 
@@ -104,7 +102,7 @@ async def test_what_a_tenant_asked_is_cached_and_expected_for_that_tenant_alone(
 
 
 @pytest.mark.parametrize("padding", [0, 200_000])
-async def test_nobody_goes_on_from_a_response_of_somebody_else(padding: int) -> None:
+async def test_a_response_of_another_tenant_cannot_be_continued(padding: int) -> None:
     async with serving(FAST, tenants=TENANTS, api_keys=["plain"]) as proxy:
         body = {"model": "base", "input": "a", "max_output_tokens": 2}
         made = (await proxy.post("/v1/responses", body, headers=key("acme"))).json["id"]
@@ -122,7 +120,7 @@ async def test_nobody_goes_on_from_a_response_of_somebody_else(padding: int) -> 
 
 @pytest.mark.parametrize("padding", [0, 200_000])
 @pytest.mark.parametrize("named", ['"request_id"', '"request\\u005fid"', '"store": false, "request_id"'])
-async def test_nobody_names_the_id_of_a_response(named: str, padding: int) -> None:
+async def test_a_client_cannot_choose_the_id_of_a_response(named: str, padding: int) -> None:
     async with serving(FAST, tenants=TENANTS, api_keys=["plain"]) as proxy:
         body = {"model": "base", "input": "the secret of acme", "max_output_tokens": 2}
         made = (await proxy.post("/v1/responses", body, headers=key("acme"))).json
@@ -149,7 +147,7 @@ async def test_a_response_stays_with_the_tenant_that_made_it_first() -> None:
         assert got == [200, 404]
 
 
-async def test_without_tenants_responses_are_everybodys_and_unknown_ones_the_engines_business() -> None:
+async def test_without_tenants_any_response_can_be_continued() -> None:
     async with serving(FAST) as proxy:
         body = {"model": "base", "input": "a", "previous_response_id": "resp_of_another_proxy"}
         await proxy.post("/v1/responses", body)

@@ -147,7 +147,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
         assert await shown(proxy, trusting) == second
 
 
-def test_what_is_of_no_use_changes_nothing_and_is_told_once(files: Files) -> None:
+def test_an_invalid_file_changes_nothing_and_is_logged_once(files: Files) -> None:
     tls = ClientTls(files.cert, files.key, None)
     assert not tls.renew(), "nothing has changed"
     for spoil, why in (

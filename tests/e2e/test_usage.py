@@ -74,7 +74,7 @@ async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, strea
         assert output_tokens <= 16
 
 
-async def test_usage_that_is_not_believed_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_usage_that_is_not_believed_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     async with scripted(telling(LIES["10^15"])) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
         ended: list[RequestExit] = []
         monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
@@ -168,7 +168,7 @@ async def test_what_an_engine_did_is_believed_however_it_was_asked_for(
 
 
 @pytest.mark.parametrize("options", [{"include_usage": False}, {"continuous_usage_stats": True}])
-async def test_who_wants_no_usage_told_is_charged_what_was_seen(options: dict[str, bool]) -> None:
+async def test_an_answer_without_usage_is_charged_as_seen(options: dict[str, bool]) -> None:
     async def script(peer: Peer, _: bytes) -> None:
         event = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
         await peer.send(STREAM_HEAD + chunk(event * 9000 + b"data: [DONE]\n\n") + STREAM_END)
@@ -190,9 +190,7 @@ async def test_who_wants_no_usage_told_is_charged_what_was_seen(options: dict[st
         ("/v1/chat/completions/batch", {"messages": [[{"role": "user", "content": "x"}]] * 10_000}, 256),
     ],
 )
-async def test_what_is_the_sum_of_many_answers_is_not_learned_as_the_length_of_one(
-    path: str, body: dict[str, Any], learned: float
-) -> None:
+async def test_the_sum_of_many_answers_is_not_learned_as_one(path: str, body: dict[str, Any], learned: float) -> None:
     script = telling('{"prompt_tokens": 6, "completion_tokens": 3900}')
     async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
         await proxy.post(path, {"model": "base"} | body)
@@ -217,7 +215,7 @@ BEGUN: Mapping[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", BEGUN)
-async def test_who_leaves_before_the_end_is_charged_what_was_seen(case: str) -> None:
+async def test_a_client_that_leaves_early_is_charged_as_seen(case: str) -> None:
     path, first, event = BEGUN[case]
 
     async def script(peer: Peer, _: bytes) -> None:

@@ -137,7 +137,7 @@ async def test_a_waiting_time_that_means_nothing(proxy: ProxyUnderTest, ttl: str
     assert (answer.status, answer.json["error"]["param"]) == (400, TTL)
 
 
-async def test_an_objective_that_nobody_configured_waits_in_the_default_band() -> None:
+async def test_an_unknown_objective_waits_in_the_default_band() -> None:
     async with serving_full(models=[{"name": "base", "criticality": "sheddable"}]) as (proxy, seat):
         queue = Queue(proxy, seat)
         await queue.enter("sheddable")
@@ -226,7 +226,7 @@ async def test_a_seat_is_held_back_from_sheddable_work() -> None:
         assert (await waiting).status == 200
 
 
-async def test_without_a_backend_nobody_waits_in_vain() -> None:
+async def test_requests_without_a_backend_are_refused_in_time() -> None:
     async with serving(FAST) as proxy:
         proxy.replicas[0].faults.set("refuse")
         await until(lambda: proxy.app.pools.backends["b0"].health.down)
@@ -239,7 +239,7 @@ async def test_without_a_backend_nobody_waits_in_vain() -> None:
         assert (await proxy.chat()).status == 200
 
 
-async def test_who_waits_while_the_last_backend_goes_is_served_when_it_is_back() -> None:
+async def test_a_waiting_request_outlasts_the_last_backend() -> None:
     async with serving_full() as (proxy, _):
         patient, hasty = proxy.waiting(), proxy.waiting(**{TTL: "800ms"})
         await until(lambda: proxy.queued == 2)

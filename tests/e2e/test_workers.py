@@ -281,7 +281,7 @@ async def answered(url: str, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("admin", ["", "admin: {port: 0}\n"], ids=["one port", "a port for those who run it"])
-async def test_a_client_sees_the_same_whoever_answers(admin: str, tmp_path: Path) -> None:
+async def test_a_client_sees_the_same_from_proxy_and_workers(admin: str, tmp_path: Path) -> None:
     """Each row is asked of a proxy without workers and of one with two; all that comes back is compared."""
     async with AsyncExitStack() as stack:
         urls = []
@@ -385,7 +385,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def test_a_successor_with_workers_takes_over_and_nobody_notices(backend: Replica, tmp_path: Path) -> None:
+async def test_a_successor_with_workers_takes_over_without_an_error(backend: Replica, tmp_path: Path) -> None:
     async with served(tmp_path / "log", *TWO, backend.url) as process, aiohttp.ClientSession() as http:
         url = await process.url()
         async with http.post(url + CHAT, json=ENDLESS) as stream:
@@ -403,7 +403,7 @@ async def test_a_successor_with_workers_takes_over_and_nobody_notices(backend: R
         assert all(stopped["all_requests_finished"] for stopped in process.events("stopped"))
 
 
-async def test_the_stream_of_a_stored_response_is_in_flight_whichever_worker_has_it(tmp_path: Path) -> None:
+async def test_a_stored_stream_is_in_flight_on_any_worker(tmp_path: Path) -> None:
     go_on = asyncio.Event()
 
     async def ask(peer: Peer, _: bytes) -> None:
@@ -432,7 +432,7 @@ async def test_the_stream_of_a_stored_response_is_in_flight_whichever_worker_has
         assert process.events("stopped")[0]["all_requests_finished"]
 
 
-async def test_a_port_that_is_taken_is_not_shared_with_whoever_has_it(backend: Replica, tmp_path: Path) -> None:
+async def test_a_taken_port_is_not_shared(backend: Replica, tmp_path: Path) -> None:
     async with served(tmp_path / "1", *TWO, backend.url) as process:
         url = await process.url()
         port = url.rpartition(":")[2]
@@ -443,7 +443,7 @@ async def test_a_port_that_is_taken_is_not_shared_with_whoever_has_it(backend: R
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="a system without IPv6")
 @pytest.mark.parametrize("count", ["1", "2"])
-async def test_both_families_are_served_and_told_of(count: str, backend: Replica, tmp_path: Path) -> None:
+async def test_both_address_families_are_served_and_logged(count: str, backend: Replica, tmp_path: Path) -> None:
     told = ("--host", "::", "--port", "0", "--workers", count, backend.url)
     async with served(tmp_path / "log", *told) as process, aiohttp.ClientSession() as http:
         port = (await process.url()).rpartition(":")[2]
@@ -454,7 +454,7 @@ async def test_both_families_are_served_and_told_of(count: str, backend: Replica
                 assert page.status == 200, "both are this machine"
 
 
-async def test_what_keeps_all_workers_from_starting_is_told_once(backend: Replica, tmp_path: Path) -> None:
+async def test_an_error_of_all_workers_at_the_start_is_logged_once(backend: Replica, tmp_path: Path) -> None:
     tls = ("--tls-cert", str(tmp_path / "missing.pem"))
     async with served(tmp_path / "log", *TWO, *tls, backend.url) as process:
         assert await process.ended() == 2

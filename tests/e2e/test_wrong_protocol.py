@@ -42,7 +42,7 @@ def told(body: bytes) -> str:
     return str(json.loads(body)["error"]["message"])
 
 
-async def test_a_client_that_expects_tls_is_told_to_use_http() -> None:
+async def test_a_client_that_expects_tls_gets_a_hint() -> None:
     async with serving() as proxy:
         with capture_logs() as logs:
             for _ in range(3):
@@ -75,7 +75,7 @@ async def test_http2_that_has_asked_nothing_yet_is_answered_in_http1() -> None:
     assert got.startswith(b"HTTP/1.1 505 ")
 
 
-async def test_http2_is_told_of_in_whatever_pieces_it_comes() -> None:
+async def test_http2_gets_a_hint_in_any_pieces() -> None:
     async with serving() as proxy:
         for cut in (1, 3, 15):
             got = await answered(proxy.url, HTTP2_PREFACE[:cut], HTTP2_PREFACE[cut:])
@@ -90,7 +90,7 @@ async def test_http2_is_told_of_in_whatever_pieces_it_comes() -> None:
         b"GET / HTTP/1.1\r\nhost: x\r\nX-PRI\x01ORITY: 1\r\n\r\n",
     ],
 )
-async def test_a_broken_request_that_only_names_it_is_told_what_is_broken(broken: bytes) -> None:
+async def test_a_broken_request_that_names_http2_gets_its_error(broken: bytes) -> None:
     async with serving() as proxy:
         head, _, body = (await answered(proxy.url, broken)).partition(b"\r\n\r\n")
     assert b" 400 " in head.partition(b"\r\n")[0]
@@ -102,7 +102,7 @@ def test_what_only_resembles_them_may_be_a_request() -> None:
         assert wrong_protocol(begun) is None
 
 
-async def test_plain_http_at_a_port_of_tls_is_told_to_use_https(tmp_path: Path) -> None:
+async def test_plain_http_at_a_port_of_tls_gets_a_hint(tmp_path: Path) -> None:
     made = trustme.CA().issue_cert("127.0.0.1")
     made.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "cert.pem"))
     async with serving(tls={"cert": str(tmp_path / "cert.pem")}) as proxy:

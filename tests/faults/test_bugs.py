@@ -29,7 +29,7 @@ def told(answer: Answer, log: list[Any]) -> bool:
 async def test_a_bug_on_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FAST) as proxy:
         with monkeypatch.context() as patch, capture_logs() as log:
-            patch.setattr(proxy.app.pools, "models", boom)
+            patch.setattr(proxy.app.pools.catalogue, "models", boom)
             assert told(await proxy.get("/v1/models"), log)
         proxy.bugs_expected = 1
         assert (await proxy.get("/v1/models")).status == 200

@@ -15,7 +15,7 @@ POISON = whole(b'{"for":"somebody else"}')
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["with its answer", "while nobody asks"])
-async def test_an_answer_that_nobody_asked_for_reaches_nobody(late: bool) -> None:
+async def test_an_answer_without_a_request_reaches_no_client(late: bool) -> None:
     let = asyncio.Event()
 
     async def script(peer: Peer, _: bytes) -> None:
@@ -33,7 +33,7 @@ async def test_an_answer_that_nobody_asked_for_reaches_nobody(late: bool) -> Non
         assert proxy.outcomes() == {"completed": 3}
 
 
-async def test_an_answer_that_was_not_read_to_its_end_is_nobody_elses() -> None:
+async def test_an_unread_answer_reaches_no_other_client() -> None:
     """A large error is cut off in its middle; the rest of it must not begin the next answer."""
 
     async def script(peer: Peer, request: bytes) -> None:
@@ -47,7 +47,7 @@ async def test_an_answer_that_was_not_read_to_its_end_is_nobody_elses() -> None:
             assert (await proxy.chat()).json == {"for": "you"}
 
 
-async def test_a_stream_that_goes_on_after_its_end_mark_is_nobody_elses() -> None:
+async def test_data_after_the_end_mark_reaches_no_other_client() -> None:
     async def script(peer: Peer, request: bytes) -> None:
         del request
         await peer.send(MINE)

@@ -19,7 +19,7 @@ async def test_a_replica_that(fault: PollFault) -> None:
     assert told == ["backend_down"] * (not fault.up) + ["backend_unread"] * fault.unread, "once, and nothing else"
 
 
-async def test_a_replica_whose_numbers_cannot_be_read_at_first_is_not_given_all_that_waits() -> None:
+async def test_an_unread_replica_does_not_get_all_that_waits() -> None:
     async with scripted(answering(BODY)) as backend:
         backend.polls[b"/metrics"] = huge
         async with serving(extra=[backend.url]) as proxy:

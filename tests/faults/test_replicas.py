@@ -39,7 +39,7 @@ async def test_beside_a_replica_that_is_well(fault: Misbehaviour, ask: str) -> N
 
 @EVERY
 @ASKED
-async def test_where_nobody_else_can_serve(fault: Misbehaviour, ask: str) -> None:
+async def test_without_another_backend(fault: Misbehaviour, ask: str) -> None:
     seen = await play(fault, ask, alone=True)
     holds(seen)
     assert seen.client == fault.alone[ask == "whole"]

@@ -183,7 +183,7 @@ def test_a_refused_request_says_what_it_would_have_been(path: Path) -> None:
     }
 
 
-def test_what_is_not_predicted_is_not_told() -> None:
+def test_a_missing_prediction_is_left_out() -> None:
     several = decision_fields(changed(SERVED, predicted_tpot=None), 0.0)
     assert several["predicted"] == {"cached_tokens": 5, "ttft_s": 0.6, "ttft_p90_s": 0.9}
     nothing = changed(SERVED, expected_cached_tokens=None, predicted_ttft=None, predicted_tpot=None)
@@ -199,7 +199,7 @@ def test_a_name_that_is_no_text_still_makes_a_line(path: Path) -> None:
     assert line["flow"] == "caf?"
 
 
-def test_the_sample_is_a_share_of_the_requests_and_the_same_in_every_log(tmp_path: Path) -> None:
+def test_the_sample_is_the_same_in_every_log(tmp_path: Path) -> None:
     ended = [changed(SERVED, request_id=f"id-{i}") for i in range(2_000)]
     few, again, many = (
         {line["request_id"] for line in Log(tmp_path / name, sample).after(*ended)[1:]}
@@ -270,7 +270,7 @@ def test_a_slow_disk_costs_lines_and_no_time(path: Path, monkeypatch: pytest.Mon
     assert len(log.after()) == 1 + 1 + 300
 
 
-def test_a_full_disk_is_told_once_and_costs_its_lines_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_logged_once_and_loses_its_lines(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "WRITE_BYTES", 1)
     # The log takes a few bytes of the second line before the disk is full.
     disk = Disk(path, None, None, lambda file, data: FileIO.write(file, data[:9]), full_disk, full_disk, None)
@@ -294,7 +294,7 @@ def test_a_disk_that_takes_little_at_a_time_gets_everything(path: Path) -> None:
     assert [line.get("request_id") for line in Log(path, file=disk).after(SERVED, REFUSED)] == [None, "r1", "r2"]
 
 
-def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing" / "log", Path("/dev/null")):
         with pytest.raises(OSError):  # noqa: PT011 - its kind is the system's
             open_to_append(path)

@@ -88,7 +88,7 @@ def test_it_is_the_line_that_the_library_would_write(log_format: str, level: str
     assert bool(direct) == (level != "warning" or ended.result.outcome in (Outcome.INTERNAL, Outcome.BROKEN_STREAM))
 
 
-def test_whoever_captures_the_events_of_the_library_gets_it_too() -> None:
+def test_captured_events_of_the_library_have_it_too() -> None:
     out = io.StringIO()
     configure("text", "info", out)
     with capture_logs() as events:
@@ -97,7 +97,7 @@ def test_whoever_captures_the_events_of_the_library_gets_it_too() -> None:
     assert events == [{"event": "request", "log_level": "info", **exit_fields(REFUSED)}]
 
 
-def test_why_is_told_with_bands_as_integers() -> None:
+def test_why_names_bands_by_integers() -> None:
     why = Why(waiting=((100, 1),), flows=2, standing=(("counter", 3.00001),), passed_over=4, guaranteed=True)
     assert why_fields(why) == {
         "waiting": {"100": 1}, "flows": 2, "standing": {"counter": 3.0}, "passed_over": 4, "guaranteed": True,

@@ -79,7 +79,7 @@ def test_a_set_is_a_list_too() -> None:
         assert words in out.getvalue()
 
 
-def test_json_has_the_whole_decision_in_one_line() -> None:
+def test_json_has_the_decision_in_one_line() -> None:
     out = io.StringIO()
     configure("json", "info", out)
     log_exit(SERVED)
@@ -116,7 +116,7 @@ def test_json_has_the_whole_decision_in_one_line() -> None:
 WHY = Why(waiting=((100, 1), (0, 2)), flows=2, standing=(("counter", 3.00001),), passed_over=4, guaranteed=False)
 
 
-def test_why_it_was_its_turn_is_told_at_debug_level_alone() -> None:
+def test_the_reason_of_a_turn_is_logged_at_debug_only() -> None:
     for level in ("debug", "info"):
         out = io.StringIO()
         configure("json", level, out)
@@ -195,7 +195,7 @@ def test_the_level_filters_and_the_last_configuration_counts() -> None:
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_an_exception_is_told_with_its_story(log_format: str) -> None:
+def test_an_exception_is_logged_with_its_traceback(log_format: str) -> None:
     out = io.StringIO()
     configure(log_format, "info", out)
     try:
@@ -204,7 +204,7 @@ def test_an_exception_is_told_with_its_story(log_format: str) -> None:
         log_internal("r1", error)
     assert "error" in out.getvalue()
     assert "r1" in out.getvalue()
-    assert "in test_an_exception_is_told_with_its_story" in out.getvalue()
+    assert "in test_an_exception_is_logged_with_its_traceback" in out.getvalue()
     assert "\x1b" not in out.getvalue()
 
 

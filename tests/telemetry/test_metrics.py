@@ -89,7 +89,7 @@ def test_a_served_stream_is_counted_everywhere_once(metrics: Metrics) -> None:
         assert value(metrics, "tokens_total", direction=direction, **model) == tokens
 
 
-def test_an_engine_that_tells_of_less_than_no_tokens_turns_no_counter_back(metrics: Metrics) -> None:
+def test_negative_token_counts_turn_no_counter_back(metrics: Metrics) -> None:
     told: dict[str, Any] = {"prompt_tokens": -1, "cached_tokens": -1, "output_tokens": -1}
     for change in ({}, told):
         metrics.record(changed(SERVED, backend="a", tenant="acme", expected_cached_tokens=5, **change))
@@ -186,7 +186,7 @@ def test_predictions_are_held_against_what_was_observed(metrics: Metrics) -> Non
     assert predictions(metrics, "tpot") == pytest.approx([0.35, 0.4, 0.75, 2, 1])
 
 
-def test_a_p90_that_never_held_is_told_as_none_of_so_many(metrics: Metrics) -> None:
+def test_a_p90_that_never_held_counts_zero(metrics: Metrics) -> None:
     metrics.record(changed(PREDICTED, predicted_ttft=Predicted(0.1, 0.2)))
     assert predictions(metrics, "ttft")[3:] == [1, 0]
 
@@ -205,7 +205,7 @@ def test_a_p90_that_never_held_is_told_as_none_of_so_many(metrics: Metrics) -> N
         ({"duration_s": 1.0}, 1, None),
     ],
 )
-def test_predictions_are_judged_only_by_what_somebody_saw(
+def test_predictions_are_judged_only_by_what_was_observed(
     metrics: Metrics, change: dict[str, Any], ttft: int | None, tpot: int | None
 ) -> None:
     metrics.record(changed(PREDICTED, **change))

@@ -71,7 +71,7 @@ def say(lines: int) -> None:
         logs.log_exit(changed(SERVED, attempts=number))
 
 
-def test_a_reader_that_stalls_costs_lines_that_are_counted_and_told(
+def test_a_stalled_reader_costs_lines_that_are_counted(
     piped: Callable[[], Piped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "BYTES_MAX", 20_000)
@@ -125,7 +125,7 @@ def test_a_reader_that_is_gone_costs_every_line_and_nothing_else(piped: Callable
     assert logs.take_lines_lost() == 300
 
 
-def test_a_descriptor_that_somebody_made_non_blocking_is_waited_for(piped: Callable[[], Piped]) -> None:
+def test_a_non_blocking_descriptor_is_waited_for(piped: Callable[[], Piped]) -> None:
     pipe = piped()
     os.set_blocking(pipe.writer.fd, False)
     say(500)
@@ -177,7 +177,7 @@ def test_the_last_words_of_a_process_come_out() -> None:
     assert ended.stderr.splitlines()[-1] == "ValueError: broken"
 
 
-def test_a_process_ends_although_nobody_reads_its_last_words() -> None:
+def test_a_process_ends_although_its_log_is_not_read() -> None:
     reads, writes = os.pipe()
     os.write(writes, b"x" * PIPE_BYTES)
     ended = subprocess.run([sys.executable, "-c", CRASH], stderr=writes, timeout=60, check=False)

@@ -246,7 +246,7 @@ class Reading:
         (RESPONSES, {"input": ASKED}, orjson.dumps(RESPONSE), after_response(*OUTPUT, AGAIN)),
     ],
 )  # fmt: skip
-async def test_the_next_turn_begins_with_what_was_told_of_this_one(
+async def test_the_next_turn_begins_with_the_hashes_of_this_one(
     kind: BodyKind, first: dict[str, Any], raw: bytes, second: dict[str, Any]
 ) -> None:
     before = chain_of(first, kind)
@@ -285,7 +285,7 @@ async def test_the_next_turn_begins_with_what_was_told_of_this_one(
         (CHAT, chat_body(content=SAID, logprobs=[0] * 40_000)),
     ],
 )  # fmt: skip
-async def test_what_no_prompt_goes_on_from_is_not_told(kind: BodyKind, raw: bytes) -> None:
+async def test_an_answer_that_no_prompt_continues_is_not_read(kind: BodyKind, raw: bytes) -> None:
     first = {CHAT: after_chat, MESSAGES: after_message, RESPONSES: after_response}.get(kind, lambda: {"prompt": ASKED})
     assert await Reading().read(first(), raw, kind) == ()
 
@@ -300,7 +300,7 @@ async def test_what_no_prompt_goes_on_from_is_not_told(kind: BodyKind, raw: byte
         ({"input": ASKED}, BodyKind.OTHER),
     ],
 )
-async def test_nothing_is_kept_where_nobody_knows_how_it_goes_on(first: dict[str, Any], kind: BodyKind) -> None:
+async def test_an_answer_with_several_ways_on_is_not_kept(first: dict[str, Any], kind: BodyKind) -> None:
     assert await Reading().keep(first, kind) is None
     assert Answers(lambda *_: None).keep(await BodyReader().read(orjson.dumps(after_chat()), CHAT)) is None
 
@@ -380,7 +380,7 @@ async def test_a_long_answer_is_read_in_turns_with_everybody_else(monkeypatch: p
     assert others > len(spoken()) / answers_module.EVENTS_BYTES
 
 
-async def test_a_fault_of_one_who_is_told_stops_nobody() -> None:
+async def test_a_fault_of_the_callback_stops_no_other_answer() -> None:
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     reading = Reading()

@@ -52,7 +52,7 @@ def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(calls: Schedul
     assert told[0][:common] == told[1][:common]
 
 
-def test_what_an_answer_left_in_the_cache_is_told_once_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_blocks_are_reported_when_the_answer_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, str, tuple[int, ...]]] = []
 
     def cached(_: Dispatcher, grant: Grant, hashes: tuple[int, ...]) -> None:
@@ -74,7 +74,7 @@ def test_what_an_answer_left_in_the_cache_is_told_once_it_has_ended(monkeypatch:
         assert hashes == arrival.own_blocks()[: len(hashes)]
 
 
-def test_an_answer_that_broke_off_is_told_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_broke_off_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Dispatcher, "cached")
     (end,) = records_of(
         setup([Arrival(0.0, 640, 1_000, tuple(range(30)))], on=fleet(1, [Fault(2.0, FleetFaultKind.KILL)]))
