@@ -68,7 +68,7 @@ class Run:
     broken_s: float = inf
     healed_s: float = inf
     broken_unix_s: float = 0.0
-    told: list[tuple[float, str]] = field(default_factory=list)
+    events: list[tuple[float, str]] = field(default_factory=list)
     retries: int = 0
     back_s: float | None = None
 
@@ -91,7 +91,9 @@ class Run:
     @property
     def found_s(self) -> float | None:
         """When the proxy first knew, in seconds since it broke."""
-        return next((at_s for at_s, words in self.told if words.startswith(("backend_ejected", "backend_down"))), None)
+        return next(
+            (at_s for at_s, words in self.events if words.startswith(("backend_ejected", "backend_down"))), None
+        )
 
     @property
     def attempts(self) -> float:
@@ -252,7 +254,7 @@ SCENARIOS = (
     Scenario("frozen, with /health 200", frozen, 2.0, breaks_streams=False),
     Scenario("hangs, as after SIGTERM", hung_up, 2.0),
     Scenario("drains, with /health 200", draining, 1.0),
-    # What is slow is told from what it was before, which takes ten observations of 0.8 s.
+    # Slowness is measured against the time before, which takes ten observations of 0.8 s.
     Scenario("ten times as slow", slow, 5.0, healthy_s=14.0, breaks_streams=False),
     Scenario("5 % of streams reset in mid-answer", resets),
     Scenario("flapping: killed three times", flapping, 1.0),
@@ -280,21 +282,21 @@ async def play(scenario: Scenario, rate: float, seed: int) -> Run:
             offering.cancel()
         run.retries = int(await stage.metric("llmproxy_retries_total"))
         if scenario.found_within_s is not None:
-            run.told = _told(stage)
+            run.events = _events(stage)
             times = (r.first_byte_s for r in run.seen if r.backend == stage.name(0) and r.first_byte_s)
             run.back_s = min((at - run.healed_s for at in times if at > run.healed_s), default=None)
     return run
 
 
-def _told(stage: Stage) -> list[tuple[float, str]]:
+def _events(stage: Stage) -> list[tuple[float, str]]:
     """What the log says of replica 0 since it broke, and how long after that."""
-    told = []
+    found = []
     for line in stage.running.proxy.log.read_text(errors="replace").splitlines():
         entry = json.loads(line) if line.startswith("{") else {}
         if entry.get("event") in EVENTS and entry["backend"] == stage.name(0):
             at_s = datetime.fromisoformat(entry["timestamp"]).timestamp() - stage.run.broken_unix_s
-            told.append((at_s, f"{entry['event']} {entry.get('why', '')}".strip()))
-    return [(at_s, words) for at_s, words in told if at_s >= 0.0]
+            found.append((at_s, f"{entry['event']} {entry.get('why', '')}".strip()))
+    return [(at_s, words) for at_s, words in found if at_s >= 0.0]
 
 
 async def _offer(stage: Stage, rate: float, rng: random.Random, clients: asyncio.TaskGroup) -> None:
@@ -361,7 +363,7 @@ def missed(scenario: Scenario, run: Run) -> list[str]:
         problems.append(f"{run.attempts:.3f} attempts for each request")
     if scenario.found_within_s is not None:
         goal_s, found_s = scenario.found_within_s, run.found_s
-        silent = re.search(r"silent for (\S+) s", run.told[0][1]) if run.told else None
+        silent = re.search(r"silent for (\S+) s", run.events[0][1]) if run.events else None
         if silent is not None:
             # A silent replica cannot be found before it owes a byte.
             goal_s, found_s = max(goal_s, 5.0 * run.ttft_before_s()), float(silent[1])
@@ -386,8 +388,8 @@ async def main() -> int:
             continue
         run = await play(scenario, options.rate, options.seed)
         print(row(scenario, run), flush=True)
-        if run.told:
-            events.append(f"{scenario.name}: " + "; ".join(f"{at_s:.2f} s {words}" for at_s, words in run.told))
+        if run.events:
+            events.append(f"{scenario.name}: " + "; ".join(f"{at_s:.2f} s {words}" for at_s, words in run.events))
         problems += [f"MISSED {scenario.name}: {problem}" for problem in missed(scenario, run)]
     print("\n" + "\n".join(events + problems))
     return int(bool(problems))

@@ -35,8 +35,8 @@ def victims_ttft_p99(run: RunResult, noisy: str) -> float | None:
 
 def against(found: Found, figure: Figure) -> str:
     """The same figure of the policies that promise nothing."""
-    told = [(name, worst(found.runs[policy], figure)) for name, policy in (("fcfs", FCFS), ("in turn", ROUND_ROBIN))]
-    return ", ".join(f"{name} {value:.3g}" for name, value in told if value is not None)
+    about = [(name, worst(found.runs[policy], figure)) for name, policy in (("fcfs", FCFS), ("in turn", ROUND_ROBIN))]
+    return ", ".join(f"{name} {value:.3g}" for name, value in about if value is not None)
 
 
 def shared(found: Found) -> list[Goal]:
@@ -65,8 +65,8 @@ def noisy(tenant: str) -> Callable[[Found], list[Goal]]:
             for policy in ("cost", FCFS)
         )
         with_it_s = mean(found.runs["cost"], lambda run: victims_ttft_p99(run, tenant))
-        told = f"fcfs {fcfs or 0.0:.3g}; {with_it_s or 0.0:.3g} s with it"
-        return [*shared(found), Goal("median victim's TTFT p99 / alone", ours, 1.2, False, told)]
+        about = f"fcfs {fcfs or 0.0:.3g}; {with_it_s or 0.0:.3g} s with it"
+        return [*shared(found), Goal("median victim's TTFT p99 / alone", ours, 1.2, False, about)]
 
     return goals
 

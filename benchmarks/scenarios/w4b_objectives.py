@@ -40,13 +40,13 @@ def goals(found: Found) -> list[Goal]:
     """How far the worst off tenant may be from where it could be."""
     best = optimum(found)
     others = [(policy, least(found.runs[policy], adherence)) for policy in OTHERS]
-    told = ", ".join(f"{policy} {value:.3f}" for policy, value in others if value is not None)
+    about = ", ".join(f"{policy} {value:.3f}" for policy, value in others if value is not None)
     return [
         Goal(
             "least adherence of a tenant in 5 min",
             least(found.runs[OURS], adherence),
             (best or 1.0) - POINTS,
-            about=f"the optimum {best or 1.0:.3f} less 2 points; {told}",
+            about=f"the optimum {best or 1.0:.3f} less 2 points; {about}",
         )
     ]
 

@@ -56,7 +56,7 @@ def goals(found: Found) -> list[Goal]:
     step_s = full_step_s(place, PROMPT_TOKENS, PROMPT_TOKENS - SHARED_TOKENS, PROMPT_TOKENS + OUTPUT_TOKENS // 2)
     solo_s = mean(alone, critical_ttft_p99)
     of_fcfs = [left_over(run, other) or 0.0 for run in ours for other in level if run.seed == other.seed]
-    told = [
+    judged = [
         Goal("critical goodput / alone", versus(ours, alone, CRITICAL_GOODPUT.of), 0.995),
         Goal(
             "critical TTFT p99, s",
@@ -75,10 +75,10 @@ def goals(found: Found) -> list[Goal]:
         ),
     ]
     if place.load is not None and place.load < 1.0:
-        told.append(
+        judged.append(
             Goal("sheddable completed", mean(ours, in_band("sheddable", lambda g: g.completed / g.offered)), 0.99)
         )
-    return told
+    return judged
 
 
 def frontier(all_found: Sequence[Found]) -> list[Plot]:
@@ -118,7 +118,7 @@ SCENARIO = Scenario(
     "Priorities in overload",
     "20 % critical, 60 % default, 20 % sheddable, of one kind otherwise, up to twice what the fleet can do;"
     " beside it the critical requests of the same trace alone, at the same times, and all of them in one band. Batch"
-    " limits are learned from the engines' gauges, or told.",
+    " limits are learned from the engines' gauges, or configured.",
     CRITICAL_GOODPUT,
     (
         Case(

@@ -31,30 +31,30 @@ def goals(found: Found) -> list[Goal]:
     """A critical request's first token beside the flood, against the same requests alone: at first, and after that."""
     ours, alone = found.runs["cost"], found.beside[ALONE.name]
     solo_p50_s, solo_p95_s = (mean(alone, in_band("critical", figure)) for figure in (ttft_p50, ttft_p95))
-    told = []
+    judged = []
     for tenant, when in (("first", f"first {FIRST_S:g} s"), ("after", "after that")):
         p50_s, p95_s = (mean(ours, of_tenant(tenant, figure)) for figure in (ttft_p50, ttft_p95))
         ratio = None if p95_s is None or not solo_p95_s else p95_s / solo_p95_s
         wanted = WANTED if found.place.case.known_limits or tenant == "after" else WANTED_WHILE_LEARNING
         about = f"p50/p95 {_ms(p50_s)}/{_ms(p95_s)} ms, alone {_ms(solo_p50_s)}/{_ms(solo_p95_s)}"
-        told.append(Goal(f"critical TTFT p95 / alone, {when}", ratio, wanted, at_least=False, about=about))
-    return told
+        judged.append(Goal(f"critical TTFT p95 / alone, {when}", ratio, wanted, at_least=False, about=about))
+    return judged
 
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.0f}"
 
 
-def _case(told: bool, every_s: float, order: str) -> Case:
+def _case(known: bool, every_s: float, order: str) -> Case:
     critical_from_s, flood_from_s = BEGINNINGS[order]
     return Case(
-        f"{'told' if told else 'learned'}, every {every_s:g} s, {order}",
+        f"{'told' if known else 'learned'}, every {every_s:g} s, {order}",
         f"gen:critical_and_flood,every_s={every_s:g},critical_from_s={critical_from_s:g},flood_from_s={flood_from_s:g},"
         f"first_s={FIRST_S:g}",
         "2xllama-8b-h100",
         (None,),
         shape=sized(max_num_seqs=SEQUENCES),
-        known_limits=told,
+        known_limits=known,
         policies=("cost",),
         beside=(ALONE,),
         goals=goals,
@@ -69,5 +69,5 @@ SCENARIO = Scenario(
     " 0.5 s or 0.15 s. Batch limits are told or learned; the flood comes first, or the critical traffic does. Beside it"
     " the critical requests alone.",
     Metric("critical TTFT p95 in s", in_band("critical", ttft_p95), higher=False),
-    tuple(_case(told, every_s, order) for told in (True, False) for every_s in EVERY_S for order in BEGINNINGS),
+    tuple(_case(known, every_s, order) for known in (True, False) for every_s in EVERY_S for order in BEGINNINGS),
 )

@@ -48,11 +48,11 @@ def rolled(kind: FleetFaultKind, gone_s: tuple[float, ...], first_s: float = 20.
 
 def preempted(found: Found) -> list[Goal]:
     """What taking leases back gives to critical requests, and takes from sheddable ones."""
-    told = []
+    judged = []
     for name, policy, kept in (("", "cost", KEPT), (", no ceilings", LEVEL, LEVEL_KEPT)):
         ours, others = found.runs[policy], found.runs[kept]
         count = mean(ours, lambda run: float(run.withdrawals)) or 0.0
-        told += [
+        judged += [
             Goal(f"critical goodput, preemption on / off{name}", versus(ours, others, CRITICAL_GOODPUT.of), 1.0),
             Goal(
                 f"critical TTFT p99, preemption on / off{name}",
@@ -69,7 +69,7 @@ def preempted(found: Found) -> list[Goal]:
                 f"{mean(ours, sheddable_wait) or 0.0:.3f} s",
             ),
         ]
-    return told
+    return judged
 
 
 def errors(run: RunResult) -> float:
@@ -84,8 +84,8 @@ def held(found: Found) -> list[Goal]:
     for run in ours:
         for outcome, count in run.outcomes.items():
             outcomes[outcome] = outcomes.get(outcome, 0) + count
-    told = ", ".join(f"{outcome} {count}" for outcome, count in sorted(outcomes.items()))
-    return [Goal("client errors", mean(ours, errors), 0.0, False, told)]
+    about = ", ".join(f"{outcome} {count}" for outcome, count in sorted(outcomes.items()))
+    return [Goal("client errors", mean(ours, errors), 0.0, False, about)]
 
 
 def _rollout(name: str, fleet: str, rate: float, gone: Shape, quick: bool = True) -> Case:

@@ -85,7 +85,7 @@ def noticed_s(kind: FleetFaultKind) -> Callable[[RunResult], float | None]:
 def survived(found: Found) -> list[Goal]:
     """Nothing lost, soon noticed, few retries, and as good as without the replica soon after."""
     ours = found.runs["cost"]
-    told = [
+    judged = [
         Goal("requests lost before their first byte", worst(ours, lost), 0.0, False),
         Goal("attempts for each request", worst(ours, attempts), ATTEMPTS_MOST, False),
     ]
@@ -94,13 +94,13 @@ def survived(found: Found) -> list[Goal]:
         if kind is FleetFaultKind.HANG:
             within_s = max(within_s, 5.0 * (least(ours, lambda run: run.ttft_s.p99) or 0.0))
             about = "2 s, or five times the TTFT p99"
-        told.append(Goal(f"seconds until a {kind} is noticed", worst(ours, noticed_s(kind)), within_s, False, about))
+        judged.append(Goal(f"seconds until a {kind} is noticed", worst(ours, noticed_s(kind)), within_s, False, about))
     if found.beside:
         goodput = mean(found.beside[LATER], GOODPUT.of) or 0.0
         about = f"{goodput:.3f}, of requests that came {SETTLED_S:g} s after it or later"
         ratio = versus(found.beside[LATER], found.beside[WITHOUT], GOODPUT.of)
-        told.append(Goal("goodput over the oracle's without the replica", ratio, 0.98, True, about))
-    return told
+        judged.append(Goal("goodput over the oracle's without the replica", ratio, 0.98, True, about))
+    return judged
 
 
 def _case(name: str, shape: Shape, quick: bool = False, *, later: float | None = None, load: float = 0.7) -> Case:

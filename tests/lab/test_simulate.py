@@ -44,7 +44,7 @@ def simulate(trace: str, *more: str, fleet: str = FLEET) -> Result:
     return CliRunner().invoke(cli.app, ["simulate", "--trace", trace, "--fleet", fleet, "--workers", "1", *more])
 
 
-def told(out: Path) -> SimulationResult:
+def result_in(out: Path) -> SimulationResult:
     return SimulationResult.model_validate_json((out / "result.json").read_bytes())
 
 
@@ -64,7 +64,7 @@ def test_it_prints_tables_and_writes_a_result_and_a_report(trace: str, tmp_path:
     assert (done.exit_code, done.stderr) == (0, "")
     for word in ("blend", "random", "oracle", f"wrote {out / 'result.json'}", f"wrote {out / 'report.html'}"):
         assert word in done.stdout
-    result = told(out)
+    result = result_in(out)
     assert [one.key for one in result.runs] == [
         RunKey(policy, seed, 1.0, 1.0) for policy in ("blend", "oracle", "random") for seed in (1, 2)
     ]
@@ -80,7 +80,7 @@ def test_it_prints_tables_and_writes_a_result_and_a_report(trace: str, tmp_path:
 def test_it_tells_what_was_simulated(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_matplotlib(monkeypatch)
     simulate(trace, "--proxies", "2", "--skip", "3", "--requests", "10", "--first-seed", "5", "--out", str(tmp_path))
-    config = told(tmp_path).config
+    config = result_in(tmp_path).config
     facts = {"trace": "tiny.jsonl", "fleet": FLEET, "replicas": 2, "proxies": 2, "skip": 3, "requests": 10}
     assert facts.items() <= config.items()
     assert config["seeds"] == [5]
@@ -112,7 +112,7 @@ def test_missing_matplotlib_leaves_the_result_and_a_line(
     assert done.exit_code == 0
     assert "no report.html: the report needs matplotlib: pip install 'llmproxy" in done.stdout
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["result.json"]
-    assert len(told(tmp_path / "out").runs) == 2
+    assert len(result_in(tmp_path / "out").runs) == 2
 
 
 def test_what_to_install_is_told_to_the_letter(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_the_policies_are_those_named_or_the_configuration_s_own(
     (tmp_path / "llmproxy.yaml").write_text(config)
     done = simulate(trace, *flags, "--config", str(tmp_path / "llmproxy.yaml"), "--out", str(tmp_path))
     assert done.exit_code == 0
-    assert [one.policy for one in told(tmp_path).runs] == policies
+    assert [one.policy for one in result_in(tmp_path).runs] == policies
 
 
 def test_every_load_is_run_once_with_bounds_of_its_own(
@@ -166,7 +166,7 @@ def test_every_load_is_run_once_with_bounds_of_its_own(
     without_matplotlib(monkeypatch)
     scales = ["--rate-scale", "2", "--rate-scale", "1", "--rate-scale", "2", "--prefill-scale", "1.9"]
     simulate(trace, *scales, "--no-oracle", "--warmup", "0.5", "--out", str(tmp_path))
-    result = told(tmp_path)
+    result = result_in(tmp_path)
     assert [one.key for one in result.runs] == [RunKey("cost", 1, rate, 1.9) for rate in (1.0, 2.0)]
     assert sorted(result.bounds) == [load_label(rate, 1.9) for rate in (1.0, 2.0)]
     assert all(0 < one.offered < 20 for one in result.runs)

@@ -30,11 +30,11 @@ def seen(count: int, faults: Sequence[Fault], of: Look, looks_s: Sequence[float]
         for replica in replicas.values():
             replica.start()
         schedule(faults, replicas, START_S)
-        told = []
+        observed = []
         for look_s in looks_s:
             await asyncio.sleep(START_S + look_s - loop.time())
-            told.append([of(replica) for replica in replicas.values()])
-        return told
+            observed.append([of(replica) for replica in replicas.values()])
+        return observed
 
     return run(body())
 
@@ -53,9 +53,9 @@ ILLS: dict[FleetFaultKind, tuple[float, Look]] = {
 def test_a_fault_befalls_its_replica_from_its_beginning_to_its_end(kind: FleetFaultKind) -> None:
     well, of = ILLS[kind]
     value = 1.0 if kind is FleetFaultKind.HANG else 0.75
-    told = seen(3, [Fault(1.0, kind, "gpu-1", 2.0, value)], of, [0.9, 1.1, 1.9, 2.1])
+    observed = seen(3, [Fault(1.0, kind, "gpu-1", 2.0, value)], of, [0.9, 1.1, 1.9, 2.1])
     ill = [well, value, well]
-    assert told == [[well] * 3, ill, ill, [well] * 3]
+    assert observed == [[well] * 3, ill, ill, [well] * 3]
 
 
 @pytest.mark.parametrize("kind", ILLS)
@@ -68,15 +68,15 @@ def test_a_fault_of_nobody_by_name_befalls_all_and_may_last_for_ever(kind: Fleet
 @pytest.mark.parametrize("count", [1, 3, 4, 8])
 def test_a_fault_that_begins_when_another_ends_goes_on(count: int) -> None:
     faults = [Fault(1.0, FleetFaultKind.SLOW, None, 2.0, 3.0), Fault(2.0, FleetFaultKind.SLOW, None, None, 5.0)]
-    told = seen(count, faults, ILLS[FleetFaultKind.SLOW][1], [1.5, 2.5, 100.0])
-    assert told == [[3.0] * count, [5.0] * count, [5.0] * count]
+    observed = seen(count, faults, ILLS[FleetFaultKind.SLOW][1], [1.5, 2.5, 100.0])
+    assert observed == [[3.0] * count, [5.0] * count, [5.0] * count]
 
 
 def test_a_restart_takes_its_time() -> None:
-    told = seen(
+    observed = seen(
         2, [Fault(1.0, FleetFaultKind.RESTART, "gpu-0", None, 3.0)], lambda replica: replica.alive, [0.9, 1.1, 3.9, 4.1]
     )
-    assert told == [[True, True], [False, True], [False, True], [True, True]]
+    assert observed == [[True, True], [False, True], [False, True], [True, True]]
 
 
 # --- what clients and pollers see of it -------------------------------------------------------------------------------
@@ -117,15 +117,15 @@ def test_no_answer_is_cut_after_the_end_of_resets() -> None:
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Reading]]:
     """Every reading that the proxy gets, by the time of the trace at which it got it."""
-    told: list[tuple[float, Reading]] = []
+    readings: list[tuple[float, Reading]] = []
     observe = Dispatcher.observe
 
     def observed(dispatcher: Dispatcher, backend: str, reading: Reading) -> None:
-        told.append((asyncio.get_running_loop().time() - SETTLE_S, reading))
+        readings.append((asyncio.get_running_loop().time() - SETTLE_S, reading))
         observe(dispatcher, backend, reading)
 
     monkeypatch.setattr(Dispatcher, "observe", observed)
-    return told
+    return readings
 
 
 @pytest.mark.parametrize(("chance", "least", "most"), [(1.0, 0, 0), (0.5, 25, 75)])
@@ -184,7 +184,7 @@ def test_request_to_a_leaving_server_is_held_for_its_return() -> None:
 
 
 def test_an_idle_replica_is_rolled_at_once() -> None:
-    told = seen(
+    observed = seen(
         1, [Fault(1.0, FleetFaultKind.ROLL, "gpu-0", None, 2.0)], lambda replica: replica.alive, [0.9, 1.1, 2.9, 3.1]
     )
-    assert told == [[True], [False], [False], [True]]
+    assert observed == [[True], [False], [False], [True]]

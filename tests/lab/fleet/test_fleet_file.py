@@ -1,4 +1,4 @@
-"""A fleet is what its name or its file says, and a wrong one is told with line, key and the nearest known word."""
+"""A fleet is what its name or its file says, and a wrong one is message with line, key and the nearest known word."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_sorted_names_keep_the_order(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "'' is no COUNTxPROFILE and no file; write it like 8xllama-8b-h100"),
         ("tiny", "'tiny' is no COUNTxPROFILE"),
@@ -81,9 +81,9 @@ def test_sorted_names_keep_the_order(count: int) -> None:
         ("4096xtiny+1xtiny", "has 4097 replicas, more than 4096"),
     ],
 )
-def test_a_wrong_name_is_told_briefly(text: str, told: str) -> None:
+def test_a_wrong_name_is_told_briefly(text: str, message: str) -> None:
     (problem,) = problems(text)
-    assert told in problem
+    assert message in problem
     assert len(problem) < 400
 
 
@@ -141,7 +141,7 @@ def test_the_default_context_leaves_a_block_of_the_cache(write: Write) -> None:
 
 
 def test_everything_wrong_is_told_at_once_with_its_line(write: Write) -> None:
-    told = problems(
+    message = problems(
         write(
             """replicas:
   - count: 4
@@ -170,12 +170,12 @@ proxi: 3
         "FILE:10: faults[1].replica: is missing",
         'FILE:11: proxi: is not a known key (nearest known key: "proxies")',
     ]
-    assert len(told) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(told, expected, strict=True))
+    assert len(message) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(message, expected, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "replicas: is missing"),
         ("- 1\n", "FILE:1: should be lines of the form"),
@@ -203,10 +203,10 @@ proxi: 3
         ),
     ],
 )
-def test_a_wrong_file_is_told(write: Write, text: str, told: str) -> None:
+def test_a_wrong_file_is_told(write: Write, text: str, message: str) -> None:
     found = problems(write(text))
     assert len(found) == 1, found
-    assert told in found[0]
+    assert message in found[0]
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "told"),
+    ("faults", "message"),
     [
         ("{at_s: 1, kind: kill, replica: gpu-7}", ".replica: 'gpu-7' is no replica of this fleet (nearest: \"gpu-"),
         ("{at_s: -1, kind: kill, replica: gpu-1}", ".at_s: should be greater than or equal to 0"),
@@ -229,14 +229,14 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
         ("{at_s: 5, kind: hang, replica: gpu-1, until_s: 5}", ".until_s: should be after at_s, 5, not 5"),
     ],
 )
-def test_a_wrong_fault_is_told(write: Write, faults: str, told: str) -> None:
+def test_a_wrong_fault_is_told(write: Write, faults: str, message: str) -> None:
     found = problems(write(f"{THREE}faults:\n  - {faults}\n"))
     assert len(found) == 1, found
-    assert f"FILE:3: faults[0]{told}" in found[0]
+    assert f"FILE:3: faults[0]{message}" in found[0]
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("first", "second", "message"),
     [
         ("at_s: 1, kind: kill, replica: gpu-1", "at_s: 2, kind: kill, replica: gpu-1", "gpu-1 is dead since 1 seconds"),
         ("at_s: 1, kind: kill, replica: all", "at_s: 2, kind: hang, replica: gpu-2", "gpu-2 is dead since 1 seconds"),
@@ -257,10 +257,10 @@ def test_a_wrong_fault_is_told(write: Write, faults: str, told: str) -> None:
         ),
     ],
 )
-def test_faults_that_cannot_follow_one_another_are_told(write: Write, first: str, second: str, told: str) -> None:
-    assert problems(write(f"{THREE}faults:\n- {{{first}}}\n- {{{second}}}\n")) == [f"FILE:4: faults[1].at_s: {told}"]
+def test_faults_that_cannot_follow_one_another_are_told(write: Write, first: str, second: str, message: str) -> None:
+    assert problems(write(f"{THREE}faults:\n- {{{first}}}\n- {{{second}}}\n")) == [f"FILE:4: faults[1].at_s: {message}"]
     # The timeline counts, not the order in the file.
-    assert problems(write(f"{THREE}faults:\n- {{{second}}}\n- {{{first}}}\n")) == [f"FILE:3: faults[0].at_s: {told}"]
+    assert problems(write(f"{THREE}faults:\n- {{{second}}}\n- {{{first}}}\n")) == [f"FILE:3: faults[0].at_s: {message}"]
 
 
 def test_a_replica_that_has_not_joined_cannot_fail(write: Write) -> None:

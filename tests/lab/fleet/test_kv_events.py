@@ -111,7 +111,7 @@ def test_a_lost_batch_stays_lost_whether_it_stored_or_removed() -> None:
         await asyncio.sleep(10.0)
         assert [here.true(asked) for asked in (one, two, three)] == [320, 624, 624]
         assert [here.known(asked) for asked in (one, two, three)] == [624, 624, 0]
-        # Computed anew, the tail is told anew; what it displaces is told, too.
+        # Computed anew, the tail is published again, and so is what it displaces.
         await here.serve(one)
         await asyncio.sleep(1.0)
         assert here.known(one) == here.true(one) == 624

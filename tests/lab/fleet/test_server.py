@@ -85,7 +85,7 @@ async def lazily(plan: list[tuple[float, EngineRequest]], looks_s: list[float]) 
 
 
 def step_by_step(plan: list[tuple[float, EngineRequest]]) -> Seen:
-    """The same by hand: an engine that takes every single step, told of arrivals as they come."""
+    """The same by hand: an engine that takes every single step, given arrivals as they come."""
     seen = Seen()
     engine = Engine(PROFILE, max_num_seqs=8, kv_tokens=4_000, max_loras=8, max_cpu_loras=32)
     waiting = [(at_s + PROFILE.frontend_s, request) for at_s, request in plan]
@@ -214,15 +214,15 @@ def test_old_readings_show_the_past() -> None:
         one.faults.metric_age_s = one.faults.remembered_s = 2.0
         await asyncio.sleep(0.05)
         task = asyncio.create_task(seen.send(one, EngineRequest("a", 100, 900)))
-        told: list[int | None] = []
+        observed: list[int | None] = []
         for _ in range(50):
             gauges = one.scrape()
-            told.append(None if gauges is None else gauges.running)
+            observed.append(None if gauges is None else gauges.running)
             await asyncio.sleep(0.1)
         await task
         # Nothing is two seconds old at first: until then the page shows what it showed at its start.
-        assert told[:21] == [0] * 21
-        assert told[22:] == [1] * 28
+        assert observed[:21] == [0] * 21
+        assert observed[22:] == [1] * 28
 
     run(body())
 

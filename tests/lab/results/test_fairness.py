@@ -78,7 +78,7 @@ def test_jain_index_runs_from_one_over_n_to_one() -> None:
 
 def test_only_those_backlogged_all_through_a_window_are_compared() -> None:
     windows = EvenWindows()
-    told = []
+    indexes = []
     for second in range(200):
         served = {"a": float(second), "b": 3.0 * second if second < 62 else 200.0, "c": 0.0}
         if second > 60:
@@ -87,13 +87,13 @@ def test_only_those_backlogged_all_through_a_window_are_compared() -> None:
             # It has nothing to wait for at one look, and begins anew.
             del served["c"]
         windows.look(served)
-        told.append(windows.least)
-    assert told[:60] == [None] * 60
+        indexes.append(windows.least)
+    assert indexes[:60] == [None] * 60
     # a had 60 and b 180; c was not there all the time.
-    assert told[60] == pytest.approx(0.8)
+    assert indexes[60] == pytest.approx(0.8)
     # Of what comes later, b has nothing: what it was served before does not count any more.
-    assert told[-1] == pytest.approx(0.5)
-    assert told == sorted(told, key=lambda index: -(index or 2.0))
+    assert indexes[-1] == pytest.approx(0.5)
+    assert indexes == sorted(indexes, key=lambda index: -(index or 2.0))
 
 
 def test_adherence_is_the_least_of_any_tenant_over_any_five_minutes() -> None:

@@ -54,8 +54,8 @@ def run_of(policy: str = "blend", **changes: object) -> RunResult:
 
 
 def test_the_published_schema_is_that_of_the_models() -> None:
-    told = "run: python -m llmproxy.lab.results.result > docs/reference/simulate-result.schema.json"
-    assert SCHEMA.read_bytes() == schema_bytes(), told
+    hint = "run: python -m llmproxy.lab.results.result > docs/reference/simulate-result.schema.json"
+    assert SCHEMA.read_bytes() == schema_bytes(), hint
 
 
 def test_a_run_has_every_field_that_readers_were_promised() -> None:

@@ -42,21 +42,21 @@ def test_predictions_are_held_against_the_time_at_the_backend() -> None:
 def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(calls: SchedulerCalls) -> None:
     short = [replace(one, output_tokens=90 + i % 60) for i, one in enumerate(traffic(rate=400.0))]
     long = [replace(one, output_tokens=3 * one.output_tokens) for one in short]
-    told: list[list[Request]] = []
+    seen: list[list[Request]] = []
     for arrivals in (short, long):
         calls.requests.clear()
         ended_s = min(one.ended_s for one in records_of(setup(arrivals, on=fleet(max_num_seqs=256))))
-        told.append([one for one in calls.requests if one.arrived_s < SETTLE_S + ended_s])
-    common = min(map(len, told))
+        seen.append([one for one in calls.requests if one.arrived_s < SETTLE_S + ended_s])
+    common = min(map(len, seen))
     assert common > 100
-    assert told[0][:common] == told[1][:common]
+    assert seen[0][:common] == seen[1][:common]
 
 
 def test_cached_blocks_are_reported_when_the_answer_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[float, str, tuple[int, ...]]] = []
+    seen: list[tuple[float, str, tuple[int, ...]]] = []
 
     def cached(_: Dispatcher, grant: Grant, hashes: tuple[int, ...]) -> None:
-        told.append((asyncio.get_running_loop().time(), grant.placed.backend, hashes))
+        seen.append((asyncio.get_running_loop().time(), grant.placed.backend, hashes))
 
     monkeypatch.setattr(Dispatcher, "cached", cached)
     blocks = tuple(range(100, 160))
@@ -66,11 +66,11 @@ def test_cached_blocks_are_reported_when_the_answer_has_ended(monkeypatch: pytes
         for turn, (prompt, answer) in enumerate(lengths)
     ]
     ends = records_of(setup([*arrivals, Arrival(41.0, 100, 10)], on=fleet(2, max_loras=1)))
-    assert [backend for _, backend, _ in told] == [end.backend for end in ends]
-    assert [at_s for at_s, _, _ in told] == pytest.approx([SETTLE_S + end.ended_s for end in ends])
+    assert [backend for _, backend, _ in seen] == [end.backend for end in ends]
+    assert [at_s for at_s, _, _ in seen] == pytest.approx([SETTLE_S + end.ended_s for end in ends])
     # Whole blocks of 64 tokens, and none of what the trace says nothing of.
-    assert [len(hashes) for _, _, hashes in told] == [11, 14, 25, 27, 0]
-    for arrival, (_, _, hashes) in zip(arrivals, told, strict=False):
+    assert [len(hashes) for _, _, hashes in seen] == [11, 14, 25, 27, 0]
+    for arrival, (_, _, hashes) in zip(arrivals, seen, strict=False):
         assert hashes == arrival.own_blocks()[: len(hashes)]
 
 
@@ -188,10 +188,10 @@ def test_backend_400_is_charged_for_nothing_and_not_retried(calls: SchedulerCall
         ("b", Outcome.COMPLETED): 4,
     }
     assert {one.attempts for one in ends} == {1}
-    told = Counter(
+    seen = Counter(
         (grant.placed.backend, verdict, usage and usage.output_tokens) for grant, verdict, usage in calls.ends
     )
-    assert told == {("a", Verdict.SERVED, 0): 4, ("b", Verdict.SERVED, 600): 4}
+    assert seen == {("a", Verdict.SERVED, 0): 4, ("b", Verdict.SERVED, 600): 4}
     assert {usage and usage.prompt_tokens for grant, _, usage in calls.ends if grant.placed.backend == "a"} == {0}
 
 

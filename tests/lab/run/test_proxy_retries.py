@@ -35,7 +35,7 @@ def test_retry_goes_to_a_backend_that_has_not_failed_it(calls: SchedulerCalls, e
         tried.setdefault(grant.request.id, []).append(grant.placed.backend)
         assert verdict is Verdict.FAILED
     assert [len(set(backends)) for backends in tried.values()] == [extra + 1] * 12
-    # A retry is told as one: it was let in before, and is not held to the limits of the waiting room anew.
+    # A retry is marked as one: it was let in before, and is not held to the limits of the waiting room anew.
     assert Counter(calls.attempts) == {
         (failed, Entry.RETRY if failed else Entry.NEW): 12 for failed in range(extra + 1)
     }
@@ -126,14 +126,14 @@ def test_what_was_taken_back_leaves_no_work_in_the_engine() -> None:
 def test_every_request_ends_once_for_the_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[str, bool | None]] = []
+    ends: list[tuple[str, bool | None]] = []
     ended = Pools.ended
 
-    def heard_end(pools: Pools, request: Request, met: bool | None, now: float) -> None:
-        told.append((request.id, met))
+    def record_end(pools: Pools, request: Request, met: bool | None, now: float) -> None:
+        ends.append((request.id, met))
         ended(pools, request, met, now)
 
-    monkeypatch.setattr(Pools, "ended", heard_end)
+    monkeypatch.setattr(Pools, "ended", record_end)
     arrivals = [
         Arrival(0.0, 100, 10),
         Arrival(1.0, 100, 10, ttft_slo_s=5.0),
@@ -142,7 +142,7 @@ def test_every_request_ends_once_for_the_policy(
         Arrival(4.0, 100, 900, ttft_slo_s=5.0),
     ]
     records_of(setup(arrivals, on=fleet(1, [Fault(5.0, FleetFaultKind.KILL)])))
-    assert told == [("1", None), ("2", True), ("3", False), ("4", False), ("5", False)]
+    assert ends == [("1", None), ("2", True), ("3", False), ("4", False), ("5", False)]
 
 
 @pytest.mark.parametrize(("hold_s", "outcome"), [(30.0, Outcome.COMPLETED), (0.0, Outcome.REJECTED_NO_BACKENDS)])

@@ -48,14 +48,14 @@ def test_bytes_do_not_depend_on_the_hash_seed(policy: str) -> None:
         f"run = recorder.result({policy!r}, 1, 1.0, 1.0)\n"
         "import sys; sys.stdout.buffer.write(to_bytes(SimulationResult(runs=[run])))\n"
     )
-    told = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
         ).stdout
         for seed in ("0", "4242")
     ]
-    assert told[0] == told[1]
-    assert len(told[0]) > 1_000
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) > 1_000
 
 
 def choices(policy: str, arrivals: list[Arrival], on: SimulatedFleet | None = None) -> list[str | None]:
@@ -207,6 +207,6 @@ def test_dearer_prompt_tokens_make_first_tokens_later() -> None:
 
 
 def test_progress_is_told_to_the_end() -> None:
-    told: list[int] = []
-    replay(setup(traffic(count=600)), told.append)
-    assert told == [256, 512, 600]
+    outputs: list[int] = []
+    replay(setup(traffic(count=600)), outputs.append)
+    assert outputs == [256, 512, 600]

@@ -38,14 +38,14 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Every trace that was looked up, with its seed."""
-    told: list[tuple[str, int]] = []
+    prepared_traces: list[tuple[str, int]] = []
 
     def named(text: str, seed: int) -> Trace:
-        told.append((text, seed))
+        prepared_traces.append((text, seed))
         return trace_named(text, seed)
 
     monkeypatch.setattr(runs, "trace_named", named)
-    return told
+    return prepared_traces
 
 
 def simulation(trace: str | Path, replicate: int = 1, warmup: float = 0.0) -> Simulation:
@@ -101,7 +101,7 @@ def test_a_policy_that_nobody_knows_stops_the_runs(file: Path) -> None:
         list(run_all([(simulation(file), Point("best", 1))]))
 
 
-def told(finished: dict[int, Finished]) -> bytes:
+def as_bytes(finished: dict[int, Finished]) -> bytes:
     ordered = [finished[index] for index in sorted(finished)]
     trails = b"".join(one.trail.model_dump_json().encode() for one in ordered)
     return to_bytes(SimulationResult(runs=[one.run for one in ordered])) + trails
@@ -118,7 +118,7 @@ def test_two_processes_give_the_bytes_of_one(file: Path) -> None:
     shared = dict(run_all(tasks, 2, lambda counts: ended.append(list(counts))))
     assert sorted(alone) == sorted(shared) == [0, 1, 2]
     assert [shared[i].point for i in range(3)] == [point for _, point in tasks]
-    assert told(shared) == told(alone)
+    assert as_bytes(shared) == as_bytes(alone)
     counts = [alone[i].run.offered for i in range(3)]
     assert counts[0] * copies == counts[2]
     assert ended[-1] == counts

@@ -1,4 +1,4 @@
-"""Trace files: what is read from each format, and what is told of a file that cannot be replayed."""
+"""Trace files: what is read from each format, and what is message of a file that cannot be replayed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_reading_holds_one_line_at_a_time(saved: Saved) -> None:
     assert len(list(islice(open_trace(path).arrivals(), 2))) == 2
 
 
-# --- what is told of the rest -----------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def mooncake(**changed: object) -> str:
@@ -213,8 +213,8 @@ FAULTS: dict[str, tuple[str | bytes, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_told_with_its_place(saved: Saved, fault: str) -> None:
-    content, told = FAULTS[fault]
-    assert complaint(saved(content)).startswith(told)
+    content, message = FAULTS[fault]
+    assert complaint(saved(content)).startswith(message)
 
 
 def test_an_endless_line_is_not_read_to_its_end(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,13 +78,13 @@ def test_hash_seeds_change_nothing() -> None:
         "from llmproxy.lab.traces import GENERATORS, generate; import zlib\n"
         "print([zlib.crc32(repr(list(generate('gen:' + n).arrivals())[:50]).encode()) for n in GENERATORS])"
     )
-    told = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(told) == 1
+    assert len(outputs) == 1
 
 
 # --- many turns -------------------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_a_name_tells_what_was_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "message"),
     [
         ("lora", "no generator 'lora' \\(nearest: \"lora_zipf\"\\); known: agent_loops, "),
         ("", "no generator ''"),
@@ -344,8 +344,8 @@ def test_a_name_tells_what_was_asked() -> None:
         ("step_bursts,duration_s=1e9", "duration_s is 1e\\+09; should be 0.001 to 31,622,400"),
     ],
 )
-def test_what_cannot_be_generated(spec: str, told: str) -> None:
-    with pytest.raises(TraceError, match=told):
+def test_what_cannot_be_generated(spec: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
         generate(f"gen:{spec}")
 
 

@@ -56,7 +56,7 @@ def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) ->
     )
     for engine in (quick, slow):
         engine.publish_kv_events()
-    told: set[int] = set()
+    published: set[int] = set()
     names: list[str] = []
     for number in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(("add", "go", "go", "go", "abort")))
@@ -73,16 +73,14 @@ def test_a_stretch_leaves_what_its_steps_would_have_left(data: st.DataObject) ->
             assert quick.abort(name) == slow.abort(name)
         else:
             stable = quick.stable_steps()
-            go(quick, slow, data.draw(st.integers(min(stable, 1), stable)), told)
+            go(quick, slow, data.draw(st.integers(min(stable, 1), stable)), published)
     while slow.busy:
-        go(quick, slow, quick.stable_steps(), told)
+        go(quick, slow, quick.stable_steps(), published)
     assert not quick.busy
 
 
-def go(quick: Engine, slow: Engine, steps: int, told: set[int]) -> None:
-    """The same steps in both, and the same result. `steps` of 0: the next one is no stable one. `told` is what a reader
-    of all KV events so far takes to be cached.
-    """
+def go(quick: Engine, slow: Engine, steps: int, published: set[int]) -> None:
+    """Take `steps` steps in both (0: one that is not stable) and compare. `published` is what KV events add up to."""
     if steps == 0:
         result = quick.step()
         assert result == slow.step()
@@ -100,9 +98,9 @@ def go(quick: Engine, slow: Engine, steps: int, told: set[int]) -> None:
         assert [changes for _, changes in result.kv_events] == [changes for _, changes in batches]
         assert [at_s for at_s, _ in result.kv_events] == pytest.approx([at_s for at_s, _ in batches], rel=1e-9)
     for _, changes in result.kv_events:
-        told |= changes.stored
-        told -= changes.removed
-    assert told == quick._cache._cached.keys()
+        published |= changes.stored
+        published -= changes.removed
+    assert published == quick._cache._cached.keys()
     assert state(quick) == state(slow)
     check_engine(quick)
 

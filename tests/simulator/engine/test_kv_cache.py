@@ -1,4 +1,4 @@
-"""The KV cache: the order of eviction, what several holders and several copies do, and the books after anything."""
+"""The KV cache: the order of eviction, what several holders and several copies do, and a recount after anything."""
 
 from __future__ import annotations
 
@@ -115,10 +115,10 @@ def test_the_books_agree_and_what_is_found_was_stored_as_such(data: st.DataObjec
                 assert new is not None
                 assert not set(new) & {block for blocks, _, _ in requests for block in blocks}
                 full = data.draw(st.integers(len(hits), length))
-                told = data.draw(st.integers(len(hits), full))
+                hashed = data.draw(st.integers(len(hits), full))
                 blocks = hits + new
-                cache.store(blocks[len(hits) : full], hashes[len(hits) : told])
-                requests.append((blocks, hashes[:told], full))
+                cache.store(blocks[len(hits) : full], hashes[len(hits) : hashed])
+                requests.append((blocks, hashes[:hashed], full))
         check_cache(cache, requests)
     for request in requests:
         cache.release(*request)

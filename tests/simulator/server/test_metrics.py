@@ -95,6 +95,7 @@ async def test_adapter_series_pile_up_and_the_newest_counts(client: aiohttp.Clie
                 found = await samples(client, replica)
                 assert value(found, "vllm:num_requests_waiting") == 1
                 assert value(found, "vllm:num_requests_waiting_by_reason", reason="deferred") == 1
+                assert value(found, "vllm:num_requests_waiting_by_reason", reason="capacity") == 0
                 deferred.close()
             running.close()
         await replica.idle()
