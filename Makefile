@@ -42,7 +42,7 @@ newest: .venv
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-newest/known.txt
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager .
 	.venv-newest/bin/python -m pip list --disable-pip-version-check | grep -E '^(aiohttp|httptools|uvloop) '
-	.venv-newest/bin/python -m pytest -n auto tests/strictness tests/gateway tests/backends tests/e2e
+	.venv-newest/bin/python -m pytest -n auto tests/strictness tests/gateway tests/upstream tests/fleet tests/e2e
 
 # Random inputs for everything that reads what others wrote, for this long; the seeds are printed.
 FUZZ_MINUTES ?= 10

@@ -17,8 +17,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("--minutes", type=float, default=10.0, help="No round begins after this.")
     parser.add_argument("--seed", type=int, help="Of the first round, to repeat it.")
-    told = parser.parse_args()
-    until_s, seed, rounds = time.monotonic() + 60.0 * told.minutes, told.seed, 0
+    args = parser.parse_args()
+    until_s, seed, rounds = time.monotonic() + 60.0 * args.minutes, args.seed, 0
     environment = {"LLMPROXY_FUZZ_EXAMPLES": str(ROUND_EXAMPLES)} | os.environ
     while time.monotonic() < until_s:
         seed = secrets.randbits(32) if seed is None else seed

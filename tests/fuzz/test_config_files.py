@@ -49,7 +49,7 @@ def put(value: Any, place: tuple[str | int, ...], new: Any) -> Any:
     }
 
 
-def told(path: Path, text: str | bytes) -> str:
+def problems_of(path: Path, text: str | bytes) -> str:
     """All problems of a file that has this text."""
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     try:
@@ -75,7 +75,7 @@ def test_any_value_is_accepted_or_reported(path: Path, edits: list[tuple[tuple[s
             config = put(config, place, value)
         except IndexError:
             continue
-    told(path, yaml.safe_dump(config, allow_unicode=True))
+    problems_of(path, yaml.safe_dump(config, allow_unicode=True))
 
 
 @FUZZED
@@ -101,7 +101,7 @@ def test_secrets_in_the_place_of_keys_are_never_repeated(
     config = put(SHOWN, place, value)
     if broken is not None:
         config = put(config, broken, [])
-    assert SECRET not in told(path, yaml.safe_dump(config))
+    assert SECRET not in problems_of(path, yaml.safe_dump(config))
     try:
         assert SECRET not in repr(load(path))
     except ConfigError as error:
@@ -117,4 +117,4 @@ def test_any_bytes_are_a_configuration_or_a_reported_problem(path: Path, cuts: l
     text = EXAMPLE.encode()
     for at, gone, new in cuts:
         text = text[:at] + new + text[at + gone :]
-    told(path, text)
+    problems_of(path, text)

@@ -67,12 +67,12 @@ def engines_view(parts: list[tuple[list[tuple[str, str]], bytes]]) -> dict[str, 
                 disposition = value
         if disposition is None:
             return None
-        told = options(disposition)
-        if "name" not in told:
+        params = options(disposition)
+        if "name" not in params:
             return None
-        found.pop(told["name"], None)
-        if "filename" not in told:
-            found[told["name"]] = content
+        found.pop(params["name"], None)
+        if "filename" not in params:
+            found[params["name"]] = content
     return found
 
 
@@ -139,7 +139,7 @@ HEADS = st.one_of(
     NAMED.map('Content-Disposition: form-data; name="{}"'.format),
     NAMED.map("content-disposition:form-data;name={}".format),
     st.tuples(st.sampled_from(["form-data", 'a"', '"', "", "attachment", "form-data "]), PARAMETERS).map(
-        lambda told: f"Content-Disposition: {told[0]}; {told[1]}"
+        lambda pair: f"Content-Disposition: {pair[0]}; {pair[1]}"
     ),
     st.sampled_from(
         [

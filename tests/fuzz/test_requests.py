@@ -51,14 +51,14 @@ BODIES = st.one_of(
 @pytest.fixture(scope="module")
 def rig() -> Iterator[tuple[asyncio.Runner, ProxyUnderTest]]:
     """A proxy with tenants, on a loop that runs while an example does."""
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "tenants": [{"name": "acme", "keys": [hash_of("acme")], "cache_salt": "auto"}],
         "api_keys": ["x"],
     }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         stack = AsyncExitStack()
         proxy = runner.run(
-            stack.enter_async_context(serving(FAST, health={"failures": 1000}, queue={"ttl_s": 1}, **told))
+            stack.enter_async_context(serving(FAST, health={"failures": 1000}, queue={"ttl_s": 1}, **settings))
         )
         yield runner, proxy
         runner.run(stack.aclose())

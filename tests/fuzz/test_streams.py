@@ -79,10 +79,10 @@ def is_usage_event(event: bytes) -> bool:
 def test_a_stream_says_the_same_however_it_is_cut(stream: bytes, cuts: list[int], hide: bool, windows: bool) -> None:
     if windows:
         stream = stream.replace(b"\r", b"").replace(b"\n", b"\r\n")
-    whole, told = through(stream, [], hide)
+    whole, tap_of_whole = through(stream, [], hide)
     out, tap = through(stream, cuts, hide)
     assert out == whole
-    assert facts(tap) == facts(told)
+    assert facts(tap) == facts(tap_of_whole)
     assert through(stream, cuts, False)[0] == stream
 
 
@@ -102,7 +102,7 @@ def test_usage_of_an_answer_is_what_a_parser_finds_at_its_end(
 ) -> None:
     usage_of_tail(before + json.dumps(fields).encode() + after)
     found = usage_of_tail(json.dumps(fields).encode())
-    assert found == told(fields.get("usage"))
+    assert found == usage_alone(fields.get("usage"))
 
 
 LEAVES = st.none() | st.integers(-1, 9) | TEXTS
@@ -123,15 +123,15 @@ OBJECTS = st.recursive(
 @example({"usage": {"prompt_tokens": 0}, "response": {"usage": {}}}, False, 0)
 def test_a_usage_is_found_in_its_own_place_and_nowhere_else(fields: dict[str, Any], escaped: bool, cut: int) -> None:
     whole = json.dumps(fields, ensure_ascii=escaped).encode()
-    expected = told(fields.get("usage"))
+    expected = usage_alone(fields.get("usage"))
     assert usage_of_tail(whole) == expected
     assert usage_of_tail(whole[min(cut, len(whole)) :]) in (expected, None)
     tap = StreamTap()
     tap.feed(b"data: " + whole + b"\n\n")
-    assert tap.usage == told(own_usage(fields))
+    assert tap.usage == usage_alone(own_usage(fields))
 
 
-def told(usage: object) -> Usage | None:
+def usage_alone(usage: object) -> Usage | None:
     """The usage in an object that has only this member."""
     return usage_of_tail(json.dumps({"usage": usage}).encode()) if isinstance(usage, dict) else None
 

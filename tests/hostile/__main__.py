@@ -145,14 +145,14 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=2000, help="Most cases of a group, drawn by the seed; 0 is all.")
     parser.add_argument("--examples", type=int, default=5000, help="Of each test of a reader.")
     parser.add_argument("--only", default="", help="Groups whose names begin so.")
-    told = parser.parse_args()
-    seed = secrets.randbits(32) if told.seed is None else told.seed
-    fuzzed.prepare(told.examples)
+    args = parser.parse_args()
+    seed = secrets.randbits(32) if args.seed is None else args.seed
+    fuzzed.prepare(args.examples)
     print(f"seed {seed}", flush=True)
     began_s, cases_total, found_total = time.monotonic(), 0, 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for name, run in groups(pool, seed, told.most).items():
-            if not name.startswith(told.only):
+        for name, run in groups(pool, seed, args.most).items():
+            if not name.startswith(args.only):
                 continue
             group_began_s = time.monotonic()
             cases, stories = run()

@@ -64,10 +64,10 @@ def wrong_of(answer: Any) -> str:
     if answer.status_code >= 500:
         return f"status {answer.status_code}: {answer.text[:500]}"
     try:
-        told = answer.json()["error"]["message"]
+        message = answer.json()["error"]["message"]
     except (ValueError, LookupError, TypeError):
         return f"an error in a form that clients do not know: {answer.text[:500]}"
-    return "" if isinstance(told, str) and told else "an error that says nothing"
+    return "" if isinstance(message, str) and message else "an error that says nothing"
 
 
 def left_over(url: str) -> str:
@@ -106,17 +106,17 @@ def main() -> int:
     parser.add_argument("llmproxy", help="The command.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--examples", type=int, default=25, help="Of each route.")
-    told = parser.parse_args()
+    args = parser.parse_args()
     schema = schemathesis.openapi.from_dict(json.loads(gzip.decompress(DOCUMENT.read_bytes())))
     began_s = time.monotonic()
     replica_port, port = free_port(), free_port()
     replica, proxy = f"http://127.0.0.1:{replica_port}", f"http://127.0.0.1:{port}"
-    serve = (told.llmproxy, "serve", "--host", "127.0.0.1", "--port", str(port), "--backend", replica)
+    serve = (args.llmproxy, "serve", "--host", "127.0.0.1", "--port", str(port), "--backend", replica)
     with (
-        started(told.llmproxy, "replica", "--port", str(replica_port), "--model", "base", ready=replica + "/health"),
+        started(args.llmproxy, "replica", "--port", str(replica_port), "--model", "base", ready=replica + "/health"),
         started(*serve, ready=proxy + "/ready"),
     ):
-        results = [examine(each.ok(), proxy, told.examples, told.seed) for each in schema.get_all_operations()]
+        results = [examine(each.ok(), proxy, args.examples, args.seed) for each in schema.get_all_operations()]
         held = left_over(proxy)
     stories = [story for _, story in results if story] + [f"  left over: {held}"] * bool(held)
     cases = sum(count for count, _ in results)

@@ -40,7 +40,7 @@ REFUSED = whole(b'{"error":{}}', "400 Bad Request")
 
 
 @pytest.mark.parametrize(
-    ("sent", "seen", "told"),
+    ("sent", "seen", "finding"),
     [
         # TE.CL with a spelling that only one of two readers takes for chunked: the hidden request arrives.
         (b"", Seen(OK * 2, False, (reached(b"smuggled"), reached(b"sentinel"))), "no request of this client"),
@@ -55,8 +55,8 @@ REFUSED = whole(b'{"error":{}}', "400 Bad Request")
         (b"", Seen(REFUSED, False, ()), "0 of at least 1 sound requests"),
     ],
 )
-def test_every_wrong_outcome_for_a_client_is_found(sent: bytes, seen: Seen, told: str) -> None:
-    assert told in " ".join(clients.wrong_of(sent, seen, sound=True))
+def test_every_wrong_outcome_for_a_client_is_found(sent: bytes, seen: Seen, finding: str) -> None:
+    assert finding in " ".join(clients.wrong_of(sent, seen, sound=True))
 
 
 def test_a_correct_outcome_for_a_client_has_no_finding() -> None:
@@ -66,7 +66,7 @@ def test_a_correct_outcome_for_a_client_has_no_finding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "data", "told"),
+    ("sent", "data", "finding"),
     [
         (whole_of(SIZE), whole(BODY) * 2, "more than one"),
         (whole_of(SIZE) + answers.INNER, whole(b'{"smuggled": 1}'), "was not given"),
@@ -77,8 +77,8 @@ def test_a_correct_outcome_for_a_client_has_no_finding() -> None:
         (whole_of(b"content-length: 9\r\n"), whole(BODY + b"xx")[:-1], "beginning"),
     ],
 )
-def test_every_wrong_outcome_for_a_backend_is_found(sent: bytes, data: bytes, told: str) -> None:
-    assert told in " ".join(backends.wrong_of(sent, Got(data, whole(NEXT), kept=True)))
+def test_every_wrong_outcome_for_a_backend_is_found(sent: bytes, data: bytes, finding: str) -> None:
+    assert finding in " ".join(backends.wrong_of(sent, Got(data, whole(NEXT), kept=True)))
 
 
 def test_bytes_of_one_answer_in_the_next_are_found() -> None:

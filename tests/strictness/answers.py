@@ -63,8 +63,8 @@ def whole_of(*fields: bytes, line: bytes = b"HTTP/1.1 200 OK", body: bytes = BOD
     return line + end + b"content-type: application/json\r\n" + b"".join(fields) + b"\r\n" + body
 
 
-def ok(name: str, sent: bytes, **told: Any) -> AnswerVector:
-    return AnswerVector(name, sent, **told)
+def ok(name: str, sent: bytes, **expected: Any) -> AnswerVector:
+    return AnswerVector(name, sent, **expected)
 
 
 def bad(name: str, sent: bytes) -> AnswerVector:
@@ -77,8 +77,8 @@ def torn(name: str, sent: bytes, *, closes: bool = False) -> AnswerVector:
     return AnswerVector(name, sent, cut=True, kept=False, closes=closes)
 
 
-def _field(name: str, field: bytes, **told: Any) -> AnswerVector:
-    return ok(name, whole_of(field, SIZE), **told)
+def _field(name: str, field: bytes, **expected: Any) -> AnswerVector:
+    return ok(name, whole_of(field, SIZE), **expected)
 
 
 def _bad_field(name: str, field: bytes) -> AnswerVector:

@@ -42,7 +42,7 @@ async def _run(folder: Path) -> None:
                     seen = Observed((), closed=False, reached=())
                 refused = bool(REFUSALS & set(seen.statuses)) or not seen.statuses
                 if refused != (kind == "invalid") or seen.reached:
-                    different.append(f"  {file.name}: {seen.statuses} {seen.told[:120].decode(errors='replace')}")
+                    different.append(f"  {file.name}: {seen.statuses} {seen.last_body[:120].decode(errors='replace')}")
         print(f"{kind}: {len(files)} requests, {len(files) - len(different)} as in gunicorn; otherwise:")
         print("\n".join(different))
 

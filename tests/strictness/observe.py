@@ -21,12 +21,12 @@ _HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a client and a backend saw of one vector. `told` is the body of the last answer."""
+    """What a client and a backend saw of one vector. `last_body` is the body of the last answer."""
 
     statuses: tuple[int, ...]
     closed: bool
     reached: tuple[bytes, ...]
-    told: bytes = b""
+    last_body: bytes = b""
 
 
 @asynccontextmanager
@@ -57,7 +57,7 @@ async def observe(
     """
     before = len(backend.requests)
     statuses: list[int] = []
-    told, closed, asked = b"", True, False
+    last_body, closed, asked = b"", True, False
     size = max(1, len(sent) // pieces)
     async with asyncio.timeout(limit_s), connected(proxy.url) as wire:
         for start in range(0, len(sent), size):
@@ -69,11 +69,11 @@ async def observe(
                 closed = False
                 break
             statuses.append(status)
-            told = body
+            last_body = body
             if status >= 200 and not asked:
                 asked = True
                 wire.write(SENTINEL)
-    return Observed(tuple(statuses), closed, tuple(backend.requests[before:]), told)
+    return Observed(tuple(statuses), closed, tuple(backend.requests[before:]), last_body)
 
 
 def form_of(request: bytes) -> str:
@@ -98,7 +98,7 @@ def differences(vector: Vector, observed: Observed) -> str:
     """How an observation differs from the table; "" if it does not."""
     wrong = [form for form in map(form_of, observed.reached) if form]
     if vector.statuses != observed.statuses:
-        wrong.append(f"statuses {observed.statuses}, not {vector.statuses}: {observed.told[:150]!r}")
+        wrong.append(f"statuses {observed.statuses}, not {vector.statuses}: {observed.last_body[:150]!r}")
     if vector.closed != observed.closed:
         wrong.append("closed" if observed.closed else "left open")
     if vector.reached != len(observed.reached):
@@ -107,6 +107,6 @@ def differences(vector: Vector, observed: Observed) -> str:
         wrong.append(f"{vector.seen!r} is not in {observed.reached[-1]!r}")
     if vector.unseen and any(vector.unseen.lower() in request.lower() for request in observed.reached):
         wrong.append(f"{vector.unseen!r} is in {observed.reached!r}")
-    if b"evil" in observed.told and not observed.told.startswith(b"{"):
+    if b"evil" in observed.last_body and not observed.last_body.startswith(b"{"):
         wrong.append("an answer that is no JSON")
     return "; ".join(wrong)

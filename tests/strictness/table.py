@@ -168,8 +168,8 @@ async def observed_requests() -> tuple[dict[str, list[str]], list[str]]:
         for i, vector in enumerate(vectors):
             seen = found[i]
             rows.setdefault(group, []).append(row(vector, seen.statuses, seen.closed, len(seen.reached)))
-            if told := differences(vector, seen):
-                wrong.append(f"{group}, {vector.name}: {told}")
+            if wrong_here := differences(vector, seen):
+                wrong.append(f"{group}, {vector.name}: {wrong_here}")
     return rows, wrong
 
 
@@ -181,8 +181,8 @@ async def observed_answers() -> tuple[list[str], list[str]]:
             got = await observe_answer(home, backend, vector.sent, vector.closes)
             status, cut, _ = client_saw(got)
             rows.append(answer_row(vector, status, cut, got.kept))
-            if told := answer_differences(vector, got):
-                wrong.append(f"{vector.name}: {told}")
+            if wrong_here := answer_differences(vector, got):
+                wrong.append(f"{vector.name}: {wrong_here}")
     return rows, wrong
 
 
@@ -197,7 +197,7 @@ def main() -> int:
     logs.configure("json", "error")
     rows, answer_rows, wrong = uvloop.run(observed())
     PAGE.write_text(page(rows, answer_rows))
-    print("\n".join(wrong) or f"{sum(map(len, rows.values())) + len(answer_rows)} rows, all as told")
+    print("\n".join(wrong) or f"{sum(map(len, rows.values())) + len(answer_rows)} rows, all as in the table")
     return 1 if wrong else 0
 
 

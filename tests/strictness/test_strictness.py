@@ -76,11 +76,11 @@ async def test_unparsable_bytes_are_neither_repeated_nor_logged(capsys: pytest.C
         for broken in (b"authorization: Bearer sk-secret\x00", b"authorization: Bearer sk-secret\x01", b"sk-secret"):
             seen = await observe(proxy, backend, post(broken))
             assert seen.statuses == (400,)
-            assert b"secret" not in seen.told
+            assert b"secret" not in seen.last_body
         assert proxy.outcomes()["bad_request"] == 3
-    told = capsys.readouterr()
-    assert "secret" not in told.out + told.err
-    assert "Traceback" not in told.out + told.err
+    output = capsys.readouterr()
+    assert "secret" not in output.out + output.err
+    assert "Traceback" not in output.out + output.err
 
 
 async def test_a_body_whose_framing_breaks_is_refused_at_once() -> None:

@@ -39,7 +39,7 @@ def pages(clock: Callable[[], float] = lambda: 0.0, seats: int = 1, **fields: An
     return AdminPages(config, Dispatcher(pools), Adapters(pools), clock)
 
 
-def asked(headers: dict[str, str] | None = None, peer: str | None = "127.0.0.1", query: str = "") -> web.BaseRequest:
+def look(headers: dict[str, str] | None = None, peer: str | None = "127.0.0.1", query: str = "") -> web.BaseRequest:
     # A mock has no peer. None stands for a peer that has disconnected.
     made = make_mocked_request("GET", f"{QUEUE}{query}", headers=headers)
     return made if peer is None else made.clone(remote=peer)
@@ -47,18 +47,18 @@ def asked(headers: dict[str, str] | None = None, peer: str | None = "127.0.0.1",
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
 def test_local_clients_are_admitted(peer: str) -> None:
-    assert pages().admits(asked(peer=peer))
-    assert pages(admin_key=hash_of("for-admins")).admits(asked(peer=peer))
+    assert pages().admits(look(peer=peer))
+    assert pages(admin_key=hash_of("for-admins")).admits(look(peer=peer))
 
 
 @pytest.mark.parametrize("peer", [AFAR, "::ffff:10.0.0.7", "fe80::1%eth0", "192.168.0.1", None])
 def test_remote_clients_are_not_admitted(peer: str | None) -> None:
-    assert not pages().admits(asked(peer=peer))
+    assert not pages().admits(look(peer=peer))
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"])
 def test_a_local_proxy_with_forwarded_fields_is_not_admitted(name: str) -> None:
-    assert not pages().admits(asked({name: "127.0.0.1"}))
+    assert not pages().admits(look({name: "127.0.0.1"}))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_a_local_proxy_with_forwarded_fields_is_not_admitted(name: str) -> None:
 )
 def test_the_proxys_own_host_names_are_admitted(host: str) -> None:
     page = pages(host="gpu-box", admin={"host": "10.0.0.9"})
-    assert page.admits(asked({"Host": host}))
-    assert page.admits(asked({"Host": host, "Origin": f"http://{host}"}))
+    assert page.admits(look({"Host": host}))
+    assert page.admits(look({"Host": host, "Origin": f"http://{host}"}))
 
 
 @pytest.mark.parametrize(
@@ -75,27 +75,27 @@ def test_the_proxys_own_host_names_are_admitted(host: str) -> None:
 )
 def test_a_rebound_host_name_is_not_admitted(host: str) -> None:
     page = pages(admin_key=hash_of("for-admins"))
-    assert not page.admits(asked({"Host": host}))
-    assert not page.admits(asked({"Host": host, "Origin": f"http://{host}"}))
-    assert page.admits(asked(KEY | {"Host": host}))
+    assert not page.admits(look({"Host": host}))
+    assert not page.admits(look({"Host": host, "Origin": f"http://{host}"}))
+    assert page.admits(look(KEY | {"Host": host}))
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "", "http://localhost", "http://localhost:3000"])
 def test_a_foreign_web_page_in_a_local_browser_is_not_admitted(origin: str) -> None:
     page = pages(admin_key=hash_of("for-admins"))
-    assert not page.admits(asked({"Host": "localhost:8080", "Origin": origin}))
-    assert page.admits(asked(KEY | {"Host": "localhost:8080", "Origin": origin}))
+    assert not page.admits(look({"Host": "localhost:8080", "Origin": origin}))
+    assert page.admits(look(KEY | {"Host": "localhost:8080", "Origin": origin}))
 
 
 def test_only_the_admin_key_admits_remote_clients() -> None:
     page = pages(admin_key=hash_of("for-admins"), api_keys=["a-client"])
-    assert page.admits(asked(KEY, AFAR))
-    assert page.admits(asked(KEY | {"X-Forwarded-For": "1.2.3.4"}))
+    assert page.admits(look(KEY, AFAR))
+    assert page.admits(look(KEY | {"X-Forwarded-For": "1.2.3.4"}))
     for wrong in ("a-client", "for-admin", hash_of("for-admins"), ""):
-        assert not page.admits(asked({"Authorization": f"Bearer {wrong}"}, AFAR))
-    assert not page.admits(asked(peer=AFAR))
-    assert not pages().admits(asked(KEY, AFAR)), "no key is configured"
-    assert not pages().admits(asked({"Authorization": "Bearer "}, AFAR))
+        assert not page.admits(look({"Authorization": f"Bearer {wrong}"}, AFAR))
+    assert not page.admits(look(peer=AFAR))
+    assert not pages().admits(look(KEY, AFAR)), "no key is configured"
+    assert not pages().admits(look({"Authorization": "Bearer "}, AFAR))
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,44 +106,44 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         return given == known
 
     monkeypatch.setattr(admin, "compare_digest", compare)
-    assert pages(admin_key=hash_of("for-admins")).admits(asked(KEY, AFAR))
+    assert pages(admin_key=hash_of("for-admins")).admits(look(KEY, AFAR))
     assert [len(one) for pair in compared for one in pair] == [32, 32]
 
 
 def test_pages_are_rate_limited() -> None:
     now = 0.0
     page = pages(lambda: now)
-    statuses = [page.queue(asked()).status for _ in range(int(BURST) + 1)]
+    statuses = [page.queue(look()).status for _ in range(int(BURST) + 1)]
     assert statuses == [200] * int(BURST) + [429]
-    refused = page.queue(asked(query="?request=first"))
+    refused = page.queue(look(query="?request=first"))
     assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
     now = 1.0
-    assert [page.queue(asked()).status for _ in range(int(PAGES_PER_S) + 1)] == [200] * int(PAGES_PER_S) + [429]
+    assert [page.queue(look()).status for _ in range(int(PAGES_PER_S) + 1)] == [200] * int(PAGES_PER_S) + [429]
     now = 1e6
-    assert [page.queue(asked()).status for _ in range(int(BURST) + 1)] == [200] * int(BURST) + [429]
+    assert [page.queue(look()).status for _ in range(int(BURST) + 1)] == [200] * int(BURST) + [429]
 
 
 def test_all_pages_share_one_rate_limit() -> None:
     now = 0.0
     page = pages(lambda: now)
-    assert [page.queue(asked()).status for _ in range(int(BURST) - 2)] == [200] * int(BURST - 2)
-    assert [page.adapters().status, page.explain(asked()).status] == [200, 200]
-    assert [page.adapters().status, page.explain(asked()).status] == [429, 429]
-    assert page.queue(asked()).status == 429
+    assert [page.queue(look()).status for _ in range(int(BURST) - 2)] == [200] * int(BURST - 2)
+    assert [page.adapters().status, page.explain(look()).status] == [200, 200]
+    assert [page.adapters().status, page.explain(look()).status] == [429, 429]
+    assert page.queue(look()).status == 429
 
 
 def test_bands_are_named_and_pages_are_not_cached() -> None:
-    answer = pages(bands={"urgent": 50}).queue(asked(query="?request=first"))
+    answer = pages(bands={"urgent": 50}).queue(look(query="?request=first"))
     assert answer.headers["Cache-Control"] == "no-store"
     assert isinstance(answer.body, bytes)
     assert orjson.loads(answer.body)["band"] == "urgent"
-    answer = pages().queue(asked(query="?request=first"))
+    answer = pages().queue(look(query="?request=first"))
     assert isinstance(answer.body, bytes)
     assert orjson.loads(answer.body)["band"] == "50"
 
 
 def test_a_flow_name_that_is_not_utf8_is_shown() -> None:
-    answer = pages().queue(asked())
+    answer = pages().queue(look())
     assert answer.status == 200
     assert isinstance(answer.body, bytes)
     assert b"caf\\udce9" in answer.body
@@ -155,7 +155,7 @@ def explained(query: str = "", granted: int = 0) -> tuple[int, Any]:
     for number in range(granted):
         page._pools.submit(request(id=f"n{number}", label=f"name-{number}"), 1.0)
     page._pools.decide(1.0)
-    answer = page.explain(asked(query=query))
+    answer = page.explain(look(query=query))
     assert answer.headers["Cache-Control"] == "no-store"
     assert isinstance(answer.body, bytes)
     # Half a pair, as in the name that is no text, is nothing to the faster reader.
@@ -163,9 +163,9 @@ def explained(query: str = "", granted: int = 0) -> tuple[int, Any]:
 
 
 def test_the_last_choices_are_shown_up_to_the_limit() -> None:
-    status, told = explained(granted=20)
-    (pool,) = told["pools"]
-    assert (status, told["placement"], pool["pool"], pool["priced"]) == (200, "cost", "base", True)
+    status, result = explained(granted=20)
+    (pool,) = result["pools"]
+    assert (status, result["placement"], pool["pool"], pool["priced"]) == (200, "cost", "base", True)
     # Three more came before them: see `pages`.
     assert (len(pool["choices"]), pool["more"]) == (CHOICES, 23 - CHOICES)
     assert (pool["choices"][0]["request"], pool["choices"][0]["age_s"]) == ("name-19", 4.0)
@@ -175,28 +175,32 @@ def test_the_last_choices_are_shown_up_to_the_limit() -> None:
 
 @pytest.mark.parametrize("limit", ["0", "101", "-1", "1.5", "many", "", "\u0663", "1" * 5_000])
 def test_the_limit_of_choices_must_be_within_bounds(limit: str) -> None:
-    status, told = explained(f"?limit={limit}")
-    assert (status, told["error"]["message"]) == (400, "`limit` should be an integer from 1 to 100.")
+    status, result = explained(f"?limit={limit}")
+    assert (status, result["error"]["message"]) == (400, "`limit` should be an integer from 1 to 100.")
 
 
 def test_choices_for_one_request_are_found() -> None:
-    status, told = explained("?request=name-3", granted=20)
-    assert (status, [one["id"] for one in told["pools"][0]["choices"]]) == (200, ["n3"])
-    status, told = explained("?request=nobody", granted=20)
-    assert (status, told["error"]["message"]) == (404, "No choice for a request `nobody` is remembered.")
-    status, told = explained("?request=", granted=1)
-    assert (status, len(told["pools"][0]["choices"])) == (200, 4)
+    status, result = explained("?request=name-3", granted=20)
+    assert (status, [one["id"] for one in result["pools"][0]["choices"]]) == (200, ["n3"])
+    status, result = explained("?request=nobody", granted=20)
+    assert (status, result["error"]["message"]) == (404, "No choice for a request `nobody` is remembered.")
+    status, result = explained("?request=", granted=1)
+    assert (status, len(result["pools"][0]["choices"])) == (200, 4)
 
 
 def test_a_placement_without_prices_is_shown_as_such() -> None:
-    answer = pages(scheduling={"placement": "blend"}).explain(asked())
+    answer = pages(scheduling={"placement": "blend"}).explain(look())
     assert isinstance(answer.body, bytes)
-    told = orjson.loads(answer.body)
-    assert (told["placement"], told["pools"][0]["priced"], told["pools"][0]["choices"]) == ("blend", False, [])
+    result = orjson.loads(answer.body)
+    assert (result["placement"], result["pools"][0]["priced"], result["pools"][0]["choices"]) == (
+        "blend",
+        False,
+        [],
+    )
 
 
 def test_a_request_that_does_not_wait_is_not_found() -> None:
-    answer = pages().queue(asked(query="?request=nobody"))
+    answer = pages().queue(look(query="?request=nobody"))
     assert answer.status == 404
     assert isinstance(answer.body, bytes)
     assert orjson.loads(answer.body)["error"]["message"] == "No request `nobody` waits."

@@ -47,8 +47,8 @@ def learned(*pace: BackendPace, **given: float) -> Learned:
 
 
 def page(*choices: Explained, limit: int = 10, wanted: str | None = None) -> dict[str, Any]:
-    (told,) = pages_of([PoolChoices("base", choices, learned())], 20.0, limit, wanted)
-    return told
+    (shown,) = pages_of([PoolChoices("base", choices, learned())], 20.0, limit, wanted)
+    return shown
 
 
 def test_a_price_is_a_readable_line() -> None:
@@ -78,15 +78,15 @@ def test_parts_have_the_same_decimal_places_as_their_sum(terms: tuple[tuple[str,
 def test_candidates_are_the_chosen_one_then_by_price() -> None:
     costs = {"a": 0.5, "b": 0.1, "c": 0.102, "d": 0.3}
     prices = [price(name, (("queue", seconds),)) for name, seconds in costs.items()]
-    (told,) = page(choice(1, *prices, chosen="c"))["choices"]
-    assert told["chosen"] == "c"
-    assert [candidate["backend"] for candidate in told["candidates"]] == ["c", "b", "d", "a"]
+    (shown,) = page(choice(1, *prices, chosen="c"))["choices"]
+    assert shown["chosen"] == "c"
+    assert [candidate["backend"] for candidate in shown["candidates"]] == ["c", "b", "d", "a"]
 
 
 def test_numbers_stand_beside_the_line() -> None:
-    told = page(choice(1, price(fits=False, cold_adapter=True)))
-    (only,) = told.pop("choices")
-    assert told | {"learned": None} == {"pool": "base", "priced": True, "more": 0, "learned": None}
+    shown = page(choice(1, price(fits=False, cold_adapter=True)))
+    (only,) = shown.pop("choices")
+    assert shown | {"learned": None} == {"pool": "base", "priced": True, "more": 0, "learned": None}
     (candidate,) = only.pop("candidates")
     assert only == {
         "request": "chat-1",
@@ -110,17 +110,17 @@ def test_numbers_stand_beside_the_line() -> None:
 
 
 def test_the_newest_choices_are_shown_and_the_rest_counted() -> None:
-    told = page(*(choice(number) for number in (5, 4, 3, 2, 1)), limit=2)
-    assert [one["id"] for one in told["choices"]] == ["5", "4"]
-    assert told["more"] == 3
+    shown = page(*(choice(number) for number in (5, 4, 3, 2, 1)), limit=2)
+    assert [one["id"] for one in shown["choices"]] == ["5", "4"]
+    assert shown["more"] == 3
 
 
 def test_one_request_is_found_by_its_label_and_by_its_id() -> None:
     made = [choice(4), choice(3), choice(4)]
     for wanted in ("chat-4", "4"):
-        told = page(*made, wanted=wanted)
-        assert [one["id"] for one in told["choices"]] == ["4", "4"]
-        assert told["more"] == 0
+        shown = page(*made, wanted=wanted)
+        assert [one["id"] for one in shown["choices"]] == ["4", "4"]
+        assert shown["more"] == 0
     assert page(*made, wanted="chat")["choices"] == []
 
 
@@ -129,15 +129,15 @@ def test_a_page_is_limited_but_shows_at_least_one_choice(monkeypatch: pytest.Mon
     pair = (price("gpu-1"), price("gpu-2"))
     one, two = PoolChoices("one", (choice(1, *pair),), learned()), [choice(number, *pair) for number in (4, 3, 2)]
     shown = pages_of([one, PoolChoices("two", tuple(two), learned())], 20.0, 10, None)
-    assert [(len(told["choices"]), told["more"]) for told in shown] == [(1, 0), (1, 2)]
+    assert [(len(one["choices"]), one["more"]) for one in shown] == [(1, 0), (1, 2)]
     large = tuple(price(f"gpu-{number}") for number in range(9))
-    assert [(len(told["choices"]), told["more"]) for told in (page(choice(2, *large), choice(1)),)] == [(1, 1)]
+    assert [(len(one["choices"]), one["more"]) for one in (page(choice(2, *large), choice(1)),)] == [(1, 1)]
 
 
 def test_a_pool_without_prices_says_so() -> None:
-    (told,) = pages_of([PoolChoices("base", (), None)], 20.0, 10, None)
-    assert told.pop("note") == "This placement has no prices; the terms of its choices are in the log."
-    assert told == {"pool": "base", "priced": False, "choices": [], "more": 0, "learned": None}
+    (shown,) = pages_of([PoolChoices("base", (), None)], 20.0, 10, None)
+    assert shown.pop("note") == "This placement has no prices; the terms of its choices are in the log."
+    assert shown == {"pool": "base", "priced": False, "choices": [], "more": 0, "learned": None}
     assert "note" not in page()
 
 
@@ -158,9 +158,9 @@ def test_a_pace_is_compared_with_that_of_the_pool(prefill: float, step: float, l
 
 def test_learned_values_are_shown_as_numbers() -> None:
     pace = BackendPace("gpu-3", 1.9, 0.5, 0.4111, 12, 1_200, 4_000)
-    (told,) = pages_of([PoolChoices("base", (), learned(pace))], 20.0, 10, None)
-    (backend,) = told["learned"].pop("backends")
-    assert told["learned"] == {
+    (shown,) = pages_of([PoolChoices("base", (), learned(pace))], 20.0, 10, None)
+    (backend,) = shown["learned"].pop("backends")
+    assert shown["learned"] == {
         "prefill_tokens_per_s": 15_000.0,
         "prefill_base_s": 0.03,
         "step_s": 0.0101,
@@ -182,5 +182,5 @@ def test_learned_values_are_shown_as_numbers() -> None:
 
 
 def test_a_pool_whose_prompts_take_no_time_has_no_rate() -> None:
-    (told,) = pages_of([PoolChoices("base", (), learned(prefill_token_s=0.0))], 20.0, 10, None)
-    assert told["learned"]["prefill_tokens_per_s"] is None
+    (shown,) = pages_of([PoolChoices("base", (), learned(prefill_token_s=0.0))], 20.0, 10, None)
+    assert shown["learned"]["prefill_tokens_per_s"] is None

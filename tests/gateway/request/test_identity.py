@@ -33,8 +33,8 @@ def config(**fields: object) -> Config:
 
 def of_acme(tenant: dict[str, Any] | None = None, **fields: Any) -> tuple[Identity, Tenant]:
     """The identity of a configuration with one tenant, and that tenant."""
-    told = config(tenants=[{"name": "acme", "keys": [hash_of("k")]} | (tenant or {})], **fields)
-    return Identity(told), Keys(told).check({"x-api-key": "k"})
+    settings = config(tenants=[{"name": "acme", "keys": [hash_of("k")]} | (tenant or {})], **fields)
+    return Identity(settings), Keys(settings).check({"x-api-key": "k"})
 
 
 # --- times and ids ----------------------------------------------------------------------------------------------------
@@ -315,8 +315,8 @@ def test_a_tenant_without_limits_counts_against_none() -> None:
 def named(place: str, in_body: str = "", tenant: Tenant = NO_TENANT, **headers: str) -> str | None:
     """The session of a request with these headers (underscores for hyphens) if `place` names it."""
     http = make_mocked_request("POST", "/", headers={name.replace("_", "-"): text for name, text in headers.items()})
-    told = dict.fromkeys([one.partition(":")[2] for one in place.split(",")], in_body)
-    return Identity(config(scheduling={"session": place})).session(http, told, tenant)
+    texts = dict.fromkeys([one.partition(":")[2] for one in place.split(",")], in_body)
+    return Identity(config(scheduling={"session": place})).session(http, texts, tenant)
 
 
 def test_a_session_is_named_by_a_header_a_cookie_or_the_body() -> None:
@@ -343,8 +343,8 @@ def test_a_session_is_a_short_hash_that_differs_by_tenant() -> None:
 
 
 def test_session_members_are_those_in_the_body() -> None:
-    told = {"session": ["body:safety_identifier", "header:x-user", "body:user"]}
-    assert Identity(config(scheduling=told)).session_members == ("safety_identifier", "user")
+    settings = {"session": ["body:safety_identifier", "header:x-user", "body:user"]}
+    assert Identity(config(scheduling=settings)).session_members == ("safety_identifier", "user")
     assert Identity(config()).session_members == ("prompt_cache_key",)
 
 
