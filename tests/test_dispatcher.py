@@ -317,11 +317,11 @@ async def test_a_preempted_lease_is_cut_and_its_request_comes_back_first() -> No
     empty(one)
 
 
-# --- names that nobody serves yet -------------------------------------------------------------------------------------
+# --- names that no backend serves yet ---------------------------------------------------------------------------------
 
 
 def unread() -> Dispatcher:
-    """A house whose only backend was configured and never read."""
+    """A dispatcher whose only backend was configured and never read."""
     return Dispatcher(Pools(SETTINGS, {"a": 1}, {}, partial(make, "blend", Random(0))))
 
 

@@ -47,7 +47,7 @@ def log() -> Iterator[io.StringIO]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that refuses connections until a replica listens there; bound meanwhile, so that nobody else takes it."""
+    """A port that refuses connections until a replica listens there; bound, so that no other process takes it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

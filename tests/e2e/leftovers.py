@@ -1,4 +1,4 @@
-"""What a house may leave behind when it is closed: nothing.
+"""What a proxy may leave behind when it is closed: nothing.
 
 Tasks, sockets and timers are compared with those that there were before it was opened; whatever the loop had to report
 in between, such as an exception that nobody retrieved, is a failure of the test. Warnings are errors in any case.
@@ -99,7 +99,7 @@ async def nothing_left() -> AsyncIterator[None]:
         while left := _left(before):
             assert loop.time() < end_s, f"left behind: {left}"
             await asyncio.sleep(0.005)
-        # An exception that nobody retrieved is told of when its task is collected.
+        # An exception that was never retrieved is reported when its task is collected.
         gc.collect(1)
         await asyncio.sleep(0)
         assert not reported, reported

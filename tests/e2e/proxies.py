@@ -35,7 +35,7 @@ CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 4}
 STREAM = HELLO | {"stream": True}
 ENDLESS = STREAM | {"max_tokens": 30_000, "ignore_eos": True}
-"""A stream that only ends when somebody cuts it."""
+"""A stream that only ends when it is cut."""
 
 _QUICK: dict[str, Any] = {
     "host": "127.0.0.1",
@@ -44,7 +44,7 @@ _QUICK: dict[str, Any] = {
     "poll": {"interval_s": 0.02, "page_interval_s": 0.05, "models_interval_s": 0.05, "timeout_s": 5.0},
     "health": {"backoff_s": 0.05},
     "drain_timeout_s": 5.0,
-    # Tests that are about being held say so; all others want to be told at once.
+    # Only tests of holding requests hold them; all others want an answer at once.
     "queue": {"hold_s": 0.0},
 }
 

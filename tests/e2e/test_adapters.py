@@ -102,7 +102,7 @@ async def test_two_models_have_adapters_of_their_own() -> None:
         assert sent(proxy.replicas[0]) == []
 
 
-# --- who may ----------------------------------------------------------------------------------------------------------
+# --- permission -------------------------------------------------------------------------------------------------------
 
 
 async def test_only_the_admin_key_opens_them() -> None:
@@ -151,7 +151,7 @@ async def test_a_body_has_a_type_and_a_size() -> None:
         assert (await load(proxy, surplus="x" * (16 << 10))).status == 413
 
 
-# --- who does not take it ---------------------------------------------------------------------------------------------
+# --- backends that do not take it -------------------------------------------------------------------------------------
 
 
 async def test_a_replica_that_has_it_already_counts_as_one_that_took_it() -> None:
@@ -204,7 +204,7 @@ async def test_unloading_an_unknown_adapter_is_not_found() -> None:
         assert sent(proxy.replicas[0]) == []
 
 
-# --- who comes back ---------------------------------------------------------------------------------------------------
+# --- backends that come back ------------------------------------------------------------------------------------------
 
 
 async def test_a_replica_that_restarts_gets_it_back() -> None:
@@ -286,7 +286,7 @@ class Slow:
 
 
 def changes() -> list[asyncio.Task[Any]]:
-    """The tasks in which backends are told of a change."""
+    """The tasks that send a change to backends."""
     return [task for task in asyncio.all_tasks() if "AdapterKeeper" in repr(task)]
 
 

@@ -1,4 +1,4 @@
-"""What belongs to those who run the proxy is reached by them alone, on a port of its own where there is one."""
+"""Admin pages are reached by operators only, on a port of their own where there is one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.proxies import CHAT, FAST, HELLO, serving
 
 KEY = {"authorization": "Bearer for-admins"}
 AFAR = {"x-forwarded-for": "1.2.3.4"}
-"""A proxy on this machine speaks for somebody who is not on it."""
+"""A proxy on this machine forwards requests of a client elsewhere."""
 PAGES = ("/metrics", "/debug/queue", "/debug/explain", "/debug/adapters")
 CHANGES = (LOAD_ADAPTER, UNLOAD_ADAPTER, "/admin/reload", "/admin/backends/b0/drain")
 TENANT: dict[str, Any] = {"tenants": [{"name": "acme", "keys": [hash_of("acme-1")]}]}

@@ -1,4 +1,4 @@
-"""Clients that leave, at every point of the walk: their seat is free at once, and no engine computes for them."""
+"""Clients that leave at any point: their place is free at once, and no engine computes for them."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ async def test_clients_leave_enough_descriptors_for_the_backends(
         for _, writer in wires:
             stack.callback(writer.transport.abort)
         first = {asyncio.create_task(reader.readline()): writer for reader, writer in wires}
-        # Who is refused is told at once. The kernel chooses a worker by a hash, which leaves neither without enough.
+        # A refused client learns it at once. The kernel chooses a worker by a hash, so that each gets enough of them.
         await until(lambda: sum(one.done() for one in first) == len(wires) - allowed * workers, START_MAX_S)
         assert {one.result()[9:12] for one in first if one.done()} == {b"503"}
         inside = {one: writer for one, writer in first.items() if not one.done()}

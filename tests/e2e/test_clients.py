@@ -1,4 +1,4 @@
-"""What real clients send, as it was recorded and then shortened: what they are told, and what the engine gets of it.
+"""What real clients send, recorded and shortened: what they get back, and what the engine gets.
 
 `make compat` runs the clients themselves.
 """

@@ -1,4 +1,4 @@
-"""Pages of other origins: what a browser is told, on whichever answer, and that nobody is told anything unasked."""
+"""Pages of other origins: what a browser gets with any answer, and that other clients get no such fields."""
 
 from __future__ import annotations
 

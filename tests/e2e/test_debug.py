@@ -1,4 +1,4 @@
-"""What those who run the proxy can find out: the page on the queue, and the log of decisions and its replay."""
+"""What operators can find out: the page of the queue, and the decision log and its replay."""
 
 from __future__ import annotations
 

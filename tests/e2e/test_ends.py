@@ -1,4 +1,4 @@
-"""Ends that look alike from outside and must not be told alike."""
+"""Ends of requests that look alike to the client and must have different outcomes."""
 
 from __future__ import annotations
 

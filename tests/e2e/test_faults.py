@@ -317,7 +317,7 @@ async def test_a_request_that_waits_in_a_lost_engine_is_served_by_another() -> N
         await until(lambda: proxy.app.pools.backends["b1"].health.down)
         async with proxy.stream() as running:
             await running.content.readany()
-            # Read as it comes: aiohttp forgets what nobody has read when it meets an end that is none.
+            # Read as it comes: aiohttp drops what was not read when it meets a broken end.
             ran = asyncio.create_task(all_of(running))
             waiting = [asyncio.create_task(proxy.post(CHAT, body)) for body in (STREAM, HELLO)]
             await until(lambda: proxy.replicas[0].in_flight == 3)

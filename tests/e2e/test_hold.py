@@ -52,7 +52,7 @@ async def test_a_client_may_ask_for_a_shorter_hold() -> None:
 
 async def test_a_request_that_meets_a_dead_process_is_held_for_the_next_one() -> None:
     async with serving(FAST, queue=HOLD, poll={"interval_s": 5.0, "page_interval_s": 5.0}) as proxy:
-        # The polls have not noticed: the request is the first to find nobody there.
+        # The polls have not noticed: the request is the first to find no backend there.
         proxy.replicas[0].faults.set("refuse")
         asked = proxy.waiting(STREAM)
         await until(lambda: proxy.queued == 1)

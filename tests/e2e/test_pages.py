@@ -191,7 +191,7 @@ OWN = {
 
 
 def spellings(path: str) -> list[str]:
-    """Ways to write a path that somebody between a client and an engine might take for the path itself."""
+    """Ways to write a path that a server between a client and an engine might take for the path itself."""
     first, rest = path[1], path[2:]
     return [
         path, path + "/", path + "//", "/" + path, "/." + path, "/v1/.." + path, "/v1/completions/../.." + path,

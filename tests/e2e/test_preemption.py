@@ -1,4 +1,4 @@
-"""A request that was sent out too early for its rank comes back, and nobody notices but the one who needed its seat."""
+"""Preemption: a request without a first byte gives its place to one of a higher band; its client does not notice."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ async def test_two_runs_of_a_coding_agent_find_one_cache(http: aiohttp.ClientSes
                 return answer.headers["x-llmproxy-backend"], cached, cached + usage["input_tokens"]
 
         for _ in range(4):
-            # Two prompts by turns: who went by load alone would send the second run elsewhere half the time.
+            # Two prompts by turns: by load alone, the second run would go elsewhere half the time.
             prompts = [f"{secrets.token_hex(8)}: " + "Be careful with files. " * 350 for _ in range(2)]
             firsts = [await run(prompt) for prompt in prompts]
             seconds = [await run(prompt) for prompt in reversed(prompts)][::-1]

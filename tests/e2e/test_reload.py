@@ -214,7 +214,7 @@ async def test_every_part_uses_the_new_configuration(tmp_path: Path, monkeypatch
         assert proxy.sent().headers["authorization"] == "Bearer engine-2"
         seen = proxy.replicas[0].requests_seen
         await until(lambda: is_poll(seen[-1]) and seen[-1].headers["authorization"] == "Bearer engine-2")
-        # Who is gone is not told to load anything again, and nobody waits for it.
+        # A removed backend gets no order to load again, and no request waits for it.
         await rewrite(proxy, **key, backends=proxy.told["backends"][:1])
         await until(lambda: list(proxy.app.pools.backends) == ["b0"])
         (sql,) = (await proxy.get("/debug/adapters")).json["adapters"]
@@ -246,7 +246,7 @@ async def test_a_drained_backend_ends_its_streams_and_comes_back(tmp_path: Path)
                 assert (await proxy.chat()).backend != busy
             assert seen_chats(proxy, busy) == before
             assert await stream.content.readany()
-            # A reload does not undo what somebody asked for.
+            # A reload does not undo a drain that was asked for.
             await rewrite(proxy, api_keys=[])
             assert (await states(proxy))[busy] == "drained"
             assert proxy.metric("llmproxy_backend_drained", backend=busy) == 1.0

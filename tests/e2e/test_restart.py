@@ -34,7 +34,7 @@ os.execve(sys.argv[2], sys.argv[2:], os.environ | {"LISTEN_PID": str(os.getpid()
 
 
 class Served:
-    """A `llmproxy serve` of its own, and whoever replaces it: they share one process group and one log."""
+    """A `llmproxy serve` and its successors: they share one process group and one log."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self.process = process
@@ -142,7 +142,7 @@ async def starting(tmp_path: Path, told: str) -> AsyncIterator[tuple[Served, Cal
         writer = None
         async with asyncio.timeout(START_MAX_S):
             while writer is None:
-                # Refused until somebody reads at the other end.
+                # Refused until the other end is read.
                 with suppress(OSError):
                     writer = os.fdopen(os.open(file, os.O_WRONLY | os.O_NONBLOCK), "w")
                 await asyncio.sleep(0.01)
@@ -390,7 +390,7 @@ async def test_clients_wait_in_a_socket_that_the_service_manager_holds(
             assert await waiting == (200, "")
 
 
-# --- a log that nobody reads ------------------------------------------------------------------------------------------
+# --- a log that is not read -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

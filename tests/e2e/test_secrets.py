@@ -1,4 +1,4 @@
-"""Keys and cookies: they open what they should, go no further, and nobody reads them anywhere afterwards."""
+"""Keys and cookies: they open what they should, are sent no further, and appear in no log and on no page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hidden(*shown: str) -> None:
             assert secret not in text
 
 
-# --- who reads them ---------------------------------------------------------------------------------------------------
+# --- where they appear ------------------------------------------------------------------------------------------------
 
 
 async def unauthorized(proxy: ProxyUnderTest) -> None:

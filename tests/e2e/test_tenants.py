@@ -154,7 +154,7 @@ async def test_without_tenants_any_response_can_be_continued() -> None:
         assert json.loads(proxy.sent().body or b"") == body
 
 
-# --- what answers tell of the fleet -----------------------------------------------------------------------------------
+# --- what answers show of the backends --------------------------------------------------------------------------------
 
 
 async def test_answers_name_their_backend_to_tenants_that_are_trusted_alone() -> None:

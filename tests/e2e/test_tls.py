@@ -1,4 +1,4 @@
-"""TLS on both legs, with certificates that are made for the test: who is believed, and what a renewal changes."""
+"""TLS to clients and to backends, with test certificates: which are trusted, and what a renewal changes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ async def test_a_proxied_answer_is_the_direct_answer(path: str, body: object) ->
     async with serving(FAST) as proxy:
         named = {"x-request-id": "the-same-id"}
         direct = await proxy.post(proxy.replicas[0].url + path, body, headers=named)
-        # The prefix cache remembers the direct request, and `usage` would tell.
+        # The prefix cache has the direct request, and `usage` would show it.
         await proxy.replicas[0].restart()
         proxied = await proxy.post(path, body, headers=named)
         assert comparable(proxied) == comparable(direct)
@@ -309,7 +309,7 @@ GZIP_HEAD = STREAM_HEAD.removesuffix(b"\r\n") + b"content-encoding: gzip\r\n\r\n
 
 
 class GzipHop:
-    """Compresses what passes, in whole chunks that can be unpacked as they come, as servers before an engine do."""
+    """Compresses answers in whole chunks that can be unpacked as they come, as servers before an engine do."""
 
     def __init__(self) -> None:
         self._packer = zlib.compressobj(wbits=31)

@@ -1,4 +1,4 @@
-"""Who waits, in which order, for how long, and what those are told who may not."""
+"""Which requests wait, in which order, for how long, and what refused ones get."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ async def test_a_waiting_request_outlasts_the_last_backend() -> None:
     async with serving_full() as (proxy, _):
         patient, hasty = proxy.waiting(), proxy.waiting(**{TTL: "800ms"})
         await until(lambda: proxy.queued == 2)
-        # As after a SIGTERM: the stream in the seat hangs until the polls prove that its backend is gone.
+        # As after a SIGTERM: the stream hangs until the polls show that its backend is gone.
         proxy.replicas[0].faults.set("hang")
         answer = await hasty
         assert (answer.status, proxy.outcomes()["expired_no_backends"]) == (503, 1)

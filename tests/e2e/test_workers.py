@@ -1,4 +1,4 @@
-"""Relay workers as the processes that they are: one queue for all, and nobody else is hurt when one of them dies."""
+"""Relay workers as processes: one queue for all, and only its own requests end when one of them dies."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def test_all_workers_are_one_proxy(backend: Replica, tmp_path: Path) -> No
                 assert page.status == 404, "it is as if the client itself had asked"
             async with http.post(url + "/metrics") as page:
                 assert (page.status, page.headers["allow"]) == (405, "GET, HEAD")
-        # A name that nobody knows is learned by all of them at once.
+        # All of them learn an unknown name at once.
         assert await alone(url, HELLO | {"model": "other"}) == 404
         file.write_text(file.read_text() + "models: [{name: other, target: base}]\n")
         process.process.send_signal(signal.SIGHUP)
@@ -150,7 +150,7 @@ async def test_all_workers_are_one_proxy(backend: Replica, tmp_path: Path) -> No
         assert process.events("stopped")[0]["all_requests_finished"]
 
 
-# --- whoever has the clients, they see the same -----------------------------------------------------------------------
+# --- the same with and without workers --------------------------------------------------------------------------------
 
 HEAD_MAX, FIELDS_MAX = 4000, 20
 BOTH = f"""
@@ -314,7 +314,7 @@ async def test_a_worker_that_is_killed_takes_only_its_own_requests_along(backend
             cut = lost["requests"]
             assert 0 < cut < MANY
             await until(lambda: sum(one.broken for one in opened) == cut)
-            # The engine was left too: it computes for nobody who is gone.
+            # The engine computes nothing for clients that are gone.
             await until(lambda: backend.in_flight == MANY - cut, START_MAX_S)
             await reached(url, "llmproxy_in_flight_requests", MANY - cut)
             await reached(url, "llmproxy_requests_total", cut, outcome="internal")
@@ -323,7 +323,7 @@ async def test_a_worker_that_is_killed_takes_only_its_own_requests_along(backend
             await until(lambda: all(one.read_bytes > before for one, before in others), START_MAX_S)
             await until(lambda: len(workers(process)) == 2, START_MAX_S)
             assert witness in workers(process)
-            # Those who come to the socket of the dead one wait in it for the new one.
+            # Clients on the socket of the dead one wait in it for the new one.
             assert Counter([await alone(url) for _ in range(MANY)]) == {200: MANY}
             assert not any(one.broken for one, _ in others)
         process.process.send_signal(signal.SIGTERM)
@@ -337,7 +337,7 @@ async def test_a_drain_waits_for_the_streams_of_all_workers(backend: Replica, tm
             process.process.send_signal(signal.SIGTERM)
             await process.event("draining")
             async with asyncio.timeout(START_MAX_S):
-                # Workers hear of it one by one, a moment later.
+                # Workers learn of it one by one, a moment later.
                 while {await alone(url) for _ in range(MANY)} != {503}:
                     pass
             async with http.get(url + "/ready") as ready, http.get(url + "/health") as health:

@@ -1,4 +1,4 @@
-"""Clients that speak another protocol than the port they come to: they and the log are told what to do."""
+"""Clients that speak another protocol than the port: they and the log get a hint what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Misbehaviours of replicas and clients, and what befalls fleets, in random order, for as long as is asked for.
+"""Misbehaviours of replicas and clients, and events of backends, in random order, for as long as is asked for.
 
 Run `make chaos`, or `python -m tests.faults.chaos --minutes 10 --seed 1`: one seed is one order of plays. Every play
 starts a proxy, must come to what its definition says, and is checked for what it leaves behind, as in the tests; at the

@@ -127,7 +127,7 @@ async def pipelining(proxy: ProxyUnderTest, _: Engine) -> str:
 
 
 async def pipelined_flood(proxy: ProxyUnderTest, engine: Engine) -> str:
-    """A thousand more requests behind one whose answer nobody reads."""
+    """A thousand more requests behind one whose answer is not read."""
     async with proxy.wire(raw_post(ENDLESS) + raw_post(HELLO) * 1000) as (reader, _writer):
         answer = await reader.readuntil(b"\r\n\r\n")
         await engine.blocked()

@@ -20,7 +20,7 @@ PAGE = b'vllm:num_requests_running{model_name="base"} %b\nvllm:num_requests_wait
 
 
 async def huge(peer: Peer, _: bytes) -> None:
-    """A page of 100 MB, as long as somebody reads it."""
+    """A page of 100 MB, as long as it is read."""
     await peer.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 104857600\r\n\r\n")
     for _n in range(1600):
         await peer.send(b"x" * 65536)

@@ -54,7 +54,7 @@ class Misbehaviour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """What came back on one connection. `whole` tells that it ended as its own framing says."""
+    """What came back on one connection. `whole`: it ended as its own framing says."""
 
     status: int
     headers: Mapping[str, str]
@@ -129,7 +129,7 @@ async def read_answer(reader: asyncio.StreamReader) -> Received:
 
 @asynccontextmanager
 async def faulty_house(fault: Misbehaviour, alone: bool) -> AsyncIterator[tuple[ProxyUnderTest, Scripted | Replica]]:
-    """A proxy whose `b0` misbehaves as told, and whose `b1`, unless `alone`, does not."""
+    """A proxy whose `b0` misbehaves, and whose `b1`, unless `alone`, does not."""
     config = {**QUICK, **fault.config}
     async with AsyncExitStack() as stack:
         bad: Scripted | Replica

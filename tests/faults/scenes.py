@@ -1,4 +1,4 @@
-"""What may befall a fleet while it serves, and what must come of each: scenes of several steps, on real sockets."""
+"""What may happen to backends while they serve, and what must come of it: scenes of several steps, on real sockets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Story:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """`act` starts a proxy and tells what came of it; `story`, `outcomes` of all requests, and `events`, what the log
+    """`act` starts a proxy and returns what came of it; `story`, `outcomes` of all requests, and `events`, what the log
     tells of the fleet from the time when the proxy runs, are what must."""
 
     name: str
@@ -142,7 +142,7 @@ async def frozen(stage: Stage) -> Story:
     }
     async with serving(FAST, FAST, **IN_TURN, **config) as proxy:
         stage.opened()
-        # The other goes on speaking: in a pool that falls silent as a whole nobody is taken for hung.
+        # The other goes on: in a pool that falls silent as a whole, no backend is taken for hung.
         async with proxy.stream() as running, proxy.stream() as other:
             await running.content.readany()
             stuck = proxy.replica(running.headers["x-llmproxy-backend"])
@@ -150,7 +150,7 @@ async def frozen(stage: Stage) -> Story:
             pages = proxy.app.pools.backends[name]
             await until(lambda: pages.reading is not None and pages.reading.running)
             stuck.faults.set("frozen")
-            # Read as it comes: aiohttp forgets what nobody has read when it meets an end that is none.
+            # Read as it comes: aiohttp drops what was not read when it meets a broken end.
             ran = asyncio.create_task(end_of(running))
             asked = [asyncio.create_task(proxy.chat(STREAM)) for _ in range(6)]
             answers = list(await asyncio.gather(*asked))

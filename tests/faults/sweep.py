@@ -1,4 +1,4 @@
-"""Cancel a walk at each of its waits, one run after the other, until one comes through.
+"""Cancel a request at each of its waits, one run after the other, until one comes through.
 
 A client may leave at any moment, and every await is one. Two moments matter at each: while it waits, and in the turn of
 the loop in which it would have gone on, when what it waited for (a lease, a connection) has been given to it and would
@@ -27,13 +27,13 @@ class Swept:
     """Runs a coroutine and cancels its task at its `at`-th wait. `waits` counts them."""
 
     def __init__(self, context: Any, at: int, moment: Moment) -> None:
-        self._walk = context
+        self._request = context
         self._at = at
         self._moment = moment
         self.waits = 0
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        context = self._walk.__await__()
+        context = self._request.__await__()
         resume: Callable[[], Any] = lambda: next(context)  # noqa: E731 - it is replaced for every resumption
         while True:
             try:
@@ -45,7 +45,7 @@ class Swept:
                 self._cancel(waited_for)
             try:
                 value = yield waited_for
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the walk
+            except BaseException as error:  # noqa: BLE001 - any exception is for the request
                 resume = lambda error=error: context.throw(error)  # type: ignore[misc]  # noqa: E731
             else:
                 resume = lambda value=value: context.send(value)  # type: ignore[misc]  # noqa: E731
@@ -61,13 +61,13 @@ class Swept:
 
 
 def sweep(patch: pytest.MonkeyPatch, handler: RequestHandler, at: int, moment: Moment) -> list[Swept]:
-    """Cancel the next walks at their `at`-th wait; the walks are in the list."""
+    """Cancel the next requests at their `at`-th wait; they are in the list."""
     serve: Callable[[Route, Any], Awaitable[Any]] = type(handler).serve.__get__(handler)
-    walks: list[Swept] = []
+    runs: list[Swept] = []
 
     async def swept(route: Route, http: Any) -> Any:
-        walks.append(Swept(serve(route, http), at, moment))
-        return await walks[-1]
+        runs.append(Swept(serve(route, http), at, moment))
+        return await runs[-1]
 
     patch.setattr(handler, "serve", swept)
-    return walks
+    return runs

@@ -1,4 +1,4 @@
-"""Writes docs/reference/faults.md: every misbehaviour is played, and the table tells what was observed.
+"""Writes docs/reference/faults.md: every misbehaviour is played, and the table has what was observed.
 
 Run `python -m tests.faults.table`; it takes about a minute. With `--print` the page goes to standard output.
 """

@@ -1,4 +1,4 @@
-"""Bugs of the proxy itself: one 500 in the dialect of the endpoint, the whole story in the log, and nothing lost."""
+"""Bugs of the proxy itself: one 500 in the dialect of the endpoint, a traceback in the log, and nothing lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def boom(*_: Any, **__: Any) -> Any:
 
 
 def told(answer: Answer, log: list[Any]) -> bool:
-    """Whether the client got the one error, and the log has its story under the same id."""
+    """Whether the client got the one error, and the log has its traceback under the same id."""
     error = answer.json["error"]
     assert (answer.status, "its log has the story" in error["message"]) == (500, True)
     stories = [line for line in log if line["event"] == "internal"]

@@ -1,4 +1,4 @@
-"""Replicas that answer polls wrongly: who serves goes on to be asked, and who is ill is back with one good answer."""
+"""Replicas that answer polls wrongly: a serving one stays up, and a failing one is back with one good answer."""
 
 from __future__ import annotations
 

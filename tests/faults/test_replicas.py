@@ -1,4 +1,4 @@
-"""Every way in which a replica may misbehave: what its client saw, whom it was blamed on, and what the log said."""
+"""Every way in which a replica may misbehave: what its client saw, the verdict, and the log."""
 
 from __future__ import annotations
 

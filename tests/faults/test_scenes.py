@@ -1,4 +1,4 @@
-"""What may befall a fleet: what its clients saw, what its replicas saw, and what the log said of it."""
+"""What may happen to backends: what clients saw, what replicas saw, and the log."""
 
 from __future__ import annotations
 

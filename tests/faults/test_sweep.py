@@ -1,4 +1,4 @@
-"""Whoever leaves, at whichever wait of its walk: its seat is free, its engine stops, and the next one is served."""
+"""A client may leave at any wait of its request: its place is free, its engine stops, and the next one is served."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def large_answers() -> AsyncIterator[ProxyUnderTest]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is swept: `crowd` requests at a time, so that with one seat all but one of them wait."""
+    """What is swept: `crowd` requests at a time, so that with one place all but one of them wait."""
 
     name: str
     opened: Callable[[], Any]
@@ -79,14 +79,14 @@ async def test_leaving_at_every_wait(case: Case, moment: Moment, monkeypatch: py
         sent = 0
         for at in range(1, WAITS_MAX):
             with monkeypatch.context() as patch:
-                walks = sweep(patch, proxy.app.handler, at, moment)
+                runs = sweep(patch, proxy.app.handler, at, moment)
                 await asyncio.gather(*(one(proxy, case) for _ in range(case.crowd)))
                 await proxy.settled()
             sent += case.crowd
-            assert len(walks) == case.crowd
+            assert len(runs) == case.crowd
             proxy.check()
             assert sum(proxy.outcomes().values()) == sent, "one outcome for each, whoever left"
-            if max(context.waits for context in walks) < at:
+            if max(context.waits for context in runs) < at:
                 break
         else:
             pytest.fail("no end of waits")
@@ -102,7 +102,7 @@ async def one(proxy: ProxyUnderTest, case: Case) -> None:
 
 
 async def test_the_sweep_is_one_of_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness itself: a walk with six waits is cancelled at each of them, and comes through then."""
+    """The harness itself: a request with six waits is cancelled at each of them, and then comes through."""
 
     class Room:
         taken: list[int]
@@ -118,8 +118,8 @@ async def test_the_sweep_is_one_of_every_wait(monkeypatch: pytest.MonkeyPatch) -
     for at in range(1, 8):
         room.taken = []
         with monkeypatch.context() as patch:
-            walks = sweep(patch, room, at, Moment.RESUMED)  # type: ignore[arg-type]
+            runs = sweep(patch, room, at, Moment.RESUMED)  # type: ignore[arg-type]
             task = asyncio.ensure_future(room.serve(None, None))
             await asyncio.wait([task])
-        seen.append((task.cancelled(), len(room.taken), walks[0].waits))
+        seen.append((task.cancelled(), len(room.taken), runs[0].waits))
     assert seen == [(at < 7, (at - 1) // 2, min(at, 6)) for at in range(1, 8)]

@@ -1,4 +1,4 @@
-"""The decision log: what a line holds, who is in the sample, and that no disk ever holds up or fails a request."""
+"""The decision log: what a line holds, which requests it samples, and that no disk holds up or fails a request."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_second_start_leaves_no_line_empty(path: Path) -> None:
 
 
 class Disk(FileIO):
-    """A file whose next writes go as `plans` say; each is told of the bytes, and None means as usual."""
+    """A file whose next writes are done by `plans`; each gets the bytes, and None means as usual."""
 
     def __init__(self, path: Path, *plans: Callable[[FileIO, Any], int] | None) -> None:
         super().__init__(path, "ab")

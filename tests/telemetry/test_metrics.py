@@ -1,4 +1,4 @@
-"""The metrics page: what one request adds to it, what it says of the fleet, and that the manual tells the truth."""
+"""The metrics page: what one request adds to it, its gauges, and that the manual is right."""
 
 from __future__ import annotations
 

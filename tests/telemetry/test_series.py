@@ -1,4 +1,4 @@
-"""Series of our own are told and shown as the library's are."""
+"""Our own series are counted and shown as the library's are."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def sent_by_sdk(raw: bytes) -> dict[str, Any]:
 
 
 def by_hand(content: str = SAID, *calls: str) -> dict[str, Any]:
-    """The message as those write it who send back no more than they must."""
+    """The message as clients write it that send back no more than they must."""
     functions = [{"name": "get_weather", "arguments": call} for call in calls]
     made = [{"id": "x", "type": "function", "function": function} for function in functions]
     return {"role": "assistant", "content": content} | ({"tool_calls": made} if calls else {})
@@ -198,7 +198,7 @@ ITEMS = [item.to_dict() for item in Response.construct(**RESPONSE).output]
 
 
 class Reading:
-    """A house of answers, and what it told."""
+    """Kept answers, and what was read of them."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Grant, tuple[int, ...]]] = []

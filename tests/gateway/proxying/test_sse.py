@@ -251,7 +251,7 @@ def test_an_endless_event_is_let_go_and_not_kept(monkeypatch: pytest.MonkeyPatch
         (b'ed"}],"usage": {"prompt_tokens":5,"completion_tokens":2,"prompt_tokens_details":null},"x":1}', Usage(5, 2)),
         (b'{"usage":{"prompt_tokens":6,"total_tokens":6,"completion_tokens":0}}', Usage(6, 0)),
         (b'{"usage":{"prompt_tokens":6,"total_tokens":6}}', Usage(6, 0)),
-        # As vLLM tells of a prompt of 294 tokens: nothing of it cached, and most of it.
+        # As vLLM reports a prompt of 294 tokens: nothing of it cached, and most of it.
         (
             b'{"content":[],"usage":{"input_tokens":6,"output_tokens":4,"cache_creation_input_tokens":288,'
             b'"cache_read_input_tokens":0}}',

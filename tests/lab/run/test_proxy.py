@@ -1,4 +1,4 @@
-"""One request in a replay: what the proxy is told, when it gives up, and what it charges."""
+"""One request in a replay: what the proxy knows, when it gives up, and what it charges."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_predictions_are_held_against_the_time_at_the_backend() -> None:
     assert (found.ttft_mape, found.tpot_p90_coverage) == (None, None)
 
 
-# --- what the proxy is told -------------------------------------------------------------------------------------------
+# --- what the proxy knows ---------------------------------------------------------------------------------------------
 
 
 def test_the_proxy_hears_nothing_of_an_answer_before_it_has_ended(calls: SchedulerCalls) -> None:
