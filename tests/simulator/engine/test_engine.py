@@ -56,15 +56,12 @@ def test_step_time_is_the_published_formula() -> None:
     engine.add(wanted("c", 200, 3, hashed=False))
     engine.step()
     assert engine.step().duration_s == pytest.approx(decode_ms / 1000)
-
-
-def test_pessimism_makes_prefill_tokens_dearer_and_decodes_not() -> None:
     dear = replace(H100, prefill_factor=1.9)
     assert dear.step_s(0, 0, [(0, 8000)]) > 1.7 * H100.step_s(0, 0, [(0, 8000)])
     assert dear.step_s(100, 1000, []) == H100.step_s(100, 1000, [])
 
 
-def test_a_long_prompt_is_cut_at_the_token_budget_while_others_decode() -> None:
+def test_a_token_budget_cuts_prompts_while_others_decode() -> None:
     engine = Engine(H100, step_tokens=512)
     engine.add(wanted("short", 10, 50, hashed=False))
     engine.step()
@@ -73,9 +70,6 @@ def test_a_long_prompt_is_cut_at_the_token_budget_while_others_decode() -> None:
     results = [engine.step() for _ in range(3)]
     assert [result.prefill_tokens for result in results] == [511, 511, 1200 - 2 * 511 + 10]
     assert [result.emitted for result in results] == [("short",), ("short",), ("short", "long", "behind")]
-
-
-def test_the_token_budget_is_shared_by_all_prompts_of_a_step() -> None:
     engine = Engine(H100, step_tokens=512)
     for name in ("a", "b", "c"):
         engine.add(wanted(name, 300, hashed=False))
@@ -362,7 +356,7 @@ def test_time_per_output_token_is_that_of_a_real_h100(rate_rps: float, tpot_ms: 
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_the_books_agree_after_anything(data: st.DataObject) -> None:
+def test_state_agrees_with_a_recount_after_anything(data: st.DataObject) -> None:
     engine = Engine(
         H100,
         max_num_seqs=data.draw(st.integers(1, 6)),
