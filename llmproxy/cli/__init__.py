@@ -6,10 +6,10 @@ from llmproxy.lifecycle import early_signals
 
 
 def main() -> None:
-    """Run the command line. `serve` minds signals before anything else is imported."""
+    """Run the command line. `serve` handles signals before it imports anything else."""
     if sys.argv[1:2] == ["serve"]:
         early_signals.remember()
-        # Whatever it says from now on, of a wrong configuration too, must not wait for somebody to read it.
+        # From now on no output may block on a slow reader, not even that of a wrong configuration.
         from llmproxy.telemetry.logs import write_by_thread
 
         write_by_thread()

@@ -1,4 +1,4 @@
-"""`python -m llmproxy.cli.child ARGS` is `llmproxy ARGS` that also ends when its standard input does.
+"""`python -m llmproxy.cli.child ARGS` is `llmproxy ARGS`, but also ends when its standard input ends.
 
 A parent that holds the other end of that pipe cannot leave this process behind, however the parent ends.
 """
@@ -16,7 +16,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 def _end_with_standard_input() -> None:
-    """End this process, by SIGTERM and then by force, once nobody holds the other end of its standard input."""
+    """End this process, by SIGTERM and then by force, when its standard input ends."""
 
     def watch() -> None:
         while os.read(0, 4096):

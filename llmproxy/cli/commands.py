@@ -128,12 +128,11 @@ def serve(
     raise typer.Exit(run(settled, Reread(watched, read) if watched is not None else None))
 
 
-@app.command(cls=PanelHelp, short_help="Say what is wrong with a configuration file.")
+@app.command(cls=PanelHelp, short_help="Report the problems of a configuration file.")
 def check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file.")]) -> None:
-    """Say everything that is wrong with a configuration file, and start nothing. Exits with 2 if anything is.
+    """Report all problems of a configuration file without starting anything. The exit code is 2 if there is one.
 
-    Settings that do nothing beside the others are told as well, and are not wrong. Only the file is looked at, no
-    LLMPROXY_* variable.
+    Settings without an effect and old names of keys are warnings. Only the file is read, no LLMPROXY_* variable.
     """
     try:
         config = load(file)
@@ -178,9 +177,9 @@ def hash_key(
         bool, typer.Option("--new", help="Make a random key instead, and print it before its hash.")
     ] = False,
 ) -> None:
-    """Print what a configuration holds instead of a client's key, which is read from standard input.
+    """Read a client's key from standard input, and print its hash for the configuration.
 
-    There is no argument for the key: other users of a machine can read those of its running programs.
+    The key is no argument, because other users of the machine can read the arguments of running programs.
     """
     if new:
         key = f"llmproxy-{secrets.token_urlsafe(32)}"
@@ -248,12 +247,12 @@ def replica(
         raise typer.Exit(1) from None
 
 
-@app.command(cls=PanelHelp, short_help="Look at it: simulated vLLM servers, the proxy, some traffic.")
+@app.command(cls=PanelHelp, short_help="Try it: simulated vLLM servers, the proxy, some traffic.")
 def demo(
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port of the proxy; 0: a free one.")] = 8080,
     replicas: Annotated[int, typer.Option(metavar="N", min=1, max=16, help="Simulated vLLM servers to start.")] = 3,
 ) -> None:
-    """Start simulated vLLM servers and the proxy, send some traffic, and tell what happens, until Ctrl-C."""
+    """Start simulated vLLM servers and the proxy, send some traffic, and show what happens, until Ctrl-C."""
     from llmproxy.demo import run_demo
 
     raise typer.Exit(run_demo(port, replicas))

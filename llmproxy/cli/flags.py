@@ -1,4 +1,4 @@
-"""The flags of `serve` and the variables beside them: the key that each sets, and words for those that set none."""
+"""The flags and variables of `serve`: the key that each sets, and messages for unknown ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llmproxy.lifecycle.sockets import PREDECESSOR
 
 PREFIX = "LLMPROXY_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
-"""Names the file, as --config does."""
+"""Names the configuration file, as --config does."""
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, DRAINED, PREDECESSOR})
-"""Variables that set no key; by all but the first a process speaks to its successor."""
+"""Variables that set no key. With all but the first, a process informs its successor."""
 OF_KUBERNETES = re.compile(
     rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-"""What every pod gets for a Service whose name begins with llmproxy; nobody's wish, as is a port like tcp://..."""
+"""Variables that Kubernetes sets in each pod for a Service whose name begins with llmproxy. They are ignored."""
 ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--retry-max-retries": ("retry.extra_attempts",),
     "--max-instance-failover-reroute-attempts": ("retry.extra_attempts",),
 }
-"""Shorter names of flags, and those that users of other routers know, with the keys that mean the same here."""
+"""Short names of flags, and flags of other routers, with the keys that they set."""
 
 SHORT = ("--backend", "--api-key", "--placement", "--fairness")
 """Short names that the help shows in place of the flag of the key."""
@@ -57,7 +57,7 @@ COMMON: Mapping[str, tuple[str, ...]] = {
 
 PLACEMENTS_ELSEWHERE = {"roundrobin": "round_robin"} | {name.replace("_", "-"): name for name in PLACEMENT_PRESETS}
 LIST_SEPARATORS = {"backends": re.compile(r"[,\s]+"), "api_keys": re.compile(r"\s+")}
-"""What divides the items of a list in one text; a comma may well be part of somebody's API key."""
+"""Separators of list items in one text. An API key may contain a comma."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def flag_of(key: str) -> str:
 
 
 OLD_FLAGS = {Flag(flag_of(old), (new.key,)): Flag(flag_of(new.key), (new.key,)) for old, new in OLD_KEYS.items()}
-"""Flags of keys that have a new name, with those of today."""
+"""Flags of old keys, with the flags of the new ones."""
 FLAGS = (*(Flag(flag_of(key), (key,)) for key in keys()), *(Flag(name, ALIASES[name]) for name in ALIASES), *OLD_FLAGS)
 
 SHOWN = {key: flag_of(key) for key in keys()} | {ALIASES[name][0]: name for name in SHORT}
@@ -91,13 +91,13 @@ BACKENDS = next(flag for flag in FLAGS if flag.keys == ("backends",))
 
 
 def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Override]:
-    """What flags or variables, each with its origin and texts, put over the file. Raises ConfigError."""
+    """The overrides of flags or variables, given with their origin and texts. Raises ConfigError."""
     found: dict[str, Override] = {}
     for flag, origin, texts in given:
         for key in flag.keys:
             earlier = found.get(key)
             if key in LIST_SEPARATORS:
-                # An empty text stays an item, to be refused: `--api-key ""` must not quietly let everybody in.
+                # An empty text stays an item and is refused: `--api-key ""` must not accept every client.
                 items = [item for text in texts for item in (_items(LIST_SEPARATORS[key], text) or [text])]
                 if earlier:
                     items, origin = [*earlier.value, *items], f"{earlier.origin}, {origin}"
@@ -119,9 +119,9 @@ def _items(separator: re.Pattern[str], text: str) -> list[str]:
 
 
 def from_environment(environment: Mapping[str, str]) -> list[Override]:
-    """What variables put over the file. Raises ConfigError for each that is not known.
+    """The overrides of variables. Raises ConfigError with all unknown ones.
 
-    An empty one says nothing, but for that of the keys: a secret that came out empty must not let everybody in.
+    An empty variable is ignored, except that of API keys: an empty secret must not accept every client.
     """
     ours = {name: text for name, text in environment.items() if name.startswith(PREFIX) and not _injected(name, text)}
     known = {flag.variable: flag for flag in FLAGS}
@@ -143,27 +143,27 @@ def _of_variable(name: str, known: Sequence[str]) -> str:
 
 
 def from_flags(flags: Mapping[str, Sequence[str] | str | None], urls: Sequence[str]) -> list[Override]:
-    """What flags, by their parameters, and plain arguments put over the file. Raises ConfigError."""
+    """The overrides of flags, given by parameter, and of plain arguments. Raises ConfigError."""
     given = [(flag, flag.name, flags.get(flag.parameter)) for flag in FLAGS]
     texts = [(flag, name, [value] if isinstance(value, str) else value or []) for flag, name, value in given]
     return _overrides(one for one in [*texts, (BACKENDS, "URL", urls)] if one[2])
 
 
 def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """One line for each of `arguments` that is a flag of other programs or of a key that only a file can hold."""
+    """One line for each flag of another program, and of a key that only a file can hold."""
     names = dict.fromkeys(word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments))
     return [f"{name}: {told}" for name in names if name not in known and (told := what_to_write(name))]
 
 
 def what_to_write(flag: str) -> str | None:
-    """What to write instead of a flag that `serve` has not; None where only its spelling can be wrong."""
+    """What to write instead of an unknown flag, None if it can only be misspelled."""
     if places := _ONLY_IN_FILES.get(flag):
         return f"only a file can hold {' or '.join(places)}: write it into the one that --config names"
     return instead_of(flag)
 
 
 def _only_in_files() -> dict[str, list[str]]:
-    """Keys that no flag can hold, by the names that one might try: the whole key, or its last part."""
+    """Keys that only a file can hold, by the flags that a user might try: the whole key, or its last part."""
     found: dict[str, list[str]] = {}
     for key in keys_of_files():
         for name in dict.fromkeys((flag_of(key.replace("[]", "")), flag_of(key.rpartition(".")[2]))):

@@ -1,4 +1,4 @@
-"""How two configurations differ, and what of a new one can be gone by while the proxy runs."""
+"""What differs between two configurations, and which changes need a restart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDS_RESTART = frozenset(
         "state_file",
         "plugins",
         "reload",
-        # Policies keep accounts, ranks and learned rates in terms of these, for everything that waits or runs.
+        # Policies keep state that depends on these, for every request that waits or runs.
         "scheduling.fairness",
         "scheduling.ordering",
         "scheduling.placement",
@@ -36,15 +36,15 @@ NEEDS_RESTART = frozenset(
         "scheduling.seed",
     }
 )
-"""Keys that are read once, when the proxy starts."""
+"""Keys and sections that are read only when the proxy starts."""
 SECRET = frozenset({"api_keys", "backend_api_key", "admin_key", "api_key", "keys", "hash", "cache_salt"})
-"""Keys whose values no log shows, not even as hashes."""
+"""Keys whose values are never logged, not even as hashes."""
 TEXT_CHARS_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key that differs, with its values as texts; None where it is not there, and nothing of a secret."""
+    """One changed key, with both values as text. None stands for a missing value, and for both values of a secret."""
 
     key: str
     old: str | None
@@ -59,12 +59,12 @@ class Change:
 
 
 def changes_between(old: Config, new: Config) -> list[Change]:
-    """Every key whose value differs. Entries of lists are known by their `name`, and one that is new is told whole."""
+    """Every key whose value differs. List entries are compared by their `name`; a new entry is one change."""
     return list(_differences(_plain(old), _plain(new), ""))
 
 
 def with_reloadable(old: Config, new: Config) -> Config:
-    """`new`, with what needs a restart as it is in `old`."""
+    """`new`, but with the old value of each key that needs a restart."""
     top = {key: getattr(old, key) for key in NEEDS_RESTART if "." not in key}
     for section in {key.partition(".")[0] for key in NEEDS_RESTART if "." in key}:
         was = getattr(old, section)
@@ -79,7 +79,7 @@ def read_at_start(key: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Sections and lists of named ones as mappings; all else as it is."""
+    """Sections, and lists of named sections, as mappings; any other value unchanged."""
     if isinstance(value, Section):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, tuple) and value and all(isinstance(one, Section) and hasattr(one, "name") for one in value):
@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Named(dict[str, Any]):
-    """The entries of a list, by their names."""
+    """The entries of a list by name."""
 
 
 def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:
@@ -100,7 +100,7 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[Change]:
     elif isinstance(old, Mapping) and isinstance(new, Mapping):
         yield from _by_name(old, new, key)
     elif isinstance(old, _Named) or isinstance(new, _Named):
-        # A list that was empty, or is now.
+        # An empty list is a tuple, whatever its entries would be.
         yield from _by_name(old or _Named(), new or _Named(), key)
     else:
         yield Change(key, _text(old), _text(new))

@@ -1,4 +1,4 @@
-"""The whole configuration: its sections, and what must hold between them."""
+"""The whole configuration, and the checks between its sections."""
 
 from __future__ import annotations
 
@@ -157,12 +157,12 @@ class Config(Section):
     @field_validator("plugins")
     @classmethod
     def _imported(cls, plugins: tuple[str, ...]) -> tuple[str, ...]:
-        """Import them now: `scheduling`, which is validated later, may name policies that they register."""
+        """Import the plugins now: `scheduling`, validated later, may name policies that they register."""
         problems: list[Problem] = []
         for i, module in enumerate(plugins):
             try:
                 import_module(module)
-            except Exception as error:  # noqa: BLE001 - whatever somebody's module does wrong, it is told with its place
+            except Exception as error:  # noqa: BLE001 - any error of a plugin is reported with its place
                 problems.append(((i,), f"{module!r} cannot be imported: {type(error).__name__}: {error}"))
         report(problems)
         return plugins
@@ -196,7 +196,7 @@ class Config(Section):
         problems += (unknown := _unknown(tenants, "criticality", info) + _unknown(tenants, "band_max", info))
         if "bands" in info.data and not unknown:
             problems += _above_their_ceiling(tenants, info.data["bands"])
-        # Hashes are compared and never repeated: they belong into no log.
+        # A message must not repeat a hash, because it may be logged.
         first = {hash_of(key): "one of api_keys" for key in info.data.get("api_keys", ())}
         for i, tenant in enumerate(tenants):
             for j, key in enumerate(tenant.keys):
@@ -253,7 +253,7 @@ class Config(Section):
         return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Another process that is handed this configuration needs the policies that its plugins register, too."""
+        """Import the plugins: another process that gets this configuration needs their policies."""
         super().__setstate__(state)
         for module in self.plugins:
             import_module(module)
@@ -273,16 +273,16 @@ class Config(Section):
         return DEFAULT if criticality is None else band_of(criticality_of(criticality), self.bands)
 
     def band_names(self) -> dict[int, str]:
-        """The name by which logs and metrics call each named band."""
+        """The name of each named band in logs and metrics."""
         names = {level: name for name, level in self.bands.items()}
         return names | {CRITICAL: "critical", DEFAULT: "default", SHEDDABLE: "sheddable"}
 
     def ceilings(self) -> dict[int, float]:
-        """Ceilings by band: those given, over the defaults."""
+        """Ceilings by band: the given ones over the defaults."""
         return {**CEILINGS, **self.by_band(self.scheduling.ceilings)}
 
     def by_band(self, section: Mapping[str, float]) -> dict[int, float]:
-        """A mapping of the configuration whose keys name bands, by band."""
+        """A mapping with names of bands as keys, by band."""
         return {self.band(name): value for name, value in section.items()}
 
     def needs_key(self) -> bool:
@@ -291,7 +291,7 @@ class Config(Section):
 
 
 class BackendsFile(Section):
-    """What the file that `discovery.file` names holds."""
+    """The content of the file that `discovery.file` names."""
 
     backends: tuple[Annotated[BackendConfig, from_text("url")], ...]
 
@@ -305,7 +305,7 @@ class BackendsFile(Section):
 
 
 def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
-    """Backends of one list with a URL or a name that another of them has."""
+    """Backends with the URL or the name of another backend."""
     urls, names = [backend.url for backend in backends], [backend.name for backend in backends]
     problems = repeated(urls, "url")
     told = {place[0] for place, _ in problems}
@@ -315,8 +315,8 @@ def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
 def _unknown(
     entries: Iterable[ModelConfig | ObjectiveConfig | TenantConfig], key: str, info: ValidationInfo
 ) -> list[Problem]:
-    """What is no band among the values of `key`."""
-    # Bands that are wrong themselves are missing here: they are reported once, not again at every use.
+    """The values of `key` that are no band."""
+    # Wrong bands are missing here. They are reported once, not at every use.
     if "bands" not in info.data:
         return []
     return unknown_bands((((i, key), getattr(entry, key)) for i, entry in enumerate(entries)), info.data["bands"])

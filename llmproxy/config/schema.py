@@ -1,4 +1,4 @@
-"""What may be configured, section by section: every key with its kind of value, its default and what it means.
+"""The sections of the configuration: every key with its type, default and meaning.
 
 The description of a field is the only place where a key is explained: the help of its flag and its comment in
 `config.example.yaml` repeat it.
@@ -51,7 +51,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _nothing_below_is_default(cls, data: Any) -> Any:
-        """A section, list or mapping of which every line is commented out is null in YAML, and means its default."""
+        """Treat null as the default of a section, list or mapping: YAML gives null if all its lines are comments."""
         if not isinstance(data, dict):
             return data
         below = {name for name, field in cls.model_fields.items() if _holds_lines(field) and not may_be_null(field)}
@@ -138,12 +138,12 @@ class BackendConfig(Section):
 
     @property
     def by_https(self) -> bool:
-        """It is reached by TLS."""
+        """Whether the proxy connects by TLS."""
         return self.url.removeprefix(DNS).removeprefix(SRV).startswith("https:")
 
     @property
     def looked_up(self) -> bool:
-        """It stands for all servers that DNS names, each of which gets what is configured here."""
+        """Whether DNS names the servers. Each of them gets this configuration."""
         return self.url.startswith((DNS, SRV))
 
 

@@ -1,4 +1,4 @@
-"""From the configuration to what the core may be told."""
+"""The settings of the core from the configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettin
 
 
 def settings_of(config: Config) -> Settings:
-    """What the core needs to know of a configuration."""
+    """The settings of the core."""
     scheduling, health = config.scheduling, config.health
     return Settings(
         **_same_names(Settings, scheduling, but=("ceilings", "min_shares")),
@@ -38,17 +38,17 @@ def _same_names(settings: type, section: Section, but: Sequence[str] = ()) -> di
 
 
 def tenant_limit(name: str) -> str:
-    """What the usage limit of a tenant is called in `Settings.limits` and `Request.limits`."""
+    """The name of a tenant's usage limit in `Settings.limits` and `Request.limits`."""
     return f"tenant:{name}"
 
 
 def model_limit(name: str) -> str:
-    """What the usage limit of a name that clients ask for is called there."""
+    """The name of the usage limit of a model there."""
     return f"model:{name}"
 
 
 def _limits(config: Config) -> dict[str, UsageLimit]:
-    """The limits of those tenants and models that have any."""
+    """The limits of all tenants and models that have any."""
     entries = [(tenant_limit(tenant.name), tenant.limits) for tenant in config.tenants]
     entries += [(model_limit(model.name), model.limits) for model in config.models]
     return {

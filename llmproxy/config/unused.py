@@ -1,4 +1,4 @@
-"""Settings that are sound and yet do nothing beside the others: told by `llmproxy check`, and no error."""
+"""Settings that are correct but have no effect beside the others. `llmproxy check` warns of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from llmproxy.config.config import Config
 from llmproxy.config.schema import ModelConfig, ObjectiveConfig, TenantConfig
 
 WEIGHTLESS = frozenset({"fcfs", "round_robin"})
-"""Fairness policies that look at no weights; those of plugins may."""
+"""Fairness policies that ignore weights."""
 COUNTING = frozenset({"fair_share", "locality_fair_share"})
-"""Fairness policies that share out what is charged."""
+"""Fairness policies that divide what is charged."""
 DEFAULTS = Config()
 
 
 def find_unused(config: Config) -> list[Problem]:
-    """Every such setting, by its place in the configuration, and why nothing comes of it."""
+    """The place of every such setting, and why it has no effect."""
     return _weights(config) + _objectives(config) + _tls(config) + _unread(config)
 
 
@@ -58,13 +58,13 @@ def _objectives(config: Config) -> list[Problem]:
 
 
 def _unread(config: Config) -> list[Problem]:
-    """Keys with another value than their default that nothing reads, because what would is not chosen."""
+    """Keys with a changed value that nothing reads, because another policy or feature is chosen."""
     # A policy of a plugin may read any key of its section.
     rules = {} if config.plugins else _read_by_policies(config)
     rules["decision_log_sample"] = config.decision_log is not None, "there is no decision_log"
     rules["admin.host"] = config.admin.port is not None, "there is no admin.port"
     rules["retry.budget_ratio"] = config.retry.extra_attempts > 0, "retry.extra_attempts is 0"
-    # Where there is no backend yet, flags may bring one.
+    # Without a backend in the file, flags may add one.
     looked_up = not config.backends or any(backend.looked_up for backend in config.backends)
     for key in ("dns_interval_s", "gone_after"):
         rules[f"discovery.{key}"] = looked_up, "the url of no backend begins with dns+ or srv+"
@@ -81,7 +81,7 @@ def _unread(config: Config) -> list[Problem]:
 
 
 def _read_by_policies(config: Config) -> dict[str, tuple[bool, str]]:
-    """Whether a key of `scheduling` is read by the policies that are chosen, and what to say where it is not."""
+    """For keys of `scheduling`: whether the chosen policies read it, and the reason if they do not."""
     chosen = config.scheduling
     fairness, ordering = f"fairness is {chosen.fairness}", f"ordering is {chosen.ordering}"
     counts = chosen.fairness in COUNTING or bool(chosen.min_shares)

@@ -1,4 +1,4 @@
-"""The kinds of values that a configuration holds, and the words for a value that is not of its kind."""
+"""The types of values in a configuration, and the message for each wrong value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TypeName(str):
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """The member of `known` (not empty) that looks most like `word`."""
+    """The word of `known` (not empty) that is most similar to `word`."""
     return get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]
 
 
@@ -71,7 +71,7 @@ def _no_bool(value: object) -> object:
 
 
 def integer_of(text: object) -> int | None:
-    """The integer that `text` is or spells, None where it is neither."""
+    """The integer that a value is or spells, else None."""
     if isinstance(text, str) and re.fullmatch(r"\s*[-+]?\d{1,9}\s*", text):
         return int(text)
     return text if isinstance(text, int) and not isinstance(text, bool) else None
@@ -100,7 +100,7 @@ def networks_of(value: object) -> tuple[Network, ...]:
 
 
 def words_of(networks: tuple[Network, ...]) -> str:
-    """What `networks_of` reads as these networks."""
+    """These networks as text, which `networks_of` reads."""
     word = next((word for word, meant in TRUST_WORDS.items() if meant == networks), None)
     return word or ", ".join(map(str, networks))
 
@@ -124,11 +124,11 @@ def base_url(value: str) -> str:
 
 
 DNS, SRV = "dns+", "srv+"
-"""What stands before the URL of a backend that is looked up: all addresses of a host, or what its SRV records name."""
+"""Prefixes of a URL that DNS resolves: to all addresses of a host, or to its SRV records."""
 
 
 def backend_url(value: str) -> str:
-    """The base URL of one server, or with `dns+` or `srv+` before it of all that DNS names."""
+    """The base URL of one server; with the prefix `dns+` or `srv+`, of all servers that DNS names."""
     prefix = next((prefix for prefix in (DNS, SRV) if value.lower().startswith(prefix)), "")
     url = base_url(value[len(prefix) :])
     if prefix == DNS and url.startswith("https"):
@@ -156,13 +156,12 @@ SESSIONS = (
     "header:x-session-affinity",
     "body:prompt_cache_key",
 )
-"""Where the session of a request is named unless configured: by hand, by Claude Code, by Codex, by aiperf, and by other
-clients of OpenAI's API."""
+"""Default places of the session: set by hand, by Claude Code, by Codex, by aiperf, by other clients of OpenAI's API."""
 
 
 def session_of(value: str) -> str:
     place, _, name = value.partition(":")
-    # Names of header fields know no case; those of cookies and of members of a body do.
+    # Names of header fields ignore case; those of cookies and of body members do not.
     place, name = place.lower(), name.lower() if place.lower() == "header" else name
     if place in SESSION_PLACES and re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII):
         return f"{place}:{name}"
@@ -173,7 +172,7 @@ def session_of(value: str) -> str:
 
 
 def origin_of(value: str) -> str:
-    """What a browser says of pages from one place (`Origin`), or `*` for all of them."""
+    """An origin as browsers send it in the header `Origin`, or `*` for all origins."""
     if value == "*":
         return value
     example = "; write it like https://app.example"
@@ -194,7 +193,7 @@ def origin_of(value: str) -> str:
 
 
 def listed(value: object) -> object:
-    """The items of a list that is written as one text, with commas."""
+    """The items of a list, also if it is one text with commas."""
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
@@ -204,19 +203,19 @@ def is_api_key(text: str) -> bool:
 
 
 def hash_of(key: str) -> str:
-    """What a configuration holds instead of a client's key."""
+    """The hash of a client's key, which a configuration holds in its place."""
     return f"sha256:{sha256(key.encode()).hexdigest()}"
 
 
 def key_hash(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"sha256:[0-9a-fA-F]{64}", value):
         return value.lower()
-    # What was written here may be a key, and is therefore not repeated.
+    # The value may be a key, so the message must not repeat it.
     raise ValueError("should be sha256: and 64 hex digits; `llmproxy hash-key` makes that of a key")
 
 
 def moment_of(value: object) -> datetime:
-    """A date, which means its first moment, or a timestamp; in UTC where it names no zone."""
+    """A timestamp, or the first moment of a date; in UTC if it names no time zone."""
     if isinstance(value, str) and re.match(r"\d{4}-\d\d-\d\d", value):
         try:
             moment = datetime.fromisoformat(value.strip())
@@ -233,7 +232,7 @@ def salt_of(value: str) -> str:
 
 
 def prompt_range(value: tuple[int, int]) -> tuple[int, int]:
-    """A least and a most number of tokens."""
+    """A range of tokens: [from, to]."""
     if value[0] > value[1]:
         raise ValueError(f"should be [from, to] with from at most to, such as [1, 4000], not {list(value)}")
     return value
@@ -246,7 +245,7 @@ def module_name(value: str) -> str:
 
 
 def from_text(key: str) -> BeforeValidator:
-    """Lets an entry that is a mapping be written as the plain text of its one indispensable key."""
+    """Accept plain text in place of a section, as the value of its required key."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
