@@ -37,7 +37,7 @@ from llmproxy.lifecycle.sockets import Sockets
 from llmproxy.telemetry.decisions import DecisionLog, open_to_append
 from llmproxy.telemetry.metrics import BackendState, LiveState, Metrics, QueueState
 from llmproxy.upstream.client import HttpUpstream
-from llmproxy.upstream.peers import Peers
+from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.tls import peers_tls
 from llmproxy.workers.page import answer_page
 from llmproxy.workers.supervisor import WorkerSupervisor
@@ -170,16 +170,16 @@ async def running(
     async with AsyncExitStack() as stack:
         pools = _pools(config)
         backend_log = BackendLog(pools)
-        peers = Peers()
-        stack.push_async_callback(peers.close)
-        proxy = await _wired(stack, config, reread, pools, backend_log, peers)
+        endpoints = Endpoints()
+        stack.push_async_callback(endpoints.close)
+        proxy = await _wired(stack, config, reread, pools, backend_log, endpoints)
         backend_log.expect(backend.name for backend in _configured(config))
         proxy.registry.drain_on_join(drained)
         if limits is not None:
             proxy.registry.recall_limits(limits.read())
             await stack.enter_async_context(background_task(limits.follow(proxy.registry.known_limits)))
         proxy.look_for_backends()
-        await stack.enter_async_context(background_task(peers.follow_authorities()))
+        await stack.enter_async_context(background_task(endpoints.follow_authorities()))
         if proxy.reloader is not None and config.reload == "watch":
             await stack.enter_async_context(background_task(proxy.reloader.watch()))
         # Requests that are cut on the way out still return their lease and report their end; then the rest may close.
@@ -195,21 +195,26 @@ async def running(
 
 
 async def _wired(
-    stack: AsyncExitStack, config: Config, reread: Reread | None, pools: Pools, backend_log: BackendLog, peers: Peers
+    stack: AsyncExitStack,
+    config: Config,
+    reread: Reread | None,
+    pools: Pools,
+    backend_log: BackendLog,
+    endpoints: Endpoints,
 ) -> Proxy:
     """All parts of a proxy that does not listen yet. They stop when the stack is left."""
     now = asyncio.get_running_loop().time
     metrics = Metrics(lambda: _live_state(proxy, now()))
     dispatcher = Dispatcher(pools, on_decision=metrics.decided, on_news=backend_log.health_changed)
-    upstream = await stack.enter_async_context(HttpUpstream(peers, connections_max()))
+    upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
     decisions = _decision_log(config, metrics, now())
     if decisions is not None:
         stack.push_async_callback(asyncio.to_thread, decisions.close)
     # Polls keep connections of their own. A request that opens a new one fails early where the machine is gone, and
     # goes to another backend without any risk.
-    polls = await stack.enter_async_context(HttpUpstream(peers))
+    polls = await stack.enter_async_context(HttpUpstream(endpoints))
     events = BackendEvents(dispatcher, [backend_log, PollCounter(metrics)])
-    registry = BackendRegistry(dispatcher, polls, events, config.poll, config.backend_api_key, peers)
+    registry = BackendRegistry(dispatcher, polls, events, config.poll, config.backend_api_key, endpoints)
     stack.push_async_callback(registry.close)
     gateway = Gateway.build(config, registry.backends, upstream, dispatcher, pools.estimator, metrics, decisions)
     adapters = Adapters(pools)
@@ -220,7 +225,7 @@ async def _wired(
     stack.push_async_callback(keeper.close)
     events.observers.append(keeper)
     found = Discovery(
-        registry, dispatcher.expects_backends, metrics.looked, (partial(addresses, peers.resolver), services)
+        registry, dispatcher.expects_backends, metrics.looked, (partial(addresses, endpoints.resolver), services)
     )
     stack.push_async_callback(found.close)
     admin_pages = AdminPages(config, dispatcher, adapters, now)

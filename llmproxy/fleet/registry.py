@@ -22,7 +22,7 @@ from llmproxy.core.snapshot import BackendStatus
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.poller import Poller
-from llmproxy.upstream.peers import Peers
+from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Upstream
 from llmproxy.upstream.tls import peers_tls
 
@@ -53,7 +53,7 @@ class _Member:
 class BackendRegistry:
     """The backends, with the poller of each, which runs until the backend is removed or `close` is called.
 
-    `peers` is kept up to date for the clients that send requests. `events` gets all events of polls, and every removal.
+    `endpoints` is kept up to date for the clients that send requests. `events` gets all events of polls and removals.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class BackendRegistry:
         events: BackendObserver,
         poll: PollConfig,
         api_key: str | None,
-        peers: Peers,
+        endpoints: Endpoints,
     ) -> None:
-        self._peers = peers
+        self._endpoints = endpoints
         self._dispatcher = dispatcher
         self._pools: Pools = dispatcher.pools
         self._upstream = upstream
@@ -171,7 +171,7 @@ class BackendRegistry:
                 urls.add(backend.url)
         # Wanted backends come last, so that a URL belongs to them and not to a backend that leaves.
         staying = (backend for backend, _ in wanted.values())
-        self._peers.replace([*(one for name, one in self._backends.items() if name not in wanted), *staying])
+        self._endpoints.replace([*(one for name, one in self._backends.items() if name not in wanted), *staying])
         for source, name in sorted(clashes - self._clashes):
             _log.warning("backend_listed_twice", backend=name, ignored_from=source)
         self._clashes = clashes
@@ -230,7 +230,7 @@ class BackendRegistry:
         # No await from here on, so that no request can be sent to the empty backend meanwhile.
         member.polling.cancel()
         del self._members[name], self._backends[name], self._pollers[name]
-        self._peers.replace(self._backends.values())
+        self._endpoints.replace(self._backends.values())
         self._pools.remove_backend(name)
         self._events.removed(name)
         self._dispatcher.reconsider()

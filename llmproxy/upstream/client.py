@@ -16,7 +16,7 @@ from yarl import URL
 from llmproxy.lifecycle.descriptors import lack_of
 from llmproxy.upstream import http1
 from llmproxy.upstream.connection import BackendConnection, ConnectionDropped, HttpExchange
-from llmproxy.upstream.peers import Peers
+from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Body, ConnectFailed, Headers, LocalFailure
 from llmproxy.upstream.tls import PeerTls
 
@@ -37,11 +37,11 @@ _Destination = tuple[str, PeerTls | None]
 class HttpUpstream:
     """The upstream port over HTTP/1.1. Closed by `close` or by leaving its block.
 
-    `peers` says how to reach and trust backends. Beyond `connections_max`, idle connections make room for new ones.
+    `endpoints` says how to reach and trust backends. Beyond `connections_max`, idle connections make room for new ones.
     """
 
-    def __init__(self, peers: Peers | None = None, connections_max: int = sys.maxsize) -> None:
-        self._peers = peers or Peers()
+    def __init__(self, endpoints: Endpoints | None = None, connections_max: int = sys.maxsize) -> None:
+        self._endpoints = endpoints or Endpoints()
         self._connections_max = connections_max
         self._connections: set[BackendConnection] = set()
         # The last one is the freshest and is used first, so that the others time out when they are not needed. The key
@@ -81,7 +81,7 @@ class HttpUpstream:
         url = URL(base_url)
         size_bytes = sum(map(len, body))
         head = _head(url, method, path_qs, headers, size_bytes)
-        to = base_url, self._peers.tls.get(base_url)
+        to = base_url, self._endpoints.tls.get(base_url)
         kept = self._kept(to)
         if kept is not None:
             sent_s = asyncio.get_running_loop().time()
@@ -105,7 +105,7 @@ class HttpUpstream:
         found: list[aiohappyeyeballs.AddrInfoType] = []
         try:
             async with asyncio.timeout(timeout_s):
-                found = await self._peers.resolver.connectable(url.raw_host or "", url.port or 80)
+                found = await self._endpoints.resolver.connectable(url.raw_host or "", url.port or 80)
                 sock = await aiohappyeyeballs.start_connection(
                     found, happy_eyeballs_delay=OTHER_ADDRESS_AFTER_S, loop=loop
                 )

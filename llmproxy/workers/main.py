@@ -28,7 +28,7 @@ from llmproxy.lifecycle import GC_THRESHOLDS
 from llmproxy.lifecycle.descriptors import clients_of_process, connections_max
 from llmproxy.telemetry import logs
 from llmproxy.upstream.client import HttpUpstream
-from llmproxy.upstream.peers import Peers
+from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import Upstream
 from llmproxy.workers import protocol
 from llmproxy.workers.channel import TO_WORKER, Channel
@@ -84,13 +84,13 @@ class _Worker:
     """The gateway of a worker, and what each message of the scheduler changes in it."""
 
     def __init__(
-        self, name: str, config: Config, channel: Channel[protocol.ToWorker], upstream: Upstream, peers: Peers
+        self, name: str, config: Config, channel: Channel[protocol.ToWorker], upstream: Upstream, endpoints: Endpoints
     ) -> None:
         self._channel = channel
         self._calls = Calls(channel)
         self._dispatcher = RemoteDispatcher(channel, self._calls)
         self._estimator = RemoteEstimator(channel)
-        self._peers = peers
+        self._endpoints = endpoints
         self._backends: dict[str, BackendConfig] = {}
         gateway = self._gateway = Gateway.build(
             config, self._backends, upstream, self._dispatcher, self._estimator, RemoteMetrics(channel),
@@ -135,7 +135,7 @@ class _Worker:
         self._backends.clear()
         self._backends.update((backend.name, backend) for backend in backends)
         try:
-            self._peers.replace(backends)
+            self._endpoints.replace(backends)
         except ConfigError as error:
             _log.error("backend_not_trusted", problems=list(error.problems))
 
@@ -178,12 +178,12 @@ async def _serve(end: socket.socket) -> int:
     try:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(_close_link, link)
-            peers = Peers()
-            stack.push_async_callback(peers.close)
-            upstream = await stack.enter_async_context(HttpUpstream(peers, connections_max()))
-            worker = _Worker(start.name, config, link.channel, upstream, peers)
+            endpoints = Endpoints()
+            stack.push_async_callback(endpoints.close)
+            upstream = await stack.enter_async_context(HttpUpstream(endpoints, connections_max()))
+            worker = _Worker(start.name, config, link.channel, upstream, endpoints)
             link.handle_by(worker.handle, worker.lost)
-            await stack.enter_async_context(background_task(peers.follow_authorities(quiet=True)))
+            await stack.enter_async_context(background_task(endpoints.follow_authorities(quiet=True)))
             await stack.enter_async_context(background_task(worker.report_held_bytes()))
             stack.push_async_callback(worker.handler.idle.wait)
             opened = [socket.socket(fileno=fd) for fd in start.fds]

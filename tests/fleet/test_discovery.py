@@ -19,7 +19,7 @@ from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.poller import Poller
 from llmproxy.fleet.registry import BackendRegistry, MemberState
 from llmproxy.upstream.client import HttpUpstream
-from llmproxy.upstream.peers import Peers
+from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.resolver import Resolver
 from tests.core.make import pools, request
 
@@ -153,18 +153,18 @@ def test_service_records_need_their_library(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def peers() -> Peers:
-    return Peers()
+def endpoints() -> Endpoints:
+    return Endpoints()
 
 
 @pytest.fixture
-async def registry(peers: Peers) -> AsyncIterator[BackendRegistry]:
-    async with HttpUpstream(peers) as upstream:
+async def registry(endpoints: Endpoints) -> AsyncIterator[BackendRegistry]:
+    async with HttpUpstream(endpoints) as upstream:
         # Nobody listens behind these names; the polls find nothing, and tell nobody.
-        one = BackendRegistry(Dispatcher(pools({})), upstream, BackendObserver(), PollConfig(), None, peers)
+        one = BackendRegistry(Dispatcher(pools({})), upstream, BackendObserver(), PollConfig(), None, endpoints)
         yield one
         await one.close()
-        await peers.close()
+        await endpoints.close()
 
 
 def told(registry: BackendRegistry) -> dict[str, tuple[str, str]]:
@@ -216,12 +216,14 @@ async def test_a_backend_of_two_sources_stays_while_either_wants_it(
     assert not registry.pollers
 
 
-async def test_trust_follows_the_backend_that_is_wanted_at_a_url(registry: BackendRegistry, peers: Peers) -> None:
+async def test_trust_follows_the_backend_that_is_wanted_at_a_url(
+    registry: BackendRegistry, endpoints: Endpoints
+) -> None:
     def at(name: str, url: str, server_name: str) -> BackendConfig:
         return BackendConfig(name=name, url=url, tls=BackendTlsConfig(server_name=server_name))
 
     def trusted() -> dict[str, str | None]:
-        return {url: peer.server_name for url, peer in peers.tls.items()}
+        return {url: peer.server_name for url, peer in endpoints.tls.items()}
 
     def end(name: str, lease: int) -> None:
         registry._pools.backends[name].release(lease, Verdict.SERVED, 1.0)
@@ -247,7 +249,7 @@ async def test_trust_follows_the_backend_that_is_wanted_at_a_url(registry: Backe
     end("b", 7)
     registry.update("config", [])
     await until(lambda: not told(registry))
-    assert not peers.tls
+    assert not endpoints.tls
 
 
 async def test_authorities_are_not_read_again_where_a_source_says_the_same(

@@ -17,7 +17,7 @@ from llmproxy.config import BackendTlsConfig
 from llmproxy.upstream import connection as connection_module
 from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.connection import ConnectionDropped, HttpExchange
-from llmproxy.upstream.peers import Peers
+from llmproxy.upstream.endpoints import Endpoints
 from llmproxy.upstream.port import ConnectFailed, Exchange, InvalidResponse, LocalFailure, UpstreamBroken
 from llmproxy.upstream.resolver import Address, Resolver
 from llmproxy.upstream.tls import PeerTls
@@ -189,7 +189,7 @@ async def test_an_unresolved_name_is_no_failure_of_the_backend(server: RawServer
         return known[host]
 
     url = server.url.replace("127.0.0.1", "gpu.test")
-    async with HttpUpstream(Peers(Resolver(look_up))) as upstream:
+    async with HttpUpstream(Endpoints(Resolver(look_up))) as upstream:
         with pytest.raises(LocalFailure, match=r"the name gpu\.test does not resolve: Temporary failure") as caught:
             await post(upstream, url)
         assert "gpu.test" not in caught.value.message
@@ -692,13 +692,17 @@ async def test_idle_connections_make_room_the_oldest_first(server: RawServer) ->
 
 async def test_a_kept_connection_is_not_used_after_a_change_of_trust(server: RawServer) -> None:
     server.script = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-    peers = Peers()
-    async with HttpUpstream(peers) as upstream:
+    endpoints = Endpoints()
+    async with HttpUpstream(endpoints) as upstream:
         for connections in (1, 2, 3):
             for reused in (False, True):
                 exchange = await post(upstream, server.url)
-                assert (exchange.reused, await read_all(exchange), len(server.peers)) == (reused, b"ok", connections)
-            peers.tls[server.url] = PeerTls(ssl.create_default_context(), BackendTlsConfig(), None)
+                assert (exchange.reused, await read_all(exchange), len(server.peers)) == (
+                    reused,
+                    b"ok",
+                    connections,
+                )
+            endpoints.tls[server.url] = PeerTls(ssl.create_default_context(), BackendTlsConfig(), None)
 
 
 @pytest.mark.parametrize(

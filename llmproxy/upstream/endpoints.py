@@ -17,9 +17,9 @@ LOOK_S = 2.0
 _log = structlog.get_logger()
 
 
-class Peers:
-    """What connections to all backends need: `resolver` knows their hosts, `tls` says by base URL how to trust those
-    that are reached by https. Any other URL is trusted as this machine trusts anybody. Ended by `close`.
+class Endpoints:
+    """The endpoints of all backends: `resolver` knows their hosts, `tls` says by base URL how to trust those that are
+    reached by https. Any other URL is trusted by the authorities of this machine. Ended by `close`.
     """
 
     def __init__(self, resolver: Resolver | None = None) -> None:
