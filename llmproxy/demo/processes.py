@@ -55,7 +55,7 @@ class _Process:
             self.tail.append(line.decode(errors="replace").rstrip())
         await self.handle.wait()
 
-    def obituary(self) -> str:
+    def last_lines(self) -> str:
         said = "\n".join(f"  {line}" for line in self.tail) or "  (nothing)"
         return f"{self.name} ended with exit code {self.handle.returncode}; its last lines:\n{said}"
 
@@ -113,7 +113,7 @@ class Processes:
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._first_to_die.done():
-                raise DemoError(self._first_to_die.result().obituary())
+                raise DemoError(self._first_to_die.result().last_lines())
             return task.result()
         finally:
             task.cancel()

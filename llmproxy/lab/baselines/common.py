@@ -1,4 +1,4 @@
-"""What the baselines share: who can be chosen, what was given out and not yet returned, and the blocks of a prompt."""
+"""What the baselines share: candidate backends, requests in flight, and the blocks of a prompt."""
 
 from __future__ import annotations
 

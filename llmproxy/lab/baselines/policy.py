@@ -27,7 +27,7 @@ class Surroundings:
     """What a baseline may use beside the views: `prompts` of the live requests by request id, and a clock.
 
     `kv_events()` subscribes to the engines' KV events. It answers with a function from a request id to the tokens of
-    that prompt that each backend is known to have cached, as far as events have come; who has none is left out.
+    that prompt that each backend is known to have cached, as far as events have come; those without any are left out.
     """
 
     rng: Random

@@ -30,7 +30,7 @@ class KvEvents:
             world.replicas[name].subscribe(line)
 
     def cached_tokens(self, request_id: str) -> dict[str, int]:
-        """How many tokens of a live request's prompt each replica is known to have cached; who has none is left out."""
+        """How many tokens of a live request's prompt each replica is known to have cached, if any."""
         # Booking a request needs the same answer as placing it, and looking at every replica takes a while.
         key = request_id, self._clock()
         if key != self._found_for:

@@ -24,7 +24,7 @@ LATE = "late_"
 """Prefix of our own waiting room around a preset whose plain name belongs to a baseline that binds at once."""
 ORACLE = "oracle"
 NOT_HERE = ("placement", "weights", "min_shares", "seed")
-"""Keys of `scheduling` that cannot follow a policy's name, which is the placement; the rest is too rich for a word."""
+"""Keys of `scheduling` that cannot follow a policy's name, which is the placement, or are too complex for one value."""
 CEILED = ("critical", "default", "sheddable")
 """The bands of `ceilings=1/0.95/0.85`, in its order."""
 

@@ -170,7 +170,7 @@ class CentralQueue:
         self._free_s = [-inf] * servers
 
     def wait_s(self, at_s: float, service_s: float) -> float:
-        """How long who comes at `at_s`, not before the one before, waits to be served for `service_s`."""
+        """How long a request waits that comes at `at_s`, not before the previous one, and takes `service_s`."""
         wait_s = max(0.0, self._free_s[0] - at_s)
         heapreplace(self._free_s, at_s + wait_s + service_s)
         return wait_s

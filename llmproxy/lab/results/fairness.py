@@ -42,7 +42,7 @@ class ServiceDifference:
         self._ended[tenant] = self._ended.get(tenant, 0.0) + service
 
     def look(self, under_way: Mapping[str, float], backlogged: Mapping[str, None]) -> None:
-        """`under_way` is the service of requests that are not over yet, `backlogged` who is backlogged; both by tenant.
+        """`under_way` is the service of unfinished requests by tenant, `backlogged` has the backlogged tenants.
         To be called every `LOOK_EVERY_S`.
         """
         for tenant in backlogged:

@@ -77,7 +77,7 @@ class Sketch:
         return [(value, rank / self.count) for value, rank in highest.items()]
 
     def _rank(self, share: float) -> int:
-        # A product such as 0.07 * 100 lies a hair above its true value and must not count as the next rank.
+        # A product such as 0.07 * 100 is slightly above its true value and must not count as the next rank.
         return max(1, math.ceil(share * self.count - 1e-9))
 
     def _at_ranks(self, ranks: list[int]) -> list[float]:

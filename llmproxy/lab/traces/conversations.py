@@ -48,7 +48,7 @@ def multi_round_chat(
 
     A prompt is a system prompt that all users share, a history of this user's own, and the dialogue so far. A user asks
     every users/rate seconds, `rounds` times; one joins in every (rounds-1)/rate seconds, so that `users` are there at
-    any time and the rate is rate*rounds/(rounds-1). Those who joined before the start are in the midst of their rounds.
+    any time and the rate is rate*rounds/(rounds-1). Users who joined before the start are amid their rounds.
     When exactly a user joins is drawn, beyond the published definition, so that seeds differ. `closed` makes a user
     wait for each answer and then the same time again. Raises TraceError.
     """
@@ -104,7 +104,7 @@ def interactive_chat(
     block_tokens: int = 16,
     seed: int = 0,
 ) -> Trace:
-    """Interactive chat of inference-perf's catalogue: people who read each answer before they write on.
+    """Interactive chat of inference-perf's catalogue: people who read each answer before they reply.
 
     A dialogue begins with a prompt that all share and a context of its own (log-normal, mean `context_tokens`); after
     each answer its user thinks for a log-normal time (mean `think_s`, 5 to 300 s). Dialogues begin as a Poisson process

@@ -80,7 +80,7 @@ class Routes:
             response = self._json(request, shown, error.status)
         finally:
             status = 499 if response is None else response.status
-            # Any word can be a method, and every method seen is a series.
+            # A method can be any word, and every one would be a series.
             method = request.method if request.method in hdrs.METH_ALL else "OTHER"
             self._service.metrics.requests[(handler_path, method, f"{status // 100}xx")] += 1
         return response

@@ -165,7 +165,7 @@ def chat_tokens(messages: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _without_header(part: object) -> object:
-    """A part of a system message without the line in which Claude Code says who it is, another in each run."""
+    """A part of a system message without the line in which Claude Code identifies itself, which differs in each run."""
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str) or not text.startswith("x-anthropic-billing-header"):
         return part
