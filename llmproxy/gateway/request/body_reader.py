@@ -188,18 +188,10 @@ def _assembled(
     chain: Chain | None,
 ) -> ParsedBody:
     sequences = _sequences(fields, sizes)
-    return ParsedBody(
-        facts=_facts(fields, sizes, kind, sequences),
-        kind=kind,
-        body=body,
-        stream_options=fields.get("stream_options", ABSENT),
-        members=members,
-        chain=chain,
-        sessions=sessions,
-        kept={name: fields[name] for name in KEPT if name in fields} if kind is BodyKind.RESPONSES else {},
-        guarded=guarded,
-        sequences=sequences,
-    )
+    facts = _facts(fields, sizes, kind, sequences)
+    kept = {name: fields[name] for name in KEPT if name in fields} if kind is BodyKind.RESPONSES else {}
+    options = fields.get("stream_options", ABSENT)
+    return ParsedBody(facts, kind, body, options, members, chain, sessions, kept, guarded, sequences)
 
 
 def read_form(body: bytes, content_type: str, session_members: Sequence[str] = ()) -> Slices[ParsedBody]:
@@ -348,5 +340,8 @@ def _scanned_text(body: bytes, member: Member) -> Any:
 
 
 def _sessions(fields: Mapping[str, Any], members: Sequence[str]) -> dict[str, str]:
-    named = ((name, fields.get(name)) for name in members)
-    return {name: text for name, text in named if isinstance(text, str) and 0 < len(text) <= SESSION_CHARS_MAX}
+    return {
+        name: text
+        for name in members
+        if isinstance(text := fields.get(name), str) and 0 < len(text) <= SESSION_CHARS_MAX
+    }

@@ -126,7 +126,8 @@ class ParsedBody:
             self._set(SALT, orjson.dumps(salt), edits, added)
         if added:
             start = self.body.index(b"{") + 1
-            last = b"" if _CLOSES.match(self.body, start) else b","
+            # A body that streams says so in a member, so it is not empty.
+            last = b"" if not self.facts.stream and _CLOSES.match(self.body, start) else b","
             edits.append((start, start, b",".join(added) + last))
         return Spliced(_spliced(self.body, sorted(edits)), usage is not None)
 
