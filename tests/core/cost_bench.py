@@ -23,7 +23,7 @@ BASE_S = 0.03
 STEP_S = 0.01
 
 
-class Stand:
+class CostBench:
     """A placement, the index that it asks, and the leases that it was told of."""
 
     def __init__(self, seed: int = 7, without: frozenset[str] = NONE) -> None:

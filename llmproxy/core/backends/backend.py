@@ -262,7 +262,7 @@ class Backend:
         self._view = None
 
     def release(self, lease: int, verdict: Verdict, now: float, output_tokens: int = 0) -> None:
-        """`output_tokens` are those of the whole answer, 0 where nobody counted them."""
+        """`output_tokens` are those of the whole answer, 0 where they were not counted."""
         if verdict is Verdict.BUSY:
             self.limit.refused(self.in_flight)
         booking = self._own.remove(lease, self.reading)

@@ -7,7 +7,7 @@ from math import ceil, floor
 from typing import Protocol
 
 PLATEAU_READINGS = 3
-"""Readings with somebody waiting that make a queue: a request that arrived between two steps waits for one reading."""
+"""Readings with waiting sequences that make a queue: a request that came between two steps waits for one reading."""
 PROVEN_READINGS = 2
 """The same where sequences can wait for nothing but a place in the batch."""
 UNPUBLISHED = 256

@@ -223,7 +223,7 @@ class Health:
             case Verdict.FAILED:
                 self._failed(was_probe, now)
             case Verdict.BUSY:
-                # If no other backend can take the work, an ejection helps nobody.
+                # If no other backend can take the work, an ejection is of no use.
                 if idle and (self.peers is None or self.peers.others_up(self)):
                     self._failed(was_probe, now)
                 self._blocked_until_s = max(self._blocked_until_s, now + BUSY_PAUSE_S)

@@ -66,8 +66,8 @@ class OutlierDetection:
     Failure: The Achilles' Heel of Cloud-Scale Systems", HotOS 2017.)
 
     The predictions are two times of the pool: seconds from booking to first byte per prompt token ahead, and seconds
-    per token of a stream. They are geometric means with bounded outliers, not the lines of `PoolRates`, because a
-    backend that becomes slow must not teach what is normal.
+    per token of a stream. They are geometric means with bounded outliers of observations that look normal, and not
+    the lines of `PoolRates` or `FirstToken`, because a backend that becomes slow must not teach what is normal.
     """
 
     def __init__(self, settings: HealthSettings, peers: Peers) -> None:

@@ -1,4 +1,4 @@
-"""Silences in which adapters are loaded, and those that they do not explain."""
+"""Silences that adapter loads explain, and silences that they do not."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PROMPT = request(stream=True)
 LORA = request(stream=True, adapter="lora")
 
 
-class Stand:
+class TwoBackends:
     """Two backends: `b` speaks all the time, `a` only when it is told to."""
 
     def __init__(self) -> None:
         peers = Peers(0.5)
         peers.members = {name: Health(HealthSettings()) for name in "ab"}
-        self.watch = OutlierDetection(HealthSettings(hung_s=HUNG_S, slow_factor=5.0), peers)
+        self.detection = OutlierDetection(HealthSettings(hung_s=HUNG_S, slow_factor=5.0), peers)
         self.now = 0.0
         self.slow = False
         self._leases = 0
@@ -32,20 +32,20 @@ class Stand:
 
     def book(self, asked: Request, backend: str = "a", cold: bool = False) -> int:
         self._leases += 1
-        self.watch.booked(self._leases, asked, Placed(backend, 0.0, (), 2), cold, self.now)
+        self.detection.booked(self._leases, asked, Placed(backend, 0.0, (), 2), cold, self.now)
         return self._leases
 
     def start(self, asked: Request, backend: str = "a", cold: bool = False) -> int:
         lease = self.book(asked, backend, cold)
-        self.watch.started(lease, self.now)
+        self.detection.started(lease, self.now)
         return lease
 
     def load(self, took_s: float) -> None:
         """One request whose adapter takes so long to load, from its booking to its end."""
         lease = self.book(LORA, cold=True)
         assert self.silent_until_hung(took_s) is None
-        self.watch.started(lease, self.now)
-        self.watch.finished(lease, self.now)
+        self.detection.started(lease, self.now)
+        self.detection.finished(lease, self.now)
 
     def silent_until_hung(self, limit_s: float, name: str = "a") -> float | None:
         """Seconds until `name` counts as hung; None where it does not within `limit_s`."""
@@ -53,8 +53,8 @@ class Stand:
         while self.now < began_s + limit_s:
             self.now += TICK_S
             self._tokens += 5
-            self.watch.progress(self._speaker, self._tokens, 1, None, self.now)
-            hung, slow = self.watch.outliers(self.now)
+            self.detection.progress(self._speaker, self._tokens, 1, None, self.now)
+            hung, slow = self.detection.outliers(self.now)
             self.slow |= name in slow
             if name in hung:
                 return self.now - began_s
@@ -62,80 +62,80 @@ class Stand:
 
 
 def test_unstarted_stream_may_wait_for_an_adapter_load() -> None:
-    stand = Stand()
-    stand.book(LORA, cold=True)
-    found_s = stand.silent_until_hung(60.0)
+    pool = TwoBackends()
+    pool.book(LORA, cold=True)
+    found_s = pool.silent_until_hung(60.0)
     assert found_s is not None
     # Nothing is known of loads yet, and a frozen backend must be found all the same.
     assert 5.0 < found_s <= MOST_S + HUNG_S
-    plain = Stand()
+    plain = TwoBackends()
     plain.book(PROMPT)
     assert plain.silent_until_hung(60.0) == pytest.approx(HUNG_S, abs=0.5)
 
 
 def test_residency_is_only_an_estimate() -> None:
-    stand = Stand()
-    stand.book(LORA, cold=False)
-    assert stand.silent_until_hung(3.0) is None
+    pool = TwoBackends()
+    pool.book(LORA, cold=False)
+    assert pool.silent_until_hung(3.0) is None
 
 
 def test_an_adapter_that_a_stream_uses_need_not_be_loaded() -> None:
-    stand = Stand()
-    stand.start(LORA)
-    stand.book(LORA)
-    assert stand.silent_until_hung(60.0) == pytest.approx(HUNG_S, abs=0.5)
+    pool = TwoBackends()
+    pool.start(LORA)
+    pool.book(LORA)
+    assert pool.silent_until_hung(60.0) == pytest.approx(HUNG_S, abs=0.5)
 
 
 def test_unused_adapter_may_be_evicted() -> None:
-    stand = Stand()
-    used = stand.start(LORA)
-    stand.book(LORA)
-    stand.watch.finished(used, stand.now)
-    assert stand.silent_until_hung(3.0) is None
+    pool = TwoBackends()
+    used = pool.start(LORA)
+    pool.book(LORA)
+    pool.detection.finished(used, pool.now)
+    assert pool.silent_until_hung(3.0) is None
 
 
 @pytest.mark.parametrize("load_s", [0.1, 1.2, 3.0])
 def test_how_long_loads_last_is_learned(load_s: float) -> None:
-    stand = Stand()
+    pool = TwoBackends()
     for _ in range(30):
-        stand.load(load_s)
-    stand.book(LORA, cold=True)
-    found_s = stand.silent_until_hung(60.0)
+        pool.load(load_s)
+    pool.book(LORA, cold=True)
+    found_s = pool.silent_until_hung(60.0)
     assert found_s is not None
     assert HUNG_S + load_s < found_s < HUNG_S + 5.0 * load_s + 0.5
 
 
 def test_several_loads_in_one_step_take_their_times_together() -> None:
-    stand = Stand()
+    pool = TwoBackends()
     for _ in range(30):
-        stand.load(0.5)
+        pool.load(0.5)
     for _ in range(4):
-        stand.book(LORA, cold=True)
-    assert stand.silent_until_hung(HUNG_S + 2.0) is None
+        pool.book(LORA, cold=True)
+    assert pool.silent_until_hung(HUNG_S + 2.0) is None
 
 
 def test_first_bytes_of_one_step_do_not_make_loads_seem_short() -> None:
-    stand = Stand()
+    pool = TwoBackends()
     for _ in range(30):
-        stand.load(2.0)
+        pool.load(2.0)
     for _ in range(50):
         # One of them is loaded, and the others have come too late for that step, or need no load.
-        leases = [stand.book(LORA, cold=True) for _ in range(4)]
-        stand.silent_until_hung(2.0)
+        leases = [pool.book(LORA, cold=True) for _ in range(4)]
+        pool.silent_until_hung(2.0)
         for lease in leases:
-            stand.watch.started(lease, stand.now)
-            stand.watch.finished(lease, stand.now)
-    stand.book(LORA, cold=True)
-    assert stand.silent_until_hung(HUNG_S + 4.0) is None
+            pool.detection.started(lease, pool.now)
+            pool.detection.finished(lease, pool.now)
+    pool.book(LORA, cold=True)
+    assert pool.silent_until_hung(HUNG_S + 4.0) is None
 
 
 def test_streams_that_stop_together_beside_a_load_prove_nothing() -> None:
-    stand = Stand()
+    pool = TwoBackends()
     for _ in range(5):
-        stand.start(PROMPT)
-    stand.book(LORA, cold=True)
-    assert stand.silent_until_hung(3.0) is None
-    frozen = Stand()
+        pool.start(PROMPT)
+    pool.book(LORA, cold=True)
+    assert pool.silent_until_hung(3.0) is None
+    frozen = TwoBackends()
     for _ in range(5):
         frozen.start(PROMPT)
     assert frozen.silent_until_hung(3.0) is not None
@@ -144,32 +144,32 @@ def test_streams_that_stop_together_beside_a_load_prove_nothing() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_load_without_a_first_byte_goes_on(stream: bool) -> None:
     """Its client left, or it is no stream."""
-    stand = Stand()
+    pool = TwoBackends()
     for _ in range(5):
-        stand.start(PROMPT)
-    lease = stand.book(request(stream=stream, adapter="lora"), cold=True)
+        pool.start(PROMPT)
+    lease = pool.book(request(stream=stream, adapter="lora"), cold=True)
     if stream:
-        stand.watch.finished(lease, stand.now)
-    assert stand.silent_until_hung(3.0) is None
-    assert stand.silent_until_hung(60.0) is not None
+        pool.detection.finished(lease, pool.now)
+    assert pool.silent_until_hung(3.0) is None
+    assert pool.silent_until_hung(60.0) is not None
 
 
 @pytest.mark.parametrize(("loading", "told"), [(True, False), (False, True)])
 def test_streams_beside_loads_are_not_slow(loading: bool, told: bool) -> None:
-    stand = Stand()
-    lease, tokens = stand.start(PROMPT), 1
+    pool = TwoBackends()
+    lease, tokens = pool.start(PROMPT), 1
     for number in range(60):
         # Once it is known how fast both are, it stands still for four seconds in five.
         if number >= 40:
-            other = stand.book(LORA, cold=True) if loading else stand.start(LORA)
-            stand.silent_until_hung(4.0)
-            stand.watch.started(other, stand.now)
-            stand.watch.finished(other, stand.now)
-        stand.silent_until_hung(SPAN_S)
+            other = pool.book(LORA, cold=True) if loading else pool.start(LORA)
+            pool.silent_until_hung(4.0)
+            pool.detection.started(other, pool.now)
+            pool.detection.finished(other, pool.now)
+        pool.silent_until_hung(SPAN_S)
         tokens += round(SPAN_S / TICK_S * 5)
-        stand.watch.progress(lease, tokens, 1, None, stand.now)
-        stand.silent_until_hung(TICK_S * 6)
-    assert stand.slow == told
+        pool.detection.progress(lease, tokens, 1, None, pool.now)
+        pool.silent_until_hung(TICK_S * 6)
+    assert pool.slow == told
 
 
 def test_a_load_time_follows_the_longest_and_forgets_it() -> None:

@@ -6,8 +6,8 @@ from llmproxy.core.backends.backend import STARTED_AFTER_S, UNREAD_MAX, Backend
 from llmproxy.core.backends.batch_limit import UNPUBLISHED
 from llmproxy.core.backends.bookings import GAUGE_LAG_S, RESIDENT_ADAPTERS_MAX
 from llmproxy.core.domain import Reading, Trouble, Verdict
-from llmproxy.core.settings import CapacitySettings, HealthSettings
-from tests.core.make import listing, reading, request, view
+from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
+from tests.core.make import listing, pools, reading, request, view
 
 
 def backend(*adapters: str, max_in_flight: int | None = 8, **capacity: object) -> Backend:
@@ -304,6 +304,11 @@ def test_a_busy_answer_lowers_the_limit_below_the_load_that_met_it() -> None:
     assert one.view(0.0).limit == 5
     assert not one.view(0.0).available
     assert one.view(0.25).available
+
+
+def test_views_of_backends_have_their_prompt_range() -> None:
+    of = pools({"a": 1, "b": 1}, Settings(prompt_ranges={"b": (10, 20)}))
+    assert {name: one.prompt_range for name, one in of.views(0.0).items()} == {"a": None, "b": (10, 20)}
 
 
 def test_the_view_is_reused_until_something_changes() -> None:

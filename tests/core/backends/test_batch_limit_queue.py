@@ -1,4 +1,4 @@
-"""What is not put into an engine that has a queue of its own, and where a batch limit may begin."""
+"""Engines with a queue of their own, and the start of a batch limit."""
 
 from __future__ import annotations
 

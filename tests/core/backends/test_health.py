@@ -290,17 +290,17 @@ def test_without_a_slow_start_all_is_given_at_once() -> None:
     assert health.warmer_at(0.0) is None
 
 
-# --- what is told of it -----------------------------------------------------------------------------------------------
+# --- events -----------------------------------------------------------------------------------------------
 
 
-def telling() -> tuple[Health, list[EjectionEvent]]:
+def with_events() -> tuple[Health, list[EjectionEvent]]:
     health, told = healthy(), list[EjectionEvent]()
     health.on_event = told.append
     return health, told
 
 
 def test_ejection_events_tell_reason_pause_and_total_time() -> None:
-    health, told = telling()
+    health, told = with_events()
     fail(health, 3)
     assert told == [Ejected("3 failures in a row", 1.0)]
     health.booked(10)
@@ -317,13 +317,13 @@ def test_ejection_events_tell_reason_pause_and_total_time() -> None:
     ("verdict", "why"), [(Verdict.CONNECT_FAILED, "no connection"), (Verdict.DRAINING, "it is shutting down")]
 )
 def test_many_equal_failures_are_one_event(verdict: Verdict, why: str) -> None:
-    health, told = telling()
+    health, told = with_events()
     fail(health, 5, verdict=verdict)
     assert told == [Ejected(why, 1.0)]
 
 
 def test_slow_probe_ejects_again_and_a_fresh_start_unejects() -> None:
-    health, told = telling()
+    health, told = with_events()
     assert health.slowed("slow: 6.2 times as slow as usual", 0.0)
     health.measured(7, False, 1.0)
     assert told == [
@@ -335,7 +335,7 @@ def test_slow_probe_ejects_again_and_a_fresh_start_unejects() -> None:
 
 
 def test_skipped_ejections_in_a_row_are_one_event() -> None:
-    health, told = telling()
+    health, told = with_events()
     health.peers = Peers(0.5)
     health.peers.members = {"a": health, "b": healthy()}
     health.peers.members["b"].try_eject("hung", 0.0)

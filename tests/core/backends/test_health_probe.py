@@ -1,4 +1,4 @@
-"""Whoever was ejected gets one request that finds out, whatever it costs there, and no more than that one."""
+"""A half-open backend gets one probe at a time, whatever its price."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SETTINGS = Settings(placement="round_robin", ceilings={})
 SERIAL = count()
 
 
-class Dearest(FilteredPlacement):
-    """Takes the last by name: whoever is `a` is never chosen where another one would do."""
+class LastByName(FilteredPlacement):
+    """Takes the last by name, so that `a` is never chosen where another one has room."""
 
     def __init__(self) -> None:
         super().__init__(lambda _, views: Placed(max(view.backend for view in views), 0.0, (), len(views)))
@@ -88,8 +88,8 @@ def sent(of: Pools, now: float, *asked: Request, excluded: frozenset[str] = froz
     return [grant.placed.backend for grant in grants(of, now)]
 
 
-def dearest(settings: Settings = SETTINGS) -> Pools:
-    of = Pools(settings, dict.fromkeys("abc", 20), {}, Dearest)
+def last_by_name(settings: Settings = SETTINGS) -> Pools:
+    of = Pools(settings, dict.fromkeys("abc", 20), {}, LastByName)
     for name in "abc":
         of.backends[name].answered(0.0)
         of.listed(name, listing())
@@ -97,7 +97,7 @@ def dearest(settings: Settings = SETTINGS) -> Pools:
 
 
 def test_half_open_backend_gets_one_probe_at_a_time() -> None:
-    of = ejected(dearest())
+    of = ejected(last_by_name())
     assert sent(of, 1.9, ask()) == ["c"], "its pause is not over"
     of.submit(ask(), 2.0)
     [probe] = grants(of, 2.0)
@@ -115,7 +115,7 @@ def test_half_open_backend_gets_one_probe_under_every_placement(placement: str) 
 
 
 def test_probe_is_a_request_of_the_lowest_granted_band() -> None:
-    of = ejected(dearest())
+    of = ejected(last_by_name())
     critical, default, sheddable = (ask(band=band) for band in (CRITICAL, DEFAULT, SHEDDABLE))
     for one in (critical, default, sheddable):
         of.submit(one, 2.0)
@@ -124,12 +124,12 @@ def test_probe_is_a_request_of_the_lowest_granted_band() -> None:
         default.id: "c",
         sheddable.id: "a",
     }
-    of = ejected(dearest())
+    of = ejected(last_by_name())
     assert sent(of, 2.0, critical) == ["a"], "where nobody else goes"
 
 
 def test_hung_backend_is_probed_with_a_stream_if_others_have_room() -> None:
-    of = hung(dearest())
+    of = hung(last_by_name())
     assert sent(of, 4.0, ask(stream=False)) == ["c"]
     assert sent(of, 4.0, ask()) == ["a"]
     of = hung(small())
@@ -138,7 +138,7 @@ def test_hung_backend_is_probed_with_a_stream_if_others_have_room() -> None:
 
 def small() -> Pools:
     settings = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
-    of = Pools(settings, {"a": 1, "b": 1}, {}, Dearest)
+    of = Pools(settings, {"a": 1, "b": 1}, {}, LastByName)
     for name in "ab":
         of.backends[name].answered(0.0)
         of.listed(name, listing())
@@ -146,7 +146,7 @@ def small() -> Pools:
 
 
 def test_slow_backend_is_probed_with_a_stream_and_a_failed_one_not() -> None:
-    of = dearest()
+    of = last_by_name()
     health = of.backends["a"].health
     of.backends["a"].slowed("slow", 1.0)
     assert sent(of, 2.0, ask(stream=False)) == ["c"]
@@ -162,7 +162,7 @@ def test_slow_backend_is_probed_with_a_stream_and_a_failed_one_not() -> None:
 
 
 def test_fast_stream_from_before_ends_only_the_pause() -> None:
-    of = dearest()
+    of = last_by_name()
     of.submit(ask(), 0.5, frozenset("bc"))
     [before] = grants(of, 0.5)
     health = of.backends["a"].health
@@ -173,17 +173,17 @@ def test_fast_stream_from_before_ends_only_the_pause() -> None:
 
 
 def test_failed_backend_is_probed_with_any_request() -> None:
-    assert sent(ejected(dearest()), 2.0, ask(stream=False)) == ["a"]
+    assert sent(ejected(last_by_name()), 2.0, ask(stream=False)) == ["a"]
 
 
 def test_probe_is_no_request_that_the_backend_failed_before() -> None:
-    of = ejected(dearest())
+    of = ejected(last_by_name())
     assert sent(of, 2.0, ask(), excluded=frozenset({"a"})) == ["c"]
     assert sent(of, 2.0, ask()) == ["a"]
 
 
 def test_probe_is_no_request_that_the_backend_cannot_serve() -> None:
-    of = dearest()
+    of = last_by_name()
     of.listed("a", listing(max_model_len=100))
     of.listed("b", listing("x"))
     ejected(of)
@@ -193,11 +193,11 @@ def test_probe_is_no_request_that_the_backend_cannot_serve() -> None:
 
 
 def test_two_half_open_backends_get_one_probe_each() -> None:
-    of = ejected(ejected(dearest()), "b")
+    of = ejected(ejected(last_by_name()), "b")
     assert sorted(sent(of, 2.0, *(ask() for _ in range(4)))) == ["a", "b", "c", "c"]
 
 
-class Waiting(Dearest):
+class Waiting(LastByName):
     """Would have everybody wait for what is full."""
 
     def place(
@@ -230,7 +230,7 @@ def probing(of: Pools) -> Grant:
 
 
 def test_silent_probe_is_revoked_without_any_other_event() -> None:
-    of = hung(dearest())
+    of = hung(last_by_name())
     probe = probing(of)
     due_s = 4.0 + SETTINGS.health.hung_s
     assert of.next_wakeup(4.0) == pytest.approx(due_s)
@@ -248,7 +248,7 @@ def test_silent_probe_is_revoked_without_any_other_event() -> None:
 
 
 def test_probe_is_not_revoked_without_another_backend() -> None:
-    of = hung(dearest())
+    of = hung(last_by_name())
     for name in "bc":
         with_verdict(of, name, Verdict.CONNECT_FAILED)
     of.submit(ask(), 4.0, frozenset("bc"))
@@ -257,7 +257,7 @@ def test_probe_is_not_revoked_without_another_backend() -> None:
 
 
 def test_engine_that_has_not_begun_its_probe_gets_more_time() -> None:
-    of = hung(dearest())
+    of = hung(last_by_name())
     probe = probing(of)
     now = 4.0
     while not (decided := of.decide(now)) and now < 20.0:

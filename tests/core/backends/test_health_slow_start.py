@@ -1,4 +1,4 @@
-"""Who comes back is brought to its share by and by, beside others that have room, and holds up nobody."""
+"""A backend that comes back gets its share step by step, and delays no request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = Settings(placement="least_request", ceilings={}, health=HealthSetting
 SERIAL = count()
 
 
-def house(slots: Mapping[str, int]) -> Pools:
+def pool(slots: Mapping[str, int]) -> Pools:
     of = pools(slots, replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0)))
     send(of, 0, 100.0)
     return of
@@ -34,7 +34,7 @@ def send(of: Pools, requests: int, now: float) -> Counter[str]:
 
 
 def test_returning_backend_gets_its_share_and_not_all_requests() -> None:
-    of = house({"old": 20, "new": 20})
+    of = pool({"old": 20, "new": 20})
     gone(of, "new")
     of.backends["new"].answered(100.0)
     assert send(of, 10, 100.0) == {"new": 2, "old": 8}
@@ -44,14 +44,14 @@ def test_returning_backend_gets_its_share_and_not_all_requests() -> None:
 
 
 def test_request_without_room_elsewhere_ignores_slow_start() -> None:
-    of = house({"old": 4, "new": 20})
+    of = pool({"old": 4, "new": 20})
     gone(of, "new")
     of.backends["new"].answered(100.0)
     assert send(of, 24, 100.0) == {"old": 4, "new": 20}
 
 
 def test_backends_that_come_back_together_share_equally() -> None:
-    of = house({"a": 20, "b": 20})
+    of = pool({"a": 20, "b": 20})
     gone(of, "a", "b")
     of.backends["a"].answered(100.0)
     of.backends["b"].answered(100.0)
@@ -59,7 +59,7 @@ def test_backends_that_come_back_together_share_equally() -> None:
 
 
 def test_slow_start_causes_no_wakeup() -> None:
-    of = house({"old": 1, "new": 1})
+    of = pool({"old": 1, "new": 1})
     gone(of, "new")
     of.backends["new"].answered(100.0)
     assert send(of, 3, 100.0) == {"old": 1, "new": 1}

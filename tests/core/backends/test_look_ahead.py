@@ -1,4 +1,4 @@
-"""How much is sent to a full engine before it has ended anything."""
+"""How many requests are sent to a full engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who hangs or has become slow, told from streams alone, and who must not be taken for either."""
+"""Backends that hang or have become slow, and backends that must not be taken for either."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Answer:
 
 
 @dataclass
-class Stand:
+class SimulatedPool:
     """Backends of equal speed but for `factors`, which are how many times as long each takes; 0 stands still.
 
     A prompt is computed at 10,000 tokens a second, before everything else, and each stream gets 50 tokens a second.
@@ -117,132 +117,132 @@ class Stand:
         return self.of.backends[name].health.ejected
 
 
-def warm(**given: object) -> Stand:
-    stand = Stand(**given)  # type: ignore[arg-type]
-    stand.run(20.0)
-    assert not any(stand.ejected(name) for name in stand.names), "nobody is ill"
-    return stand
+def warm(**given: object) -> SimulatedPool:
+    pool = SimulatedPool(**given)  # type: ignore[arg-type]
+    pool.run(20.0)
+    assert not any(pool.ejected(name) for name in pool.names), "nobody is ill"
+    return pool
 
 
 # --- hung -------------------------------------------------------------------------------------------------------------
 
 
 def test_silent_backend_is_ejected_in_two_seconds_and_its_leases_revoked() -> None:
-    stand = warm()
-    stand.factors["a"] = 0.0
-    owed = len([a for a in stand.answers.values() if a.grant.placed.backend == "a" and not a.tokens])
-    assert stand.until("a", 10.0) <= 2.0
-    [(backend, ejected)] = stand.of.news()
+    pool = warm()
+    pool.factors["a"] = 0.0
+    owed = len([a for a in pool.answers.values() if a.grant.placed.backend == "a" and not a.tokens])
+    assert pool.until("a", 10.0) <= 2.0
+    [(backend, ejected)] = pool.of.news()
     assert isinstance(ejected, Ejected)
-    assert (backend, ejected.pause_s) == ("a", stand.settings.health.backoff_s)
+    assert (backend, ejected.pause_s) == ("a", pool.settings.health.backoff_s)
     told = re.fullmatch(r"hung: silent for (1\.\d) s, first bytes owed: (\d+)", ejected.why)
     assert told is not None
     assert float(told[1]) >= 1.5
-    assert int(told[2]) == len(stand.revoked) > owed
-    assert not stand.of.news(), "it is told once"
-    assert stand.revoked
-    stand.run(0.5)
-    assert not [a for a in stand.answers.values() if a.grant.placed.backend == "a" and not a.tokens]
+    assert int(told[2]) == len(pool.revoked) > owed
+    assert not pool.of.news(), "it is told once"
+    assert pool.revoked
+    pool.run(0.5)
+    assert not [a for a in pool.answers.values() if a.grant.placed.backend == "a" and not a.tokens]
 
 
 def test_probe_of_a_hung_backend_is_revoked_until_it_answers() -> None:
-    stand = warm()
-    stand.factors["a"] = 0.0
-    stand.until("a", 10.0)
-    at_first = len(stand.revoked)
-    stand.run(10.0)
-    assert len(stand.revoked) > at_first
-    assert len(stand.revoked) <= at_first + 4, "one probe at a time, at growing distances"
-    stand.factors["a"] = 1.0
-    stand.run(12.0)
-    assert not stand.ejected("a")
+    pool = warm()
+    pool.factors["a"] = 0.0
+    pool.until("a", 10.0)
+    at_first = len(pool.revoked)
+    pool.run(10.0)
+    assert len(pool.revoked) > at_first
+    assert len(pool.revoked) <= at_first + 4, "one probe at a time, at growing distances"
+    pool.factors["a"] = 1.0
+    pool.run(12.0)
+    assert not pool.ejected("a")
 
 
 def test_no_backend_hangs_where_all_are_silent() -> None:
-    stand = warm()
-    stand.deaf = True
-    stand.run(10.0)
-    assert not any(stand.ejected(name) for name in stand.names)
+    pool = warm()
+    pool.deaf = True
+    pool.run(10.0)
+    assert not any(pool.ejected(name) for name in pool.names)
 
 
 def test_single_backend_is_never_judged() -> None:
-    stand = warm(names="a")
-    stand.factors["a"] = 0.0
-    stand.run(10.0)
-    assert not stand.ejected("a")
-    assert stand.of.next_wakeup(stand.now) is None
+    pool = warm(names="a")
+    pool.factors["a"] = 0.0
+    pool.run(10.0)
+    assert not pool.ejected("a")
+    assert pool.of.next_wakeup(pool.now) is None
 
 
 def test_a_long_prompt_explains_a_long_silence() -> None:
-    stand = warm(per_s=4.0)
-    stand.send(prompt_tokens=60_000)
-    stand.run(7.0)
-    assert not any(stand.ejected(name) for name in stand.names)
+    pool = warm(per_s=4.0)
+    pool.send(prompt_tokens=60_000)
+    pool.run(7.0)
+    assert not any(pool.ejected(name) for name in pool.names)
 
 
 def test_readers_that_stop_reading_prove_nothing() -> None:
-    stand = warm(per_s=0.0)
+    pool = warm(per_s=0.0)
     for _ in range(8):
-        stand.send()
-    stand.run(0.2)
-    for answer in stand.answers.values():
+        pool.send()
+    pool.run(0.2)
+    for answer in pool.answers.values():
         assert answer.tokens
-    stand.factors["a"] = 0.0
-    stand.run(10.0)
-    assert not stand.ejected("a"), "streams under way may wait for their clients"
+    pool.factors["a"] = 0.0
+    pool.run(10.0)
+    assert not pool.ejected("a"), "streams under way may wait for their clients"
 
 
 def test_an_engine_that_has_not_begun_anything_does_not_hang() -> None:
     """Pictures are fetched and grammars compiled before an engine begins, and nobody sees that."""
-    stand = warm(per_s=0.0)
-    stand.run(5.0)
-    stand.factors["a"] = 0.0
+    pool = warm(per_s=0.0)
+    pool.run(5.0)
+    pool.factors["a"] = 0.0
     for _ in range(6):
-        stand.send()
+        pool.send()
     for _ in range(40):
-        stand.of.backends["a"].observe(reading(stand.now, running=0))
-        stand.run(0.2)
-        stand.send()
-    assert not stand.ejected("a")
+        pool.of.backends["a"].observe(reading(pool.now, running=0))
+        pool.run(0.2)
+        pool.send()
+    assert not pool.ejected("a")
     for _ in range(20):
-        stand.of.backends["a"].observe(reading(stand.now, running=1))
-        stand.run(0.2)
-        stand.send()
-    assert stand.ejected("a")
+        pool.of.backends["a"].observe(reading(pool.now, running=1))
+        pool.run(0.2)
+        pool.send()
+    assert pool.ejected("a")
 
 
 def test_streams_that_stop_together_show_a_hang_without_owed_bytes() -> None:
-    stand = warm(per_s=0.0)
+    pool = warm(per_s=0.0)
     for _ in range(16):
-        stand.send()
-    stand.run(0.8)
-    stand.factors["a"] = 0.0
-    assert stand.until("a", 10.0) <= 2.0
-    [(_, ejected)] = stand.of.news()
+        pool.send()
+    pool.run(0.8)
+    pool.factors["a"] = 0.0
+    assert pool.until("a", 10.0) <= 2.0
+    [(_, ejected)] = pool.of.news()
     assert isinstance(ejected, Ejected)
     assert ejected.why.endswith("first bytes owed: 0, streams that stopped together: 4")
-    assert not stand.revoked, "they have begun, and may go on"
+    assert not pool.revoked, "they have begun, and may go on"
 
 
 def test_reading_from_before_a_freeze_excuses_nothing() -> None:
-    stand = warm(per_s=0.0)
-    stand.run(5.0)
-    stand.of.backends["a"].observe(reading(stand.now, running=0))
-    stand.factors["a"] = 0.0
-    stand.per_s = 8.0
-    assert stand.until("a", 10.0) <= 2.5
+    pool = warm(per_s=0.0)
+    pool.run(5.0)
+    pool.of.backends["a"].observe(reading(pool.now, running=0))
+    pool.factors["a"] = 0.0
+    pool.per_s = 8.0
+    assert pool.until("a", 10.0) <= 2.5
 
 
 @pytest.mark.parametrize("placement", ["cost", "least_request", "epp_sticky"])
 def test_recovered_backend_gets_work_however_high_its_price(placement: str) -> None:
-    stand = warm(placement=placement, per_s=4.0)
-    stand.factors["a"] = 0.0
-    while not stand.ejected("a"):
-        stand.run(0.5)
-    stand.run(1.5)
-    stand.factors["a"] = 1.0
-    stand.run(6.0)
-    assert not stand.ejected("a")
+    pool = warm(placement=placement, per_s=4.0)
+    pool.factors["a"] = 0.0
+    while not pool.ejected("a"):
+        pool.run(0.5)
+    pool.run(1.5)
+    pool.factors["a"] = 1.0
+    pool.run(6.0)
+    assert not pool.ejected("a")
 
 
 # --- slow -------------------------------------------------------------------------------------------------------------
@@ -250,11 +250,11 @@ def test_recovered_backend_gets_work_however_high_its_price(placement: str) -> N
 
 @pytest.mark.parametrize("placement", ["round_robin", "least_request", "blend", "cost"])
 def test_tenfold_slower_backend_is_ejected_within_five_seconds(placement: str) -> None:
-    stand = warm(placement=placement)
-    stand.factors["a"] = 10.0
-    assert stand.until("a", 20.0) <= 5.0
-    assert not any(stand.ejected(name) for name in "bcd")
-    [(backend, ejected)] = stand.of.news()
+    pool = warm(placement=placement)
+    pool.factors["a"] = 10.0
+    assert pool.until("a", 20.0) <= 5.0
+    assert not any(pool.ejected(name) for name in "bcd")
+    [(backend, ejected)] = pool.of.news()
     assert isinstance(ejected, Ejected)
     assert backend == "a"
     told = re.fullmatch(r"slow: (\d+\.\d) times as slow as usual", ejected.why)
@@ -263,66 +263,66 @@ def test_tenfold_slower_backend_is_ejected_within_five_seconds(placement: str) -
 
 
 def test_backend_stays_ejected_while_its_probes_are_slow() -> None:
-    stand = warm()
-    stand.factors["a"] = 10.0
-    stand.until("a", 20.0)
-    stand.granted.clear()
-    stand.run(20.0)
-    assert stand.ejected("a")
-    assert stand.granted.count("a") <= 5, "probes alone, at growing distances"
-    stand.factors["a"] = 1.0
-    stand.run(40.0)
-    assert not stand.ejected("a")
-    stand.granted.clear()
-    stand.run(10.0)
-    assert stand.granted.count("a") >= 25, "a quarter of all, as before"
+    pool = warm()
+    pool.factors["a"] = 10.0
+    pool.until("a", 20.0)
+    pool.granted.clear()
+    pool.run(20.0)
+    assert pool.ejected("a")
+    assert pool.granted.count("a") <= 5, "probes alone, at growing distances"
+    pool.factors["a"] = 1.0
+    pool.run(40.0)
+    assert not pool.ejected("a")
+    pool.granted.clear()
+    pool.run(10.0)
+    assert pool.granted.count("a") >= 25, "a quarter of all, as before"
 
 
 @pytest.mark.parametrize("factor", [2.0, 6.0])
 def test_backend_that_was_always_slow_is_no_outlier(factor: float) -> None:
-    stand = Stand(factors={"a": factor})
-    stand.run(40.0)
-    assert not stand.ejected("a")
+    pool = SimulatedPool(factors={"a": factor})
+    pool.run(40.0)
+    assert not pool.ejected("a")
 
 
 def test_twofold_slower_backend_is_not_ejected() -> None:
-    stand = warm()
-    stand.factors["a"] = 2.0
-    stand.run(20.0)
-    assert not stand.ejected("a")
+    pool = warm()
+    pool.factors["a"] = 2.0
+    pool.run(20.0)
+    assert not pool.ejected("a")
 
 
 def test_a_pool_that_slows_down_as_a_whole_has_no_outlier() -> None:
-    stand = warm()
-    stand.factors = dict.fromkeys("abcd", 8.0)
-    stand.run(20.0)
-    assert not any(stand.ejected(name) for name in "abcd")
+    pool = warm()
+    pool.factors = dict.fromkeys("abcd", 8.0)
+    pool.run(20.0)
+    assert not any(pool.ejected(name) for name in "abcd")
 
 
 def test_long_uncached_prompts_make_no_backend_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     booked = OutlierDetection.booked
 
-    def believing(watch: OutlierDetection, lease: int, asked: Request, placed: Placed, cold: bool, now: float) -> None:
+    def believing(of: OutlierDetection, lease: int, asked: Request, placed: Placed, cold: bool, now: float) -> None:
         cached_tokens = max(0, asked.prompt_tokens - 200)
-        booked(watch, lease, asked, structs.replace(placed, cached_tokens=cached_tokens), cold, now)
+        booked(of, lease, asked, structs.replace(placed, cached_tokens=cached_tokens), cold, now)
 
-    stand = warm()
+    pool = warm()
     monkeypatch.setattr(OutlierDetection, "booked", believing)
     for _ in range(40):
         # It takes its backend 0.8 s, in which the streams beside it get nothing.
-        stand.send(prompt_tokens=8_000)
-        stand.run(0.25)
-        assert not any(stand.ejected(name) for name in stand.names)
+        pool.send(prompt_tokens=8_000)
+        pool.run(0.25)
+        assert not any(pool.ejected(name) for name in pool.names)
 
 
 @pytest.mark.parametrize(("owed", "told"), [(True, set()), (False, {"a"})])
 def test_prompt_that_waited_for_room_explains_time_when_computed(owed: bool, told: set[str]) -> None:
     peers = Peers(0.5)
     peers.members = {name: Health(HealthSettings()) for name in "ab"}
-    watch = OutlierDetection(HealthSettings(), peers)
+    detection = OutlierDetection(HealthSettings(), peers)
     for lease, name in enumerate("ab"):
-        watch.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), False, 0.0)
-        watch.started(lease, 0.1)
+        detection.booked(lease, request(stream=True), Placed(name, 0.0, (), 2), False, 0.0)
+        detection.started(lease, 0.1)
     tokens = {0: 1, 1: 1}
     slow: set[str] = set()
     for half in range(1, 60):
@@ -330,49 +330,49 @@ def test_prompt_that_waited_for_room_explains_time_when_computed(owed: bool, tol
         if half == 10 and owed:
             # Next to all of it is believed to be cached, and nothing is.
             asked = request(stream=True, prompt_tokens=80_000)
-            watch.booked(2, asked, Placed("a", 0.0, (), 2, cached_tokens=79_000), False, now)
+            detection.booked(2, asked, Placed("a", 0.0, (), 2, cached_tokens=79_000), False, now)
         for lease in tokens:
             # It waits for twenty seconds, and then it takes nearly all of its backend for five.
             tokens[lease] += 1 if lease == 0 and half > 50 else 50
-            watch.progress(lease, tokens[lease], 2, 0.5, now)
-        slow |= watch.outliers(now)[1].keys()
+            detection.progress(lease, tokens[lease], 2, 0.5, now)
+        slow |= detection.outliers(now)[1].keys()
     assert slow == told
 
 
 def test_one_of_two_backends_is_always_left() -> None:
-    stand = warm(names="ab")
-    stand.factors["a"] = 10.0
-    assert stand.until("a", 10.0) < 10.0
-    stand.factors["b"] = 60.0
+    pool = warm(names="ab")
+    pool.factors["a"] = 10.0
+    assert pool.until("a", 10.0) < 10.0
+    pool.factors["b"] = 60.0
     for _ in range(100):
-        stand.run(0.1)
-        assert not (stand.ejected("a") and stand.ejected("b"))
+        pool.run(0.1)
+        assert not (pool.ejected("a") and pool.ejected("b"))
 
 
 def test_engine_with_a_full_cache_is_not_judged() -> None:
-    stand = warm()
-    stand.factors["a"] = 10.0
+    pool = warm()
+    pool.factors["a"] = 10.0
     for _ in range(100):
-        stand.run(0.1)
-        stand.of.backends["a"].observe(reading(stand.now, running=1, kv_used=0.95))
-    assert not stand.ejected("a")
+        pool.run(0.1)
+        pool.of.backends["a"].observe(reading(pool.now, running=1, kv_used=0.95))
+    assert not pool.ejected("a")
 
 
 def test_usual_speed_is_forgotten_with_its_process() -> None:
-    stand = warm()
+    pool = warm()
     for _ in range(2):
-        stand.of.troubled("a", Trouble.REFUSED)
-    stand.decide()
-    stand.of.backends["a"].answered(stand.now)
-    stand.factors["a"] = 6.0
-    stand.run(20.0)
-    assert not stand.ejected("a"), "the new one is another kind of machine"
+        pool.of.troubled("a", Trouble.REFUSED)
+    pool.decide()
+    pool.of.backends["a"].answered(pool.now)
+    pool.factors["a"] = 6.0
+    pool.run(20.0)
+    assert not pool.ejected("a"), "the new one is another kind of machine"
 
 
 def test_a_prompt_may_be_estimated_shorter_than_its_cached_part() -> None:
     """By as many tokens as a first token costs without any prompt: what is left to compute is nothing, and not less."""
-    watch = OutlierDetection(HealthSettings(), Peers(0.5))
+    detection = OutlierDetection(HealthSettings(), Peers(0.5))
     asked = request(prompt_tokens=10, stream=True)
-    watch.booked(1, asked, Placed("a", 1.0, (), 1, cached_tokens=10 + round(BASE_TOKENS)), cold=False, now=0.0)
-    watch.started(1, 0.5)
-    watch.check()
+    detection.booked(1, asked, Placed("a", 1.0, (), 1, cached_tokens=10 + round(BASE_TOKENS)), cold=False, now=0.0)
+    detection.started(1, 0.5)
+    detection.check()

@@ -18,7 +18,7 @@ NONE: frozenset[str] = frozenset()
 BLOCK = 100.0
 
 
-class Stand:
+class EppBench:
     """A preset, and the leases that it was told of."""
 
     def __init__(self, preset: str, seed: int = 7) -> None:
@@ -102,75 +102,75 @@ def test_of_those_kept_the_fewest_tokens_win() -> None:
 
 @pytest.mark.parametrize("preset", ["epp_blend", "epp_sticky"])
 def test_a_prompt_goes_where_it_was_sent_before(preset: str) -> None:
-    stand = Stand(preset)
-    stand.serve(asks(1, 2, 3, 4), idle("b"))
-    placed = stand.placed(asks(1, 2, 3, 4, 5), idle("a", "b", "c"))
+    bench = EppBench(preset)
+    bench.serve(asks(1, 2, 3, 4), idle("b"))
+    placed = bench.placed(asks(1, 2, 3, 4, 5), idle("a", "b", "c"))
     assert (placed.backend, placed.cached_tokens, placed.candidates) == ("b", 400, 3)
     assert dict(placed.terms)["prefix" if preset == "epp_blend" else "match"] == 0.8
 
 
 def test_a_warm_backend_without_room_is_not_waited_for() -> None:
-    stand = Stand("epp_sticky")
-    stand.serve(asks(1, 2), idle("a"))
-    assert stand.placed(asks(1, 2), [view("a", load=10), view("b", load=9)]).backend == "b"
+    bench = EppBench("epp_sticky")
+    bench.serve(asks(1, 2), idle("a"))
+    assert bench.placed(asks(1, 2), [view("a", load=10), view("b", load=9)]).backend == "b"
 
 
 def test_tokens_are_in_flight_until_the_first_byte_or_the_end() -> None:
-    stand = Stand("epp_sticky")
+    bench = EppBench("epp_sticky")
 
     def ahead() -> float:
-        return dict(stand.placed(asks(9), idle("a")).terms)["tokens"] - BLOCK
+        return dict(bench.placed(asks(9), idle("a")).terms)["tokens"] - BLOCK
 
-    first = stand.send(asks(1, 2, tokens=250), idle("a"))
-    second = stand.send(asks(1, 2, 3, tokens=350), idle("a"))
+    first = bench.send(asks(1, 2, tokens=250), idle("a"))
+    second = bench.send(asks(1, 2, 3, tokens=350), idle("a"))
     assert ahead() == 250 + 150
-    stand.policy.started(first, 0.0)
-    stand.policy.started(first, 0.0)
+    bench.policy.started(first, 0.0)
+    bench.policy.started(first, 0.0)
     assert ahead() == 150
-    stand.policy.finished(second, Verdict.FAILED, None, 0.0)
-    stand.policy.finished(first, Verdict.SERVED, None, 0.0)
+    bench.policy.finished(second, Verdict.FAILED, None, 0.0)
+    bench.policy.finished(first, Verdict.SERVED, None, 0.0)
     assert ahead() == 0
 
 
 def test_a_lost_backend_has_nothing_cached() -> None:
-    stand = Stand("epp_blend")
+    bench = EppBench("epp_blend")
     for _ in range(2):
-        stand.serve(asks(1), [seen("a", kv_tokens=200), seen("b", waiting=9)])
-        assert dict(stand.placed(asks(1), [seen("a", kv_tokens=200)]).terms)["prefix"] == 1.0
-        stand.policy.lost("a")
-        assert dict(stand.placed(asks(1), [seen("a", kv_tokens=200)]).terms)["prefix"] == 0.0
+        bench.serve(asks(1), [seen("a", kv_tokens=200), seen("b", waiting=9)])
+        assert dict(bench.placed(asks(1), [seen("a", kv_tokens=200)]).terms)["prefix"] == 1.0
+        bench.policy.lost("a")
+        assert dict(bench.placed(asks(1), [seen("a", kv_tokens=200)]).terms)["prefix"] == 0.0
 
 
 def test_index_is_as_large_as_the_last_read_cache() -> None:
-    stand = Stand("epp_blend")
+    bench = EppBench("epp_blend")
 
     def match(*blocks: int) -> float:
-        return dict(stand.placed(asks(*blocks), [view("a", max_model_len=None)]).terms)["prefix"]
+        return dict(bench.placed(asks(*blocks), [view("a", max_model_len=None)]).terms)["prefix"]
 
     small = [seen("a", kv_tokens=400)]
-    stand.serve(asks(1, 2), small)
+    bench.serve(asks(1, 2), small)
     # A reading that is missing tells of no larger cache.
-    stand.serve(asks(7, 8), [view("a", max_model_len=None)])
+    bench.serve(asks(7, 8), [view("a", max_model_len=None)])
     assert (match(1, 2), match(7, 8)) == (1.0, 1.0)
-    stand.serve(asks(4, 5), small)
+    bench.serve(asks(4, 5), small)
     assert (match(1, 2), match(7, 8), match(4, 5)) == (0.0, 1.0, 1.0)
-    stand.policy.lost("a")
-    stand.serve(asks(1, 2), small)
-    stand.serve(asks(7, 8), small)
-    stand.serve(asks(4, 5), small)
+    bench.policy.lost("a")
+    bench.serve(asks(1, 2), small)
+    bench.serve(asks(7, 8), small)
+    bench.serve(asks(4, 5), small)
     assert match(1, 2) == 0.0
 
 
 def test_beyond_131072_tokens_a_prompt_is_not_looked_at() -> None:
-    stand = Stand("epp_blend")
+    bench = EppBench("epp_blend")
     head = tuple(range(1310))
-    stand.serve(asks(*head), idle("a"))
-    assert dict(stand.placed(asks(*head, 5001, 5002), idle("a")).terms)["prefix"] == 1.0
-    stand.serve(asks(*range(9000, 9000 + 1310), 1), idle("b"))
-    assert dict(stand.placed(asks(*range(9000, 9000 + 1309)), idle("b")).terms)["prefix"] == 1.0
+    bench.serve(asks(*head), idle("a"))
+    assert dict(bench.placed(asks(*head, 5001, 5002), idle("a")).terms)["prefix"] == 1.0
+    bench.serve(asks(*range(9000, 9000 + 1310), 1), idle("b"))
+    assert dict(bench.placed(asks(*range(9000, 9000 + 1309)), idle("b")).terms)["prefix"] == 1.0
 
 
 def test_a_prompt_without_a_whole_block_never_sticks() -> None:
-    stand = Stand("epp_sticky")
-    stand.send(asks(tokens=60), idle("a"))
-    assert stand.placed(asks(tokens=60), idle("a", "b")).backend == "b"
+    bench = EppBench("epp_sticky")
+    bench.send(asks(tokens=60), idle("a"))
+    assert bench.placed(asks(tokens=60), idle("a", "b")).backend == "b"

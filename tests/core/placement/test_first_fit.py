@@ -1,4 +1,4 @@
-"""Who of a band is asked about after one that could not go, by why it could not."""
+"""Which requests of a band are tried after one that could not be placed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned of backends' speed: the line of a pool, how each backend keeps its pace, how often both are wrong."""
+"""The learned speed of backends: the line of a pool, and the factor of each backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmproxy.core.estimates.learning import QuantileTracker
 from llmproxy.core.placement.rates import TIERS, LearnedLine, PoolRates, SpeedFactor
 
 # --- a line -----------------------------------------------------------------------------------------------------------
@@ -187,33 +186,6 @@ def test_no_backend_is_believed_to_take_no_time() -> None:
     for _ in range(50):
         pace.learn(UNIT, 1.0, 0.0)
     assert pace.factor == pytest.approx(0.05)
-
-
-# --- what the predictions are worth -----------------------------------------------------------------------------------
-
-
-def test_one_time_of_ten_exceeds_the_tracked_quantile() -> None:
-    late, rng = QuantileTracker(), Random(5)
-    factors, above = [], 0
-    for number in range(6_000):
-        predicted = rng.choice((0.1, 1.0, 7.0))
-        observed = predicted * rng.uniform(0.0, 4.0)
-        if number >= 2_000:
-            factors.append(late.factor)
-            above += observed > predicted * late.factor
-        late.learn(predicted, observed)
-    assert above / len(factors) == pytest.approx(0.1, abs=0.01)
-    assert sum(factors) / len(factors) == pytest.approx(3.6, rel=0.1)
-
-
-def test_tracked_quantile_has_bounds() -> None:
-    late = QuantileTracker()
-    for _ in range(1_000):
-        late.learn(1.0, 0.5)
-    assert late.factor == 1.0
-    for _ in range(1_000):
-        late.learn(1.0, 1e9)
-    assert late.factor == QuantileTracker.MOST
 
 
 # --- a pool -----------------------------------------------------------------------------------------------------------

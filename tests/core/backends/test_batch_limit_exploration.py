@@ -1,4 +1,4 @@
-"""Engines of one pool are tried beyond what is known one at a time, and critical requests keep away from them."""
+"""One engine of a pool is tried beyond the known limit at a time, and critical requests avoid it."""
 
 from __future__ import annotations
 
