@@ -172,7 +172,7 @@ def who(bench: Bench) -> Times:
     scheduler = bench.pools.schedulers[MODEL]
     room, limits, placement = scheduler._room, scheduler._limits, scheduler._placement
     bench.finish()
-    views = scheduler.views(bench.now)
+    views = scheduler._backends.views(bench.now)
     times = Times()
     for number in range(ROUNDS + 1):
         if number == 1:

@@ -1,7 +1,7 @@
-"""What was asked of the backends' adapters: which to load where, who has taken it, and who is still to be told. Pure.
+"""The adapters that operators load through the proxy: which backends should have them, and which have them. Pure.
 
-The backends' own listings say what is the case, so nothing need be known of restarts: whoever comes back without an
-adapter that it was told to load, lists itself as one to be told again.
+The backends' own listings say what is loaded, so restarts need no special case: a backend that comes back without an
+adapter that it should have is sent the request again.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from llmproxy.core.pools import Pools
 
 ADAPTERS_MAX = 1_024
 """Adapters remembered at once."""
-STANDINGS_MAX = 4_096
-"""Most pairs of adapter and backend that are shown at once."""
+SHOWN_MAX = 4_096
+"""Pairs of adapter and backend that are shown at most."""
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 60.0
 RETRY_UNKNOWN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Change:
+class AdapterChange:
     """Load the adapter `name` from `path`, or unload it where `path` is None, on backends of `pool`.
 
     `fields` is what they are sent, in vLLM's own words. `in_place` replaces an adapter of that name.
@@ -41,17 +41,17 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A change that is under way, and the backends to be told now. `joining` says that later ones are told too."""
+class AdapterPlan:
+    """A change that is under way, and the backends that get it now. `joining`: those that join later get it too."""
 
-    change: Change
+    change: AdapterChange
     backends: tuple[str, ...]
     joining: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one backend made of a change. `status` is None where it did not answer, `message` is for people."""
+    """The answer of one backend to a change. `status` is None without an answer, `message` is for people."""
 
     backend: str
     status: int | None
@@ -61,18 +61,18 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of a change. `remembered` says that backends which have not taken it will be told again."""
+    """The result of a change. `remembered`: it is sent again to backends that have not taken it."""
 
-    change: Change
+    change: AdapterChange
     replies: tuple[Reply, ...]
     remembered: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How it stands with one adapter on one backend; `failures` in a row since it was last told with success.
+class AdapterOnBackend:
+    """One adapter on one backend: what is `wanted`, whether it is `done`, and the `failures` in a row of sending it.
 
-    Nothing is done on a backend that is down: nobody knows what it will come back with.
+    Nothing is done on a backend that is down, because it may come back with other adapters.
     """
 
     backend: str
@@ -83,42 +83,42 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """What is remembered of one adapter; `path` is None while all that is left of it is to be unloaded."""
+    """What is remembered of one adapter; `path` is None while it is only to be unloaded."""
 
     name: str
     pool: str
     path: str | None
     joining: bool
-    standings: tuple[Standing, ...]
+    standings: tuple[AdapterOnBackend, ...]
 
 
 @dataclass(slots=True)
 class _Record:
-    """`wanted` is what each backend should have been told, `joining` what those are told that join the pool later.
+    """`wanted` is the change that each backend should take, `joining` the one for backends that join the pool later.
 
     `confirmed` is the last change that each backend took; `failures` counts in a row, with the time of the next try.
     """
 
     pool: str
-    wanted: dict[str, Change] = field(default_factory=dict)
-    joining: Change | None = None
-    confirmed: dict[str, Change] = field(default_factory=dict)
+    wanted: dict[str, AdapterChange] = field(default_factory=dict)
+    joining: AdapterChange | None = None
+    confirmed: dict[str, AdapterChange] = field(default_factory=dict)
     failures: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
-    def load(self) -> Change | None:
+    def load(self) -> AdapterChange | None:
         loads = (change for change in self.wanted.values() if change.path is not None)
         return next(loads, self.joining)
 
 
 class Adapters:
-    """Name -> what its backends should have. One change of a name is under way at a time; see `is_changing`."""
+    """Name -> what its backends should have. Only one change of a name is under way at a time; see `is_changing`."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
         self._catalogue = pools.catalogue
         self._records: dict[str, _Record] = {}
-        self._changing: dict[str, Plan] = {}
+        self._changing: dict[str, AdapterPlan] = {}
         self._cards: dict[str, tuple[Listing, dict[str, ModelCard]]] = {}
 
     # --- changes that are asked for -----------------------------------------------------------------------------------
@@ -129,11 +129,11 @@ class Adapters:
 
     def load(
         self, name: str, path: str, fields: Mapping[str, Any], model: str | None, replicas: int | None, in_place: bool
-    ) -> Plan:
+    ) -> AdapterPlan:
         """Begin to load an adapter on so many `replicas` of the pool of `model`, None for all of them.
 
-        Those that hold it already come first and are told as well, so that all have the same; then those with the
-        fewest adapters. Raises Refused.
+        Backends that have it come first and are sent the request as well, so that all have the same; then those with
+        the fewest adapters. Raises Refused.
         """
         pool = self._pool_for(name, model)
         self._check_name(name, pool)
@@ -158,13 +158,13 @@ class Adapters:
         chosen = set(sorted(members, key=cost)[:replicas])
         joining = replicas is None or (record is not None and record.joining is not None)
         self._make_room(name)
-        change = Change(name, pool, path, fields, in_place)
-        return self._begin(Plan(change, tuple(sorted(chosen | told)), joining))
+        change = AdapterChange(name, pool, path, fields, in_place)
+        return self._begin(AdapterPlan(change, tuple(sorted(chosen | told)), joining))
 
-    def unload(self, name: str, fields: Mapping[str, Any], model: str | None, replicas: int | None) -> Plan:
-        """Begin to unload an adapter from so many of those that hold it, None for all; the fullest come first.
+    def unload(self, name: str, fields: Mapping[str, Any], model: str | None, replicas: int | None) -> AdapterPlan:
+        """Begin to unload an adapter from so many of the backends that have it, None for all; the fullest come first.
 
-        Raises Refused, with `unknown_model` where nobody is known to hold it.
+        Raises Refused, with `unknown_model` when no backend is known to have it.
         """
         pool = self._pool_for(name, model)
         record = self._records.get(name)
@@ -174,15 +174,15 @@ class Adapters:
         if not holders and record is None:
             raise Refused(Outcome.UNKNOWN_MODEL, f"The lora adapter '{name}' cannot be found.")
         chosen = sorted(holders, key=lambda b: (-self._load_of(b), b))[:replicas]
-        return self._begin(Plan(Change(name, pool, None, fields), tuple(sorted(chosen)), joining=False))
+        return self._begin(AdapterPlan(AdapterChange(name, pool, None, fields), tuple(sorted(chosen)), joining=False))
 
-    def end(self, plan: Plan, replies: tuple[Reply, ...], now: float) -> Report:
-        """The backends were told. What everybody refused who answered at all is not remembered, as if never asked."""
+    def end(self, plan: AdapterPlan, replies: tuple[Reply, ...], now: float) -> Report:
+        """The backends have answered. A change that all of them refused is not remembered."""
         change = plan.change
         del self._changing[change.name]
         answered = [reply for reply in replies if reply.status is not None]
         record = self._records.get(change.name) or _Record(change.pool)
-        # An adapter of that name which somebody loaded by hand in another pool can be unloaded, and no more than that.
+        # An adapter of that name that was loaded by hand in another pool can be unloaded, but is not remembered.
         remembered = record.pool == change.pool and (not answered or any(reply.taken for reply in answered))
         if remembered:
             self._records[change.name] = record
@@ -192,24 +192,24 @@ class Adapters:
             record.wanted |= dict.fromkeys((b for b in plan.backends if b in self._pools.backends), change)
             for reply in replies:
                 record.failures.pop(reply.backend, None)
-                self.told(change, reply, now)
+                self.replied(change, reply, now)
             self._tidy(change.name)
         return Report(change, replies, remembered)
 
-    def abandon(self, plan: Plan) -> None:
+    def abandon(self, plan: AdapterPlan) -> None:
         """The change was given up before its end: nothing of it is remembered."""
         self._changing.pop(plan.change.name, None)
 
-    def _begin(self, plan: Plan) -> Plan:
+    def _begin(self, plan: AdapterPlan) -> AdapterPlan:
         self._changing[plan.change.name] = plan
         return plan
 
     # --- backends that have not taken a change ------------------------------------------------------------------------
 
-    def due(self, backend: str, now: float) -> list[Change]:
-        """What this backend is to be told by its last listing, in the order in which it was asked for."""
+    def due(self, backend: str, now: float) -> list[AdapterChange]:
+        """The changes that this backend has not taken, by its last listing, in the order of their requests."""
         pool = self._catalogue.pool_of(backend)
-        due: list[Change] = []
+        due: list[AdapterChange] = []
         for name, record in list(self._records.items()):
             if record.pool != pool or name in self._changing:
                 continue
@@ -224,10 +224,10 @@ class Adapters:
                 due.append(change)
         return due
 
-    def is_met(self, change: Change, backend: str) -> bool:
-        """Whether the backend's last listing shows that it has what `change` is about.
+    def is_met(self, change: AdapterChange, backend: str) -> bool:
+        """Whether the last listing of the backend shows the effect of `change`.
 
-        A listing cannot tell new weights from old ones, so what replaces an adapter must have been taken, too.
+        A listing cannot tell new weights from old ones, so a change in place must have been confirmed as well.
         """
         if change.path is None:
             return change.name not in self._listed(backend)
@@ -235,8 +235,8 @@ class Adapters:
         taken = record is not None and record.confirmed.get(backend) is change
         return self._holds(change.name, backend, change.path) and (taken or not change.in_place)
 
-    def told(self, change: Change, reply: Reply, now: float) -> None:
-        """Note what a backend made of a change that it was told. One that did not answer is asked again as well."""
+    def replied(self, change: AdapterChange, reply: Reply, now: float) -> None:
+        """Note the answer of a backend to a change. A backend that did not answer is sent it again."""
         record = self._records.get(change.name)
         if record is None or record.wanted.get(reply.backend) is not change:
             return
@@ -248,7 +248,7 @@ class Adapters:
         pause_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(failures - 1, 16))
         record.failures[reply.backend] = failures, now + pause_s
 
-    def _settle(self, record: _Record, backend: str, change: Change) -> None:
+    def _settle(self, record: _Record, backend: str, change: AdapterChange) -> None:
         record.failures.pop(backend, None)
         if change.path is None:
             del record.wanted[backend]
@@ -256,14 +256,14 @@ class Adapters:
             self._tidy(change.name)
 
     def _tidy(self, name: str) -> None:
-        """Forget a record that asks nothing of anybody, and promise what the others will load."""
+        """Forget a record that wants nothing; the catalogue promises the adapters that will be loaded."""
         record = self._records.get(name)
         if record is not None and not record.wanted and record.joining is None:
             del self._records[name]
         self._catalogue.promised = frozenset(n for n, r in self._records.items() if r.load is not None)
 
     def forget(self, backend: str) -> None:
-        """A backend is no more: nothing is wanted of it, and nothing is remembered."""
+        """A backend was removed."""
         self._cards.pop(backend, None)
         for name, record in list(self._records.items()):
             record.wanted.pop(backend, None)
@@ -276,7 +276,7 @@ class Adapters:
     def states(self) -> tuple[list[AdapterState], int]:
         """What is remembered, by name, and how many more there are than are shown."""
         shown: list[AdapterState] = []
-        left = STANDINGS_MAX
+        left = SHOWN_MAX
         for name in sorted(self._records):
             left -= len(self._records[name].wanted)
             if left < 0:
@@ -286,7 +286,7 @@ class Adapters:
 
     def _state(self, name: str, record: _Record) -> AdapterState:
         standings = tuple(
-            Standing(
+            AdapterOnBackend(
                 backend,
                 change.kind,
                 self.is_met(change, backend) and not self._is_down(backend),
@@ -335,7 +335,7 @@ class Adapters:
     def _make_room(self, name: str) -> None:
         if name in self._records or len(self._records) + len(self._changing) < ADAPTERS_MAX:
             return
-        # Those that are only to be unloaded wait for backends that may never come back.
+        # Records that are only to be unloaded wait for backends that may never come back.
         leaving = next((n for n, r in self._records.items() if r.load is None), None)
         if leaving is None:
             message = f"{ADAPTERS_MAX} adapters are loaded through the proxy already: unload one first."
@@ -350,7 +350,7 @@ class Adapters:
         return known is None or known.health.down
 
     def _load_of(self, backend: str) -> int:
-        """How many adapters a backend has, or will have when it has been told."""
+        """How many adapters a backend has, or will have after the changes under way."""
         told = [record.wanted[backend] for record in self._records.values() if backend in record.wanted]
         told += [plan.change for plan in self._changing.values() if backend in plan.backends]
         names = {change.name for change in told if change.path is not None}

@@ -1,10 +1,7 @@
-"""The nouns of llmproxy: frozen facts that go into decisions, and the decisions that come out.
+"""The facts that go into decisions, and the decisions that come out. All are frozen.
 
-Every other room speaks in these words. Times are seconds on one monotonic clock chosen by the caller; nothing here
-reads a clock. Sizes carry their unit in their name.
-
-Every request makes a dozen of them. A `Struct` is frozen and has slots like the dataclass that it might be, and is made
-in a tenth of the time (of twenty fields in 0.1 µs, not 2); `msgspec.structs.replace` makes a changed copy.
+Times are seconds on one monotonic clock chosen by the caller. They are `Struct`s and no dataclasses because every
+request makes a dozen of them, and a frozen `Struct` of twenty fields is made in 0.1 µs instead of 2.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ BAND_NAMES: Mapping[str, int] = {
 
 
 class Outcome(StrEnum):
-    """The one terminal fact of a request, as counted in metrics and written to the log."""
+    """How a request ended, as counted in metrics and written to the log."""
 
     COMPLETED = "completed"
     BAD_REQUEST = "bad_request"
@@ -51,11 +48,8 @@ class Outcome(StrEnum):
     INTERNAL = "internal"
 
 
-# --- what clients ask -------------------------------------------------------------------------------------------------
-
-
 class RequestFacts(Struct, frozen=True):
-    """What one request body said, as far as scheduling needs it.
+    """What scheduling needs of one request body.
 
     `model` is None when the body names none (absent, null or empty). `prompt_bytes` counts the UTF-8 bytes of the text
     that the engine will tokenise (images and audio are not text); `prompt_tokens` is set instead where the prompt came
@@ -88,13 +82,13 @@ class Slo(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """An ask with identity, flow, band, cost, arrival and deadline. It never changes once made.
+    """One request as the scheduler sees it: identity, flow, band, cost, arrival and deadline.
 
     `weight` is the share of its flow. `limits` names the usage limits that it counts against (of its tenant, its
-    model); see `core.limits`. `label` is what its client and the log call it. `prefix` are the chained hashes of its
-    prompt's whole blocks, of about `prefix_tokens` tokens each. `session` is what the requests of one session share and
-    no others, a hash and not what the client sent; None where it named none. `backend` is the only one that may have
-    it, because that one keeps what it refers to; None where any may.
+    model). `label` is what its client and the log call it. `prefix` are the chained hashes of its prompt's whole
+    blocks, of about `prefix_tokens` tokens each. `session` is a hash that the requests of one session share, None
+    without a session. `backend` is the only one that the request may go to, because it keeps what the request refers
+    to; None when any backend may serve it.
     """
 
     id: str
@@ -128,10 +122,7 @@ class Entry(StrEnum):
     NEW = "new"
     RETRY = "retry"
     PREEMPTED = "preempted"
-    SEEKING = "seeking"  # For the backend that keeps what it refers to; those that were asked have it not.
-
-
-# --- what backends say ------------------------------------------------------------------------------------------------
+    SEEKING = "seeking"  # It looks for the backend that keeps what it refers to; the excluded ones do not.
 
 
 class ModelCard(Struct, frozen=True):
@@ -193,7 +184,7 @@ class Trouble(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What one attempt proved about its backend, told to the scheduler when the lease ends."""
+    """What one attempt proved about its backend; set when the lease ends."""
 
     SERVED = "served"
     CLIENT_GONE = "client_gone"
@@ -251,8 +242,8 @@ class Placed(Struct, frozen=True):
     """Where, and why: `terms` are the named parts of the chosen backend's score.
 
     `cached_tokens` of the prompt are expected in its prefix cache, and `held_tokens` in the KV-cache in any case,
-    because requests in flight hold them. `ttft` (from dispatch) and `tpot` are as in `Price`, None where nobody
-    predicts.
+    because requests in flight hold them. `ttft` (from dispatch) and `tpot` are as in `Price`, None without a
+    prediction.
     """
 
     backend: str
@@ -267,7 +258,7 @@ class Placed(Struct, frozen=True):
 
 
 class Explained(Struct, frozen=True):
-    """One choice as it was made at `at_s`: the prices of all candidates, and whose was taken.
+    """One placement made at `at_s`: the prices of all candidates, and the backend that was chosen.
 
     `id`, `label` and `model` are those of the request.
     """
@@ -317,14 +308,14 @@ class Learned(Struct, frozen=True):
 
 
 class NoCapacity(Struct, frozen=True):
-    """Nobody has room under this band's ceiling: the pool stops here, which is what makes priority strict."""
+    """No backend has room under this band's ceiling. Lower bands are not served either, so that priority is strict."""
 
 
 class NoMatch(Struct, frozen=True):
-    """Somebody has room, but nobody for this request: the policy may offer its next flow.
+    """Some backend has room, but none for this request: the fairness policy may offer its next flow.
 
-    `whole_model` when nobody with room serves the model at all, so that its other requests need not be tried. `later`
-    when a backend that is full is worth waiting for, which says nothing of other requests.
+    `whole_model`: no backend with room serves the model at all, so that its other requests need not be tried. `later`:
+    a backend that is full is worth waiting for, which says nothing of other requests.
     """
 
     whole_model: bool
@@ -332,11 +323,11 @@ class NoMatch(Struct, frozen=True):
 
 
 class Why(Struct, frozen=True):
-    """Why this request went and no other, noted when it was decided.
+    """Why this request was granted and no other, noted at the decision.
 
     `waiting` counts requests by band, highest first, this one among them; `flows` the flows of its band that had some.
-    `standing` is what the fairness policy held of its flow. `passed_over` requests of its band were looked at before
-    and fitted nowhere. `guaranteed` says that it went by its band's minimum share, although a higher band waited.
+    `standing` is what the fairness policy counted for its flow. `passed_over` requests of its band came before it
+    and fitted nowhere. `guaranteed`: it went by the minimum share of its band, although a higher band waited.
     """
 
     waiting: tuple[tuple[int, int], ...]
@@ -347,9 +338,9 @@ class Why(Struct, frozen=True):
 
 
 class Grant(Struct, frozen=True):
-    """A booking already made: `request` may use `backend` until the lease is finished.
+    """`request` may use the backend of `placed` until the lease is finished; it is booked there already.
 
-    `left_s` is what is left of its own time to wait, for when it has to come back.
+    `left_s` is what is left of its own time to wait, in case it has to wait again.
     """
 
     lease: int
@@ -370,7 +361,7 @@ class Drop(Struct, frozen=True):
 
 
 class Revoke(Struct, frozen=True):
-    """A lease whose backend is known to be gone; its stream will never speak again."""
+    """A lease whose backend is gone: nothing more will come from it."""
 
     lease: int
     request: Request
@@ -378,9 +369,9 @@ class Revoke(Struct, frozen=True):
 
 
 class Preempt(Struct, frozen=True):
-    """A lease to be given back before its first byte, in favour of a waiting request of a higher band.
+    """A lease to be given back before its first byte, for a waiting request of a higher band.
 
-    Its request loses nothing: it comes back to the head of its flow, with its waiting time kept.
+    Its request goes back to the head of its flow, with the time that it has waited.
     """
 
     lease: int
@@ -392,9 +383,9 @@ Decision = Grant | Drop | Revoke | Preempt
 
 
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not an error of this code
-    """A request that was not let into the waiting room, or had to leave it.
+    """A request was not admitted to the waiting room, or had to leave it.
 
-    `retry_after_s` is how long the client should wait, from the measured drain rate; None where waiting cannot help.
+    `retry_after_s` is how long the client should wait, by the measured drain rate; None when waiting cannot help.
     """
 
     def __init__(self, outcome: Outcome, message: str, retry_after_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Names of policies, as they stand in a configuration, to the code that makes one; and what one raises."""
+"""Registries of policies by their configured names, and the exceptions that policies raise."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Generic, TypeVar
 
 Factory = TypeVar("Factory", bound=Callable[..., object])
 FAULTS_MAX = 100
-"""How many faults are kept until somebody asks for them."""
+"""Faults that are kept until they are taken."""
 FAULT_TELL_S = 1.0
-"""Between two stories of a policy that raises at the same place: it may do so with every token."""
+"""Between two reports of the same line of code: a policy may raise with every token."""
 
 
 class Faults:
-    """What policies raised. A policy may be a plugin: its fault must not undo the accounts of others."""
+    """Exceptions of policies. A policy may be a plugin, so its fault must not break the accounts of the core."""
 
     def __init__(self) -> None:
         self._noted: list[Exception] = []
-        self._told: dict[tuple[str, int], tuple[float, int]] = {}
+        self._reported: dict[tuple[str, int], tuple[float, int]] = {}
 
-    def tell(self, hear: Callable[..., None], *event: object) -> None:
-        """Tell a policy of an event that has happened already, whatever the policy makes of it."""
+    def tell(self, hook: Callable[..., None], *event: object) -> None:
+        """Call a hook of a policy for an event that has happened; an exception is noted and not raised."""
         try:
-            hear(*event)
+            hook(*event)
         except Exception as fault:  # noqa: BLE001 - see above
             self.note(fault)
 
     def note(self, fault: Exception) -> None:
-        """Keep a fault for whoever asks; beyond FAULTS_MAX it is forgotten."""
+        """Keep a fault until it is taken; beyond FAULTS_MAX it is dropped."""
         if len(self._noted) < FAULTS_MAX:
             self._noted.append(fault)
 
     def take(self, now: float) -> list[tuple[Exception, int]]:
-        """The faults noted since this was last asked, but one each FAULT_TELL_S for each line of code that raises.
+        """The faults since the last call, at most one each FAULT_TELL_S per line of code that raised.
 
-        With each comes how many of that line were left out since the last.
+        Each comes with the number of faults of that line that were left out before it.
         """
         noted, self._noted = self._noted, []
         told: list[tuple[Exception, int]] = []
         for fault in noted:
             place = _place(fault)
-            told_s, untold = self._told.get(place, (-inf, 0))
-            if now - told_s < FAULT_TELL_S:
-                self._told[place] = told_s, untold + 1
+            reported_s, untold = self._reported.get(place, (-inf, 0))
+            if now - reported_s < FAULT_TELL_S:
+                self._reported[place] = reported_s, untold + 1
             else:
-                self._told[place] = now, 0
+                self._reported[place] = now, 0
                 told.append((fault, untold))
         return told
 
@@ -69,7 +69,7 @@ class Registry(Generic[Factory]):
         self._factories: dict[str, Factory] = {}
 
     def register(self, name: str) -> Callable[[Factory], Factory]:
-        """Return a decorator that files its subject under `name`. Raises ValueError when the name is taken."""
+        """Return a decorator that registers its subject under `name`. Raises ValueError when the name is taken."""
 
         def file(factory: Factory) -> Factory:
             if name in self._factories:
@@ -80,12 +80,12 @@ class Registry(Generic[Factory]):
         return file
 
     def get(self, name: str) -> Factory:
-        """The factory filed under `name`. Raises ValueError naming the known ones."""
+        """The factory registered under `name`. Raises ValueError naming the known ones."""
         try:
             return self._factories[name]
         except KeyError:
             raise ValueError(f"unknown {self._kind} {name!r}; known: {', '.join(self.names())}") from None
 
     def names(self) -> tuple[str, ...]:
-        """In the order in which they were filed."""
+        """In the order of their registration."""
         return tuple(self._factories)

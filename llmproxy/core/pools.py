@@ -1,4 +1,4 @@
-"""All pools of the process behind one face: names are resolved, and every event finds its scheduler."""
+"""All pools of the process. Events of requests and leases are passed to the scheduler of their pool."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from llmproxy.core.snapshot import (
 )
 
 NEWS_MAX = 1_000
-"""How much news of ejections is kept for somebody to ask for it; nobody need, and the oldest goes first."""
+"""Ejections that are kept until they are taken; the oldest are dropped first."""
 
 
 class Pools:
@@ -72,10 +72,10 @@ class Pools:
         for name, fixed in backends.items():
             self.add_backend(name, fixed, settings.prompt_ranges.get(name))
 
-    # --- what those who run it change ----------------------------------------------------------------------------
+    # --- changes by the operator ----------------------------------------------------------------------------
 
     def add_backend(self, name: str, max_in_flight: int | None, prompt_range: tuple[int, int] | None = None) -> None:
-        """There is one backend more. It belongs to no pool, and is down, until it was read."""
+        """Add a backend. It belongs to no pool, and is down, until it was read."""
         assert name not in self.backends
         settings = self.settings
         self.catalogue.add(name)
@@ -90,23 +90,23 @@ class Pools:
         return {name: known for name, known in found if known is not None}
 
     def remove_backend(self, name: str) -> None:
-        """A backend on which nothing is in flight is no more, and all that was learned of it is forgotten."""
+        """Remove a backend on which nothing is in flight, and forget what was learned of it."""
         assert not self.backends[name].bookings
         self.catalogue.remove(name)
         self._assign(name)
         del self.backends[name]
 
     def replace_process(self, name: str) -> None:
-        """Another process goes by the name of a backend from now on; see `Backend.replaced`."""
+        """A new process has the name of a backend; see `Backend.replaced`."""
         self.backends[name].replaced()
         for scheduler in self.schedulers.values():
             scheduler.leases.replaced(self.backends[name])
-            scheduler.lost_kept(name)
+            scheduler.drop_bound(name)
 
     def reconfigure(self, settings: Settings, aliases: Mapping[str, str], now: float) -> None:
-        """Go by other settings and other aliases from the next decision on.
+        """Apply other settings and aliases from the next decision on.
 
-        What waits, what is in flight and what was learned stays, and so do policies and what they were made with.
+        What waits, what is in flight and what was learned stays. Policies stay, with their settings.
         """
         self.settings = settings
         self._occupancy.reconfigure(settings.queue)
@@ -117,7 +117,7 @@ class Pools:
         for scheduler in self.schedulers.values():
             scheduler.reconfigure(settings, now)
 
-    # --- what polls bring ----------------------------------------------------------------------------------------
+    # --- polls ----------------------------------------------------------------------------------------
 
     def listed(self, backend: str, listing: Listing) -> None:
         """A backend's `/v1/models` was read: names, adapters and pools may appear, move or go."""
@@ -133,7 +133,7 @@ class Pools:
         if gone:
             for scheduler in self.schedulers.values():
                 scheduler.leases.lost(self.backends[backend])
-                scheduler.lost_kept(backend)
+                scheduler.drop_bound(backend)
         return gone
 
     def _assign(self, backend: str) -> None:
@@ -157,7 +157,7 @@ class Pools:
     def submit(
         self, request: Request, now: float, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW
     ) -> None:
-        """See `Scheduler.submit`; raises Refused, also when the pool went while the request was on its way here."""
+        """See `Scheduler.submit`. Raises Refused, also when the pool has gone since the name was resolved."""
         scheduler = self.schedulers.get(request.pool)
         if scheduler is None:
             message = f"No backend serves `{request.pool}` any more. Try again shortly."
@@ -186,9 +186,9 @@ class Pools:
             scheduler.cached(lease, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """A request has left the house, whether it was served, refused or left by its client; told once of each.
+        """A request is over: served, refused or left by its client. Called once for each.
 
-        `met` says whether it kept its objective, None where it had none or its client left.
+        `met` says whether it kept its objective, None when it had none or its client left.
         """
         self._limits.ended(request, now)
         scheduler = self.schedulers.get(request.pool)
@@ -201,8 +201,8 @@ class Pools:
         """See `Scheduler.decide`, of every pool."""
         schedulers = list(self.schedulers.values())
         if self.settings.limits and len(schedulers) > 1:
-            # What a limit over several pools has room for is not for the pool alone that happens to be asked first.
-            schedulers.sort(key=Scheduler.first_parked)
+            # A usage limit may span pools: its free places go by band and arrival, not by the order of pools.
+            schedulers.sort(key=Scheduler.first_blocked)
         return [decision for scheduler in schedulers for decision in scheduler.decide(now)]
 
     def faults(self, now: float) -> list[tuple[Exception, int]]:
@@ -214,21 +214,21 @@ class Pools:
         return min([time for time in times if time is not None], default=None)
 
     def news(self) -> list[tuple[str, EjectionEvent]]:
-        """Which backends were ejected, or should have been, and which are back: in order, since this was last asked."""
+        """Ejections and returns of backends since the last call, in order."""
         if not self._news:
             return []
         news = list(self._news)
         self._news.clear()
         return news
 
-    # --- looking in ----------------------------------------------------------------------------------------------
+    # --- inspection ----------------------------------------------------------------------------------------------
 
     def queued(self) -> dict[int, tuple[int, int]]:
         """Band -> (requests, body bytes) waiting."""
         return self._occupancy.queued()
 
     def snapshot(self, now: float) -> Snapshot:
-        """What waits, why, and who has room; costs what it shows, however much waits."""
+        """What waits, why, and which backends have room. It costs what it shows, not what waits."""
         pools: list[PoolSnapshot] = []
         flows_left = TOTAL_FLOWS_MAX
         for scheduler in self.schedulers.values():
@@ -248,12 +248,12 @@ class Pools:
         return Snapshot(tuple(pools), limits, len(in_flight) - len(names))
 
     def position(self, name: str, now: float) -> Position | None:
-        """Where the waiting request of this label or id stands; None where nothing of that name waits."""
+        """The position of the waiting request with this label or id, None when there is none."""
         found = (scheduler.position(name, now) for scheduler in self.schedulers.values())
         return next((position for position in found if position is not None), None)
 
     def choices(self, now: float) -> list[PoolChoices]:
-        """Where the last requests of each pool went, and why not elsewhere."""
+        """The last placements of each pool, and why no other backend was chosen."""
         return [scheduler.choices(now) for scheduler in self.schedulers.values()]
 
     def parked(self) -> dict[str, int]:

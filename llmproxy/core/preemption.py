@@ -1,4 +1,4 @@
-"""Which leases may be taken back for a request of a higher band, while nothing is lost by it."""
+"""Which leases may be preempted for a request of a higher band: those that have not answered a byte yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.settings import Settings
 
 PREEMPT_MAX = 4
-"""Leases being taken back at a time, so that one burst does not empty the engines of all that they have begun."""
+"""Leases being preempted at a time, so that one burst does not empty the engines."""
 LOOK_MAX = 64
 """Leases looked at by one pass."""
 
@@ -21,9 +21,9 @@ LOOK_MAX = 64
 class Preemption(LeaseObserver):
     """Leases of bands up to `default` that have not answered a byte.
 
-    The lowest band is taken back first, and of it the newest, for which least has been done. Whoever is granted the
-    room decides the pass that follows the release. One of `default` is taken back only out of an engine's own queue,
-    where a reading proves that nothing was done for it.
+    The lowest band is preempted first, and in it the newest lease, for which the engine has done least. The pass after
+    the release decides which request gets the room. A lease of `default` is preempted only while it waits inside the
+    engine, where a reading proves that nothing was done for it.
     """
 
     def __init__(self, settings: Settings, headroom: Headroom) -> None:
@@ -64,10 +64,10 @@ class Preemption(LeaseObserver):
         self._urgent.pop(lease, None)
 
     def clear(self, backends: Iterable[Backend], now: float) -> Iterable[Preempt]:
-        """What to take back out of the engines' own queues while a band above `default` is in use.
+        """Leases to preempt that wait inside engines, while a band above `default` is in use.
 
-        Such an engine had less room than was believed, and nobody inside it can be overtaken: what stands before a
-        lease above `default` goes, and what is there beyond the limit that was learned since.
+        Such an engine had less room than was believed, and its queue is first come, first served: leases that wait
+        before one above `default` are preempted, and those beyond the limit that was learned since.
         """
         if not self._open or not self._settings.preemption or not self._headroom.used_above(DEFAULT, now):
             return
@@ -82,10 +82,10 @@ class Preemption(LeaseObserver):
                     return
                 if lease not in self._pending and (lease < last or beyond > 0):
                     beyond -= self._open[lease][0].sequences
-                    yield self._take_back(lease)
+                    yield self._preempt(lease)
 
     def _beyond(self, backend: Backend, now: float) -> int:
-        """Sequences at a backend above its limit, those not counted that are being taken back."""
+        """Sequences on a backend above its limit, less those that are being preempted."""
         if backend.reading is None or not backend.reading.waiting:
             return 0
         view = backend.view(now)
@@ -93,17 +93,17 @@ class Preemption(LeaseObserver):
         return view.load - leaving - view.limit - view.look_ahead
 
     def choose(self, head: Request, excluded: frozenset[str], waiting: int, now: float) -> Iterable[Preempt]:
-        """What to take back so that `head`, and with it `waiting` requests of its band, find room."""
+        """Leases to preempt so that `head`, the first of `waiting` requests of its band, finds room."""
         if head.band <= DEFAULT or not self._settings.preemption:
             return
         while len(self._pending) < min(PREEMPT_MAX, waiting):
-            # Each is looked for anew, as one that is taken back may be what the room for a newer one was short of.
+            # Each is chosen anew, because a preempted lease may free what another choice lacked.
             lease = next((x for x in self._newest() if self._makes_room(x, head, excluded, now)), None)
             if lease is None:
                 return
-            yield self._take_back(lease)
+            yield self._preempt(lease)
 
-    def _take_back(self, lease: int) -> Preempt:
+    def _preempt(self, lease: int) -> Preempt:
         request, backend = self._open[lease]
         self._pending[lease] = backend
         return Preempt(lease, request, backend.name)

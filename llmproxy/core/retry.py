@@ -1,4 +1,4 @@
-"""How often a failing fleet may be asked again."""
+"""How many attempts may be retried when backends fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RETRY_WAIT_MIN_S = 1.0
 
 
 class RetryBudget:
-    """Retries as a share of requests, so that a failing fleet is not asked ever more.
+    """Retries as a share of requests, so that retries do not overload a failing fleet.
 
     Attempts that cost no engine anything are not counted: connections that failed before a byte was sent, and work lost
     with a process that is gone or hangs.

@@ -1,4 +1,4 @@
-"""Who goes next and where, decided in one step: the one object that changes scheduling state."""
+"""Decides which request of a pool goes next and to which backend: the one object that changes scheduling state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from math import inf
 from msgspec.structs import replace
 
 from llmproxy.core.backends.backend import Backend
-from llmproxy.core.backends.batch_limit import Exploration
-from llmproxy.core.backends.health import Peers
-from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Decision, Drop, Entry, Grant, NoCapacity, Outcome, Request, Why
 from llmproxy.core.estimates.first_token import FirstToken
@@ -26,6 +23,7 @@ from llmproxy.core.leases import Leases
 from llmproxy.core.placement import NO_CAPACITY, Placement
 from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited
 from llmproxy.core.policy_registry import Faults
+from llmproxy.core.pool_backends import PoolBackends
 from llmproxy.core.preemption import Preemption
 from llmproxy.core.queueing.admission import Admission
 from llmproxy.core.queueing.blocked import Key
@@ -38,19 +36,18 @@ from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import Look, PoolChoices, PoolSnapshot, Position
 
 PASS_MAX = 64
-"""Drops or grants of one pass; the rest follow in a pass asked for at once, so that a mass release never holds the
-loop."""
+"""Drops or grants of one pass; the rest follow in the next, so that a mass release never holds the event loop."""
 FAULT_RETRY_S = 1.0
 """Until the next pass of a pool after one of its policies raised an exception."""
 
 
 @dataclass(slots=True)
 class _Pass:
-    """One `decide`: what it has seen and done so far.
+    """The state of one `decide`.
 
-    `steps` bounds how long it takes. `outdated` is the backend that was booked last, whose view is made anew only where
-    somebody else is to be placed. `blocked`: nobody has room for anything. `guaranteed_none` are the bands of which
-    nothing fits anywhere even under their minimum share.
+    `steps` bounds how long it takes. `outdated` is the backend that was booked last; its view is refreshed only before
+    the next placement. `blocked`: no backend has room for anything. `guaranteed_none` are the bands of which no request
+    fits anywhere, even by their minimum share.
     """
 
     now: float
@@ -65,10 +62,9 @@ class _Pass:
 class Scheduler:
     """The waiting room and the backends of one pool.
 
-    Every event is a method that takes `now`, of this object or, where a lease is concerned, of `leases`; none decides
-    anything. `decide(now)` then answers what is to be done, and `next_wakeup(now)` when to ask again although nothing
-    happened. A granted request stays booked on its backend until its lease is finished. Not thread-safe, and need not
-    be.
+    Every event is a method that takes `now`, of this object or, for leases, of `leases`; no event decides anything.
+    `decide(now)` then returns what is to be done, and `next_wakeup(now)` when to call it again although no event
+    happened. A granted request stays booked on its backend until its lease is finished. Not thread-safe.
     """
 
     def __init__(
@@ -85,18 +81,14 @@ class Scheduler:
         # Shared by all pools: a tenant may use several models, and a backend that moves still holds leases of the old.
         self._limits = limits
         self._placement = placement
-        self._backends: dict[str, Backend] = {}
-        self._peers = Peers(settings.health.ejected_max)
-        self._outliers = OutlierDetection(settings.health, self._peers)
-        self._exploration = Exploration()
-        self._index: dict[str, int] = {}
+        self._backends = PoolBackends(settings.health)
         self.faults = Faults()
         self._room = WaitingRoom(settings, occupancy, limits, self.faults, self._room_on)
         self._drain = DrainRate()
         self._first_token = FirstToken()
         self._headroom = Headroom(settings)
         self._admission = Admission(
-            settings, self._backends, self._room, self._headroom, limits, self._drain, self._first_token
+            settings, self._backends.by_name, self._room, self._headroom, limits, self._drain, self._first_token
         )
         self._min_shares = MinShares(settings.min_shares)
         self._preemption = Preemption(settings, self._headroom)
@@ -104,7 +96,7 @@ class Scheduler:
         self.leases = Leases(
             lease_serial,
             [
-                OutlierObserver(self._outliers),
+                OutlierObserver(self._backends.outliers),
                 LimitObserver(limits),
                 self._preemption,
                 PlacementObserver(placement, self.faults),
@@ -118,39 +110,28 @@ class Scheduler:
         self._rests_until_s = -inf
 
     def reconfigure(self, settings: Settings, now: float) -> None:
-        """Go by other settings, except for the choice of policies and what those were made with."""
+        """Apply other settings. Policies stay, with the settings that they were made with."""
         self._settings = settings
         self._room.reconfigure(settings, now)
         self._min_shares.reconfigure(settings.min_shares)
-        self._peers.ejected_max = settings.health.ejected_max
-        self._outliers.settings = settings.health
+        self._backends.reconfigure(settings.health)
         for part in (self._headroom, self._admission, self._preemption):
             part.reconfigure(settings)
 
     # --- backends ------------------------------------------------------------------------------------------------
 
     def attach(self, backend: Backend) -> None:
-        self._backends[backend.name] = backend
+        self._backends.add(backend)
         self.leases.attach(backend.name)
-        backend.health.peers = self._peers
-        backend.exploration = self._exploration
-        self._exploration.members[backend.name] = backend
-        self._exploration.refresh()
-        self._peers.members[backend.name] = backend.health
-        self._index = {name: index for index, name in enumerate(self._backends)}
 
     def detach(self, backend: str) -> None:
-        """Stop granting to a backend; its leases run on, and whoever waits for it alone waits in vain."""
-        self.lost_kept(backend)
-        self._backends.pop(backend).exploration = None
-        del self._exploration.members[backend]
-        self._exploration.refresh()
-        self._peers.members.pop(backend).peers = None
+        """Grant nothing more to a backend. Its leases run on; requests that may go to it alone are dropped."""
+        self.drop_bound(backend)
+        self._backends.remove(backend)
         self.leases.detach(backend)
-        self._index = {name: index for index, name in enumerate(self._backends)}
 
-    def lost_kept(self, backend: str) -> None:
-        """What `backend` kept is gone: those leave that may go nowhere else, because they refer to it."""
+    def drop_bound(self, backend: str) -> None:
+        """Drop the requests that may go to `backend` alone: what they refer to is gone with its process."""
         for queued in self._room.bound_to(backend):
             self._room.leave(queued)
             self._shed.append(Drop(queued.request, Outcome.BAD_REQUEST, 0.0))
@@ -161,14 +142,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self._backends or self._room or self.leases or self._shed)
-
-    def alive(self) -> bool:
-        """Some backend of this pool is up, be it full or resting."""
-        for backend in self._backends.values():  # noqa: SIM110 - the first is up as a rule: a generator costs more
-            if backend.up:
-                return True
-        return False
+        return not (self._backends.by_name or self._room or self.leases or self._shed)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -181,7 +155,7 @@ class Scheduler:
         the waiting room is reached, `rate_limited` when one of its tenant or model is, `rejected_deadline` when it
         would be late even if served next.
         """
-        self._room.pool_is(self.alive(), now)
+        self._room.pool_is(self._backends.any_up(), now)
         self._shed += self._admission.enter(request, excluded, entry, now)
 
     def cancel(self, request_id: str) -> None:
@@ -199,16 +173,16 @@ class Scheduler:
             self.faults.tell(self._placement.cached, backend, hashes)
 
     def ended(self, request: Request, met: bool | None, now: float) -> None:
-        """The request has left the house for good. `met`: it kept its objective; None where it had none to keep."""
+        """The request is over. `met` says whether it kept its objective, None when it had none."""
         self._room.band(request.band).ended(request, met, now)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Decision]:
-        """What is to be done now. A second call at the same `now` answers nothing, unless the pass was capped.
+        """What is to be done now. A second call at the same `now` returns nothing, unless the pass was capped.
 
-        Should a policy raise, what was decided until then is answered, `faults` has what it raised, and the pool rests
-        for FAULT_RETRY_S: another pool must not wait for it, nor be held up by a fault that repeats.
+        When a policy raises, what was decided before is returned, `faults` has the exception, and this pool decides
+        nothing for FAULT_RETRY_S, because a fault that repeats must not hold up other pools.
         """
         if now < self._rests_until_s:
             return []
@@ -222,38 +196,37 @@ class Scheduler:
 
     def _pass(self, now: float) -> None:
         decisions = self._decided
-        self._look_after(now)
+        self.leases.revoke(self._backends.eject_outliers(now))
         decisions += self.leases.take_revoked()
         if self._shed:
             decisions += self._shed
             self._shed = []
-        decisions += self._preemption.clear(self._backends.values(), now)
-        alive = self.alive()
+        decisions += self._preemption.clear(self._backends.by_name.values(), now)
+        alive = self._backends.any_up()
         self._room.pool_is(alive, now)
         self._more = False
         if not self._room.waiting:
-            # Most passes are asked for by a reading or an end while nobody waits: a large fleet need not be looked over
-            # for them.
+            # Most passes follow a reading or an end while no request waits; they need no views of a large fleet.
             return
         expired = self._expired(alive, now)
         decisions += expired
-        # Nothing is granted while somebody who is past the deadline may still wait.
+        # Nothing is granted while requests that are past their deadline may still wait.
         self._more = len(expired) == PASS_MAX
         if self._more:
             return
         self._room.settle(now)
-        this = _Pass(now, self.views(now), decisions)
+        this = _Pass(now, self._backends.views(now), decisions)
         self._grant_all(this)
-        while this.steps < PASS_MAX and not this.blocked and self._room.unpark(now):
+        while this.steps < PASS_MAX and not this.blocked and self._room.readmit(now):
             self._grant_all(this)
         self._more = this.steps >= PASS_MAX and bool(self._room)
 
     def _grant_all(self, this: _Pass) -> None:
-        """Grant band by band, the highest first, until nobody has room for more or the pass is long enough."""
+        """Grant band by band, the highest first, until no backend has room or the pass is long enough."""
         for level in self._room.order:
             band, unmatched = self._room.band(level), Unmatched()
-            # Who comes back may make a band below one that is owed a share.
-            while (band.size or self._unpark(level, this)) and self._grant_guaranteed(this):
+            # A request that comes back may be of a lower band that is owed its minimum share.
+            while (band.size or self._readmit(level, this)) and self._grant_guaranteed(this):
                 if not band.size:
                     # Its last one went by its minimum share.
                     continue
@@ -262,13 +235,13 @@ class Scheduler:
                     self._preempt(level, this)
                     # Lower bands see a lower ceiling: where this one finds no room, neither may they.
                     return
-                if granted is None and not self._unpark(level, this):
+                if granted is None and not self._readmit(level, this):
                     break
             if this.steps >= PASS_MAX or this.blocked:
                 return
 
     def _grant_guaranteed(self, this: _Pass) -> bool:
-        """Grant what bands have earned by their minimum shares; True when others may go on."""
+        """Grant what bands have earned by their minimum shares; True when the others may go on."""
         while self._min_shares.shares and this.steps < PASS_MAX:
             due = [x for x in self._min_shares.due(self._room.levels()[1:]) if x not in this.guaranteed_none]
             if not due:
@@ -281,17 +254,17 @@ class Scheduler:
                 this.guaranteed_none.add(due[0])
         return this.steps < PASS_MAX
 
-    def _unpark(self, level: int, this: _Pass) -> int:
-        """Let others back into the band in place of those that came back and fitted nowhere; answer how many."""
-        back = self._room.unpark(this.now, level)
+    def _readmit(self, level: int, this: _Pass) -> int:
+        """Let more blocked requests back into the band, because those that came back fit nowhere; returns how many."""
+        back = self._room.readmit(this.now, level)
         this.steps += back
         if back:
             this.guaranteed_none.clear()
         return back
 
-    def first_parked(self) -> Key:
-        """Who is to have what a usage limit has room for: (band, negated; arrival), the least over all pools."""
-        return self._room.first_parked()
+    def first_blocked(self) -> Key:
+        """(Negated band, arrival) of the blocked request that is next under a usage limit with room; else inf."""
+        return self._room.first_blocked()
 
     def next_wakeup(self, now: float) -> float | None:
         """When `decide` may have something to do although no event happens; None when only an event can."""
@@ -300,9 +273,8 @@ class Scheduler:
         if self._more or self._shed:
             return now
         if not self._room.waiting:
-            return self._outliers.due_s
-        times = [self._outliers.due_s, *(backend.changes_at(now) for backend in self._backends.values())]
-        times += [self._room.next_deadline(now), self._headroom.changes_at(now)]
+            return self._backends.outliers.due_s
+        times = [self._backends.changes_at(now), self._room.next_deadline(now), self._headroom.changes_at(now)]
         return min([time for time in times if time is not None], default=None)
 
     def _grant_one(
@@ -311,7 +283,7 @@ class Scheduler:
         """Book the band's next request; None when there is room, but for none of those looked at."""
         band = self._room.band(level)
         if this.outdated is not None:
-            this.views[self._index[this.outdated.name]] = this.outdated.view(this.now)
+            self._backends.refresh(this.views, this.outdated, this.now)
             this.outdated = None
         kept = not guaranteed and self._headroom.keeps_last(level, this.views, this.now)
         views = this.views
@@ -330,8 +302,8 @@ class Scheduler:
                 )
             if not isinstance(found, Limited):
                 break
-            # Its tenant or model has enough in flight: it steps aside, and the flow goes on behind it.
-            self._room.park(found.queued, found.limit)
+            # Its tenant or model has as many in flight as allowed: the flow goes on without it.
+            self._room.block(found.queued, found.limit)
             this.steps += 1
             if not band.size or this.steps >= PASS_MAX:
                 return None
@@ -346,7 +318,7 @@ class Scheduler:
         why = Why(self._room.sizes(), band.flows, band.fairness.standing(request.flow), found.passed_over, guaranteed)
         ahead, left_s = len(self._room) - 1, self._room.own_left_s(queued, now)
         self._room.leave(queued)
-        backend = self._backends[placed.backend]
+        backend = self._backends.by_name[placed.backend]
         lease = self.leases.book(request, placed, backend, now, guaranteed=guaranteed)
         this.outdated = backend
         grant = Grant(lease, request, placed, now, ahead, why, left_s)
@@ -356,7 +328,7 @@ class Scheduler:
         return grant
 
     def _preempt(self, level: int, this: _Pass) -> None:
-        """Take back what may be taken back, for the head of a band that is blocked."""
+        """Preempt leases for the first request of a band that finds no room."""
         band = self._room.band(level)
         if not self._preemption.open:
             return
@@ -364,10 +336,11 @@ class Scheduler:
         this.decisions += self._preemption.choose(queued.request, queued.excluded, band.size, this.now)
 
     def _queue_closes(self, view: View, level: int, now: float) -> bool:
-        """Whether a band goes to a backend no more because somebody waits inside its engine.
+        """Whether a band is not sent to a backend any more because requests wait inside its engine.
 
-        Below `default` it does not while a higher band is in use, which would stand behind it there. Above `default` it
-        goes there no further than the engine was seen to run: it would stand behind others, and here it is first.
+        A band below `default` is not while a higher band is in use, which would wait behind it in the engine. A band
+        above `default` is not beyond the load that the engine was seen to run, because it would wait there behind
+        others, while it is first here.
         """
         if not view.waiting or view.probed or level == DEFAULT:
             return False
@@ -375,19 +348,10 @@ class Scheduler:
 
     def _room_on(self, name: str, level: int, now: float) -> int:
         """How many more requests of the band `level` a backend has room for."""
-        view = self._backends[name].view(now)
+        view = self._backends.by_name[name].view(now)
         if self._queue_closes(view, level, now) or not view.has_room(self._headroom.ceiling(level, now)):
             return 0
         return max(1, view.limit + view.look_ahead - view.load)
-
-    def _look_after(self, now: float) -> None:
-        """Eject who hangs or has become slow; what one that hangs has not begun may be tried elsewhere."""
-        hung, slow = self._outliers.outliers(now)
-        for name, silent in hung.items():
-            if self._backends[name].hangs(silent, now):
-                self.leases.revoke(self._outliers.give_up(name))
-        for name, why in slow.items():
-            self._backends[name].slowed(why, now)
 
     def _expired(self, alive: bool, now: float) -> list[Drop]:
         drops = []
@@ -396,34 +360,33 @@ class Scheduler:
             drops.append(Drop(queued.request, outcome, self._drain.retry_after_s(len(self._room), now)))
         return drops
 
-    # --- looking in ----------------------------------------------------------------------------------------------
-
-    def views(self, now: float) -> list[View]:
-        return [backend.view(now) for backend in self._backends.values()]
+    # --- inspection ----------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float, flows_max: int) -> PoolSnapshot:
         """What waits and who has room, with at most so many flows."""
         return self._look(now).shown(
-            self.views(now),
-            alive=self.alive(),
+            self._backends.views(now),
+            alive=self._backends.any_up(),
             leases=len(self.leases),
             preempting=self._preemption.pending,
             flows_max=flows_max,
         )
 
     def position(self, name: str, now: float) -> Position | None:
-        """Where the waiting request of this label or id stands; None where nothing of that name waits."""
+        """The position of the waiting request with this label or id, None when there is none."""
         queued = self._room.find(name)
         return None if queued is None else self._look(now).position(queued)
 
     def choices(self, now: float) -> PoolChoices:
-        """Where the last requests went, and why not elsewhere."""
+        """The last placements, and why no other backend was chosen."""
         placement = self._placement
-        return PoolChoices(self.pool, tuple(placement.explained())[::-1], placement.learned(self._backends, now))
+        return PoolChoices(
+            self.pool, tuple(placement.explained())[::-1], placement.learned(self._backends.by_name, now)
+        )
 
     def parked(self) -> dict[tuple[int, str], int]:
-        """(Band, usage limit) -> requests that wait for it."""
-        return self._room.parked_by()
+        """(Band, usage limit or backend) -> requests that are blocked by it."""
+        return self._room.blocked_counts()
 
     def _look(self, now: float) -> Look:
         return Look(self.pool, now, self._settings, self._room, self._headroom, self._first_token)
@@ -432,7 +395,5 @@ class Scheduler:
         """Raise AssertionError when two accounts of the same thing differ."""
         assert not self.faults, "a policy raised an exception"
         self._room.check(now)
-        self._outliers.check()
+        self._backends.check()
         self.leases.check()
-        for backend in self._backends.values():
-            backend.check()

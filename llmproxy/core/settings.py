@@ -1,4 +1,4 @@
-"""What the core may be told before it starts; every limit has its name here. The configuration file maps onto this."""
+"""The settings of the core. The configuration file maps onto them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CapacitySettings:
     """How much work a backend is given.
 
     `start_limit` is the batch limit assumed of an engine before its own numbers teach better; `look_ahead` requests may
-    be in flight above the limit so that the engine never starves, None for as many as `core.look_ahead` finds; above
+    be in flight above the limit so that the engine never starves, None for as many as `core.backends` finds; above
     `kv_full` (0..1) a KV-cache counts as full. Readings older than `stale_after_s` are not believed.
     """
 
@@ -33,7 +33,7 @@ class HealthSettings:
     `failures` requests in a row eject for `backoff_s`, doubled each time up to `backoff_max_s`; no more than
     `ejected_max` (0..1) of those of a pool that are up, but always one. `unreachable_after` polls in a row without an
     answer mark the backend down. One that comes back is brought to its limit over `slow_start_s`. `hung_s` of silence
-    and `slow_factor` times as slow as it was are what `core.watch` goes by, `inf` for never.
+    and `slow_factor` times as slow as it was are the limits of outlier detection, `inf` for never.
     """
 
     failures: int = 3
@@ -51,7 +51,7 @@ class QueueSettings:
     """Bounds of the waiting room, over all pools of the process; None is no bound of that kind.
 
     Tokens are the estimate of a prompt and its answer. `hold_s` is how long a request may wait while its pool has no
-    backend that is up, beside its own time to wait, which stands still meanwhile; 0 refuses at once. `first_hold_s`
+    backend that is up; its own time to wait stands still meanwhile. 0 refuses at once. `first_hold_s`
     bounds that where no backend was ever read.
     """
 
@@ -86,8 +86,8 @@ class Settings:
 
     `ceilings` maps a band to the saturation at which it waits (0..1]; a band without one takes that of the next lower
     band that has one. What a ceiling leaves free is kept for a higher band for `headroom_s` after its last request; it
-    is a slot at least, see `core.reserve`.
-    `min_shares` maps a band to the share of the work (0..1) that it gets while it waits, however much waits above it.
+    is a slot at least, see `core.queueing.headroom`.
+    `min_shares` maps a band to the share of the work (0..1) that it gets while it waits, whatever waits above it.
     `charged` is the resource that counting policies share out. `ageing_s` is after how long the `shortest` ordering
     serves by age. `quantum_tokens` is how much a flow may have at a stretch under `locality_fair_share`,
     `slo_window_s` the rolling window of `slo`. `refuse_late` refuses requests that cannot meet their objective even if

@@ -178,7 +178,7 @@ class Look:
     ) -> PoolSnapshot:
         """The pool; at most `flows_max` flows are shown, the highest bands first."""
         levels = sorted({*self.room.order, *self.settings.ceilings}, reverse=True)
-        parked = self.room.parked_by()
+        parked = self.room.blocked_counts()
         bands = []
         for level in levels:
             of_band = {limit: count for (band, limit), count in parked.items() if band == level}
@@ -208,7 +208,7 @@ class Look:
             ahead_in_flow=self.room.before(queued),
             waited_s=self.now - request.arrived_s,
             left_s=self.room.left_s(queued, self.now),
-            parked=queued.parked,
+            parked=queued.blocked_by,
         )
 
     def _band(self, level: int, parked: Mapping[str, int], flows_max: int) -> BandSnapshot:

@@ -15,7 +15,7 @@ import orjson
 import structlog
 
 from llmproxy.config import BackendConfig, TimeoutsConfig
-from llmproxy.core.adapters import Adapters, Change, Plan, Reply, Report
+from llmproxy.core.adapters import AdapterChange, AdapterPlan, Adapters, Reply, Report
 from llmproxy.core.domain import Listing
 from llmproxy.core.pools import Pools
 from llmproxy.fleet.events import BackendObserver
@@ -65,7 +65,7 @@ class AdapterKeeper(BackendObserver):
         self._catching_up: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def carry_out(self, plan: Plan) -> Report:
+    async def carry_out(self, plan: AdapterPlan) -> Report:
         """Send the orders of a plan to all its backends at once. It goes on to its end if the caller is cancelled."""
         return await asyncio.shield(self._spawn(self._carry_out(plan)))
 
@@ -96,7 +96,7 @@ class AdapterKeeper(BackendObserver):
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _carry_out(self, plan: Plan) -> Report:
+    async def _carry_out(self, plan: AdapterPlan) -> Report:
         try:
             orders = (self._order_if_up(plan.change, backend) for backend in plan.backends)
             replies = await asyncio.gather(*orders)
@@ -108,7 +108,7 @@ class AdapterKeeper(BackendObserver):
             self._log_reply(plan.change, reply, repeated=False)
         return report
 
-    async def _order_if_up(self, change: Change, backend: str) -> Reply:
+    async def _order_if_up(self, change: AdapterChange, backend: str) -> Reply:
         known = self._pools.backends.get(backend)
         if known is None or known.health.down:
             return Reply(backend, None, taken=False, message="The backend is down.")
@@ -123,14 +123,14 @@ class AdapterKeeper(BackendObserver):
                     if change not in self._adapters.due(backend, _now()):
                         continue
                     reply = await self._order(change, backend)
-                    self._adapters.told(change, reply, _now())
+                    self._adapters.replied(change, reply, _now())
                 self._log_reply(change, reply, repeated=True)
                 if not reply.taken:
                     return
         finally:
             self._catching_up.discard(backend)
 
-    def _log_reply(self, change: Change, reply: Reply, *, repeated: bool) -> None:
+    def _log_reply(self, change: AdapterChange, reply: Reply, *, repeated: bool) -> None:
         self._on_order(reply.backend, change.kind, repeated, reply.taken)
         facts = {"adapter": change.name, "backend": reply.backend, "change": change.kind, "repeated": repeated}
         if reply.taken:
@@ -140,7 +140,7 @@ class AdapterKeeper(BackendObserver):
 
     # --- one backend --------------------------------------------------------------------------------------------------
 
-    async def _order(self, change: Change, backend: str) -> Reply:
+    async def _order(self, change: AdapterChange, backend: str) -> Reply:
         config = self._backends.get(backend)
         if config is None:
             return Reply(backend, None, taken=False, message="The backend was removed.")
@@ -158,7 +158,7 @@ class AdapterKeeper(BackendObserver):
         taken = 200 <= status < 300 or self._adapters.is_met(change, backend)
         return Reply(backend, status, taken, _message(status, body))
 
-    async def _post(self, backend: BackendConfig, change: Change) -> tuple[int, bytes]:
+    async def _post(self, backend: BackendConfig, change: AdapterChange) -> tuple[int, bytes]:
         key = backend.api_key or self._backend_api_key
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         body = (orjson.dumps(change.fields),)

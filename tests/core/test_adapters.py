@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core import adapters as module
-from llmproxy.core.adapters import ADAPTERS_MAX, BACKOFF_MAX_S, Adapters, Plan, Reply, Report
+from llmproxy.core.adapters import ADAPTERS_MAX, BACKOFF_MAX_S, AdapterPlan, Adapters, Reply, Report
 from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused, Trouble
 from llmproxy.core.pools import Pools
 from tests.core.make import BASE, pools
@@ -36,7 +36,7 @@ class World:
     def unload(self, name: str = "x", replicas: int | None = None) -> Report:
         return self.ends(self.adapters.unload(name, {}, None, replicas))
 
-    def ends(self, plan: Plan) -> Report:
+    def ends(self, plan: AdapterPlan) -> Report:
         replies = [Reply(b, self.refusing.get(b, 200), b not in self.refusing, "") for b in plan.backends]
         for reply in replies:
             if reply.taken:
@@ -169,7 +169,7 @@ def test_a_replacement_is_due_until_it_was_taken(world: World) -> None:
     world.now = 1.0
     assert (world.due("a"), world.due("b")) == ([], [("load", "x")]), "a listing cannot tell new weights from old ones"
     (change,) = world.adapters.due("b", world.now)
-    world.adapters.told(change, Reply("b", 200, True, ""), world.now)
+    world.adapters.replied(change, Reply("b", 200, True, ""), world.now)
     assert world.due("b") == []
     world.lists("b")
     assert world.due("b") == [("load", "x")]
@@ -192,7 +192,7 @@ def test_who_missed_an_unloading_is_told_when_it_is_back(world: World) -> None:
     world.lists("b")
     assert world.due("b") == [], "a fresh process has nothing to unload"
     (change,) = world.adapters.due("c", world.now)
-    world.adapters.told(change, Reply("c", 200, True, ""), world.now)
+    world.adapters.replied(change, Reply("c", 200, True, ""), world.now)
     assert world.remembered == {}
     world.lists("c", x="/x")
     assert world.due("c") == [], "what is loaded by hand afterwards is somebody's wish"
@@ -208,7 +208,7 @@ def test_retries_come_ever_more_slowly_and_start_anew_with_a_change(world: World
         pauses.append(world.now - since)
         since = world.now
         (change,) = world.adapters.due("b", world.now)
-        world.adapters.told(change, Reply("b", 500, False, ""), world.now)
+        world.adapters.replied(change, Reply("b", 500, False, ""), world.now)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, BACKOFF_MAX_S, BACKOFF_MAX_S, BACKOFF_MAX_S]
     (state,) = world.adapters.states()[0]
     assert [(s.backend, s.done, s.failures) for s in state.standings] == [
@@ -242,7 +242,7 @@ def test_what_came_of_a_change_that_was_overtaken_counts_for_nothing(world: Worl
     (old,) = world.adapters.due("a", 0.0)
     world.load(path="/new", in_place=True)
     world.lists("a", x="/new")
-    world.adapters.told(old, Reply("a", 500, False, ""), 0.0)
+    world.adapters.replied(old, Reply("a", 500, False, ""), 0.0)
     (state,) = world.adapters.states()[0]
     assert [s.failures for s in state.standings] == [0, 0, 0]
 
@@ -304,7 +304,7 @@ def test_nothing_is_said_to_be_done_on_a_backend_that_is_down(world: World) -> N
 
 
 def test_what_is_shown_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STANDINGS_MAX", 7)
+    monkeypatch.setattr(module, "SHOWN_MAX", 7)
     for name in "xyz":
         world.load(name)
     states, more = world.adapters.states()

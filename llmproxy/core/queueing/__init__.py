@@ -1,1 +1,1 @@
-"""Who waits, in which order, for how long: the waiting room of a pool."""
+"""The waiting room of a pool: which requests wait, in which order, for how long."""

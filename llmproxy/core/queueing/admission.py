@@ -1,4 +1,4 @@
-"""Who is let into the waiting room of a pool, who is refused, and who makes room for whom."""
+"""Which requests the waiting room of a pool admits, refuses or sheds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.settings import Settings
 
 SHED_MAX = 64
-"""Requests that make room for one of a higher band, which may be as large as all of them."""
+"""Requests that may be shed for one of a higher band, which may be as large as all of them."""
 RETRY_EMPTY_S = 2.0
 """Retry-After while no backend is up: about the time in which a poll finds one that came back."""
 
 
 class Admission:
-    """The door of one waiting room, `room`. The rest is what it judges by; all of it belongs to the scheduler."""
+    """Admits requests to one waiting room, `room`. All objects that it reads belong to the scheduler."""
 
     def __init__(
         self,
@@ -45,27 +45,27 @@ class Admission:
         self._ordering = orderings.get(settings.ordering)(settings)
 
     def reconfigure(self, settings: Settings) -> None:
-        """Judge by other settings; the ordering stays, as the ranks of those that wait are its own."""
+        """Apply other settings. The ordering stays, because the ranks of waiting requests are its own."""
         self._settings = settings
 
     def enter(self, request: Request, excluded: frozenset[str], entry: Entry, now: float) -> list[Drop]:
-        """Let a request in and answer who was shed for it; where it is refused, nothing has changed.
+        """Admit a request and return those that were shed for it. A refusal changes nothing.
 
-        One that comes back after a failed attempt, or that was preempted, was let in once and is not held to limits
-        anew: those are few, and turning them away would lose what a retry is there to save. Where a total is reached,
-        the newest request of the lowest band makes room for one of a higher band.
+        A request that comes back after a failed attempt or a preemption is not checked against limits again: there are
+        few, and refusing them would defeat the retry. When a total is reached, the newest request of the lowest band is
+        shed for one of a higher band.
 
         Raises Refused; see `Scheduler.submit`.
         """
         excluded, held = self._servable(request, excluded, entry, now)
         service_s = self._first_token.expected_s(request.prompt_tokens)
-        # Policies may raise, also when one is made for a band: nobody was refused or shed for this request yet.
+        # Policies may raise, also when a band gets its policy: no request was refused or shed up to here.
         rank = head_rank(request) if entry is Entry.PREEMPTED else self._ordering.rank(request, service_s)
         band = self._room.band(request.band)
         shed: list[Drop] = []
         if entry is Entry.NEW:
             self._refuse_late(request, service_s, now)
-            victims = self._in_the_way(request, now)
+            victims = self._victims(request, now)
             self._limits.admit(request, now)
             shed = [self._shed(victim, now) for victim in victims]
             band.entered(request, now)
@@ -78,7 +78,7 @@ class Admission:
     def _servable(
         self, request: Request, excluded: frozenset[str], entry: Entry, now: float
     ) -> tuple[frozenset[str], bool]:
-        """`excluded`, and whether the request has to be held; then less those that may come back as new processes."""
+        """`excluded`, and whether the request has to be held; if so, less the backends that may come back."""
         if request.backend is not None:
             return excluded, self._held_for_its_own(request, request.backend)
         for backend in self._backends.values():
@@ -86,7 +86,7 @@ class Admission:
                 return excluded, False
         able = [backend for backend in self._backends.values() if backend.serves(request.model)]
         if entry is Entry.SEEKING:
-            # What is sought has ended with a process that is gone.
+            # What the request refers to was lost with a process that is gone.
             able = [backend for backend in able if not backend.health.gone and backend.name not in excluded]
         resting = {backend.name for backend in able if backend.drained or not backend.health.available(now)}
         if resting and self._settings.queue.hold_s:
@@ -97,10 +97,10 @@ class Admission:
         raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
 
     def _held_for_its_own(self, request: Request, name: str) -> bool:
-        """Whether a request that may go to one backend alone has to be held until that one is up."""
+        """Whether a request that may go to one backend alone has to be held until that backend is up."""
         backend = self._backends.get(name)
         if backend is None or backend.health.gone or not backend.serves(request.model):
-            raise _bereft(request)
+            raise _lost_reference(request)
         if not backend.up and not self._settings.queue.hold_s:
             message = "The backend that keeps what this request refers to is not up. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_EMPTY_S)
@@ -122,8 +122,8 @@ class Admission:
             retry_after_s = self._drain.retry_after_s(self._room.ahead_of(request.band), now)
             raise Refused(Outcome.REJECTED_DEADLINE, message, retry_after_s)
 
-    def _in_the_way(self, request: Request, now: float) -> list[Queued]:
-        """Whom to shed for `request` to fit into the waiting room. Raises Refused where shedding cannot help."""
+    def _victims(self, request: Request, now: float) -> list[Queued]:
+        """The requests to shed so that `request` fits. Raises Refused when shedding cannot help."""
         victims: list[Queued] = []
         if self._room.full(request) is None:
             return victims
@@ -142,17 +142,17 @@ class Admission:
         return Drop(victim.request, Outcome.SHED, self._drain.retry_after_s(len(self._room), now))
 
 
-def _bereft(request: Request) -> Refused:
+def _lost_reference(request: Request) -> Refused:
     message = f"No backend of `{request.model}` keeps it: the one that did is gone, or serves that model no more."
     return Refused(Outcome.BAD_REQUEST, message)
 
 
 def refusal(drop: Drop) -> Refused:
-    """What is told of a request that had to leave the waiting room."""
+    """The refusal of a request that had to leave the waiting room."""
     if drop.outcome is Outcome.EXPIRED_NO_BACKENDS:
         message = f"No backend of `{drop.request.pool}` came up before the request's time to wait was over."
     elif drop.outcome is Outcome.BAD_REQUEST:
-        return _bereft(drop.request)
+        return _lost_reference(drop.request)
     elif drop.outcome is Outcome.EXPIRED:
         message = "The request's time to wait in the queue was over before a backend had room. Try again later."
     else:

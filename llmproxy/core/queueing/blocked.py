@@ -1,4 +1,4 @@
-"""Requests that wait beside their flows, in nobody's way: for a usage limit, or for the only backend they may go to."""
+"""Requests that wait outside their flows, because a usage limit is used up or their only backend has no room."""
 
 from __future__ import annotations
 
@@ -11,55 +11,56 @@ from llmproxy.core.queueing.queue import Queued, waits
 from llmproxy.core.queueing.usage_limits import UsageLimits
 
 Key = tuple[float, float]
-NOBODY: Key = (inf, inf)
+NONE_BLOCKED: Key = (inf, inf)
 OF_BACKEND = "backend:"
-"""Begins the names of the lines for backends; those of usage limits begin with `tenant:` or `model:`."""
+"""Prefix of the queues of backends; those of usage limits begin with `tenant:` or `model:`."""
 
 
 class BlockedRequests:
-    """One line for each usage limit that is reached and each backend without room: highest band, then earliest arrival.
+    """Requests that were first in line and yet could not be granted, for a reason of their own.
 
-    A request is parked when it would have been its turn, and comes back to its place in its flow when there is room
-    under the limit, or on its backend.
-    Those behind it in the flow, which may belong to others, are not held up.
+    Either a usage limit of their tenant or model has no place in flight left, or the only backend that they may go to
+    has no room. Each limit and each such backend has a queue here: highest band, then earliest arrival. A request is
+    blocked when it would have been its turn, so that it does not hold up those behind it in its flow, and goes back to
+    its place in the flow when there is room.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, LazyHeap[Key, Queued]] = {}
+        self._queues: dict[str, LazyHeap[Key, Queued]] = {}
         self._sizes: dict[str, int] = {}
         self.size = 0
         self._by_band: Counter[tuple[int, str]] = Counter()
         self._back: Counter[str] = Counter()
 
-    def park(self, name: str, queued: Queued) -> None:
-        queued.parked = name
+    def block(self, name: str, queued: Queued) -> None:
+        queued.blocked_by = name
         self._by_band[queued.request.band, name] += 1
         size = self._sizes[name] = self._sizes.get(name, 0) + 1
         self.size += 1
-        line = self._lines.get(name)
+        line = self._queues.get(name)
         if line is None:
-            line = self._lines[name] = LazyHeap(waits)
+            line = self._queues[name] = LazyHeap(waits)
         line.push((-queued.request.band, queued.request.arrived_s), queued, size)
 
     def remove(self, queued: Queued) -> None:
-        """A parked request leaves, to its flow or for good."""
-        assert queued.parked is not None
+        """A blocked request leaves, to its flow or for good."""
+        assert queued.blocked_by is not None
         queued.gone = True
         self.size -= 1
-        self._by_band[queued.request.band, queued.parked] -= 1
-        self._sizes[queued.parked] -= 1
-        if not self._sizes[queued.parked]:
-            del self._sizes[queued.parked], self._lines[queued.parked]
+        self._by_band[queued.request.band, queued.blocked_by] -= 1
+        self._sizes[queued.blocked_by] -= 1
+        if not self._sizes[queued.blocked_by]:
+            del self._sizes[queued.blocked_by], self._queues[queued.blocked_by]
 
     def next(self, free: Callable[[str, int], int], lowest: int | None = None) -> list[Queued]:
-        """Take out those that may be in flight now; `free` says how many more, of a line and the band of its first.
+        """Take out the requests that may go back to their flows. `free(queue, band of its first)` says how many may.
 
-        For each line as many as there is room for, less those that came back and still wait; with a band, as many
-        again of that band and those above it, because those that came back fitted nowhere.
+        Each queue gives as many as have room, less those that went back before and still wait. With `lowest`, it gives
+        as many again of that band and those above it, because those that went back fitted nowhere.
         """
         back: list[Queued] = []
-        for name in list(self._lines):
-            line, waiting = self._lines[name], 0 if lowest is not None else self._back[name]
+        for name in list(self._queues):
+            line, waiting = self._queues[name], 0 if lowest is not None else self._back[name]
             first = line.least()
             for _ in range(0 if first is None else free(name, first[2].request.band) - waiting):
                 entry = line.least()
@@ -71,25 +72,25 @@ class BlockedRequests:
         return back
 
     def first(self, limits: UsageLimits) -> Key:
-        """Of those whose limit has room: the highest band, negated, and of it the earliest arrival; else inf."""
-        names = (name for name in self._lines if not name.startswith(OF_BACKEND) and limits.free(name))
-        heads = (self._lines[name].least() for name in names)
-        return min((entry[0] for entry in heads if entry is not None), default=NOBODY)
+        """(Negated band, arrival) of the first request whose usage limit has room; NONE_BLOCKED without one."""
+        names = (name for name in self._queues if not name.startswith(OF_BACKEND) and limits.free(name))
+        heads = (self._queues[name].least() for name in names)
+        return min((entry[0] for entry in heads if entry is not None), default=NONE_BLOCKED)
 
     def left(self, name: str) -> None:
-        """One that came back from this line left its flow."""
+        """A request that went back to its flow from this queue has left the flow."""
         self._back[name] -= 1
         if not self._back[name]:
             del self._back[name]
 
     def counts(self) -> dict[tuple[int, str], int]:
-        """(Band, line) -> requests parked."""
-        return {where: parked for where, parked in self._by_band.items() if parked}
+        """(Band, usage limit or backend) -> blocked requests."""
+        return {where: blocked for where, blocked in self._by_band.items() if blocked}
 
     def before(self, queued: Queued) -> int | None:
-        """How many come back before `queued` does, None where they are too many to count."""
-        assert queued.parked is not None
-        return self._lines[queued.parked].before(queued)
+        """How many are before `queued` in its queue, None when there are too many to count."""
+        assert queued.blocked_by is not None
+        return self._queues[queued.blocked_by].before(queued)
 
     def check(self) -> None:
         """Raise AssertionError when the sum differs from its recomputation."""

@@ -1,4 +1,4 @@
-"""How long requests may wait: one clock runs while their pool has a backend that is up, another while it has none."""
+"""How long requests may wait. One clock runs while their pool has a backend that is up, another while it has none."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from llmproxy.core.queueing.lazy_heap import LazyHeap
 from llmproxy.core.queueing.queue import Queued
 
 ROUNDING_S = 1e-6
-"""Sums of times differ by their rounding: without this, whoever is asked to come back at a deadline may come just
-before it, again and again."""
+"""Sums of times differ by rounding: without this, a timer that is set to a deadline may fire just before it, again and
+again."""
 
 
 @dataclass(slots=True)
 class _Clock:
-    """Seconds for which it ran; `since_s` is when it was last started, None while it stands still."""
+    """A clock that can be stopped. `since_s` is when it was last started, None while it is stopped."""
 
     elapsed_s: float = 0.0
     since_s: float | None = None
@@ -32,11 +32,11 @@ class _Clock:
 
 
 class Deadlines:
-    """The deadlines of those that wait in one pool.
+    """The deadlines of the requests that wait in one pool.
 
-    While some backend is up, a request's own time to wait runs. While none is, that stands still, and the request is
-    *held*: for `hold_s`, or for its own time to wait where that is shorter. So a rolling restart costs nobody the
-    place for which they have waited. With `hold_s` 0 nothing is held, and the first clock always runs.
+    While some backend is up, the own time to wait of a request runs. While none is, it stands still, and the request
+    is *held*: for `hold_s`, or for its own time to wait if that is shorter. So no request loses its place in a rolling
+    restart. With `hold_s` 0 nothing is held, and the first clock always runs.
     """
 
     def __init__(self, hold_s: float) -> None:
@@ -46,7 +46,7 @@ class Deadlines:
         self._running = 0
 
     def reconfigure(self, hold_s: float, waiting: Collection[Queued], now: float) -> None:
-        """Hold for another time from now on, all of `waiting` included."""
+        """Hold for another time from now on, also those in `waiting`."""
         if hold_s == self._hold_s:
             return
         self._hold_s = hold_s
@@ -57,10 +57,10 @@ class Deadlines:
             self._heaps[1].push(queued.due_s[1], queued, len(waiting))
 
     def pool_is(self, up: bool, now: float) -> None:
-        """Let the clock run that fits: the pool has a backend that is `up`, or it has none."""
+        """Run the clock of a pool that has a backend that is `up`, or of one that has none."""
         running = 0 if up or not self._hold_s else 1
         clock = self._clocks[running]
-        # Asked with every event, while a pool goes up or down once a day.
+        # Called with every event, while a pool goes up or down once a day.
         if clock.since_s is None:
             self._running = running
             self._clocks[1 - running].stop(now)
@@ -72,12 +72,12 @@ class Deadlines:
         self.keep(queued, waiting)
 
     def keep(self, queued: Queued, waiting: int) -> None:
-        """Note a request that waited before, due when it was due before."""
+        """Note a request that waited before, with its old deadlines."""
         for heap, due_s in zip(self._heaps, queued.due_s, strict=True):
             heap.push(due_s, queued, waiting)
 
     def next(self, now: float) -> float | None:
-        """When the next one is due if nothing changes, None without any."""
+        """When the next request is due if nothing changes, None without any."""
         entry = self._heaps[self._running].least()
         return None if entry is None else now + entry[0] - self._clocks[self._running].read(now)
 
@@ -90,7 +90,7 @@ class Deadlines:
         return queued.due_s[0] - self._clocks[0].read(now)
 
     def due(self, now: float, most: int) -> list[Queued]:
-        """Take out those whose time is over, the earliest first and at most so many."""
+        """Take out the requests whose time is over, the earliest first, at most `most`."""
         heap, elapsed_s = self._heaps[self._running], self._clocks[self._running].read(now) + ROUNDING_S
         due: list[Queued] = []
         while len(due) < most and (entry := heap.least()) is not None and entry[0] <= elapsed_s:

@@ -1,4 +1,4 @@
-"""How far each band may fill a backend: its ceiling, while somebody above it might need the rest."""
+"""How far each band may fill a backend: its ceiling keeps room for the bands above it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llmproxy.core.settings import BELOW_HIGHEST, Settings
 class Headroom:
     """The ceilings of one pool.
 
-    What a ceiling keeps free is for the bands above it. A band that had no request for `headroom_s` is not waited for:
+    What a ceiling keeps free is for the bands above it. No room is kept for a band without a request for `headroom_s`:
     those below it may fill backends as far as it may, up to the next band that is in use. Its next request brings the
-    ceilings back, and waits for one release at most where everything was full.
+    ceilings back, and waits for one release at most when all backends were full.
 
     Below the highest band in use one slot is always kept: of each backend of four sequences or more (`View.slots`), and
     of the whole pool where all are smaller (`keeps_last`), but for a pool of a single slot.
@@ -26,7 +26,7 @@ class Headroom:
         self.reconfigure(settings)
 
     def reconfigure(self, settings: Settings) -> None:
-        """Keep room by other ceilings from now on."""
+        """Apply other ceilings."""
         self._settings = settings
         self._levels = sorted(settings.ceilings)
         self._own: dict[int, float] = {}
@@ -44,7 +44,7 @@ class Headroom:
         if ceiling is None:
             ceiling = self._own[band] = self._settings.ceiling(band)
         above = min(self._above(band, now), default=None)
-        # What the next band in use goes by is the ceiling of the level at or below it.
+        # The next band in use has the ceiling of the level at or below it.
         end = len(self._levels) if above is None else bisect_right(self._levels, above) - 1
         for level in self._levels[bisect_right(self._levels, band) : end]:
             ceiling = max(ceiling, self._settings.ceilings[level])

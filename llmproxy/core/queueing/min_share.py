@@ -1,11 +1,11 @@
-"""The share of the work that a band gets while it waits, however much waits above it."""
+"""The minimum share of the work that a band gets while it waits, whatever waits above it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 CREDIT_GRANTS = 8.0
-"""Credit that a band may gather, in grants of the size last seen: what fits nowhere must not save up for ever."""
+"""Most credit of a band, in grants of the size last seen: one whose requests fit nowhere must not save up for ever."""
 
 
 class MinShares:
@@ -19,14 +19,14 @@ class MinShares:
         self._credits = dict.fromkeys(self.shares, 0.0)
 
     def reconfigure(self, shares: Mapping[int, float]) -> None:
-        """Owe other shares from now on; the credit of a band that still has one stays."""
+        """Apply other shares; the credit of a band that still has a share stays."""
         self.shares = {band: share for band, share in shares.items() if share > 0.0}
         self._credits = {band: self._credits.get(band, 0.0) for band in self.shares}
 
     def granted(self, band: int, cost: float, waiting: Iterable[int]) -> dict[int, float]:
         """`cost` was granted to `band`; `waiting` are the bands that have something to wait for.
 
-        Answers by how much that changed the credit of each band.
+        Returns by how much that changed the credit of each band.
         """
         before = dict(self._credits)
         if band in self._credits:

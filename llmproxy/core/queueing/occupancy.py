@@ -1,4 +1,4 @@
-"""How full the waiting room is, held to its limits, and how fast it empties."""
+"""How full the waiting room is compared with its limits, and how fast it empties."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Occupancy:
         self._flows: dict[tuple[int, str], _Usage] = {}
 
     def reconfigure(self, limits: QueueSettings) -> None:
-        """Hold to other limits; what waits beyond them stays."""
+        """Apply other limits; requests that wait beyond them stay."""
         self._limits = limits
 
     def full(self, request: Request, without: Sequence[Request] = ()) -> Full | None:
-        """The limit that `request` would break, None where it fits. The narrowest is told first.
+        """The limit that `request` would break, None where it fits. The narrowest comes first.
 
         `without` are requests of lower bands that are counted as if they had left.
         """
@@ -73,7 +73,7 @@ class Occupancy:
                 return Full(f"queue.{whose}requests_max", requests_max, not whose)
             if bytes_max is not None and used.body_bytes + body_bytes > bytes_max:
                 return Full(f"queue.{whose}bytes_max", bytes_max, not whose)
-            # What alone is more than a limit of tokens may wait where nothing else does: it is only an estimate.
+            # A request above the limit of tokens may wait when nothing else does, because tokens are only an estimate.
             if tokens_max is not None and used.tokens and used.tokens + tokens > tokens_max:
                 return Full(f"queue.{whose}tokens_max", tokens_max, not whose)
         return None
@@ -116,7 +116,7 @@ class Occupancy:
 class DrainRate:
     """How fast the waiting room empties, for `Retry-After`: measured over the last grants.
 
-    What came back, because its attempt failed or was preempted, has not left it and is not counted.
+    A request that came back, because its attempt failed or was preempted, is not counted.
     """
 
     _GRANTS = 64

@@ -1,4 +1,4 @@
-"""Bands, flows and lines: who waits, and in which order."""
+"""Bands and flows: the waiting requests in their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOW_LOOK_MAX = 8
 
 
 def head_rank(request: Request) -> Rank:
-    """The rank of a request that was preempted: it had its turn already, and goes before all that had not."""
+    """The rank of a preempted request: it had its turn already, so it goes before all that had not."""
     return Rank((-inf, request.arrived_s))
 
 
@@ -26,10 +26,10 @@ def head_rank(request: Request) -> Rank:
 class Queued:
     """A request in the waiting room, with the backends that already failed it.
 
-    `due_s` are its deadlines on the two clocks of `core.patience`. `key` is its place in its flow now. `parked` names
-    the usage limit for which it stands outside its flow, `back_from` the one for which it did before. A `held` one came
-    while no backend of its own was up. `gone` and `key` tell the heaps which of their entries still count, so an object
-    that is gone never comes back: its request gets a new one.
+    `due_s` are its deadlines on the two clocks of `Deadlines`. `key` is its place in its flow now. `blocked_by` names
+    the usage limit or backend for which it waits outside its flow, `back_from` the one for which it did before.
+    `held`: it came while no backend that it may use was up. `gone` and `key` tell the heaps which of their entries
+    still count, so an object that is gone never comes back: its request gets a new one.
     """
 
     request: Request
@@ -37,7 +37,7 @@ class Queued:
     excluded: frozenset[str] = frozenset()
     due_s: tuple[float, float] = (inf, inf)
     key: Key = (0.0, 0.0)
-    parked: str | None = None
+    blocked_by: str | None = None
     held: bool = False
     back_from: str | None = None
     gone: bool = False
@@ -124,7 +124,7 @@ class Band:
             self._tell_head(request.flow, line)
 
     def settle(self, now: float) -> None:
-        """Give those whose rank turns with time their new one. The order of a line is as of the last call."""
+        """Apply the ranks that change with time. The order of a flow is as of the last call."""
         while (entry := self._turns.least()) is not None and entry[0] <= now:
             queued = self._turns.pop()
             line = self._lines[queued.request.flow]
@@ -151,7 +151,7 @@ class Band:
         return 0 if line is None else line.size
 
     def requests(self) -> list[Request]:
-        """All that wait, flow by flow, each in its order; for looking in, as it takes its time."""
+        """All requests, flow by flow in their order; slow, for inspection only."""
         return [queued.request for line in self._lines.values() for queued in list(line)]
 
     def check(self, now: float) -> None:

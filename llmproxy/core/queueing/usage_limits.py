@@ -11,7 +11,7 @@ from llmproxy.core.settings import UsageLimit
 
 MINUTE_S = 60.0
 UNBOUNDED_FREE = 64
-"""Requests that come back at a time to a flow from the line of a limit that was lifted."""
+"""Requests that go back to their flows at a time when a limit was lifted."""
 
 
 class _Use:
@@ -38,12 +38,12 @@ def _resized(bucket: TokenBucket | None, per_min: float | None, now: float) -> T
 
 
 _UNLIMITED = _Use(UsageLimit())
-"""The use of a limit that a request still names and the configuration does not any more."""
+"""The use of a limit that requests still name although the configuration no longer has it."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """One request that has not ended: what the buckets were told it would use, until they are told what it did."""
+    """One request that has not ended, and the tokens that were taken for it; `settled` once they were counted."""
 
     tokens: float
     settled: bool = False
@@ -52,8 +52,8 @@ class _Account:
 class UsageLimits:
     """The usage of all limited tenants and models, over all pools of the process.
 
-    Too many in flight: the request waits (`full`). Too many in a minute: it is refused (`admit`), because a client that
-    is told when to come back can plan, and one that hangs cannot.
+    A request beyond the limit in flight waits (`full`). A request beyond a rate is refused (`admit`), because a client
+    that knows when to come back can plan, and one that hangs cannot.
     """
 
     def __init__(self, limits: Mapping[str, UsageLimit]) -> None:
@@ -61,7 +61,7 @@ class UsageLimits:
         self._accounts: dict[str, _Account] = {}
 
     def reconfigure(self, limits: Mapping[str, UsageLimit], now: float) -> None:
-        """Hold to other limits. What is in flight, and what was taken in this minute, is counted on."""
+        """Apply other limits. What is in flight, and what was taken in this minute, still counts."""
         for name in [name for name in self._uses if name not in limits]:
             self._uses[name].reconfigure(UsageLimit(), now)
             self._tidy(name)
@@ -76,7 +76,7 @@ class UsageLimits:
         return self._uses.get(name, _UNLIMITED)
 
     def _tidy(self, name: str) -> None:
-        """Forget a limit that is none any more once nothing is in flight under it."""
+        """Forget a removed limit once nothing is in flight under it."""
         use = self._uses[name]
         if not use.in_flight and use.limit == UsageLimit():
             del self._uses[name]
@@ -96,7 +96,9 @@ class UsageLimits:
                 wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now)
                 if wait_s > longest_s:
                     allowed = use.limit.requests_per_min if key == "requests" else use.limit.tokens_per_min
-                    message = f"The limit of {allowed:g} {key} per minute of {told(name)} is used up. Try again later."
+                    message = (
+                        f"The limit of {allowed:g} {key} per minute of {in_words(name)} is used up. Try again later."
+                    )
                     longest_s = wait_s
         if message:
             raise Refused(Outcome.RATE_LIMITED, message, max(1.0, longest_s))
@@ -124,7 +126,7 @@ class UsageLimits:
             self._uses.setdefault(name, _Use(UsageLimit())).in_flight += 1
 
     def released(self, request: Request, used_tokens: int | None, now: float) -> None:
-        """An attempt ended; `used_tokens` as the engine counted them, None where nothing was used or nobody knows."""
+        """An attempt ended; `used_tokens` as the engine counted them, None when nothing was used or it is unknown."""
         for name in request.limits:
             self._uses[name].in_flight -= 1
             self._tidy(name)
@@ -134,7 +136,7 @@ class UsageLimits:
             account.settled = True
 
     def ended(self, request: Request, now: float) -> None:
-        """The request has left the house; what it was expected to use and did not is given back."""
+        """The request is over: tokens that were expected and not used are given back."""
         account = self._accounts.pop(request.id, None)
         if account is not None and not account.settled:
             self._take(request, 0.0, -account.tokens, now)
@@ -163,7 +165,7 @@ class UsageLimits:
         return len(self._accounts)
 
 
-def told(name: str) -> str:
-    """A limit's name as a sentence has it: `tenant:acme` is the tenant `acme`."""
+def in_words(name: str) -> str:
+    """The name of a limit in a sentence: `tenant:acme` is the tenant `acme`."""
     kind, _, whose = name.partition(":")
     return f"the {kind} `{whose}`"

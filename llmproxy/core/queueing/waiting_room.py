@@ -1,4 +1,4 @@
-"""The waiting room of one pool: who is in it, in which order, for how long, and who must leave it."""
+"""The waiting room of one pool: its requests, their order and their deadlines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmproxy.core.settings import Settings
 
 
 class WaitingRoom:
-    """Bands of flows, the deadlines of all that wait, and those that are parked for a limit of their tenant or model.
+    """Bands of flows, blocked requests, and the deadlines of both.
 
     `occupancy` and `limits` are shared by all pools of the process; `faults` notes what policies raise. `room_on` says
     how many more requests of a band a backend has room for at a time. Every request that waits is in `waiting` by its
@@ -47,7 +47,7 @@ class WaitingRoom:
         self.order: list[int] = []
 
     def reconfigure(self, settings: Settings, now: float) -> None:
-        """Go by other settings; bands and those in them stay as they are."""
+        """Apply other settings; bands and the requests in them stay."""
         self._settings = settings
         self._deadlines.reconfigure(settings.queue.hold_s, self.waiting.values(), now)
 
@@ -79,7 +79,7 @@ class WaitingRoom:
     # --- in and out --------------------------------------------------------------------------------------------------
 
     def pool_is(self, up: bool, now: float) -> None:
-        """The pool has a backend that is `up`, or it has none and what waits is held. To be told before all else."""
+        """The pool has a backend that is `up`, or none, and its requests are held. Called before any other event."""
         self._deadlines.pool_is(up, now)
 
     def enter(self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, held: bool = False) -> None:
@@ -120,7 +120,7 @@ class WaitingRoom:
                 yield from self._newest[lower]
 
     def due(self, now: float, most: int) -> list[Queued]:
-        """Let those whose time to wait is over leave, at most so many, and answer them."""
+        """Remove and return the requests whose time to wait is over, at most `most`."""
         due = self._deadlines.due(now, most)
         for queued in due:
             self.leave(queued)
@@ -130,28 +130,28 @@ class WaitingRoom:
         """When the next time to wait is over if nothing changes, None without any."""
         return self._deadlines.next(now)
 
-    # --- beside the flows, and back ----------------------------------------------------------------------------------
+    # --- blocked requests ----------------------------------------------------------------------------------
 
-    def park(self, queued: Queued, limit: str) -> None:
-        """Let a request stand aside for as long as the usage limit `limit` is reached, or its backend has no room."""
+    def block(self, queued: Queued, limit: str) -> None:
+        """Take a request out of its flow while the usage limit `limit` is used up, or its backend has no room."""
         self._take_out(queued)
-        self._blocked.park(limit, self._anew(queued))
+        self._blocked.block(limit, self._anew(queued))
 
     def settle(self, now: float) -> None:
-        """What time and released leases change: ranks that turn, and requests whose limit has room again."""
-        self.unpark(now)
+        """Apply what time and ended leases change: ranks, and blocked requests that have room again."""
+        self.readmit(now)
         for band in self._bands.values():
             band.settle(now)
 
-    def unpark(self, now: float, lowest: int | None = None) -> int:
-        """Let those back into their flows that `BlockedRequests.next` answers; how many those are."""
+    def readmit(self, now: float, lowest: int | None = None) -> int:
+        """Put the requests that `BlockedRequests.next` returns back into their flows; returns how many."""
         if not self._blocked.size:
             return 0
         back = self._blocked.next(lambda line, band: self._free(line, band, now), lowest)
-        for parked in back:
-            anew = self._anew(parked)
-            anew.back_from = parked.parked
-            self._bands[parked.request.band].push(anew, now)
+        for blocked in back:
+            anew = self._anew(blocked)
+            anew.back_from = blocked.blocked_by
+            self._bands[blocked.request.band].push(anew, now)
         return len(back)
 
     def _free(self, line: str, band: int, now: float) -> int:
@@ -159,12 +159,12 @@ class WaitingRoom:
             return self._room_on(line.removeprefix(OF_BACKEND), band, now)
         return self._limits.free(line)
 
-    def first_parked(self) -> Key:
+    def first_blocked(self) -> Key:
         """See `BlockedRequests.first`."""
         return self._blocked.first(self._limits)
 
     def _take_out(self, queued: Queued) -> None:
-        if queued.parked is not None:
+        if queued.blocked_by is not None:
             self._blocked.remove(queued)
         else:
             self._bands[queued.request.band].remove(queued)
@@ -184,7 +184,7 @@ class WaitingRoom:
         self._newest[request.band].push(-request.arrived_s, queued, len(self.waiting))
         return band
 
-    # --- looking in --------------------------------------------------------------------------------------------------
+    # --- inspection --------------------------------------------------------------------------------------------------
 
     def requests(self) -> Iterator[Request]:
         """All that wait in flows, the highest band first."""
@@ -204,27 +204,27 @@ class WaitingRoom:
         return self._deadlines.left_s(queued, now)
 
     def before(self, queued: Queued) -> int | None:
-        """How many of its flow, or of its parking line, come before `queued`; None where too many to count."""
-        if queued.parked is not None:
+        """How many come before `queued` in its flow, or among blocked requests; None when too many to count."""
+        if queued.blocked_by is not None:
             return self._blocked.before(queued)
         return self._bands[queued.request.band].before(queued)
 
-    def parked_by(self) -> dict[tuple[int, str], int]:
-        """(Band, limit) -> requests parked."""
+    def blocked_counts(self) -> dict[tuple[int, str], int]:
+        """(Band, usage limit or backend) -> blocked requests."""
         return self._blocked.counts()
 
-    def parked(self) -> list[Queued]:
-        return [queued for queued in self.waiting.values() if queued.parked is not None]
+    def blocked(self) -> list[Queued]:
+        return [queued for queued in self.waiting.values() if queued.blocked_by is not None]
 
     def check(self, now: float) -> None:
         """Raise AssertionError when two accounts of the same thing differ."""
         self._occupancy.check()
         for band in self._bands.values():
             band.check(now)
-        parked = [queued.request.id for queued in self.parked()]
+        blocked = [queued.request.id for queued in self.blocked()]
         self._blocked.check()
-        assert len(parked) == self._blocked.size
+        assert len(blocked) == self._blocked.size
         queued = [request.id for request in self.requests()]
-        assert sorted(queued + parked) == sorted(self.waiting), "the bands and the index of waiting requests differ"
+        assert sorted(queued + blocked) == sorted(self.waiting), "the bands and the index of waiting requests differ"
         assert set(self._labels.values()) <= self.waiting.keys(), "a request that left is still known by its label"
         assert not any(one.gone for one in self.waiting.values()), "a request that left is still waiting"

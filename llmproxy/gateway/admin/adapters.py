@@ -8,7 +8,7 @@ import orjson
 from aiohttp import web
 
 from llmproxy.config import ClientsConfig
-from llmproxy.core.adapters import Adapters, Plan, Report
+from llmproxy.core.adapters import AdapterPlan, Adapters, Report
 from llmproxy.core.domain import Outcome, Refused
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.http.errors import Failure, error_fields
@@ -26,7 +26,7 @@ DRAIN_RETRY_S = 1.0
 class Keeper(Protocol):
     """Carries changes out."""
 
-    async def carry_out(self, plan: Plan) -> Report:
+    async def carry_out(self, plan: AdapterPlan) -> Report:
         """Send a plan to its backends, and report the reply of each."""
 
 

@@ -1,0 +1,82 @@
+"""The backends of one pool: which belong to it, which are up, which are ejected because they hang or are slow."""
+
+from __future__ import annotations
+
+from llmproxy.core.backends.backend import Backend
+from llmproxy.core.backends.batch_limit import Exploration
+from llmproxy.core.backends.health import Peers
+from llmproxy.core.backends.outlier_detection import OutlierDetection
+from llmproxy.core.backends.view import View
+from llmproxy.core.settings import HealthSettings
+
+
+class PoolBackends:
+    """The backends of one pool, in the order in which they joined it, and what they share as peers."""
+
+    def __init__(self, settings: HealthSettings) -> None:
+        self.by_name: dict[str, Backend] = {}
+        self._peers = Peers(settings.ejected_max)
+        self.outliers = OutlierDetection(settings, self._peers)
+        self._exploration = Exploration()
+        self._index: dict[str, int] = {}
+
+    def reconfigure(self, settings: HealthSettings) -> None:
+        self._peers.ejected_max = settings.ejected_max
+        self.outliers.settings = settings
+
+    def add(self, backend: Backend) -> None:
+        self.by_name[backend.name] = backend
+        backend.health.peers = self._peers
+        backend.exploration = self._exploration
+        self._exploration.members[backend.name] = backend
+        self._peers.members[backend.name] = backend.health
+        self._changed()
+
+    def remove(self, name: str) -> None:
+        self.by_name.pop(name).exploration = None
+        del self._exploration.members[name]
+        self._peers.members.pop(name).peers = None
+        self._changed()
+
+    def _changed(self) -> None:
+        self._exploration.refresh()
+        self._index = {name: index for index, name in enumerate(self.by_name)}
+
+    def any_up(self) -> bool:
+        """Whether some backend is up, also if it is full or ejected."""
+        for backend in self.by_name.values():  # noqa: SIM110 - the first is up as a rule: a generator costs more
+            if backend.up:
+                return True
+        return False
+
+    def views(self, now: float) -> list[View]:
+        return [backend.view(now) for backend in self.by_name.values()]
+
+    def refresh(self, views: list[View], backend: Backend, now: float) -> None:
+        """Replace the view of `backend` among `views`, which `views()` returned."""
+        views[self._index[backend.name]] = backend.view(now)
+
+    def eject_outliers(self, now: float) -> list[int]:
+        """Eject backends that hang or have become slow.
+
+        Returns the leases of those that hang which got no byte: they may be tried elsewhere.
+        """
+        hung, slow = self.outliers.outliers(now)
+        leases: list[int] = []
+        for name, silent in hung.items():
+            if self.by_name[name].hangs(silent, now):
+                leases += self.outliers.give_up(name)
+        for name, why in slow.items():
+            self.by_name[name].slowed(why, now)
+        return leases
+
+    def changes_at(self, now: float) -> float | None:
+        """When time alone may change a view of these backends, or find an outlier; None when it changes nothing."""
+        times = [self.outliers.due_s, *(backend.changes_at(now) for backend in self.by_name.values())]
+        return min([time for time in times if time is not None], default=None)
+
+    def check(self) -> None:
+        """Raise AssertionError when two accounts of the same thing differ."""
+        self.outliers.check()
+        for backend in self.by_name.values():
+            backend.check()
