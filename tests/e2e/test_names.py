@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 from llmproxy.simulator.replica import Replica
@@ -102,3 +103,11 @@ async def test_without_a_model_there_must_be_only_one_pool() -> None:
             answer = await proxy.chat({"messages": HELLO["messages"], "max_tokens": 2} | model)
             assert answer.status == 400
             assert "base, other" in answer.json["error"]["message"]
+
+
+async def test_the_log_names_the_target_of_an_alias_only(log: io.StringIO) -> None:
+    async with serving(FAST, models=[{"name": "nick", "target": "base"}]) as proxy:
+        for model in ("base", "nick"):
+            assert (await proxy.chat(HELLO | {"model": model})).status == 200
+    lines = [line for line in log.getvalue().splitlines() if "outcome=completed" in line]
+    assert [" target=base" in line for line in lines] == [False, True]

@@ -1,0 +1,177 @@
+"""Requests for a name that no backend serves yet: how long they wait, and what wakes them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+import pytest
+
+from llmproxy.core.backends.catalogue import Target
+from llmproxy.core.domain import Outcome, Refused
+from llmproxy.core.placement import make
+from llmproxy.core.pools import Pools
+from llmproxy.core.settings import QueueSettings, Settings
+from llmproxy.dispatcher import Dispatcher
+from tests.core.make import listing
+from tests.dispatching import SETTINGS, empty, now, turns, virtual
+
+# --- names that no backend serves yet ---------------------------------------------------------------------------------
+
+
+def unread() -> Dispatcher:
+    """A dispatcher whose only backend was configured and never read."""
+    return Dispatcher(Pools(SETTINGS, {"a": 1}, {}, partial(make, "blend", Random(0))))
+
+
+@virtual
+async def test_a_name_is_waited_for_until_the_first_listing_knows_it() -> None:
+    one = unread()
+    task = asyncio.create_task(one.resolve("base", 5.0, 1))
+    await asyncio.sleep(3.0)
+    assert not task.done()
+    one.answered("a")
+    one.listed("a", listing())
+    assert (await task).pool == "base"
+    assert now() == 3.0
+
+
+@virtual
+async def test_a_name_is_waited_for_as_long_as_allowed() -> None:
+    one = unread()
+    with pytest.raises(Refused) as caught:
+        await one.resolve("base", 5.0, 1)
+    assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
+    assert now() == 5.0
+    with pytest.raises(Refused):
+        await one.resolve("base", 0.0, 1)
+    assert now() == 5.0
+
+
+@virtual
+async def test_a_name_is_waited_for_less_before_any_backend_answered() -> None:
+    settings = replace(SETTINGS, queue=replace(SETTINGS.queue, first_hold_s=2.0))
+    one = Dispatcher(Pools(settings, {"a": 1, "b": 1}, {}, partial(make, "blend", Random(0))))
+    with pytest.raises(Refused, match="No backend has answered since the start, so `other` is not known") as caught:
+        await one.resolve("other", 5.0, 1)
+    assert (caught.value.outcome, now()) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
+    assert caught.value.retry_after_s
+    with pytest.raises(Refused):
+        await one.resolve("other", 1.0, 1)
+    assert now() == 3.0
+    # The other one may still load what is asked for.
+    one.answered("a")
+    one.listed("a", listing())
+    with pytest.raises(Refused, match="1 of 2 backends never answered so far"):
+        await one.resolve("other", 5.0, 1)
+    assert now() == 8.0
+
+
+@virtual
+async def test_a_drain_ends_the_wait_for_a_name() -> None:
+    one = unread()
+    task = asyncio.create_task(one.resolve("base", 5.0, 1))
+    await turns()
+    one.drain()
+    with pytest.raises(Refused) as caught:
+        await task
+    assert caught.value.outcome is Outcome.DRAINING
+    assert now() == 0.0
+
+
+def looks(one: Dispatcher) -> list[str | None]:
+    """The names that are looked up from now on."""
+    seen: list[str | None] = []
+    resolve = one.pools.catalogue.resolve
+
+    def spy(name: str | None) -> Target:
+        seen.append(name)
+        return resolve(name)
+
+    one.pools.catalogue.resolve = spy  # type: ignore[method-assign]
+    return seen
+
+
+@virtual
+async def test_a_listing_wakes_only_requests_for_its_names() -> None:
+    one = unread()
+    one.pools.add_backend("b", 1)
+    names: list[str | None] = ["base", "base", None, *(f"nobody-{i % 10}" for i in range(50))]
+    tasks = [asyncio.create_task(one.resolve(name, 30.0, 1)) for name in names]
+    await turns()
+    seen = looks(one)
+    one.expects_backends(False)
+    one.reconsider()
+    await turns()
+    assert seen == [], "nothing has turned up"
+    one.listed("a", listing())
+    await turns()
+    assert sorted(map(str, seen)) == ["None", "base", "base"]
+    assert [(await task).pool for task in tasks[:3]] == ["base"] * 3
+    for _ in range(3):
+        one.listed("a", listing())
+        await turns()
+    assert len(seen) == 3, "nor does a listing that says nothing new"
+    one.listed("b", listing())
+    await turns()
+    assert len(seen) == 53, "every backend was read: no name is going to turn up any more"
+    for task in tasks[3:]:
+        with pytest.raises(Refused, match="does not exist"):
+            await task
+    empty(one)
+
+
+@virtual
+async def test_a_promised_name_is_waited_for() -> None:
+    one = unread()
+    one.pools.catalogue.promised = frozenset({"sql"})
+    task = asyncio.create_task(one.resolve("sql", 30.0, 1))
+    await turns()
+    seen = looks(one)
+    for _ in range(3):
+        one.listed("a", listing())
+        await turns()
+    assert seen == []
+    one.listed("a", listing("sql"))
+    assert (await task).adapter == "sql"
+    empty(one)
+
+
+@virtual
+async def test_a_promise_that_is_taken_back_is_not_waited_for() -> None:
+    one = unread()
+    one.pools.catalogue.promised = frozenset({"sql"})
+    one.listed("a", listing())
+    task = asyncio.create_task(one.resolve("sql", 30.0, 1))
+    await turns()
+    one.pools.catalogue.promised = frozenset()
+    one.reconsider()
+    with pytest.raises(Refused, match="does not exist"):
+        await task
+    assert now() == 0.0
+
+
+@virtual
+async def test_only_so_many_names_are_waited_for() -> None:
+    await names_waited_for(QueueSettings(requests_max=1))
+
+
+@virtual
+async def test_only_so_many_bytes_are_held_for_names() -> None:
+    await names_waited_for(QueueSettings(bytes_max=1))
+
+
+async def names_waited_for(bounds: QueueSettings) -> None:
+    """One that may wait, and one that is too many."""
+    settings = Settings(queue=bounds)
+    one = Dispatcher(Pools(settings, {"a": 1}, {}, partial(make, "blend", Random(0))))
+    first = asyncio.create_task(one.resolve("base", 5.0, 1))
+    await turns()
+    with pytest.raises(Refused):
+        await one.resolve("base", 5.0, 1)
+    assert now() == 0.0
+    with pytest.raises(Refused):
+        await first
+    empty(one)
