@@ -18,11 +18,12 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from enum import Enum
 from math import inf
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 import structlog
 
+from llmproxy.config import PollConfig
 from llmproxy.core.domain import Reading, Trouble
 from llmproxy.fleet.engine_config import SERVER_INFO_PATH, parse_sequences
 from llmproxy.fleet.events import BackendObserver
@@ -62,26 +63,6 @@ T = TypeVar("T")
 _log = structlog.get_logger()
 
 
-class PollTimes(Protocol):
-    """Intervals and time limit of questions, in seconds; the `poll` section of the configuration has this shape."""
-
-    @property
-    def interval_s(self) -> float:
-        """Between readings where the filtered metrics page answers."""
-
-    @property
-    def page_interval_s(self) -> float:
-        """Between readings where only the full page answers."""
-
-    @property
-    def models_interval_s(self) -> float:
-        """Between two listings."""
-
-    @property
-    def timeout_s(self) -> float:
-        """For each single question, from connecting to the last byte."""
-
-
 class _MetricsSource(Enum):
     """Where readings come from, best first. The value is the path, None for a backend that has no metrics."""
 
@@ -112,7 +93,7 @@ class Poller:
         api_key: str | None,
         upstream: Upstream,
         events: BackendObserver,
-        times: PollTimes,
+        times: PollConfig,
         *,
         has_work: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] | None = None,

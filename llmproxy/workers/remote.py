@@ -113,10 +113,6 @@ class RemoteDispatcher:
     def granting(self) -> bool:
         return self.shutdown.granting
 
-    @property
-    def leases(self) -> int:
-        return len(self._leases)
-
     def admit(self, request: Request, excluded: frozenset[str] = frozenset(), entry: Entry = Entry.NEW) -> Admitted:
         """See `Dispatcher.admit`."""
         return Admitted(self, request, excluded, entry)

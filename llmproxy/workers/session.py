@@ -72,11 +72,6 @@ class WorkerSession:
         """Requests of the worker that have not ended, those that bypass the waiting room included."""
         return len(self._requests) + self._direct
 
-    @property
-    def leases(self) -> int:
-        """How many leases the worker holds."""
-        return len(self._leases)
-
     def send(self, message: protocol.Message) -> None:
         """Send one message to the worker."""
         self.channel.send(message)

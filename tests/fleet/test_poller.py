@@ -11,12 +11,14 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
+from llmproxy.config import PollConfig
 from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.fleet import poller as poller_module
 from llmproxy.fleet.events import BackendObserver
@@ -97,6 +99,8 @@ class FakeVllm:
 
 @dataclass
 class Times:
+    """`PollConfig`, but mutable and without its limits."""
+
     interval_s: float = 0.2
     page_interval_s: float = 1.0
     models_interval_s: float = 2.0
@@ -171,7 +175,7 @@ class Bench:
             api_key,
             self.upstream,
             self.sink,
-            self.times,
+            cast(PollConfig, self.times),
             has_work=lambda: self.works,
             clock=lambda: self.now,
             rng=rng,

@@ -132,6 +132,6 @@ class WorkerLink:
 
     def check(self) -> None:
         """Nothing is held for the worker."""
-        assert (self.session.open_requests, self.session.leases, len(self.session._calls)) == (0, 0, 0)
-        assert self.remote.leases == 0
+        assert (self.session.open_requests, len(self.session._leases), len(self.session._calls)) == (0, 0, 0)
+        assert len(self.remote._leases) == 0
         assert not self.calls._open
