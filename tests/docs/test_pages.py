@@ -61,3 +61,22 @@ def test_files_named_by_the_architecture_page_exist() -> None:
     folders = [ROOT / "llmproxy", *(ROOT / "llmproxy" / one for one in ("gateway", "core")), ROOT]
     assert len(named) > 60
     assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
+
+
+CURRENT = [page for page in pages() if page.name != "CHANGELOG.md"]
+"""The pages that tell of this version; a changelog names files as they were."""
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_in_a_page_exist(page: Path) -> None:
+    text = page.read_text()
+    named = set(re.findall(r"`((?:llmproxy|tests|benchmarks|docs|core|gateway|fleet|lab)/[\w./-]+)`", text))
+    named |= {one.replace(".", "/") + ".py" for one in re.findall(r"python -m ((?:tests|benchmarks)(?:\.\w+)+)", text)}
+    made_or_elsewhere = {"benchmarks/out/bin", "benchmarks/out/lab", "benchmarks/out/peers", "tests/requests"}
+    places = [ROOT, ROOT / "llmproxy"]
+    missing = [name for name in named - made_or_elsewhere if not _exists(name, places)]
+    assert missing == []
+
+
+def _exists(name: str, places: list[Path]) -> bool:
+    return any((place / name).exists() or (place / name).with_suffix("").is_dir() for place in places)
