@@ -51,7 +51,7 @@ METRICS = {
 
 OUTCOMES = {
     "completed": "The answer was sent to its end. The status is the backend's own.",
-    "bad_request": "The request cannot be served as it is. 404, 405, 408, 411, 415, 417, 426, 431 and 505 are used where they say more than 400.",
+    "bad_request": "The request cannot be served as it is. 404, 405, 408, 409, 415, 417, 426, 431, 501 and 505 are used where they say more than 400.",
     "unauthorized": "The key is missing, unknown or expired.",
     "unknown_model": "No backend serves this model, or the tenant may not use it.",
     "too_large": "The body is larger than `body_bytes_max`.",
