@@ -1,6 +1,6 @@
-"""The second account of a waiting room: what may be granted, dropped or taken back, and what must not be left undone.
+"""A second account of the scheduler: what it may grant, drop or preempt, and what it must not leave undone.
 
-Nothing of the scheduler's own reasoning is used, only the views taken before a pass and the books kept here.
+It shares no logic with the scheduler: it uses only the views from before a pass and its own records of events.
 """
 
 from __future__ import annotations

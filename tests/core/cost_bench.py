@@ -1,4 +1,4 @@
-"""A placement by cost, its clock, and backends that take a known time for what they are given."""
+"""A `CostPlacement` under test, with a clock, and with backends whose times for prompts and tokens are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short ways to say a request, a listing, a reading, and a pool that is up."""
+"""Makes requests, listings, readings, views, and pools whose backends are up, with defaults for tests."""
 
 from __future__ import annotations
 

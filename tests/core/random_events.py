@@ -1,4 +1,4 @@
-"""A walk through a world drawn from one seed, whose trace must be the same in every process."""
+"""Random events for a `World`, drawn from one seed: every process must decide the same."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def test_with_two_models_the_one_that_is_meant_is_named_once() -> None:
     assert world.told(world.unload("x")) == ["b"]
 
 
-def test_unloading_it_from_another_model_leaves_what_was_asked_for_this_one() -> None:
+def test_unloading_an_adapter_of_another_model_changes_nothing_here() -> None:
     world = two_pools()
     world.load(model="other")
     world.lists("a", x="/x")

@@ -51,7 +51,7 @@ class Ledger:
         return [revoke.lease for revoke in self.leases.take_revoked()]
 
 
-def test_a_flow_is_charged_what_is_expected_then_what_is_known_and_in_the_end_what_it_took() -> None:
+def test_a_flow_is_charged_the_estimate_then_the_stream_then_the_usage() -> None:
     of = Ledger()
     lease = of.grant()
     assert of.charged() == 10 + 2 * 10
@@ -90,7 +90,7 @@ def test_a_lost_process_takes_its_leases_along_and_no_others() -> None:
     assert of.revoked() == [other]
 
 
-def test_what_runs_on_a_process_that_was_replaced_outlives_its_successor() -> None:
+def test_a_lease_on_a_replaced_process_outlives_its_successor() -> None:
     of = Ledger()
     of.grant("a")
     of.leases.replaced(of.backends["a"])
@@ -99,7 +99,7 @@ def test_what_runs_on_a_process_that_was_replaced_outlives_its_successor() -> No
     assert of.revoked() == [newer]
 
 
-def test_what_an_earlier_process_has_cached_is_not_learned_of_a_later_one() -> None:
+def test_leases_of_a_lost_process_are_not_of_the_one_after_it() -> None:
     of = Ledger()
     before = of.grant("a")
     of.leases.lost(of.backends["a"])

@@ -39,7 +39,7 @@ def test_a_saturated_model_does_not_hold_up_another() -> None:
     assert sorted(granted(one)) == ["base", "other"]
 
 
-def test_a_placement_that_raises_in_one_pool_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_placement_that_raises_in_one_pool_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     one = pools({"a": 3, "b": 3}, TIGHT, listings={"a": listing(), "b": listing(base="other")})
     placement = one.schedulers["base"]._placement
     place, asked = placement.place, count(1)
@@ -137,7 +137,7 @@ def test_a_limit_over_two_pools_lets_the_higher_band_go_first() -> None:
     assert [grant.request.id for grant in decided(one, 3.0)] == ["2.0"]
 
 
-def test_what_has_waited_longest_but_finds_no_room_leaves_a_limit_to_others() -> None:
+def test_the_oldest_blocked_request_without_room_leaves_a_limit_to_others() -> None:
     one = two_pools(LIMITED)
     limited(one, "other", 0.0)
     (held,) = decided(one, 0.0)
@@ -151,7 +151,7 @@ def test_what_has_waited_longest_but_finds_no_room_leaves_a_limit_to_others() ->
     assert [grant.request.id for grant in decided(one, 4.0)] == ["2.0"]
 
 
-def test_who_waits_for_a_limit_that_is_still_reached_says_nothing_of_another() -> None:
+def test_a_request_blocked_by_one_limit_does_not_block_another() -> None:
     one = pools({"a": 4, "b": 4}, LIMITED, listings={"a": listing(), "b": listing(base="other")})
     limited(one, "base", 0.0)
     limited(one, "base", 0.5, limit="tenant:u")
@@ -190,7 +190,7 @@ def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
     assert granted(one) == ["base"]
 
 
-def test_a_backend_that_changes_its_model_changes_its_pool_and_its_leases_run_on(
+def test_a_backend_that_changes_its_model_moves_and_its_leases_run_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = pools({"a": 4}, TIGHT)
@@ -210,7 +210,7 @@ def test_a_backend_that_changes_its_model_changes_its_pool_and_its_leases_run_on
     assert one.views(1.0)["a"].load == 1
 
 
-def test_leases_of_a_pool_that_was_left_are_revoked_when_the_backend_dies() -> None:
+def test_leases_in_a_former_pool_are_revoked_when_the_backend_dies() -> None:
     one = pools({"a": 4}, TIGHT)
     one.submit(request(), 0.0)
     (grant,) = one.decide(0.0)
@@ -223,7 +223,7 @@ def test_leases_of_a_pool_that_was_left_are_revoked_when_the_backend_dies() -> N
     assert revoked.lease == grant.lease
 
 
-def test_a_request_for_a_pool_that_went_meanwhile_is_refused_and_may_come_again() -> None:
+def test_a_request_for_a_pool_that_has_gone_is_refused() -> None:
     one = pools({"a": 4}, TIGHT)
     target = one.catalogue.resolve("base")
     one.listed("a", listing(base="new"))
@@ -279,7 +279,7 @@ HOOKS = [
 
 
 @pytest.mark.parametrize(("kind", "hook"), HOOKS)
-def test_a_policy_that_raises_at_any_event_leaves_every_account_settled(
+def test_a_policy_that_raises_leaves_every_account_settled(
     kind: str, hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(capacity=CapacitySettings(look_ahead=0), limits={"tenant:t": UsageLimit(in_flight=2)})

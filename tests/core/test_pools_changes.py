@@ -54,7 +54,7 @@ def test_a_drained_backend_gets_nothing_new_and_ends_what_it_has() -> None:
     assert backends(grants(one, 1.0)) == ["a", "a"]
 
 
-def test_what_waits_for_a_drained_backend_is_held_as_for_one_that_is_down() -> None:
+def test_requests_of_a_drained_backend_are_held_as_if_it_were_down() -> None:
     one = pools({"a": 1}, TIGHT)
     one.backends["a"].drained = True
     submit(one)
@@ -63,7 +63,7 @@ def test_what_waits_for_a_drained_backend_is_held_as_for_one_that_is_down() -> N
     assert backends(grants(one, 29.0)) == ["a"]
 
 
-def test_a_drained_backend_counts_as_none_for_readiness_and_where_nothing_is_held() -> None:
+def test_a_drained_backend_does_not_count_as_ready() -> None:
     one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(hold_s=0.0)))
     assert one.ready(0.0)
     one.backends["a"].drained = True
@@ -88,7 +88,7 @@ def test_an_added_backend_takes_what_waits_as_soon_as_it_was_read() -> None:
     assert backends(grants(one, 1.0)) == ["late"]
 
 
-def test_requests_that_wait_outlive_the_only_backend_and_go_to_the_next() -> None:
+def test_waiting_requests_outlive_the_only_backend() -> None:
     one = pools({"old": 1}, TIGHT)
     submit(one)
     (running,) = grants(one)
@@ -106,7 +106,7 @@ def test_requests_that_wait_outlive_the_only_backend_and_go_to_the_next() -> Non
     assert [(grant.request.id, grant.placed.backend) for grant in grants(one, 2.0)] == [(waiting.id, "new")]
 
 
-def test_what_only_a_removed_backend_served_is_held_and_then_told_that_there_is_none() -> None:
+def test_requests_of_a_removed_backend_are_held_and_then_refused() -> None:
     one = pools({"a": 1}, TIGHT)
     one.backends["a"].drained = True
     submit(one)
@@ -127,7 +127,7 @@ def test_a_removed_backend_takes_its_names_along() -> None:
     assert one.catalogue.resolve("base").pool == "base"
 
 
-def test_removing_forgets_the_one_and_keeps_what_was_learned_of_the_others() -> None:
+def test_a_removed_backend_is_forgotten_and_the_others_are_not() -> None:
     one = pools({"a": 4, "b": 4}, Settings())
     prompts = {"a": (1, 2, 3), "b": (7, 8, 9)}
     given: dict[str, Grant] = {}
@@ -151,7 +151,7 @@ def test_removing_forgets_the_one_and_keeps_what_was_learned_of_the_others() -> 
     assert one.schedulers["base"].leases._newest_of_old.keys() == {"b"}
 
 
-def test_a_cached_answer_of_a_removed_backend_teaches_its_successor_of_that_name_nothing() -> None:
+def test_a_late_answer_of_a_removed_backend_teaches_its_successor_nothing() -> None:
     one = pools({"a": 4, "b": 4}, Settings())
     one.backends["b"].drained = True
     submit(one, prefix=(1, 2), prefix_tokens=16.0)
@@ -167,7 +167,7 @@ def test_a_cached_answer_of_a_removed_backend_teaches_its_successor_of_that_name
     assert not placement._index.match((1, 2, 3))
 
 
-def test_another_process_behind_a_name_is_down_until_it_was_read_and_keeps_nothing_of_the_old_one() -> None:
+def test_a_new_process_behind_a_name_is_down_until_read_and_starts_empty() -> None:
     one = pools({"a": 4}, Settings())
     one.backends["a"].observe(reading(0.5, running=1))
     submit(one, prefix=(1, 2), prefix_tokens=16.0)
@@ -295,7 +295,7 @@ def test_what_is_in_flight_counts_under_the_new_limit() -> None:
         assert len(grants(one, 1.0)) == (1 if count == 3 else 0)
 
 
-def test_those_that_wait_for_a_limit_go_when_it_is_lifted_and_the_limit_is_forgotten() -> None:
+def test_blocked_requests_go_when_their_limit_is_lifted() -> None:
     one = pools({"a": 200}, limited(in_flight=1))
     for _ in range(150):
         submit(one, limits=("tenant:t",))

@@ -44,7 +44,7 @@ def urgent(of: Pools, count: int = 1, band: int = CRITICAL, now: float = 2.0) ->
         of.submit(request(band=band, flow="urgent", arrived_s=now), now)
 
 
-def test_a_sheddable_request_without_a_byte_makes_room_for_a_critical_one() -> None:
+def test_a_sheddable_lease_without_a_byte_is_preempted_for_critical() -> None:
     of, (low,) = full()
     urgent(of)
     assert taken_back(of) == ["low0"]
@@ -83,7 +83,7 @@ def test_what_has_sent_its_client_a_byte_stays_though_it_is_no_token() -> None:
     assert taken_back(of) == []
 
 
-def test_one_that_spoke_after_it_was_asked_back_makes_another_be_asked() -> None:
+def test_a_lease_that_answers_after_preemption_is_replaced_by_another() -> None:
     of, (older, newer) = full(2)
     urgent(of)
     assert taken_back(of) == ["low1"]
@@ -100,7 +100,7 @@ def test_the_newest_is_taken_back_first_and_no_more_than_wait() -> None:
     assert taken_back(of) == ["low3"]
 
 
-def test_the_lowest_band_gives_way_first_and_is_not_hidden_by_those_above_it() -> None:
+def test_the_lowest_band_is_preempted_first() -> None:
     of = pools({"a": LOOK_MAX + 1}, TIGHT)
     of.submit(request(id="low", band=SHEDDABLE, stream=True, flow="low", arrived_s=0.0), 1.0)
     of.decide(1.0)
@@ -147,7 +147,7 @@ def test_nothing_is_taken_back_where_that_makes_no_room() -> None:
     assert taken_back(of) == []
 
 
-def test_nothing_is_taken_back_from_a_backend_that_cannot_serve_the_head() -> None:
+def test_nothing_is_preempted_on_a_backend_that_cannot_serve_the_head() -> None:
     fleet = {"base": listing(max_model_len=100), "lora": listing("x", max_model_len=1000)}
     for head in (request(band=CRITICAL, adapter="x"), request(band=CRITICAL, prompt_tokens=500)):
         of = pools({"base": 1, "lora": 1}, TIGHT, listings=fleet)
@@ -177,20 +177,20 @@ def test_nothing_is_taken_back_from_a_backend_that_failed_the_head() -> None:
 # --- without a stream -------------------------------------------------------------------------------------------------
 
 
-def test_without_a_stream_nothing_is_taken_back_while_nobody_knows_that_it_waits() -> None:
+def test_a_plain_request_is_not_preempted_without_proof_that_it_waits() -> None:
     of, _ = full(stream=False)
     urgent(of)
     assert taken_back(of, 1.5) == []
 
 
-def test_without_a_stream_a_reading_proves_which_requests_wait_in_the_engine() -> None:
+def test_a_reading_proves_which_plain_requests_wait_in_the_engine() -> None:
     of, _ = full(3, stream=False)
     urgent(of, 3)
     of.backends["a"].observe(reading(1.5, running=2, waiting=1))
     assert taken_back(of) == ["low2"], "one waits, and it can only be the last"
 
 
-def test_without_a_stream_a_request_of_several_sequences_stands_for_all_of_them() -> None:
+def test_a_plain_request_of_several_sequences_counts_with_all_of_them() -> None:
     of = pools({"a": 6}, TIGHT)
     for number, sequences in enumerate((1, 1, 4)):
         of.submit(request(id=f"low{number}", band=SHEDDABLE, sequences=sequences, arrived_s=number / 100), 1.0)
@@ -202,7 +202,7 @@ def test_without_a_stream_a_request_of_several_sequences_stands_for_all_of_them(
     assert taken_back(of) == ["low2"]
 
 
-def test_without_a_stream_what_a_reading_showed_running_is_never_taken_back() -> None:
+def test_a_plain_request_that_a_reading_showed_running_stays() -> None:
     of, _ = full(2, stream=False)
     of.backends["a"].observe(reading(1.5, running=2, waiting=0))
     urgent(of, 2)
@@ -210,7 +210,7 @@ def test_without_a_stream_what_a_reading_showed_running_is_never_taken_back() ->
     assert taken_back(of) == []
 
 
-def test_without_a_stream_a_reading_from_before_the_booking_proves_nothing() -> None:
+def test_a_reading_older_than_the_booking_proves_nothing() -> None:
     of, _ = full(1, stream=False)
     urgent(of)
     of.backends["a"].observe(reading(0.9, running=0, waiting=1))
@@ -246,7 +246,7 @@ def test_who_was_preempted_comes_back_before_all_others_of_its_flow() -> None:
     assert back == ["low0", "low1", "older"]
 
 
-def test_a_preempted_attempt_costs_its_flow_nothing_and_leaves_no_limit_behind() -> None:
+def test_a_preempted_attempt_costs_nothing_and_holds_no_limit() -> None:
     of, (low,) = full()
     fairness = of.schedulers["base"]._room.band(SHEDDABLE).fairness
     assert dict(fairness.standing("low"))["counter"] == 30.0
@@ -259,7 +259,7 @@ def test_a_preempted_attempt_costs_its_flow_nothing_and_leaves_no_limit_behind()
     assert of.schedulers["base"]._preemption.pending == 0
 
 
-def test_a_preempted_request_keeps_its_deadline_and_is_let_in_over_a_full_queue() -> None:
+def test_a_preempted_request_keeps_its_deadline_and_passes_a_full_queue() -> None:
     tight = Settings(
         ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(requests_max=1)
     )
@@ -272,7 +272,7 @@ def test_a_preempted_request_keeps_its_deadline_and_is_let_in_over_a_full_queue(
     assert of.next_wakeup(2.1) == low.request.deadline_s
 
 
-def test_a_lease_that_helps_only_beside_another_is_taken_back_in_the_same_pass() -> None:
+def test_leases_that_only_help_together_are_preempted_in_one_pass() -> None:
     of = pools({"a": 6}, TIGHT)
     for name, sequences in (("wide", 4), ("newest", 1)):
         of.submit(request(id=name, band=SHEDDABLE, sequences=sequences, stream=True), 0.0)
@@ -303,7 +303,7 @@ def overfilled(slots: int = 8, of_them: int = 2, stream: bool = True) -> tuple[P
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_waits_inside_an_engine_makes_way_though_there_seems_to_be_room(stream: bool) -> None:
+def test_a_lease_in_an_engines_queue_is_preempted_despite_seeming_room(stream: bool) -> None:
     of, held = overfilled(stream=stream)
     urgent(of)
     decided = of.decide(2.0)
@@ -334,7 +334,7 @@ def test_only_those_before_it_make_way_and_only_while_it_waits() -> None:
     assert taken_back(of, 2.8) == []
 
 
-def test_nobody_makes_way_inside_an_engine_without_a_queue_or_where_it_is_off() -> None:
+def test_nothing_is_preempted_without_an_engine_queue_or_when_off() -> None:
     of, _ = overfilled(of_them=0)
     urgent(of)
     of.decide(2.0)
@@ -353,7 +353,7 @@ def test_no_more_than_some_make_way_inside_an_engine_at_a_time() -> None:
     assert len(taken_back(of, 2.1)) == PREEMPT_MAX
 
 
-def test_nothing_is_taken_back_for_one_whom_a_usage_limit_keeps_where_the_last_slot_is_kept() -> None:
+def test_nothing_is_preempted_for_a_request_at_its_usage_limit() -> None:
     settings = Settings(limits={"t": UsageLimit(in_flight=1)})
     of = pools({"a": 1, "b": 1, "c": 1}, settings)
     of.submit(request(id="above", band=CRITICAL), 1.0)

@@ -13,7 +13,7 @@ def test_a_bucket_is_full_at_first_and_refills_up_to_its_capacity() -> None:
     assert bucket.level(99.0) == 4.0
 
 
-def test_an_amount_above_the_capacity_needs_a_full_bucket_and_leaves_debt() -> None:
+def test_an_amount_above_capacity_needs_a_full_bucket_and_leaves_debt() -> None:
     bucket = TokenBucket(4.0, 2.0)
     bucket.take(1.0, 0.0)
     assert bucket.wait_s(100.0, 0.0) == 0.5

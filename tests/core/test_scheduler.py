@@ -175,7 +175,7 @@ def test_a_mass_expiry_is_capped_too_and_grants_wait_for_its_end(monkeypatch: py
 NO_HOLD = Settings(queue=QueueSettings(hold_s=0.0))
 
 
-def test_without_a_backend_that_is_up_and_without_holding_a_request_is_refused_at_once() -> None:
+def test_a_request_without_backends_or_holding_is_refused_at_once() -> None:
     one = pools({"a": 4}, NO_HOLD)
     one.troubled("a", Trouble.UNHEALTHY)
     refused = refusal(one, request())
@@ -212,7 +212,7 @@ def test_a_backend_that_rests_after_failures_is_waited_for() -> None:
     assert len(grants(one, 1.0)) == 1
 
 
-def test_a_full_queue_refuses_with_the_limits_name_and_a_measured_wait() -> None:
+def test_a_full_queue_refuses_with_the_name_and_a_measured_wait() -> None:
     one = pools({"a": 1}, Settings(queue=QueueSettings(band_requests_max=2), capacity=CapacitySettings(look_ahead=0)))
     submit(one, request())
     grants(one)
@@ -256,7 +256,7 @@ def test_who_expires_while_every_backend_is_down_is_told_so() -> None:
     assert drop.outcome is Outcome.EXPIRED_NO_BACKENDS
 
 
-def test_a_request_that_was_granted_failed_and_waits_again_expires_once() -> None:
+def test_a_request_that_waits_again_after_a_failure_expires_once() -> None:
     one = pools({"a": 1, "b": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
     submit(one, request(id="retried", deadline_s=5.0), request())
     (retried, _) = grants(one)
@@ -290,7 +290,7 @@ def test_room_that_time_alone_opens_is_woken_for() -> None:
 # --- lost backends ----------------------------------------------------------------------------------------------------
 
 
-def test_leases_of_a_process_that_is_gone_are_revoked_once_and_still_have_to_be_returned() -> None:
+def test_leases_of_a_lost_process_are_revoked_once_and_still_returned() -> None:
     one = pools({"a": 4, "b": 4})
     submit(one, *(request() for _ in range(6)))
     held = grants(one)
@@ -365,7 +365,7 @@ def test_slow_polls_revoke_nothing() -> None:
 FULL = Settings(queue=QueueSettings(requests_max=2), capacity=CapacitySettings(look_ahead=0))
 
 
-def test_a_higher_band_takes_the_place_of_the_newest_of_the_lowest_band() -> None:
+def test_a_higher_band_sheds_the_newest_of_the_lowest_band() -> None:
     of = pools({"a": 1}, FULL)
     submit(of, request(id="runs"))
     of.decide(0.0)
@@ -379,7 +379,7 @@ def test_a_higher_band_takes_the_place_of_the_newest_of_the_lowest_band() -> Non
     of.check(0.0)
 
 
-def test_a_client_that_leaves_in_the_moment_it_is_shed_leaves_nothing_behind() -> None:
+def test_a_client_that_leaves_while_it_is_shed_leaves_nothing_behind() -> None:
     of = pools({"a": 1}, FULL)
     submit(of, request(id="runs"))
     of.decide(0.0)

@@ -89,7 +89,7 @@ def test_only_what_its_own_backend_has_is_taken_back_for_it() -> None:
     assert [one.backend for one in of.decide(1.0) if isinstance(one, Preempt)] == ["a"]
 
 
-def test_it_is_held_while_its_backend_is_down_or_drained_though_others_are_up() -> None:
+def test_a_bound_request_is_held_while_its_backend_is_down_or_drained() -> None:
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
     of.backends["a"].drained = True
     of.submit(request(id="held", backend="a", deadline_s=100.0), 0.0)
@@ -164,7 +164,7 @@ def test_nobody_is_let_in_for_a_backend_that_does_not_serve_the_model() -> None:
     assert told.value.outcome is Outcome.BAD_REQUEST
 
 
-def test_who_may_not_be_put_into_its_engines_own_queue_waits_until_that_is_empty() -> None:
+def test_a_band_barred_from_an_engines_queue_waits_until_it_is_empty() -> None:
     of = pools({"a": 20, "b": 20})
     of.submit(request(band=CRITICAL, backend="a"), 1.0)
     of.decide(1.0)

@@ -89,7 +89,7 @@ def _granted(house: Pools, one: Request, now: float) -> list[Grant]:
     return [decision for decision in house.decide(now) if isinstance(decision, Grant)]
 
 
-def test_flows_come_in_the_order_of_the_policy_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flows_are_shown_in_the_policys_order_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "FLOWS_MAX", 3)
     house = full()
     for name in "abcde":
@@ -161,7 +161,7 @@ def test_backends_say_for_whom_they_have_room() -> None:
     assert rooms == {"a": (CRITICAL,), "b": (), "c": ()}
 
 
-def test_a_pool_without_a_backend_that_is_up_holds_what_waits_and_its_clock_stands() -> None:
+def test_a_pool_without_backends_up_holds_requests_and_stops_their_clock() -> None:
     house = full(queue=QueueSettings(hold_s=30.0))
     one = enter(house, 0.0)
     for _ in range(2):
@@ -276,7 +276,7 @@ def test_those_who_left_are_neither_found_nor_counted() -> None:
     house.check(1.0)
 
 
-def test_of_two_that_a_client_calls_the_same_the_newer_is_meant_until_it_leaves() -> None:
+def test_a_label_given_twice_means_the_newer_until_it_leaves() -> None:
     house = full()
     older, newer = enter(house, 0.1, label="same"), enter(house, 0.2, label="same")
     position = house.position("same", 1.0)

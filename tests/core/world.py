@@ -1,4 +1,7 @@
-"""A small unequal fleet under any order of events, whose every pass is held to the promises in `account`."""
+"""A small fleet of unequal backends for the state machine (`test_machine`) and for `random_events`.
+
+`World` passes any order of events to `Pools`, and checks every decision against the promises in `account`.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def test_the_names_that_a_configuration_may_give() -> None:
     assert Settings().charged == "tokens"
 
 
-def test_tokens_are_uncached_prompt_tokens_and_output_tokens_each_by_its_weight() -> None:
+def test_tokens_are_weighted_uncached_prompt_and_output_tokens() -> None:
     charge = charges.get("tokens")(Settings(input_weight=3.0, output_weight=5.0))
     one = request(prompt_tokens=100, output_tokens=50)
     assert charge.estimate(one) == 3 * 100 + 5 * 50, "nothing is known to be cached yet"
@@ -33,7 +33,7 @@ def test_requests_cost_one_each() -> None:
     assert charge.estimate(one) == charge.so_far(one, 500, 2.0) == charge.final(one, Usage(1, 1), 2.0) == 1.0
 
 
-def test_kv_seconds_are_the_tokens_in_the_cache_over_the_time_they_are_held() -> None:
+def test_kv_seconds_are_cached_tokens_times_holding_time() -> None:
     charge = charges.get("kv_seconds")(Settings())
     one = request(prompt_tokens=100, output_tokens=50)
     assert charge.so_far(one, 20, held_s=2.0) == 2.0 * (100 + 10)
@@ -48,7 +48,7 @@ def test_kv_seconds_count_cached_tokens_too_as_they_occupy_the_cache() -> None:
     assert charge.final(request(), Usage(100, 0, cached_tokens=96), held_s=1.0) == 100.0
 
 
-def test_kv_seconds_are_estimated_from_how_long_earlier_requests_were_held() -> None:
+def test_kv_seconds_are_estimated_from_earlier_holding_times() -> None:
     charge = charges.get("kv_seconds")(Settings())
     one = request(prompt_tokens=100, output_tokens=50)
     assert charge.estimate(one) == HELD_S * 125

@@ -33,7 +33,7 @@ def granted(of: Pools, now: float) -> list[str]:
     return [decision.request.id for decision in decisions if isinstance(decision, Grant)]
 
 
-def test_requests_are_held_for_a_pool_that_comes_back_and_are_served_in_their_order() -> None:
+def test_requests_held_for_a_pool_are_served_in_order_when_it_returns() -> None:
     of = house(a=9)
     down(of, "a")
     for name, band, at in (("low", SHEDDABLE, 1.0), ("second", CRITICAL, 2.0), ("first", CRITICAL, 1.5)):
@@ -43,7 +43,7 @@ def test_requests_are_held_for_a_pool_that_comes_back_and_are_served_in_their_or
     assert granted(of, 6.0) == ["first", "second", "low"]
 
 
-def test_a_request_is_held_no_longer_than_the_hold_and_told_that_nobody_came_up() -> None:
+def test_a_request_is_held_for_hold_s_and_then_told_that_none_came_up() -> None:
     of = house(hold_s=10.0)
     down(of, "a")
     of.submit(request(deadline_s=60.0), 2.0)
@@ -81,7 +81,7 @@ def test_its_own_time_stands_still_while_a_request_is_held() -> None:
     assert drop.outcome is Outcome.EXPIRED
 
 
-def test_a_retry_that_could_not_connect_to_the_only_backend_is_held_and_may_go_to_it_again() -> None:
+def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
     of = house()
     of.submit(request(id="retried"), 0.0)
     (grant,) = of.decide(0.0)
@@ -95,7 +95,7 @@ def test_a_retry_that_could_not_connect_to_the_only_backend_is_held_and_may_go_t
     assert granted(of, 4.0) == ["retried"]
 
 
-def test_a_retry_goes_elsewhere_while_another_is_up_and_is_refused_where_none_can_come_back() -> None:
+def test_a_retry_goes_to_another_backend_or_is_refused_without_one() -> None:
     of = house(a=1, b=1)
     of.submit(request(), 0.0, frozenset({"a"}), Entry.RETRY)
     (grant,) = of.decide(0.0)
@@ -120,7 +120,7 @@ def test_without_holding_all_of_these_are_refused_at_once() -> None:
         assert caught.value.retry_after_s
 
 
-def test_a_name_of_which_nobody_is_up_is_held_for_the_hold_though_its_pool_has_others() -> None:
+def test_a_name_whose_backends_are_down_is_held_beside_others_up() -> None:
     settings = Settings(queue=QueueSettings(hold_s=10.0))
     of = pools({"a": 1, "b": 1}, settings, listings={"a": listing("lora"), "b": listing()})
     down(of, "a")

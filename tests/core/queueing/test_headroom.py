@@ -121,7 +121,7 @@ def test_below_the_highest_band_in_use_a_slot_is_always_free(
 
 
 @pytest.mark.parametrize("limit", range(KEPT_FROM, 65))
-def test_every_backend_of_four_or_more_keeps_a_slot_of_those_that_the_highest_band_may_have(limit: int) -> None:
+def test_backends_of_four_or_more_keep_a_slot_for_the_highest_band(limit: int) -> None:
     for highest in (1.0, 0.95, 0.9, 0.5, 0.3):
         slots = slots_under(limit, highest, 0, highest)
         for percent in range(1, 100):
@@ -140,7 +140,7 @@ def test_four_sequences_are_enough_for_a_slot_on_each_backend() -> None:
     assert len(one.decide(1.0)) == 6
 
 
-def test_two_replicas_of_eight_keep_one_slot_each_while_the_band_between_is_idle() -> None:
+def test_two_backends_of_eight_keep_one_slot_each_past_an_idle_band() -> None:
     one = pools({"a": 8, "b": 8}, TIGHT)
     one.submit(request(band=CRITICAL), 0.0)
     (first,) = one.decide(0.0)

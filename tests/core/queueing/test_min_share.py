@@ -145,7 +145,7 @@ def owed(charged: str) -> tuple[Pools, Grant]:
     return of, low
 
 
-def test_who_comes_back_from_a_limit_above_a_band_does_not_delay_what_that_is_owed() -> None:
+def test_a_higher_band_back_from_a_limit_does_not_delay_a_minimum_share() -> None:
     settings = Settings(
         min_shares={DEFAULT: 0.4}, capacity=CapacitySettings(look_ahead=1), limits={"model:m": UsageLimit(in_flight=1)}
     )

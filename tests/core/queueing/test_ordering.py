@@ -42,7 +42,7 @@ def test_fcfs_goes_by_arrival() -> None:
     assert served(one_slot("fcfs"), *waiting) == ["a", "b", "c"]
 
 
-def test_edf_goes_by_the_objective_and_without_one_by_the_time_to_wait() -> None:
+def test_edf_uses_the_objective_or_the_time_to_wait() -> None:
     waiting = [
         request(id="patient", arrived_s=0.0, deadline_s=50.0),
         request(id="hurried", arrived_s=1.0, deadline_s=20.0),
@@ -52,7 +52,7 @@ def test_edf_goes_by_the_objective_and_without_one_by_the_time_to_wait() -> None
     assert served(one_slot("edf"), *waiting) == ["objective", "pace only", "hurried", "patient"]
 
 
-def test_least_slack_goes_by_the_latest_moment_to_start_and_the_infeasible_go_last() -> None:
+def test_least_slack_orders_by_latest_start_and_the_infeasible_last() -> None:
     of = one_slot("least_slack")
     first_token = of.schedulers["base"]._first_token
     for tokens in (100, 200):
@@ -77,7 +77,7 @@ def test_shortest_goes_by_the_estimated_work() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whoever_waited_for_the_ageing_bound_is_overtaken_by_nobody_younger(seed: int) -> None:
+def test_a_request_past_the_ageing_bound_is_not_overtaken(seed: int) -> None:
     rng, now, ageing_s = Random(seed), 0.0, 5.0
     of = one_slot("shortest", ageing_s=ageing_s)
     lease = next(iter(of.schedulers["base"].leases._held))

@@ -45,7 +45,7 @@ def test_each_limit_is_told_by_its_name(limits: QueueSettings, named: str) -> No
     occupancy.check()
 
 
-def test_a_full_flow_leaves_other_flows_alone_and_a_full_band_other_bands() -> None:
+def test_a_full_flow_or_band_does_not_limit_the_others() -> None:
     occupancy = Occupancy(QueueSettings(flow_requests_max=1, band_requests_max=2, requests_max=3))
     occupancy.enter(request(flow="f"))
     assert occupancy.full(request(flow="g")) is None
@@ -67,7 +67,7 @@ def test_what_fits_exactly_is_let_in() -> None:
     assert occupancy.full(request(body_bytes=1)) is not None
 
 
-def test_more_tokens_than_a_limit_may_wait_alone_as_they_are_estimated() -> None:
+def test_a_request_above_the_token_limit_may_wait_alone() -> None:
     occupancy = Occupancy(QueueSettings(flow_tokens_max=50, band_tokens_max=50, tokens_max=50))
     assert occupancy.full(request(prompt_tokens=1000)) is None
     occupancy.enter(request())
@@ -109,7 +109,7 @@ def test_a_retry_comes_back_to_where_it_stood() -> None:
     assert waiting(band) == ["r2", "r9"]
 
 
-def test_those_that_were_preempted_come_before_all_others_in_the_order_of_their_arrival() -> None:
+def test_preempted_requests_come_first_in_the_order_of_arrival() -> None:
     band = Band(FcfsFairness(Settings()), Faults())
     first, second, third = (request(id=f"r{at}", arrived_s=float(at)) for at in (1, 2, 3))
     band.push(queued(first), 3.0)
@@ -146,7 +146,7 @@ def test_the_policy_hears_of_new_heads_and_of_the_last_one_leaving() -> None:
     band.check(3.0)
 
 
-def test_a_rank_that_turns_with_time_makes_a_new_head_and_the_policy_hears_of_it() -> None:
+def test_a_rank_that_changes_with_time_tells_the_policy_the_new_head() -> None:
     band = Band(FcfsFairness(Settings()), Faults())
     old = Queued(request(id="old", flow="f", arrived_s=5.0), Rank((9.0, 0.0), 10.0, (-1.0, 0.0)))
     young = Queued(request(id="young", flow="f", arrived_s=7.0), Rank((1.0, 0.0)))
@@ -196,7 +196,7 @@ def test_deadlines_fall_due_in_their_order_at_their_very_instant() -> None:
     assert of.next(5.0) == 9.0
 
 
-def test_while_a_pool_is_empty_its_requests_keep_their_time_and_use_up_their_hold() -> None:
+def test_requests_of_an_empty_pool_keep_their_time_and_use_up_the_hold() -> None:
     of = deadlines(hold_s=30.0, long=20.0, short=12.0)
     of.pool_is(False, 10.0)
     assert of.next(10.0) == 22.0, "nobody is held for longer than it would have waited"

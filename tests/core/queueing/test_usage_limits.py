@@ -49,7 +49,7 @@ def names(grants: list[Grant]) -> list[str]:
 # --- requests in flight -----------------------------------------------------------------------------------------------
 
 
-def test_beyond_its_requests_in_flight_a_tenant_waits_and_others_of_its_flow_pass() -> None:
+def test_a_tenant_at_its_limit_in_flight_waits_and_others_pass() -> None:
     of = limited({"a": 9}, in_flight=1)
     for one in (theirs(id="t1"), theirs(id="t2"), theirs(id="t3"), request(id="free")):
         of.submit(one, 0.0)
@@ -84,7 +84,7 @@ def test_those_who_come_back_come_by_band_and_then_by_arrival() -> None:
     assert [urgent.request.id, *names(granted(of, 3.0))] == ["urgent", "soon", "late"]
 
 
-def test_in_place_of_one_that_came_back_and_fits_nowhere_the_next_one_goes() -> None:
+def test_the_next_blocked_request_replaces_one_that_fits_nowhere() -> None:
     settings = Settings(limits={TENANT: UsageLimit(in_flight=1)}, capacity=CapacitySettings(look_ahead=0))
     of = pools({"a": 2, "x": 1}, settings, listings={"a": listing(), "x": listing("lora")})
     of.submit(request(id="on x", adapter="lora"), 0.0)
@@ -110,7 +110,7 @@ def test_a_limit_counts_over_all_pools() -> None:
     assert names(granted(of, 1.0)) == ["other"]
 
 
-def test_parked_requests_can_leave_and_expire_and_are_shed_like_others() -> None:
+def test_blocked_requests_leave_expire_and_are_shed_like_others() -> None:
     of = limited({"a": 9}, QueueSettings(requests_max=3), in_flight=1)
     of.submit(theirs(id="runs"), 0.0)
     granted(of)
@@ -154,7 +154,7 @@ def refusal(limits: UsageLimits, one: Request, now: float) -> Refused:
     return caught.value
 
 
-def test_beyond_its_requests_per_minute_a_tenant_is_refused_until_the_next_one_is_due() -> None:
+def test_a_tenant_at_its_rate_is_refused_until_the_next_is_due() -> None:
     limits = UsageLimits({TENANT: UsageLimit(requests_per_min=6)})
     for _ in range(6):
         limits.admit(theirs(), 0.0)

@@ -49,7 +49,7 @@ def test_debt_is_not_shed_by_pausing() -> None:
     assert offered(share) == ["other", "greedy"]
 
 
-def test_with_nobody_waiting_a_newcomer_starts_level_with_the_last_one_that_waited() -> None:
+def test_a_newcomer_to_an_empty_room_starts_level_with_the_last_flow() -> None:
     share = fair_share()
     arrive(share, "in debt", "last")
     share.charge("in debt", 5000.0)
@@ -60,7 +60,7 @@ def test_with_nobody_waiting_a_newcomer_starts_level_with_the_last_one_that_wait
     assert [share.counter(flow) for flow in ("new", "last", "in debt")] == [3000.0, 3000.0, 5000.0]
 
 
-def test_a_charge_that_comes_while_a_flow_is_idle_counts_when_it_is_back() -> None:
+def test_a_charge_of_an_idle_flow_counts_when_it_is_back() -> None:
     share = fair_share()
     arrive(share, "a", "b")
     share.emptied("a")
@@ -95,7 +95,7 @@ def test_backlogged_flows_never_differ_by_more_than_the_bounds(weights: list[flo
     engine.churn(Random(seed), 300)
 
 
-def test_the_bounds_hold_over_a_run_much_longer_than_they_are_and_service_follows_the_weights() -> None:
+def test_the_bounds_hold_in_a_long_run_and_service_follows_weights() -> None:
     engine = Bounded(fair_share(), {"paid": 3.0, "free": 1.0}, slots=4)
     rivals(engine, {"paid": 3, "free": 30}, 1500)
     assert engine.service["free"] > 20 * engine.peak_all

@@ -56,7 +56,7 @@ def test_a_charge_of_many_quanta_is_waited_for_in_as_many_rounds() -> None:
     assert told(policy, "large") == {"deficit": -50.0, "rounds": 10.0}
 
 
-def test_a_flow_alone_is_refilled_by_as_many_rounds_as_it_takes_at_once() -> None:
+def test_a_flow_alone_is_refilled_by_all_rounds_it_takes_at_once() -> None:
     policy = locality(1.0)
     arrive(policy, "alone")
     for _ in range(100):

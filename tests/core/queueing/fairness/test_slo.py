@@ -48,7 +48,7 @@ def adherence(policy: SloAdherence, flow: str, now: float) -> dict[str, float]:
 # --- who goes next ----------------------------------------------------------------------------------------------------
 
 
-def test_two_flows_with_equal_weights_a_at_98_percent_b_at_94_percent_one_slot_b_goes_a_waits() -> None:
+def test_the_flow_with_the_lower_adherence_goes_first() -> None:
     policy = slo()
     record(policy, "A", met=98, missed=2)
     record(policy, "B", met=94, missed=6)
@@ -90,7 +90,7 @@ def test_a_window_of_one_request_is_adherence_zero_or_one() -> None:
     assert offered(policy, 1.0) == ["unlucky", "lucky"]
 
 
-def test_a_flow_without_objective_goes_behind_lower_adherence_and_ties_like_the_others() -> None:
+def test_a_flow_without_objective_goes_behind_lower_adherence() -> None:
     policy = slo()
     record(policy, "behind", met=9, missed=1)
     for flow, at_s in (("none, later", 3.0), ("none", 2.0)):
@@ -101,7 +101,7 @@ def test_a_flow_without_objective_goes_behind_lower_adherence_and_ties_like_the_
     assert told(policy, "none") == {"adherence": 1.0, "counted": 0.0, "missed": 0.0}
 
 
-def test_ties_go_to_the_head_due_soonest_and_then_to_the_earliest_arrival() -> None:
+def test_ties_go_to_the_head_due_soonest_then_to_the_earliest() -> None:
     policy = slo()
     wait(policy, asked("due at 11", at_s=1.0, ttft_s=10.0))
     wait(policy, asked("due at 7, arrived at 2", at_s=2.0, ttft_s=5.0))
@@ -110,7 +110,7 @@ def test_ties_go_to_the_head_due_soonest_and_then_to_the_earliest_arrival() -> N
     assert offered(policy, 3.0) == ["due at 7, arrived at 2", "due at 7, arrived at 3", "due at 11", "never due"]
 
 
-def test_a_head_that_can_no_longer_make_it_goes_behind_all_that_still_can() -> None:
+def test_a_head_past_its_objective_goes_behind_all_others() -> None:
     policy = slo()
     record(policy, "hopeless", missed=10)
     wait(policy, asked("hopeless", at_s=0.0, ttft_s=10.0))
@@ -124,7 +124,7 @@ def test_a_head_that_can_no_longer_make_it_goes_behind_all_that_still_can() -> N
     assert offered(policy, 10.3)[-1] == "hopeless", "late already when it became the head"
 
 
-def test_a_head_that_was_not_late_when_it_became_the_head_is_not_late_at_the_moment_it_is_due() -> None:
+def test_a_head_is_not_late_at_the_very_moment_it_is_due() -> None:
     policy = slo()
     wait(policy, asked("other", ttft_s=100.0))
     first(policy, 10.0)
@@ -132,7 +132,7 @@ def test_a_head_that_was_not_late_when_it_became_the_head_is_not_late_at_the_mom
     assert offered(policy, 10.0) == ["due now", "other"]
 
 
-def test_a_request_that_comes_back_after_a_failed_attempt_waits_and_can_be_late_once_more() -> None:
+def test_a_retry_waits_and_can_be_late_once_more() -> None:
     policy = slo()
     one = wait(policy, asked("retried", ttft_s=10.0))
     policy.emptied("retried")
@@ -147,7 +147,7 @@ def test_a_request_that_comes_back_after_a_failed_attempt_waits_and_can_be_late_
     assert told(policy, "retried")["missed"] == 1.0
 
 
-def test_a_request_that_is_late_on_its_backend_does_not_bring_its_flow_back() -> None:
+def test_a_request_late_on_its_backend_does_not_list_its_flow() -> None:
     policy = slo()
     record(policy, "a", met=1)
     wait(policy, asked("a", ttft_s=10.0))
@@ -159,7 +159,7 @@ def test_a_request_that_is_late_on_its_backend_does_not_bring_its_flow_back() ->
 # --- what is counted --------------------------------------------------------------------------------------------------
 
 
-def test_a_waiting_request_past_its_ttft_counts_as_missed_at_the_next_look_and_only_once() -> None:
+def test_a_waiting_request_past_its_ttft_is_counted_as_missed_once() -> None:
     policy = slo()
     one = wait(policy, asked("starving", ttft_s=10.0))
     assert adherence(policy, "starving", 10.0)["counted"] == 0.0
@@ -203,7 +203,7 @@ def test_a_request_whose_first_byte_came_in_time_is_not_overdue() -> None:
     assert adherence(policy, "a", 60.0) == {"adherence": 1.0, "counted": 1.0, "missed": 0.0}
 
 
-def test_an_end_that_is_nobodys_fault_is_not_counted_unless_it_was_overdue_already() -> None:
+def test_an_end_without_fault_is_not_counted_unless_overdue() -> None:
     policy = slo()
     early, late = asked("a", at_s=20.0), asked("a", at_s=0.0)
     policy.entered(late, 0.0)
@@ -223,7 +223,7 @@ def test_a_request_that_never_waited_counts_by_its_end() -> None:
 
 
 @pytest.mark.parametrize("into_s", [0.0, 0.5 * PART_S, 0.99 * PART_S])
-def test_a_record_leaves_between_one_window_and_one_part_more_after_it_came(into_s: float) -> None:
+def test_a_record_leaves_after_a_window_to_a_window_and_a_part(into_s: float) -> None:
     policy = slo()
     at_s = 7 * PART_S + into_s
     record(policy, "a", missed=1, now=at_s)
