@@ -58,9 +58,9 @@ def test_install_commands_in_the_repository_name_this_distribution() -> None:
     places = [path for pattern in ("*.md", "*.yaml", "Makefile", "Dockerfile") for path in ROOT.glob(pattern)]
     for folder in ("docs", "llmproxy", "benchmarks", ".ci", ".github"):
         places += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".yml", ".yaml")]
-    told = {path: installed_by(path.read_text()) for path in places}
-    assert {path: names for path, names in told.items() if not names <= own} == {}
-    assert any(told.values())
+    message = {path: installed_by(path.read_text()) for path in places}
+    assert {path: names for path, names in message.items() if not names <= own} == {}
+    assert any(message.values())
     assert not installed_by("pip install --quiet 'llmproxy[lab]'") <= own
 
 
@@ -74,7 +74,7 @@ def parsed(text: str) -> list[Instruction]:
     return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines())]
 
 
-def test_image_has_a_versioned_base_hashed_packages_and_a_user_other_than_root() -> None:
+def test_image_has_versioned_base_hashed_packages_and_no_root() -> None:
     recipe = parsed((ROOT / "Dockerfile").read_text())
     [base] = [rest for word, rest in recipe if word == "ARG"]
     assert re.fullmatch(r"BASE=\S+:[\w.-]*\d[\w.-]*", base)
@@ -187,7 +187,7 @@ UNKNOWN = {"name": "c", "skip_reason": "not found"}
 
 
 @pytest.mark.parametrize(
-    ("packages", "stderr", "code", "told"),
+    ("packages", "stderr", "code", "message"),
     [
         ([CLEAN], "", 0, "1 packages looked up, 0 vulnerabilities"),
         ([CLEAN, FLAWED], "", 1, "b 2: GHSA-1, fixed in 2.1"),
@@ -207,7 +207,7 @@ def test_audit_tells_an_unreachable_database_from_no_findings(
     packages: list[dict[str, Any]] | None,
     stderr: str | None,
     code: int,
-    told: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -219,4 +219,4 @@ def test_audit_tells_an_unreachable_database_from_no_findings(
     audit = runpy.run_path(str(ROOT / ".ci" / "audit.py"))["audit"]
     assert audit(str(program), ["lock"]) == code
     printed = capsys.readouterr()
-    assert told in printed.out + printed.err
+    assert message in printed.out + printed.err

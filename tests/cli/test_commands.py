@@ -1,4 +1,4 @@
-"""The command line: every flag and variable lands on its key, and every mistake ends with 2 and a line that helps."""
+"""The command line: every flag and variable sets its key, and every mistake exits with 2 and a helpful line."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def value_at(config: Any, key: str) -> Any:
         ["--port", "1", "--worker-urls", "http://a", "http://b", "--host", "::"],
     ],
 )
-def test_backends_are_given_in_the_ways_people_know(serve: Serve, arguments: list[str]) -> None:
+def test_backends_are_given_by_each_known_flag(serve: Serve, arguments: list[str]) -> None:
     assert [backend.url for backend in serve(*arguments).backends] == ["http://a", "http://b"]
 
 
@@ -138,7 +138,7 @@ def test_every_flag_and_its_variable_reach_their_keys(
     assert changed == {"backends", *flag.keys}
 
 
-def test_flags_beat_variables_which_beat_the_file_which_beats_the_defaults(
+def test_flags_override_variables_file_and_defaults(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -152,9 +152,7 @@ def test_flags_beat_variables_which_beat_the_file_which_beats_the_defaults(
     assert serve().backends[0].url == "http://f"
 
 
-def test_a_variable_or_a_flag_that_sets_nothing_is_refused(
-    served: list[Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_variable_or_flag_is_refused(served: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(["serve", "http://a", "--weight=1"]) == (
         "--weight: only a file can hold tenants[].weight: write it into the one that --config names\n"
     )
@@ -169,7 +167,7 @@ def test_a_variable_or_a_flag_that_sets_nothing_is_refused(
     ("word", "preset"),
     [("roundrobin", "round_robin"), ("round-robin", "round_robin"), ("POWER_OF_TWO", "power_of_two"), ("random",) * 2],
 )
-def test_policies_are_known_by_their_names_elsewhere(serve: Serve, word: str, preset: str) -> None:
+def test_placements_have_the_names_of_other_routers_too(serve: Serve, word: str, preset: str) -> None:
     for flag in ("--routing-logic", "--policy", "--placement"):
         assert serve("http://a", flag, word).scheduling.placement == preset
 
@@ -179,7 +177,7 @@ def test_api_keys_are_divided_by_spaces_alone(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "no backends: name at least one vLLM server, as in `llmproxy serve --backend http://gpu-0:8000`"),
         (["gpu-0:8000"], "URL: backends[0].url: 'gpu-0:8000' should start with http:// or https://"),
@@ -199,12 +197,12 @@ def test_api_keys_are_divided_by_spaces_alone(serve: Serve) -> None:
         (["http://a", "--prot", "1"], "No such option: --prot"),
     ],
 )
-def test_serve_refuses_in_words(served: list[Config], arguments: list[str], told: str) -> None:
-    assert told in refused(["serve", *arguments])
+def test_serve_refuses_in_words(served: list[Config], arguments: list[str], message: str) -> None:
+    assert message in refused(["serve", *arguments])
     assert not served
 
 
-def test_a_wrong_variable_is_named(served: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problem_names_the_variable(served: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMPROXY_LOG_FORMAT", "xml")
     assert refused(["serve", "http://a"]).startswith("LLMPROXY_LOG_FORMAT: log_format: 'xml' is none of text, json")
     assert not served
@@ -251,7 +249,7 @@ def test_help_is_whole_at_80_columns(command: str) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
     # A shell asks by a variable, which the command only looks at under its own name.
-    def told(**environment: str) -> str:
+    def message(**environment: str) -> str:
         command = [sys.executable, "-m", "llmproxy", *([] if environment else ["--show-completion", shell])]
         asked = {
             **os.environ,
@@ -261,19 +259,19 @@ def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
         }
         return subprocess.run(command, env=asked, capture_output=True, text=True, check=True).stdout
 
-    assert "_LLMPROXY_COMPLETE" in told()
+    assert "_LLMPROXY_COMPLETE" in message()
     words = {
         "bash": {"COMP_WORDS": "llmproxy si", "COMP_CWORD": "1"},
         "zsh": {"_TYPER_COMPLETE_ARGS": "llmproxy si"},
         "fish": {"_TYPER_COMPLETE_ARGS": "llmproxy si", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
     }[shell]
-    assert "simulate" in told(_LLMPROXY_COMPLETE=f"complete_{shell}", **words)
+    assert "simulate" in message(_LLMPROXY_COMPLETE=f"complete_{shell}", **words)
 
 
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def test_check_tells_what_a_sound_file_means(tmp_path: Path) -> None:
+def test_check_prints_a_summary_of_a_correct_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
         "port: 81\nbackends: [{url: http://a, name: left, max_in_flight: 4}]\nscheduling: {fairness: fcfs}\n"
@@ -291,18 +289,18 @@ def test_check_tells_what_a_sound_file_means(tmp_path: Path) -> None:
         assert part in result.stdout
 
 
-def test_check_tells_whether_a_key_is_needed(tmp_path: Path) -> None:
+def test_check_prints_whether_a_key_is_needed(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    for text, told in (
+    for text, message in (
         ("", "without API keys"),
         ("api_keys: [k]", "with API keys"),
         (f"tenants: [{{name: a, keys: [{hash_of('k')}]}}]", "with API keys"),
     ):
         file.write_text(text)
-        assert f"0.0.0.0:8080, {told}\n" in CliRunner().invoke(cli.app, ["check", str(file)]).stdout
+        assert f"0.0.0.0:8080, {message}\n" in CliRunner().invoke(cli.app, ["check", str(file)]).stdout
 
 
-def test_check_does_not_need_backends_which_flags_may_bring(tmp_path: Path) -> None:
+def test_check_accepts_a_file_without_backends(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("")
     result = CliRunner().invoke(cli.app, ["check", str(file)])
@@ -313,7 +311,7 @@ def test_check_does_not_need_backends_which_flags_may_bring(tmp_path: Path) -> N
     assert "those in /etc/llmproxy/backends.yaml" in result.stdout
 
 
-def test_check_prints_every_problem_and_ends_with_2(tmp_path: Path) -> None:
+def test_check_prints_all_problems_and_exits_with_2(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("prot: 1\nport: x\n")
     assert refused(["check", str(file)]).splitlines() == [
@@ -326,28 +324,28 @@ def test_check_prints_every_problem_and_ends_with_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["s3cret", "s3cret\n", "s3cret\r\n"])
-def test_hash_key_prints_what_a_configuration_holds_instead_of_a_key(line: str) -> None:
+def test_hash_key_prints_the_hash_of_a_key(line: str) -> None:
     result = CliRunner().invoke(cli.app, ["hash-key"], input=line)
     known = "sha256:1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0"
     assert (result.exit_code, result.stdout, result.stderr) == (0, known + "\n", "")
 
 
-def test_hash_key_makes_a_new_key_that_is_never_the_same() -> None:
+def test_hash_key_makes_a_different_key_each_time() -> None:
     printed = [CliRunner().invoke(cli.app, ["hash-key", "--new"]).stdout.splitlines() for _ in range(2)]
     assert printed[0] != printed[1]
-    for key, told in printed:
-        assert told == hash_of(key)
+    for key, message in printed:
+        assert message == hash_of(key)
         assert len(key) > 40
         assert Config.model_validate({"api_keys": [key]}).api_keys == (key,)
 
 
 @pytest.mark.parametrize("text", ["", "\n", "two words\n", "one\ntwo\n", "s3cret \n", "\u00e9\n", b"\xff", "x" * 4097])
-def test_hash_key_refuses_what_no_client_can_present_and_does_not_repeat_it(text: str | bytes) -> None:
+def test_hash_key_refuses_an_impossible_key_without_repeating_it(text: str | bytes) -> None:
     result = CliRunner().invoke(cli.app, ["hash-key"], input=text)
     assert (result.exit_code, result.stdout) == (2, "")
-    told = "llmproxy hash-key: the key should be one line of printable ASCII characters without spaces"
-    assert result.stderr.startswith(told)
-    assert result.stderr.strip() == told
+    message = "llmproxy hash-key: the key should be one line of printable ASCII characters without spaces"
+    assert result.stderr.startswith(message)
+    assert result.stderr.strip() == message
 
 
 def test_hash_key_does_not_show_what_is_typed(
@@ -371,7 +369,7 @@ def test_hash_key_takes_no_key_as_an_argument() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--profile", "none"], "llmproxy replica: there is no engine profile 'none'; known: llama-"),
         (["--model", "a", "--adapter", "a"], "llmproxy replica: the model and its adapters need different names"),
@@ -379,11 +377,11 @@ def test_hash_key_takes_no_key_as_an_argument() -> None:
         (["--shutdown", "later"], "'later' is not one of 'now', 'hang'"),
     ],
 )
-def test_replica_refuses_in_words(arguments: list[str], told: str) -> None:
-    assert told in refused(["replica", "--port", "0", *arguments])
+def test_replica_refuses_in_words(arguments: list[str], message: str) -> None:
+    assert message in refused(["replica", "--port", "0", *arguments])
 
 
-def test_replica_says_when_it_cannot_listen() -> None:
+def test_replica_reports_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = CliRunner().invoke(cli.app, ["replica", "--port", str(port)])
@@ -394,9 +392,11 @@ def test_replica_says_when_it_cannot_listen() -> None:
 # --- the command itself -----------------------------------------------------------------------------------------------
 
 
-def test_the_module_is_the_command() -> None:
-    told = subprocess.run([sys.executable, "-m", "llmproxy", "--version"], capture_output=True, text=True, check=True)
-    assert (told.stdout, told.stderr) == (f"llmproxy {__version__}\n", "")
+def test_module_is_the_command() -> None:
+    message = subprocess.run(
+        [sys.executable, "-m", "llmproxy", "--version"], capture_output=True, text=True, check=True
+    )
+    assert (message.stdout, message.stderr) == (f"llmproxy {__version__}\n", "")
 
 
 def test_demo_starts_nothing_when_its_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Variables and flags that set nothing: passed over where they are nobody's wish, refused with words where they are."""
+"""Variables and flags that set no key: ignored if Kubernetes sets them, else refused with advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refused(**variables: str) -> list[str]:
 
 
 @pytest.mark.parametrize("service", ["LLMPROXY", "LLMPROXY_ADMIN", "LLMPROXY_CANARY"])
-def test_what_kubernetes_sets_for_a_service_says_nothing(service: str) -> None:
+def test_variables_of_a_kubernetes_service_are_ignored(service: str) -> None:
     set_by_it = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "8080", "SERVICE_PORT_HTTP": "8080"}
     for protocol in ("tcp", "udp", "sctp"):
         port = f"PORT_8080_{protocol.upper()}"
@@ -26,29 +26,29 @@ def test_what_kubernetes_sets_for_a_service_says_nothing(service: str) -> None:
         assert from_environment({f"{service}_{name}": text for name, text in set_by_it.items()}) == []
 
 
-def test_a_port_of_ours_is_a_number_and_nothing_else_is_forgiven_an_address() -> None:
+def test_address_of_kubernetes_is_ignored_only_in_a_port_variable() -> None:
     assert from_environment({"LLMPROXY_PORT": "81"}) == [Override("port", "81", "LLMPROXY_PORT")]
-    told = {"LLMPROXY_BACKEND": "tcp://a"}
-    assert from_environment(told) == [Override("backends", ["tcp://a"], "LLMPROXY_BACKEND")]
+    message = {"LLMPROXY_BACKEND": "tcp://a"}
+    assert from_environment(message) == [Override("backends", ["tcp://a"], "LLMPROXY_BACKEND")]
     assert refused(LLMPROXY_CANARY_PORT="8080") == [
         'LLMPROXY_CANARY_PORT: is not a known variable (nearest known variable: "LLMPROXY_ADMIN_PORT")'
     ]
 
 
-def test_empty_variables_and_those_for_a_successor_say_nothing() -> None:
+def test_empty_variables_and_those_for_a_successor_are_ignored() -> None:
     given = {"LLMPROXY_PORT": "", PREDECESSOR: "{}", DRAINED: "[]", "LLMPROXY_CONFIG": "c.yaml", "OTHER": "1"}
     assert from_environment(given) == []
 
 
 @pytest.mark.parametrize("variable", ["LLMPROXY_API_KEY", "LLMPROXY_API_KEYS"])
-def test_a_secret_that_came_out_empty_is_refused(variable: str) -> None:
+def test_empty_secret_is_refused(variable: str) -> None:
     overrides = from_environment({variable: ""})
     with pytest.raises(ConfigError, match=rf"{variable}: api_keys\[0\]: should be printable"):
         load(None, overrides)
 
 
 @pytest.mark.parametrize(
-    ("variable", "told"),
+    ("variable", "message"),
     [
         ("LLMPROXY_BAKCENDS", 'is not a known variable (nearest known variable: "LLMPROXY_BACKENDS")'),
         ("LLMPROXY_HUNG_S", 'is not a known variable (nearest known variable: "LLMPROXY_HEALTH_HUNG_S")'),
@@ -61,21 +61,21 @@ def test_a_secret_that_came_out_empty_is_refused(variable: str) -> None:
     ],
 )
 @pytest.mark.parametrize("text", ["1", ""])
-def test_a_variable_that_is_not_known_is_refused(variable: str, told: str, text: str) -> None:
+def test_unknown_variable_is_refused_with_advice(variable: str, message: str, text: str) -> None:
     (problem,) = refused(**{variable: text})
-    assert problem.startswith(f"{variable}: {told}")
+    assert problem.startswith(f"{variable}: {message}")
 
 
-def test_all_variables_that_are_not_known_are_told_at_once() -> None:
-    told = refused(LLMPROXY_PROT="1", LLMPROXY_BANDS="1", LLMPROXY_HOST="::")
-    assert [problem.partition(":")[0] for problem in told] == ["LLMPROXY_BANDS", "LLMPROXY_PROT"]
+def test_unknown_variables_are_reported_at_once() -> None:
+    message = refused(LLMPROXY_PROT="1", LLMPROXY_BANDS="1", LLMPROXY_HOST="::")
+    assert [problem.partition(":")[0] for problem in message] == ["LLMPROXY_BANDS", "LLMPROXY_PROT"]
 
 
-def test_a_key_that_only_a_file_can_hold_is_told_of_its_flag() -> None:
+def test_flag_of_a_key_of_files_is_refused_with_the_key() -> None:
     names = [flag_of(key.replace("[]", "")) for key in keys_of_files()]
     assert {"--tenants", "--bands", "--models-target", "--backends-tls-ca", "--queue-band-ttl-s"} <= set(names)
-    told = unknown_flags(names, [flag.name for flag in FLAGS])
-    assert [problem.partition(": only a file can hold ")[0] for problem in told] == list(dict.fromkeys(names))
+    message = unknown_flags(names, [flag.name for flag in FLAGS])
+    assert [problem.partition(": only a file can hold ")[0] for problem in message] == list(dict.fromkeys(names))
     assert unknown_flags(["--criticality=1", "7", "--criticality", "2", "--", "--weight"], ()) == [
         "--criticality: only a file can hold models[].criticality or objectives[].criticality or"
         " tenants[].criticality: write it into the one that --config names"

@@ -1,4 +1,4 @@
-"""What differs between two configurations, what of it can be gone by, and when a file has changed."""
+"""Changes between two configurations, which of them need a restart, and when a file has changed."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ def config(**fields: Any) -> Config:
     return Config.model_validate(fields)
 
 
-def told(old: Config, new: Config) -> list[str]:
+def message(old: Config, new: Config) -> list[str]:
     return [str(change) for change in changes_between(old, new)]
 
 
 def test_equal_configurations_do_not_differ() -> None:
     entries: dict[str, Any] = {"backends": ["http://a"], "models": [{"name": "m"}], "bands": {"urgent": 50}}
-    assert told(config(**entries), config(**entries)) == []
+    assert message(config(**entries), config(**entries)) == []
 
 
-def test_entries_are_known_by_their_names_wherever_they_stand() -> None:
+def test_entries_are_compared_by_name_in_any_order() -> None:
     old = config(backends=["http://a", {"url": "http://b", "max_in_flight": 2}, "http://c"])
     new = config(backends=[{"url": "http://b", "max_in_flight": 3}, "http://a", "http://d"])
-    assert told(old, new) == [
+    assert message(old, new) == [
         "backends[b].max_in_flight: 2 -> 3",
         "backends[c]: removed",
         "backends[d]: added {url: http://d, name: d, forward_priority: False, tls: {insecure_skip_verify: False}}",
     ]
 
 
-def test_maps_and_lists_are_told_by_key_and_whole() -> None:
+def test_mapping_changes_by_key_and_list_as_a_whole() -> None:
     old = config(scheduling={"weights": {"a": 1.0, "b": 2.0}}, bands={"urgent": 50})
     new = config(scheduling={"weights": {"a": 3.0}}, trust_headers="none")
-    assert told(old, new) == [
+    assert message(old, new) == [
         "trust_headers: [127.0.0.0/8, ::1/128] -> []",
         "bands.urgent: removed",
         "scheduling.weights.a: 1.0 -> 3.0",
@@ -48,7 +48,7 @@ def test_maps_and_lists_are_told_by_key_and_whole() -> None:
     ]
 
 
-def test_no_key_and_no_hash_is_told() -> None:
+def test_changes_show_no_key_and_no_hash() -> None:
     secrets = [hash_of("k1"), hash_of("k2"), "plain-1", "plain-2", "engine-1", "engine-2", hash_of("a1")]
     secrets += ["salt-of-sixteen-or-more-1", "salt-of-sixteen-or-more-2"]
     old = config(api_keys=["plain-1"], backend_api_key="engine-1")
@@ -60,7 +60,7 @@ def test_no_key_and_no_hash_is_told() -> None:
     )
     key = {"hash": hash_of("k2"), "expires": "2030-01-01"}
     other = config(tenants=[{"name": "t", "keys": [key], "cache_salt": secrets[-1]}])
-    text = "\n".join(told(old, new) + told(new, old) + told(new, other))
+    text = "\n".join(message(old, new) + message(new, old) + message(new, other))
     assert "api_keys: changed, not shown" in text
     assert "tenants[t].keys: changed, not shown" in text
     assert "tenants[t].cache_salt: changed, not shown" in text
@@ -68,7 +68,7 @@ def test_no_key_and_no_hash_is_told() -> None:
         assert secret not in text
 
 
-def test_whatever_the_schema_hides_is_hidden_here_too() -> None:
+def test_values_hidden_by_the_schema_are_hidden_in_changes() -> None:
     sections: list[type[Section]] = [Config]
     for section in sections:
         for name, field in section.model_fields.items():
@@ -77,13 +77,13 @@ def test_whatever_the_schema_hides_is_hidden_here_too() -> None:
     assert {section.__name__ for section in sections} >= {"BackendConfig", "TenantConfig"}
 
 
-def test_what_needs_a_restart_stays_and_all_else_is_new() -> None:
+def test_reload_keeps_the_values_that_need_a_restart() -> None:
     old = config(port=1, scheduling={"placement": "random", "weights": {"a": 1.0}}, queue={"ttl_s": 1.0})
     new = config(port=2, scheduling={"placement": "cost", "weights": {"a": 2.0}}, queue={"ttl_s": 2.0})
     merged = with_reloadable(old, new)
     assert (merged.port, merged.scheduling.placement) == (1, "random")
     assert (merged.scheduling.weights, merged.queue.ttl_s) == ({"a": 2.0}, 2.0)
-    assert {key.partition(":")[0] for key in told(merged, new)} == {"port", "scheduling.placement"}
+    assert {key.partition(":")[0] for key in message(merged, new)} == {"port", "scheduling.placement"}
 
 
 def test_every_key_that_needs_a_restart_is_one() -> None:
@@ -94,7 +94,7 @@ def test_every_key_that_needs_a_restart_is_one() -> None:
 # --- a file of backends -----------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_backends_is_read_as_the_section_of_that_name(tmp_path: Path) -> None:
+def test_backends_file_is_read_as_the_section_backends(tmp_path: Path) -> None:
     file = tmp_path / "b.json"
     file.write_text('{"backends": ["http://a", {"url": "http://b", "name": "b", "max_in_flight": 3}]}')
     assert [(one.name, one.max_in_flight) for one in load_backends(file)] == [("a", None), ("b", 3)]
@@ -110,7 +110,7 @@ def test_a_file_of_backends_is_read_as_the_section_of_that_name(tmp_path: Path) 
         ("{}", "backends: is missing"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_it_is_told_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
+def test_problem_of_a_backends_file_has_its_line(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "b.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -126,7 +126,7 @@ def put(file: Path, text: str, mtime_s: int) -> None:
     os.utime(file, (mtime_s, mtime_s))
 
 
-def test_a_change_counts_once_and_only_when_it_is_over(tmp_path: Path) -> None:
+def test_change_counts_once_and_only_when_complete(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     put(file, "a", 1)
     watched = WatchedFile(file)
@@ -138,7 +138,7 @@ def test_a_change_counts_once_and_only_when_it_is_over(tmp_path: Path) -> None:
     assert [watched.has_changed() for _ in range(3)] == [False, True, False]
 
 
-def test_a_file_that_is_missing_for_a_moment_has_not_changed(tmp_path: Path) -> None:
+def test_file_missing_for_a_moment_has_not_changed(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     put(file, "a", 1)
     watched = WatchedFile(file)
@@ -149,7 +149,7 @@ def test_a_file_that_is_missing_for_a_moment_has_not_changed(tmp_path: Path) -> 
     assert [watched.has_changed() for _ in range(2)] == [False, False]
 
 
-def test_a_pipe_can_be_read_but_once_and_does_not_change(tmp_path: Path) -> None:
+def test_pipe_does_not_change(tmp_path: Path) -> None:
     pipe = tmp_path / "c.yaml"
     os.mkfifo(pipe)
     watched = WatchedFile(pipe)
@@ -158,7 +158,7 @@ def test_a_pipe_can_be_read_but_once_and_does_not_change(tmp_path: Path) -> None
     assert [watched.has_changed() for _ in range(2)] == [False, False]
 
 
-def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
+def test_changed_link_is_a_change(tmp_path: Path) -> None:
     for name in ("one", "two"):
         put(tmp_path / name, "same", 1)
     link = tmp_path / "c.yaml"
@@ -170,7 +170,7 @@ def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
     assert [watched.has_changed() for _ in range(2)] == [False, True]
 
 
-def test_what_was_read_meanwhile_is_no_change(tmp_path: Path) -> None:
+def test_file_read_meanwhile_has_not_changed(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     put(file, "a", 1)
     watched = WatchedFile(file)

@@ -1,4 +1,4 @@
-"""The configuration says everything that is wrong with it, and where, and its example file stays true."""
+"""A configuration reports all problems with their lines, and means what its file says."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def test_descriptions_name_every_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [("Header:X-User", "header:x-user"), ("COOKIE:SessionId", "cookie:SessionId"), ("body:userId", "body:userId")],
 )
-def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any, text: str, told: str) -> None:
-    assert load(write(f"scheduling: {{session: '{text}'}}")).scheduling.session == (told,)
+def test_session_name_keeps_its_case_except_for_headers(write: Any, text: str, message: str) -> None:
+    assert load(write(f"scheduling: {{session: '{text}'}}")).scheduling.session == (message,)
 
 
 # --- what is wrong, and where -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("prot: 1", 'FILE:1: prot: is not a known key (nearest known key: "port")'),
         ("\n\nttl_s: 1", 'FILE:3: ttl_s: is not a known key (nearest known key: "queue.ttl_s")'),
@@ -166,14 +166,14 @@ def test_only_where_case_means_nothing_the_name_of_a_session_loses_it(write: Any
         ("body_bytes_max: 9\nqueue:\n  bytes_max: 8", "FILE:3: queue.bytes_max: 8 is below body_bytes_max 9"),
     ],
 )
-def test_problem_names_line_key_and_reason(write: Any, text: str, told: str) -> None:
-    assert told in "\n".join(problems(write(text)))
+def test_problem_names_line_key_and_reason(write: Any, text: str, message: str) -> None:
+    assert message in "\n".join(problems(write(text)))
 
 
-def test_all_problems_are_told_at_once_in_the_order_of_the_file(write: Any) -> None:
+def test_problems_are_reported_at_once_in_file_order(write: Any) -> None:
     path = write("queue: {ttl_s: -1}\nmodels: [{name: a, target: a}]\nport: x\nport: y\nprot: 1\nbackends: [x]\n")
-    told = problems(path, Override("log_format", "xml", "--log-format"))
-    places = [" ".join(problem.split()[:2]) for problem in told]
+    message = problems(path, Override("log_format", "xml", "--log-format"))
+    places = [" ".join(problem.split()[:2]) for problem in message]
     assert places == [
         "--log-format: log_format:",
         "FILE:1: queue.ttl_s:",
@@ -186,7 +186,7 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(write: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a: 1\nb: [\n", "FILE:3: is no valid YAML: "),
         ("port: 1\n\tq: 2\n", "FILE:2: is no valid YAML: "),
@@ -206,20 +206,20 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(write: Any) -> N
         ("x: &x [*x]", 'FILE:1: x: is not a known key (nearest known key: "'),
     ],
 )
-def test_broken_files_name_the_line(write: Any, text: str | bytes, told: str) -> None:
-    assert told in "\n".join(problems(write(text)))
+def test_broken_files_name_the_line(write: Any, text: str | bytes, message: str) -> None:
+    assert message in "\n".join(problems(write(text)))
 
 
-def test_unreadable_files_are_a_problem_too(tmp_path: Path) -> None:
+def test_unreadable_file_is_a_problem(tmp_path: Path) -> None:
     assert problems(tmp_path / "none.yaml") == ["FILE: cannot be read: No such file or directory"]
     assert problems(tmp_path) == ["FILE: cannot be read: Is a directory"]
 
 
 def test_keys_and_passwords_are_never_repeated(write: Any) -> None:
     path = write("api_keys: [s3cret word]\nbackend_api_key: [s3cret]\nbackends: ['http://u:s3cret@a', 's3cret@b']")
-    told = problems(path)
-    assert len(told) == 4
-    assert "s3cret" not in "\n".join(told)
+    message = problems(path)
+    assert len(message) == 4
+    assert "s3cret" not in "\n".join(message)
     config = load(write("api_keys: [s3cret]\nbackend_api_key: s3cret\nbackends: [{url: http://a, api_key: s3cret}]"))
     assert "s3cret" not in repr(config)
     assert config.api_keys == ("s3cret",)
@@ -237,21 +237,21 @@ CONFIGURATIONS = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(CONFIGURATIONS.map(yaml.safe_dump), st.text(alphabet="a:-[]{}&*!|>\"'#%@\n\t ,1.", max_size=40)))
-def test_any_text_is_a_configuration_or_a_told_problem(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_text_is_a_configuration_or_a_problem(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(text)
-    told: tuple[str, ...] | None = None
+    message: tuple[str, ...] | None = None
     try:
         load(path)
     except ConfigError as error:
-        told = error.problems
-    assert told is None or (told and all(problem.startswith(f"{path}:") for problem in told))
+        message = error.problems
+    assert message is None or (message and all(problem.startswith(f"{path}:") for problem in message))
 
 
 # --- what it means ----------------------------------------------------------------------------------------------------
 
 
-def test_overrides_beat_the_file_which_beats_the_defaults(write: Any) -> None:
+def test_overrides_replace_the_file_and_the_defaults(write: Any) -> None:
     path = write("port: 1\nqueue: {ttl_s: 2, requests_max: 3}\nbackends: [http://a, http://b]")
     variable, flag = (
         Override("queue.ttl_s", "4", "LLMPROXY_QUEUE_TTL_S"),
@@ -265,11 +265,11 @@ def test_overrides_beat_the_file_which_beats_the_defaults(write: Any) -> None:
     assert [backend.url for backend in config.backends] == ["http://c"]
 
 
-def test_overridden_values_are_not_looked_at_but_their_sections_are(write: Any) -> None:
+def test_overridden_value_is_not_checked_but_its_section_is(write: Any) -> None:
     port = Override("port", "9", "--port")
     assert load(write("port: nonsense"), [port]).port == 9
-    told = problems(write("queue: 7"), Override("queue.ttl_s", "9", "--queue-ttl-s"))
-    assert told == ["FILE:1: queue: should be a section: lines of the form `key: value`, indented below it"]
+    message = problems(write("queue: 7"), Override("queue.ttl_s", "9", "--queue-ttl-s"))
+    assert message == ["FILE:1: queue: should be a section: lines of the form `key: value`, indented below it"]
     assert problems(None, Override("backends", ["http://a", "b"], "--backend"))[0].startswith("--backend: backends[1]")
 
 
@@ -301,7 +301,7 @@ def test_every_key_outside_lists_can_be_overridden() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("https://App.Example", "https://app.example"),
         ("HTTPS://app.example:443", "https://app.example"),
@@ -312,18 +312,18 @@ def test_every_key_outside_lists_can_be_overridden() -> None:
         ("*", "*"),
     ],
 )
-def test_an_origin_is_written_as_browsers_send_it(write: Any, text: str, told: str) -> None:
-    assert load(write(f"clients: {{allowed_origins: ['{text}']}}")).clients.allowed_origins == (told,)
+def test_origin_is_normalized_as_browsers_send_it(write: Any, text: str, message: str) -> None:
+    assert load(write(f"clients: {{allowed_origins: ['{text}']}}")).clients.allowed_origins == (message,)
     several = load(write(f"clients: {{allowed_origins: '{text}, https://b.example'}}"))
-    assert several.clients.allowed_origins == (told, "https://b.example")
+    assert several.clients.allowed_origins == (message, "https://b.example")
 
 
-def test_what_is_all_commented_out_has_its_default(write: Any) -> None:
+def test_section_of_comments_has_its_defaults(write: Any) -> None:
     assert load(write("queue:\nbackends:\ntrust_headers:\nscheduling: {weights: }\nplugins: null\n")) == Config()
     assert load(write("")) == load(write("# nothing\n")) == load() == Config()
 
 
-def test_plain_texts_stay_texts(write: Any) -> None:
+def test_plain_text_stays_text(write: Any) -> None:
     config = load(write("models: [{name: no}, {name: 12:30}, {name: 2024-01-01}, {name: 0123}]"))
     assert [model.name for model in config.models] == ["no", "12:30", "2024-01-01", "0123"]
 
@@ -333,7 +333,7 @@ def test_anchors_and_merges_work(write: Any) -> None:
     assert [(backend.url, backend.max_in_flight) for backend in config.backends] == [("http://a", 3), ("http://b", 3)]
 
 
-def test_backends_are_named_and_their_urls_end_at_the_port() -> None:
+def test_backend_url_ends_at_the_port_and_names_the_backend() -> None:
     urls = ["http://GPU-0:8000/v1/", "https://gpu.example/", "http://[::1]:80"]
     backends = load(None, [Override("backends", urls, "--backend")]).backends
     assert [(backend.url, backend.name) for backend in backends] == [
@@ -374,12 +374,12 @@ def test_trusted_peers_are_networks(write: Any, text: str, networks: list[str]) 
     assert load(write(f"trust_headers: {text}")).trust_headers == tuple(map(ip_network, networks))
 
 
-def test_a_configuration_never_changes() -> None:
+def test_configuration_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config().port = 1
 
 
-def test_a_range_of_prompt_lengths_is_read_and_one_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+def test_prompt_range_is_read_unless_it_is_empty(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("backends: [{url: http://a:1, name: a, prompt_tokens: [1, 4000]}, http://b:1]\n")
     assert settings_of(load(path)).prompt_ranges == {"a": (1, 4000)}

@@ -1,4 +1,4 @@
-"""Null is a value wherever the schema has it, however it is given; elsewhere it is told, but where nothing stands."""
+"""Null is a value of each nullable key, however it is given, and an error elsewhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def entries() -> Iterator[tuple[str, type[Section], str]]:
             yield from ((name, section, key) for key, inner in section.model_fields.items() if may_be_null(inner))
 
 
-def test_the_schema_says_of_each_that_it_may_be_null_and_what_that_means() -> None:
+def test_description_explains_null_of_each_nullable_key() -> None:
     assert {"health.hung_s", "health.slow_factor", "queue.tokens_max", "admin.port"} <= set(NULLABLE)
     for key in set(NULLABLE) - {"backend_api_key"}:
         assert "null" in (keys()[key].description or ""), key
@@ -68,7 +68,7 @@ def test_null_in_the_file_is_null(write: Any, key: str, word: str) -> None:
 
 @pytest.mark.parametrize("flag", BY_FLAG, ids=lambda flag: flag.name)
 @pytest.mark.parametrize("word", ["null", "none", "None"])
-def test_null_is_a_flag_and_a_variable_too_and_beats_the_file(write: Any, flag: Flag, word: str) -> None:
+def test_null_as_flag_or_variable_overrides_the_file(write: Any, flag: Flag, word: str) -> None:
     key = flag.keys[0]
     file = write(yaml.safe_dump(nested(key, OTHER_THAN_NULL.get(key, "7"))))
     assert value_at(load(file), key) is not None
@@ -84,7 +84,7 @@ def test_null_of_an_entry_of_a_list_is_null(name: str, section: type[Section], k
     assert name in Config.model_fields
 
 
-def test_null_is_seen_by_the_core_and_by_a_reload() -> None:
+def test_null_reaches_the_core_and_a_reload() -> None:
     old, new = Config(), Config.model_validate({"health": {"hung_s": None, "slow_factor": None}})
     assert [str(change) for change in changes_between(old, new)] == [
         "health.hung_s: 1.5 -> null",
@@ -99,7 +99,7 @@ def test_null_is_seen_by_the_core_and_by_a_reload() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, field in Config.model_fields.items() if not may_be_null(field)])
-def test_null_where_it_means_nothing_is_told_and_what_is_commented_out_is_the_default(write: Any, key: str) -> None:
+def test_null_is_the_default_of_sections_and_an_error_elsewhere(write: Any, key: str) -> None:
     file = write(f"host: a\n{key}:\n" if key != "host" else "\nhost:\n")
     default = getattr(Config(), key)
     if isinstance(default, Section | tuple | dict):
@@ -124,11 +124,11 @@ def test_null_where_it_means_nothing_is_told_and_what_is_commented_out_is_the_de
         "api_keys: [null]",
     ],
 )
-def test_null_is_never_dropped_in_silence(write: Any, text: str) -> None:
+def test_null_is_never_ignored(write: Any, text: str) -> None:
     with pytest.raises(ConfigError):
         load(write(text))
 
 
-def test_null_as_a_text_is_no_value_of_a_key_that_may_not_be_null() -> None:
+def test_null_as_text_is_refused_where_null_is_no_value() -> None:
     with pytest.raises(ConfigError, match=r"^--queue-ttl-s: queue\.ttl_s: should be a valid number, not 'null'$"):
         load(None, [Override("queue.ttl_s", "null", "--queue-ttl-s")])

@@ -1,4 +1,4 @@
-"""Words that people bring along from other routers: taken, or refused with words that are true when they are typed."""
+"""Flags and policies of other routers: accepted, or refused with advice that can be pasted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def serve(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("instead", ROWS)
-def test_what_is_to_be_written_instead_can_be_pasted(tmp_path: Path, instead: str) -> None:
+def test_advice_can_be_pasted(tmp_path: Path, instead: str) -> None:
     for words in re.findall("`([^`]+)`", instead):
         if words.startswith("--"):
             more = () if "--backend" in words else ("http://a",)
@@ -78,41 +78,41 @@ def test_what_is_to_be_written_instead_can_be_pasted(tmp_path: Path, instead: st
 @pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in table().flags])
 def test_every_row_is_reached_by_flag_and_by_variable(pattern: str) -> None:
     flag = pattern.replace("*", "some")
-    told = instead_of(flag)
-    assert serve("http://a", flag, "value") == (2, f"{flag}: {told}\n")
-    assert serve("http://a", f"{flag}=value") == (2, f"{flag}: {told}\n")
+    message = instead_of(flag)
+    assert serve("http://a", flag, "value") == (2, f"{flag}: {message}\n")
+    assert serve("http://a", f"{flag}=value") == (2, f"{flag}: {message}\n")
     if "_" not in flag:
         variable = PREFIX + flag.strip("-").replace("-", "_").upper()
         with pytest.raises(ConfigError) as caught:
             from_environment({variable: "value"})
-        assert caught.value.problems == (f"{variable}: {told}",)
+        assert caught.value.problems == (f"{variable}: {message}",)
 
 
-def test_no_row_stands_in_the_way_of_a_flag_of_ours() -> None:
+def test_no_row_matches_a_flag_of_serve() -> None:
     assert [flag.name for flag in FLAGS if instead_of(flag.name)] == []
 
 
 @pytest.mark.parametrize("line", PASTED)
-def test_a_pasted_command_is_understood_or_every_flag_that_is_not_is_told_at_once(line: str) -> None:
-    code, told = serve(*shlex.split(line))
+def test_pasted_command_is_refused_with_all_unknown_flags(line: str) -> None:
+    code, message = serve(*shlex.split(line))
     flags = {word for word in line.split() if word.startswith("--")}
     understood = {flag.name for flag in FLAGS} | {"--config"}
     assert code == 2
-    assert {text.partition(":")[0] for text in told.splitlines()} == flags - understood
+    assert {text.partition(":")[0] for text in message.splitlines()} == flags - understood
     assert flags & understood <= {*ALIASES, "--host", "--port", "--log-level", "--config"}
 
 
 @pytest.mark.parametrize(("word", "preset"), table().placements.items())
-def test_a_policy_of_another_router_is_refused_with_the_nearest_in_what_it_does(word: str, preset: str) -> None:
+def test_policy_of_another_router_is_refused_with_the_nearest(word: str, preset: str) -> None:
     assert preset in PLACEMENT_PRESETS
     assert word not in PLACEMENT_PRESETS
-    code, told = serve("http://a", "--policy", word.replace("_", "-"))
+    code, message = serve("http://a", "--policy", word.replace("_", "-"))
     assert code == 2
-    assert told.endswith(f'(nearest: "{preset}")\n')
+    assert message.endswith(f'(nearest: "{preset}")\n')
     assert serve("http://a", "--policy", preset) == (STARTED, "")
 
 
-def test_what_follows_two_dashes_is_no_flag() -> None:
-    code, told = serve("--", "--static-models")
+def test_word_after_two_dashes_is_no_flag() -> None:
+    code, message = serve("--", "--static-models")
     assert code == 2
-    assert "backends[0].url: '--static-models' should start with http://" in told
+    assert "backends[0].url: '--static-models' should start with http://" in message

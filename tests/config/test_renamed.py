@@ -50,8 +50,8 @@ def test_old_key_in_a_file_sets_the_new_one_with_a_warning(write: Any) -> None:
     ],
 )
 def test_problem_of_an_old_key_names_it_as_it_is_written(write: Any, text: str, problem: str) -> None:
-    (told,) = problems(write(text))
-    assert told.startswith(problem)
+    (message,) = problems(write(text))
+    assert message.startswith(problem)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Settings that are sound and do nothing: what `llmproxy check` tells of them."""
+"""Warnings of `llmproxy check` for settings without an effect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def warned(tmp_path: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             TENANT + "    weight: 2\n",
@@ -93,9 +93,9 @@ def warned(tmp_path: Path, text: str) -> list[str]:
         ),
     ],
 )
-def test_a_setting_that_does_nothing_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+def test_setting_without_effect_is_a_warning_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     (line,) = warned(tmp_path, text)
-    assert line.startswith(told)
+    assert line.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_a_setting_that_does_nothing_is_told_with_its_line(tmp_path: Path, text:
         "backends: ['dns+http://a']\ndiscovery: {dns_interval_s: 9, gone_after: 9}\n",
     ],
 )
-def test_a_setting_that_does_something_is_not_told(tmp_path: Path, text: str) -> None:
+def test_setting_with_effect_is_no_warning(tmp_path: Path, text: str) -> None:
     assert warned(tmp_path, text) == []
 
 
-def test_the_example_has_no_setting_that_does_nothing() -> None:
+def test_example_has_no_setting_without_effect() -> None:
     file = ROOT / "config.example.yaml"
     assert warnings_of(file, load(file)) == []
 
 
-def test_check_tells_them_in_the_order_of_the_file_and_calls_it_fine(tmp_path: Path) -> None:
+def test_check_prints_warnings_in_file_order_and_succeeds(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(TENANT + "    weight: 2\nscheduling:\n  fairness: slo\n")
     result = CliRunner().invoke(cli.app, ["check", str(file)])

@@ -1,4 +1,4 @@
-"""What a configuration says of tenants and of the waiting room, what is refused of it, and what the core is told."""
+"""Checks between tenants, bands and queue, and the settings of the core."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER = hash_of("second")
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             "scheduling:\n  ordering: lifo",
@@ -94,12 +94,12 @@ OTHER = hash_of("second")
         ),
     ],
 )
-def test_problem_names_line_key_and_reason(write: Any, text: str, told: str) -> None:
-    assert told in "\n".join(problems(write(text)))
+def test_problem_names_line_key_and_reason(write: Any, text: str, message: str) -> None:
+    assert message in "\n".join(problems(write(text)))
 
 
 @pytest.mark.parametrize(
-    ("tenant", "told"),
+    ("tenant", "message"),
     [
         ("keys: [HASH]", "tenants[0].name: is missing"),
         ("name: ''", "tenants[0].name: should have at least 1 character, not ''"),
@@ -136,15 +136,15 @@ def test_problem_names_line_key_and_reason(write: Any, text: str, told: str) -> 
         ("{name: a, keys: [HASH], key: x}", 'tenants[0].key: is not a known key (nearest known key: "keys")'),
     ],
 )
-def test_problem_of_a_tenant_names_line_key_and_reason(write: Any, tenant: str, told: str) -> None:
+def test_problem_of_a_tenant_names_line_key_and_reason(write: Any, tenant: str, message: str) -> None:
     text = f"port: 1\ntenants:\n- {tenant.replace('HASH', HASH)}\n"
     found = "\n".join(problems(write(text)))
-    assert f"FILE:3: {told}" in found
+    assert f"FILE:3: {message}" in found
     assert "plain" not in found
     assert HASH not in found
 
 
-def test_tenants_are_told_apart_by_name_and_by_key(write: Any) -> None:
+def test_tenants_have_distinct_names_and_keys(write: Any) -> None:
     text = f"""
 api_keys: [second]
 tenants:
@@ -165,21 +165,21 @@ tenants:
 # --- what it means ----------------------------------------------------------------------------------------------------
 
 
-def test_an_expiry_is_a_date_or_a_timestamp_in_utc_unless_it_names_a_zone(write: Any) -> None:
+def test_expiry_is_a_date_or_timestamp_in_utc_or_its_zone(write: Any) -> None:
     texts = ("2027-01-31", "2027-01-31 18:00", "2027-01-31T18:00:00Z", "2027-01-31T18:00:00+02:00")
-    told = ", ".join(f"{{hash: {hash_of(text)}, expires: {text}}}" for text in texts)
-    tenant = load(write(f"tenants: [{{name: a, keys: [{told}, {HASH}]}}]")).tenants[0]
+    message = ", ".join(f"{{hash: {hash_of(text)}, expires: {text}}}" for text in texts)
+    tenant = load(write(f"tenants: [{{name: a, keys: [{message}, {HASH}]}}]")).tenants[0]
     hours = [None if key.expires is None else (key.expires.tzinfo, key.expires.hour) for key in tenant.keys]
     assert hours == [(UTC, 0), (UTC, 18), (UTC, 18), (UTC, 16), None]
     assert tenant.keys[0].expires == datetime(2027, 1, 31, tzinfo=UTC)
 
 
-def test_a_tenants_own_band_may_be_its_highest(write: Any) -> None:
+def test_band_of_a_tenant_may_equal_its_band_max(write: Any) -> None:
     config = load(write(f"tenants: [{{name: a, keys: [{HASH}], criticality: 7, band_max: 7}}]"))
     assert config.tenants[0].band_max == 7
 
 
-def test_hashes_are_in_no_dump_of_a_configuration(write: Any) -> None:
+def test_repr_of_a_configuration_has_no_hash(write: Any) -> None:
     config = load(write(f"admin_key: {HASH}\ntenants: [{{name: a, keys: [{OTHER}]}}]"))
     assert "sha256" not in repr(config)
     assert config.tenants[0].keys[0].hash == OTHER
@@ -188,20 +188,20 @@ def test_hashes_are_in_no_dump_of_a_configuration(write: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "needed"), [("", False), ("api_keys: [k]", True), (f"tenants: [{{name: a, keys: [{HASH}]}}]", True)]
 )
-def test_a_key_is_needed_with_tenants_as_with_plain_keys(write: Any, text: str, needed: bool) -> None:
+def test_key_is_needed_with_tenants_or_api_keys(write: Any, text: str, needed: bool) -> None:
     assert load(write(text)).needs_key() is needed
 
 
 @pytest.mark.parametrize("flow", ["model", "tenant", "tenant+model", "header:x-team"])
-def test_flows_are_told_apart_in_four_ways(write: Any, flow: str) -> None:
+def test_flow_is_one_of_four_kinds(write: Any, flow: str) -> None:
     assert load(write(f"scheduling: {{flow: {flow.title()!r}}}")).scheduling.flow == flow
 
 
-def test_the_core_is_told_the_defaults_that_it_has_itself() -> None:
+def test_default_settings_are_those_of_the_core() -> None:
     assert settings_of(Config()) == Settings()
 
 
-def test_the_core_is_told_all_that_is_configured(write: Any) -> None:
+def test_all_configured_settings_reach_the_core(write: Any) -> None:
     config = load(
         write(f"""
 bands: {{batch: -50}}
@@ -241,10 +241,10 @@ queue:
 health: {{failures: 9}}
 """)
     )
-    told = settings_of(config)
-    assert told.queue == QueueSettings(1, 100000002, 3, 4, 100000005, 6, 7, 100000008, 9, hold_s=0.0)
-    assert (told.min_shares, told.ceilings[100]) == ({-50: 0.05, -200: 0.01}, 0.99)
-    assert told.limits == {
+    message = settings_of(config)
+    assert message.queue == QueueSettings(1, 100000002, 3, 4, 100000005, 6, 7, 100000008, 9, hold_s=0.0)
+    assert (message.min_shares, message.ceilings[100]) == ({-50: 0.05, -200: 0.01}, 0.99)
+    assert message.limits == {
         "tenant:acme": UsageLimit(in_flight=3, tokens_per_min=1000.0),
         "model:m": UsageLimit(requests_per_min=90.5),
     }
@@ -262,11 +262,11 @@ health: {{failures: 9}}
         ("refuse_late", True),
         ("headroom_s", 7.0),
     ):
-        assert getattr(told, name) == value
-    assert [one.name for one in fields(Settings) if getattr(told, one.name) == getattr(Settings(), one.name)] == []
+        assert getattr(message, name) == value
+    assert [one.name for one in fields(Settings) if getattr(message, one.name) == getattr(Settings(), one.name)] == []
 
 
-def test_times_to_wait_are_by_band(write: Any) -> None:
+def test_band_ttl_s_is_by_band(write: Any) -> None:
     config = load(write("bands: {batch: -50}\nqueue: {band_ttl_s: {Batch: 600, critical: 5, '-7': 9}}"))
     assert config.by_band(config.queue.band_ttl_s) == {-50: 600, 100: 5, -7: 9}
 
@@ -301,23 +301,23 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     policies._factories.update(before)
 
 
-def test_a_plugins_policy_may_be_named(write: Any, module: Any) -> None:
+def test_policy_of_a_plugin_can_be_chosen(write: Any, module: Any) -> None:
     plugin = module("my_policies", PLUGIN.format(name="Mine_First"))
     config = load(write(f"scheduling: {{fairness: Mine_First}}\nplugins: [{plugin}]"))
     assert settings_of(config).fairness == "Mine_First"
     assert load(write(f"plugins: [{plugin}]")).plugins == (plugin,), "imported once, and usable again"
 
 
-def test_an_unknown_policy_names_those_of_plugins_too(write: Any, module: Any) -> None:
+def test_unknown_policy_is_refused_with_those_of_plugins(write: Any, module: Any) -> None:
     plugin = module("my_policies", PLUGIN.format(name="mine"))
-    (told,) = problems(write(f"plugins: [{plugin}]\nscheduling:\n  fairness: mien"))
-    assert told.startswith("FILE:3: scheduling.fairness: 'mien' is none of ")
-    assert ", mine " in told
-    assert told.endswith('(nearest: "mine")')
+    (message,) = problems(write(f"plugins: [{plugin}]\nscheduling:\n  fairness: mien"))
+    assert message.startswith("FILE:3: scheduling.fairness: 'mien' is none of ")
+    assert ", mine " in message
+    assert message.endswith('(nearest: "mine")')
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
         ("import no_such_thing", "ModuleNotFoundError: No module named 'no_such_thing'"),
@@ -325,13 +325,15 @@ def test_an_unknown_policy_names_those_of_plugins_too(write: Any, module: Any) -
         ("def (", "SyntaxError: invalid syntax"),
     ],
 )
-def test_a_plugin_that_fails_is_a_problem_with_a_place(write: Any, module: Any, text: str, told: str) -> None:
+def test_failing_plugin_is_a_problem_with_its_line(write: Any, module: Any, text: str, message: str) -> None:
     plugin = module("failing_policies", text)
     found = problems(write(f"port: 1\nplugins:\n- {plugin}"))
-    assert [line.startswith(f"FILE:3: plugins[0]: {plugin!r} cannot be imported: {told}") for line in found] == [True]
+    assert [line.startswith(f"FILE:3: plugins[0]: {plugin!r} cannot be imported: {message}") for line in found] == [
+        True
+    ]
 
 
-def test_another_process_that_gets_the_configuration_gets_its_policies(write: Any, module: Any) -> None:
+def test_pickled_configuration_imports_its_plugins(write: Any, module: Any) -> None:
     plugin = module("my_policies", "LOADED = True")
     sent = pickle.dumps(load(write(f"plugins: [{plugin}]")))
     del sys.modules[plugin]
@@ -345,15 +347,15 @@ def test_another_process_that_gets_the_configuration_gets_its_policies(write: An
 PAGE = ROOT / "docs" / "how-to" / "tenants.md"
 
 
-def test_the_example_on_the_page_is_sound(write: Any) -> None:
+def test_example_on_the_page_is_correct(write: Any) -> None:
     example = PAGE.read_text().partition("```yaml\n")[2].partition("```")[0]
     parts = example.split("sha256:…")
-    told = "".join(part + (hash_of(str(i)) if i < len(parts) - 1 else "") for i, part in enumerate(parts))
-    config = load(write(told))
+    message = "".join(part + (hash_of(str(i)) if i < len(parts) - 1 else "") for i, part in enumerate(parts))
+    config = load(write(message))
     assert [tenant.name for tenant in config.tenants] == ["production", "research", "batch"]
     assert config.scheduling.flow == "tenant"
 
 
-def test_the_page_lists_exactly_the_headers_that_give_advantage() -> None:
+def test_page_lists_exactly_the_privileged_headers() -> None:
     believed = PAGE.read_text().partition("## Who is believed")[2]
     assert set(re.findall(r"`(x-[a-z-]+)`", "\n".join(re.findall(r"^\|.*$", believed, re.MULTILINE)))) == PRIVILEGED
