@@ -398,7 +398,3 @@ async def test_bad_form_fields(model: bytes, stream: bytes) -> None:
 )
 def test_stream_is_read_as_generously_as_the_engine_reads_it(text: bytes, streams: bool) -> None:
     assert read_small(b'{"stream":' + text + b"}", BodyKind.CHAT).facts.stream is streams
-
-
-def test_a_huge_number_of_sequences_is_limited() -> None:
-    assert read_small(b'{"n":1000000000,"prompt":"x"}', BodyKind.COMPLETION).facts.sequences == SEQUENCES_MAX
