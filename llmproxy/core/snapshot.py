@@ -1,8 +1,8 @@
-"""What waits, why it waits and who has room, frozen for a person to look at.
+"""Snapshots for operators: what waits, why it waits, and which backends have room.
 
-Looking costs what is shown, not what waits: of each band at most `FLOWS_MAX` flows, of each flow its first requests. A
-fairness policy is asked for its order as in a decision, so that one which works off its books when it is asked (the
-refill of `locality_fair_share`) may do so a little earlier; its bounds hold at any time of asking.
+A snapshot costs what it shows, not what waits: at most `FLOWS_MAX` flows of each band, and the first requests of each.
+A fairness policy is asked for its order as in a decision. One that updates itself when asked (`locality_fair_share`)
+may do so a little earlier; its bounds hold at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmproxy.core.settings import Settings
 FLOWS_MAX = 100
 """Flows shown of one band, those first that its fairness policy prefers."""
 TOTAL_FLOWS_MAX = 1_000
-"""Flows shown over all pools; a house of many models is shown in part, and says so."""
+"""Flows shown over all pools; a process with more shows a part, and says so."""
 
 LIMITS_MAX = 1_000
 """Usage limits shown, those first that most is in flight under."""
