@@ -148,6 +148,40 @@ class _Capped:
         return value
 
 
+_COUNTERS = (
+    ("requests_total", "outcome band model", "Requests ended, by their one outcome."),
+    ("attempts_total", "backend verdict", "Attempts ended, by what they proved of their backend."),
+    ("retries_total", "", "Attempts after one that failed."),
+    ("withdrawals_total", "band", "Leases preempted for a request of a higher band."),
+    ("objectives_total", "band met", "Requests that kept or missed their objective."),
+    ("unknown_objectives_total", "", "Requests whose header named an unknown objective."),
+    ("tenant_requests_total", "tenant outcome", "Requests of tenants ended, by their one outcome."),
+    ("tenant_tokens_total", "tenant direction", "Tokens of tenants as the engines counted them."),
+    ("log_lines_lost_total", "", "Lines that standard error could not take."),
+    ("tokens_total", "direction model", "Tokens as the engines counted them."),
+    ("prefix_tokens_total", "backend kind", "Prompt tokens expected to be cached, and found so."),
+    ("poll_failures_total", "backend trouble", "Polls that failed."),
+    ("adapter_changes_total", "backend change repeated ok", "Tellings of backends to change an adapter."),
+    ("config_reloads_total", "ok", "Times the configuration was read again."),
+    ("workers_lost_total", "", "Relay workers that died and were started again."),
+    ("discovery_looks_total", "source ok", "Looks at sources of backends."),
+    ("prediction_seconds_total", "backend time kind", "Sums of predicted and observed times."),
+    ("predictions_covered_total", "backend time", "Times that did not exceed their predicted p90."),
+)
+"""Name, labels and help of each counter. `Metrics` takes the rows of both tables in their order."""
+_HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
+    ("queue_wait_seconds", "band", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S),
+    ("ttft_seconds", "band model", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S),
+    ("time_per_output_token_seconds", "band model", "Mean time per token after the first, completed streams only.",
+     TOKEN_BUCKETS_S),
+    ("inter_chunk_seconds", "band gap", "Mean and longest wait between chunks of a stream.", GAP_BUCKETS_S),
+    ("request_seconds", "band model", "From arrival to the end, completed requests only.", REQUEST_BUCKETS_S),
+    ("prediction_error_ratio", "backend time", "Difference of predicted and observed times, as a part of the observed.",
+     ()),
+    ("decision_seconds", "", "One decision pass.", DECISION_BUCKETS_S),
+)  # fmt: skip
+
+
 class Metrics:
     """The metrics of one process, in a registry of their own. `state` is called by every scrape, on its thread."""
 
@@ -158,43 +192,23 @@ class Metrics:
         self._model_label, self._tenant_label = _Capped(UNKNOWN_MODEL), _Capped()
 
         series = SeriesCollector()
-
-        def counter(name: str, text: str, *labels: str) -> Counts:
-            return series.counter(f"llmproxy_{name}", text, *labels)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Distributions:
-            return series.distribution(f"llmproxy_{name}", text, buckets, *labels)
-
-        self._requests = counter("requests_total", "Requests ended, by their one outcome.", "outcome", "band", "model")
-        self._attempts = counter(
-            "attempts_total", "Attempts ended, by what they proved of their backend.", "backend", "verdict"
-        )
-        self._retries = counter("retries_total", "Attempts after one that failed.")
-        self._preemptions = counter("withdrawals_total", "Leases preempted for a request of a higher band.", "band")
-        self._objectives = counter("objectives_total", "Requests that kept or missed their objective.", "band", "met")
-        self._unknown_objectives = counter(
-            "unknown_objectives_total", "Requests whose header named an unknown objective."
-        )
-        self._tenant_requests = counter(
-            "tenant_requests_total", "Requests of tenants ended, by their one outcome.", "tenant", "outcome"
-        )
-        self._tenant_tokens = counter(
-            "tenant_tokens_total", "Tokens of tenants as the engines counted them.", "tenant", "direction"
-        )
+        (
+            self._requests, self._attempts, self._retries, self._preemptions, self._objectives,
+            self._unknown_objectives, self._tenant_requests, self._tenant_tokens, self._log_lines_lost, self._tokens,
+            self._prefix_tokens, self._poll_failures, self._adapter_changes, self._reloads, self._workers_lost,
+            self._look_ups, self._predictions, self._predictions_covered,
+        ) = (series.counter(f"llmproxy_{name}", text, *labels.split()) for name, labels, text in _COUNTERS)  # fmt: skip
+        (
+            self._queue_wait, self._ttft, self._per_token, self._gaps, self._seconds, self._prediction_errors, decisions
+        ) = (
+            series.distribution(f"llmproxy_{name}", text, buckets, *labels.split())
+            for name, labels, text, buckets in _HISTOGRAMS
+        )  # fmt: skip
+        self._decision = decisions[()]
         # The library's own counter may be changed on the thread of the decision log too.
         self._decisions_lost = Counter(
             "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
         )
-        self._log_lines_lost = counter("log_lines_lost_total", "Lines that standard error could not take.")
-        self._tokens = counter("tokens_total", "Tokens as the engines counted them.", "direction", "model")
-        self._prefix_tokens = counter(
-            "prefix_tokens_total", "Prompt tokens expected to be cached, and found so.", "backend", "kind"
-        )
-        self._poll_failures = counter("poll_failures_total", "Polls that failed.", "backend", "trouble")
-        self._adapter_changes = counter(
-            "adapter_changes_total", "Tellings of backends to change an adapter.", "backend", "change", "repeated", "ok"
-        )
-        self._reloads = counter("config_reloads_total", "Times the configuration was read again.", "ok")
         self._reloaded_at = Gauge(
             "llmproxy_config_last_reload_timestamp_seconds", "When it was last read with success.", registry=registry
         )
@@ -203,41 +217,6 @@ class Metrics:
             "llmproxy_config_last_reload_successful", "0 while the file last read is not gone by.", registry=registry
         )
         self._reload_ok.set(1)
-        self._workers_lost = counter("workers_lost_total", "Relay workers that died and were started again.")
-        self._look_ups = counter("discovery_looks_total", "Looks at sources of backends.", "source", "ok")
-        self._queue_wait = histogram(
-            "queue_wait_seconds", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S, "band"
-        )
-        self._ttft = histogram(
-            "ttft_seconds", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S, "band", "model"
-        )
-        self._per_token = histogram(
-            "time_per_output_token_seconds",
-            "Mean time per token after the first, completed streams only.",
-            TOKEN_BUCKETS_S,
-            "band",
-            "model",
-        )
-        self._gaps = histogram(
-            "inter_chunk_seconds", "Mean and longest wait between chunks of a stream.", GAP_BUCKETS_S, "band", "gap"
-        )
-        self._seconds = histogram(
-            "request_seconds", "From arrival to the end, completed requests only.", REQUEST_BUCKETS_S, "band", "model"
-        )
-        self._predictions = counter(
-            "prediction_seconds_total", "Sums of predicted and observed times.", "backend", "time", "kind"
-        )
-        self._prediction_errors = histogram(
-            "prediction_error_ratio",
-            "Difference of predicted and observed times, as a part of the observed.",
-            (),
-            "backend",
-            "time",
-        )
-        self._predictions_covered = counter(
-            "predictions_covered_total", "Times that did not exceed their predicted p90.", "backend", "time"
-        )
-        self._decision = histogram("decision_seconds", "One decision pass.", DECISION_BUCKETS_S)[()]
         self._by_backend: tuple[Counts | Distributions, ...] = (
             self._attempts, self._prefix_tokens, self._poll_failures, self._adapter_changes,
             self._predictions, self._prediction_errors, self._predictions_covered,
