@@ -47,8 +47,8 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.placement import NO_CAPACITY, Placement, make
 from llmproxy.core.placement.first_fit import Found, Unmatched, first_fit
+from llmproxy.core.placement.policy import NO_CAPACITY, Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
 

@@ -12,7 +12,7 @@ from random import Random
 from llmproxy.config import BackendConfig, ClientsConfig, Config, ConfigError, settings_of
 from llmproxy.config.reload import Reloader, Reread
 from llmproxy.core.adapters import Adapters
-from llmproxy.core.placement import make
+from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.fleet import discovery

@@ -8,8 +8,8 @@ class Mine(FairnessPolicy): ...
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Slo, Usage, Verdict
-from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
-from llmproxy.core.placement import presets as placements
+from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
+from llmproxy.core.placement.policy import presets as placements
 from llmproxy.core.queueing.charge import Charge, charges
 from llmproxy.core.queueing.fairness import FairnessPolicy
 from llmproxy.core.queueing.fairness import policies as fairness_policies

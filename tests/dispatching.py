@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from llmproxy.core.domain import Entry, Refused, Request, Verdict
-from llmproxy.core.placement import make
+from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
 from llmproxy.dispatcher import Dispatcher

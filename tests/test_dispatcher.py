@@ -10,7 +10,7 @@ import pytest
 
 from llmproxy.core import scheduler
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Outcome, Reading, Refused, Trouble, Usage, Verdict
-from llmproxy.core.placement import make
+from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher

@@ -11,7 +11,7 @@ import pytest
 
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Outcome, Refused
-from llmproxy.core.placement import make
+from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher

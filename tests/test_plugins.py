@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmproxy import plugins
-from llmproxy.core import placement
+from llmproxy.core.placement import policy
 from llmproxy.core.queueing import charge, fairness, ordering
 
 
@@ -15,7 +15,7 @@ from llmproxy.core.queueing import charge, fairness, ordering
         (plugins.fairness_policies, fairness.policies),
         (plugins.orderings, ordering.orderings),
         (plugins.charges, charge.charges),
-        (plugins.placements, placement.presets),
+        (plugins.placements, policy.presets),
     ],
 )
 def test_a_plugin_registers_where_the_core_looks(offered: object, used: object) -> None:

@@ -34,7 +34,7 @@ from llmproxy.config.schema import (
 from llmproxy.config.settings import model_limit, settings_of, tenant_limit
 from llmproxy.config.value_types import AUTO_SALT, DNS, SRV, Network, hash_of, is_api_key, nearest
 from llmproxy.config.watched import WatchedFile
-from llmproxy.core.placement import presets
+from llmproxy.core.placement.policy import presets
 
 PLACEMENT_PRESETS = presets.names()
 """The presets that need no plugin."""

@@ -39,7 +39,7 @@ from llmproxy.config.value_types import (
     registered,
     salt_of,
 )
-from llmproxy.core.placement import presets
+from llmproxy.core.placement.policy import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings

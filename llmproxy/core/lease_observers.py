@@ -8,7 +8,7 @@ from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.domain import Usage, Verdict
 from llmproxy.core.estimates.first_token import FirstToken
 from llmproxy.core.lease import LeaseObserver, LeaseRecord
-from llmproxy.core.placement import Placement
+from llmproxy.core.placement.policy import Placement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.min_share import MinShares

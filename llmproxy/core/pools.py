@@ -24,7 +24,7 @@ from llmproxy.core.domain import (
     Verdict,
 )
 from llmproxy.core.estimates.tokens import Estimator
-from llmproxy.core.placement import Placement
+from llmproxy.core.placement.policy import Placement
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.queueing.occupancy import Occupancy
 from llmproxy.core.queueing.usage_limits import UsageLimits

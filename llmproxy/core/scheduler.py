@@ -20,8 +20,8 @@ from llmproxy.core.lease_observers import (
     PlacementObserver,
 )
 from llmproxy.core.leases import Leases
-from llmproxy.core.placement import NO_CAPACITY, Placement
 from llmproxy.core.placement.first_fit import Found, Limited, Unmatched, first_fit, head, limited
+from llmproxy.core.placement.policy import NO_CAPACITY, Placement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.pool_backends import PoolBackends
 from llmproxy.core.preemption import Preemption

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmproxy.config import BackendConfig, Config
 from llmproxy.core.estimates.tokens import Estimator
-from llmproxy.core.placement import presets
+from llmproxy.core.placement.policy import presets
 from llmproxy.gateway.http.client_limits import ClientLimits
 from llmproxy.gateway.pages import Pages
 from llmproxy.gateway.proxying.answers import Answers

@@ -23,7 +23,7 @@ from llmproxy.config import (
     settings_of,
 )
 from llmproxy.config.keys import walk
-from llmproxy.core.placement import presets
+from llmproxy.core.placement.policy import presets
 from llmproxy.core.queueing.charge import charges
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Grant, Listing, ModelCard, Reading, Request
-from llmproxy.core.placement import make
+from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 

@@ -26,7 +26,8 @@ from msgspec import structs
 from llmproxy.core import scheduler
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import Listing, ModelCard, NoCapacity, Reading, Request, Trouble, Verdict
-from llmproxy.core.placement import first_fit, presets
+from llmproxy.core.placement import first_fit
+from llmproxy.core.placement.policy import presets
 from llmproxy.core.queueing.fairness import fcfs, policies
 from llmproxy.core.queueing.ordering import orderings
 from llmproxy.core.queueing.waiting_room import WaitingRoom

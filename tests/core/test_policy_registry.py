@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from llmproxy.core import placement
+from llmproxy.core.placement.policy import presets
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.queueing import fairness
 
@@ -31,6 +31,6 @@ def test_the_names_that_a_configuration_may_use() -> None:
     assert set(fairness.policies.names()) == {"fair_share", "fcfs", "locality_fair_share", "round_robin", "slo"}
     by_views = {"blend", "round_robin", "random", "least_request", "power_of_two", "session"}
     by_prefix = {"cost", "epp_blend", "epp_sticky"}
-    assert set(placement.presets.names()) == by_views | by_prefix
-    assert {name for name in placement.presets.names() if placement.presets.reads_prefixes(name)} == by_prefix
-    assert {name for name in placement.presets.names() if placement.presets.hears_answers(name)} == {"cost"}
+    assert set(presets.names()) == by_views | by_prefix
+    assert {name for name in presets.names() if presets.reads_prefixes(name)} == by_prefix
+    assert {name for name in presets.names() if presets.hears_answers(name)} == {"cost"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Trouble, Usage, Verdict
-from llmproxy.core.placement import Placement, make
+from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.scheduler import FAULT_RETRY_S

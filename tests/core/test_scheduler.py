@@ -21,7 +21,7 @@ from llmproxy.core.domain import (
     Trouble,
     Verdict,
 )
-from llmproxy.core.placement import Placement, make
+from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings

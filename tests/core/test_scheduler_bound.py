@@ -19,7 +19,7 @@ from llmproxy.core.domain import (
     Trouble,
     Verdict,
 )
-from llmproxy.core.placement import presets
+from llmproxy.core.placement.policy import presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings

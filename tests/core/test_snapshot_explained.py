@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from llmproxy.core.domain import Grant, Predicted, Request, Usage, Verdict
-from llmproxy.core.placement import make
 from llmproxy.core.placement.cost import EXPLAINED_MAX
+from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import PoolChoices

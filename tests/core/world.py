@@ -31,8 +31,8 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.placement import make
 from llmproxy.core.placement.cost import CostPlacement
+from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
 from tests.core.account import Books, Row, Waiter, serves

@@ -2,33 +2,4 @@
 sessions together, `epp` decides like the endpoint picker of llm-d, `cost` prices in seconds.
 """
 
-from llmproxy.core.placement import cost, epp, session, simple
-from llmproxy.core.placement.policy import (
-    NO_CAPACITY,
-    NO_MATCH,
-    NO_MATCH_FOR_MODEL,
-    Ledger,
-    Placement,
-    context_tokens,
-    highest,
-    make,
-    presets,
-    with_context,
-)
-
-__all__ = [
-    "NO_CAPACITY",
-    "NO_MATCH",
-    "NO_MATCH_FOR_MODEL",
-    "Ledger",
-    "Placement",
-    "context_tokens",
-    "cost",
-    "epp",
-    "highest",
-    "make",
-    "presets",
-    "session",
-    "simple",
-    "with_context",
-]
+from llmproxy.core.placement import cost, epp, session, simple  # noqa: F401 - they register their presets

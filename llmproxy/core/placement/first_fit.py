@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, NoCapacity, NoMatch, Placed
-from llmproxy.core.placement import NO_CAPACITY, Placement, context_tokens
+from llmproxy.core.placement.policy import NO_CAPACITY, Placement, context_tokens
 from llmproxy.core.queueing.blocked import OF_BACKEND
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX, Band, Queued
 from llmproxy.core.queueing.usage_limits import UsageLimits

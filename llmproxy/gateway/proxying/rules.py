@@ -9,7 +9,7 @@ from aiohttp import web
 
 from llmproxy.config import Config
 from llmproxy.core.domain import Outcome, RequestFacts
-from llmproxy.core.placement import presets
+from llmproxy.core.placement.policy import presets
 from llmproxy.gateway.http.cors import Cors
 from llmproxy.gateway.http.errors import Failure
 from llmproxy.gateway.http.routes import BodyKind, Route

@@ -7,7 +7,7 @@ from random import Random
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.placement import NO_CAPACITY, NO_MATCH_FOR_MODEL, Ledger, Placement, context_tokens, highest
+from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH_FOR_MODEL, Ledger, Placement, context_tokens, highest
 from llmproxy.lab.baselines.index import Block
 from llmproxy.lab.baselines.policy import Surroundings
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from llmproxy.core.placement import Placement
+from llmproxy.core.placement.policy import Placement
 from llmproxy.core.policy_registry import Registry
 
 

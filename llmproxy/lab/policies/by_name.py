@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from llmproxy.config import Config, SchedulingConfig, settings_of
 from llmproxy.config.renamed import current
 from llmproxy.config.value_types import nearest
-from llmproxy.core.placement import Placement, make, presets
 from llmproxy.core.placement.cost import CostPlacement
+from llmproxy.core.placement.policy import Placement, make, presets
 from llmproxy.core.placement.price import TERMS
 from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, baselines

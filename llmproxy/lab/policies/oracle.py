@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed, Request, Usage, Verdict
-from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
+from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.world import World
 from llmproxy.lab.traces.arrival import Arrival

@@ -23,8 +23,7 @@ from llmproxy.core.domain import (
     Revoke,
     Verdict,
 )
-from llmproxy.core.placement import presets
-from llmproxy.core.placement.policy import FilteredPlacement
+from llmproxy.core.placement.policy import FilteredPlacement, presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from tests.core.make import listing, pools, reading, request

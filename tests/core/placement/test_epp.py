@@ -10,8 +10,8 @@ import pytest
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed, Request, Verdict
-from llmproxy.core.placement import make
 from llmproxy.core.placement.epp import Candidate, blend, sticky
+from llmproxy.core.placement.policy import make
 from tests.core.make import reading, request, view
 
 NONE: frozenset[str] = frozenset()

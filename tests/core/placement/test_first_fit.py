@@ -8,7 +8,7 @@ import pytest
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, NoCapacity, NoMatch, Placed, Request
-from llmproxy.core.placement import NO_MATCH, NO_MATCH_FOR_MODEL, Placement
+from llmproxy.core.placement.policy import NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from tests.core.make import listing, reading, request

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import Placed
-from llmproxy.core.placement import make
+from llmproxy.core.placement.policy import make
 from llmproxy.core.placement.session import BOUND, IDLE
 from tests.core.make import request, view
 
@@ -79,7 +79,7 @@ def test_failed_or_full_home_gives_way_to_the_next() -> None:
 # What a process that hashes strings in another way would choose must be the same.
 SCRIPT = """
 from random import Random
-from llmproxy.core.placement import make
+from llmproxy.core.placement.policy import make
 from tests.core.make import request, view
 views = [view(name) for name in "abcdefgh"]
 place = make("session", Random(7)).place

@@ -8,7 +8,7 @@ import pytest
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed
-from llmproxy.core.placement import make, presets
+from llmproxy.core.placement.policy import make, presets
 from tests.core.make import request, view
 
 PRESETS = sorted(presets.names())

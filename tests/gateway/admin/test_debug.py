@@ -15,7 +15,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from llmproxy.config import Config, hash_of, settings_of
 from llmproxy.core.adapters import Adapters
-from llmproxy.core.placement import make
+from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.admin import debug as admin

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from llmproxy.core.domain import NoCapacity, NoMatch, Outcome, Placed, Request, Verdict
-from llmproxy.core.placement import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
+from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.lab.baselines.policy import Surroundings
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
