@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmproxy.config import Config
-from llmproxy.core.domain import Verdict
+from llmproxy.core.domain import Request, Verdict
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.telemetry.exit import RequestExit
@@ -25,6 +26,7 @@ from llmproxy.workers.protocol import (
 )
 from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
 from llmproxy.workers.session import SchedulerContext, WorkerSession
+from tests.dispatching import Client
 
 
 class Nowhere:
@@ -112,8 +114,14 @@ class WorkerLink:
         self.metrics = RemoteMetrics(self.channel)
         self.up, self.down = Pipe(self.session.channel), Pipe(self.channel)
         self.up.back, self.down.back = self.down, self.up
+        self.clients: list[Client] = []
         self.channel.connection_made(self.up)
         self.session.channel.connection_made(self.down)
+
+    def client(self, asked: Request | None = None, **facts: Any) -> Client:
+        """A client of the worker."""
+        self.clients.append(Client(self.remote, asked, **facts))
+        return self.clients[-1]
 
     def _hear(self, message: ToWorker) -> None:
         if isinstance(message, LeaseGranted | CallRefused | NameResolved | PageResponse):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from llmproxy.core.domain import (
 )
 from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.lease import Lease
 from llmproxy.telemetry import logs
 from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
 from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ShutdownState
@@ -42,6 +45,11 @@ ENOUGH = 20
 
 
 async def nothing_left(one: Dispatcher, *lines: WorkerLink) -> None:
+    """Let all clients leave; nothing of them may stay behind."""
+    for line in lines:
+        await asyncio.gather(*(client.done() for client in line.clients))
+        for client in line.clients:
+            line.remote.ended(client.request, None)
     await turns(ENOUGH)
     for line in lines:
         line.check()
@@ -61,36 +69,38 @@ def finished(one: Dispatcher) -> list[tuple[Verdict, Usage | None]]:
     return seen
 
 
-def done_with(line: WorkerLink, *clients: Client) -> None:
-    for client in clients:
-        line.remote.ended(client.request, None)
+async def leased(client: Client) -> Lease:
+    await turns(ENOUGH)
+    assert client.lease is not None
+    return client.lease
+
+
+async def refused(client: Client) -> Outcome:
+    await turns(ENOUGH)
+    assert client.refused is not None
+    return client.refused.outcome
+
+
+def linked(test: Callable[[Dispatcher, WorkerLink], Awaitable[None]]) -> Callable[[], None]:
+    """Run a test on a virtual clock with one backend of one seat and one worker, of which nothing may stay behind."""
+
+    @virtual
+    @wraps(test)
+    async def run() -> None:
+        one = dispatcher(a=1)
+        line = WorkerLink(one)
+        await test(one, line)
+        await nothing_left(one, line)
+
+    return run
 
 
 # --- one face ---------------------------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_a_worker_gets_a_lease_and_returns_it_with_its_usage() -> None:
-    one = dispatcher(a=1)
-    line, ends = WorkerLink(one), finished(one)
-    asked = request(arrived_s=now(), deadline_s=now() + 60.0)
-    async with line.remote.admit(asked) as lease:
-        assert lease.backend == "a"
-        assert lease.grant.request is asked
-        assert (one.leases, len(line.remote._leases), line.session.open_requests) == (1, 1, 1)
-        lease.started()
-        lease.committed()
-        lease.progress(5)
-        lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 5, 2)
-    line.remote.ended(asked, True)
-    await nothing_left(one, line)
-    assert ends == [(Verdict.SERVED, Usage(10, 5, 2))]
-
-
-@virtual
-async def test_a_grant_is_told_as_it_was_decided() -> None:
-    one = dispatcher(a=1)
-    line, decided = WorkerLink(one), list[Grant]()
+@linked
+async def test_a_worker_gets_a_lease_and_tells_what_becomes_of_it(one: Dispatcher, line: WorkerLink) -> None:
+    ends, decided, told = finished(one), list[Grant](), list[tuple[Any, ...]]()
     decide = one.pools.decide
 
     def spy(now: float) -> list[Any]:
@@ -99,13 +109,27 @@ async def test_a_grant_is_told_as_it_was_decided() -> None:
         return found
 
     one.pools.decide = spy  # type: ignore[method-assign]
-    client = Client(line.remote, prefix=(1, 2**64 - 1), prefix_tokens=16.0)
-    await turns(ENOUGH)
-    assert client.lease is not None
-    assert [client.lease.grant] == decided
-    await client.done()
-    done_with(line, client)
+
+    def heard(name: str, tell: Callable[..., None], grant: Grant, *facts: Any) -> None:
+        told.append((name, grant.lease, *facts[:-1]))
+        tell(grant, *facts)
+
+    for name in ("started", "committed", "progress"):
+        setattr(one.pools, name, partial(heard, name, getattr(one.pools, name)))
+    asked = request(arrived_s=now(), deadline_s=now() + 60.0, prefix=(1, 2**64 - 1), prefix_tokens=16.0)
+    async with line.remote.admit(asked) as lease:
+        assert (lease.backend, [lease.grant]) == ("a", decided)
+        assert lease.grant.request is asked
+        assert (one.leases, len(line.remote._leases), line.session.open_requests) == (1, 1, 1)
+        lease.committed()
+        lease.started()
+        lease.progress(32)
+        lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 32, 2)
+    line.remote.ended(asked, True)
     await nothing_left(one, line)
+    number = lease.grant.lease
+    assert told == [("committed", number), ("started", number), ("progress", number, 32)]
+    assert ends == [(Verdict.SERVED, Usage(10, 32, 2))]
 
 
 @virtual
@@ -117,15 +141,13 @@ async def test_changes_are_sent_before_grants_and_resolved_names() -> None:
         line.session.send(ShutdownState(leaving=True))
 
     line = WorkerLink(one, settle=settle)
-    client = Client(line.remote)
+    client = line.client()
     while client.lease is None:
         await asyncio.sleep(0)
         assert line.remote.shutdown.leaving or client.lease is None
     assert len(changes) == 1
     await line.remote.resolve("base", 0.0, 10)
     assert len(changes) == 2
-    await client.done()
-    done_with(line, client)
     await nothing_left(one, line)
 
 
@@ -144,24 +166,6 @@ async def test_nobody_is_granted_anything_before_he_asked() -> None:
 
 
 @virtual
-async def test_started_committed_and_progress_reach_the_core() -> None:
-    one = dispatcher(a=1)
-    line, told = WorkerLink(one), list[tuple[Any, ...]]()
-    for name in ("started", "committed", "progress"):
-        setattr(one.pools, name, lambda grant, *facts, name=name: told.append((name, grant.lease, *facts[:-1])))
-    client = Client(line.remote)
-    await turns(ENOUGH)
-    assert client.lease is not None
-    client.lease.committed()
-    client.lease.started()
-    client.lease.progress(32)
-    await client.done()
-    await turns(ENOUGH)
-    number = client.lease.grant.lease
-    assert told == [("committed", number), ("started", number), ("progress", number, 32)]
-
-
-@virtual
 async def test_a_refusal_is_the_same_here_and_there() -> None:
     settings = Settings(queue=QueueSettings(hold_s=0.0))
     one = dispatcher(settings=settings, a=1)
@@ -177,19 +181,14 @@ async def test_a_refusal_is_the_same_here_and_there() -> None:
     assert (there.outcome, there.message, there.retry_after_s) == (here.outcome, here.message, here.retry_after_s)
 
 
-@virtual
-async def test_a_deadline_passes_there_as_it_does_here() -> None:
-    one = dispatcher(a=1)
-    line, holder = WorkerLink(one), Client(one)
+@linked
+async def test_a_deadline_passes_there_as_it_does_here(one: Dispatcher, line: WorkerLink) -> None:
+    holder = Client(one)
     await turns(ENOUGH)
-    waiting = Client(line.remote, request(deadline_s=7.25))
+    waiting = line.client(request(deadline_s=7.25))
     await asyncio.sleep(7.25)
-    await turns(ENOUGH)
-    assert waiting.refused is not None
-    assert waiting.refused.outcome is Outcome.EXPIRED
+    assert await refused(waiting) is Outcome.EXPIRED
     await holder.done()
-    done_with(line, waiting)
-    await nothing_left(one, line)
 
 
 @virtual
@@ -204,26 +203,16 @@ async def test_the_backend_that_failed_is_excluded_across_the_line() -> None:
     await nothing_left(one, line)
 
 
-@virtual
-async def test_a_bug_of_the_core_is_one_failed_request() -> None:
-    one = dispatcher(a=1)
-    line = WorkerLink(one)
+@linked
+async def test_a_bug_of_the_core_is_one_failed_request(one: Dispatcher, line: WorkerLink) -> None:
 
     def buggy(*_: object) -> None:
         raise ValueError("a bug")
 
     submit, one.pools.submit = one.pools.submit, buggy  # type: ignore[assignment, method-assign]
-    failed = Client(line.remote)
-    await turns(ENOUGH)
-    assert failed.refused is not None
-    assert failed.refused.outcome is Outcome.INTERNAL
+    assert await refused(line.client()) is Outcome.INTERNAL
     one.pools.submit = submit  # type: ignore[method-assign]
-    client = Client(line.remote)
-    await turns(ENOUGH)
-    assert client.holds() == "a"
-    await client.done()
-    done_with(line, failed, client)
-    await nothing_left(one, line)
+    assert (await leased(line.client())).backend == "a"
 
 
 # --- one queue for all workers ----------------------------------------------------------------------------------------
@@ -233,11 +222,11 @@ async def test_a_bug_of_the_core_is_one_failed_request() -> None:
 async def test_the_higher_band_goes_first_whichever_worker_has_it() -> None:
     one = dispatcher(a=1)
     lines = [WorkerLink(one), WorkerLink(one)]
-    holder = Client(lines[0].remote)
+    holder = lines[0].client()
     await turns(ENOUGH)
     granted: list[int] = []
     bands = (SHEDDABLE, DEFAULT, CRITICAL, DEFAULT, SHEDDABLE, CRITICAL)
-    waiting = [Client(lines[i % 2].remote, band=band) for i, band in enumerate(bands)]
+    waiting = [lines[i % 2].client(band=band) for i, band in enumerate(bands)]
     await turns(ENOUGH)
     assert not any(client.holds() for client in waiting)
     await holder.done()
@@ -247,8 +236,6 @@ async def test_the_higher_band_goes_first_whichever_worker_has_it() -> None:
         granted.append(served.request.band)
         await served.done()
     assert granted == sorted(bands, reverse=True)
-    done_with(lines[0], holder, *waiting[::2])
-    done_with(lines[1], *waiting[1::2])
     await nothing_left(one, *lines)
 
 
@@ -257,9 +244,9 @@ async def test_flows_share_fairly_whichever_worker_they_come_by() -> None:
     one = dispatcher(a=1)
     lines = [WorkerLink(one), WorkerLink(one)]
     # One flow comes by one worker and is there first; the other by another one.
-    greedy = [Client(lines[0].remote, flow="greedy") for _ in range(8)]
+    greedy = [lines[0].client(flow="greedy") for _ in range(8)]
     await turns(ENOUGH)
-    modest = [Client(lines[1].remote, flow="modest") for _ in range(8)]
+    modest = [lines[1].client(flow="modest") for _ in range(8)]
     order: list[str] = []
     for _ in range(10):
         await turns(ENOUGH)
@@ -272,8 +259,6 @@ async def test_flows_share_fairly_whichever_worker_they_come_by() -> None:
     for client in (*greedy, *modest):
         client.task.cancel()
     await turns(ENOUGH)
-    done_with(lines[0], *greedy)
-    done_with(lines[1], *modest)
     await nothing_left(one, *lines)
 
 
@@ -288,41 +273,36 @@ def test_a_client_may_leave_in_any_turn(after: int) -> None:
     async def leaves() -> None:
         one = dispatcher(a=1)
         line = WorkerLink(one)
-        client = Client(line.remote)
+        client = line.client()
         await turns(after)
         client.task.cancel()
         with suppress(asyncio.CancelledError):
             await client.task
-        done_with(line, client)
         await nothing_left(one, line)
         assert not line.told.exits
 
     leaves()
 
 
-@virtual
-async def test_a_client_that_waits_and_leaves_is_not_granted_anything() -> None:
-    one = dispatcher(a=1)
-    line, ends = WorkerLink(one), finished(one)
-    holder, waiting = Client(line.remote), Client(line.remote)
+@linked
+async def test_a_client_that_waits_and_leaves_is_not_granted_anything(one: Dispatcher, line: WorkerLink) -> None:
+    ends = finished(one)
+    holder, waiting = line.client(), line.client()
     await turns(ENOUGH)
     waiting.task.cancel()
     await turns(ENOUGH)
     assert one.pools.queued().get(DEFAULT, (0, 0)) == (0, 0)
     await holder.done()
-    done_with(line, holder, waiting)
     await nothing_left(one, line)
     assert ends == [(Verdict.SERVED, None)]
 
 
-@virtual
-async def test_a_cancelled_lease_counts_as_left_by_its_client() -> None:
-    one = dispatcher(a=1)
-    line, ends = WorkerLink(one), finished(one)
-    client = Client(line.remote)
+@linked
+async def test_a_cancelled_lease_counts_as_left_by_its_client(one: Dispatcher, line: WorkerLink) -> None:
+    ends = finished(one)
+    client = line.client()
     await turns(ENOUGH)
     client.task.cancel()
-    done_with(line, client)
     await nothing_left(one, line)
     assert ends == [(Verdict.CLIENT_GONE, None)]
 
@@ -344,49 +324,36 @@ async def test_a_request_ends_after_its_lease() -> None:
 # --- what is taken back -----------------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_a_backend_that_is_gone_cuts_the_lease_in_its_worker() -> None:
-    one = dispatcher(a=1)
-    line, cuts = WorkerLink(one), list[bool]()
-    client = Client(line.remote)
-    await turns(ENOUGH)
-    lease = client.lease
-    assert lease is not None
+@linked
+async def test_a_backend_that_is_gone_cuts_the_lease_in_its_worker(one: Dispatcher, line: WorkerLink) -> None:
+    cuts = list[bool]()
+    client = line.client()
+    lease = await leased(client)
     lease.on_cut = lambda: cuts.append(lease.revoked)
     for _ in range(2):
         one.troubled("a", Trouble.REFUSED, "nobody listens")
     await turns(ENOUGH)
     assert cuts == [True]
     assert (lease.revoked, lease.preempted) == (True, False)
-    await client.done()
-    done_with(line, client)
-    await nothing_left(one, line)
 
 
-@virtual
-async def test_a_preemption_is_told_as_one() -> None:
-    one = dispatcher(a=1)
-    line = WorkerLink(one)
-    client = Client(line.remote, stream=True, band=SHEDDABLE)
+@linked
+async def test_a_preemption_is_told_as_one(one: Dispatcher, line: WorkerLink) -> None:
+    client = line.client(stream=True, band=SHEDDABLE)
     await turns(ENOUGH)
     critical = Client(one, band=CRITICAL)
-    await turns(ENOUGH)
-    assert client.lease is not None
-    assert (client.lease.revoked, client.lease.preempted) == (False, True)
+    lease = await leased(client)
+    assert (lease.revoked, lease.preempted) == (False, True)
     client.verdict = Verdict.PREEMPTED
     await client.done()
     await turns(ENOUGH)
     assert critical.holds() == "a"
     await critical.done()
-    done_with(line, client)
-    await nothing_left(one, line)
 
 
-@virtual
-async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost() -> None:
-    one = dispatcher(a=1)
-    line = WorkerLink(one)
-    before, client = Client(one), Client(line.remote)
+@linked
+async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost(one: Dispatcher, line: WorkerLink) -> None:
+    before, client = Client(one), line.client()
     await turns(ENOUGH)
     assert (before.holds(), client.holds()) == ("a", None)
     before.leave.set()
@@ -396,12 +363,7 @@ async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost() -> None:
     assert not line.session._leases
     [held] = one._leases.values()
     held.cut(revoked=True)
-    await turns(ENOUGH)
-    assert client.lease is not None
-    assert client.lease.revoked
-    await client.done()
-    done_with(line, client)
-    await nothing_left(one, line)
+    assert (await leased(client)).revoked
 
 
 # --- ends that nobody planned -----------------------------------------------------------------------------------------
@@ -415,68 +377,50 @@ def test_a_worker_may_die_in_any_turn(after: int) -> None:
     async def dies() -> None:
         one = dispatcher(a=1)
         line, other = WorkerLink(one), WorkerLink(one)
-        clients = [Client(line.remote), Client(line.remote)]
+        for _ in range(2):
+            line.client()
         await turns(after)
         line.die()
         await turns(ENOUGH)
         assert line.session.gone.is_set()
         assert len(line.told.exits) == line.session.cut
         assert {ended.result.outcome for ended in line.told.exits} <= {Outcome.INTERNAL}
-        heir = Client(other.remote)
-        await turns(ENOUGH)
-        assert heir.holds() == "a"
-        await heir.done()
-        done_with(other, heir)
-        for client in clients:
-            await client.done()
+        assert (await leased(other.client())).backend == "a"
         await nothing_left(one, line, other)
 
     dies()
 
 
-@virtual
-async def test_requests_of_a_dead_worker_are_recorded_once() -> None:
-    one = dispatcher(a=1)
-    line = WorkerLink(one)
-    clients = [Client(line.remote, label=f"r{i}", band=CRITICAL) for i in range(3)]
+@linked
+async def test_requests_of_a_dead_worker_are_recorded_once(one: Dispatcher, line: WorkerLink) -> None:
+    for i in range(3):
+        line.client(label=f"r{i}", band=CRITICAL)
     await turns(ENOUGH)
-    assert line.session.open_requests == 3
+    assert (line.session.open_requests, one.leases) == (3, 1)
     line.die()
     await turns(ENOUGH)
     told = [(ended.input.request_id, ended.result.outcome, ended.input.band) for ended in line.told.exits]
     assert told == [(f"r{i}", Outcome.INTERNAL, "critical") for i in range(3)]
     assert line.session.cut == 3
-    for client in clients:
-        await client.done()
-    await nothing_left(one, line)
 
 
-@virtual
-async def test_without_a_scheduler_every_request_is_refused() -> None:
-    one = dispatcher(a=1)
-    line = WorkerLink(one)
-    holder, waiting = Client(line.remote), Client(line.remote)
+@linked
+async def test_without_a_scheduler_every_request_is_refused(one: Dispatcher, line: WorkerLink) -> None:
+    waiting = [line.client(), line.client()][1]
     await turns(ENOUGH)
+    assert one.leases == 1
     line.down.abort()
-    await turns(ENOUGH)
-    assert waiting.refused is not None
-    assert waiting.refused.outcome is Outcome.DRAINING
-    late = Client(line.remote)
-    await turns(ENOUGH)
-    assert late.refused is not None
+    assert await refused(waiting) is Outcome.DRAINING
+    assert await refused(line.client()) is Outcome.DRAINING
     assert (line.remote.draining, line.remote.granting) == (True, False)
-    await holder.done()
-    await nothing_left(one, line)
 
 
 # --- names, drain, pages, counts --------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_an_unknown_name_is_asked_for_and_waited_for() -> None:
-    one = dispatcher(a=1)
+@linked
+async def test_an_unknown_name_is_asked_for_and_waited_for(one: Dispatcher, line: WorkerLink) -> None:
     one.pools.add_backend("late", 1)
-    line = WorkerLink(one)
     asked = asyncio.create_task(line.remote.resolve("other", 30.0, 10))
     await turns(ENOUGH)
     assert (asked.done(), one.nameless) == (False, 1)
@@ -487,37 +431,26 @@ async def test_an_unknown_name_is_asked_for_and_waited_for() -> None:
     with pytest.raises(Refused) as caught:
         await gone
     assert caught.value.outcome is Outcome.UNKNOWN_MODEL
-    await nothing_left(one, line)
 
 
-@virtual
-async def test_a_client_may_leave_while_its_model_is_unknown() -> None:
-    one = dispatcher(a=1)
+@linked
+async def test_a_client_may_leave_while_its_model_is_unknown(one: Dispatcher, line: WorkerLink) -> None:
     one.pools.add_backend("late", 1)
-    line = WorkerLink(one)
     asked = asyncio.create_task(line.remote.resolve("other", 30.0, 10))
     await turns(ENOUGH)
     asked.cancel()
     await turns(ENOUGH)
     assert one.nameless == 0
-    await nothing_left(one, line)
 
 
-@virtual
-async def test_a_waiting_request_is_refused_when_the_proxy_drains() -> None:
-    one = dispatcher(a=1)
-    line = WorkerLink(one)
-    holder, waiting = Client(line.remote), Client(line.remote)
+@linked
+async def test_a_waiting_request_is_refused_when_the_proxy_drains(one: Dispatcher, line: WorkerLink) -> None:
+    waiting = [line.client(), line.client()][1]
     await turns(ENOUGH)
     one.drain()
     line.session.send(ShutdownState(leaving=True, draining=True, granting=False))
-    await turns(ENOUGH)
-    assert waiting.refused is not None
-    assert waiting.refused.outcome is Outcome.DRAINING
+    assert await refused(waiting) is Outcome.DRAINING
     assert (line.remote.draining, line.remote.granting) == (True, False)
-    await holder.done()
-    done_with(line, holder, waiting)
-    await nothing_left(one, line)
 
 
 @virtual
@@ -545,15 +478,13 @@ async def test_a_direct_request_of_a_worker_is_in_flight() -> None:
     await nothing_left(one, line, other)
     assert cuts == ["line", "gone"], "who has left is not told"
     line.remote.shutdown = ShutdownState(draining=True)
-    with pytest.raises(Refused) as refused, line.remote.direct("a", lambda: None):
+    with pytest.raises(Refused) as caught, line.remote.direct("a", lambda: None):
         raise AssertionError("it was let in")
-    assert refused.value.outcome is Outcome.DRAINING
+    assert caught.value.outcome is Outcome.DRAINING
 
 
-@virtual
-async def test_a_direct_request_ends_with_its_worker_or_scheduler() -> None:
-    one = dispatcher(a=1)
-    line = WorkerLink(one)
+@linked
+async def test_a_direct_request_ends_with_its_worker_or_scheduler(one: Dispatcher, line: WorkerLink) -> None:
     cuts: list[str] = []
     with line.remote.direct("a", lambda: cuts.append("cut")):
         await turns(ENOUGH)
@@ -563,7 +494,6 @@ async def test_a_direct_request_ends_with_its_worker_or_scheduler() -> None:
         assert (one.in_flight("a"), line.session.open_requests, cuts) == (0, 0, ["cut"])
     with pytest.raises(Refused), line.remote.direct("a", lambda: None):
         raise AssertionError("it was let in")
-    await nothing_left(one, line)
 
 
 @virtual
@@ -639,12 +569,13 @@ async def test_leases_work_over_a_socket_pair() -> None:
         part._channel = up
     await loop.create_unix_connection(lambda: up, sock=ours)
     await loop.create_unix_connection(lambda: down, sock=theirs)
-    clients = [Client(line.remote, prefix=tuple(range(5_000))) for _ in range(20)]
+    clients = [line.client(prefix=tuple(range(5_000))) for _ in range(20)]
     for client in clients:
         client.leave.set()
     await asyncio.gather(*(client.task for client in clients))
     assert all(client.lease is not None for client in clients)
-    done_with(line, *clients)
+    for client in clients:
+        line.remote.ended(client.request, None)
     up.close()
     await line.session.gone.wait()
     assert not line.told.exits
