@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from llmproxy.core.domain import Request, Usage
+from llmproxy.core.estimates.learning import follow, gain
 from llmproxy.core.policy_registry import Registry
 from llmproxy.core.settings import Settings
 
@@ -97,8 +98,7 @@ class KvSeconds(Charge):
 
     def final(self, request: Request, usage: Usage, held_s: float) -> float:
         self._seen += 1
-        # The first ones count in full, so that the guess is forgotten at once.
-        self._held_s += max(GAIN, 1.0 / self._seen) * (held_s - self._held_s)
+        self._held_s = follow(self._held_s, held_s, gain(GAIN, self._seen))
         return self._held(usage.prompt_tokens, usage.output_tokens, held_s)
 
     def _held(self, prompt_tokens: int, output_tokens: int, held_s: float) -> float:

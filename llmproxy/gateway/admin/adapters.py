@@ -11,6 +11,7 @@ from llmproxy.config import ClientsConfig
 from llmproxy.core.adapters import AdapterPlan, Adapters, Report
 from llmproxy.core.domain import Outcome, Refused
 from llmproxy.dispatcher import Dispatcher
+from llmproxy.gateway.admin.explained import fields_of
 from llmproxy.gateway.http.errors import Failure, error_fields
 from llmproxy.gateway.http.routes import LOAD_ADAPTER
 from llmproxy.gateway.proxying.response_writer import read_body
@@ -73,10 +74,7 @@ def _answer(report: Report) -> web.Response:
         "ok": len(report.replies) - len(failed),
         "failed": len(failed),
         "remembered": report.remembered,
-        "replicas": [
-            {"backend": reply.backend, "ok": reply.taken, "status": reply.status, "message": reply.message}
-            for reply in report.replies
-        ],
+        "replicas": [fields_of(reply, 0, taken="ok") for reply in report.replies],
     }
     status = 200
     if failed:

@@ -13,7 +13,6 @@ from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 import orjson
 from aiohttp import web
 
@@ -197,8 +196,8 @@ class AdminPages:
             "available": view.available,
             "load": view.load,
             "limit": view.limit,
-            "saturation": _rounded(view.saturation),
-            "kv_used": _rounded(view.kv_used),
+            "saturation": round(view.saturation, 4),
+            "kv_used": round(view.kv_used, 4),
             "waiting_in_engine": view.waiting,
             "room_for": [self._name(level) for level in backend.room_for],
         }
@@ -214,13 +213,7 @@ def _flow(flow: FlowSnapshot) -> dict[str, Any]:
 
 
 def _adapter(state: AdapterState) -> dict[str, Any]:
-    return {
-        "adapter": state.name,
-        "model": state.pool,
-        "path": state.path,
-        "later_ones_too": state.joining,
-        "replicas": msgspec.to_builtins(state.standings),
-    }
+    return fields_of(state, 0, name="adapter", pool="model", joining="later_ones_too", standings="replicas")
 
 
 def page_response(page: dict[str, Any], *, status: int = 200) -> web.Response:
@@ -250,7 +243,3 @@ def _is_local(peer: str | None) -> bool:
         return False
     address = ip_address(peer.partition("%")[0])
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
