@@ -38,12 +38,7 @@ class Calls:
 
     async def answer(self, message: Callable[[int], protocol.Message]) -> CallAnswer:
         """Send the message that `message` makes of the number of this call, and wait. Raises Refused."""
-        if self._channel.lost:
-            raise shutting_down()
-        call = next(self._serial)
-        answer: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
-        self._open[call] = answer
-        self._channel.send(message(call))
+        call, answer = self._send(message)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -55,21 +50,24 @@ class Calls:
             # Its exception would refer back to it: the cycle would stay until the garbage collector runs.
             del answer
 
-    @contextmanager
-    def lasting(self, message: Callable[[int], protocol.Message], refused: Callable[[], None]) -> Iterator[None]:
-        """A call that lasts as long as the block. `refused` is called when it is refused or the scheduler is gone."""
+    def _send(self, message: Callable[[int], protocol.Message]) -> tuple[int, asyncio.Future[CallAnswer]]:
         if self._channel.lost:
             raise shutting_down()
         call = next(self._serial)
-        answer: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
-        self._open[call] = answer
+        answer = self._open[call] = asyncio.get_running_loop().create_future()
+        self._channel.send(message(call))
+        return call, answer
+
+    @contextmanager
+    def lasting(self, message: Callable[[int], protocol.Message], refused: Callable[[], None]) -> Iterator[None]:
+        """A call that lasts as long as the block. `refused` is called when it is refused or the scheduler is gone."""
+        call, answer = self._send(message)
 
         def ended(answer: asyncio.Future[CallAnswer]) -> None:
             if not answer.cancelled() and answer.exception() is not None and call in self._open:
                 refused()
 
         answer.add_done_callback(ended)
-        self._channel.send(message(call))
         try:
             yield
         finally:

@@ -160,22 +160,7 @@ class WorkerSession:
             case protocol.UsageLearned(model, prompt_bytes, sequences, answered):
                 self._pools.estimator.learn(model, prompt_bytes, sequences, answered)
                 self._context.learned(model)
-            case _:
-                self._take_rare(message)
-
-    def _take_rare(
-        self,
-        message: protocol.DirectRequest
-        | protocol.CancelCall
-        | protocol.Resolve
-        | protocol.PageRequest
-        | protocol.ResponseStored
-        | protocol.WorkerIdle
-        | protocol.Listening
-        | protocol.LogLinesLost
-        | protocol.HeldBytes,
-    ) -> None:
-        match message:
+            # The kinds are tried in this order, and those from here on are rare.
             case protocol.CancelCall(call):
                 if call in self._calls:
                     self._calls[call].cancel()
