@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DEFAULT, Grant, Listing, ModelCard, Reading, Request
+from llmproxy.core.domain import DEFAULT, Grant, Listing, ModelCard, Reading, Request, Trouble
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
@@ -79,6 +79,26 @@ def pools(
         made.backends[name].answered(0.0)
         made.listed(name, (listings or {}).get(name, listing()))
     return made
+
+
+def kill(of: Pools, backend: str) -> None:
+    """Two polls are refused, which proves that the process of `backend` is gone."""
+    for _ in range(2):
+        of.troubled(backend, Trouble.REFUSED)
+
+
+def grants(of: Pools, now: float = 0.0) -> list[Grant]:
+    """The grants among what the next pass decides."""
+    decisions = of.decide(now)
+    of.check(now)
+    return [decision for decision in decisions if isinstance(decision, Grant)]
+
+
+def only_grant(of: Pools, now: float) -> Grant:
+    """What the next pass decides, which is one grant and nothing else."""
+    (grant,) = of.decide(now)
+    assert isinstance(grant, Grant)
+    return grant
 
 
 def cached(of: Pools, grant: Grant, hashes: Sequence[int]) -> None:

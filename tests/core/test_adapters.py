@@ -9,9 +9,9 @@ import pytest
 
 from llmproxy.core import adapters as module
 from llmproxy.core.adapters import ADAPTERS_MAX, BACKOFF_MAX_S, AdapterPlan, Adapters, Reply, Report
-from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused, Trouble
+from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 from llmproxy.core.pools import Pools
-from tests.core.make import BASE, pools
+from tests.core.make import BASE, kill, pools
 
 FLEET: dict[str, int | None] = {"a": None, "b": None, "c": None}
 
@@ -90,8 +90,7 @@ def test_some_are_those_that_are_up_with_the_fewest_adapters(world: World) -> No
     world.lists("b", one="/1")
     assert world.told(world.load("x", 1)) == ["c"]
     assert world.told(world.load("y", 2)) == ["b", "c"]
-    for _ in range(2):
-        world.pools.troubled("c", Trouble.REFUSED)
+    kill(world.pools, "c")
     assert world.told(world.load("z", 2)) == ["a", "b"]
     assert world.told(world.load("v", 3)) == ["a", "b", "c"], "one that is down rather than too few"
     assert world.due("c") == []
@@ -297,8 +296,7 @@ def test_memory_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nothing_is_said_to_be_done_on_a_backend_that_is_down(world: World) -> None:
     world.load()
-    for _ in range(2):
-        world.pools.troubled("b", Trouble.REFUSED)
+    kill(world.pools, "b")
     (state,) = world.adapters.states()[0]
     assert [(s.backend, s.done) for s in state.standings] == [("a", True), ("b", False), ("c", True)]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Trouble, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Usage, Verdict
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import cached, listing, pools, request
+from tests.core.make import cached, grants, kill, listing, only_grant, pools, request
 from tests.core.world import assert_nothing_left
 
 TIGHT = Settings(capacity=CapacitySettings(look_ahead=0))
@@ -26,9 +26,7 @@ def two_pools(settings: Settings = TIGHT) -> Pools:
 
 
 def granted(of: Pools, now: float = 0.0) -> list[str]:
-    decisions = of.decide(now)
-    of.check(now)
-    return [decision.request.pool for decision in decisions if isinstance(decision, Grant)]
+    return [grant.request.pool for grant in grants(of, now)]
 
 
 def test_a_saturated_model_does_not_hold_up_another() -> None:
@@ -117,8 +115,8 @@ def test_a_limit_over_two_pools_lets_go_whoever_has_waited_longest(turned: bool)
     for at in range(8):
         limited(one, names[at % 2], float(at), CRITICAL)
     served: list[str] = []
-    while grants := decided(one, 8.0):
-        (grant,) = grants
+    while found := grants(one, 8.0):
+        (grant,) = found
         served.append(grant.request.id)
         one.finish(grant, Verdict.SERVED, 8.0)
     # In the first pass nobody was parked yet, and the pool that is asked first had it.
@@ -129,51 +127,45 @@ def test_a_limit_over_two_pools_lets_go_whoever_has_waited_longest(turned: bool)
 def test_a_limit_over_two_pools_lets_the_higher_band_go_first() -> None:
     one = two_pools(LIMITED)
     limited(one, "base", 0.0)
-    (held,) = decided(one, 0.0)
+    (held,) = grants(one, 0.0)
     limited(one, "base", 1.0)
     limited(one, "other", 2.0, CRITICAL)
-    assert decided(one, 2.0) == []
+    assert grants(one, 2.0) == []
     one.finish(held, Verdict.SERVED, 3.0)
-    assert [grant.request.id for grant in decided(one, 3.0)] == ["2.0"]
+    assert [grant.request.id for grant in grants(one, 3.0)] == ["2.0"]
 
 
 def test_the_oldest_blocked_request_without_room_leaves_a_limit_to_others() -> None:
     one = two_pools(LIMITED)
     limited(one, "other", 0.0)
-    (held,) = decided(one, 0.0)
+    (held,) = grants(one, 0.0)
     limited(one, "base", 1.0)
     limited(one, "other", 2.0)
-    assert decided(one, 2.0) == []
+    assert grants(one, 2.0) == []
     one.submit(request(), 3.0)
-    (full,) = decided(one, 3.0)
+    (full,) = grants(one, 3.0)
     assert full.request.pool == "base"
     one.finish(held, Verdict.SERVED, 4.0)
-    assert [grant.request.id for grant in decided(one, 4.0)] == ["2.0"]
+    assert [grant.request.id for grant in grants(one, 4.0)] == ["2.0"]
 
 
 def test_a_request_blocked_by_one_limit_does_not_block_another() -> None:
     one = pools({"a": 4, "b": 4}, LIMITED, listings={"a": listing(), "b": listing(base="other")})
     limited(one, "base", 0.0)
     limited(one, "base", 0.5, limit="tenant:u")
-    _, held = decided(one, 0.5)
+    _, held = grants(one, 0.5)
     limited(one, "base", 1.0)
     limited(one, "other", 2.0, limit="tenant:u")
     limited(one, "base", 3.0, limit="tenant:u")
-    assert decided(one, 3.0) == []
+    assert grants(one, 3.0) == []
     one.finish(held, Verdict.SERVED, 4.0)
-    assert [grant.request.id for grant in decided(one, 4.0)] == ["2.0"]
+    assert [grant.request.id for grant in grants(one, 4.0)] == ["2.0"]
 
 
 def limited(of: Pools, pool: str, at_s: float, band: int = DEFAULT, limit: str = "tenant:t") -> None:
     """Submit a request that is named by its arrival, and counts against a limit of one in flight over all pools."""
     one = request(id=str(at_s), pool=pool, model=pool, band=band, arrived_s=at_s, limits=(limit,))
     of.submit(one, at_s)
-
-
-def decided(of: Pools, now: float) -> list[Grant]:
-    decisions = of.decide(now)
-    of.check(now)
-    return [decision for decision in decisions if isinstance(decision, Grant)]
 
 
 def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
@@ -198,8 +190,7 @@ def test_a_backend_that_changes_its_model_moves_and_its_leases_run_on(
     # What the old pool's placement knew of it is of use to nobody.
     monkeypatch.setattr(one.schedulers["base"]._placement, "lost", lost.append)
     one.submit(request(), 0.0)
-    (grant,) = one.decide(0.0)
-    assert isinstance(grant, Grant)
+    grant = only_grant(one, 0.0)
     one.listed("a", listing(base="new"))
     one.check(0.0)
     assert lost == ["a"]
@@ -215,8 +206,7 @@ def test_leases_in_a_former_pool_are_revoked_when_the_backend_dies() -> None:
     one.submit(request(), 0.0)
     (grant,) = one.decide(0.0)
     one.listed("a", listing(base="new"))
-    for _ in range(2):
-        one.troubled("a", Trouble.REFUSED)
+    kill(one, "a")
     (revoked,) = one.decide(0.0)
     assert isinstance(grant, Grant)
     assert isinstance(revoked, Revoke)
@@ -236,8 +226,7 @@ def test_a_request_for_a_pool_that_has_gone_is_refused() -> None:
 def test_names_are_remembered_while_their_backend_is_down() -> None:
     no_hold = Settings(queue=QueueSettings(hold_s=0.0))
     one = pools({"a": 4}, no_hold, listings={"a": listing("lora")}, aliases={"fast": "lora"})
-    for _ in range(2):
-        one.troubled("a", Trouble.REFUSED)
+    kill(one, "a")
     assert not one.ready(0.0)
     assert one.catalogue.resolve("fast").model == "lora"
     assert [entry["id"] for entry in one.catalogue.models()] == ["base", "lora", "fast"]
@@ -253,8 +242,7 @@ def test_ready_means_that_some_backend_takes_requests_now() -> None:
     one = pools({"a": 4}, TIGHT)
     assert one.ready(0.0)
     one.submit(request(), 0.0)
-    (grant,) = one.decide(0.0)
-    assert isinstance(grant, Grant)
+    grant = only_grant(one, 0.0)
     one.finish(grant, Verdict.CONNECT_FAILED, 0.0)
     assert not one.ready(0.5)
     assert one.ready(1.0)
@@ -262,8 +250,7 @@ def test_ready_means_that_some_backend_takes_requests_now() -> None:
 
 def test_a_backend_in_no_pool_may_fail_its_polls() -> None:
     one = Pools(TIGHT, {"a": None}, {}, partial(make, TIGHT.placement, Random(0)))
-    one.troubled("a", Trouble.REFUSED)
-    one.troubled("a", Trouble.REFUSED)
+    kill(one, "a")
     assert one.decide(0.0) == []
     assert one.next_wakeup(0.0) is None
     with pytest.raises(Refused) as caught:
@@ -302,18 +289,17 @@ def test_a_policy_that_raises_leaves_every_account_settled(
     monkeypatch.setattr(hearing[kind], hook, faulty)
     for at in range(3):
         one.submit(request(id=str(at), stream=True, limits=("tenant:t",)), 0.0)
-    grants = [decision for decision in one.decide(0.0) if isinstance(decision, Grant)]
-    assert [grant.request.id for grant in grants] == ["0", "1"]
-    for grant in grants:
+    granted = [decision for decision in one.decide(0.0) if isinstance(decision, Grant)]
+    assert [grant.request.id for grant in granted] == ["0", "1"]
+    for grant in granted:
         one.started(grant, 1.0)
         one.progress(grant, 500, 2.0)
         one.finish(grant, Verdict.SERVED, 3.0, Usage(10, 500))
         cached(one, grant, (1, 2))
         one.ended(grant.request, None, 3.0)
-    for _ in range(2):
-        one.troubled("a", Trouble.REFUSED)
+    kill(one, "a")
     one.backends["a"].answered(3.0)
-    (last,) = [decision for decision in one.decide(3.0) if isinstance(decision, Grant)]
+    last = only_grant(one, 3.0)
     one.finish(last, Verdict.CLIENT_GONE, 4.0)
     one.ended(last.request, None, 4.0)
     assert len(one.faults(4.0)) == 1

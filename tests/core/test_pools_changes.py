@@ -12,15 +12,9 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Refuse
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import cached, listing, pools, reading, request
+from tests.core.make import cached, grants, listing, pools, reading, request
 
 TIGHT = Settings(capacity=CapacitySettings(look_ahead=0), ceilings={DEFAULT: 1.0})
-
-
-def grants(of: Pools, now: float = 0.0) -> list[Grant]:
-    decided = of.decide(now)
-    of.check(now)
-    return [one for one in decided if isinstance(one, Grant)]
 
 
 def submit(of: Pools, now: float = 0.0, **given: Any) -> Request:

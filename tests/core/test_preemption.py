@@ -15,7 +15,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import LOOK_MAX, PREEMPT_MAX
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import listing, pools, reading, request
+from tests.core.make import grants, listing, only_grant, pools, reading, request
 
 TIGHT = Settings(ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0))
 
@@ -27,7 +27,7 @@ def full(
     of = pools({"a": slots}, settings)
     for number in range(slots):
         of.submit(request(id=f"low{number}", band=band, stream=stream, flow="low", arrived_s=number / 100), 1.0)
-    return of, [decision for decision in of.decide(1.0) if isinstance(decision, Grant)]
+    return of, grants(of, 1.0)
 
 
 def taken_back(of: Pools, now: float = 2.0) -> list[str]:
@@ -50,8 +50,7 @@ def test_a_sheddable_lease_without_a_byte_is_preempted_for_critical() -> None:
     assert taken_back(of) == ["low0"]
     of.finish(low, Verdict.PREEMPTED, 2.1)
     of.submit(low.request, 2.1, entry=Entry.PREEMPTED)
-    (granted,) = of.decide(2.1)
-    assert isinstance(granted, Grant)
+    granted = only_grant(of, 2.1)
     assert granted.request.band == CRITICAL
 
 
@@ -132,8 +131,7 @@ def test_settings_turn_it_off() -> None:
 def test_nothing_is_taken_back_while_there_is_room() -> None:
     of, _ = full(settings=Settings(ceilings={CRITICAL: 1.0, SHEDDABLE: 0.5}, capacity=CapacitySettings(look_ahead=1)))
     urgent(of)
-    (granted,) = of.decide(2.0)
-    assert isinstance(granted, Grant)
+    only_grant(of, 2.0)
 
 
 def test_nothing_is_taken_back_where_that_makes_no_room() -> None:
@@ -236,12 +234,12 @@ def test_who_was_preempted_comes_back_before_all_others_of_its_flow() -> None:
     for one in reversed(held):
         of.finish(one, Verdict.PREEMPTED, 2.1)
         of.submit(one.request, 2.1, entry=Entry.PREEMPTED)
-    served = [decision for decision in of.decide(2.1) if isinstance(decision, Grant)]
+    served = grants(of, 2.1)
     assert [grant.request.band for grant in served] == [CRITICAL] * 2
     back: list[str] = []
     while served:
         of.finish(served.pop(), Verdict.SERVED, 3.0)
-        served += [decision for decision in of.decide(3.0) if isinstance(decision, Grant)]
+        served += grants(of, 3.0)
         back += [grant.request.id for grant in served[-1:] if grant.request.band == SHEDDABLE]
     assert back == ["low0", "low1", "older"]
 
@@ -297,7 +295,7 @@ def overfilled(slots: int = 8, of_them: int = 2, stream: bool = True) -> tuple[P
     of = pools({"a": 2 * slots}, TIGHT)
     for number in range(slots):
         of.submit(request(id=f"low{number}", band=SHEDDABLE, stream=stream, flow="low", arrived_s=number / 100), 1.0)
-    held = [decision for decision in of.decide(1.0) if isinstance(decision, Grant)]
+    held = grants(of, 1.0)
     of.backends["a"].observe(reading(1.5, running=slots - of_them, waiting=of_them))
     return of, held
 
@@ -314,15 +312,14 @@ def test_a_lease_in_an_engines_queue_is_preempted_despite_seeming_room(stream: b
     # It does not go back there, behind whom it made way for.
     assert of.decide(2.2) == []
     of.backends["a"].observe(reading(2.5, running=7, waiting=0))
-    (granted,) = of.decide(2.6)
-    assert isinstance(granted, Grant)
+    granted = only_grant(of, 2.6)
     assert granted.request.id == "low7"
 
 
 def test_only_those_before_it_make_way_and_only_while_it_waits() -> None:
     of, _ = overfilled(of_them=0)
     urgent(of)
-    (critical,) = (decision for decision in of.decide(2.0) if isinstance(decision, Grant))
+    (critical,) = grants(of, 2.0)
     of.submit(request(id="late", band=SHEDDABLE, stream=True, flow="low"), 2.0)
     of.decide(2.0)
     of.backends["a"].observe(reading(2.5, running=8, waiting=2))
@@ -358,7 +355,7 @@ def test_nothing_is_preempted_for_a_request_at_its_usage_limit() -> None:
     of = pools({"a": 1, "b": 1, "c": 1}, settings)
     of.submit(request(id="above", band=CRITICAL), 1.0)
     of.submit(request(id="first", band=7, limits=("t",)), 1.0)
-    above, first = (one for one in of.decide(1.0) if isinstance(one, Grant))
+    above, first = grants(of, 1.0)
     of.started(first, 1.1)
     of.finish(above, Verdict.SERVED, 1.2)
     of.submit(request(id="low", band=SHEDDABLE), 1.3)

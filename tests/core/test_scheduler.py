@@ -25,13 +25,7 @@ from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import cached, listing, pools, reading, request
-
-
-def grants(of: Pools, now: float = 0.0) -> list[Grant]:
-    decisions = of.decide(now)
-    of.check(now)
-    return [decision for decision in decisions if isinstance(decision, Grant)]
+from tests.core.make import cached, grants, kill, listing, pools, reading, request
 
 
 def refusal(of: Pools, one: Request, now: float = 0.0, excluded: frozenset[str] = frozenset()) -> Refused:
@@ -312,8 +306,7 @@ def test_a_lease_that_ended_before_the_pass_is_not_revoked() -> None:
     one = pools({"a": 4})
     submit(one, request())
     (grant,) = grants(one)
-    one.troubled("a", Trouble.REFUSED)
-    one.troubled("a", Trouble.REFUSED)
+    kill(one, "a")
     one.finish(grant, Verdict.FAILED, 0.0)
     assert one.decide(0.0) == []
 
@@ -336,8 +329,7 @@ def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:
     for grant in old.values():
         one.finish(grant, Verdict.SERVED, 1.0)
     cached(one, old["a"], (1, 2))
-    for _ in range(2):
-        one.troubled("a", Trouble.REFUSED)
+    kill(one, "a")
     # The answers were read before the process was known to be gone, and are told after it.
     cached(one, old["a"], (3, 4))
     cached(one, old["b"], (3, 4))

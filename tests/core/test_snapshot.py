@@ -13,7 +13,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.queueing import lazy_heap, queue
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from llmproxy.core.snapshot import BandSnapshot, PoolSnapshot
-from tests.core.make import listing, pools, reading, request
+from tests.core.make import grants, listing, only_grant, pools, reading, request
 
 NO_LOOK_AHEAD = CapacitySettings(look_ahead=0)
 ACME = "tenant:acme"
@@ -86,7 +86,7 @@ def _granted(house: Pools, one: Request, now: float) -> list[Grant]:
     seat = Grant(1, request(), None, 0.0, 0, None)  # type: ignore[arg-type]
     house.finish(seat, Verdict.SERVED, now)
     house.submit(one, now)
-    return [decision for decision in house.decide(now) if isinstance(decision, Grant)]
+    return grants(house, now)
 
 
 def test_flows_are_shown_in_the_policys_order_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +219,7 @@ def test_parked_requests_are_counted_by_band_and_limit() -> None:
         (ACME, 2),
     ]
     house.finish(seat, Verdict.SERVED, 1.0)
-    (grant,) = house.decide(1.0)
-    assert isinstance(grant, Grant)
+    grant = only_grant(house, 1.0)
     assert grant.request.band == CRITICAL
     assert house.parked() == {ACME: 2}
 

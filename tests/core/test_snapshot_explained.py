@@ -14,7 +14,7 @@ from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import PoolChoices
-from tests.core.make import listing, reading, request
+from tests.core.make import listing, only_grant, reading, request
 
 
 def pools(*backends: str, placement: str = "cost") -> Pools:
@@ -28,9 +28,7 @@ def pools(*backends: str, placement: str = "cost") -> Pools:
 
 def granted(of: Pools, asked: Request, now: float, excluded: frozenset[str] = frozenset()) -> Grant:
     of.submit(replace(asked, arrived_s=now, deadline_s=now + 60.0), now, excluded)
-    (grant,) = of.decide(now)
-    assert isinstance(grant, Grant)
-    return grant
+    return only_grant(of, now)
 
 
 def serve(of: Pools, asked: Request, now: float, took_s: float, output_tokens: int = 11) -> Grant:

@@ -9,7 +9,7 @@ import pytest
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Preempt, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
-from tests.core.make import pools, reading, request
+from tests.core.make import grants, pools, reading, request
 
 SETTINGS = Settings(capacity=CapacitySettings(start_limit=4, look_ahead=0), headroom_s=1_000.0)
 
@@ -21,7 +21,7 @@ def unknown_pool(*names: str, placement: str = "cost") -> Pools:
         of.backends[name].limit.forget()
         runs(of, name, 0.0, 8)
     of.submit(request(id="before", band=CRITICAL), 0.0)
-    (grant,) = (one for one in of.decide(0.0) if isinstance(one, Grant))
+    (grant,) = grants(of)
     of.finish(grant, Verdict.SERVED, 0.0)
     return of
 

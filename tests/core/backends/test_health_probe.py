@@ -26,7 +26,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.policy import FilteredPlacement, presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from tests.core.make import listing, pools, reading, request
+from tests.core.make import grants, listing, pools, reading, request
 
 SETTINGS = Settings(placement="round_robin", ceilings={})
 SERIAL = count()
@@ -74,10 +74,6 @@ def hung(of: Pools, name: str = "a") -> Pools:
 
 def ask(stream: bool = True, **given: Any) -> Request:
     return request(id=f"p{next(SERIAL)}", stream=stream, **given)
-
-
-def grants(of: Pools, now: float) -> list[Grant]:
-    return [decision for decision in of.decide(now) if isinstance(decision, Grant)]
 
 
 def sent(of: Pools, now: float, *asked: Request, excluded: frozenset[str] = frozenset()) -> list[str]:

@@ -11,9 +11,9 @@ from msgspec import structs
 
 from llmproxy.core.backends.health import Ejected, Health, Peers
 from llmproxy.core.backends.outlier_detection import BASE_TOKENS, OutlierDetection
-from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Trouble, Verdict
+from llmproxy.core.domain import Entry, Grant, Placed, Request, Revoke, Verdict
 from llmproxy.core.settings import HealthSettings, Settings
-from tests.core.make import pools, reading, request
+from tests.core.make import kill, pools, reading, request
 
 TICK_S = 0.05
 TOKENS = 100
@@ -360,8 +360,7 @@ def test_engine_with_a_full_cache_is_not_judged() -> None:
 
 def test_usual_speed_is_forgotten_with_its_process() -> None:
     pool = warm()
-    for _ in range(2):
-        pool.of.troubled("a", Trouble.REFUSED)
+    kill(pool.of, "a")
     pool.decide()
     pool.of.backends["a"].answered(pool.now)
     pool.factors["a"] = 6.0

@@ -11,7 +11,7 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, NoCapacity
 from llmproxy.core.placement.policy import NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from tests.core.make import listing, reading, request
+from tests.core.make import grants, listing, reading, request
 
 LATER = NoMatch(whole_model=False, later=True)
 
@@ -36,7 +36,7 @@ def granted(of: Picky, *asked: Request) -> list[str]:
     pools.listed("a", listing())
     for one in asked:
         pools.submit(one, 0.0)
-    return [decision.request.id for decision in pools.decide(0.0) if isinstance(decision, Grant)]
+    return [grant.request.id for grant in grants(pools)]
 
 
 @pytest.mark.parametrize("flows", [("f", "f", "f"), ("f", "g", "h")])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, SHEDDABLE, Drop, Entry, Grant, Outcome, Refused, Trouble, Verdict
+from llmproxy.core.domain import CRITICAL, SHEDDABLE, Drop, Entry, Outcome, Refused, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import listing, pools, request
+from tests.core.make import grants, kill, listing, only_grant, pools, request
 
 
 def house(hold_s: float = 10.0, **backends: int) -> Pools:
@@ -17,8 +17,7 @@ def house(hold_s: float = 10.0, **backends: int) -> Pools:
 
 def down(of: Pools, *names: str) -> None:
     for name in names:
-        for _ in range(2):
-            of.troubled(name, Trouble.REFUSED)
+        kill(of, name)
 
 
 def up(of: Pools, name: str, now: float) -> None:
@@ -27,10 +26,9 @@ def up(of: Pools, name: str, now: float) -> None:
 
 
 def granted(of: Pools, now: float) -> list[str]:
-    decisions = of.decide(now)
-    of.check(now)
+    found = grants(of, now)
     assert of.decide(now) == []
-    return [decision.request.id for decision in decisions if isinstance(decision, Grant)]
+    return [grant.request.id for grant in found]
 
 
 def test_requests_held_for_a_pool_are_served_in_order_when_it_returns() -> None:
@@ -66,8 +64,7 @@ def test_its_own_time_stands_still_while_a_request_is_held() -> None:
     of = house(hold_s=30.0)
     of.submit(request(id="runs"), 0.0)
     of.submit(request(id="waits", deadline_s=5.0), 0.0)
-    (runs,) = of.decide(0.0)
-    assert isinstance(runs, Grant)
+    runs = only_grant(of, 0.0)
     down(of, "a")
     of.decide(4.0)
     of.finish(runs, Verdict.LOST, 4.0)
@@ -84,8 +81,7 @@ def test_its_own_time_stands_still_while_a_request_is_held() -> None:
 def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
     of = house()
     of.submit(request(id="retried"), 0.0)
-    (grant,) = of.decide(0.0)
-    assert isinstance(grant, Grant)
+    grant = only_grant(of, 0.0)
     of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
     of.submit(grant.request, 0.1, frozenset({"a"}), Entry.RETRY)
     assert granted(of, 0.2) == []
@@ -98,8 +94,7 @@ def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
 def test_a_retry_goes_to_another_backend_or_is_refused_without_one() -> None:
     of = house(a=1, b=1)
     of.submit(request(), 0.0, frozenset({"a"}), Entry.RETRY)
-    (grant,) = of.decide(0.0)
-    assert isinstance(grant, Grant)
+    grant = only_grant(of, 0.0)
     assert grant.placed.backend == "b"
     with pytest.raises(Refused, match="has failed this request"):
         of.submit(request(), 0.0, frozenset({"a", "b"}), Entry.RETRY)
@@ -108,8 +103,7 @@ def test_a_retry_goes_to_another_backend_or_is_refused_without_one() -> None:
 def test_without_holding_all_of_these_are_refused_at_once() -> None:
     of = house(hold_s=0.0)
     of.submit(request(), 0.0)
-    (grant,) = of.decide(0.0)
-    assert isinstance(grant, Grant)
+    grant = only_grant(of, 0.0)
     of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
     for excluded, entry in ((frozenset({"a"}), Entry.RETRY), (frozenset(), Entry.NEW)):
         if entry is Entry.NEW:

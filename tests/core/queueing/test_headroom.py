@@ -10,7 +10,7 @@ from llmproxy.core.backends.batch_limit import KEPT_FROM, slots_under
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.settings import CapacitySettings, Settings
-from tests.core.make import pools, request
+from tests.core.make import only_grant, pools, request
 
 
 def test_nothing_is_kept_for_bands_that_nobody_uses() -> None:
@@ -99,8 +99,7 @@ def test_below_the_highest_band_in_use_a_slot_is_always_free(
     one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, settings)
     highest = max(used | set(ceilings)) if headroom_s == inf else max(used)
     one.submit(request(band=highest), 0.0)
-    (first,) = one.decide(0.0)
-    assert isinstance(first, Grant)
+    first = only_grant(one, 0.0)
     one.finish(first, Verdict.SERVED, 1.0)
     for band in sorted(used - {highest}):
         for _ in range(sum(limits) + 10):
@@ -132,8 +131,7 @@ def test_backends_of_four_or_more_keep_a_slot_for_the_highest_band(limit: int) -
 def test_four_sequences_are_enough_for_a_slot_on_each_backend() -> None:
     one = pools({"a": 4, "b": 4}, TIGHT)
     one.submit(request(band=CRITICAL), 0.0)
-    (first,) = one.decide(0.0)
-    assert isinstance(first, Grant)
+    first = only_grant(one, 0.0)
     one.finish(first, Verdict.SERVED, 0.5)
     for _ in range(20):
         one.submit(request(band=DEFAULT), 1.0)
@@ -143,8 +141,7 @@ def test_four_sequences_are_enough_for_a_slot_on_each_backend() -> None:
 def test_two_backends_of_eight_keep_one_slot_each_past_an_idle_band() -> None:
     one = pools({"a": 8, "b": 8}, TIGHT)
     one.submit(request(band=CRITICAL), 0.0)
-    (first,) = one.decide(0.0)
-    assert isinstance(first, Grant)
+    first = only_grant(one, 0.0)
     one.finish(first, Verdict.SERVED, 0.5)
     for _ in range(100):
         one.submit(request(band=SHEDDABLE), 1.0)
@@ -155,8 +152,7 @@ def test_two_backends_of_eight_keep_one_slot_each_past_an_idle_band() -> None:
 def test_small_replicas_keep_one_slot_in_the_whole_pool(limits: tuple[int, ...], granted: int) -> None:
     one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, TIGHT)
     one.submit(request(band=CRITICAL), 0.0)
-    (first,) = one.decide(0.0)
-    assert isinstance(first, Grant)
+    first = only_grant(one, 0.0)
     one.finish(first, Verdict.SERVED, 0.5)
     for _ in range(20):
         one.submit(request(band=SHEDDABLE, deadline_s=100.0), 1.0)

@@ -18,7 +18,6 @@ from llmproxy.core.domain import (
     Preempt,
     Refused,
     Slo,
-    Trouble,
     Usage,
     Verdict,
 )
@@ -27,7 +26,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.min_share import CREDIT_GRANTS, MinShares
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import pools, reading, request
+from tests.core.make import kill, pools, reading, request
 
 
 def granted(of: Pools, now: float = 0.0) -> list[Grant]:
@@ -276,8 +275,7 @@ def test_the_30_acu_example() -> None:
     waits = QueueSettings(band_requests_max=4)
     settings = Settings(ceilings={SHEDDABLE: 1.0}, capacity=CapacitySettings(look_ahead=0), queue=waits)
     of = pools({"a": 70, "b": 30}, settings)
-    for _ in range(2):
-        of.troubled("b", Trouble.REFUSED)
+    kill(of, "b")
     running: Counter[int] = Counter()
     refused: Counter[int] = Counter()
     leases: dict[int, Grant] = {}

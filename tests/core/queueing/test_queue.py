@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Refused, Request, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Refused, Request, Verdict
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
@@ -10,7 +10,7 @@ from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.ordering import Rank
 from llmproxy.core.queueing.queue import Band, Queued, head_rank
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import pools, request
+from tests.core.make import only_grant, pools, request
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
@@ -280,12 +280,10 @@ def test_what_came_back_has_not_left_the_queue() -> None:
 def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verdict, entry: Entry) -> None:
     of = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(band_requests_max=1)))
     of.submit(request(band=CRITICAL), 0.0)
-    (served,) = of.decide(0.0)
-    assert isinstance(served, Grant)
+    served = only_grant(of, 0.0)
     of.finish(served, Verdict.SERVED, 10.0)
     of.submit(request(id="again"), 10.0)
-    (again,) = of.decide(10.0)
-    assert isinstance(again, Grant)
+    again = only_grant(of, 10.0)
     of.finish(again, verdict, 20.0)
     of.submit(again.request, 20.0, entry=entry)
     with pytest.raises(Refused) as caught:

@@ -19,7 +19,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import listing, pools, request
+from tests.core.make import grants, listing, pools, request
 
 TENANT = "tenant:acme"
 
@@ -36,10 +36,9 @@ def theirs(**given: Any) -> Request:
 
 
 def granted(of: Pools, now: float = 0.0) -> list[Grant]:
-    decisions = of.decide(now)
-    of.check(now)
+    found = grants(of, now)
     assert of.decide(now) == []
-    return [decision for decision in decisions if isinstance(decision, Grant)]
+    return found
 
 
 def names(grants: list[Grant]) -> list[str]:

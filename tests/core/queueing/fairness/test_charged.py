@@ -5,7 +5,7 @@ import pytest
 from llmproxy.core.domain import Grant, Usage, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from tests.core.make import pools, request
+from tests.core.make import only_grant, pools, request
 
 
 def account(of: Pools, flow: str = "flow", band: int = 0) -> float:
@@ -15,9 +15,7 @@ def account(of: Pools, flow: str = "flow", band: int = 0) -> float:
 
 def granted(of: Pools, now: float = 0.0, weight: float = 1.0) -> Grant:
     of.submit(request(prompt_tokens=100, output_tokens=50, stream=True, weight=weight), now)
-    (grant,) = of.decide(now)
-    assert isinstance(grant, Grant)
-    return grant
+    return only_grant(of, now)
 
 
 def test_the_estimate_is_charged_at_dispatch_and_trued_up_at_the_end() -> None:
