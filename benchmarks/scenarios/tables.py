@@ -14,7 +14,7 @@ from benchmarks.scenarios.scenario import OURS, Found, Place
 from benchmarks.scenarios.statistics import Ratio, paired_ratio
 from benchmarks.scenarios.tuning import Runs, Tuned
 from llmproxy.lab.policies.by_name import ORACLE
-from llmproxy.lab.results.report import Extra, ExtraTable, ReportUnavailable, write_report
+from llmproxy.lab.results.report import Extra, ExtraTable, ReportUnavailable, page
 from llmproxy.lab.results.result import SimulationResult, load_label, write_result
 from llmproxy.lab.run.runs import Finished
 
@@ -209,14 +209,9 @@ def write_pages(
         write_result(folder / "result.json", result)
         trails = {one.run.key: one.trail for one in some if one.point.seed == seeds[0]}
         try:
-            write_report(
-                folder / "report.html",
-                result,
-                trails,
-                f"{scenario.key} {scenario.title}: {case.name}",
-                OURS,
-                extra=_extra(judged, goals),
-            )
+            title = f"{scenario.key} {scenario.title}: {case.name}"
+            html = page(result, trails, title, OURS, _extra(judged, goals))
+            (folder / "report.html").write_text(html, encoding="utf-8")
         except ReportUnavailable as error:
             print(f"no report.html: {error}")
 

@@ -18,7 +18,7 @@ from llmproxy.lab.fleet.fleet_file import FleetError, fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
 from llmproxy.lab.policies.by_name import ORACLE, PolicyPlan, is_own, own_name, plan_named
-from llmproxy.lab.results.report import ReportUnavailable, write_report
+from llmproxy.lab.results.report import ReportUnavailable, page
 from llmproxy.lab.results.result import Bound, SimulationResult, load_label, write_result
 from llmproxy.lab.results.table import print_tables
 from llmproxy.lab.run.runs import Finished, Point, Simulation, points, prepared, run_all
@@ -204,7 +204,7 @@ def _write(
         console.print(f"wrote {out / 'result.json'}", soft_wrap=True, markup=False)
         trails = {one.run.key: one.trail for one in finished}
         own = [one.run.policy for one in finished if is_own(one.run.policy)]
-        write_report(out / "report.html", result, trails, _title(options), own)
+        (out / "report.html").write_text(page(result, trails, _title(options), own), encoding="utf-8")
         console.print(f"wrote {out / 'report.html'}", soft_wrap=True, markup=False)
     except ReportUnavailable as error:
         (out / "report.html").unlink()

@@ -6,16 +6,14 @@ This module needs the optional dependency matplotlib.
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogFormatter
@@ -23,18 +21,12 @@ from matplotlib.ticker import FuncFormatter, LogFormatter
 INK, MUTED, GRID, PAGE = "#1b1f24", "#6a737d", "#d8dee5", "#fefefe"
 SERIES = "#0060c0", "#c8500a", "#00805a", "#a8447f", "#2f9ac6", "#a87900", "#7a4b2a"
 """Hues that people with the common colour blindnesses can tell apart; no two lines differ by hue alone."""
-VARIABLES = dict(zip((INK, MUTED, GRID, PAGE), ("--ink", "--muted", "--grid", "--page"), strict=True)) | {
-    hue: f"--c{i}" for i, hue in enumerate(SERIES)
+VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAGE: "--page"} | {
+    h: f"--c{SERIES.index(h)}" for h in SERIES
 }
 """The CSS variable that replaces each colour in the SVG, so that the page's style sheet decides."""
-DASHES: tuple[Any, ...] = ((0, (5, 1.6)), "-", (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1.2)))
-BOUND_STYLE: Any = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 2))}
-LABEL_BOX = {"facecolor": PAGE, "edgecolor": "none", "pad": 0.8}
-MARKERS = "osD^vPX<>*h"
 WIDTH_IN = 10.5
-PANELS_ACROSS = 4
 NAME_MAX = 34
-
 _STYLE: Any = {
     "svg.fonttype": "path",  # letters as outlines take the same room on every machine
     "svg.hashsalt": "llmproxy",
@@ -55,8 +47,11 @@ _STYLE: Any = {
     "text.color": INK,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
+    "figure.labelsize": 8.5,
     "legend.frameon": False,
+    "legend.fontsize": 8,
     "legend.handlelength": 3.2,
+    "legend.labelspacing": 0.45,
 }
 
 
@@ -92,24 +87,9 @@ def log_ticks(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(3, 1)))
 
 
-def panels(names: Sequence[str], height_in: float) -> tuple[Figure, list[Axes]]:
-    """One small panel with a title for each name, as many in a row as fit, all with the same axes."""
-    rows = math.ceil(len(names) / PANELS_ACROSS)
-    columns = math.ceil(len(names) / rows)
-    figure = new_figure(0.5 + height_in * rows + (0.6 if rows == 1 else 0.0))
-    grid = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
-    for i, axes in enumerate(grid):
-        if i < len(names):
-            axes.set_title(short(names[i]), fontsize=8.5 if len(names[i]) <= 24 else 7)
-            axes.xaxis.set_tick_params(labelbottom=i >= len(names) - columns)
-        else:
-            axes.remove()
-    return figure, grid[: len(names)]
-
-
 def add_legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    legend = figure.legend(handles, labels, loc="outside right upper", fontsize=8, labelspacing=0.45)
+    legend = figure.legend(handles, labels, loc="outside right upper")
     for handle, source in zip(legend.legend_handles, handles, strict=True):
         if handle is not None and isinstance(source, Line2D):
             handle.set_gid(source.get_gid())
@@ -117,17 +97,17 @@ def add_legend(figure: Figure, axes: Axes) -> None:
 
 def to_svg(figure: Figure, number: int) -> str:
     """An `svg` element to stand in a page. `number` makes the ids of the plots of one page distinct."""
-    FigureCanvasSVG(figure)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = text.getvalue().partition("<svg")[2]
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
     svg = re.sub(r'id="series-(\d+)"', r'class="series s\1"', svg)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>p{number}-", svg)
-    view_box = re.search(r'viewBox="[^"]*"', svg)
-    assert view_box is not None
+    # The page decides the size.
     return re.sub(
-        r"<svg [^>]*>", f'<svg {view_box[0]} role="img" xmlns:xlink="http://www.w3.org/1999/xlink">', svg, count=1
+        r'^[^>]*(viewBox="[^"]*")[^>]*>',
+        r'<svg \1 role="img" xmlns:xlink="http://www.w3.org/1999/xlink">',
+        svg,
+        count=1,
     )

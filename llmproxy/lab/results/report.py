@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmproxy.lab.results.result import LoadPoint, Row, RunKey, SimulationResult, Trail, load_points, policies_of
+from llmproxy.lab.results.result import (
+    REFERENCES,
+    LoadPoint,
+    Row,
+    RunKey,
+    SimulationResult,
+    Trail,
+    load_points,
+    policies_of,
+)
 from llmproxy.lab.results.table import (
     COLUMNS,
     MISSING,
     ORACLE_NOTE,
-    REFERENCES,
     bound_value,
     bounds_by_name,
     has_oracle,
+    heading,
     is_best,
     write,
 )
@@ -28,7 +36,6 @@ if TYPE_CHECKING:
 FACTS_FIRST = ("workload", "case", "trace", "requests", "trace_duration_s", "fleet", "replicas", "proxies", "seeds")
 FACT_MAX = 120
 """Longer values of the configuration are shown in full below the plots only."""
-HIT_BOUNDS = ("hit_pooled_lru",)
 RULES = (
     "Every policy met the same arrivals. Goodput is the share of all <em>offered</em> requests that were completed "
     "within both of their objectives, time to first token and mean time per output token: refusals, timeouts and "
@@ -61,88 +68,83 @@ class ReportUnavailable(Exception):  # noqa: N818 - something is missing, nothin
     """The report cannot be drawn on this installation. The message says what to install."""
 
 
-def write_report(
-    path: Path,
-    result: SimulationResult,
-    trails: Mapping[RunKey, Trail],
-    title: str = "llmproxy simulate",
-    own: Collection[str] = (),
-    references: Collection[str] = REFERENCES,
-    hit_bounds: Collection[str] = HIT_BOUNDS,
-    extra: Extra = NOTHING_MORE,
-) -> None:
-    """Write `result` as a page to `path`. Equal arguments give equal bytes.
-
-    `trails` are those of the runs that plots over time and distributions may choose from. `own` policies are drawn
-    thicker, `references` are yardsticks that cannot win, `hit_bounds` names the bounds that are hit ratios.
-    Raises ReportUnavailable without matplotlib, OSError when the file cannot be written.
-    """
-    path.write_text(page(result, trails, title, own, references, hit_bounds, extra), encoding="utf-8")
-
-
 def page(
     result: SimulationResult,
     trails: Mapping[RunKey, Trail],
     title: str,
     own: Collection[str] = (),
-    references: Collection[str] = REFERENCES,
-    hit_bounds: Collection[str] = HIT_BOUNDS,
     extra: Extra = NOTHING_MORE,
 ) -> str:
-    """The page that `write_report` writes."""
-    figures = _figures(result, trails, own, references, hit_bounds, extra)
-    policies = policies_of(result, references)
-    points = load_points(result, references)
-    tables = "".join(_load(point, policies, own, references) for point in points) or "<p>Nothing was run.</p>"
+    """`result` as an HTML page. Equal arguments give equal text.
+
+    `trails` are those of the runs that plots over time and distributions may choose from; `own` policies are drawn
+    thicker. Raises ReportUnavailable without matplotlib.
+    """
+    figures = _figures(result, trails, own, extra)
+    policies, points = policies_of(result), load_points(result)
+    tables = "".join(_load(point, policies, own) for point in points) or "<p>Nothing was run.</p>"
     rules = f"{RULES} {ORACLE_NOTE}" if has_oracle(points) else RULES
+    extras = "".join(
+        _section(
+            one.title,
+            _table([_text("th", head) for head in one.heads], [[_text("td", x) for x in row] for row in one.rows]),
+        )
+        for one in extra.tables
+    )
+    config = escape(json.dumps(_rounded(result.config), indent=2, ensure_ascii=False))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{_CSS}</style></head><body>
 <header><h1>{escape(title)}</h1>{_facts(result, points, policies)}<p class="rules">{rules}</p></header>
-<main><section><h2>Results</h2>{tables}</section>{"".join(map(_extra_table, extra.tables))}{_bounds(points)}
+<main><section><h2>Results</h2>{tables}</section>{extras}{_bounds(points)}
 {figures}
-<section><h2>Configuration</h2><details><summary>All that the runs depend on</summary><pre>{_config(result)}</pre>
+<section><h2>Configuration</h2><details><summary>All that the runs depend on</summary><pre>{config}</pre>
 </details></section></main><script>{_SCRIPT}</script></body></html>
 """
 
 
-def _figures(
-    result: SimulationResult,
-    trails: Mapping[RunKey, Trail],
-    own: Collection[str],
-    references: Collection[str],
-    hit_bounds: Collection[str],
-    extra: Extra,
-) -> str:
+def _figures(result: SimulationResult, trails: Mapping[RunKey, Trail], own: Collection[str], extra: Extra) -> str:
     try:
         from llmproxy.lab.results import drawing, plots
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("llmproxy"):
             raise
         raise ReportUnavailable(f"the report needs {error.name}: pip install 'llmproxy-lb[lab]'") from error
+    sections = []
     with drawing.style():
-        drawn = [*(extra.draw() if extra.draw is not None else ())]
-        drawn += plots.draw_all(result, trails, own, references, hit_bounds)
-        svgs = [drawing.to_svg(plot.figure, i) if plot.figure else "" for i, plot in enumerate(drawn)]
-    return "\n".join(_figure(plot, svg) for plot, svg in zip(drawn, svgs, strict=True))
-
-
-def _figure(plot: Plot, svg: str) -> str:
-    caption = escape(plot.caption)
-    if not svg:
-        return f"<section><h2>{escape(plot.title)}</h2><p class=absent>{caption}</p></section>"
-    return f"<section><h2>{escape(plot.title)}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure></section>"
+        drawn = [*(extra.draw() if extra.draw is not None else ()), *plots.draw_all(result, trails, own)]
+        for i, plot in enumerate(drawn):
+            content = f"<p class=absent>{escape(plot.caption)}</p>"
+            if plot.figure is not None:
+                svg = drawing.to_svg(plot.figure, i)
+                content = f"<figure>{svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
+            sections.append(_section(plot.title, content))
+    return "\n".join(sections)
 
 
 # --- words and tables -------------------------------------------------------------------------------------------------
 
 
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def _text(tag: str, text: str) -> str:
+    return f"<{tag} class=text>{escape(text)}</{tag}>"
+
+
+def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are HTML already."""
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    head = f"<thead><tr>{''.join(heads)}</tr></thead>"
+    return f"<div class=wide><table class=bounds>{head}<tbody>{body}</tbody></table></div>"
+
+
 def _facts(result: SimulationResult, points: list[LoadPoint], policies: list[str]) -> str:
     """What was simulated, in short: the plain values of the configuration, and figures of the runs themselves."""
-    facts = {name: _plain(value) for name, value in result.config.items()}
     ranks = {name: rank for rank, name in enumerate(FACTS_FIRST)}
-    ordered = sorted(facts, key=lambda name: ranks.get(name, len(ranks)))
-    facts = {name: text for name in ordered if (text := facts[name]) is not None}
+    ordered = sorted(result.config, key=lambda name: ranks.get(name, len(ranks)))
+    facts = {name: text for name in ordered if (text := _plain(result.config[name])) is not None}
     facts |= {
         "policies": str(len(policies)),
         "rate_scale": ", ".join(f"{rate:g}" for rate in sorted({point.rate_scale for point in points})),
@@ -150,29 +152,16 @@ def _facts(result: SimulationResult, points: list[LoadPoint], policies: list[str
         "runs": f"{len(result.runs):,}",
         "requests simulated": f"{sum(run.offered for run in result.runs):,}",
     }
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(text or MISSING)}</dd></div>" for name, text in facts.items()
-    )
-    return f"<dl>{items}</dl>"
-
-
-def _extra_table(table: ExtraTable) -> str:
-    heads = "".join(f"<th class=text>{escape(head)}</th>" for head in table.heads)
-    rows = "".join(f"<tr>{''.join(f'<td class=text>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-    return (
-        f"<section><h2>{escape(table.title)}</h2><div class=wide><table class=bounds><thead><tr>{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div></section>"
-    )
+    items = (f"<div><dt>{escape(name)}</dt><dd>{escape(text or MISSING)}</dd></div>" for name, text in facts.items())
+    return f"<dl>{''.join(items)}</dl>"
 
 
 def _plain(value: object) -> str | None:
     """A value on one line, None for what is too long or too deep for it."""
-    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        text = ", ".join(str(_rounded(item)) for item in value)
-    elif isinstance(value, str | int | float):
-        text = str(_rounded(value))
-    else:
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str | int | float) for item in items):
         return None
+    text = ", ".join(str(_rounded(item)) for item in items)
     return text if len(text) <= FACT_MAX else None
 
 
@@ -185,14 +174,11 @@ def _rounded(value: Any) -> Any:
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _load(point: LoadPoint, policies: list[str], own: Collection[str], references: Collection[str]) -> str:
-    rivals = [row for row in point.rows if row.policy not in references]
+def _load(point: LoadPoint, policies: list[str], own: Collection[str]) -> str:
     heads = "".join(f"<th>{_head(column.title)}</th>" for column in COLUMNS)
-    rows = "".join(_row(row, rivals, policies.index(row.policy), own, references) for row in point.rows)
-    seeds = max(row.seeds for row in point.rows)
-    note = f", mean of {seeds} seeds" if seeds > 1 else ""
+    rows = "".join(_row(row, point, policies.index(row.policy), own) for row in point.rows)
     return (
-        f"<h3>{escape(point.label)}{note}</h3><div class=wide><table><thead><tr><th>policy</th>{heads}</tr></thead>"
+        f"<h3>{escape(heading(point))}</h3><div class=wide><table><thead><tr><th>policy</th>{heads}</tr></thead>"
         f"<tbody>{rows}</tbody></table></div>"
     )
 
@@ -202,13 +188,10 @@ def _head(title: str) -> str:
     return escape(title.replace("-\n", "").replace("\n", " ") + unit)
 
 
-def _row(row: Row, rivals: list[Row], number: int, own: Collection[str], references: Collection[str]) -> str:
-    kind = "own" if row.policy in own else "reference" if row.policy in references else "baseline"
+def _row(row: Row, point: LoadPoint, number: int, own: Collection[str]) -> str:
+    kind = "own" if row.policy in own else "reference" if row.policy in REFERENCES else "baseline"
     cells = "".join(
-        f"<td class=best>{write(column, row)}</td>"
-        if is_best(column, row, rivals)
-        else f"<td>{write(column, row)}</td>"
-        for column in COLUMNS
+        f"<td{' class=best' if is_best(column, row, point) else ''}>{write(column, row)}</td>" for column in COLUMNS
     )
     return f'<tr class="{kind} series s{number}"><th>{escape(row.policy)}</th>{cells}</tr>'
 
@@ -217,22 +200,19 @@ def _bounds(points: list[LoadPoint]) -> str:
     bounds = bounds_by_name(points)
     if not bounds:
         return ""
-    loads = "".join(f"<th>rate {point.rate_scale:g}<br>prefill {point.prefill_scale:g}</th>" for point in points)
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th>"
-        + "".join(f"<td>{bound_value(point.bounds.get(name))}</td>" for point in points)
-        + f"<td class=text>{escape(bound.unit)}</td><td class=text>{escape(bound.about)}</td></tr>"
+    loads = [f"<th>rate {point.rate_scale:g}<br>prefill {point.prefill_scale:g}</th>" for point in points]
+    rows = (
+        [
+            f"<th>{escape(name)}</th>",
+            *(f"<td>{bound_value(point.bounds.get(name))}</td>" for point in points),
+            _text("td", bound.unit),
+            _text("td", bound.about),
+        ]
         for name, bound in bounds.items()
     )
-    head = f"<tr><th>bound</th>{loads}<th class=text>unit</th><th class=text>what it bounds</th></tr>"
-    return (
-        "<section><h2>Bounds</h2><div class=wide><table class=bounds>"
-        f"<thead>{head}</thead><tbody>{rows}</tbody></table></div></section>"
+    return _section(
+        "Bounds", _table(["<th>bound</th>", *loads, _text("th", "unit"), _text("th", "what it bounds")], rows)
     )
-
-
-def _config(result: SimulationResult) -> str:
-    return escape(json.dumps(_rounded(result.config), indent=2, ensure_ascii=False))
 
 
 # --- the look of the page ---------------------------------------------------------------------------------------------

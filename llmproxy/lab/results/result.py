@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 FORMAT: Final = "llmproxy-simulate/1"
 SIGNIFICANT_DIGITS = 6
+REFERENCES = frozenset({"oracle"})
+"""Yardsticks among the policies: they see what no policy can, so being better than the others is no merit."""
 
 
 def _by_key(value: Any) -> Any:
@@ -336,15 +338,15 @@ class LoadPoint(NamedTuple):
         return load_label(self.rate_scale, self.prefill_scale)
 
 
-def policies_of(result: SimulationResult, last: Collection[str] = ()) -> list[str]:
-    """The policies in the order of their first run, those of `last` after all others."""
+def policies_of(result: SimulationResult) -> list[str]:
+    """The policies in the order of their first run, the references after all others."""
     policies = list(dict.fromkeys(run.policy for run in result.runs))
-    return sorted(policies, key=lambda policy: policy in last)
+    return sorted(policies, key=lambda policy: policy in REFERENCES)
 
 
-def load_points(result: SimulationResult, last: Collection[str] = ()) -> list[LoadPoint]:
+def load_points(result: SimulationResult) -> list[LoadPoint]:
     """The runs by load, lighter ones first, and the policies of each in the order of `policies_of`."""
-    policies = policies_of(result, last)
+    policies = policies_of(result)
     loads = sorted({(run.prefill_scale, run.rate_scale) for run in result.runs})
     points = []
     for prefill, rate in loads:

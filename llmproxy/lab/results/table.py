@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rich import box
@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmproxy.lab.results.result import Bound, LoadPoint, Row, SimulationResult, best, load_points
+from llmproxy.lab.results.result import REFERENCES, Bound, LoadPoint, Row, SimulationResult, best, load_points
 
-REFERENCES = frozenset({"oracle"})
-"""Yardsticks among the policies: they see what no policy can, so being better than the others is no merit."""
 NOTE = (
     "Goodput is of all offered requests: a refusal or a failure is a miss. Latencies are of completed requests, "
     "in seconds, TPOT in milliseconds. Bold: best of its column."
@@ -47,25 +45,17 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
 
 
-def percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def ratio(value: float) -> str:
-    return f"{value:.2f}"
-
-
 COLUMNS = (
-    Column("good-\nput", "goodput", percent),
+    Column("good-\nput", "goodput", "{:.1%}".format),
     Column("TTFT\np50", "ttft_p50_s", seconds),
     Column("TTFT\np99", "ttft_p99_s", seconds),
     Column("TPOT\np50", "tpot_p50_s", milliseconds),
     Column("TPOT\np99", "tpot_p99_s", milliseconds),
     Column("queue\np99", "queue_wait_p99_s", seconds),
-    Column("hit", "hit", percent),
-    Column("imba-\nlance", "imbalance", ratio),
-    Column("re-\nfused", "refused", percent),
-    Column("fail-\ned", "failed", percent),
+    Column("hit", "hit", "{:.1%}".format),
+    Column("imba-\nlance", "imbalance", "{:.2f}".format),
+    Column("re-\nfused", "refused", "{:.1%}".format),
+    Column("fail-\ned", "failed", "{:.1%}".format),
 )
 
 
@@ -75,8 +65,9 @@ def write(column: Column, row: Row) -> str:
     return MISSING if value is None else column.write(value)
 
 
-def is_best(column: Column, row: Row, rivals: Collection[Row]) -> bool:
-    """Whether `row` reads as the best of `rivals` in `column`. Where most of them do, none is worth pointing at."""
+def is_best(column: Column, row: Row, point: LoadPoint) -> bool:
+    """Whether `row` reads as the best policy of `point` in `column`. Where most do, none is worth pointing at."""
+    rivals = [row for row in point.rows if row.policy not in REFERENCES]
     winner = best(rivals, column.field)
     if winner is None:
         return False
@@ -84,14 +75,14 @@ def is_best(column: Column, row: Row, rivals: Collection[Row]) -> bool:
     return row in winners and 2 * len(winners) <= len(rivals)
 
 
-def print_tables(result: SimulationResult, console: Console, references: Collection[str] = REFERENCES) -> None:
+def print_tables(result: SimulationResult, console: Console) -> None:
     """One table for each load, and below them the bounds of all loads together."""
-    points = load_points(result, references)
+    points = load_points(result)
     if not points:
         console.print("Nothing was run.")
         return
     for point in points:
-        console.print(_table(point, references, console.width))
+        console.print(_table(point, console.width))
     console.print(Text(NOTE, style="dim"))
     if has_oracle(points):
         console.print(Text(ORACLE_NOTE, style="dim"))
@@ -112,18 +103,20 @@ def bounds_by_name(points: Sequence[LoadPoint]) -> dict[str, Bound]:
     return {name: bound for point in reversed(points) for name, bound in point.bounds.items()}
 
 
-def _table(point: LoadPoint, references: Collection[str], width: int) -> Table:
+def heading(point: LoadPoint) -> str:
     seeds = max(row.seeds for row in point.rows)
-    title = point.label + (f", mean of {seeds} seeds" if seeds > 1 else "")
-    wide = width >= 100
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1 if wide else 0))
+    return point.label + (f", mean of {seeds} seeds" if seeds > 1 else "")
+
+
+def _table(point: LoadPoint, width: int) -> Table:
+    padding = (0, 1 if width >= 100 else 0)
+    table = Table(title=heading(point), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=padding)
     table.add_column("policy", overflow="fold")
     for column in COLUMNS:
         table.add_column(column.title, justify="right", no_wrap=True)
-    rivals = [row for row in point.rows if row.policy not in references]
     for row in point.rows:
-        cells = [Text(write(column, row), style="bold" if is_best(column, row, rivals) else "") for column in COLUMNS]
-        table.add_row(Text(row.policy), *cells, style="italic" if row.policy in references else "")
+        cells = [Text(write(column, row), style="bold" if is_best(column, row, point) else "") for column in COLUMNS]
+        table.add_row(Text(row.policy), *cells, style="italic" if row.policy in REFERENCES else "")
     return table
 
 

@@ -151,9 +151,9 @@ def test_loads_come_lighter_first_and_yardsticks_last() -> None:
         for rate, prefill in ((2.0, 1.0), (1.0, 1.9), (1.0, 1.0))
     ]
     result = SimulationResult(runs=runs)
-    points = load_points(result, {"oracle"})
+    points = load_points(result)
     assert [(point.prefill_scale, point.rate_scale) for point in points] == [(1.0, 1.0), (1.0, 2.0), (1.9, 1.0)]
-    assert [row.policy for row in points[0].rows] == ["random", "blend", "oracle"] == policies_of(result, {"oracle"})
+    assert [row.policy for row in points[0].rows] == ["random", "blend", "oracle"] == policies_of(result)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
