@@ -8,7 +8,9 @@ import gzip
 import os
 import random
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
@@ -53,10 +55,6 @@ async def hang(_: web.Request) -> web.StreamResponse:
     raise AssertionError
 
 
-async def hang_on() -> None:
-    await asyncio.Event().wait()
-
-
 async def hang_up(request: web.Request) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.abort()
@@ -75,6 +73,13 @@ async def never_end(request: web.Request) -> web.StreamResponse:
     await response.prepare(request)
     while True:
         await response.write(b"x" * 65536)
+
+
+BOMB = gzip.compress(bytes(64 << 20))
+
+
+async def explode(_: web.Request) -> web.StreamResponse:
+    return web.Response(body=BOMB, headers={"content-encoding": "gzip"})
 
 
 class FakeVllm:
@@ -120,13 +125,11 @@ class Sink(BackendObserver):
     enough: asyncio.Event = field(default_factory=asyncio.Event)
 
     def listed(self, backend: str, listing: Listing) -> None:
-        assert backend == "b"
-        self.seen.append("listed")
+        self._seen(backend, "listed")
         self.listings.append(listing)
 
     def observe(self, backend: str, reading: Reading) -> None:
-        assert backend == "b"
-        self.seen.append("observe")
+        self._seen(backend, "observe")
         self.readings.append(reading)
 
     def published(self, backend: str, limit: int) -> None:
@@ -135,20 +138,20 @@ class Sink(BackendObserver):
         self.told.set()
 
     def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
-        assert backend == "b"
-        self.seen.append(f"unread: {trouble.value}")
-        self.details.append(detail)
+        self._seen(backend, f"unread: {trouble.value}", detail)
 
     def answered(self, backend: str) -> None:
-        assert backend == "b"
-        self.seen.append("answered")
+        self._seen(backend, "answered")
         if self.seen.count("answered") >= 3:
             self.enough.set()
 
     def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
+        self._seen(backend, trouble.value, detail)
+
+    def _seen(self, backend: str, word: str, *details: str) -> None:
         assert backend == "b"
-        self.seen.append(trouble.value)
-        self.details.append(detail)
+        self.seen.append(word)
+        self.details.extend(details)
 
     def take(self) -> list[str]:
         seen, self.seen = self.seen, []
@@ -168,18 +171,23 @@ class Bench:
     works: bool = True
 
     def poller(self, url: str | None = None, api_key: str | None = None) -> Poller:
-        rng = random.Random(1)
+        times, rng = cast(PollConfig, self.times), random.Random(1)
         return Poller(
-            "b",
-            url or self.url,
-            api_key,
-            self.upstream,
-            self.sink,
-            cast(PollConfig, self.times),
-            has_work=lambda: self.works,
-            clock=lambda: self.now,
-            rng=rng,
-        )
+            "b", url or self.url, api_key, self.upstream, self.sink, times,
+            has_work=lambda: self.works, clock=lambda: self.now, rng=rng,
+        )  # fmt: skip
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Let a poller run as a task with pauses of a millisecond, unless `times` were set; it ends when cancelled."""
+        if self.times == Times():
+            self.times = Times(interval_s=0.001, page_interval_s=0.001)
+        task = asyncio.create_task(self.poller().run())
+        async with asyncio.timeout(10):
+            yield
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
     async def polls(self, poller: Poller, seconds: float) -> int:
         """Let the poller run for so long. Returns the number of polls."""
@@ -247,17 +255,14 @@ async def test_an_older_listing_does_not_replace_a_newer_one(bench: Bench) -> No
     assert [card.name for card in bench.sink.listings[0].cards] == ["tiny", "new"]
 
 
-async def test_a_poll_sends_the_key_and_the_needed_metric_names(bench: Bench) -> None:
-    await bench.poller(api_key="s3cret").poll_once()
+@pytest.mark.parametrize(("api_key", "sent"), [("s3cret", "Bearer s3cret"), (None, None)])
+async def test_a_poll_sends_its_key_and_the_needed_metric_names(
+    bench: Bench, api_key: str | None, sent: str | None
+) -> None:
+    await bench.poller(api_key=api_key).poll_once()
     assert bench.vllm.requests[-1].query.getall("name[]") == list(METRIC_NAMES)
     for request in bench.vllm.requests:
-        assert request.headers["Authorization"] == "Bearer s3cret"
-        assert request.headers["Accept-Encoding"] == "identity"
-
-
-async def test_a_poll_without_a_key_sends_none(bench: Bench) -> None:
-    await bench.poller().poll_once()
-    assert "Authorization" not in bench.vllm.requests[0].headers
+        assert (request.headers.get("Authorization"), request.headers["Accept-Encoding"]) == (sent, "identity")
 
 
 async def test_a_reading_is_stamped_with_the_time_its_scrape_was_sent(bench: Bench) -> None:
@@ -270,31 +275,19 @@ async def test_a_reading_is_stamped_with_the_time_its_scrape_was_sent(bench: Ben
     assert bench.sink.readings[0].taken_at_s == 1000.0
 
 
-async def test_each_question_has_its_own_interval(bench: Bench) -> None:
-    polls = await bench.polls(bench.poller(), 10.0)
-    asked = {path: bench.vllm.asked.count(path) for path in bench.vllm.asked}
-    assert 50 <= asked["/metrics/"] <= polls <= 90
-    assert 10 <= asked["/health"] <= 13
-    assert 5 <= asked["/v1/models"] <= 7
-    assert "/metrics" not in asked
-
-
-@pytest.mark.parametrize(("works", "running", "waiting"), [(True, 0, 0), (False, 1, 0), (False, 0, 1)])
-async def test_a_backend_with_work_of_ours_or_of_others_is_read_often(
-    bench: Bench, works: bool, running: int, waiting: int
-) -> None:
+@pytest.mark.parametrize(("works", "running", "waiting"), [(True, 0, 0), (False, 1, 0), (False, 0, 1), (False, 0, 0)])
+async def test_each_question_has_its_own_interval(bench: Bench, works: bool, running: int, waiting: int) -> None:
     bench.works = works
     bench.vllm.answers["/metrics/"] = saying(load(running, waiting))
-    await bench.polls(bench.poller(), 10.0)
-    assert bench.vllm.asked.count("/metrics/") >= 50
-
-
-async def test_an_idle_backend_is_read_with_its_health(bench: Bench) -> None:
-    bench.works = False
-    bench.vllm.answers["/metrics/"] = saying(load(0, 0))
-    await bench.polls(bench.poller(), 10.0)
-    assert 10 <= bench.vllm.asked.count("/metrics/") <= bench.vllm.asked.count("/health") <= 13
-    assert 5 <= bench.vllm.asked.count("/v1/models") <= 7
+    polls = await bench.polls(bench.poller(), 10.0)
+    asked = Counter(bench.vllm.asked)
+    assert 10 <= asked["/health"] <= 13
+    assert 5 <= asked["/v1/models"] <= 7
+    assert asked["/metrics"] == 0
+    if works or running or waiting:
+        assert 50 <= asked["/metrics/"] <= polls <= 90
+    else:
+        assert 10 <= asked["/metrics/"] <= asked["/health"]
 
 
 async def test_an_idle_backend_is_read_at_once_when_it_gets_work(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,17 +301,13 @@ async def test_an_idle_backend_is_read_at_once_when_it_gets_work(bench: Bench, m
         return web.Response(text=load(0, 0))
 
     bench.vllm.answers["/metrics/"] = page
-    task = asyncio.create_task(bench.poller().run())
-    async with asyncio.timeout(10):
+    async with bench.running():
         await read.get()
         # Not before its answer was taken in.
         while "answered" not in bench.sink.seen:  # noqa: ASYNC110 - what is waited for has no event of its own
             await asyncio.sleep(0)
         bench.works = True
         await read.get()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
     asked = [path for path in bench.vllm.asked if path != "/server_info"]
     assert asked[:4] == ["/health", "/v1/models", "/metrics/", "/metrics/"]
 
@@ -342,7 +331,7 @@ async def test_an_idle_backend_is_checked_for_work_at_the_poll_interval(
     poller = bench.poller()
     await poller.poll_once()
     monkeypatch.setattr(asyncio, "sleep", passing)
-    monkeypatch.setattr(poller, "_ask_limit", hang_on)
+    monkeypatch.setattr(poller, "_ask_limit", asyncio.Event().wait)
     with pytest.raises(asyncio.CancelledError):
         await poller.run()
     monkeypatch.undo()
@@ -402,14 +391,19 @@ async def test_looks_again_for_a_better_source_now_and_then(bench: Bench) -> Non
         ("/v1/models", saying(status=401), "garbage", "api_key"),
         ("/v1/models", saying(status=307), "garbage", "answered 307"),
         ("/v1/models", saying("<html>"), "garbage", "not JSON"),
+        ("/v1/models", never_end, "garbage", "larger than 100000 bytes"),
+        ("/v1/models", explode, "garbage", "larger than 100000 bytes"),
+        ("/health", hang, "no_answer", "/health"),
     ],
 )
 async def test_the_first_failed_question_ends_the_poll(
-    bench: Bench, path: str, answer: Answer, trouble: str, words: str
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, path: str, answer: Answer, trouble: str, words: str
 ) -> None:
+    monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
+    bench.times.timeout_s = 0.05 if answer is hang else 5.0
     bench.vllm.answers[path] = answer
     await bench.poller().poll_once()
-    assert bench.sink.take()[-1] == trouble
+    assert bench.sink.take() == [trouble]
     assert words in bench.sink.details[0]
     assert bench.vllm.asked[-1] == path
 
@@ -449,39 +443,12 @@ async def test_health_that_fails_after_hanging_metrics_is_a_failure(bench: Bench
     assert bench.sink.take() == ["unread: no_answer", trouble]
 
 
-async def test_a_slow_answer_is_a_timeout(bench: Bench) -> None:
-    bench.times.timeout_s = 0.05
-    bench.vllm.answers["/health"] = hang
-    await bench.poller().poll_once()
-    assert bench.sink.take() == ["no_answer"]
-
-
-async def test_an_endless_answer_is_not_read_to_its_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(poller_module, "BODY_BYTES_MAX", 100_000)
-    bench.vllm.answers["/v1/models"] = never_end
-    await bench.poller().poll_once()
-    assert bench.sink.take() == ["garbage"]
-    assert "larger than 100000 bytes" in bench.sink.details[0]
-
-
 async def test_a_page_that_is_refused_is_told_with_its_limit(bench: Bench) -> None:
     page = NEEDED + "vllm:cache_config_info{" + 'a="",' * LABELS_BYTES_MAX + "} 1\n"
     bench.vllm.answers["/metrics/"] = saying(page)
     await bench.poller().poll_once()
     assert bench.sink.take()[-2:] == ["unread: garbage", "answered"]
     assert f"more than the {LABELS_BYTES_MAX}" in bench.sink.details[0]
-
-
-async def test_a_compressed_answer_is_unpacked_up_to_the_limit(bench: Bench) -> None:
-    bomb = gzip.compress(bytes(64 << 20))
-
-    async def explode(_: web.Request) -> web.StreamResponse:
-        return web.Response(body=bomb, headers={"content-encoding": "gzip"})
-
-    bench.vllm.answers["/v1/models"] = explode
-    await bench.poller().poll_once()
-    assert bench.sink.take() == ["garbage"]
-    assert f"larger than {poller_module.BODY_BYTES_MAX} bytes" in bench.sink.details[0]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -555,21 +522,10 @@ async def test_a_backend_that_comes_back_is_learned_anew(bench: Bench) -> None:
 # --- the task ---------------------------------------------------------------------------------------------------------
 
 
-async def test_runs_until_cancelled(bench: Bench) -> None:
-    bench.times = Times(interval_s=0.001, page_interval_s=0.001, models_interval_s=0.001)
-    task = asyncio.create_task(bench.poller().run())
-    async with asyncio.timeout(10):
-        await bench.sink.enough.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
 @pytest.mark.parametrize("method", ["observe", "troubled"])
 async def test_a_bug_is_logged_once_and_does_not_end_the_task(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    bench.times = Times(interval_s=0.001, page_interval_s=0.001)
     calls = 0
     third = asyncio.Event()
 
@@ -585,12 +541,8 @@ async def test_a_bug_is_logged_once_and_does_not_end_the_task(
     if method == "troubled":
         bench.vllm.answers["/health"] = saying(status=503)
     with capture_logs() as logs:
-        task = asyncio.create_task(bench.poller().run())
-        async with asyncio.timeout(10):
+        async with bench.running():
             await third.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
     assert [(entry["event"], entry["backend"]) for entry in logs] == [("poller_bug", "b")]
 
 
@@ -599,47 +551,31 @@ async def test_a_bug_is_logged_once_and_does_not_end_the_task(
 PUBLISHED = '{"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}}'
 
 
-async def limit_told(bench: Bench) -> None:
-    polling = asyncio.create_task(bench.poller().run())
-    try:
-        await asyncio.wait_for(bench.sink.told.wait(), 5.0)
-        await bench.sink.enough.wait()
-    finally:
-        polling.cancel()
-        await asyncio.gather(polling, return_exceptions=True)
-
-
-async def test_a_published_batch_limit_is_asked_for_once(bench: Bench) -> None:
-    bench.times = Times(interval_s=0.001, page_interval_s=0.001)
-    bench.vllm.answers["/server_info"] = saying(PUBLISHED)
-    await limit_told(bench)
-    assert bench.sink.limits == [8]
-    assert bench.vllm.asked.count("/server_info") == 1
-
-
-async def test_a_limit_is_asked_for_again_without_an_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_batch_limit_is_asked_for_until_it_is_published(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
     monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
-    bench.times = Times(interval_s=0.001, page_interval_s=0.001)
 
-    async def then_well(request: web.Request) -> web.StreamResponse:
+    async def hang_up_once(request: web.Request) -> web.StreamResponse:
         bench.vllm.answers["/server_info"] = saying(PUBLISHED)
         return await hang_up(request)
 
-    bench.vllm.answers["/server_info"] = then_well
-    await limit_told(bench)
-    assert bench.vllm.asked.count("/server_info") == 2
+    bench.vllm.answers["/server_info"] = hang_up_once if lost else saying(PUBLISHED)
+    async with bench.running():
+        await bench.sink.told.wait()
+        await bench.sink.enough.wait()
+    assert bench.sink.limits == [8]
+    assert bench.vllm.asked.count("/server_info") == (2 if lost else 1)
 
 
 async def test_a_server_that_does_not_publish_it_is_left_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller_module, "LIMIT_PAUSE_S", 0.0)
-    bench.times = Times(interval_s=0.001, page_interval_s=0.001)
-    polling = asyncio.create_task(bench.poller().run())
-    await bench.sink.enough.wait()
-    while "/server_info" not in bench.vllm.asked:  # noqa: ASYNC110 - what is waited for has no event of its own
-        await asyncio.sleep(0)
-    for _ in range(100):
-        await asyncio.sleep(0)
-    polling.cancel()
-    await asyncio.gather(polling, return_exceptions=True)
+    async with bench.running():
+        await bench.sink.enough.wait()
+        while "/server_info" not in bench.vllm.asked:  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
     assert bench.vllm.asked.count("/server_info") == 1
     assert bench.sink.limits == []
