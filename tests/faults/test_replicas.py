@@ -20,6 +20,9 @@ def holds(seen: Seen) -> None:
     assert not [line for line in seen.log if line["event"] == "internal"]
     if outcome != "completed":
         assert seen.exit["error"], "the log says why"
+    assert "location" not in seen.received.headers, "clients cannot follow a redirect to a backend"
+    if seen.client == "other":
+        assert b"error" not in seen.received.body
     if seen.client == "event":
         assert [b"The stream broke" in event for event in seen.received.events].count(True) == 1
         assert b"The stream broke" in seen.received.events[-1]
