@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from random import Random
@@ -10,7 +10,7 @@ from typing import Any
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Grant, Listing, ModelCard, Reading, Request, Trouble
-from llmproxy.core.placement.policy import make
+from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 
@@ -70,11 +70,11 @@ def pools(
     settings: Settings | None = None,
     aliases: Mapping[str, str] | None = None,
     listings: Mapping[str, Listing] | None = None,
+    placements: Callable[[], Placement] | None = None,
 ) -> Pools:
     """Pools whose backends are all up and serve BASE, unless `listings` says otherwise."""
     settings = settings or Settings()
-    placements = partial(make, settings.placement, Random(0))
-    made = Pools(settings, backends, aliases or {}, placements)
+    made = Pools(settings, backends, aliases or {}, placements or partial(make, settings.placement, Random(0)))
     for name in backends:
         made.backends[name].answered(0.0)
         made.listed(name, (listings or {}).get(name, listing()))

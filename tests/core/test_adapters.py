@@ -57,6 +57,10 @@ class World:
     def due(self, backend: str) -> list[tuple[str, str]]:
         return [(change.kind, change.name) for change in self.adapters.due(backend, self.now)]
 
+    def answers(self, backend: str, status: int) -> None:
+        (change,) = self.adapters.due(backend, self.now)
+        self.adapters.replied(change, Reply(backend, status, status == 200, ""), self.now)
+
     def refusal(self, name: str = "x", **more: Any) -> Refused:
         with pytest.raises(Refused) as caught:
             self.load(name, **more)
@@ -167,8 +171,7 @@ def test_a_replacement_is_due_until_it_was_taken(world: World) -> None:
     world.load(in_place=True)
     world.now = 1.0
     assert (world.due("a"), world.due("b")) == ([], [("load", "x")]), "a listing cannot tell new weights from old ones"
-    (change,) = world.adapters.due("b", world.now)
-    world.adapters.replied(change, Reply("b", 200, True, ""), world.now)
+    world.answers("b", 200)
     assert world.due("b") == []
     world.lists("b")
     assert world.due("b") == [("load", "x")]
@@ -190,8 +193,7 @@ def test_who_missed_an_unloading_is_told_when_it_is_back(world: World) -> None:
     assert world.remembered == {"x": None}
     world.lists("b")
     assert world.due("b") == [], "a fresh process has nothing to unload"
-    (change,) = world.adapters.due("c", world.now)
-    world.adapters.replied(change, Reply("c", 200, True, ""), world.now)
+    world.answers("c", 200)
     assert world.remembered == {}
     world.lists("c", x="/x")
     assert world.due("c") == [], "what is loaded by hand afterwards is somebody's wish"
@@ -206,8 +208,7 @@ def test_retries_come_ever_more_slowly_and_start_anew_with_a_change(world: World
             world.now += 0.5
         pauses.append(world.now - since)
         since = world.now
-        (change,) = world.adapters.due("b", world.now)
-        world.adapters.replied(change, Reply("b", 500, False, ""), world.now)
+        world.answers("b", 500)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, BACKOFF_MAX_S, BACKOFF_MAX_S, BACKOFF_MAX_S]
     (state,) = world.adapters.states()[0]
     assert [(s.backend, s.done, s.failures) for s in state.standings] == [

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from llmproxy.core.domain import (
@@ -54,30 +56,21 @@ def test_a_sheddable_lease_without_a_byte_is_preempted_for_critical() -> None:
     assert granted.request.band == CRITICAL
 
 
-@pytest.mark.parametrize(("low", "high"), [(DEFAULT, CRITICAL), (SHEDDABLE, DEFAULT), (SHEDDABLE, -50), (7, CRITICAL)])
+STAYS = [(DEFAULT, CRITICAL), (SHEDDABLE, DEFAULT), (SHEDDABLE, -50), (7, CRITICAL)]
+GIVES_WAY = [(-1, 1), (SHEDDABLE, 1), (-1, CRITICAL)]
+
+
+@pytest.mark.parametrize(("low", "high"), STAYS + GIVES_WAY)
 def test_only_bands_below_default_give_way_and_only_to_those_above_it(low: int, high: int) -> None:
     of, _ = full(band=low)
     urgent(of, band=high)
-    assert taken_back(of) == []
+    assert taken_back(of) == (["low0"] if (low, high) in GIVES_WAY else [])
 
 
-@pytest.mark.parametrize(("low", "high"), [(-1, 1), (SHEDDABLE, 1), (-1, CRITICAL)])
-def test_any_band_below_default_gives_way_to_any_above_it(low: int, high: int) -> None:
-    of, _ = full(band=low)
-    urgent(of, band=high)
-    assert taken_back(of) == ["low0"]
-
-
-def test_what_has_spoken_is_never_taken_back() -> None:
+@pytest.mark.parametrize("event", [Pools.started, Pools.committed])
+def test_what_has_sent_a_token_or_any_byte_is_never_taken_back(event: Callable[[Pools, Grant, float], None]) -> None:
     of, (low,) = full()
-    of.started(low, 1.5)
-    urgent(of)
-    assert taken_back(of) == []
-
-
-def test_what_has_sent_its_client_a_byte_stays_though_it_is_no_token() -> None:
-    of, (low,) = full()
-    of.committed(low, 1.5)
+    event(of, low, 1.5)
     urgent(of)
     assert taken_back(of) == []
 

@@ -320,10 +320,7 @@ def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:
         def cached(self, backend: str, hashes: Sequence[int]) -> None:
             told.append((backend, tuple(hashes)))
 
-    one = Pools(Settings(), {"a": 4, "b": 4}, {}, Told)
-    for name in ("a", "b"):
-        one.backends[name].answered(0.0)
-        one.listed(name, listing())
+    one = pools({"a": 4, "b": 4}, placements=Told)
     submit(one, *(request() for _ in range(2)))
     old = {grant.placed.backend: grant for grant in grants(one)}
     for grant in old.values():

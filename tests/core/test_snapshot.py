@@ -12,7 +12,7 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Ref
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing import lazy_heap, queue
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from llmproxy.core.snapshot import BandSnapshot, PoolSnapshot
+from llmproxy.core.snapshot import BandSnapshot, PoolSnapshot, Position
 from tests.core.make import grants, listing, only_grant, pools, reading, request
 
 NO_LOOK_AHEAD = CapacitySettings(look_ahead=0)
@@ -42,6 +42,12 @@ def only_pool(house: Pools, now: float) -> PoolSnapshot:
 
 def band(house: Pools, level: int, now: float = 0.0) -> BandSnapshot:
     return next(one for one in only_pool(house, now).bands if one.level == level)
+
+
+def place(house: Pools, name: str, now: float) -> Position:
+    found = house.position(name, now)
+    assert found is not None
+    return found
 
 
 def test_every_band_is_shown_with_its_ceiling_and_share() -> None:
@@ -169,14 +175,12 @@ def test_a_pool_without_backends_up_holds_requests_and_stops_their_clock() -> No
     house.decide(10.0)
     pool = only_pool(house, 15.0)
     assert (pool.alive, pool.held, pool.leases) == (False, True, 1)
-    position = house.position(one.id, 15.0)
-    assert position is not None
-    assert position.left_s == pytest.approx(25.0), "of the 30 s for which it is held, 5 s are over"
+    assert place(house, one.id, 15.0).left_s == pytest.approx(25.0), "of the 30 s for which it is held, 5 s are over"
     house.backends["b0"].answered(20.0)
     house.decide(20.0)
-    position = house.position(one.id, 21.0)
-    assert position is not None
-    assert position.left_s == pytest.approx(49.0), "of its own 60 s, 10 s were over before and 1 s is since"
+    assert place(house, one.id, 21.0).left_s == pytest.approx(49.0), (
+        "of its own 60 s, 10 s were over before and 1 s is since"
+    )
 
 
 def limited() -> Pools:
@@ -269,8 +273,7 @@ def test_those_who_left_are_neither_found_nor_counted() -> None:
     assert house.position("two", 1.0) is None
     assert house.position(left.id, 1.0) is None
     assert house.position("nobody", 1.0) is None
-    position = house.position("three", 1.0)
-    assert position is not None
+    position = place(house, "three", 1.0)
     assert (position.id, position.ahead_in_flow) == (last.id, 1)
     house.check(1.0)
 
@@ -278,13 +281,9 @@ def test_those_who_left_are_neither_found_nor_counted() -> None:
 def test_a_label_given_twice_means_the_newer_until_it_leaves() -> None:
     house = full()
     older, newer = enter(house, 0.1, label="same"), enter(house, 0.2, label="same")
-    position = house.position("same", 1.0)
-    assert position is not None
-    assert position.id == newer.id
+    assert place(house, "same", 1.0).id == newer.id
     house.cancel(older)
-    position = house.position("same", 1.0)
-    assert position is not None
-    assert position.id == newer.id
+    assert place(house, "same", 1.0).id == newer.id
     house.cancel(newer)
     assert house.position("same", 1.0) is None
 
@@ -302,10 +301,7 @@ def test_a_line_too_long_to_count_is_not_counted(monkeypatch: pytest.MonkeyPatch
     for i in range(12):
         enter(house, i / 10, label=f"l{i}")
     monkeypatch.setattr(lazy_heap, "BEFORE_LOOK_MAX", 12)
-    position = house.position("l7", 2.0)
-    assert position is not None
-    assert position.ahead_in_flow == 7
+    assert place(house, "l7", 2.0).ahead_in_flow == 7
     monkeypatch.setattr(lazy_heap, "BEFORE_LOOK_MAX", 11)
-    position = house.position("l7", 2.0)
-    assert position is not None
+    position = place(house, "l7", 2.0)
     assert position.ahead_in_flow is None

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
-from random import Random
-
 import pytest
 from msgspec.structs import replace
 
 from llmproxy.core.domain import Grant, Predicted, Request, Usage, Verdict
 from llmproxy.core.placement.cost import EXPLAINED_MAX
-from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from llmproxy.core.snapshot import PoolChoices
+from tests.core import make
 from tests.core.make import listing, only_grant, reading, request
 
 
 def pools(*backends: str, placement: str = "cost") -> Pools:
-    made = Pools(Settings(), dict.fromkeys(backends, 8), {}, partial(make, placement, Random(0)))
+    made = make.pools(dict.fromkeys(backends, 8), Settings(placement=placement))
     for name in backends:
-        made.backends[name].answered(0.0)
-        made.listed(name, listing())
         made.backends[name].observe(reading(kv_tokens=20_000))
     return made
 

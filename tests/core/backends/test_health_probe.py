@@ -29,6 +29,7 @@ from llmproxy.core.settings import Settings
 from tests.core.make import grants, listing, pools, reading, request
 
 SETTINGS = Settings(placement="round_robin", ceilings={})
+NO_LOOK_AHEAD = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
 SERIAL = count()
 
 
@@ -83,12 +84,8 @@ def sent(of: Pools, now: float, *asked: Request, excluded: frozenset[str] = froz
     return [grant.placed.backend for grant in grants(of, now)]
 
 
-def last_by_name(settings: Settings = SETTINGS) -> Pools:
-    of = Pools(settings, dict.fromkeys("abc", 20), {}, LastByName)
-    for name in "abc":
-        of.backends[name].answered(0.0)
-        of.listed(name, listing())
-    return of
+def last_by_name() -> Pools:
+    return pools(dict.fromkeys("abc", 20), SETTINGS, placements=LastByName)
 
 
 def test_half_open_backend_gets_one_probe_at_a_time() -> None:
@@ -127,17 +124,8 @@ def test_hung_backend_is_probed_with_a_stream_if_others_have_room() -> None:
     of = hung(last_by_name())
     assert sent(of, 4.0, ask(stream=False)) == ["c"]
     assert sent(of, 4.0, ask()) == ["a"]
-    of = hung(small())
+    of = hung(pools({"a": 1, "b": 1}, NO_LOOK_AHEAD, placements=LastByName))
     assert sent(of, 4.0, *(ask(stream=False) for _ in range(2))) == ["b", "a"], "nobody waits for a better one"
-
-
-def small() -> Pools:
-    settings = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
-    of = Pools(settings, {"a": 1, "b": 1}, {}, LastByName)
-    for name in "ab":
-        of.backends[name].answered(0.0)
-        of.listed(name, listing())
-    return of
 
 
 def test_slow_backend_is_probed_with_a_stream_and_a_failed_one_not() -> None:
@@ -204,12 +192,7 @@ class Waiting(LastByName):
 
 
 def test_probe_is_sent_although_the_placement_would_wait() -> None:
-    settings = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
-    of = Pools(settings, {"a": 9, "b": 1}, {}, Waiting)
-    for name in "ab":
-        of.backends[name].answered(0.0)
-        of.listed(name, listing())
-    ejected(of)
+    of = ejected(pools({"a": 9, "b": 1}, NO_LOOK_AHEAD, placements=Waiting))
     assert sent(of, 1.5, ask()) == ["b"]
     assert sent(of, 2.0, ask(), ask()) == ["a"], "the first finds out; the second may wait"
 

@@ -11,7 +11,7 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, NoCapacity
 from llmproxy.core.placement.policy import NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from tests.core.make import grants, listing, reading, request
+from tests.core.make import grants, listing, pools, reading, request
 
 LATER = NoMatch(whole_model=False, later=True)
 
@@ -31,12 +31,10 @@ class Picky(Placement):
 
 
 def granted(of: Picky, *asked: Request) -> list[str]:
-    pools = Pools(Settings(), {"a": 100}, {}, lambda: of)
-    pools.backends["a"].answered(0.0)
-    pools.listed("a", listing())
+    made = pools({"a": 100}, placements=lambda: of)
     for one in asked:
-        pools.submit(one, 0.0)
-    return [grant.request.id for grant in grants(pools)]
+        made.submit(one, 0.0)
+    return [grant.request.id for grant in grants(made)]
 
 
 @pytest.mark.parametrize("flows", [("f", "f", "f"), ("f", "g", "h")])

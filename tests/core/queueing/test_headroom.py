@@ -128,34 +128,20 @@ def test_backends_of_four_or_more_keep_a_slot_for_the_highest_band(limit: int) -
             assert 1 <= below <= max(1, slots - 1)
 
 
-def test_four_sequences_are_enough_for_a_slot_on_each_backend() -> None:
-    one = pools({"a": 4, "b": 4}, TIGHT)
-    one.submit(request(band=CRITICAL), 0.0)
-    first = only_grant(one, 0.0)
-    one.finish(first, Verdict.SERVED, 0.5)
-    for _ in range(20):
-        one.submit(request(band=DEFAULT), 1.0)
-    assert len(one.decide(1.0)) == 6
+SMALL = [((1,), 1), ((2,), 1), ((3,), 2), ((1, 1), 1), ((3, 2, 1), 5)]
 
 
-def test_two_backends_of_eight_keep_one_slot_each_past_an_idle_band() -> None:
-    one = pools({"a": 8, "b": 8}, TIGHT)
-    one.submit(request(band=CRITICAL), 0.0)
-    first = only_grant(one, 0.0)
-    one.finish(first, Verdict.SERVED, 0.5)
-    for _ in range(100):
-        one.submit(request(band=SHEDDABLE), 1.0)
-    assert len(one.decide(1.0)) == 14
-
-
-@pytest.mark.parametrize(("limits", "granted"), [((1,), 1), ((2,), 1), ((3,), 2), ((1, 1), 1), ((3, 2, 1), 5)])
-def test_small_replicas_keep_one_slot_in_the_whole_pool(limits: tuple[int, ...], granted: int) -> None:
+@pytest.mark.parametrize("band", [DEFAULT, SHEDDABLE])
+@pytest.mark.parametrize(("limits", "granted"), [*SMALL, ((4, 4), 6), ((8, 8), 14)])
+def test_small_replicas_keep_one_slot_together_and_larger_ones_each(
+    limits: tuple[int, ...], granted: int, band: int
+) -> None:
     one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, TIGHT)
     one.submit(request(band=CRITICAL), 0.0)
     first = only_grant(one, 0.0)
     one.finish(first, Verdict.SERVED, 0.5)
     for _ in range(20):
-        one.submit(request(band=SHEDDABLE, deadline_s=100.0), 1.0)
+        one.submit(request(band=band, deadline_s=100.0), 1.0)
     assert len(one.decide(1.0)) == granted
     # Nobody asked for more in a minute: it all goes to who waits.
     assert len(one.decide(60.5)) == sum(limits) - granted

@@ -153,6 +153,12 @@ def refusal(limits: UsageLimits, one: Request, now: float) -> Refused:
     return caught.value
 
 
+def serve(limits: UsageLimits, one: Request, tokens: int) -> None:
+    limits.booked(one)
+    limits.released(one, tokens, 0.0)
+    limits.ended(one, 0.0)
+
+
 def test_a_tenant_at_its_rate_is_refused_until_the_next_is_due() -> None:
     limits = UsageLimits({TENANT: UsageLimit(requests_per_min=6)})
     for _ in range(6):
@@ -189,14 +195,10 @@ def test_tokens_are_trued_up_once_they_are_counted() -> None:
     cheap, dear = theirs(prompt_tokens=40, output_tokens=40), theirs()
     limits.admit(cheap, 0.0)
     refusal(limits, theirs(prompt_tokens=60, output_tokens=0), 0.0)
-    limits.booked(cheap)
-    limits.released(cheap, 10, 0.0)
-    limits.ended(cheap, 0.0)
+    serve(limits, cheap, 10)
     assert limits.left_per_min(TENANT, 0.0)[1] == pytest.approx(90.0)
     limits.admit(dear, 0.0)
-    limits.booked(dear)
-    limits.released(dear, 150, 0.0)
-    limits.ended(dear, 0.0)
+    serve(limits, dear, 150)
     assert refusal(limits, theirs(prompt_tokens=1, output_tokens=0), 0.0).retry_after_s == pytest.approx(36.6)
     assert limits.open == 0
     assert limits.in_flight() == {TENANT: 0}
@@ -228,9 +230,7 @@ def test_a_request_larger_than_a_minute_of_tokens_needs_a_full_minute() -> None:
     limits = UsageLimits({TENANT: UsageLimit(tokens_per_min=100)})
     huge = theirs(prompt_tokens=1000)
     limits.admit(huge, 0.0)
-    limits.booked(huge)
-    limits.released(huge, 1010, 0.0)
-    limits.ended(huge, 0.0)
+    serve(limits, huge, 1010)
     assert refusal(limits, theirs(prompt_tokens=1, output_tokens=0), 0.0).retry_after_s == pytest.approx(546.6)
 
 
