@@ -6,20 +6,29 @@ from collections.abc import Iterator
 from heapq import merge
 from itertools import accumulate
 from random import Random
+from typing import Annotated
 
 from llmproxy.lab.traces.arrival import Arrival, Trace
-from llmproxy.lab.traces.parts import check, check_lengths, check_rates, check_times, poisson_times, varying_times
+from llmproxy.lab.traces.parts import (
+    Rate,
+    Seconds,
+    Tokens,
+    Within,
+    check,
+    poisson_times,
+    varying_times,
+)
 
 
 def unequal_tenants(
     *,
-    tenants: int = 4,
-    ratio: float = 2.0,
-    rate: float = 25.0,
-    ttft_slo_s: float = 2.0,
-    duration_s: float = 480.0,
-    prompt_tokens: int = 512,
-    output_tokens: int = 128,
+    tenants: Annotated[int, Within(2, 1_000)] = 4,
+    ratio: Annotated[float, Within(1, 100)] = 2.0,
+    rate: Rate = 25.0,
+    ttft_slo_s: Seconds = 2.0,
+    duration_s: Seconds = 480.0,
+    prompt_tokens: Tokens = 512,
+    output_tokens: Tokens = 128,
     seed: int = 0,
 ) -> Trace:
     """Tenants of which each sends `ratio` times as many requests as the one before, all alike and with one objective.
@@ -27,13 +36,8 @@ def unequal_tenants(
     Together they send `rate` requests a second (Poisson), and the first token should come within `ttft_slo_s`; there
     is no other objective. Requests cost the same, so a fleet can keep the objective of as many as it completes, of any
     tenant, and the max-min optimum of the tenants' adherence is that number over those offered, for each of them.
-    Raises TraceError.
+
     """
-    check(2, 1_000, tenants=tenants)
-    check(1, 100, ratio=ratio)
-    check_rates(rate=rate)
-    check_times(ttft_slo_s=ttft_slo_s, duration_s=duration_s)
-    check_lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     names = [f"tenant-{number}" for number in range(1, tenants + 1)]
     shares = list(accumulate(ratio**number for number in range(tenants)))
 
@@ -50,25 +54,20 @@ def unequal_tenants(
 
 def critical_bursts(
     *,
-    rate: float = 40.0,
-    sheddable_rate: float = 40.0,
-    period_s: float = 20.0,
+    rate: Rate = 40.0,
+    sheddable_rate: Rate = 40.0,
+    period_s: Seconds = 20.0,
     burst_s: float = 4.0,
-    duration_s: float = 100.0,
-    prompt_tokens: int = 512,
-    output_tokens: int = 128,
-    sheddable_prompt_tokens: int = 4_096,
+    duration_s: Seconds = 100.0,
+    prompt_tokens: Tokens = 512,
+    output_tokens: Tokens = 128,
+    sheddable_prompt_tokens: Tokens = 4_096,
     seed: int = 0,
 ) -> Trace:
     """Sheddable requests at `sheddable_rate` per second (Poisson) all the time, and critical ones at `rate` during the
     last `burst_s` of each `period_s`. Nothing is shared. Raises TraceError.
     """
-    check_rates(rate=rate, sheddable_rate=sheddable_rate)
-    check_times(duration_s=duration_s, period_s=period_s)
     check(0, period_s, burst_s=burst_s)
-    check_lengths(
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, sheddable_prompt_tokens=sheddable_prompt_tokens
-    )
 
     def rate_at(at_s: float) -> float:
         return rate if at_s % period_s >= period_s - burst_s else 0.0
@@ -87,31 +86,24 @@ def critical_bursts(
 
 def critical_and_flood(
     *,
-    every_s: float = 0.5,
-    critical_from_s: float = 15.0,
-    flood_from_s: float = 0.0,
-    flood: int = 240,
-    both_s: float = 40.0,
-    first_s: float = 10.0,
-    prompt_tokens: int = 128,
-    output_tokens: int = 32,
-    flood_prompt_tokens: int = 256,
-    flood_output_tokens: int = 512,
+    every_s: Seconds = 0.5,
+    critical_from_s: Annotated[float, Within(0, 1e6)] = 15.0,
+    flood_from_s: Annotated[float, Within(0, 1e6)] = 0.0,
+    flood: Annotated[int, Within(1, 1_000_000)] = 240,
+    both_s: Seconds = 40.0,
+    first_s: Seconds = 10.0,
+    prompt_tokens: Tokens = 128,
+    output_tokens: Tokens = 32,
+    flood_prompt_tokens: Tokens = 256,
+    flood_output_tokens: Tokens = 512,
     seed: int = 0,
 ) -> Trace:
     """One critical request every `every_s`, and `flood` sheddable ones that all come at once.
 
     Critical requests come until `both_s` after the later of the two beginnings. Their tenant says when they came:
     `before` that beginning, within `first_s` of it (`first`), or `after` that. Answers of the flood have from half to
-    one and a half times `flood_output_tokens`. Nothing is shared. Raises TraceError.
+    one and a half times `flood_output_tokens`. Nothing is shared.
     """
-    check_times(every_s=every_s, both_s=both_s, first_s=first_s)
-    check(0, 1e6, critical_from_s=critical_from_s, flood_from_s=flood_from_s)
-    check(1, 1_000_000, flood=flood)
-    check_lengths(
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, flood_prompt_tokens=flood_prompt_tokens,
-        flood_output_tokens=flood_output_tokens,
-    )  # fmt: skip
     both_from_s = max(critical_from_s, flood_from_s)
 
     def critical() -> Iterator[Arrival]:

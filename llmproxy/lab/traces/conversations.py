@@ -8,18 +8,22 @@ from heapq import merge
 from itertools import count
 from math import ceil
 from random import Random
+from typing import Annotated
 
-from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.formats import LENGTH_TOKENS_MAX
 from llmproxy.lab.traces.parts import (
+    BlockTokens,
     LogNormal,
+    Rate,
+    Seconds,
+    Sigma,
     Text,
+    Tokens,
+    TokensOrNone,
+    Within,
     chained,
     check,
-    check_block,
-    check_lengths,
-    check_rates,
-    check_sigma,
-    check_times,
     interleaved,
     poisson_times,
 )
@@ -32,16 +36,16 @@ CHAIN_MAX = 200
 
 def multi_round_chat(
     *,
-    users: int = 320,
-    rounds: int = 10,
-    rate: float = 2.0,
-    duration_s: float = 600.0,
-    system_tokens: int = 1_000,
-    history_tokens: int = 20_000,
-    question_tokens: int = 20,
-    answer_tokens: int = 100,
+    users: Annotated[int, Within(1, 5_000)] = 320,
+    rounds: Annotated[int, Within(2, CHAIN_MAX)] = 10,
+    rate: Rate = 2.0,
+    duration_s: Seconds = 600.0,
+    system_tokens: TokensOrNone = 1_000,
+    history_tokens: TokensOrNone = 20_000,
+    question_tokens: Tokens = 20,
+    answer_tokens: Tokens = 100,
     closed: bool = False,
-    block_tokens: int = 64,
+    block_tokens: BlockTokens = 64,
     seed: int = 0,
 ) -> Trace:
     """Multi-round question answering, as in production-stack's benchmark with its published sizes.
@@ -50,15 +54,8 @@ def multi_round_chat(
     every users/rate seconds, `rounds` times; one joins in every (rounds-1)/rate seconds, so that `users` are there at
     any time and the rate is rate*rounds/(rounds-1). Users who joined before the start are amid their rounds.
     When exactly a user joins is drawn, beyond the published definition, so that seeds differ. `closed` makes a user
-    wait for each answer and then the same time again. Raises TraceError.
+    wait for each answer and then the same time again.
     """
-    check(1, 5_000, users=users)
-    check(2, CHAIN_MAX, rounds=rounds)
-    check_rates(rate=rate)
-    check_times(duration_s=duration_s)
-    check(0, 10_000_000, history_tokens=history_tokens, system_tokens=system_tokens)
-    check_lengths(question_tokens=question_tokens, answer_tokens=answer_tokens)
-    check_block(block_tokens)
     ask_gap_s, join_gap_s = users / rate, (rounds - 1) / rate
 
     def sessions() -> Iterator[list[Arrival]]:
@@ -92,32 +89,24 @@ def multi_round_chat(
 
 def interactive_chat(
     *,
-    rate: float = 2.0,
-    duration_s: float = 600.0,
-    turns: int = 4,
-    shared_tokens: int = 1_000,
-    context_tokens: int = 4_000,
-    sigma: float = 0.6,
-    question_tokens: int = 50,
-    answer_tokens: int = 300,
-    think_s: float = 45.0,
-    block_tokens: int = 16,
+    rate: Rate = 2.0,
+    duration_s: Seconds = 600.0,
+    turns: Annotated[int, Within(1, CHAIN_MAX)] = 4,
+    shared_tokens: TokensOrNone = 1_000,
+    context_tokens: Tokens = 4_000,
+    sigma: Sigma = 0.6,
+    question_tokens: Tokens = 50,
+    answer_tokens: Tokens = 300,
+    think_s: Annotated[float, Within(5, 300)] = 45.0,
+    block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Trace:
     """Interactive chat of inference-perf's catalogue: people who read each answer before they reply.
 
     A dialogue begins with a prompt that all share and a context of its own (log-normal, mean `context_tokens`); after
     each answer its user thinks for a log-normal time (mean `think_s`, 5 to 300 s). Dialogues begin as a Poisson process
-    of rate/turns. `sigma`, the spread of both logarithms, is not published. Raises TraceError.
+    of rate/turns. `sigma`, the spread of both logarithms, is not published.
     """
-    check_rates(rate=rate)
-    check_times(duration_s=duration_s)
-    check(1, CHAIN_MAX, turns=turns)
-    check(0, 10_000_000, shared_tokens=shared_tokens)
-    check_lengths(context_tokens=context_tokens, question_tokens=question_tokens, answer_tokens=answer_tokens)
-    check(5, 300, think_s=think_s)
-    check_sigma(sigma)
-    check_block(block_tokens)
     context, think = LogNormal(context_tokens, sigma), LogNormal(think_s, sigma, 5.0, 300.0)
 
     def arrivals() -> Iterator[Arrival]:
@@ -139,19 +128,19 @@ def interactive_chat(
 
 def agent_loops(
     *,
-    concurrency: int = 30,
-    conversations: int = 3,
-    shared_tokens: int = 3_000,
-    context_tokens_min: int = 15_000,
-    context_tokens_max: int = 100_000,
-    turns: float = 6.0,
-    turns_sigma: float = 3.0,
-    input_tokens: int = 1_500,
-    output_tokens: int = 800,
-    sigma: float = 0.8,
-    think_s: float = 0.0,
-    ramp_s: float = 10.0,
-    block_tokens: int = 128,
+    concurrency: Annotated[int, Within(1, 10_000)] = 30,
+    conversations: Annotated[int, Within(1, CHAIN_MAX // 20)] = 3,
+    shared_tokens: TokensOrNone = 3_000,
+    context_tokens_min: Tokens = 15_000,
+    context_tokens_max: Tokens = 100_000,
+    turns: Annotated[float, Within(2, 20)] = 6.0,
+    turns_sigma: Annotated[float, Within(0, 20)] = 3.0,
+    input_tokens: Annotated[int, Within(100, 10_000)] = 1_500,
+    output_tokens: Annotated[int, Within(50, 4_000)] = 800,
+    sigma: Sigma = 0.8,
+    think_s: Annotated[float, Within(0, 86_400)] = 0.0,
+    ramp_s: Annotated[float, Within(0, 86_400)] = 10.0,
+    block_tokens: BlockTokens = 128,
     seed: int = 0,
 ) -> Trace:
     """Code generation of inference-perf's catalogue: agents in closed loops, each of which sends its next turn
@@ -162,19 +151,7 @@ def agent_loops(
     50 to 4,000). `concurrency` agents start evenly over `ramp_s`, and each leads `conversations` of them; one whose
     request gets no answer stops. `turns_sigma` and `sigma` are not published. Raises TraceError.
     """
-    check(1, 10_000, concurrency=concurrency)
-    check(1, CHAIN_MAX // 20, conversations=conversations)
-    check(0, 10_000_000, shared_tokens=shared_tokens)
-    check_lengths(context_tokens_min=context_tokens_min, context_tokens_max=context_tokens_max)
-    check(2, 20, turns=turns)
-    check(0, 20, turns_sigma=turns_sigma)
-    check(100, 10_000, input_tokens=input_tokens)
-    check(50, 4_000, output_tokens=output_tokens)
-    check_sigma(sigma)
-    check(0, 86_400, think_s=think_s, ramp_s=ramp_s)
-    check_block(block_tokens)
-    if context_tokens_min > context_tokens_max:
-        raise TraceError(f"context_tokens_min {context_tokens_min} is above context_tokens_max {context_tokens_max}")
+    check(context_tokens_min, LENGTH_TOKENS_MAX, context_tokens_max=context_tokens_max)
     inputs, outputs = LogNormal(input_tokens, sigma, 100, 10_000), LogNormal(output_tokens, sigma, 50, 4_000)
 
     def arrivals() -> Iterator[Arrival]:

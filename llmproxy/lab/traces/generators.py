@@ -7,17 +7,21 @@ from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import accumulate, count, cycle
 from random import Random
+from typing import Annotated
 
 from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.formats import LENGTH_TOKENS_MAX, TIME_MAX_S
 from llmproxy.lab.traces.parts import (
+    BlockTokens,
     LogNormal,
+    Rate,
+    Seconds,
+    Share,
+    Sigma,
     Text,
+    Tokens,
+    Within,
     check,
-    check_block,
-    check_lengths,
-    check_rates,
-    check_sigma,
-    check_times,
     gamma_times,
     poisson_times,
     varying_times,
@@ -32,14 +36,14 @@ B2B_STAGES = (
 
 def shared_system_prompts(
     *,
-    rate: float = 20.0,
-    duration_s: float = 300.0,
-    prefixes: int = 150,
-    users: int = 5,
-    system_tokens: int = 6_000,
-    question_tokens: int = 1_200,
-    output_tokens: int = 1_000,
-    block_tokens: int = 16,
+    rate: Rate = 20.0,
+    duration_s: Seconds = 300.0,
+    prefixes: Annotated[int, Within(1, 10_000)] = 150,
+    users: Annotated[int, Within(1, 10_000)] = 5,
+    system_tokens: Tokens = 6_000,
+    question_tokens: Tokens = 1_200,
+    output_tokens: Tokens = 1_000,
+    block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Trace:
     """llm-d's b2b-saas benchmark at a constant rate (Poisson): `prefixes` customers, each with a long system prompt
@@ -49,8 +53,6 @@ def shared_system_prompts(
     shuffled once and then sent in turns: with room for all of them, everything hits after the first round. The tenant
     is the customer. Raises TraceError.
     """
-    check_rates(rate=rate)
-    check_times(duration_s=duration_s)
     return _shared_prompts(
         "shared_system_prompts", [(rate, duration_s)], prefixes, users, system_tokens, question_tokens, output_tokens,
         block_tokens, seed,
@@ -59,19 +61,18 @@ def shared_system_prompts(
 
 def shared_system_ramp(
     *,
-    rate_factor: float = 1.0,
-    prefixes: int = 150,
-    users: int = 5,
-    system_tokens: int = 6_000,
-    question_tokens: int = 1_200,
-    output_tokens: int = 1_000,
-    block_tokens: int = 16,
+    rate_factor: Annotated[float, Within(1e-3, 1e3)] = 1.0,
+    prefixes: Annotated[int, Within(1, 10_000)] = 150,
+    users: Annotated[int, Within(1, 10_000)] = 5,
+    system_tokens: Tokens = 6_000,
+    question_tokens: Tokens = 1_200,
+    output_tokens: Tokens = 1_000,
+    block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Trace:
     """`shared_system_prompts` under the published ramp from 3 to 60 requests per second, after a warm-up of 50 s;
     `rate_factor` times those rates. Raises TraceError.
     """
-    check(1e-3, 1e3, rate_factor=rate_factor)
     stages = [(rate * rate_factor, float(span_s)) for rate, span_s in B2B_STAGES]
     return _shared_prompts(
         "shared_system_ramp", stages, prefixes, users, system_tokens, question_tokens, output_tokens, block_tokens, seed
@@ -89,9 +90,7 @@ def _shared_prompts(
     block_tokens: int,
     seed: int,
 ) -> Trace:
-    check(1, 10_000, prefixes=prefixes, users=users, all_users=prefixes * users)
-    check_lengths(system_tokens=system_tokens, question_tokens=question_tokens, output_tokens=output_tokens)
-    check_block(block_tokens)
+    check(1, 10_000, all_users=prefixes * users)
     ends_s = list(accumulate(span_s for _, span_s in stages))
 
     def rate_at(at_s: float) -> float:
@@ -118,13 +117,13 @@ def _shared_prompts(
 
 def lora_zipf(
     *,
-    adapters: int = 100,
-    alpha: float = 1.0,
-    cv: float = 1.0,
-    rate: float = 2.0,
-    duration_s: float = 300.0,
-    tokens_min: int = 8,
-    tokens_max: int = 512,
+    adapters: Annotated[int, Within(1, 10_000)] = 100,
+    alpha: Annotated[float, Within(0, 10)] = 1.0,
+    cv: Annotated[float, Within(0.05, 20)] = 1.0,
+    rate: Rate = 2.0,
+    duration_s: Seconds = 300.0,
+    tokens_min: Tokens = 8,
+    tokens_max: Tokens = 512,
     drift_s: float = 0.0,
     seed: int = 0,
 ) -> Trace:
@@ -134,15 +133,9 @@ def lora_zipf(
     of variation `cv`; prompts and answers are uniform in tokens_min..tokens_max, and no two prompts share anything.
     Every `drift_s` seconds (0: never) the ranks are dealt anew. Raises TraceError.
     """
-    check(1, 10_000, adapters=adapters)
-    check(0, 10, alpha=alpha)
-    check(0.05, 20, cv=cv)
-    check_rates(rate=rate)
-    check_times(duration_s=duration_s)
-    check_lengths(tokens_min=tokens_min, tokens_max=tokens_max)
-    check(tokens_min, 10_000_000, tokens_max=tokens_max)
+    check(tokens_min, LENGTH_TOKENS_MAX, tokens_max=tokens_max)
     if drift_s:
-        check_times(drift_s=drift_s)
+        check(1e-3, TIME_MAX_S, drift_s=drift_s)
     weights = [rank**-alpha for rank in range(1, adapters + 1)]
     width = len(str(adapters - 1))
 
@@ -168,16 +161,16 @@ def lora_zipf(
 
 def noisy_neighbour(
     *,
-    tenants: int = 8,
-    rate: float = 8.0,
-    factor: float = 10.0,
+    tenants: Annotated[int, Within(2, 10_000)] = 8,
+    rate: Rate = 8.0,
+    factor: Annotated[float, Within(1, 1_000)] = 10.0,
     start_s: float = 120.0,
     end_s: float = 360.0,
     ramp_s: float = 30.0,
-    duration_s: float = 480.0,
-    prompt_tokens: int = 512,
-    output_tokens: int = 256,
-    sigma: float = 0.8,
+    duration_s: Seconds = 480.0,
+    prompt_tokens: Tokens = 512,
+    output_tokens: Tokens = 256,
+    sigma: Sigma = 0.8,
     seed: int = 0,
 ) -> Trace:
     """`tenants` with equal shares of `rate` requests per second (Poisson), one of which, called `noisy`, sends `factor`
@@ -185,15 +178,9 @@ def noisy_neighbour(
 
     Lengths are log-normal with the given means and share nothing. Raises TraceError.
     """
-    check(2, 10_000, tenants=tenants)
-    check_rates(rate=rate)
-    check(1, 1_000, factor=factor)
-    check_times(duration_s=duration_s)
     check(0, duration_s, end_s=end_s)
     check(0, end_s, start_s=start_s)
     check(0, (end_s - start_s) / 2, ramp_s=ramp_s)
-    check_lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    check_sigma(sigma)
     prompt, output, share = LogNormal(prompt_tokens, sigma), LogNormal(output_tokens, sigma), rate / tenants
 
     def noise_at(at_s: float) -> float:
@@ -214,14 +201,14 @@ def noisy_neighbour(
 
 def priority_mix(
     *,
-    rate: float = 6.0,
-    duration_s: float = 300.0,
-    critical: float = 0.2,
-    sheddable: float = 0.2,
-    prompt_tokens: int = 1_000,
+    rate: Rate = 6.0,
+    duration_s: Seconds = 300.0,
+    critical: Share = 0.2,
+    sheddable: Share = 0.2,
+    prompt_tokens: Tokens = 1_000,
     shared_tokens: int = 1_000,
-    output_tokens: int = 512,
-    block_tokens: int = 16,
+    output_tokens: Tokens = 512,
+    block_tokens: BlockTokens = 16,
     seed: int = 0,
 ) -> Trace:
     """llm-d-benchmark's mix of bands: 20 % critical, 60 % default, 20 % sheddable, alike in all else (Poisson).
@@ -229,12 +216,8 @@ def priority_mix(
     As published all prompts are identical; of their length only the answer's is published. `shared_tokens` below
     `prompt_tokens` makes the rest of each prompt its own. Raises TraceError.
     """
-    check_rates(rate=rate)
-    check_times(duration_s=duration_s)
-    check(0, 1, critical=critical, sheddable=sheddable, critical_and_sheddable=round(critical + sheddable, 9))
-    check_lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    check(0, 1, critical_and_sheddable=round(critical + sheddable, 9))
     check(0, prompt_tokens, shared_tokens=shared_tokens)
-    check_block(block_tokens)
 
     def arrivals() -> Iterator[Arrival]:
         rng, ids = Random(seed), count()
@@ -254,14 +237,14 @@ def priority_mix(
 
 def step_bursts(
     *,
-    rate: float = 5.0,
-    factor: float = 5.0,
-    period_s: float = 120.0,
+    rate: Rate = 5.0,
+    factor: Annotated[float, Within(1, 1_000)] = 5.0,
+    period_s: Seconds = 120.0,
     step_s: float = 30.0,
-    duration_s: float = 600.0,
-    prompt_tokens: int = 1_155,
-    output_tokens: int = 211,
-    sigma: float = 0.9,
+    duration_s: Seconds = 600.0,
+    prompt_tokens: Tokens = 1_155,
+    output_tokens: Tokens = 211,
+    sigma: Sigma = 0.9,
     seed: int = 0,
 ) -> Trace:
     """`rate` requests per second (Poisson), but `factor` times as many during the last `step_s` of each `period_s`.
@@ -269,12 +252,7 @@ def step_bursts(
     Lengths are log-normal, with the means of Azure's conversations of 2023 unless given, and share nothing. Raises
     TraceError.
     """
-    check_rates(rate=rate)
-    check(1, 1_000, factor=factor)
-    check_times(duration_s=duration_s, period_s=period_s)
     check(0, period_s, step_s=step_s)
-    check_lengths(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-    check_sigma(sigma)
     prompt, output = LogNormal(prompt_tokens, sigma), LogNormal(output_tokens, sigma)
 
     def rate_at(at_s: float) -> float:
@@ -290,28 +268,21 @@ def step_bursts(
 
 def mixed_objectives(
     *,
-    rate: float = 20.0,
-    duration_s: float = 120.0,
-    tight: float = 0.3,
-    tight_ttft_s: float = 0.15,
-    tight_tpot_s: float = 0.025,
-    lax_ttft_s: float = 4.0,
-    lax_tpot_s: float = 0.08,
-    sigma: float = 0.6,
+    rate: Rate = 20.0,
+    duration_s: Seconds = 120.0,
+    tight: Share = 0.3,
+    tight_ttft_s: Seconds = 0.15,
+    tight_tpot_s: Seconds = 0.025,
+    lax_ttft_s: Seconds = 4.0,
+    lax_tpot_s: Seconds = 0.08,
+    sigma: Sigma = 0.6,
     seed: int = 0,
 ) -> Trace:
     """A share `tight` of short prompts with a narrow latency objective among longer ones with a wide one (Poisson).
 
     Mean lengths are 800 prompt tokens (tight) or 2,400 (lax), and 110 of output; all log-normal. The tenant says which.
-    Raises TraceError.
+
     """
-    check_rates(rate=rate)
-    check_times(
-        duration_s=duration_s, tight_ttft_s=tight_ttft_s, tight_tpot_s=tight_tpot_s, lax_ttft_s=lax_ttft_s,
-        lax_tpot_s=lax_tpot_s,
-    )  # fmt: skip
-    check(0, 1, tight=tight)
-    check_sigma(sigma)
     output = LogNormal(110, sigma)
     kinds = {
         "tight": (LogNormal(800, sigma), tight_ttft_s, tight_tpot_s),

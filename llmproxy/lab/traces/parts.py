@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush, heapreplace
 from math import exp, log
 from random import Random
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from llmproxy.lab.traces.arrival import Arrival, TraceError
 from llmproxy.lab.traces.formats import BLOCK_TOKENS_MAX, LENGTH_TOKENS_MAX, TIME_MAX_S
-
-RATE_MAX = 1e6
 
 
 class Text:
@@ -122,7 +120,23 @@ def _first(live: list[tuple[float, int, list[Arrival]]]) -> Arrival:
     return arrival
 
 
-# --- checks of parameters ---------------------------------------------------------------------------------------------
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+class Within(NamedTuple):
+    """The range of a generator's parameter; `generate` checks it before it calls the generator."""
+
+    low: float
+    high: float
+
+
+Rate = Annotated[float, Within(1e-6, 1e6)]
+Seconds = Annotated[float, Within(1e-3, TIME_MAX_S)]
+Tokens = Annotated[int, Within(1, LENGTH_TOKENS_MAX)]
+TokensOrNone = Annotated[int, Within(0, LENGTH_TOKENS_MAX)]
+BlockTokens = Annotated[int, Within(1, BLOCK_TOKENS_MAX)]
+Sigma = Annotated[float, Within(0, 10)]
+Share = Annotated[float, Within(0, 1)]
 
 
 def check(low: float, high: float, **given: float) -> None:
@@ -130,23 +144,3 @@ def check(low: float, high: float, **given: float) -> None:
     for name, value in given.items():
         if not low <= value <= high:
             raise TraceError(f"{name} is {value:g}; should be {low:,.12g} to {high:,.12g}")
-
-
-def check_lengths(**given: int) -> None:
-    check(1, LENGTH_TOKENS_MAX, **given)
-
-
-def check_block(block_tokens: int) -> None:
-    check(1, BLOCK_TOKENS_MAX, block_tokens=block_tokens)
-
-
-def check_rates(**given: float) -> None:
-    check(1e-6, RATE_MAX, **given)
-
-
-def check_times(**given: float) -> None:
-    check(1e-3, TIME_MAX_S, **given)
-
-
-def check_sigma(sigma: float) -> None:
-    check(0, 10, sigma=sigma)

@@ -20,6 +20,7 @@ from llmproxy.lab.traces.generators import (
     shared_system_ramp,
     step_bursts,
 )
+from llmproxy.lab.traces.parts import check
 
 PREFIX = "gen:"
 GENERATORS: Mapping[str, Callable[..., Trace]] = {
@@ -53,25 +54,29 @@ def generate(spec: str, seed: int = 0) -> Trace:
         known = ", ".join(GENERATORS)
         raise TraceError(f'no generator {name!r} (nearest: "{nearest(name, tuple(GENERATORS))}"); known: {known}')
     generator = GENERATORS[name]
-    kinds = {key: get_type_hints(generator)[key] for key in inspect.signature(generator).parameters}
+    hints, parameters = get_type_hints(generator, include_extras=True), inspect.signature(generator).parameters
     given: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = (part.strip() for part in pair.partition("="))
         if not equals:
             raise TraceError(f"{PREFIX}{name}: {pair!r} should be key=value")
-        if key not in kinds:
-            raise TraceError(f'{PREFIX}{name}: no key {key!r} (nearest: "{nearest(key, tuple(kinds))}")')
+        if key not in parameters:
+            raise TraceError(f'{PREFIX}{name}: no key {key!r} (nearest: "{nearest(key, tuple(parameters))}")')
         if key in given:
             raise TraceError(f"{PREFIX}{name}: {key} is given twice")
-        given[key] = _value(kinds[key], f"{PREFIX}{name}: {key}", text)
+        given[key] = _value(hints[key], f"{PREFIX}{name}: {key}", text)
     try:
+        for key, parameter in parameters.items():
+            for low, high in getattr(hints[key], "__metadata__", ()):
+                check(low, high, **{key: given.get(key, parameter.default)})
         trace = generator(**{"seed": seed, **given})
     except TraceError as error:
         raise TraceError(f"{PREFIX}{name}: {error}") from None
     return replace(trace, name=",".join([name, *pairs]))
 
 
-def _value(kind: type, key: str, text: str) -> Any:
+def _value(hint: Any, key: str, text: str) -> Any:
+    kind = getattr(hint, "__origin__", hint)
     try:
         return TRUTHS[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):

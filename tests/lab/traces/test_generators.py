@@ -340,7 +340,7 @@ def test_a_name_tells_what_was_asked() -> None:
         ("noisy_neighbour,end_s=500", "end_s is 500; should be 0 to 480"),
         ("noisy_neighbour,ramp_s=130", "ramp_s is 130; should be 0 to 120"),
         ("priority_mix,critical=0.9,sheddable=0.2", "critical_and_sheddable is 1.1; should be 0 to 1"),
-        ("agent_loops,context_tokens_min=200000", "context_tokens_min 200000 is above context_tokens_max 100000"),
+        ("agent_loops,context_tokens_min=200000", "context_tokens_max is 100000; should be 200,000 to 10,000,000"),
         ("step_bursts,duration_s=1e9", "duration_s is 1e\\+09; should be 0.001 to 31,622,400"),
     ],
 )
