@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -61,12 +61,6 @@ def refused(arguments: Sequence[str]) -> str:
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
     return result.stderr
-
-
-def value_at(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
 
 
 # --- serve ------------------------------------------------------------------------------------------------------------
@@ -133,8 +127,7 @@ def test_every_flag_and_its_variable_reach_their_keys(
     by_flag = serve("http://a", flag.name, text)
     monkeypatch.setenv(flag.variable, text)
     assert serve("http://a").model_dump() == by_flag.model_dump()
-    settable = list(keys())
-    changed = {key for key in settable if value_at(by_flag, key) != value_at(Config(), key)}
+    changed = {key for key in keys() if attrgetter(key)(by_flag) != attrgetter(key)(Config())}
     assert changed == {"backends", *flag.keys}
 
 
@@ -251,12 +244,8 @@ def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
     # A shell asks by a variable, which the command only looks at under its own name.
     def message(**environment: str) -> str:
         command = [sys.executable, "-m", "llmproxy", *([] if environment else ["--show-completion", shell])]
-        asked = {
-            **os.environ,
-            "HOME": str(tmp_path),
-            "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
-            **environment,
-        }
+        shell_known = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+        asked = {**os.environ, **shell_known, **environment}
         return subprocess.run(command, env=asked, capture_output=True, text=True, check=True).stdout
 
     assert "_LLMPROXY_COMPLETE" in message()
@@ -271,44 +260,25 @@ def test_shells_complete_commands_and_flags(shell: str, tmp_path: Path) -> None:
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def test_check_prints_a_summary_of_a_correct_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "port: 81\nbackends: [{url: http://a, name: left, max_in_flight: 4}]\nscheduling: {fairness: fcfs}\n",
+            ["0.0.0.0:81", "left", "http://a, at most 4 in flight", "fairness fcfs", "critical at 1,"],
+        ),
+        ("", ["0.0.0.0:8080, without API keys\n", "none here"]),
+        ("api_keys: [k]", ["0.0.0.0:8080, with API keys\n"]),
+        (f"tenants: [{{name: a, keys: [{hash_of('k')}]}}]", ["0.0.0.0:8080, with API keys\n"]),
+        ("discovery: {file: /etc/llmproxy/backends.yaml}", ["those in /etc/llmproxy/backends.yaml"]),
+    ],
+)
+def test_check_prints_a_summary_of_a_correct_file(tmp_path: Path, text: str, parts: list[str]) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text(
-        "port: 81\nbackends: [{url: http://a, name: left, max_in_flight: 4}]\nscheduling: {fairness: fcfs}\n"
-    )
+    file.write_text(text)
     result = CliRunner().invoke(cli.app, ["check", str(file)])
     assert (result.exit_code, result.stderr) == (0, "")
-    for part in (
-        f"{file}: fine",
-        "0.0.0.0:81",
-        "left",
-        "http://a, at most 4 in flight",
-        "fairness fcfs",
-        "critical at 1,",
-    ):
-        assert part in result.stdout
-
-
-def test_check_prints_whether_a_key_is_needed(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    for text, message in (
-        ("", "without API keys"),
-        ("api_keys: [k]", "with API keys"),
-        (f"tenants: [{{name: a, keys: [{hash_of('k')}]}}]", "with API keys"),
-    ):
-        file.write_text(text)
-        assert f"0.0.0.0:8080, {message}\n" in CliRunner().invoke(cli.app, ["check", str(file)]).stdout
-
-
-def test_check_accepts_a_file_without_backends(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("")
-    result = CliRunner().invoke(cli.app, ["check", str(file)])
-    assert result.exit_code == 0
-    assert "none here" in result.stdout
-    file.write_text("discovery: {file: /etc/llmproxy/backends.yaml}")
-    result = CliRunner().invoke(cli.app, ["check", str(file)])
-    assert "those in /etc/llmproxy/backends.yaml" in result.stdout
+    assert [part for part in (f"{file}: fine", *parts) if part not in result.stdout] == []
 
 
 def test_check_prints_all_problems_and_exits_with_2(tmp_path: Path) -> None:
@@ -401,9 +371,7 @@ def test_module_is_the_command() -> None:
 
 def test_demo_starts_nothing_when_its_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncio.create_subprocess_exec", None)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = CliRunner().invoke(cli.app, ["demo", "--port", str(port)])
     assert (result.exit_code, result.stdout) == (1, "")

@@ -107,6 +107,14 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
+@asynccontextmanager
+async def endless(session: aiohttp.ClientSession, url: str, **fields: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    """A long stream whose first bytes were read."""
+    async with session.post(url + CHAT, json=ENDLESS | fields) as stream:
+        await stream.content.readany()
+        yield stream
+
+
 async def asked(session: aiohttp.ClientSession, url: str, **fields: Any) -> tuple[int, str]:
     """The status of one small request, and what its answer says of the connection."""
     async with session.post(url + CHAT, json=HELLO | fields) as answer:
@@ -114,17 +122,14 @@ async def asked(session: aiohttp.ClientSession, url: str, **fields: Any) -> tupl
         return answer.status, answer.headers.get("connection", "")
 
 
-async def test_it_tells_of_settings_that_do_nothing(backend: Replica, tmp_path: Path) -> None:
-    async with served(tmp_path / "log", "--port", "0", "--fairness", "slo", backend.url) as process:
-        assert (await process.event("listening"))["workers"] == 1
+async def test_it_tells_at_its_start_what_it_does(backend: Replica, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.json")
+    arguments = ("--port", "0", "--fairness", "slo", "--state-file", path, backend.url)
+    async with served(tmp_path / "log", *arguments) as process:
+        listening = await process.event("listening")
+        assert (listening["workers"], listening["state_file"]) == (1, path)
         [told] = process.events("setting_without_effect")
         assert str(told["setting"]).startswith("scheduling.fairness: slo has nothing to go by")
-
-
-async def test_it_says_where_it_keeps_what_it_learned(backend: Replica, tmp_path: Path) -> None:
-    path = str(tmp_path / "state.json")
-    async with served(tmp_path / "log", "--port", "0", "--state-file", path, backend.url) as process:
-        assert (await process.event("listening"))["state_file"] == path
         process.process.send_signal(signal.SIGHUP)
         assert "--config" in str((await process.event("nothing_to_reload"))["hint"])
 
@@ -157,27 +162,26 @@ async def starting(tmp_path: Path, told: str) -> AsyncIterator[tuple[Served, Cal
             yield process, tell
 
 
-async def test_an_early_sighup_reads_the_configuration_again(backend: Replica, tmp_path: Path) -> None:
-    async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\nreload: signal\n") as (process, tell):
-        process.process.send_signal(signal.SIGHUP)
-        tell()
-        assert (await process.event("reloaded"))["cause"] == "signal"
-        process.process.terminate()
-        assert await process.ended() == 0
-
-
-async def test_a_change_of_the_file_while_it_is_read_is_noticed(backend: Replica, tmp_path: Path) -> None:
-    async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\n") as (process, tell):
+@pytest.mark.parametrize(
+    ("number", "event", "cause"),
+    [
+        (signal.SIGHUP, "reloaded", "signal"),
         # The file that is read is another one before its end has come.
+        (None, "reloaded", "file"),
+        (signal.SIGUSR2, "replaced", None),
+    ],
+)
+async def test_an_early_order_is_carried_out(
+    backend: Replica, tmp_path: Path, number: signal.Signals | None, event: str, cause: str | None
+) -> None:
+    reload = "signal" if cause == "signal" else "watch"
+    async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\nreload: {reload}\n") as (process, tell):
+        if number is not None:
+            process.process.send_signal(number)
         tell()
-        assert (await process.event("reloaded"))["cause"] == "file"
-
-
-async def test_an_early_order_to_restart_is_carried_out(backend: Replica, tmp_path: Path) -> None:
-    async with starting(tmp_path, f"backends: [{{url: '{backend.url}'}}]\n") as (process, tell):
-        process.process.send_signal(signal.SIGUSR2)
-        tell()
-        await process.event("replaced")
+        assert (await process.event(event)).get("cause") == cause
+        if event == "reloaded":
+            process.process.terminate()
         assert await process.ended() == 0
 
 
@@ -197,8 +201,7 @@ async def test_the_first_signal_waits_for_streams(
 ) -> None:
     async with served(tmp_path / "log", "--port", "0", backend.url) as process:
         url = await process.url()
-        async with http.post(url + CHAT, json=ENDLESS | {"max_tokens": 500}) as stream:
-            await stream.content.readany()
+        async with endless(http, url, max_tokens=500) as stream:
             process.process.send_signal(signal.SIGTERM)
             await process.event("draining")
             assert await asked(http, url) == (503, "close")
@@ -216,8 +219,7 @@ async def test_the_second_signal_ends_the_process_at_once(
 ) -> None:
     async with served(tmp_path / "log", "--port", "0", backend.url) as process:
         url = await process.url()
-        async with http.post(url + CHAT, json=ENDLESS) as stream:
-            await stream.content.readany()
+        async with endless(http, url) as stream:
             process.process.send_signal(number)
             await process.event("draining")
             process.process.send_signal(number)
@@ -259,8 +261,7 @@ async def test_a_successor_takes_over_without_an_error(
         async with served(tmp_path / "log", "--port", "0", backend.url, NOTIFY_SOCKET=name) as process:
             url = await process.url()
             assert await asked(http, url) == (200, "")
-            async with aiohttp.ClientSession() as other, other.post(url + CHAT, json=ENDLESS) as stream:
-                await stream.content.readany()
+            async with aiohttp.ClientSession() as other, endless(other, url) as stream:
                 process.process.send_signal(signal.SIGUSR2)
                 replaced = await process.event("replaced")
                 assert await asked(http, url) == (200, "close"), "the kept connection still leads to the old process"
@@ -331,8 +332,7 @@ async def test_a_signal_to_stop_ends_a_successor_that_does_not_serve_yet(
 ) -> None:
     async with served(tmp_path / "log", "--port", "0", backend.url) as process:
         url = await process.url()
-        async with http.post(url + CHAT, json=ENDLESS) as stream:
-            await stream.content.readany()
+        async with endless(http, url) as stream:
             process.process.send_signal(signal.SIGUSR2)
             # Long before it has read its own program.
             await until(process.has_children)
@@ -352,8 +352,7 @@ async def test_being_led_out_has_an_end(backend: Replica, http: aiohttp.ClientSe
     file.write_text(f"{one_seat}drain_timeout_s: 0.3\n")
     async with served(tmp_path / "log", "--port", "0", "--config", str(file)) as process:
         url = await process.url()
-        async with http.post(url + CHAT, json=ENDLESS) as stream:
-            await stream.content.readany()
+        async with endless(http, url) as stream:
             waiting = asyncio.create_task(asked(http, url))
             await process.queued(http, url, 1)
             process.process.send_signal(signal.SIGUSR2)
@@ -377,8 +376,7 @@ async def test_clients_wait_in_a_socket_that_the_service_manager_holds(
         async with served(tmp_path / "1", backend.url, before=before, pass_fds=[held.fileno()]) as first:
             assert await first.url() == url, "the socket says where it is, whatever the port is set to"
             assert await asked(http, url) == (200, "")
-            async with aiohttp.ClientSession() as other, other.post(url + CHAT, json=ENDLESS) as stream:
-                await stream.content.readany()
+            async with aiohttp.ClientSession() as other, endless(other, url) as stream:
                 first.process.send_signal(signal.SIGTERM)
                 await first.event("draining")
                 assert await asked(http, url) == (200, "close"), "who is connected is served"

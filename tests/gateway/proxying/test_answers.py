@@ -207,9 +207,15 @@ class Reading:
     async def keep(self, first: dict[str, Any], kind: BodyKind) -> KeptAnswer | None:
         return self.answers.keep(await BodyReader(prefixes=True).read(orjson.dumps(first), kind))
 
-    async def read(self, first: dict[str, Any], raw: bytes, kind: BodyKind) -> tuple[int, ...]:
-        kept = await self.keep(first, kind)
+    async def kept(self, raw: bytes = b"", first: dict[str, Any] | None = None, kind: BodyKind = CHAT) -> KeptAnswer:
+        """An answer that is kept, of which `raw` came."""
+        kept = await self.keep(first or after_chat(), kind)
         assert kept is not None
+        kept.add(raw)
+        return kept
+
+    async def read(self, first: dict[str, Any], raw: bytes, kind: BodyKind) -> tuple[int, ...]:
+        kept = await self.kept(b"", first, kind)
         for at in range(0, len(raw), 1000):
             kept.add(raw[at : at + 1000])
         assert self.answers.kept_bytes == len(raw)
@@ -312,9 +318,7 @@ async def test_an_answer_within_the_last_block_tells_nothing_new() -> None:
 
 async def test_model_and_adapter_count_as_in_the_prompt() -> None:
     reading = Reading()
-    kept = await reading.keep(after_chat(), CHAT)
-    assert kept is not None
-    kept.add(spoken())
+    kept = await reading.kept(spoken())
     grant = replace(GRANT, request=request(model="poet", adapter="poet"))
     reading.answers.ended(kept, grant)
     await reading.all_read()
@@ -328,8 +332,7 @@ async def test_model_and_adapter_count_as_in_the_prompt() -> None:
 
 async def test_an_answer_that_is_too_long_is_forgotten_at_once() -> None:
     reading = Reading()
-    kept = await reading.keep(after_chat(), CHAT)
-    assert kept is not None
+    kept = await reading.kept()
     for _ in range(ANSWER_BYTES_MAX // 1024):
         kept.add(b" " * 1024)
     assert reading.answers.kept_bytes == ANSWER_BYTES_MAX
@@ -344,11 +347,7 @@ async def test_an_answer_that_is_too_long_is_forgotten_at_once() -> None:
 async def test_all_answers_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers_module, "KEPT_BYTES_MAX", len(spoken()) + 10)
     reading = Reading()
-    first, second = await reading.keep(after_chat(), CHAT), await reading.keep(after_chat(), CHAT)
-    assert first is not None
-    assert second is not None
-    first.add(spoken())
-    second.add(b"data: more than the rest")
+    first, second = await reading.kept(spoken()), await reading.kept(b"data: more than the rest")
     assert reading.answers.kept_bytes == len(spoken())
     reading.answers.ended(second, GRANT)
     reading.answers.ended(first, GRANT)
@@ -358,10 +357,7 @@ async def test_all_answers_together_have_a_bound(monkeypatch: pytest.MonkeyPatch
 
 async def test_what_was_not_completed_is_forgotten() -> None:
     reading = Reading()
-    kept = await reading.keep(after_chat(), CHAT)
-    assert kept is not None
-    kept.add(spoken())
-    reading.answers.ended(kept, None)
+    reading.answers.ended(await reading.kept(spoken()), None)
     assert reading.answers.kept_bytes == 0
     await asyncio.sleep(0)
     assert reading.told == []
@@ -370,10 +366,7 @@ async def test_what_was_not_completed_is_forgotten() -> None:
 async def test_a_long_answer_is_read_in_turns_with_everybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers_module, "TURN_S", 0.0)
     reading, others = Reading(), 0
-    kept = await reading.keep(after_chat(), CHAT)
-    assert kept is not None
-    kept.add(spoken())
-    reading.answers.ended(kept, GRANT)
+    reading.answers.ended(await reading.kept(spoken()), GRANT)
     while not reading.told:
         others += 1
         await asyncio.sleep(0)
@@ -392,10 +385,7 @@ async def test_a_fault_of_the_callback_stops_no_other_answer() -> None:
 
     reading.answers._on_read = failing_once
     for _ in range(2):
-        kept = await reading.keep(after_chat(), CHAT)
-        assert kept is not None
-        kept.add(spoken())
-        reading.answers.ended(kept, GRANT)
+        reading.answers.ended(await reading.kept(spoken()), GRANT)
     await reading.all_read()
     assert len(reading.told) == 1
     assert [str(fault["exception"]) for fault in faults] == ["a policy's fault"]
