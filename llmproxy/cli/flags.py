@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from llmproxy.config import PLACEMENT_PRESETS, ConfigError, Override, instead_of, keys, keys_of_files, nearest
-from llmproxy.config.renamed import OLD_KEYS
+from llmproxy.config.document import OLD_KEYS
 from llmproxy.lifecycle.handover import DRAINED
 from llmproxy.lifecycle.sockets import PREDECESSOR
 

@@ -1,7 +1,7 @@
 """The configuration: one YAML file, and what flags and the environment put over it, become one frozen `Config`."""
 
 from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
-from llmproxy.config.config import Config
+from llmproxy.config.config import Config, model_limit, settings_of, tenant_limit
 from llmproxy.config.document import ConfigError
 from llmproxy.config.keys import keys, keys_of_files
 from llmproxy.config.load import (
@@ -31,7 +31,6 @@ from llmproxy.config.schema import (
     TimeoutsConfig,
     TlsConfig,
 )
-from llmproxy.config.settings import model_limit, settings_of, tenant_limit
 from llmproxy.config.value_types import AUTO_SALT, DNS, SRV, Network, hash_of, is_api_key, nearest
 from llmproxy.config.watched import WatchedFile
 from llmproxy.core.placement.policy import presets

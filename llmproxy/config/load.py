@@ -14,9 +14,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from llmproxy.config.config import BackendsFile, Config
-from llmproxy.config.document import ConfigError, Document, Place, dotted
+from llmproxy.config.document import ConfigError, Document, Place, advice, dotted
 from llmproxy.config.keys import keys, leaves, sections_in
-from llmproxy.config.renamed import advice
 from llmproxy.config.schema import BackendConfig, Section, may_be_null
 from llmproxy.config.unused import find_unused
 from llmproxy.config.value_types import nearest

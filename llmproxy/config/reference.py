@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 
 from llmproxy.config.changes import read_at_start
 from llmproxy.config.config import Config
+from llmproxy.config.document import OLD_KEYS
 from llmproxy.config.keys import FILE_ONLY, Key, walk
-from llmproxy.config.renamed import OLD_KEYS
 from llmproxy.config.schema import Section
 from llmproxy.config.value_types import TypeName, hash_of
 

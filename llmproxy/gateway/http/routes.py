@@ -44,13 +44,17 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One scheduled route: its method, how its bodies are read (a GET has none) and what its requests are charged."""
+    """One scheduled route: its method, how its bodies are read (a GET has none) and what its requests are charged.
+
+    `salted`: vLLM accepts a `cache_salt` there.
+    """
 
     path: str
     kind: BodyKind = BodyKind.OTHER
     dialect: Dialect = Dialect.OPENAI
     work: Work = Work.GENERATES
     method: str = "POST"
+    salted: bool = False
 
     @property
     def computes(self) -> bool:
@@ -61,59 +65,38 @@ class Route:
 SCHEDULED: dict[str, Route] = {
     route.path: route
     for route in (
-        Route("/v1/chat/completions", BodyKind.CHAT),
-        Route("/v1/completions", BodyKind.COMPLETION),
-        Route("/v1/responses", BodyKind.RESPONSES, Dialect.RESPONSES),
-        Route("/v1/messages", BodyKind.MESSAGES, Dialect.ANTHROPIC),
+        Route("/v1/chat/completions", BodyKind.CHAT, salted=True),
+        Route("/v1/completions", BodyKind.COMPLETION, salted=True),
+        Route("/v1/responses", BodyKind.RESPONSES, Dialect.RESPONSES, salted=True),
+        Route("/v1/messages", BodyKind.MESSAGES, Dialect.ANTHROPIC, salted=True),
         Route("/v1/messages/count_tokens", BodyKind.MESSAGES, Dialect.ANTHROPIC, Work.NOTHING),
-        Route("/v1/embeddings", work=Work.READS),
+        Route("/v1/embeddings", work=Work.READS, salted=True),
         Route("/v2/embed", work=Work.READS),
-        Route("/pooling", work=Work.READS),
+        Route("/pooling", work=Work.READS, salted=True),
         Route("/classify", work=Work.READS),
-        Route("/score", work=Work.READS),
-        Route("/v1/score", work=Work.READS),
-        Route("/rerank", work=Work.READS),
-        Route("/v1/rerank", work=Work.READS),
-        Route("/v2/rerank", work=Work.READS),
+        Route("/score", work=Work.READS, salted=True),
+        Route("/v1/score", work=Work.READS, salted=True),
+        Route("/rerank", work=Work.READS, salted=True),
+        Route("/v1/rerank", work=Work.READS, salted=True),
+        Route("/v2/rerank", work=Work.READS, salted=True),
         Route("/tokenize", work=Work.NOTHING),
         Route("/detokenize", work=Work.NOTHING),
         Route("/tokenizer_info", work=Work.NOTHING, method="GET"),
-        Route("/generative_scoring", work=Work.READS),
-        Route("/v1/systemone"),
-        Route("/v1/chat/completions/batch"),
+        Route("/generative_scoring", work=Work.READS, salted=True),
+        Route("/v1/systemone", salted=True),
+        Route("/v1/chat/completions/batch", salted=True),
         Route("/v1/chat/completions/render", work=Work.NOTHING),
         Route("/v1/completions/render", work=Work.NOTHING),
         Route("/v1/messages/render", BodyKind.MESSAGES, Dialect.ANTHROPIC, Work.NOTHING),
         Route("/v1/responses/render", work=Work.NOTHING),
         Route("/v1/chat/completions/derender", work=Work.NOTHING),
         Route("/v1/completions/derender", work=Work.NOTHING),
-        Route("/inference/v1/generate"),
+        Route("/inference/v1/generate", salted=True),
         Route("/v1/audio/transcriptions", BodyKind.FORM),
         Route("/v1/audio/translations", BodyKind.FORM),
         Route("/v1/audio/speech"),
     )
 }
-
-SALTED: frozenset[str] = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/embeddings",
-        "/pooling",
-        "/score",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/generative_scoring",
-        "/v1/systemone",
-        "/inference/v1/generate",
-    }
-)
-"""Routes on which vLLM accepts a `cache_salt`."""
 
 STORED_RESPONSES = "/v1/responses/"
 """`GET {id}` and `POST {id}/cancel` below it go to the backend that made the response."""

@@ -21,7 +21,7 @@ from llmproxy.core.estimates.tokens import TURNS_MAX, Estimator, usage_max
 from llmproxy.core.retry import RetryBudget
 from llmproxy.gateway.http.errors import INTERNAL_MESSAGE, Failure
 from llmproxy.gateway.http.headers import check as check_fields
-from llmproxy.gateway.http.routes import SALTED, BodyKind, Dialect, Route, Work
+from llmproxy.gateway.http.routes import BodyKind, Dialect, Route, Work
 from llmproxy.gateway.proxying.answers import Answers
 from llmproxy.gateway.proxying.attempt import Attempt, Call
 from llmproxy.gateway.proxying.relay import end_broken
@@ -189,7 +189,7 @@ class RequestHandler:
         """Keep the tenant from prefixes and stored responses of others in the engines. Raises Failure and BadBody."""
         if received.route.dialect is Dialect.RESPONSES:
             received.previous = await self._stored.previous(parsed.kept, received.tenant, received.rules)
-        if received.tenant.salt is None or received.route.path not in SALTED:
+        if received.tenant.salt is None or not received.route.salted:
             return parsed
         received.salt = received.tenant.cache_salt(parsed.text(SALT))
         chain = None if parsed.chain is None else replace(parsed.chain, salt=received.salt)

@@ -9,7 +9,7 @@ from math import inf
 from pydantic import ValidationError
 
 from llmproxy.config import Config, SchedulingConfig, settings_of
-from llmproxy.config.renamed import current
+from llmproxy.config.document import current
 from llmproxy.config.value_types import nearest
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.placement.policy import Placement, make, presets

@@ -9,7 +9,7 @@ import pytest
 
 from llmproxy.cli.flags import flag_of, from_environment, from_flags
 from llmproxy.config import Config, ConfigError, Override, keys, load, warnings_of
-from llmproxy.config.renamed import OLD_KEYS
+from llmproxy.config.document import OLD_KEYS
 from llmproxy.lab.policies.by_name import plan_named
 from tests.config.test_load import problems
 
