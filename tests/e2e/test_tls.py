@@ -47,7 +47,8 @@ class Files:
         self._touch()
 
     def spoil(self) -> None:
-        """Another key than the certificate's: a renewal that is seen halfway."""
+        """A new certificate with the key of another one: a renewal that is seen halfway."""
+        self.renew()
         self.ca.issue_cert(HOST).private_key_pem.write_to_path(str(self.key))
         self._touch()
 

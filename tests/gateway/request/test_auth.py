@@ -134,6 +134,13 @@ def test_salts_differ_between_tenants_for_any_client_salt() -> None:
     assert salted(a="auto")["a"].cache_salt("x") == tenants["a"].cache_salt("x"), "in every process"
 
 
+def test_a_key_that_moves_to_another_tenant_gets_another_salt() -> None:
+    """The new tenant must not learn what the old one has cached."""
+    entries = [{"name": name, "keys": [hash_of("key")], "cache_salt": "auto"} for name in ("before", "after")]
+    before, after = (Keys(config(tenants=[entry])).check(bearer("key")) for entry in entries)
+    assert before.cache_salt("x") != after.cache_salt("x")
+
+
 def test_tenants_with_the_same_secret_share_salts() -> None:
     tenants = salted(a="one-secret-of-both", b="one-secret-of-both")
     assert tenants["a"].cache_salt("x") == tenants["b"].cache_salt("x")
