@@ -65,6 +65,28 @@ async def test_bad_requests_get_the_recorded_errors(
     assert list(error) == ["message", "type", "param", "code"]
 
 
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "answered"),
+    [
+        (90, 10, 10),
+        (90, 11, "requested 11 output tokens"),
+        (99, None, 1),
+        (100, None, "even without any output tokens"),
+    ],
+)
+async def test_prompt_and_answer_may_fill_the_context_and_no_more(
+    client: aiohttp.ClientSession, prompt_tokens: int, max_tokens: int | None, answered: int | str
+) -> None:
+    async with Replica(replace(FAST, max_model_len=100)) as replica:
+        body = {"prompt": [1] * prompt_tokens, "max_tokens": max_tokens, "ignore_eos": True}
+        status, answer = await post(client, f"{replica.url}/v1/completions", body)
+    if isinstance(answered, int):
+        assert (status, answer["usage"]["completion_tokens"]) == (200, answered)
+    else:
+        assert status == 400
+        assert answered in answer["error"]["message"]
+
+
 async def test_bodies_that_are_no_json(replica: Replica, client: aiohttp.ClientSession) -> None:
     url = f"{replica.url}/v1/chat/completions"
 
