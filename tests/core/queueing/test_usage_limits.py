@@ -98,6 +98,40 @@ def test_the_next_blocked_request_replaces_one_that_fits_nowhere() -> None:
     assert names(granted(of, 1.0)) == ["any"]
 
 
+def test_no_more_come_back_while_those_that_came_back_still_wait() -> None:
+    of = limited({"a": 2}, in_flight=1)
+    of.submit(theirs(id="runs"), 0.0)
+    (runs,) = granted(of)
+    for number in range(4):
+        of.submit(theirs(id=f"blocked {number}", arrived_s=0.1 + number / 100), 0.2)
+    of.submit(request(id="fills"), 0.2)
+    assert names(granted(of, 0.2)) == ["fills"]
+    assert of.parked() == {TENANT: 4}
+    of.finish(runs, Verdict.SERVED, 1.0)
+    of.submit(request(id="urgent", band=CRITICAL), 1.0)
+    assert names(granted(of, 1.0)) == ["urgent"]
+    for second in range(2, 6):
+        assert granted(of, float(second)) == []
+        assert of.parked() == {TENANT: 3}, "one came back, and only one has room under the limit"
+
+
+def test_every_blocked_request_has_its_turn_before_later_arrivals() -> None:
+    settings = Settings(
+        limits={TENANT: UsageLimit(in_flight=1)}, capacity=CapacitySettings(look_ahead=0), fairness="fcfs"
+    )
+    of = pools({"a": 2}, settings)
+    for number in range(3):
+        of.submit(theirs(id=f"t{number}", arrived_s=number / 10), 0.3)
+    (running,) = granted(of, 0.3)
+    of.submit(request(id="fills", arrived_s=0.4), 0.4)
+    granted(of, 0.4)
+    for number in (1, 2):
+        of.submit(request(id=f"later {number}", arrived_s=number), float(number))
+        of.finish(running, Verdict.SERVED, float(number))
+        (running,) = granted(of, float(number))
+        assert running.request.id == f"t{number}"
+
+
 def test_a_limit_counts_over_all_pools() -> None:
     settings = Settings(limits={TENANT: UsageLimit(in_flight=1)}, capacity=CapacitySettings(look_ahead=0))
     of = pools({"a": 1, "b": 1}, settings, listings={"a": listing(), "b": listing(base="other")})
