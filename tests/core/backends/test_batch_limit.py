@@ -4,7 +4,14 @@ from itertools import pairwise
 
 import pytest
 
-from llmproxy.core.backends.batch_limit import CALM_READINGS_MAX, PLATEAU_READINGS, UNPUBLISHED, BatchLimit, slots_under
+from llmproxy.core.backends.batch_limit import (
+    CALM_READINGS_MAX,
+    CALM_READINGS_MIN,
+    PLATEAU_READINGS,
+    UNPUBLISHED,
+    BatchLimit,
+    slots_under,
+)
 
 
 class Engine:
@@ -90,6 +97,16 @@ def test_low_bands_retry_only_a_plateau_that_is_not_proven(proven: bool) -> None
         if limit.value > 64:
             break
     assert (limit.value > 64) is not proven
+
+
+@pytest.mark.parametrize(("proven", "calm"), [(True, CALM_READINGS_MAX), (False, CALM_READINGS_MIN)])
+def test_a_proven_plateau_is_tried_after_the_longest_calm_only(proven: bool, calm: int) -> None:
+    limit = settled(64, proven)
+    readings = 0
+    while limit.value == 64:
+        limit.observe(running=64, waiting=0, load=64)
+        readings += 1
+    assert readings == calm
 
 
 def test_a_trial_lets_in_one_more_than_the_plateau() -> None:

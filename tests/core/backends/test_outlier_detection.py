@@ -173,11 +173,14 @@ def test_single_backend_is_never_judged() -> None:
     assert pool.of.next_wakeup(pool.now) is None
 
 
-def test_a_long_prompt_explains_a_long_silence() -> None:
-    pool = warm(per_s=4.0)
+@pytest.mark.parametrize("per_s", [4.0, 12.0])
+def test_a_long_prompt_explains_a_long_silence(per_s: float) -> None:
+    """Also of several streams that stop together, which more requests per second bring."""
+    pool = warm(per_s=per_s)
     pool.send(prompt_tokens=60_000)
     pool.run(7.0)
-    assert not any(pool.ejected(name) for name in pool.names)
+    assert not pool.of.news(), "not for a moment"
+    assert not pool.revoked
 
 
 def test_readers_that_stop_reading_prove_nothing() -> None:
@@ -296,7 +299,16 @@ def test_a_pool_that_slows_down_as_a_whole_has_no_outlier() -> None:
     pool = warm()
     pool.factors = dict.fromkeys("abcd", 8.0)
     pool.run(20.0)
-    assert not any(pool.ejected(name) for name in "abcd")
+    assert not pool.of.news(), "not for a moment"
+
+
+def test_a_slow_backend_returns_once_the_others_are_as_slow() -> None:
+    pool = warm()
+    pool.factors["a"] = 10.0
+    pool.until("a", 20.0)
+    pool.factors = dict.fromkeys("abcd", 4.0)
+    pool.run(30.0)
+    assert not pool.ejected("a")
 
 
 def test_long_uncached_prompts_make_no_backend_slow(monkeypatch: pytest.MonkeyPatch) -> None:
