@@ -117,6 +117,6 @@ class Upstream(Protocol):
         The path and query go out as they are. Headers are sent as given, in their order; only `host` is added when
         absent, and `content-length` is always that of `body`. They hold no hop-by-hop header and no `expect`. A
         request on a kept connection that the backend dropped at the same moment, without seeing the request, is sent
-        again on a new one. Raises ConnectFailed (LocalFailure is one of them) or UpstreamBroken; cancelling it cuts the
-        connection.
+        again on a new one. So is a GET whenever a kept connection ends before a byte of the answer. Raises
+        ConnectFailed (LocalFailure is one of them) or UpstreamBroken; cancelling it cuts the connection.
         """

@@ -462,6 +462,22 @@ async def test_a_refused_connection_is_told_apart_and_tried_again_soon(bench: Be
     assert pause_s <= 0.2
 
 
+async def test_backend_that_dies_during_a_poll_is_refused_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while b"/metrics" not in (head := await reader.readuntil(b"\r\n\r\n")):
+            body = MODELS.encode() if b"/v1/models" in head else b""
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        server.close()
+        writer.close()
+
+    monkeypatch.setattr("llmproxy.upstream.client.IDLE_DROP_S", -1.0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    await bench.poller(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").poll_once()
+    assert bench.sink.take() == ["listed", "refused"]
+
+
 async def test_a_url_of_the_wrong_scheme_is_told(bench: Bench) -> None:
     await bench.poller(bench.url.replace("http://", "https://")).poll_once()
     assert bench.sink.details[-1].endswith("; it does not speak TLS: should its URL begin with http://?")

@@ -295,6 +295,23 @@ async def test_a_request_on_a_kept_connection_that_is_dropped(
     assert [len(peer.requests) for peer in server.peers] == requests
 
 
+async def test_get_on_a_dropped_connection_is_sent_again_however_late_it_broke(
+    upstream: HttpUpstream, server: RawServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await peer.request()
+
+    server.script = script
+    monkeypatch.setattr("llmproxy.upstream.client.IDLE_DROP_S", -1.0)
+    for _ in range(2):
+        async with asyncio.timeout(PATIENCE_S):
+            exchange = await upstream.open(server.url, "GET", "/health", [], (), 5.0)
+        assert (exchange.reused, await read_all(exchange)) == (False, b"ok")
+    assert [len(peer.requests) for peer in server.peers] == [2, 1]
+
+
 @pytest.mark.parametrize("kept", [False, True], ids=["a fresh connection", "a kept one"])
 async def test_an_invalid_chunk_size_is_noticed_on_an_open_connection(
     upstream: HttpUpstream, server: RawServer, kept: bool
