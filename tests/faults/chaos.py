@@ -38,7 +38,7 @@ async def one(rng: random.Random) -> str:
     if kind < 0.1:
         scene = rng.choice(SCENES)
         played = await perform(scene)
-        assert (played.story, played.outcomes, played.events) == (scene.story, scene.outcomes, scene.events), (
+        assert (played.clients, played.outcomes, played.events) == (scene.clients, scene.outcomes, scene.events), (
             scene.name,
             played,
         )

@@ -28,23 +28,29 @@ NAME = "vllm.test"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
-    """What the clients and the replicas saw, in words that are the same every time."""
-
-    clients: str
-    replicas: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """`act` starts a proxy and returns what came of it; `story`, `outcomes` of all requests, and `events`, what the log
-    tells of the fleet from the time when the proxy runs, are what must."""
+    """`act` starts a proxy and returns what its clients saw, in words that are the same every time.
+
+    `clients`, `outcomes` of all requests, and `events`, what the log tells of the fleet from the time when the proxy
+    runs, are what must come of it. `replicas` says in words what `act` asserts of them.
+    """
 
     name: str
-    act: Callable[[Stage], Awaitable[Story]]
-    story: Story
+    act: Callable[[Stage], Awaitable[str]]
+    clients: str
+    replicas: str
     outcomes: Mapping[str, int]
     events: Mapping[str, int] = field(default_factory=dict)
+
+
+SCENES: list[Scene] = []
+
+
+def scene(**told: Any) -> Callable[[Callable[[Stage], Awaitable[str]]], None]:
+    def add(act: Callable[[Stage], Awaitable[str]]) -> None:
+        SCENES.append(Scene(act=act, **told))
+
+    return add
 
 
 class Stage:
@@ -69,7 +75,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    story: Story
+    clients: str
     outcomes: Mapping[str, int]
     events: Mapping[str, int]
     exits: list[Mapping[str, Any]]
@@ -79,9 +85,9 @@ async def perform(scene: Scene) -> Played:
     """Play one scene; on return its proxy was closed and checked."""
     with capture_logs() as log:
         stage = Stage(log)
-        story = await scene.act(stage)
+        clients = await scene.act(stage)
     return Played(
-        story=story,
+        clients=clients,
         outcomes=stage.outcomes,
         events=Counter(line["event"] for line in log if line["event"] in EVENTS),
         exits=[line for line in log if line["event"] == "request"],
@@ -116,7 +122,14 @@ async def end_of(running: Any) -> str:
 # --- what happens -----------------------------------------------------------------------------------------------------
 
 
-async def flapping(stage: Stage) -> Story:
+@scene(
+    name="a replica flaps: gone and back, four times",
+    clients="28 times 200",
+    replicas="the one that flaps gets requests only while it is up",
+    outcomes={"completed": 28},
+    events={"backend_down": 4, "backend_up": 4},
+)
+async def flapping(stage: Stage) -> str:
     answers = []
     async with serving(FAST, FAST, **IN_TURN) as proxy:
         stage.opened()
@@ -131,10 +144,16 @@ async def flapping(stage: Stage) -> Story:
             await until(lambda: all_up(proxy))
             answers += [await proxy.chat(body) for body in (STREAM, HELLO)]
         await stage.closing(proxy)
-    return Story(clients=statuses(answers), replicas="the one that flaps gets requests only while it is up")
+    return statuses(answers)
 
 
-async def frozen(stage: Stage) -> Story:
+@scene(
+    name="a worker is frozen: `/health` is 200, the gauges stand still, nothing answers",
+    clients="10 times 200; the stream that ran there: 200, then one error event",
+    replicas="the frozen one nothing more, once its silence was noticed; what it owed, the other one",
+    outcomes={"completed": 10, "broken_stream": 1, "cancelled": 1},
+)
+async def frozen(stage: Stage) -> str:
     config: dict[str, Any] = {
         # Nothing but its silence beside the others may end the wait for first bytes.
         "timeouts": {"first_byte_s": 100.0, "stall_s": 2.0},
@@ -164,13 +183,17 @@ async def frozen(stage: Stage) -> Story:
         await until(lambda: not stuck.in_flight)
         stuck.faults.clear()
         await stage.closing(proxy)
-    return Story(
-        clients=f"{statuses(answers)}; the stream that ran there: {ended}",
-        replicas="the frozen one nothing more, once its silence was noticed; what it owed, the other one",
-    )
+    return f"{statuses(answers)}; the stream that ran there: {ended}"
 
 
-async def whole_fleet(stage: Stage) -> Story:
+@scene(
+    name="the whole fleet goes down, and comes back",
+    clients="two streams that ran: 200, then one error event; those who came meanwhile are held: 8 times 200",
+    replicas="those who were held, once they are back",
+    outcomes={"completed": 8, "broken_stream": 2},
+    events={"backend_down": 2, "backend_up": 2},
+)
+async def whole_fleet(stage: Stage) -> str:
     async with serving(FAST, FAST, **IN_TURN, queue={"hold_s": 30.0}) as proxy, AsyncExitStack() as stack:
         stage.opened()
         running = [await stack.enter_async_context(proxy.stream()) for _ in range(2)]
@@ -189,13 +212,17 @@ async def whole_fleet(stage: Stage) -> Story:
         answers = list(await asyncio.gather(*held))
         await until(lambda: all_up(proxy))
         await stage.closing(proxy)
-    return Story(
-        clients=f"two streams that ran: {ended}; those who came meanwhile are held: {statuses(answers)}",
-        replicas="those who were held, once they are back",
-    )
+    return f"two streams that ran: {ended}; those who came meanwhile are held: {statuses(answers)}"
 
 
-async def cold_cache(stage: Stage) -> Story:
+@scene(
+    name="a replica restarts with a cold cache",
+    clients="4 times 200",
+    replicas="each prompt; what it had cached is forgotten with it",
+    outcomes={"completed": 4},
+    events={"backend_down": 1, "backend_up": 1},
+)
+async def cold_cache(stage: Stage) -> str:
     async with serving(FAST) as proxy:
         stage.opened()
 
@@ -220,10 +247,17 @@ async def cold_cache(stage: Stage) -> Story:
         assert health.warmth(asyncio.get_running_loop().time()) < 1.0, "it starts slowly"
         assert [await turn(), await turn()] == [(False, False), (True, True)], "nothing is expected of a cold cache"
         await stage.closing(proxy)
-    return Story(clients="4 times 200", replicas="each prompt; what it had cached is forgotten with it")
+    return "4 times 200"
 
 
-async def sigterm(stage: Stage) -> Story:
+@scene(
+    name="SIGTERM hangs every stream of a replica",
+    clients="the stream that hung: 200, then one error event; others: 3 times 200",
+    replicas="nothing more; its connections are cut",
+    outcomes={"completed": 3, "broken_stream": 1, "cancelled": 1},
+    events={"backend_down": 1, "backend_up": 1},
+)
+async def sigterm(stage: Stage) -> str:
     # On a machine that has no time for this process, the second stream's silence would be that of a hung replica.
     config = IN_TURN | {"health": {"hung_s": None}}
     async with serving(FAST, FAST, **config) as proxy, AsyncExitStack() as stack:
@@ -243,13 +277,17 @@ async def sigterm(stage: Stage) -> Story:
         await proxy.replicas[ends].restart()
         await until(lambda: all_up(proxy))
         await stage.closing(proxy)
-    return Story(
-        clients=f"the stream that hung: {ended}; others: {statuses(answers)}",
-        replicas="nothing more; its connections are cut",
-    )
+    return f"the stream that hung: {ended}; others: {statuses(answers)}"
 
 
-async def drain(stage: Stage) -> Story:
+@scene(
+    name="a replica drains, answering 500 under a healthy `/health`, leaves and comes back",
+    clients="the stream that ran: 200, to its end; others: 11 times 200",
+    replicas="the one that drains: one request at a time, to see whether it still does",
+    outcomes={"completed": 12},
+    events={"backend_down": 1, "backend_up": 1},
+)
+async def drain(stage: Stage) -> str:
     async with serving(FAST, FAST, **IN_TURN, health={"backoff_s": 0.05}) as proxy:
         stage.opened()
         async with proxy.stream(ENDLESS | {"max_tokens": 400}) as running:
@@ -268,13 +306,16 @@ async def drain(stage: Stage) -> Story:
         more = [await proxy.chat() for _ in range(4)]
         assert len({answer.backend for answer in more}) == 2
         await stage.closing(proxy)
-    return Story(
-        clients=f"the stream that ran: {ended}; others: {statuses(answers + more)}",
-        replicas="the one that drains: one request at a time, to see whether it still does",
-    )
+    return f"the stream that ran: {ended}; others: {statuses(answers + more)}"
 
 
-async def turns_all_away(stage: Stage) -> Story:
+@scene(
+    name="a replica with nothing to do answers 503 to everything under a healthy `/health`",
+    clients="12 times 200",
+    replicas="the one that turns all away 3 requests, then nothing",
+    outcomes={"completed": 12},
+)
+async def turns_all_away(stage: Stage) -> str:
     async with serving(FAST, FAST, **IN_TURN, health={"failures": 3, "backoff_s": 30.0}) as proxy:
         stage.opened()
         proxy.replicas[0].faults.set("busy_503")
@@ -286,13 +327,20 @@ async def turns_all_away(stage: Stage) -> Story:
             await until(lambda: health.ejected or health.available(now()))
         assert (health.ejected, health.down) == (True, False), "its polls say that it is well"
         assert {answer.backend for answer in answers} == {"b1"}
-        tried = posts(proxy.replicas[0])
+        assert posts(proxy.replicas[0]) == 3
         proxy.replicas[0].faults.clear()
         await stage.closing(proxy)
-    return Story(clients=statuses(answers), replicas=f"the one that turns all away {tried} requests, then nothing")
+    return statuses(answers)
 
 
-async def dns_change(stage: Stage) -> Story:
+@scene(
+    name="a name in DNS changes its address",
+    clients="7 times 200; a stream at the old address goes on for as long as its client wants",
+    replicas="the old one nothing more, the new one all",
+    outcomes={"completed": 7, "cancelled": 1},
+    events={"backend_added": 1, "backend_up": 1, "backend_leaves": 1, "backend_removed": 1},
+)
+async def dns_change(stage: Stage) -> str:
     answers = []
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(Replica(FAST, "127.0.0.2"))
@@ -330,80 +378,4 @@ async def dns_change(stage: Stage) -> Story:
         running.close()
         await until(lambda: list(backends) == [names["127.0.0.3"]])
         await stage.closing(proxy)
-    return Story(
-        clients=f"{statuses(answers)}; a stream at the old address goes on for as long as its client wants",
-        replicas="the old one nothing more, the new one all",
-    )
-
-
-SCENES = [
-    Scene(
-        name="a replica flaps: gone and back, four times",
-        act=flapping,
-        story=Story(clients="28 times 200", replicas="the one that flaps gets requests only while it is up"),
-        outcomes={"completed": 28},
-        events={"backend_down": 4, "backend_up": 4},
-    ),
-    Scene(
-        name="a worker is frozen: `/health` is 200, the gauges stand still, nothing answers",
-        act=frozen,
-        story=Story(
-            clients="10 times 200; the stream that ran there: 200, then one error event",
-            replicas="the frozen one nothing more, once its silence was noticed; what it owed, the other one",
-        ),
-        outcomes={"completed": 10, "broken_stream": 1, "cancelled": 1},
-    ),
-    Scene(
-        name="the whole fleet goes down, and comes back",
-        act=whole_fleet,
-        story=Story(
-            clients="two streams that ran: 200, then one error event; those who came meanwhile are held: 8 times 200",
-            replicas="those who were held, once they are back",
-        ),
-        outcomes={"completed": 8, "broken_stream": 2},
-        events={"backend_down": 2, "backend_up": 2},
-    ),
-    Scene(
-        name="a replica restarts with a cold cache",
-        act=cold_cache,
-        story=Story(clients="4 times 200", replicas="each prompt; what it had cached is forgotten with it"),
-        outcomes={"completed": 4},
-        events={"backend_down": 1, "backend_up": 1},
-    ),
-    Scene(
-        name="SIGTERM hangs every stream of a replica",
-        act=sigterm,
-        story=Story(
-            clients="the stream that hung: 200, then one error event; others: 3 times 200",
-            replicas="nothing more; its connections are cut",
-        ),
-        outcomes={"completed": 3, "broken_stream": 1, "cancelled": 1},
-        events={"backend_down": 1, "backend_up": 1},
-    ),
-    Scene(
-        name="a replica drains, answering 500 under a healthy `/health`, leaves and comes back",
-        act=drain,
-        story=Story(
-            clients="the stream that ran: 200, to its end; others: 11 times 200",
-            replicas="the one that drains: one request at a time, to see whether it still does",
-        ),
-        outcomes={"completed": 12},
-        events={"backend_down": 1, "backend_up": 1},
-    ),
-    Scene(
-        name="a replica with nothing to do answers 503 to everything under a healthy `/health`",
-        act=turns_all_away,
-        story=Story(clients="12 times 200", replicas="the one that turns all away 3 requests, then nothing"),
-        outcomes={"completed": 12},
-    ),
-    Scene(
-        name="a name in DNS changes its address",
-        act=dns_change,
-        story=Story(
-            clients="7 times 200; a stream at the old address goes on for as long as its client wants",
-            replicas="the old one nothing more, the new one all",
-        ),
-        outcomes={"completed": 7, "cancelled": 1},
-        events={"backend_added": 1, "backend_up": 1, "backend_leaves": 1, "backend_removed": 1},
-    ),
-]
+    return f"{statuses(answers)}; a stream at the old address goes on for as long as its client wants"

@@ -137,7 +137,7 @@ async def scene_rows() -> AsyncIterator[tuple[str, ...]]:
         played = await perform(scene)
         told = [*sorted(played.events.items()), *sorted(played.outcomes.items())]
         log = ", ".join(f"{count} times `{what}`" if count > 1 else f"`{what}`" for what, count in told)
-        yield _cell(scene.name), played.story.clients, played.story.replicas, log
+        yield _cell(scene.name), played.clients, scene.replicas, log
 
 
 async def poll_rows() -> AsyncIterator[tuple[str, ...]]:

@@ -10,5 +10,5 @@ from tests.faults.scenes import SCENES, Scene, perform
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 async def test_when(scene: Scene) -> None:
     played = await perform(scene)
-    assert (played.story, played.outcomes, played.events) == (scene.story, scene.outcomes, scene.events)
+    assert (played.clients, played.outcomes, played.events) == (scene.clients, scene.outcomes, scene.events)
     assert len(played.exits) == sum(played.outcomes.values()), "one line for each request"
