@@ -13,15 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from llmproxy.config import (
-    Config,
-    ConfigError,
-    Override,
-    hash_of,
-    keys,
-    load,
-    settings_of,
-)
+from llmproxy.config import Config, ConfigError, Override, hash_of, keys, load, settings_of
 from llmproxy.config.keys import walk
 from llmproxy.core.placement.policy import presets
 from llmproxy.core.queueing.charge import charges

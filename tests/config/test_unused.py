@@ -74,10 +74,7 @@ def warned(tmp_path: Path, text: str) -> list[str]:
             "scheduling: {fairness: fcfs, output_weight: 3}\n",
             "FILE:1: warning: scheduling.output_weight: has no effect: no tokens are charged (fairness is fcfs,",
         ),
-        (
-            "decision_log_sample: 0.5\n",
-            "FILE:1: warning: decision_log_sample: has no effect: there is no decision_log",
-        ),
+        ("decision_log_sample: 0.5\n", "FILE:1: warning: decision_log_sample: has no effect: there is no decision_log"),
         (
             "scheduling: {placement: random}\nbackends:\n- url: http://a\n  prompt_tokens: [1, 2]\n",
             "FILE:4: warning: backends[0].prompt_tokens: has no effect: placement is random, not cost",

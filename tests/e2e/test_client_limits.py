@@ -319,10 +319,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 @pytest.mark.timeout(300, method="thread")
 @pytest.mark.parametrize(
     ("workers", "flags", "told"),
-    [
-        (1, (), ("info", "default", 65_536)),
-        (2, ("--clients-connections-max", "900"), ("warning", "configured", 900)),
-    ],
+    [(1, (), ("info", "default", 65_536)), (2, ("--clients-connections-max", "900"), ("warning", "configured", 900))],
 )
 async def test_clients_leave_enough_descriptors_for_the_backends(
     workers: int, flags: Sequence[str], told: tuple[str, str, int], tmp_path: Path

@@ -86,9 +86,7 @@ async def test_a_stored_response_that_breaks_is_not_completed() -> None:
         assert proxy.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
-async def test_a_stored_response_survives_a_dropped_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stored_response_survives_a_dropped_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
 
     async def ask(peer: Peer, request: bytes) -> None:

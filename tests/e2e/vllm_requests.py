@@ -127,10 +127,7 @@ CHATS = [
     chat("chat-stream-usage-refused", CHAT | {"stream": True, "stream_options": {"include_usage": False}}),
     chat("chat-stream-options-empty", CHAT | {"stream": True, "stream_options": {}}, loses_fingerprint=True),
     chat("chat-stream-options-null", CHAT | {"stream": True, "stream_options": None}, loses_fingerprint=True),
-    chat(
-        "chat-stream-n2-logprobs",
-        CHAT | USAGE | TWO | {"max_tokens": 3, "logprobs": True, "top_logprobs": 1},
-    ),
+    chat("chat-stream-n2-logprobs", CHAT | USAGE | TWO | {"max_tokens": 3, "logprobs": True, "top_logprobs": 1}),
     chat("chat-stream-no-usage", CHAT | {"max_tokens": 6, "stream": True}, loses_fingerprint=True),
     chat("chat-lora-stream-no-usage", CHAT | {"model": "lora-1", "stream": True}, loses_fingerprint=True),
     chat("chat-n2-stream-no-usage", CHAT | TWO | {"stream": True}, loses_fingerprint=True),

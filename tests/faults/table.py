@@ -111,13 +111,7 @@ async def page() -> str:
     ]
     for client in CLIENT_FAULTS:
         lines.append("| " + " | ".join((_cell(client.name), *client_row(await observe(client)))) + " |")
-    lines += [
-        "",
-        "## Polls",
-        "",
-        "The only replica; with one good poll it is back.",
-        "",
-    ]
+    lines += ["", "## Polls", "", "The only replica; with one good poll it is back.", ""]
     lines += ["| a replica that… | client saw | available | known of its load | log said |", "| --- " * 5 + "|"]
     lines += ["| " + " | ".join(row) + " |" async for row in poll_rows()]
     lines += [

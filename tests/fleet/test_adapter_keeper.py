@@ -74,13 +74,7 @@ class Fleet:
         )  # fmt: skip
 
     async def open(
-        self,
-        base_url: str,
-        method: str,
-        path_qs: str,
-        headers: Headers,
-        body: Body,
-        connect_timeout_s: float,
+        self, base_url: str, method: str, path_qs: str, headers: Headers, body: Body, connect_timeout_s: float
     ) -> FakeExchange:
         fields = orjson.loads(b"".join(body))
         self.sent.append((base_url, path_qs, fields))

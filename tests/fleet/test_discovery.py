@@ -196,9 +196,7 @@ async def test_a_poller_is_told_whether_its_backend_has_work(
     assert [one() for one in asked] == [False, False]
 
 
-async def test_a_backend_of_two_sources_stays_while_either_wants_it(
-    registry: BackendRegistry,
-) -> None:
+async def test_a_backend_of_two_sources_stays_while_either_wants_it(registry: BackendRegistry) -> None:
     one, same_url, same_name = (
         BackendConfig(name="a", url="http://127.0.0.1:1"),
         BackendConfig(name="b", url="http://127.0.0.1:1"),
@@ -291,9 +289,7 @@ async def test_a_backend_drained_in_the_predecessor_joins_drained_once(registry:
     assert registry.status("a").state is MemberState.DOWN
 
 
-async def test_changed_sources_are_asked_again_and_removed_ones_leave(
-    registry: BackendRegistry,
-) -> None:
+async def test_changed_sources_are_asked_again_and_removed_ones_leave(registry: BackendRegistry) -> None:
     expected: list[bool] = []
     looks: list[tuple[str, bool]] = []
     names = Names([A])

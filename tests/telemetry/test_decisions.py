@@ -152,13 +152,7 @@ def test_a_line_is_a_request_of_a_trace_and_the_decision_about_it(path: Path) ->
         },
         "candidates": 2,
         "placement": {"queue": 0.5, "kv": 0.25},
-        "predicted": {
-            "cached_tokens": 5,
-            "ttft_s": 0.6,
-            "ttft_p90_s": 0.9,
-            "tpot_s": 0.15,
-            "tpot_p90_s": 0.25,
-        },
+        "predicted": {"cached_tokens": 5, "ttft_s": 0.6, "ttft_p90_s": 0.9, "tpot_s": 0.15, "tpot_p90_s": 0.25},
         "cached_tokens": 4,
     }
 

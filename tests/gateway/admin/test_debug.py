@@ -192,11 +192,7 @@ def test_a_placement_without_prices_is_shown_as_such() -> None:
     answer = pages(scheduling={"placement": "blend"}).explain(look())
     assert isinstance(answer.body, bytes)
     result = orjson.loads(answer.body)
-    assert (result["placement"], result["pools"][0]["priced"], result["pools"][0]["choices"]) == (
-        "blend",
-        False,
-        [],
-    )
+    assert (result["placement"], result["pools"][0]["priced"], result["pools"][0]["choices"]) == ("blend", False, [])
 
 
 def test_a_request_that_does_not_wait_is_not_found() -> None:

@@ -122,10 +122,7 @@ PAIRS: dict[str, tuple[tuple[BodyKind, Body], tuple[BodyKind, Body]]] = {
     "empty block": (messages(user(texts("", "x")), user(LONG)), messages(user(texts("x")), user(LONG))),
     "two blocks": (messages(user(texts("x", "y")), user(LONG)), messages(user("xy"), user(LONG))),
     "two lines": (messages(user(texts("x", "y")), user(LONG)), messages(user("x\ny"), user(LONG))),
-    "thinking": (
-        messages(user("x"), assistant([THOUGHT, *texts("y")]), user(LONG)),
-        messages(*TALK, user(LONG)),
-    ),
+    "thinking": (messages(user("x"), assistant([THOUGHT, *texts("y")]), user(LONG)), messages(*TALK, user(LONG))),
     "thinking signature": (
         messages(user("x"), assistant([THOUGHT, *texts("y")]), user(LONG)),
         messages(user("x"), assistant([THOUGHT | {"signature": "t"}, *texts("y")]), user(LONG)),

@@ -69,13 +69,7 @@ def test_max_tokens(fields: dict[str, Any], tokens: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "tokens"),
-    [
-        (CHAT, 1),
-        (BodyKind.OTHER, 1),
-        (BodyKind.COMPLETION, 2),
-        (BodyKind.MESSAGES, 2),
-        (BodyKind.RESPONSES, 3),
-    ],
+    [(CHAT, 1), (BodyKind.OTHER, 1), (BodyKind.COMPLETION, 2), (BodyKind.MESSAGES, 2), (BodyKind.RESPONSES, 3)],
 )
 def test_max_tokens_has_the_name_that_the_engine_reads(kind: BodyKind, tokens: int) -> None:
     fields = {"max_completion_tokens": 1, "max_tokens": 2, "max_output_tokens": 3}

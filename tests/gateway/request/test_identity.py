@@ -191,9 +191,7 @@ def test_bands_come_from_header_tenant_model_up_to_band_max(
     headers: dict[str, str], tenant: dict[str, Any], band: int
 ) -> None:
     identity, acme = of_acme(
-        tenant,
-        models=[{"name": "m", "criticality": "sheddable"}],
-        objectives=[{"name": "quick", "ttft_s": 0.5}],
+        tenant, models=[{"name": "m", "criticality": "sheddable"}], objectives=[{"name": "quick", "ttft_s": 0.5}]
     )
     assert identity.classify(headers, True, "m", "m", acme).band == band
 
