@@ -67,7 +67,7 @@ def test_a_flow_is_charged_the_estimate_then_the_stream_then_the_usage() -> None
 @pytest.mark.parametrize(
     ("verdict", "usage", "charged"),
     [
-        (Verdict.FAILED, None, 0.0),
+        *[(verdict, None, 0.0) for verdict in Verdict if verdict is not Verdict.SERVED],
         (Verdict.FAILED, Usage(0, 0), 0.0),
         (Verdict.CLIENT_GONE, Usage(10, 3), 10 + 2 * 3),
         (Verdict.SERVED, None, 10 + 2 * 10),

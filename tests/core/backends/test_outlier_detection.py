@@ -124,6 +124,14 @@ def warm(**given: object) -> SimulatedPool:
     return pool
 
 
+def only_ejection(pool: SimulatedPool) -> Ejected:
+    """That of `a`, where nothing else is told."""
+    [(backend, ejected)] = pool.of.news()
+    assert backend == "a"
+    assert isinstance(ejected, Ejected)
+    return ejected
+
+
 # --- hung -------------------------------------------------------------------------------------------------------------
 
 
@@ -132,9 +140,8 @@ def test_silent_backend_is_ejected_in_two_seconds_and_its_leases_revoked() -> No
     pool.factors["a"] = 0.0
     owed = len([a for a in pool.answers.values() if a.grant.placed.backend == "a" and not a.tokens])
     assert pool.until("a", 10.0) <= 2.0
-    [(backend, ejected)] = pool.of.news()
-    assert isinstance(ejected, Ejected)
-    assert (backend, ejected.pause_s) == ("a", pool.settings.health.backoff_s)
+    ejected = only_ejection(pool)
+    assert ejected.pause_s == pool.settings.health.backoff_s
     told = re.fullmatch(r"hung: silent for (1\.\d) s, first bytes owed: (\d+)", ejected.why)
     assert told is not None
     assert float(told[1]) >= 1.5
@@ -221,9 +228,7 @@ def test_streams_that_stop_together_show_a_hang_without_owed_bytes() -> None:
     pool.run(0.8)
     pool.factors["a"] = 0.0
     assert pool.until("a", 10.0) <= 2.0
-    [(_, ejected)] = pool.of.news()
-    assert isinstance(ejected, Ejected)
-    assert ejected.why.endswith("first bytes owed: 0, streams that stopped together: 4")
+    assert only_ejection(pool).why.endswith("first bytes owed: 0, streams that stopped together: 4")
     assert not pool.revoked, "they have begun, and may go on"
 
 
@@ -257,10 +262,7 @@ def test_tenfold_slower_backend_is_ejected_within_five_seconds(placement: str) -
     pool.factors["a"] = 10.0
     assert pool.until("a", 20.0) <= 5.0
     assert not any(pool.ejected(name) for name in "bcd")
-    [(backend, ejected)] = pool.of.news()
-    assert isinstance(ejected, Ejected)
-    assert backend == "a"
-    told = re.fullmatch(r"slow: (\d+\.\d) times as slow as usual", ejected.why)
+    told = re.fullmatch(r"slow: (\d+\.\d) times as slow as usual", only_ejection(pool).why)
     assert told is not None
     assert 3.0 <= float(told[1]) <= 15.0
 

@@ -3,12 +3,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import NoCapacity, NoMatch, Placed
-from llmproxy.core.placement.policy import make, presets
+from llmproxy.core.placement.policy import Placement, make, presets
 from tests.core.make import request, view
 
 PRESETS = sorted(presets.names())
@@ -24,11 +25,14 @@ def chosen(
     **facts: int,
 ) -> Counter[str]:
     placement = make(preset, Random(7))
-    found: Counter[str] = Counter()
-    for _ in range(times):
-        placed = placement.place(request(**facts), views, ceiling, excluded, 0.0)
-        assert isinstance(placed, Placed), placed
-        found[placed.backend] += 1
+    return Counter(placed(placement, views, ceiling, excluded, **facts).backend for _ in range(times))
+
+
+def placed(
+    by: Placement, views: Sequence[View], ceiling: float = 1.0, excluded: frozenset[str] = NONE, **facts: Any
+) -> Placed:
+    found = by.place(request(**facts), views, ceiling, excluded, 0.0)
+    assert isinstance(found, Placed), found
     return found
 
 
@@ -72,12 +76,10 @@ def test_a_lower_ceiling_sees_less_room(preset: str) -> None:
 
 def test_an_adapter_goes_only_where_it_is_listed(preset: str) -> None:
     views = [view("a"), view("b", served=frozenset({"base", "lora"}), load=5)]
-    place = make(preset, Random(0)).place
+    placement = make(preset, Random(0))
     for _ in range(10):
-        placed = place(request(adapter="lora"), views, 1.0, NONE, 0.0)
-        assert isinstance(placed, Placed)
-        assert placed.backend == "b"
-        assert placed.candidates == 1
+        found = placed(placement, views, adapter="lora")
+        assert (found.backend, found.candidates) == ("b", 1)
 
 
 def test_a_long_request_waits_for_the_long_context(preset: str) -> None:
@@ -106,12 +108,10 @@ def test_one_preset_and_seed_always_choose_alike(preset: str) -> None:
     views = [view(name, load=load) for name, load in [("a", 1), ("b", 1), ("c", 2), ("d", 1)]]
 
     def trace() -> list[str]:
-        place = make(preset, Random(3)).place
-        placed = [place(request(), views, 1.0, NONE, 0.0) for _ in range(30)]
-        return [one.backend for one in placed if isinstance(one, Placed)]
+        placement = make(preset, Random(3))
+        return [placed(placement, views).backend for _ in range(30)]
 
     assert trace() == trace()
-    assert len(trace()) == 30
 
 
 # --- each preset's own choice -----------------------------------------------------------------------------------------
@@ -136,28 +136,22 @@ def test_blend_prefers_resident_adapter_then_free_slot_then_eviction() -> None:
     has = view("has", served=served, resident=frozenset({"lora"}), max_adapters=1)
     free = view("free", served=served, resident=frozenset({"x"}), max_adapters=2)
     evicts = view("evicts", served=served, resident=frozenset({"x"}), max_adapters=1)
-    place = make("blend", Random(0)).place
+    blend = make("blend", Random(0))
     for views, best in [([evicts, free, has], "has"), ([evicts, free], "free"), ([evicts], "evicts")]:
-        placed = place(request(adapter="lora"), views, 1.0, NONE, 0.0)
-        assert isinstance(placed, Placed)
-        assert placed.backend == best
+        assert placed(blend, views, adapter="lora").backend == best
 
 
 def test_blend_leaves_a_warm_backend_that_is_busy() -> None:
     served = frozenset({"base", "lora"})
     warm = view("warm", served=served, resident=frozenset({"lora"}), max_adapters=2, load=9, waiting=3)
     cold = view("cold", served=served, max_adapters=2)
-    placed = make("blend", Random(0)).place(request(adapter="lora"), [warm, cold], 1.0, NONE, 0.0)
-    assert isinstance(placed, Placed)
-    assert placed.backend == "cold"
+    assert placed(make("blend", Random(0)), [warm, cold], adapter="lora").backend == "cold"
 
 
 def test_blend_says_why() -> None:
-    placed = make("blend", Random(0)).place(request(), [view("a", load=5, waiting=1, kv_used=0.25)], 1.0, NONE, 0.0)
-    assert isinstance(placed, Placed)
-    assert dict(placed.terms) == {"queue": 0.5, "kv": 0.75, "load": 0.5, "lora": 1.0}
-    assert placed.score == 2 * 0.5 + 0.75 + 2 * 0.5 + 1.0
-    assert placed.candidates == 1
+    found = placed(make("blend", Random(0)), [view("a", load=5, waiting=1, kv_used=0.25)])
+    assert dict(found.terms) == {"queue": 0.5, "kv": 0.75, "load": 0.5, "lora": 1.0}
+    assert (found.score, found.candidates) == (2 * 0.5 + 0.75 + 2 * 0.5 + 1.0, 1)
 
 
 @pytest.mark.parametrize("preset", ["blend", "least_request", "random", "power_of_two"])
@@ -191,11 +185,7 @@ def test_random_takes_any_with_room() -> None:
 
 
 def test_round_robin_goes_by_name_and_skips_those_without_room() -> None:
-    place = make("round_robin", Random(0)).place
+    placement = make("round_robin", Random(0))
     a, b, c = view("a"), view("b"), view("c")
-    order = []
-    for views in ([c, a, b], [c, a, b], [c, a, b], [b, a, c], [a, view("b", load=10), c], [a, b, c]):
-        placed = place(request(), views, 1.0, NONE, 0.0)
-        assert isinstance(placed, Placed)
-        order.append(placed.backend)
-    assert order == ["a", "b", "c", "a", "c", "a"]
+    rounds = ([c, a, b], [c, a, b], [c, a, b], [b, a, c], [a, view("b", load=10), c], [a, b, c])
+    assert [placed(placement, views).backend for views in rounds] == ["a", "b", "c", "a", "c", "a"]

@@ -19,10 +19,6 @@ def policy(request: pytest.FixtureRequest) -> FairnessPolicy:
     return policies.get(request.param)(Settings())
 
 
-def test_the_names_that_a_configuration_may_give() -> None:
-    assert policies.names() == ("fair_share", "fcfs", "locality_fair_share", "round_robin", "slo")
-
-
 def test_a_flow_is_offered_once_while_it_waits_and_not_at_all_after(policy: FairnessPolicy) -> None:
     arrive(policy, "a", "b", "a", "c", "b")
     policy.charge("a", 50_000.0)
