@@ -13,8 +13,8 @@ class WatchedFile:
 
     A change counts when two looks in a row have found the same: while a file is written it is often empty or half
     complete, and half a configuration may be a valid one. Links are followed, because a volume of Kubernetes changes by
-    replacing a link. A missing file is one that is being replaced; `missing_counts`
-    says that it is a change like any other.
+    replacing a link. A missing file is taken for one that is being replaced, so it is no change, unless
+    `missing_counts`.
     """
 
     def __init__(self, path: Path, *, missing_counts: bool = False) -> None:

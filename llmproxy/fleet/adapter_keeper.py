@@ -1,4 +1,4 @@
-"""Makes backends load and unload adapters: all of them on request, and again each one that comes back without.
+"""Makes all backends load or unload an adapter on request, and again a backend that has lost it by a restart.
 
 A backend gets one order at a time. Its models are read after each, so that an adapter can be requested as soon as its
 loading was reported.
@@ -70,7 +70,7 @@ class AdapterKeeper(BackendObserver):
         return await asyncio.shield(self._spawn(self._carry_out(plan)))
 
     def listed(self, backend: str, listing: Listing) -> None:
-        """Repeat the orders that a backend has lost."""
+        """Repeat the orders whose effect a backend has lost."""
         del listing
         if backend not in self._catching_up and self._adapters.due(backend, _now()):
             self._catching_up.add(backend)

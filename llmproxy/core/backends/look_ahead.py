@@ -19,9 +19,10 @@ GAIN = 1 / 32
 class LookAhead:
     """The look-ahead of one backend, from its batch limit and the mean times of its sequences.
 
-    While the next request is on its way, a batch ends as many sequences as it holds times the share of a sequence's
-    time that the way takes (Little 1961). So many may be sent ahead, and they wait inside the engine no longer than the
-    way takes. For long answers in a small batch the look-ahead is 0.
+    While the next request is on its way to the engine, some sequences of the batch end: their number is the size of the
+    batch, times the time of that way, divided by the time of a sequence (Little 1961). The same number of requests may
+    be sent ahead. They wait inside the engine no longer than they would be on their way. For long answers in a small
+    batch the look-ahead is 0.
     """
 
     def __init__(self) -> None:

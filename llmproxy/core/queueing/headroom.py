@@ -13,9 +13,9 @@ from llmproxy.core.settings import BELOW_HIGHEST, Settings
 class Headroom:
     """The ceilings of one pool.
 
-    What a ceiling keeps free is for the bands above it. No room is kept for a band without a request for `headroom_s`:
-    those below it may fill backends as far as it may, up to the next band that is in use. Its next request brings the
-    ceilings back, and waits for one release at most when all backends were full.
+    What a ceiling keeps free is for the bands above it. A band is in use for `headroom_s` after its last request. No
+    room is kept for a band that is not in use: a lower band gets the highest ceiling of the bands below the next one
+    that is in use. Its next request restores the ceilings, and waits for one release at most if all were full.
 
     Below the highest band in use one slot is always kept: of each backend of four sequences or more (`View.slots`), and
     of the whole pool where all are smaller (`keeps_last`), but for a pool of a single slot.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 CREDIT_GRANTS = 8.0
-"""Most credit of a band, in grants of the size last seen: one whose requests fit nowhere must not save up for ever."""
+"""Most credit of a band, in grants of the latest size: a band whose requests fit nowhere would collect ever more."""
 
 
 class MinShares:
     """Credits by band: work granted to others earns a waiting band its share, its own grants use it up.
 
-    The other bands are blocked for no longer than those grants last; without configured shares nothing happens here.
+    A band that is owed its share goes before all others, until it has been granted that share. Without configured
+    shares nothing happens here.
     """
 
     def __init__(self, shares: Mapping[int, float]) -> None:
