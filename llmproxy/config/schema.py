@@ -149,7 +149,7 @@ class BackendConfig(Section):
 
 class DiscoveryConfig(Section):
     file: Path | None = Field(default=None, examples=["backends.yaml"])
-    """File with a list `backends` as in this file (YAML or JSON), checked every second. null: no file."""
+    """File with a list `backends` as in the configuration (YAML or JSON), checked every second. null: no file."""
     dns_interval_s: Seconds = 5.0
     """Time between two DNS lookups of a backend whose url begins with dns+ or srv+."""
     gone_after: Count = 3
