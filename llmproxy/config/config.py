@@ -110,7 +110,7 @@ class Config(Section):
     plugins: tuple[Module, ...] = Field(default=(), examples=[["our_policies"]])
     """Python modules that are imported at the start and can register policies."""
     reload: Annotated[str, one_of(RELOADS)] = "watch"
-    """When this file is read again: watch (when it changes, and on SIGHUP) or signal (only on SIGHUP)."""
+    """When the configuration file is read again: watch (when it changes, and on SIGHUP) or signal (only on SIGHUP)."""
     backends: tuple[Annotated[BackendConfig, from_text("url")], ...] = ()
     """The vLLM servers: plain URLs, or entries with further keys."""
     discovery: DiscoveryConfig = DiscoveryConfig()

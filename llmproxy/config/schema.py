@@ -251,8 +251,8 @@ class SchedulingConfig(Section):
     ordering: Annotated[str, registered(orderings)] = "fcfs"
     """Which request of a flow goes next: fcfs, edf, least_slack or shortest."""
     placement: Annotated[str, registered(presets, nearest_placement)] = "cost"
-    """Which backend gets it: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend or
-    epp_sticky."""
+    """Which backend gets a request: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend
+    or epp_sticky."""
     flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])
     """What forms a flow: model (the requested name), tenant, tenant+model or header:NAME (a trusted header)."""
     session: Sessions = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
