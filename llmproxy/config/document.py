@@ -177,10 +177,12 @@ class Document:
                 key.tag = _TEXT  # Names of keys are texts, also where they look like numbers, as bands may.
                 line = key.start_mark.line + 1
                 written: Place = (*place, key.value)
+                # A key of a merged mapping (`<<`) is one of the mapping around it.
+                merged = tuple(part for part in written if part != "<<" and isinstance(part, str))
                 # The node gets the new name, so that what is wrong with the value is found in this line.
-                if written in OLD_PLACES:
-                    self._old.setdefault(".".join(OLD_PLACES[written]), (line, written))
-                    key.value = OLD_PLACES[written][-1]
+                if merged in OLD_PLACES:
+                    self._old.setdefault(".".join(OLD_PLACES[merged]), (line, merged))
+                    key.value = OLD_PLACES[merged][-1]
                 if key.value in first:
                     reason = f"is given twice, first in line {first[key.value]}"
                     if (old := self.as_written((*place, key.value)))[-1] != key.value:
