@@ -53,7 +53,7 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         null = override.key in nullable and isinstance(override.value, str) and override.value.lower() in NULLS
         if _put(document.values, place, None if null else override.value):
             origins[place] = override.origin
-    config = _validated(Config, document, origins)
+    config = validated(Config, document, origins)
     warnings = [f"{document.at(line)}: {warning}" for line, warning in document.old_names()]
     warnings += [f"{one.origin}: {advice(one.key, one.instead)}" for one in overrides if one.instead]
     return config.with_old_names(warnings)
@@ -61,10 +61,11 @@ def load(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
 
 def load_backends(path: Path) -> tuple[BackendConfig, ...]:
     """Read the backends in a file of their own. Raises ConfigError with all problems."""
-    return _validated(BackendsFile, Document(path), {}).backends
+    return validated(BackendsFile, Document(path), {}).backends
 
 
-def _validated(top: type[S], document: Document, origins: Mapping[Place, str]) -> S:
+def validated(top: type[S], document: Document, origins: Mapping[Place, str]) -> S:
+    """The document as the section `top`. Raises ConfigError with all problems."""
     problems = document.problems
     found: S | None = None
     try:
@@ -122,10 +123,10 @@ def _reasons(error: ValidationError, top: type[Section]) -> Iterator[tuple[Place
             yield detail["loc"], f'is not a known key (nearest known key: "{_nearest_key(detail["loc"], top)}")'
         # A default that could not be derived follows from another problem, which is reported.
         elif detail["type"] != "default_factory_not_called":
-            yield detail["loc"], reason_of(detail)
+            yield detail["loc"], _reason_of(detail)
 
 
-def reason_of(detail: ErrorDetails) -> str:
+def _reason_of(detail: ErrorDetails) -> str:
     """The message for one error of pydantic."""
     if detail["type"] in MESSAGES:
         return MESSAGES[detail["type"]]
@@ -145,7 +146,7 @@ def _nearest_key(place: Place, top: type[Section]) -> str:
     In this order: a very similar key of the same section, the same key of another section, a similar key of this
     section, a similar key of another section, the most similar key of this section.
     """
-    word, here = str(place[-1]), tuple(section_at(top, place[:-1]).model_fields)
+    word, here = str(place[-1]), tuple(_section_at(top, place[:-1]).model_fields)
     elsewhere = {key.rpartition(".")[2]: key for key in leaves(top)}
     if twin := get_close_matches(word.lower(), here, n=1, cutoff=0.8):
         return twin[0]
@@ -157,7 +158,7 @@ def _nearest_key(place: Place, top: type[Section]) -> str:
     return nearest(word, here)
 
 
-def section_at(top: type[Section], place: Place) -> type[Section]:
+def _section_at(top: type[Section], place: Place) -> type[Section]:
     """The section at a place below the section `top`."""
     section = top
     for part in place:

@@ -22,10 +22,10 @@ from math import inf
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from llmproxy.config.document import ConfigError, Document, Place, dotted
-from llmproxy.config.load import reason_of, section_at
+from llmproxy.config.load import validated
 from llmproxy.config.schema import Section
 
 # The loader of the configuration knows the line of every value; a fleet's file deserves the same care.
@@ -57,12 +57,8 @@ PROBABLE = frozenset({FleetFaultKind.RESET, FleetFaultKind.LOST_READINGS, FleetF
 Finding = tuple[Place, str]
 
 
-class FleetError(Exception):
+class FleetError(ConfigError):
     """A fleet that cannot be simulated. `problems` has one line for each thing wrong, ready to be printed."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
 
 
 def fleet_named(text: str) -> SimulatedFleet:
@@ -191,6 +187,7 @@ class _ReplicaEntry(Section):
 
     def specs(self, names: Sequence[str]) -> Iterator[ReplicaSpec]:
         profile, context_tokens = self.profile.profile(), _context_tokens(self.cache_tokens, self.block_size)
+        alike = self.model_dump(include={"max_num_seqs", "step_tokens", "block_size", "max_loras", "joins_s"})
         for name in names:
             yield ReplicaSpec(
                 name=name,
@@ -198,12 +195,8 @@ class _ReplicaEntry(Section):
                 profile=profile,
                 kv_tokens=self.cache_tokens,
                 max_model_len=self.max_model_len or context_tokens,
-                max_num_seqs=self.max_num_seqs,
-                step_tokens=self.step_tokens,
-                block_size=self.block_size,
-                max_loras=self.max_loras,
                 max_cpu_loras=self.host_loras,
-                joins_s=self.joins_s,
+                **alike,
             )
 
     def findings(self) -> Iterator[tuple[str, str]]:
@@ -251,11 +244,9 @@ class _FaultEntry(Section):
 
 VALUES = {
     **dict.fromkeys(RESTARTS, "should be the seconds until it serves again"),
+    **dict.fromkeys(PROBABLE, "should be a probability from 0 to 1"),
     FleetFaultKind.SLOW: "should be a factor above 1",
-    FleetFaultKind.RESET: "should be a probability from 0 to 1",
     FleetFaultKind.METRIC_AGE: "should be an age in seconds",
-    FleetFaultKind.LOST_READINGS: "should be a probability from 0 to 1",
-    FleetFaultKind.LOST_KV_EVENTS: "should be a probability from 0 to 1",
 }
 
 
@@ -268,21 +259,14 @@ class _FleetEntry(Section):
 def _fleet_in(path: Path) -> SimulatedFleet:
     try:
         document = Document(path)
+        entry = validated(_FleetEntry, document, {})
     except ConfigError as error:
         raise FleetError(error.problems) from None
-    problems = document.problems
     findings: list[Finding] = []
-    fleet = None
-    try:
-        entry = _FleetEntry.model_validate(document.values)
-        fleet = _fleet_of(path.stem, entry, findings)
-    except ValidationError as error:
-        findings += _findings_in(error)
-    for place, reason in findings:
-        line = document.line(place)
-        problems.append((line, f"{document.at(line)}: {dotted(place)}{reason}"))
-    if fleet is None or problems:
-        raise FleetError([text for _, text in sorted(problems, key=lambda problem: problem[0])])
+    fleet = _fleet_of(path.stem, entry, findings)
+    if fleet is None or findings:
+        findings.sort(key=lambda finding: document.line(finding[0]))
+        raise FleetError([f"{document.at(document.line(at))}: {dotted(at)}{reason}" for at, reason in findings])
     return fleet
 
 
@@ -352,16 +336,3 @@ def _faults_out_of_place(entries: Sequence[_FaultEntry], specs: dict[str, Replic
                 dead[name] = (entry.at_s, inf if entry.value is None else entry.at_s + entry.value)
             else:
                 ends[name, entry.what] = inf if entry.until_s is None else entry.until_s
-
-
-# --- what is wrong, in words ------------------------------------------------------------------------------------------
-
-
-def _findings_in(error: ValidationError) -> Iterator[Finding]:
-    for detail in error.errors(include_url=False):
-        if detail["type"] == "extra_forbidden":
-            place = detail["loc"]
-            known = nearest(str(place[-1]), tuple(section_at(_FleetEntry, place[:-1]).model_fields))
-            yield place, f'is not a known key (nearest known key: "{known}")'
-        else:
-            yield detail["loc"], reason_of(detail)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 
 BASE_MODEL = "base"
 """What the base model of every replay is called; a request for it has no adapter."""
@@ -60,3 +62,20 @@ class Trace:
 
 class TraceError(Exception):
     """A trace that cannot be replayed. The message is for people: file, line, reason."""
+
+
+def in_time_order(batches: Iterable[tuple[float, Iterable[Arrival]]]) -> Iterator[Arrival]:
+    """The arrivals of all batches by their times; of one time, those given first come first.
+
+    Each batch comes with a time before which neither it nor a later batch has any arrival: what is earlier is yielded,
+    so that only what may still change places is held.
+    """
+    due: list[tuple[float, int, Arrival]] = []
+    serial = count()
+    for since_s, batch in batches:
+        while due and due[0][0] < since_s:
+            yield heappop(due)[2]
+        for arrival in batch:
+            heappush(due, (arrival.at_s, next(serial), arrival))
+    while due:
+        yield heappop(due)[2]

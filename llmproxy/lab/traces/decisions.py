@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from llmproxy.lab.traces.arrival import Arrival, TraceError
+from llmproxy.lab.traces.arrival import Arrival, TraceError, in_time_order
 from llmproxy.lab.traces.formats import LineError, count_of, object_of, optionals_of, seconds_of
 
 HEADER = "llmproxy_decisions"
@@ -48,16 +47,8 @@ def arrivals(path: Path, lines: Lines) -> Iterator[Arrival]:
         found.add(logged)
     if not found.count:
         raise TraceError(f"{path}: no requests: there is nothing below the first line")
-    due: list[tuple[float, int, Arrival]] = []
-    newest_s = 0.0
-    for serial, logged in enumerate(_logged(path, lines())):
-        at_s = logged.arrival.at_s - found.first_s
-        heappush(due, (at_s, serial, replace(found.answered(path, logged), at_s=at_s)))
-        newest_s = max(newest_s, at_s)
-        while due and due[0][0] <= newest_s - found.late_s:
-            yield heappop(due)[2]
-    while due:
-        yield heappop(due)[2]
+    counted = (found.answered(path, logged) for logged in _logged(path, lines()))
+    yield from in_time_order((arrival.at_s - found.late_s, [arrival]) for arrival in counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +80,17 @@ class _FirstPass:
             self._answers[logged.model] = (answers + 1, tokens + logged.arrival.output_tokens)
 
     def answered(self, path: Path, logged: _Logged) -> Arrival:
-        """The arrival with a length for its answer: the mean of its model's, of all models' where that has none."""
-        if not logged.arrival.guessed:
-            return logged.arrival
+        """The arrival, counted from the first, with a length for its answer: the mean of its model's, of all models'
+        where that has none.
+        """
+        arrival = replace(logged.arrival, at_s=logged.arrival.at_s - self.first_s)
+        if not arrival.guessed:
+            return arrival
         if not self._answers:
             raise TraceError(f"{path}: no request got an answer, so that the length of one is unknown")
         own = self._answers.get(logged.model)
         answers, tokens = own or [sum(column) for column in zip(*self._answers.values(), strict=True)]
-        return replace(logged.arrival, output_tokens=max(1, round(tokens / answers)))
+        return replace(arrival, output_tokens=max(1, round(tokens / answers)))
 
 
 def _logged(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_Logged]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from random import Random
 
-from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival, Trace, in_time_order
 
 SPREAD_S = 10.0
 """A louder tenant's further requests come within so many seconds after the one that the trace has."""
@@ -45,15 +44,11 @@ def mixed(trace: Trace, mix: Mix, seed: int) -> Trace:
 
 def _louder(trace: Trace, tenant: str, factor: int, seed: int) -> Iterator[Arrival]:
     rng = Random(seed)
-    due: list[tuple[float, int, Arrival]] = []
-    for number, arrival in enumerate(trace.arrivals()):
-        while due and due[0][0] <= arrival.at_s:
-            yield heappop(due)[2]
-        yield arrival
-        for copy in range(1, factor if arrival.tenant == tenant else 1):
-            at_s = arrival.at_s + rng.uniform(0.0, SPREAD_S)
-            # Nothing is known of a text that was never sent: it shares nothing.
-            one = replace(arrival, at_s=at_s, blocks=(), session=None, then=None)
-            heappush(due, (at_s, number * factor + copy, one))
-    while due:
-        yield heappop(due)[2]
+
+    def said(arrival: Arrival) -> list[Arrival]:
+        # Nothing is known of a text that was never sent: it shares nothing.
+        more = range(1, factor if arrival.tenant == tenant else 1)
+        late_s = [arrival.at_s + rng.uniform(0.0, SPREAD_S) for _ in more]
+        return [arrival, *(replace(arrival, at_s=at_s, blocks=(), session=None, then=None) for at_s in late_s)]
+
+    return in_time_order((arrival.at_s, said(arrival)) for arrival in trace.arrivals())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush, heapreplace
 from math import exp, log
 from random import Random
 from typing import Annotated, Any, NamedTuple
 
-from llmproxy.lab.traces.arrival import Arrival, TraceError
+from llmproxy.lab.traces.arrival import Arrival, TraceError, in_time_order
 from llmproxy.lab.traces.formats import BLOCK_TOKENS_MAX, LENGTH_TOKENS_MAX, TIME_MAX_S
 
 
@@ -97,27 +96,11 @@ def chained(turns: list[Arrival]) -> Arrival:
     return result
 
 
-def interleaved(sessions: Iterator[list[Arrival]]) -> Iterator[Arrival]:
+def interleaved(sessions: Iterable[list[Arrival]]) -> Iterator[Arrival]:
     """The arrivals of all sessions by their times. Sessions come in the order of their first arrivals, and only those
     that have begun and not ended are held.
     """
-    live: list[tuple[float, int, list[Arrival]]] = []
-    for number, session in enumerate(sessions):
-        while live and live[0][0] <= session[0].at_s:
-            yield _first(live)
-        heappush(live, (session[0].at_s, number, session[::-1]))
-    while live:
-        yield _first(live)
-
-
-def _first(live: list[tuple[float, int, list[Arrival]]]) -> Arrival:
-    _, number, turns = live[0]
-    arrival = turns.pop()
-    if turns:
-        heapreplace(live, (turns[-1].at_s, number, turns))
-    else:
-        heappop(live)
-    return arrival
+    return in_time_order((session[0].at_s, session) for session in sessions)
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------

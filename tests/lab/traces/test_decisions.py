@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from llmproxy.core.domain import Outcome, Slo, Why
-from llmproxy.lab.traces import decisions, open_trace, survey
+from llmproxy.lab.traces import arrival as arrival_module
+from llmproxy.lab.traces import open_trace, survey
 from llmproxy.lab.traces.arrival import Arrival, TraceError
 from llmproxy.telemetry.exit_fields import decision_fields
 from tests.exits import exit_of
@@ -99,7 +100,7 @@ def test_no_more_is_held_than_arrived_within_the_longest_request(saved: Saved, m
         heappush(heap, item)
         most = max(most, len(heap))
 
-    monkeypatch.setattr(decisions, "heappush", push)
+    monkeypatch.setattr(arrival_module, "heappush", push)
     assert times(path) == sorted(times(path))
     assert most <= 6
 
