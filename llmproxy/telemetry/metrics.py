@@ -6,7 +6,7 @@ dispatcher at the moment of a scrape, so that they never drift from its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import prometheus_client
@@ -95,34 +95,30 @@ class _LiveCollector(Collector):
         self._state = state
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        state = self._state()
-        requests = GaugeMetricFamily("llmproxy_queued_requests", "Requests waiting for a backend.", labels=["band"])
-        size = GaugeMetricFamily("llmproxy_queued_bytes", "Body bytes of waiting requests.", labels=["band"])
-        for queue in state.queues:
-            requests.add_metric([queue.band], queue.requests)
-            size.add_metric([queue.band], queue.bytes)
-        yield requests
-        yield size
-        held = GaugeMetricFamily("llmproxy_held_body_bytes", "Body bytes that arrive, wait or were sent out.")
-        held.add_metric([], state.held_body_bytes)
-        yield held
-        parked = GaugeMetricFamily("llmproxy_parked_requests", "Requests waiting for a usage limit.", labels=["limit"])
-        for limit, waiting in _most(state.parked):
-            parked.add_metric([limit], waiting)
-        yield parked
-        for name, text, value_of in _BACKEND_GAUGES:
-            gauge = GaugeMetricFamily(f"llmproxy_{name}", text, labels=["backend"])
-            for backend in state.backends:
-                value = value_of(backend)
-                if value is not None:
-                    gauge.add_metric([backend.backend], value)
-            yield gauge
+        return _gauges(self._state())
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         # Registering asks for the names, and the state may not exist yet at that time.
-        own = ("queued_requests", "queued_bytes", "held_body_bytes", "parked_requests")
-        for name in (*own, *(name for name, _, _ in _BACKEND_GAUGES)):
-            yield GaugeMetricFamily(f"llmproxy_{name}", "")
+        return _gauges(LiveState())
+
+
+def _gauges(state: LiveState) -> Iterator[GaugeMetricFamily]:
+    queues = state.queues
+    yield _gauge("queued_requests", "Requests waiting for a backend.", "band", ((q.band, q.requests) for q in queues))
+    yield _gauge("queued_bytes", "Body bytes of waiting requests.", "band", ((q.band, q.bytes) for q in queues))
+    held_text = "Body bytes that arrive, wait or were sent out."
+    yield GaugeMetricFamily("llmproxy_held_body_bytes", held_text, value=state.held_body_bytes)
+    yield _gauge("parked_requests", "Requests waiting for a usage limit.", "limit", _most(state.parked))
+    for name, text, value_of in _BACKEND_GAUGES:
+        yield _gauge(name, text, "backend", ((one.backend, value_of(one)) for one in state.backends))
+
+
+def _gauge(name: str, text: str, label: str, values: Iterable[tuple[str, float | None]]) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(f"llmproxy_{name}", text, labels=[label])
+    for labelled, value in values:
+        if value is not None:
+            gauge.add_metric([labelled], value)
+    return gauge
 
 
 def _most(parked: Mapping[str, int]) -> Iterator[tuple[str, int]]:

@@ -367,12 +367,10 @@ def test_what_is_decided_does_not_depend_on_where_the_clock_began(seed: int) -> 
 
 
 def test_one_seed_gives_one_trace_under_any_hash_seed() -> None:
-    root = ROOT
-
     def trace(hash_seed: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "tests.core.random_events"],
-            cwd=root,
+            cwd=ROOT,
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,
             text=True,

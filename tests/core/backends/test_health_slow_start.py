@@ -22,9 +22,11 @@ def pool(slots: Mapping[str, int]) -> Pools:
     return of
 
 
-def gone(of: Pools, *names: str) -> None:
+def come_back(of: Pools, *names: str) -> None:
     for name in names:
         of.troubled(name, Trouble.UNHEALTHY)
+    for name in names:
+        of.backends[name].answered(100.0)
 
 
 def send(of: Pools, requests: int, now: float) -> Counter[str]:
@@ -35,8 +37,7 @@ def send(of: Pools, requests: int, now: float) -> Counter[str]:
 
 def test_returning_backend_gets_its_share_and_not_all_requests() -> None:
     of = pool({"old": 20, "new": 20})
-    gone(of, "new")
-    of.backends["new"].answered(100.0)
+    come_back(of, "new")
     assert send(of, 10, 100.0) == {"new": 2, "old": 8}
     assert send(of, 6, 105.0) == {"new": 6}, "half of its limit, and the least load until then"
     assert send(of, 12, 106.5) == {"new": 4, "old": 8}
@@ -45,22 +46,18 @@ def test_returning_backend_gets_its_share_and_not_all_requests() -> None:
 
 def test_request_without_room_elsewhere_ignores_slow_start() -> None:
     of = pool({"old": 4, "new": 20})
-    gone(of, "new")
-    of.backends["new"].answered(100.0)
+    come_back(of, "new")
     assert send(of, 24, 100.0) == {"old": 4, "new": 20}
 
 
 def test_backends_that_come_back_together_share_equally() -> None:
     of = pool({"a": 20, "b": 20})
-    gone(of, "a", "b")
-    of.backends["a"].answered(100.0)
-    of.backends["b"].answered(100.0)
+    come_back(of, "a", "b")
     assert send(of, 20, 100.5) == {"a": 10, "b": 10}
 
 
 def test_slow_start_causes_no_wakeup() -> None:
     of = pool({"old": 1, "new": 1})
-    gone(of, "new")
-    of.backends["new"].answered(100.0)
+    come_back(of, "new")
     assert send(of, 3, 100.0) == {"old": 1, "new": 1}
     assert of.next_wakeup(100.0) == 160.0, "the deadline of the third"

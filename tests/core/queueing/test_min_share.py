@@ -355,11 +355,16 @@ def test_a_grant_says_how_many_fitted_nowhere_before_it() -> None:
 # --- a full waiting room ----------------------------------------------------------------------------------------------
 
 
-def test_as_many_are_shed_as_a_large_request_needs_and_none_in_vain() -> None:
-    settings = Settings(queue=QueueSettings(bytes_max=500), capacity=CapacitySettings(look_ahead=0))
-    of = pools({"a": 1}, settings)
+def busy(queue: QueueSettings) -> Pools:
+    """A pool whose one slot is taken."""
+    of = pools({"a": 1}, Settings(queue=queue, capacity=CapacitySettings(look_ahead=0)))
     of.submit(request(), 0.0)
     granted(of)
+    return of
+
+
+def test_as_many_are_shed_as_a_large_request_needs_and_none_in_vain() -> None:
+    of = busy(QueueSettings(bytes_max=500))
     for at in range(1, 5):
         of.submit(request(id=f"low{at}", band=SHEDDABLE, arrived_s=float(at)), 5.0)
     with pytest.raises(Refused, match="bytes_max"):
@@ -372,10 +377,7 @@ def test_as_many_are_shed_as_a_large_request_needs_and_none_in_vain() -> None:
 
 
 def test_the_lowest_band_makes_room_first() -> None:
-    settings = Settings(queue=QueueSettings(requests_max=2), capacity=CapacitySettings(look_ahead=0))
-    of = pools({"a": 1}, settings)
-    of.submit(request(), 0.0)
-    granted(of)
+    of = busy(QueueSettings(requests_max=2))
     of.submit(request(id="low", band=SHEDDABLE, arrived_s=0.1), 0.1)
     of.submit(request(id="mid", band=DEFAULT, arrived_s=0.2), 0.2)
     for expected in ("low", "mid"):
