@@ -32,6 +32,13 @@ def test_old_key_in_a_file_sets_the_new_one_with_a_warning(write: Any) -> None:
     assert load(write("scheduling: {preemption: false}")).old_names == ()
 
 
+@pytest.mark.parametrize("merged", ["{withdrawal: false}", "[{withdrawal: false}, {reserve_s: 7}]"])
+def test_old_key_in_a_merged_mapping_sets_the_new_one(write: Any, merged: str) -> None:
+    config = load(write(f"scheduling:\n  <<: {merged}\n  start_limit: 3\n"))
+    assert (config.scheduling.preemption, config.scheduling.start_limit) == (False, 3)
+    assert ":2: scheduling.withdrawal: is the old name" in config.old_names[0]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
