@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import ClientSession
 
 from llmproxy.config import hash_of
 from llmproxy.simulator.replica import Replica
@@ -63,7 +64,7 @@ class Served:
         """Whether it has started a successor that is still there."""
         return bool(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
 
-    async def queued(self, session: aiohttp.ClientSession, url: str, requests: int) -> None:
+    async def queued(self, session: ClientSession, url: str, requests: int) -> None:
         """Wait until so many requests wait."""
         seen = 0.0
         while seen < requests:
@@ -77,15 +78,21 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    log: Path, *arguments: str, before: Sequence[str] = (), pass_fds: Sequence[int] = (), **variables: str
+    log: Path, *arguments: str, before: Sequence[str] = (), held: int | None = None, **variables: str
 ) -> AsyncIterator[Served]:
-    """Run `llmproxy serve`; `before` are words put before the command, which has to `exec` it."""
+    """Run `llmproxy serve`; `before` are words put before the command, which has to `exec` it.
+
+    `held` is a descriptor of a listening socket, which it gets as from systemd.
+    """
+    if held is not None:
+        # As the manager does it: descriptor 3, and a variable with the very process that is to have it.
+        before = (sys.executable, "-c", AS_SYSTEMD, str(held))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LLMPROXY_")}
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *before, sys.executable, "-m", "llmproxy", "serve", *QUICK, *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            pass_fds=pass_fds, env=environment | {"LLMPROXY_STATE_FILE": "none"} | variables,
+            pass_fds=() if held is None else (held,), env=environment | {"LLMPROXY_STATE_FILE": "none"} | variables,
         )  # fmt: skip
     try:
         yield Served(process, log)
@@ -102,20 +109,20 @@ async def backend() -> AsyncIterator[Replica]:
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
+async def http() -> AsyncIterator[ClientSession]:
+    async with ClientSession() as session:
         yield session
 
 
 @asynccontextmanager
-async def endless(session: aiohttp.ClientSession, url: str, **fields: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+async def endless(session: ClientSession, url: str, **fields: Any) -> AsyncIterator[aiohttp.ClientResponse]:
     """A long stream whose first bytes were read."""
     async with session.post(url + CHAT, json=ENDLESS | fields) as stream:
         await stream.content.readany()
         yield stream
 
 
-async def asked(session: aiohttp.ClientSession, url: str, **fields: Any) -> tuple[int, str]:
+async def asked(session: ClientSession, url: str, **fields: Any) -> tuple[int, str]:
     """The status of one small request, and what its answer says of the connection."""
     async with session.post(url + CHAT, json=HELLO | fields) as answer:
         await answer.read()
@@ -196,9 +203,7 @@ async def test_an_early_signal_to_stop_is_no_failure(number: signal.Signals, tmp
 # --- the first signal, and the second ---------------------------------------------------------------------------------
 
 
-async def test_the_first_signal_waits_for_streams(
-    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_the_first_signal_waits_for_streams(backend: Replica, http: ClientSession, tmp_path: Path) -> None:
     async with served(tmp_path / "log", "--port", "0", backend.url) as process:
         url = await process.url()
         async with endless(http, url, max_tokens=500) as stream:
@@ -215,7 +220,7 @@ async def test_the_first_signal_waits_for_streams(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 async def test_the_second_signal_ends_the_process_at_once(
-    number: signal.Signals, code: int, backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+    number: signal.Signals, code: int, backend: Replica, http: ClientSession, tmp_path: Path
 ) -> None:
     async with served(tmp_path / "log", "--port", "0", backend.url) as process:
         url = await process.url()
@@ -232,7 +237,7 @@ async def test_the_second_signal_ends_the_process_at_once(
 
 
 async def test_a_drain_delay_keeps_serving_while_not_ready(
-    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+    backend: Replica, http: ClientSession, tmp_path: Path
 ) -> None:
     async with served(tmp_path / "log", "--port", "0", "--drain-delay-s", "600", backend.url) as process:
         url = await process.url()
@@ -251,9 +256,7 @@ async def test_a_drain_delay_keeps_serving_while_not_ready(
 # --- a successor ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_successor_takes_over_without_an_error(
-    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_a_successor_takes_over_without_an_error(backend: Replica, http: ClientSession, tmp_path: Path) -> None:
     name = f"@llmproxy-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind("\0" + name[1:])
@@ -261,7 +264,7 @@ async def test_a_successor_takes_over_without_an_error(
         async with served(tmp_path / "log", "--port", "0", backend.url, NOTIFY_SOCKET=name) as process:
             url = await process.url()
             assert await asked(http, url) == (200, "")
-            async with aiohttp.ClientSession() as other, endless(other, url) as stream:
+            async with ClientSession() as other, endless(other, url) as stream:
                 process.process.send_signal(signal.SIGUSR2)
                 replaced = await process.event("replaced")
                 assert await asked(http, url) == (200, "close"), "the kept connection still leads to the old process"
@@ -285,7 +288,7 @@ async def test_a_successor_takes_over_without_an_error(
 
 
 async def test_a_successor_knows_which_backends_were_drained(
-    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+    backend: Replica, http: ClientSession, tmp_path: Path
 ) -> None:
     key = {"authorization": "Bearer for-admins"}
     file = tmp_path / "config.yaml"
@@ -297,18 +300,16 @@ async def test_a_successor_knows_which_backends_were_drained(
         url = await process.url()
         async with http.post(url + "/admin/backends/drained/drain", headers=key) as answer:
             assert answer.status == 200
+        process_id = process.process.pid
         for number in (1, 2):
-            process_id = process.events("replaced")[-1]["by_pid"] if number == 2 else process.process.pid
             os.kill(process_id, signal.SIGUSR2)
-            await process.event("replaced", number)
-            async with aiohttp.ClientSession() as session, session.get(url + "/admin/backends") as page:
+            process_id = (await process.event("replaced", number))["by_pid"]
+            async with ClientSession() as session, session.get(url + "/admin/backends") as page:
                 states = {one["backend"]: one["state"] for one in (await page.json())["backends"]}
                 assert states == {"kept": "up", "drained": "drained"}
 
 
-async def test_a_successor_that_fails_changes_nothing(
-    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_a_successor_that_fails_changes_nothing(backend: Replica, http: ClientSession, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(f"backends: [{{url: '{backend.url}'}}]\n")
     secret = ("--backend-api-key", "backend-secret")
@@ -328,7 +329,7 @@ async def test_a_successor_that_fails_changes_nothing(
 
 
 async def test_a_signal_to_stop_ends_a_successor_that_does_not_serve_yet(
-    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+    backend: Replica, http: ClientSession, tmp_path: Path
 ) -> None:
     async with served(tmp_path / "log", "--port", "0", backend.url) as process:
         url = await process.url()
@@ -346,7 +347,7 @@ async def test_a_signal_to_stop_ends_a_successor_that_does_not_serve_yet(
         assert len(process.events("listening")) == 1
 
 
-async def test_being_led_out_has_an_end(backend: Replica, http: aiohttp.ClientSession, tmp_path: Path) -> None:
+async def test_being_led_out_has_an_end(backend: Replica, http: ClientSession, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     one_seat = f"backends: [{{url: '{backend.url}', max_in_flight: 1}}]\nscheduling: {{look_ahead: 0}}\n"
     file.write_text(f"{one_seat}drain_timeout_s: 0.3\n")
@@ -367,16 +368,14 @@ async def test_being_led_out_has_an_end(backend: Replica, http: aiohttp.ClientSe
 
 
 async def test_clients_wait_in_a_socket_that_the_service_manager_holds(
-    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path
+    backend: Replica, http: ClientSession, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        # As the manager does it: descriptor 3, and a variable with the very process that is to have it.
-        before = (sys.executable, "-c", AS_SYSTEMD, str(held.fileno()))
-        async with served(tmp_path / "1", backend.url, before=before, pass_fds=[held.fileno()]) as first:
+        async with served(tmp_path / "1", backend.url, held=held.fileno()) as first:
             assert await first.url() == url, "the socket says where it is, whatever the port is set to"
             assert await asked(http, url) == (200, "")
-            async with aiohttp.ClientSession() as other, endless(other, url) as stream:
+            async with ClientSession() as other, endless(other, url) as stream:
                 first.process.send_signal(signal.SIGTERM)
                 await first.event("draining")
                 assert await asked(http, url) == (200, "close"), "who is connected is served"
@@ -384,7 +383,7 @@ async def test_clients_wait_in_a_socket_that_the_service_manager_holds(
                 stream.close()
             assert await first.ended() == 0
         assert not waiting.done()
-        async with served(tmp_path / "2", backend.url, before=before, pass_fds=[held.fileno()]):
+        async with served(tmp_path / "2", backend.url, held=held.fileno()):
             assert await waiting == (200, "")
 
 
@@ -393,7 +392,7 @@ async def test_clients_wait_in_a_socket_that_the_service_manager_holds(
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_a_stalled_reader_of_the_log_holds_up_nothing(
-    backend: Replica, http: aiohttp.ClientSession, tmp_path: Path, workers: str
+    backend: Replica, http: ClientSession, tmp_path: Path, workers: str
 ) -> None:
     log = tmp_path / "log"
     os.mkfifo(log)
@@ -402,9 +401,7 @@ async def test_a_stalled_reader_of_the_log_holds_up_nothing(
         with log.open("wb", buffering=0) as full, socket.create_server(("127.0.0.1", 0)) as held:
             full.write(b"x" * 65_536)
             url = f"http://127.0.0.1:{held.getsockname()[1]}"
-            before = (sys.executable, "-c", AS_SYSTEMD, str(held.fileno()))
-            arguments = ("--workers", workers, backend.url)
-            async with served(log, *arguments, before=before, pass_fds=[held.fileno()]) as process:
+            async with served(log, "--workers", workers, backend.url, held=held.fileno()) as process:
                 async with asyncio.timeout(START_MAX_S):
                     assert (await asked(http, url))[0] == 200
                 process.process.send_signal(signal.SIGTERM)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from llmproxy.simulator.replica import Replica
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
-from tests.e2e.test_restart import AS_SYSTEMD, START_MAX_S, Served, served
+from tests.e2e.test_restart import START_MAX_S, Served, served
 from tests.upstream.raw_server import Peer
 
 pytestmark = pytest.mark.timeout(300, method="thread")
@@ -308,9 +307,7 @@ async def test_an_error_of_all_workers_at_the_start_is_logged_once(backend: Repl
 async def test_workers_share_a_socket_that_the_service_manager_holds(backend: Replica, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        before = (sys.executable, "-c", AS_SYSTEMD, str(held.fileno()))
-        two = ("--workers", "2", backend.url)
-        async with served(tmp_path / "log", *two, before=before, pass_fds=[held.fileno()]) as process:
+        async with served(tmp_path / "log", "--workers", "2", backend.url, held=held.fileno()) as process:
             assert await process.url() == url
             async with streams(url, 4) as opened:
                 await reached(url, "llmproxy_in_flight_requests", 4)
