@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DEFAULT, Grant, Listing, ModelCard, Reading, Request, Trouble
+from llmproxy.core.domain import DEFAULT, Drop, Grant, Listing, ModelCard, Reading, Request, Trouble
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
@@ -92,6 +92,13 @@ def grants(of: Pools, now: float = 0.0) -> list[Grant]:
     decisions = of.decide(now)
     of.check(now)
     return [decision for decision in decisions if isinstance(decision, Grant)]
+
+
+def only_drop(of: Pools, now: float) -> Drop:
+    """What the next pass decides, which is one drop and nothing else."""
+    (drop,) = of.decide(now)
+    assert isinstance(drop, Drop)
+    return drop
 
 
 def only_grant(of: Pools, now: float) -> Grant:

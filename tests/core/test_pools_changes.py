@@ -12,7 +12,7 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, Drop, Grant, Outcome, Refuse
 from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import cached, grants, listing, pools, reading, request
+from tests.core.make import cached, grants, listing, only_drop, pools, reading, request
 
 TIGHT = Settings(capacity=CapacitySettings(look_ahead=0), ceilings={DEFAULT: 1.0})
 
@@ -106,9 +106,7 @@ def test_requests_of_a_removed_backend_are_held_and_then_refused() -> None:
     submit(one)
     one.remove_backend("a")
     assert one.decide(29.0) == []
-    (drop,) = one.decide(31.0)
-    assert isinstance(drop, Drop)
-    assert drop.outcome is Outcome.EXPIRED_NO_BACKENDS
+    assert only_drop(one, 31.0).outcome is Outcome.EXPIRED_NO_BACKENDS
 
 
 def test_a_removed_backend_takes_its_names_along() -> None:

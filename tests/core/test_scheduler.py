@@ -25,7 +25,7 @@ from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import cached, grants, kill, listing, pools, reading, request
+from tests.core.make import cached, grants, kill, listing, only_drop, pools, reading, request
 
 
 def refusal(of: Pools, one: Request, now: float = 0.0, excluded: frozenset[str] = frozenset()) -> Refused:
@@ -232,9 +232,7 @@ def test_nothing_is_granted_after_it_was_cancelled() -> None:
 def test_a_deadline_is_a_drop_at_its_instant_even_with_room() -> None:
     one = pools({"a": 4})
     submit(one, request(deadline_s=5.0))
-    (drop,) = one.decide(5.0)
-    assert isinstance(drop, Drop)
-    assert drop.outcome is Outcome.EXPIRED
+    assert only_drop(one, 5.0).outcome is Outcome.EXPIRED
     assert one.decide(5.0) == []
     assert one.next_wakeup(5.0) is None
 
@@ -245,9 +243,7 @@ def test_who_expires_while_every_backend_is_down_is_told_so() -> None:
     grants(one)
     assert one.next_wakeup(0.0) == 5.0
     one.troubled("a", Trouble.UNHEALTHY)
-    (drop,) = one.decide(5.0)
-    assert isinstance(drop, Drop)
-    assert drop.outcome is Outcome.EXPIRED_NO_BACKENDS
+    assert only_drop(one, 5.0).outcome is Outcome.EXPIRED_NO_BACKENDS
 
 
 def test_a_request_that_waits_again_after_a_failure_expires_once() -> None:
@@ -360,8 +356,7 @@ def test_a_higher_band_sheds_the_newest_of_the_lowest_band() -> None:
     of.decide(0.0)
     submit(of, request(id="old", band=SHEDDABLE, arrived_s=0.1), request(id="new", band=SHEDDABLE, arrived_s=0.2))
     submit(of, request(id="urgent", band=CRITICAL, arrived_s=0.3))
-    (drop,) = of.decide(0.3)
-    assert isinstance(drop, Drop)
+    drop = only_drop(of, 0.3)
     assert (drop.request.id, drop.outcome) == ("new", Outcome.SHED)
     with pytest.raises(Refused, match="requests_max"):
         of.submit(request(id="late", band=SHEDDABLE), 0.4)

@@ -23,7 +23,7 @@ from llmproxy.core.placement.policy import presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import listing, pools, reading, request
+from tests.core.make import listing, only_drop, pools, reading, request
 
 ROOMY = Settings(capacity=CapacitySettings(look_ahead=0))
 
@@ -100,8 +100,7 @@ def test_a_bound_request_is_held_while_its_backend_is_down_or_drained() -> None:
         of.troubled("a", Trouble.TIMEOUT)
     of.submit(request(id="late", backend="a", deadline_s=100.0), 2.0)
     assert of.decide(11.0) == []
-    (drop,) = of.decide(12.0)
-    assert isinstance(drop, Drop)
+    drop = only_drop(of, 12.0)
     assert (drop.request.id, drop.outcome) == ("late", Outcome.EXPIRED_NO_BACKENDS)
 
 

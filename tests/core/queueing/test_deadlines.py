@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, SHEDDABLE, Drop, Entry, Outcome, Refused, Verdict
+from llmproxy.core.domain import CRITICAL, SHEDDABLE, Entry, Outcome, Refused, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import grants, kill, listing, only_grant, pools, request
+from tests.core.make import grants, kill, listing, only_drop, only_grant, pools, request
 
 
 def house(hold_s: float = 10.0, **backends: int) -> Pools:
@@ -47,17 +47,14 @@ def test_a_request_is_held_for_hold_s_and_then_told_that_none_came_up() -> None:
     of.submit(request(deadline_s=60.0), 2.0)
     of.decide(2.0)
     assert of.next_wakeup(2.0) == 12.0
-    (drop,) = of.decide(12.0)
-    assert isinstance(drop, Drop)
-    assert drop.outcome is Outcome.EXPIRED_NO_BACKENDS
+    assert only_drop(of, 12.0).outcome is Outcome.EXPIRED_NO_BACKENDS
 
 
 def test_a_request_that_may_wait_less_is_held_less() -> None:
     of = house(hold_s=10.0)
     down(of, "a")
     of.submit(request(deadline_s=3.0), 2.0)
-    (drop,) = of.decide(3.0)
-    assert isinstance(drop, Drop)
+    only_drop(of, 3.0)
 
 
 def test_its_own_time_stands_still_while_a_request_is_held() -> None:
@@ -73,9 +70,7 @@ def test_its_own_time_stands_still_while_a_request_is_held() -> None:
     of.submit(request(id="urgent", band=CRITICAL, arrived_s=8.6), 8.6)
     assert granted(of, 8.6) == ["urgent"]
     assert of.next_wakeup(8.6) == pytest.approx(9.6), "it had one second left"
-    (drop,) = of.decide(9.6)
-    assert isinstance(drop, Drop)
-    assert drop.outcome is Outcome.EXPIRED
+    assert only_drop(of, 9.6).outcome is Outcome.EXPIRED
 
 
 def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:

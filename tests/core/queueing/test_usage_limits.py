@@ -8,7 +8,6 @@ from llmproxy.core.domain import (
     CRITICAL,
     DEFAULT,
     SHEDDABLE,
-    Drop,
     Grant,
     Outcome,
     Refused,
@@ -19,7 +18,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import grants, listing, pools, request
+from tests.core.make import grants, listing, only_drop, pools, request
 
 TENANT = "tenant:acme"
 
@@ -152,13 +151,11 @@ def test_blocked_requests_leave_expire_and_are_shed_like_others() -> None:
         of.submit(one, 0.3)
     assert granted(of, 0.3) == []
     of.submit(theirs(id="urgent", band=CRITICAL, arrived_s=0.4), 0.4)
-    (shed,) = of.decide(0.4)
-    assert isinstance(shed, Drop)
+    shed = only_drop(of, 0.4)
     assert (shed.request.id, shed.outcome) == ("r", Outcome.SHED)
     of.cancel(parked[0])
     of.check(0.4)
-    (expired,) = of.decide(9.0)
-    assert isinstance(expired, Drop)
+    expired = only_drop(of, 9.0)
     assert (expired.request.id, expired.outcome) == ("q", Outcome.EXPIRED)
     assert of.queued()[CRITICAL][0] == 1
     of.check(9.0)
