@@ -140,7 +140,7 @@ async def _play(
     session: aiohttp.ClientSession, processes: Processes, replicas: list[DemoReplica], display: Display
 ) -> None:
     clients = DemoClients(session, {replica.address: replica.name for replica in replicas})
-    with display:
+    with display.drawn():
         async with asyncio.TaskGroup() as group:
             clients.come_and_go(group)
             group.create_task(_follow(session, clients, replicas, display))

@@ -8,10 +8,9 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich import box
@@ -63,18 +62,15 @@ class Display:
         self._printed_s = time.monotonic()
         self.plain_interval_s = PLAIN_INTERVAL_S
 
-    def __enter__(self) -> Self:
-        if self._drawn:
-            self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Draw the table in its place meanwhile, on a terminal."""
+        if not self._drawn:
+            yield
+            return
+        live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        with live as self._live:
+            yield
 
     def say(self, text: str) -> None:
         """Print lines that stay."""

@@ -229,7 +229,7 @@ async def test_a_terminal_gets_what_it_can_show(
         monkeypatch.setattr(sys, "stdout", terminal)
         display = Display()
         display.plain_interval_s = 0.0
-        with display:
+        with display.drawn():
             display.news("now")
             display.show(PAGE, REPLICAS, clients)
         monkeypatch.undo()

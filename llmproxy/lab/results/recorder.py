@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from llmproxy.core.domain import BAND_NAMES, Outcome
 from llmproxy.lab.fleet.spec import Fault
@@ -256,16 +257,7 @@ class RunRecorder:
         return [s.load.get(replica, (0, 0)) for s in self._samples if s.at_s >= self._warmup_s]
 
     def _backend(self, name: str) -> BackendResult:
-        backend, looks = self._backends[name], self._counted(name)
-        return BackendResult(
-            requests=backend.requests,
-            prefill_tokens=backend.prefill_tokens,
-            hit_tokens=backend.hit_tokens,
-            output_tokens=backend.output_tokens,
-            preemptions=backend.preemptions,
-            mean_running=ratio(sum(running for running, _ in looks), len(looks)),
-            mean_waiting=ratio(sum(waiting for _, waiting in looks), len(looks)),
-        )
+        return BackendResult(**asdict(self._backends[name]), **_means(self._counted(name)))
 
     def _utilisation(self, counted_s: float) -> Utilisation:
         looks = [look for name in self._backends for look in self._counted(name)]
@@ -275,7 +267,11 @@ class RunRecorder:
             prefill_tokens_per_s=ratio(sum(b.prefill_tokens for b in self._backends.values()), counted_s),
             output_tokens_per_s=ratio(self._total.output_tokens, counted_s),
             busy=ratio(sum(running + waiting > 0 for running, waiting in looks), len(looks)),
-            mean_running=ratio(sum(running for running, _ in looks), len(looks)),
-            mean_waiting=ratio(sum(waiting for _, waiting in looks), len(looks)),
             mean_queued=ratio(sum(queued), len(queued)),
+            **_means(looks),
         )
+
+
+def _means(looks: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    running, waiting = (ratio(sum(look[i] for look in looks), len(looks)) for i in (0, 1))
+    return {"mean_running": running, "mean_waiting": waiting}
