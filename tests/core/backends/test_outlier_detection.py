@@ -308,8 +308,8 @@ def test_a_slow_backend_returns_once_the_others_are_as_slow() -> None:
     pool = warm()
     pool.factors["a"] = 10.0
     pool.until("a", 20.0)
-    pool.factors = dict.fromkeys("abcd", 4.0)
-    pool.run(30.0)
+    pool.factors = dict.fromkeys("abcd", 6.0)
+    pool.run(4.0)
     assert not pool.ejected("a")
 
 

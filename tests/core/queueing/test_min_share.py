@@ -92,6 +92,31 @@ def test_a_share_does_not_matter_while_its_band_waits_for_nothing() -> None:
     assert held.request.id == "waits", "credit does not pile up while nothing waits"
 
 
+def test_a_share_does_not_lift_the_ceiling_of_the_highest_band_that_waits() -> None:
+    settings = Settings(
+        min_shares={SHEDDABLE: 0.5}, capacity=CapacitySettings(look_ahead=0), ceilings={SHEDDABLE: 0.5, DEFAULT: 1.0}
+    )
+    of = pools({"a": 10}, settings)
+    for number in range(5):
+        of.submit(request(id=f"fills {number}"), 0.0)
+    assert len(granted(of)) == 5
+    of.submit(request(id="next"), 1.0)
+    of.submit(request(band=SHEDDABLE), 1.0)
+    (last,) = granted(of, 1.0)
+    assert last.request.id == "next", "the credit that it brought is of no use once nobody else waits"
+
+
+def test_a_band_whose_requests_fit_nowhere_saves_up_a_few_grants_at_most() -> None:
+    shares = MinShares({SHEDDABLE: 0.5})
+    for _ in range(100):
+        shares.granted(DEFAULT, 10.0, [DEFAULT, SHEDDABLE])
+    grants = 0
+    while shares.due([SHEDDABLE]):
+        shares.granted(SHEDDABLE, 10.0, [])
+        grants += 1
+    assert grants == CREDIT_GRANTS
+
+
 def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
     settings = Settings(min_shares={SHEDDABLE: 0.4}, capacity=CapacitySettings(look_ahead=0), ceilings={DEFAULT: 1.0})
     of = pools({"a": 1}, settings)
