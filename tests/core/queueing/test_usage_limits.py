@@ -213,6 +213,18 @@ def test_a_refused_request_uses_nothing_up() -> None:
     assert limits.open == 2
 
 
+def test_nothing_is_shed_for_a_request_beyond_its_rate() -> None:
+    of = limited({"a": 1}, QueueSettings(requests_max=1), requests_per_min=1)
+    of.submit(theirs(id="runs"), 0.0)
+    granted(of)
+    of.submit(request(id="waits", band=SHEDDABLE), 0.0)
+    with pytest.raises(Refused) as refused:
+        of.submit(theirs(band=CRITICAL), 0.0)
+    assert refused.value.outcome is Outcome.RATE_LIMITED
+    assert of.queued()[SHEDDABLE][0] == 1
+    assert of.decide(0.0) == []
+
+
 def test_a_client_is_told_the_longest_of_its_waits() -> None:
     limits = UsageLimits({TENANT: UsageLimit(requests_per_min=1), "model:m": UsageLimit(tokens_per_min=20)})
     limits.admit(request(limits=("model:m",)), 0.0)
