@@ -13,6 +13,7 @@ import pytest
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
+from tests.faults.misbehaviours import says_and_closes
 from tests.faults.rig import read_answer
 from tests.upstream.raw_server import Peer
 
@@ -107,28 +108,22 @@ async def test_comments_do_not_make_up_for_a_first_token() -> None:
         proxy.replicas[0].faults.clear()
 
 
-async def test_an_engine_that_said_why_it_dies_is_not_spoken_for() -> None:
-    own = b'data: {"error":{"message":"own","code":500}}\n\n'
-
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(STREAM_HEAD + chunk(EVENT) + chunk(own))
-        peer.reset()
-
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
-        _, events = await read_stream(proxy, CHAT, ENDLESS)
-        assert events == [EVENT.strip(), own.strip()]
+OWN = b'data: {"error":{"message":"own","code":500}}\n\n'
 
 
-async def test_a_broken_usage_event_is_not_shown() -> None:
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(STREAM_HEAD + chunk(EVENT) + chunk(b'data: {"id":"1","choices":[],"usage":{"prompt_'))
-        peer.reset()
-
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
-        _, events = await read_stream(proxy, CHAT, ENDLESS)
-        assert events[0] + b"\n\n" == EVENT
-        assert error_of(events[1], "chat")
-        assert len(events) == 2
+@pytest.mark.parametrize(
+    ("sent", "own"),
+    [
+        pytest.param(STREAM_HEAD + chunk(EVENT) + chunk(OWN), True, id="an engine that said why"),
+        pytest.param(STREAM_HEAD + chunk(EVENT + b'data: {"id":"1","choices":[],"usage":{"prompt_'), False, id="usage"),
+        pytest.param(whole(EVENT * 9, content_type="text/event-stream")[: -8 * len(EVENT)], False, id="a length"),
+    ],
+)
+async def test_a_stream_that_breaks_ends_with_one_error(sent: bytes, own: bool) -> None:
+    async with scripted(says_and_closes(sent)) as backend, serving(extra=[backend.url]) as proxy:
+        _, (event, error) = await read_stream(proxy, CHAT, ENDLESS)
+        assert event == EVENT.strip()
+        assert error == OWN.strip() if own else error_of(error, "chat")
 
 
 async def test_a_stream_without_its_end_mark_is_passed_on_as_it_is() -> None:
@@ -168,17 +163,6 @@ async def test_a_stream_with_a_length_is_sent_without_it() -> None:
     async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
         _, events = await read_stream(proxy, CHAT, ENDLESS, kept=True)
         assert events == [EVENT.strip(), b"data: [DONE]"], "the usage that the proxy asked for itself is taken out"
-
-
-async def test_a_stream_that_falls_short_of_its_length() -> None:
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(whole(EVENT * 9, content_type="text/event-stream")[: -8 * len(EVENT)])
-        peer.writer.close()
-
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
-        _, events = await read_stream(proxy, CHAT, ENDLESS)
-        assert events[0] == EVENT.strip()
-        assert error_of(events[1], "chat")
 
 
 class Flood:
