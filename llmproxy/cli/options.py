@@ -137,6 +137,6 @@ def with_default(field: FieldInfo) -> str:
 
 
 def _metavar(key: str, field: FieldInfo) -> str:
-    number = "SECONDS" if key.endswith("_s") else "N"
+    number = "SECONDS" if key.endswith("_s") and not key.endswith("_per_s") else "N"
     words = {"integer": "N", "number": number, "path": "FILE", "true": "true|false"}
     return "URL" if key == "backends" else words.get(kind(field).split()[0], "TEXT")

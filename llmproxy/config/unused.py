@@ -49,9 +49,9 @@ def _objectives(config: Config) -> list[Problem]:
     nobody = "no model, tenant or objective has ttft_s or tpot_s; only trusted headers could bring objectives"
     problems: list[Problem] = []
     if chosen.fairness == "slo":
-        problems.append((("scheduling", "fairness"), f"slo has nothing to go by: {nobody}"))
+        problems.append((("scheduling", "fairness"), f"slo has no objective to measure: {nobody}"))
     if chosen.ordering == "least_slack":
-        problems.append((("scheduling", "ordering"), f"least_slack has nothing to go by: {nobody}"))
+        problems.append((("scheduling", "ordering"), f"least_slack has no objective to measure: {nobody}"))
     if chosen.refuse_late:
         problems.append((("scheduling", "refuse_late"), f"has no effect: {nobody}"))
     return problems

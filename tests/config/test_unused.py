@@ -12,7 +12,7 @@ from llmproxy.config import hash_of, load, warnings_of
 from tests import ROOT
 
 TENANT = f"tenants:\n  - name: acme\n    keys: [{hash_of('k')}]\n"
-NOTHING_TO_GO_BY = "has nothing to go by: no model, tenant or objective has ttft_s or tpot_s"
+NO_OBJECTIVE = "has no objective to measure: no model, tenant or objective has ttft_s or tpot_s"
 
 
 def warned(tmp_path: Path, text: str) -> list[str]:
@@ -40,10 +40,10 @@ def warned(tmp_path: Path, text: str) -> list[str]:
             "tls:\n  client_ca: ca.pem\n",
             "FILE:2: warning: tls.client_ca: has no effect without tls.cert: llmproxy serve does not start",
         ),
-        ("scheduling:\n  fairness: slo\n", f"FILE:2: warning: scheduling.fairness: slo {NOTHING_TO_GO_BY}"),
+        ("scheduling:\n  fairness: slo\n", f"FILE:2: warning: scheduling.fairness: slo {NO_OBJECTIVE}"),
         (
             "scheduling:\n  ordering: least_slack\n",
-            f"FILE:2: warning: scheduling.ordering: least_slack {NOTHING_TO_GO_BY}",
+            f"FILE:2: warning: scheduling.ordering: least_slack {NO_OBJECTIVE}",
         ),
         ("scheduling:\n  refuse_late: true\n", "FILE:2: warning: scheduling.refuse_late: has no effect: no model,"),
         (

@@ -136,7 +136,7 @@ async def test_it_tells_at_its_start_what_it_does(backend: Replica, tmp_path: Pa
         listening = await process.event("listening")
         assert (listening["workers"], listening["state_file"]) == (1, path)
         [told] = process.events("setting_without_effect")
-        assert str(told["setting"]).startswith("scheduling.fairness: slo has nothing to go by")
+        assert str(told["setting"]).startswith("scheduling.fairness: slo has no objective to measure")
         process.process.send_signal(signal.SIGHUP)
         assert "--config" in str((await process.event("nothing_to_reload"))["hint"])
 
