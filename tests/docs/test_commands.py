@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from tests import ROOT
 from tests.docs.shell import matches, run
 
+MISSING = [tool for tool in ("bash", "curl", "jq") if shutil.which(tool) is None]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorial").glob("*.md"))]
 
 
+@pytest.mark.skipif(bool(MISSING), reason=f"the pages use {', '.join(MISSING)}, which this machine lacks")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
