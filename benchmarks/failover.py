@@ -125,7 +125,9 @@ class Stage:
 
     async def fault(self, index: int, kind: str | None, **how: Any) -> None:
         url = self.running.replica_urls[index] + "/sim/fault"
-        async with self.session.post(url, json={"kind": kind} | how, raise_for_status=True):
+        # A broken replica may close a kept connection, and a POST is not sent twice.
+        close = {"connection": "close"}
+        async with self.session.post(url, json={"kind": kind} | how, headers=close, raise_for_status=True):
             pass
 
     async def restart(self, index: int) -> None:
