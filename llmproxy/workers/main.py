@@ -96,7 +96,7 @@ class _Worker:
             config, self._backends, upstream, self._dispatcher, self._estimator, RemoteMetrics(channel),
             ids=f"{name}-",
         )  # fmt: skip
-        gateway.stored.on_made = lambda *made: channel.send(protocol.ResponseStored(*made))
+        gateway.stored.on_made = self._dispatcher.response_stored
         gateway.stored.catch_up = self._dispatcher.caught_up
         self.handler = gateway.handler
         pages = RemotePages(self._calls, gateway.rulebook)

@@ -142,6 +142,11 @@ class RemoteDispatcher:
         assert isinstance(resolved, protocol.NameResolved)
         return resolved.target
 
+    def response_stored(self, response_id: str, backend: str, tenant: str) -> None:
+        """Report a stored response at once: its client may name it to another worker as soon as it has the head."""
+        self._channel.send(protocol.ResponseStored(response_id, backend, tenant))
+        self._channel.flush()
+
     async def caught_up(self) -> None:
         """Wait until this worker knows what the scheduler knows now. Messages arrive in order, before the answer."""
         with suppress(Refused):

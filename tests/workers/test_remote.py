@@ -31,7 +31,7 @@ from llmproxy.dispatcher import Dispatcher
 from llmproxy.lease import Lease
 from llmproxy.telemetry import logs
 from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
-from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ShutdownState
+from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ResponseStored, ShutdownState
 from tests.core.make import listing, request
 from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
 from tests.exits import exit_of
@@ -580,3 +580,13 @@ async def test_leases_work_over_a_socket_pair() -> None:
     await line.session.gone.wait()
     assert not line.told.exits
     await nothing_left(one, line)
+
+
+@virtual
+async def test_a_stored_response_is_reported_before_its_client_has_it() -> None:
+    one = WorkerLink(dispatcher(a=1))
+    one.remote.response_stored("resp_1", "a", "t")
+    # No turn of the loop has passed: the client's bytes are written after this.
+    assert one.up.writes == 1
+    await turns(ENOUGH)
+    assert one.told.made == [ResponseStored("resp_1", "a", "t")]
