@@ -1,13 +1,14 @@
-"""The table of the fields of `RequestExit`: the log line, its JSON form and the decision log are made from it."""
+"""The table of the fields of `RequestExit`: its log line, JSON form, decision log and metrics are made from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from llmproxy.core.domain import Why
 from llmproxy.telemetry.exit import RequestExit
+from llmproxy.telemetry.series import Counts, Distributions
 from llmproxy.telemetry.text import ShownNames, shown, shown_seconds
 
 _names = ShownNames()
@@ -21,6 +22,19 @@ class Shape(NamedTuple):
     decision: Callable[[Any], Any] | None = None
 
 
+class Feed(NamedTuple):
+    """A metric that a field changes, by its name in `metrics`, which has its kind, buckets and labels.
+
+    Labels that are no key of `_NAMES` have the `given` values, in their order. Counters add the expression `amount`,
+    other kinds observe it, where `when` holds. A request without tenant or backend is in no series with that label.
+    """
+
+    metric: str
+    given: tuple[str, ...] = ()
+    amount: str = "value"
+    when: str = "True"
+
+
 class Field(NamedTuple):
     """One field: where `RequestExit` has it, and its names in the log line and the decision log, "" for not in there.
 
@@ -32,6 +46,7 @@ class Field(NamedTuple):
     log: str = ""
     decision: str = ""
     optional: bool = False
+    feeds: tuple[Feed, ...] = ()
 
 
 def why_fields(why: Why) -> dict[str, Any]:
@@ -47,6 +62,23 @@ def why_fields(why: Why) -> dict[str, Any]:
 
 def _microseconds(value_s: float) -> float:
     return round(value_s, 6)
+
+
+def _tokens(direction: str) -> tuple[Feed, ...]:
+    # An engine may report fewer than none, and a counter never goes down.
+    return tuple(Feed(name, (direction,), when="value > 0") for name in ("tokens_total", "tenant_tokens_total"))
+
+
+def _comparisons(time: str, predicted: str, observed: str = "True") -> tuple[Feed, ...]:
+    """Of a time with its prediction, where it was `observed`."""
+    when = f"{predicted} is not None and value > 0.0 and {observed}"
+    return (
+        Feed("prediction_seconds_total", (time, "predicted"), f"{predicted}.expected_s", when),
+        Feed("prediction_seconds_total", (time, "observed"), "value", when),
+        Feed("prediction_error_ratio", (time,), f"{predicted}.error_ratio(value)", when),
+        # Also where it adds 0: the quotient of a missing series is missing too, and not 0.
+        Feed("predictions_covered_total", (time,), f"{predicted}.covers(value)", when),
+    )
 
 
 NUMBER = Shape(str)
@@ -65,7 +97,8 @@ TERMS = Shape(
 )
 
 FIELDS = (
-    Field("result.outcome.value", NAME, "outcome", "outcome"),
+    Field("result.outcome.value", NAME, "outcome", "outcome",
+          feeds=(Feed("requests_total", amount="1"), Feed("tenant_requests_total", amount="1"))),
     Field("result.status", NUMBER, "status", "status"),
     Field("input.model", NAME, "model", "model"),
     Field("input.target", NAME, "target"),
@@ -75,30 +108,41 @@ FIELDS = (
     Field("input.level", NUMBER, "", "criticality"),
     Field("input.flow", NAME, "flow", "flow"),
     Field("routing.backend", NAME, "backend", "backend"),
-    Field("routing.attempts", NUMBER, "attempts", "attempts"),
-    Field("routing.preemptions", NUMBER, "withdrawals", optional=True),
+    Field("routing.attempts", NUMBER, "attempts", "attempts",
+          feeds=(Feed("retries_total", amount="retries", when="retries > 0"),)),
+    Field("routing.preemptions", NUMBER, "withdrawals", optional=True,
+          feeds=(Feed("withdrawals_total", when="value > 0"),)),
     Field("routing.preemptions", NUMBER, "", "withdrawals"),
     Field("input.arrived_s", INSTANT, "arrived_s", "at_s"),
     Field("routing.granted_s", INSTANT, "granted_s", "granted_at_s"),
     Field("ended_s", INSTANT, "", "ended_at_s"),
     Field("routing.queued_ahead", NUMBER, "queued_ahead", "queued_ahead"),
-    Field("routing.queue_wait_s", SECONDS, "queue_wait_s", "queue_wait_s"),
+    Field("routing.queue_wait_s", SECONDS, "queue_wait_s", "queue_wait_s", feeds=(Feed("queue_wait_seconds"),)),
     Field("input.ttl_s", NUMBER, "", "ttl_s"),
-    Field("result.ttft_s", SECONDS, "ttft_s", "ttft_s"),
-    Field("time_per_output_token_s", SECONDS, "", "tpot_s"),
-    Field("result.duration_s", SECONDS, "duration_s"),
+    Field("result.ttft_s", SECONDS, "ttft_s", "ttft_s",
+          feeds=(Feed("ttft_seconds", when="ended.input.stream"),)),
+    Field("time_per_output_token_s", SECONDS, "", "tpot_s",
+          # An answer in one piece shows no time per token.
+          feeds=(Feed("time_per_output_token_seconds"), *_comparisons("tpot", "tpot", "ended.result.chunks > 1"))),
+    Field("backend_ttft_s", SECONDS, feeds=_comparisons("ttft", "ttft")),
+    Field("result.duration_s", SECONDS, "duration_s",
+          feeds=(Feed("request_seconds", when="outcome == 'completed'"),)),
     Field("input.ttft_slo_s", NUMBER, "", "ttft_slo_s"),
     Field("input.tpot_slo_s", NUMBER, "", "tpot_slo_s"),
-    Field("result.met", NUMBER, "met", "met"),
-    Field("input.unknown_objective", TEXT, "unknown_objective"),
-    Field("result.prompt_tokens", NUMBER, "prompt_tokens"),
+    Field("result.met", NUMBER, "met", "met", feeds=(Feed("objectives_total", amount="1"),)),
+    Field("input.unknown_objective", TEXT, "unknown_objective", feeds=(Feed("unknown_objectives_total", amount="1"),)),
+    Field("result.prompt_tokens", NUMBER, "prompt_tokens", feeds=_tokens("input")),
     Field("prompt_tokens", NUMBER, "", "prompt_tokens"),
-    Field("result.cached_tokens", NUMBER, "cached_tokens", "cached_tokens"),
+    Field("result.cached_tokens", NUMBER, "cached_tokens", "cached_tokens", feeds=(*_tokens("cached"), *(
+        Feed("prefix_tokens_total", (kind,), amount, "expected is not None and value >= 0")
+        for kind, amount in (("expected", "expected"), ("cached", "value"), ("both", "min(expected, value)"))))),
     Field("routing.expected_cached_tokens", NUMBER, "expected_cached_tokens"),
-    Field("result.output_tokens", NUMBER, "output_tokens", "output_tokens"),
+    Field("result.output_tokens", NUMBER, "output_tokens", "output_tokens", feeds=_tokens("output")),
     Field("input.stream", NUMBER, "stream", "stream"),
     Field("result.chunks", NUMBER, "chunks", optional=True),
     Field("result.max_gap_s", SECONDS, "max_gap_s"),
+    Field("mean_gap_s", SECONDS, feeds=(Feed("inter_chunk_seconds", ("mean",)),
+          Feed("inter_chunk_seconds", ("max",), "value if longest_s is None else longest_s"))),
     Field("input.body_bytes", NUMBER, "body_bytes"),
     Field("result.response_bytes", NUMBER, "response_bytes"),
     Field("routing.candidates", NUMBER, "candidates", "candidates"),
@@ -109,7 +153,7 @@ FIELDS = (
     Field("input.path", NAME, "path"),
     Field("input.request_id", TEXT, "request_id", "request_id"),
     Field("result.error", TEXT, "error"),
-)
+)  # fmt: skip
 
 _LOG = tuple(field for field in FIELDS if field.log)
 _DECISION = tuple(field for field in FIELDS if field.decision)
@@ -133,17 +177,13 @@ def _compiled(begin: str, step: Callable[[int, Field], str]) -> Callable[[Reques
     return fill
 
 
-def _text_step(number: int, field: Field) -> str:
-    return f'made += f" {field.log}={{text_{number}(value)}}"'
-
-
-def _json_step(number: int, field: Field) -> str:
-    return f'made["{field.log}"] = ' + ("value" if field.shape.json is None else f"json_{number}(value)")
-
-
-exit_text: Callable[[RequestExit], str] = _compiled('""', _text_step)
+exit_text: Callable[[RequestExit], str] = _compiled(
+    '""', lambda number, field: f'made += f" {field.log}={{text_{number}(value)}}"'
+)
 """The fields of the log line as ` name=value`, each value one printable word."""
-exit_fields: Callable[[RequestExit], dict[str, Any]] = _compiled("{}", _json_step)
+exit_fields: Callable[[RequestExit], dict[str, Any]] = _compiled(
+    "{}", lambda number, field: f'made["{field.log}"] = ' + (f"json_{number}(value)" if field.shape.json else "value")
+)
 """The fields of the log line by name; seconds are rounded to 0.1 ms."""
 
 
@@ -157,3 +197,34 @@ def decision_fields(ended: RequestExit, origin_s: float) -> dict[str, Any]:
             value -= origin_s
         fields[field.decision] = value if field.shape.decision is None else field.shape.decision(value)
     return fields
+
+
+_NAMES = {
+    "outcome": "ended.result.outcome.value", "band": 'ended.input.band or "none"', "model": "models(ended.input.model)",
+    "tenant": "tenants(ended.input.tenant) if ended.input.tenant else None", "backend": "ended.routing.backend",
+    "met": '"true" if ended.result.met else "false"',
+    # A preemption is no failure, and the attempt that follows it is no retry.
+    "retries": "ended.routing.attempts - ended.routing.preemptions - 1",
+    "expected": "ended.routing.expected_cached_tokens", "ttft": "ended.routing.predicted_ttft",
+    "tpot": "ended.routing.predicted_tpot", "longest_s": "ended.result.max_gap_s",
+}  # fmt: skip
+"""What expressions of feeds and labels of metrics may name."""
+
+
+def exit_recorder(
+    series: Mapping[str, Counts | Distributions], models: Callable[[str], str], tenants: Callable[[str], str]
+) -> Callable[[RequestExit], None]:
+    """A function that counts one request in `series`; `models` and `tenants` bound the values of their labels."""
+    scope: dict[str, Any] = {"models": models, "tenants": tenants, **series}
+    lines = ["def fill(ended):", *(f"    {label} = {source}" for label, source in _NAMES.items())]
+    for field in FIELDS:
+        lines += [f"    value = ended.{field.source}", "    if value is not None:"] if field.feeds else []
+        for feed in field.feeds:
+            to, given = series[feed.metric], iter(feed.given)
+            key = "".join(f"{label}, " if label in _NAMES else f"{next(given)!r}, " for label in to.labels)
+            known = "".join(f" and {label} is not None" for label in ("tenant", "backend") if label in to.labels)
+            change = f" += {feed.amount}" if isinstance(to, Counts) else f".observe({feed.amount})"
+            lines.append(f"        if {feed.when}{known}: {feed.metric}[({key})]{change}")
+    exec("\n".join(lines), scope)
+    fill: Callable[[RequestExit], None] = scope["fill"]
+    return fill

@@ -15,9 +15,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from llmproxy import __version__
-from llmproxy.core.domain import Outcome, Predicted, Trouble, Verdict
+from llmproxy.core.domain import Trouble, Verdict
 from llmproxy.telemetry import logs
-from llmproxy.telemetry.exit import UNKNOWN_MODEL, RequestExit, RequestResult
+from llmproxy.telemetry.exit import UNKNOWN_MODEL
+from llmproxy.telemetry.exit_fields import exit_recorder
 from llmproxy.telemetry.series import Counts, Distributions, SeriesCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,7 +28,6 @@ LABELS_MAX = 200
 further values are counted as `other`."""
 
 OTHER = "other"
-NO_BAND = "none"
 
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
@@ -164,7 +164,7 @@ _COUNTERS = (
     ("prediction_seconds_total", "backend time kind", "Sums of predicted and observed times."),
     ("predictions_covered_total", "backend time", "Times that did not exceed their predicted p90."),
 )
-"""Name, labels and help of each counter. `Metrics` takes the rows of both tables in their order."""
+"""Name, labels and help of each counter; `exit_fields` says what requests add to it."""
 _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("queue_wait_seconds", "band", "From arrival to the last grant, or to leaving the queue.", WAIT_BUCKETS_S),
     ("ttft_seconds", "band model", "From arrival to the first body byte, streams only.", TTFT_BUCKETS_S),
@@ -185,22 +185,18 @@ class Metrics:
         # The library would add its time of creation to every series, a third more lines of no use.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
-        self._model_label, self._tenant_label = _Capped(UNKNOWN_MODEL), _Capped()
-
         series = SeriesCollector()
-        (
-            self._requests, self._attempts, self._retries, self._preemptions, self._objectives,
-            self._unknown_objectives, self._tenant_requests, self._tenant_tokens, self._log_lines_lost, self._tokens,
-            self._prefix_tokens, self._poll_failures, self._adapter_changes, self._reloads, self._workers_lost,
-            self._look_ups, self._predictions, self._predictions_covered,
-        ) = (series.counter(f"llmproxy_{name}", text, *labels.split()) for name, labels, text in _COUNTERS)  # fmt: skip
-        (
-            self._queue_wait, self._ttft, self._per_token, self._gaps, self._seconds, self._prediction_errors, decisions
-        ) = (
-            series.distribution(f"llmproxy_{name}", text, buckets, *labels.split())
+        self._counts = {
+            name: series.counter(f"llmproxy_{name}", text, *labels.split()) for name, labels, text in _COUNTERS
+        }
+        distributions = {
+            name: series.distribution(f"llmproxy_{name}", text, buckets, *labels.split())
             for name, labels, text, buckets in _HISTOGRAMS
-        )  # fmt: skip
-        self._decision = decisions[()]
+        }
+        self._decision = distributions["decision_seconds"][()]
+        self._series: dict[str, Counts | Distributions] = {**self._counts, **distributions}
+        self.record = exit_recorder(self._series, _Capped(UNKNOWN_MODEL), _Capped())
+        """Count one request that has ended. Called exactly once for each."""
         # The library's own counter may be changed on the thread of the decision log too.
         self._decisions_lost = Counter(
             "llmproxy_decision_log_lost_total", "Lines that the decision log could not take.", registry=registry
@@ -213,111 +209,44 @@ class Metrics:
             "llmproxy_config_last_reload_successful", "0 while the file last read is not gone by.", registry=registry
         )
         self._reload_ok.set(1)
-        self._by_backend: tuple[Counts | Distributions, ...] = (
-            self._attempts, self._prefix_tokens, self._poll_failures, self._adapter_changes,
-            self._predictions, self._prediction_errors, self._predictions_covered,
-        )  # fmt: skip
         registry.register(series)
         info = Gauge("llmproxy_build_info", "Always 1; the version is in the label.", ["version"], registry=registry)
         info.labels(__version__).set(1)
         registry.register(_LiveCollector(state))
         ProcessCollector(registry=registry)
 
-    def record(self, ended: RequestExit) -> None:
-        """Count one request that has ended. Called exactly once for each."""
-        asked, routing, result = ended.input, ended.routing, ended.result
-        band, model, outcome = asked.band or NO_BAND, self._model_label(asked.model), result.outcome.value
-        self._requests[outcome, band, model] += 1
-        # A preemption is no failure, and the attempt that follows it is no retry.
-        if (retries := routing.attempts - routing.preemptions - 1) > 0:
-            self._retries[()] += retries
-        if routing.preemptions:
-            self._preemptions[band,] += routing.preemptions
-        if routing.queue_wait_s is not None:
-            self._queue_wait[band,].observe(routing.queue_wait_s)
-        if asked.stream and result.ttft_s is not None:
-            self._ttft[band, model].observe(result.ttft_s)
-        if (per_token_s := ended.time_per_output_token_s) is not None:
-            self._per_token[band, model].observe(per_token_s)
-        if (mean_gap_s := ended.mean_gap_s) is not None:
-            self._gaps[band, "mean"].observe(mean_gap_s)
-            self._gaps[band, "max"].observe(result.max_gap_s if result.max_gap_s is not None else mean_gap_s)
-        if result.outcome is Outcome.COMPLETED:
-            self._seconds[band, model].observe(result.duration_s)
-        if result.met is not None:
-            self._objectives[band, "true" if result.met else "false"] += 1
-        if asked.unknown_objective is not None:
-            self._unknown_objectives[()] += 1
-        tenant = self._tenant_label(asked.tenant) if asked.tenant else None
-        if tenant is not None:
-            self._tenant_requests[tenant, outcome] += 1
-        self._count_tokens(result, model, tenant)
-        if routing.backend is not None:
-            self._compare(routing.backend, "ttft", routing.predicted_ttft, ended.backend_ttft_s)
-            # An answer in one piece shows no time per token.
-            tpot_s = per_token_s if result.chunks > 1 else None
-            self._compare(routing.backend, "tpot", routing.predicted_tpot, tpot_s)
-            self._compare_cached(routing.backend, routing.expected_cached_tokens, result.cached_tokens)
-
-    def _count_tokens(self, result: RequestResult, model: str, tenant: str | None) -> None:
-        for direction, tokens in (
-            ("input", result.prompt_tokens),
-            ("cached", result.cached_tokens),
-            ("output", result.output_tokens),
-        ):
-            # An engine may report fewer than none, and a counter never goes down.
-            if tokens is not None and tokens > 0:
-                self._tokens[direction, model] += tokens
-                if tenant is not None:
-                    self._tenant_tokens[tenant, direction] += tokens
-
-    def _compare_cached(self, backend: str, expected: int | None, found: int | None) -> None:
-        if expected is None or found is None or found < 0:
-            return
-        for kind, tokens in (("expected", expected), ("cached", found), ("both", min(expected, found))):
-            self._prefix_tokens[backend, kind] += tokens
-
-    def _compare(self, backend: str, time: str, predicted: Predicted | None, observed_s: float | None) -> None:
-        if predicted is None or observed_s is None or observed_s <= 0.0:
-            return
-        self._predictions[backend, time, "predicted"] += predicted.expected_s
-        self._predictions[backend, time, "observed"] += observed_s
-        self._prediction_errors[backend, time].observe(predicted.error_ratio(observed_s))
-        # Also where it adds 0: the quotient of a missing series is missing too, and not 0.
-        self._predictions_covered[backend, time] += predicted.covers(observed_s)
-
     def attempted(self, backend: str, verdict: Verdict) -> None:
         """Count one attempt that has ended."""
-        self._attempts[backend, verdict.value] += 1
+        self._counts["attempts_total"][backend, verdict.value] += 1
 
     def poll_failed(self, backend: str, trouble: Trouble) -> None:
         """Count one poll that failed."""
-        self._poll_failures[backend, trouble.value] += 1
+        self._counts["poll_failures_total"][backend, trouble.value] += 1
 
     def adapter_told(self, backend: str, change: str, repeated: bool, taken: bool) -> None:
         """Count one order to a backend to `load` or `unload` an adapter; `taken` says whether it was carried out."""
-        self._adapter_changes[backend, change, str(repeated).lower(), str(taken).lower()] += 1
+        self._counts["adapter_changes_total"][backend, change, str(repeated).lower(), str(taken).lower()] += 1
 
     def reloaded(self, ok: bool) -> None:
         """Count one reload of the configuration; `ok` says whether the new one is in use."""
-        self._reloads[str(ok).lower(),] += 1
+        self._counts["config_reloads_total"][str(ok).lower(),] += 1
         self._reload_ok.set(ok)
         if ok:
             self._reloaded_at.set_to_current_time()
 
     def looked(self, source: str, ok: bool) -> None:
         """Count one look at a source of backends."""
-        self._look_ups[source, str(ok).lower()] += 1
+        self._counts["discovery_looks_total"][source, str(ok).lower()] += 1
 
     def forget_backend(self, backend: str) -> None:
         """Drop the series of a removed backend; with addresses that come and go, they would grow without end."""
-        for series in self._by_backend:
-            for labels in [labels for labels in series if labels[0] == backend]:
+        for series in self._series.values():
+            for labels in [labels for labels in series if series.labels[:1] == ("backend",) and labels[0] == backend]:
                 del series[labels]
 
     def worker_lost(self) -> None:
         """Count one relay worker that died."""
-        self._workers_lost[()] += 1
+        self._counts["workers_lost_total"][()] += 1
 
     def decisions_lost(self, lines: int) -> None:
         """Count lines that the decision log could not take; may be called from any thread."""
@@ -325,7 +254,7 @@ class Metrics:
 
     def log_lines_lost(self, lines: int) -> None:
         """Count lines that the standard error of a process could not take."""
-        self._log_lines_lost[()] += lines
+        self._counts["log_lines_lost_total"][()] += lines
 
     def decided(self, seconds: float) -> None:
         """Note how long one decision pass took."""

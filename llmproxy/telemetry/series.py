@@ -24,13 +24,12 @@ class Counts(defaultdict[Labels, float]):
 
     def __init__(self, name: str, text: str, labels: Labels) -> None:
         super().__init__(float)
-        self._family = name, text, labels
+        self._family, self.labels = (name, text), labels
         if not labels:
             self[()] = 0.0
 
     def family(self) -> Metric:
-        name, text, labels = self._family
-        family = CounterMetricFamily(name, text, labels=labels)
+        family = CounterMetricFamily(*self._family, labels=self.labels)
         for values, value in self.items():
             family.add_metric(values, value)
         return family
@@ -59,7 +58,7 @@ class Distributions(dict[Labels, Distribution]):
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: Labels) -> None:
         super().__init__()
-        self._family = name, text, labels
+        self._family, self.labels = (name, text), labels
         self._bounds = bounds
         self._ends = [floatToGoString(bound) for bound in (*bounds, inf)]  # type: ignore[no-untyped-call]
         if not labels:
@@ -70,13 +69,12 @@ class Distributions(dict[Labels, Distribution]):
         return made
 
     def family(self) -> Metric:
-        name, text, labels = self._family
         if not self._bounds:
-            summary = SummaryMetricFamily(name, text, labels=labels)
+            summary = SummaryMetricFamily(*self._family, labels=self.labels)
             for values, one in self.items():
                 summary.add_metric(values, sum(one.counts), one.sum)
             return summary
-        histogram = HistogramMetricFamily(name, text, labels=labels)
+        histogram = HistogramMetricFamily(*self._family, labels=self.labels)
         for values, one in self.items():
             up_to = map(float, accumulate(one.counts))
             histogram.add_metric(values, list(zip(self._ends, up_to, strict=True)), one.sum)
