@@ -4,212 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gzip
 import os
-import random
-import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
-from llmproxy.config import PollConfig
-from llmproxy.core.domain import Listing, Reading, Trouble
 from llmproxy.fleet import poller as poller_module
-from llmproxy.fleet.events import BackendObserver
 from llmproxy.fleet.metrics_text import LABELS_BYTES_MAX, METRIC_NAMES
-from llmproxy.fleet.poller import Poller
-from llmproxy.upstream.client import HttpUpstream
-
-MODELS = '{"object":"list","data":[{"id":"tiny","parent":null,"max_model_len":4096},{"id":"lora-0","parent":"tiny"}]}'
-
-
-def load(running: int, waiting: int) -> str:
-    return (
-        f'vllm:num_requests_running{{engine="0",model_name="tiny"}} {running}.0\n'
-        f'vllm:num_requests_waiting{{engine="0",model_name="tiny"}} {waiting}.0\n'
-    )
-
-
-NEEDED = load(3, 1)
-PAGE = "# HELP python_info Python platform information\npython_info 1.0\n" + NEEDED + "x_total 1.0\n" * 5000
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def saying(text: str = "", status: int = 200) -> Answer:
-    async def answer(_: web.Request) -> web.StreamResponse:
-        return web.Response(text=text, status=status, headers={"location": "/"} if status == 307 else None)
-
-    return answer
-
-
-async def hang(_: web.Request) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
-async def hang_up(request: web.Request) -> web.StreamResponse:
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
-async def no_status(request: web.Request) -> web.StreamResponse:
-    assert request.transport is not None
-    request.transport.write(b"HTTP/1.1 000 OK\r\ncontent-length: 0\r\n\r\n")
-    request.transport.close()
-    return web.Response()
-
-
-async def never_end(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    while True:
-        await response.write(b"x" * 65536)
-
-
-BOMB = gzip.compress(bytes(64 << 20))
-
-
-async def explode(_: web.Request) -> web.StreamResponse:
-    return web.Response(body=BOMB, headers={"content-encoding": "gzip"})
-
-
-class FakeVllm:
-    """Answers by path; what is not set is 404. `asked` keeps the paths in order."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, Answer] = {
-            "/health": saying(),
-            "/v1/models": saying(MODELS),
-            "/metrics/": saying(NEEDED),
-            "/metrics": saying(PAGE),
-        }
-        self.asked: list[str] = []
-        self.requests: list[web.Request] = []
-
-    async def serve(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(request.path)
-        self.requests.append(request)
-        answer = self.answers.get(request.path)
-        return web.Response(status=404) if answer is None else await answer(request)
-
-
-@dataclass
-class Times:
-    """`PollConfig`, but mutable and without its limits."""
-
-    interval_s: float = 0.2
-    page_interval_s: float = 1.0
-    models_interval_s: float = 2.0
-    timeout_s: float = 5.0
-
-
-@dataclass
-class Sink(BackendObserver):
-    """Writes down what it is told; `seen` has one word per call."""
-
-    seen: list[str] = field(default_factory=list)
-    listings: list[Listing] = field(default_factory=list)
-    readings: list[Reading] = field(default_factory=list)
-    details: list[str] = field(default_factory=list)
-    limits: list[int] = field(default_factory=list)
-    told: asyncio.Event = field(default_factory=asyncio.Event)
-    enough: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def listed(self, backend: str, listing: Listing) -> None:
-        self._seen(backend, "listed")
-        self.listings.append(listing)
-
-    def observe(self, backend: str, reading: Reading) -> None:
-        self._seen(backend, "observe")
-        self.readings.append(reading)
-
-    def published(self, backend: str, limit: int) -> None:
-        assert backend == "b"
-        self.limits.append(limit)
-        self.told.set()
-
-    def unread(self, backend: str, trouble: Trouble, detail: str) -> None:
-        self._seen(backend, f"unread: {trouble.value}", detail)
-
-    def answered(self, backend: str) -> None:
-        self._seen(backend, "answered")
-        if self.seen.count("answered") >= 3:
-            self.enough.set()
-
-    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        self._seen(backend, trouble.value, detail)
-
-    def _seen(self, backend: str, word: str, *details: str) -> None:
-        assert backend == "b"
-        self.seen.append(word)
-        self.details.extend(details)
-
-    def take(self) -> list[str]:
-        seen, self.seen = self.seen, []
-        return seen
-
-
-@dataclass
-class Bench:
-    """A poller, its backend and its sink, on a clock that only `polls` and the backend advance."""
-
-    upstream: HttpUpstream
-    url: str = ""
-    now: float = 1000.0
-    vllm: FakeVllm = field(default_factory=FakeVllm)
-    sink: Sink = field(default_factory=Sink)
-    times: Times = field(default_factory=Times)
-    works: bool = True
-
-    def poller(self, url: str | None = None, api_key: str | None = None) -> Poller:
-        times, rng = cast(PollConfig, self.times), random.Random(1)
-        return Poller(
-            "b", url or self.url, api_key, self.upstream, self.sink, times,
-            has_work=lambda: self.works, clock=lambda: self.now, rng=rng,
-        )  # fmt: skip
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Let a poller run as a task with pauses of a millisecond, unless `times` were set; it ends when cancelled."""
-        if self.times == Times():
-            self.times = Times(interval_s=0.001, page_interval_s=0.001)
-        task = asyncio.create_task(self.poller().run())
-        async with asyncio.timeout(10):
-            yield
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    async def polls(self, poller: Poller, seconds: float) -> int:
-        """Let the poller run for so long. Returns the number of polls."""
-        end, count = self.now + seconds, 0
-        while self.now < end:
-            self.now += await poller.poll_once()
-            count += 1
-        return count
-
-
-@pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    async with HttpUpstream() as upstream:
-        bench = Bench(upstream)
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", bench.vllm.serve)
-        server = TestServer(app, handler_cancellation=True)
-        await server.start_server()
-        bench.url = str(server.make_url("")).rstrip("/")
-        yield bench
-        await server.close()
-
+from tests.fleet import polling
+from tests.fleet.polling import Answer, Bench, hang, hang_up, load, never_end, saying
+from tests.upstream.raw_server import closed_port, refuse_sockets
 
 # --- one poll ---------------------------------------------------------------------------------------------------------
 
@@ -240,7 +46,7 @@ async def test_an_older_listing_does_not_replace_a_newer_one(bench: Bench) -> No
     async def late(_: web.Request) -> web.StreamResponse:
         asked.set()
         await let.wait()
-        return web.Response(text=MODELS)
+        return web.Response(text=polling.MODELS)
 
     poller = bench.poller()
     bench.vllm.answers["/v1/models"] = late
@@ -268,7 +74,7 @@ async def test_a_poll_sends_its_key_and_the_needed_metric_names(
 async def test_a_reading_is_stamped_with_the_time_its_scrape_was_sent(bench: Bench) -> None:
     async def slow(_: web.Request) -> web.StreamResponse:
         bench.now += 0.7
-        return web.Response(text=NEEDED)
+        return web.Response(text=polling.NEEDED)
 
     bench.vllm.answers["/metrics/"] = slow
     await bench.poller().poll_once()
@@ -292,7 +98,7 @@ async def test_each_question_has_its_own_interval(bench: Bench, works: bool, run
 
 async def test_an_idle_backend_is_read_at_once_when_it_gets_work(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmproxy.fleet.poller.HEALTH_INTERVAL_S", 3600.0)
-    bench.times = Times(interval_s=0.001, page_interval_s=3600.0, models_interval_s=3600.0)
+    bench.times = polling.Times(interval_s=0.001, page_interval_s=3600.0, models_interval_s=3600.0)
     bench.works = False
     read: asyncio.Queue[web.Request] = asyncio.Queue()
 
@@ -317,7 +123,7 @@ async def test_an_idle_backend_is_checked_for_work_at_the_poll_interval(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, path: str, looks_s: float
 ) -> None:
     bench.works = False
-    bench.vllm.answers = {path: saying(load(0, 0)), "/v1/models": saying(MODELS)}
+    bench.vllm.answers = {path: saying(load(0, 0)), "/v1/models": saying(polling.MODELS)}
     pauses_s: list[float] = []
     turn = asyncio.sleep
 
@@ -341,7 +147,7 @@ async def test_an_idle_backend_is_checked_for_work_at_the_poll_interval(
 # --- where readings come from -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [saying(status=404), saying(status=307), saying(PAGE), saying("", 200)])
+@pytest.mark.parametrize("answer", [saying(status=404), saying(status=307), saying(polling.PAGE), saying("", 200)])
 async def test_the_full_page_is_read_at_its_own_interval(bench: Bench, answer: Answer) -> None:
     bench.vllm.answers["/metrics/"] = answer
     poller = bench.poller()
@@ -352,14 +158,14 @@ async def test_the_full_page_is_read_at_its_own_interval(bench: Bench, answer: A
 
 
 async def test_a_large_filtered_page_is_read_at_the_slow_interval(bench: Bench) -> None:
-    bench.vllm.answers["/metrics/"] = saying(NEEDED + 'vllm:lora_requests_info{max_lora="2"} 1.0\n' * 1000)
+    bench.vllm.answers["/metrics/"] = saying(polling.NEEDED + 'vllm:lora_requests_info{max_lora="2"} 1.0\n' * 1000)
     await bench.polls(bench.poller(), 9.0)
     assert 9 <= bench.vllm.asked.count("/metrics/") <= 12
     assert "/metrics" not in bench.vllm.asked
 
 
 async def test_a_server_without_vllm_metrics_is_watched_but_never_read(bench: Bench) -> None:
-    bench.vllm.answers = {"/v1/models": saying(MODELS)}
+    bench.vllm.answers = {"/v1/models": saying(polling.MODELS)}
     polls = await bench.polls(bench.poller(), 5.0)
     assert set(bench.sink.seen) == {"listed", "answered"}
     assert bench.sink.seen.count("answered") == polls
@@ -386,13 +192,13 @@ async def test_looks_again_for_a_better_source_now_and_then(bench: Bench) -> Non
     [
         ("/health", saying(status=503), "unhealthy", "/health answered 503"),
         ("/health", hang_up, "no_answer", "/health"),
-        ("/health", no_status, "garbage", "/health: 000 is no status"),
+        ("/health", polling.no_status, "garbage", "/health: 000 is no status"),
         ("/v1/models", saying(status=500), "unhealthy", "/v1/models answered 500"),
         ("/v1/models", saying(status=401), "garbage", "api_key"),
         ("/v1/models", saying(status=307), "garbage", "answered 307"),
         ("/v1/models", saying("<html>"), "garbage", "not JSON"),
         ("/v1/models", never_end, "garbage", "larger than 100000 bytes"),
-        ("/v1/models", explode, "garbage", "larger than 100000 bytes"),
+        ("/v1/models", polling.explode, "garbage", "larger than 100000 bytes"),
         ("/health", hang, "no_answer", "/health"),
     ],
 )
@@ -420,7 +226,7 @@ async def test_an_unreadable_metrics_page_is_no_failure(
         bench.now += await poller.poll_once()
         assert bench.sink.take()[-2:] == [f"unread: {trouble}", "answered"]
         assert bench.vllm.asked[-1] == "/health", "whether it is well is asked anew"
-    bench.vllm.answers["/metrics/"] = saying(NEEDED)
+    bench.vllm.answers["/metrics/"] = saying(polling.NEEDED)
     bench.now += bench.times.page_interval_s
     await poller.poll_once()
     assert bench.sink.take()[-2:] == ["observe", "answered"]
@@ -444,7 +250,7 @@ async def test_health_that_fails_after_hanging_metrics_is_a_failure(bench: Bench
 
 
 async def test_a_page_that_is_refused_is_told_with_its_limit(bench: Bench) -> None:
-    page = NEEDED + "vllm:cache_config_info{" + 'a="",' * LABELS_BYTES_MAX + "} 1\n"
+    page = polling.NEEDED + "vllm:cache_config_info{" + 'a="",' * LABELS_BYTES_MAX + "} 1\n"
     bench.vllm.answers["/metrics/"] = saying(page)
     await bench.poller().poll_once()
     assert bench.sink.take()[-2:] == ["unread: garbage", "answered"]
@@ -453,10 +259,7 @@ async def test_a_page_that_is_refused_is_told_with_its_limit(bench: Bench) -> No
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_a_refused_connection_is_told_apart_and_tried_again_soon(bench: Bench, host: str) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    pause_s = await bench.poller(f"http://{host}:{port}").poll_once()
+    pause_s = await bench.poller(f"http://{host}:{closed_port()}").poll_once()
     assert bench.sink.take() == ["refused"]
     assert bench.sink.details[-1].endswith("; nothing listens there (yet): is the address right?")
     assert pause_s <= 0.2
@@ -467,7 +270,7 @@ async def test_backend_that_dies_during_a_poll_is_refused_at_once(
 ) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while b"/metrics" not in (head := await reader.readuntil(b"\r\n\r\n")):
-            body = MODELS.encode() if b"/v1/models" in head else b""
+            body = polling.MODELS.encode() if b"/v1/models" in head else b""
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
         server.close()
         writer.close()
@@ -494,10 +297,8 @@ async def test_a_url_of_the_wrong_scheme_is_told(bench: Bench) -> None:
 async def test_a_backend_that_answered_before_gets_no_hint(bench: Bench) -> None:
     poller = bench.poller()
     await poller.poll_once()
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        poller._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        await bench.polls(poller, 1.5)
+    poller._url = f"http://127.0.0.1:{closed_port()}"
+    await bench.polls(poller, 1.5)
     assert "refused" in bench.sink.take()
     assert bench.sink.details[-1].endswith(")")
 
@@ -506,10 +307,7 @@ async def test_a_backend_that_answered_before_gets_no_hint(bench: Bench) -> None
 async def test_a_lack_of_this_machine_is_no_failure_of_the_backend(
     bench: Bench, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lacking(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
+    refuse_sockets(monkeypatch, number)
     await bench.poller().poll_once()
     assert bench.sink.take() == ["local_failure"]
     assert os.strerror(number) in bench.sink.details[0]
@@ -528,7 +326,7 @@ async def test_a_backend_that_comes_back_is_learned_anew(bench: Bench) -> None:
     bench.vllm.answers["/health"] = saying(status=503)
     await bench.polls(poller, 3.0)
     assert bench.sink.take()[-1] == "unhealthy"
-    bench.vllm.answers |= {"/health": saying(), "/metrics/": saying(NEEDED)}
+    bench.vllm.answers |= {"/health": saying(), "/metrics/": saying(polling.NEEDED)}
     bench.vllm.asked.clear()
     await poller.poll_once()
     assert bench.vllm.asked == ["/health", "/v1/models", "/metrics/"]

@@ -3,13 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 import uvloop
 
+from llmproxy.upstream.client import HttpUpstream
+from llmproxy.upstream.connection import HttpExchange
+
+from .raw_server import PATIENCE_S, RawServer, post, streaming
+
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """What works below HTTP runs on the loop of the proxy too: what a closed transport does differs between them."""
-    both = item.path.name == "test_client.py"
+    both = item.path.name in ("test_client.py", "test_connection.py")
     return {"asyncio": asyncio.new_event_loop} | ({"uvloop": uvloop.new_event_loop} if both else {})
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RawServer]:
+    raw = RawServer()
+    sock = socket.socket()
+    # A small window, so that a server that does not read soon stops the sender.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.bind(("127.0.0.1", 0))
+    listener = await asyncio.start_server(raw.serve, sock=sock)
+    raw.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    yield raw
+    listener.close()
+    for peer in raw.peers:
+        peer.writer.transport.abort()
+    async with asyncio.timeout(PATIENCE_S):
+        for peer in raw.peers:
+            await peer.gone.wait()
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[HttpUpstream]:
+    async with HttpUpstream() as client:
+        yield client
+
+
+@pytest.fixture
+async def stream(upstream: HttpUpstream, server: RawServer) -> HttpExchange:
+    """A stream whose first chunk was read; nothing more comes."""
+    server.script = streaming
+    exchange = await post(upstream, server.url)
+    assert await exchange.chunk() == b"hello"
+    return exchange

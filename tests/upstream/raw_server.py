@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 import weakref
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import ClassVar
+
+import pytest
+
+from llmproxy.upstream.client import HttpUpstream
+from llmproxy.upstream.connection import HttpExchange
+from llmproxy.upstream.port import Exchange
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+PATIENCE_S = 10.0
 
 
 class RawServer:
@@ -97,3 +109,65 @@ def answering_once(*pieces: bytes) -> Callable[[Peer], Awaitable[None]]:
             await peer.send(piece)
 
     return script
+
+
+async def post(upstream: HttpUpstream, url: str, body: bytes = b"{}") -> HttpExchange:
+    async with asyncio.timeout(PATIENCE_S):
+        return await upstream.open(url, "POST", "/v1/completions", [("content-type", "application/json")], [body], 5.0)
+
+
+async def read_all(exchange: Exchange) -> bytes:
+    whole = b""
+    async with asyncio.timeout(PATIENCE_S):
+        while piece := await exchange.chunk():
+            whole += piece
+    return whole
+
+
+async def answer_to(upstream: HttpUpstream, server: RawServer) -> tuple[bool, bytes]:
+    """Whether one more request went out on a kept connection, and the body of its answer."""
+    exchange = await post(upstream, server.url)
+    return exchange.reused, await read_all(exchange)
+
+
+async def gone(server: RawServer) -> None:
+    """Wait until the first connection was cut."""
+    async with asyncio.timeout(PATIENCE_S):
+        await server.peers[0].gone.wait()
+
+
+def in_two(first: bytes, go_on: asyncio.Event, then: bytes, *, rst: bool = False) -> Callable[[Peer], Awaitable[None]]:
+    """Answer one request with `first` and, after `go_on`, `then`; reset the connection or wait for its end."""
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(first)
+        await go_on.wait()
+        await peer.send(then)
+        if rst:
+            peer.reset()
+        else:
+            await peer.until_eof()
+
+    return script
+
+
+def closed_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def refuse_sockets(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """From now on this machine opens no socket, for the reason with this number."""
+
+    def lacking(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("aiohappyeyeballs.impl.socket", SimpleNamespace(**vars(socket) | {"socket": lacking}))
+
+
+async def streaming(peer: Peer) -> None:
+    await peer.request()
+    await peer.send(CHUNKED + b"5\r\nhello\r\n")
+    await peer.until_eof()

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 from llmproxy.config import Config
-from llmproxy.core.domain import Request, Verdict
+from llmproxy.core.domain import (
+    Grant,
+    Outcome,
+    Request,
+    Usage,
+    Verdict,
+)
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
+from llmproxy.lease import Lease
 from llmproxy.telemetry.exit import RequestExit
 from llmproxy.workers.channel import TO_WORKER, Channel
 from llmproxy.workers.protocol import (
@@ -26,7 +34,7 @@ from llmproxy.workers.protocol import (
 )
 from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
 from llmproxy.workers.session import SchedulerContext, WorkerSession
-from tests.dispatching import Client
+from tests.dispatching import Client, dispatcher, empty, turns, virtual
 
 
 class Nowhere:
@@ -143,3 +151,58 @@ class WorkerLink:
         assert (self.session.open_requests, len(self.session._leases), len(self.session._calls)) == (0, 0, 0)
         assert len(self.remote._leases) == 0
         assert not self.calls._open
+
+
+ENOUGH = 20
+"""Turns in which whatever was said is heard, decided and answered."""
+
+
+async def nothing_left(one: Dispatcher, *lines: WorkerLink) -> None:
+    """Let all clients leave; nothing of them may stay behind."""
+    for line in lines:
+        await asyncio.gather(*(client.done() for client in line.clients))
+        for client in line.clients:
+            line.remote.ended(client.request, None)
+    await turns(ENOUGH)
+    for line in lines:
+        line.check()
+    empty(one)
+
+
+def finished(one: Dispatcher) -> list[tuple[Verdict, Usage | None]]:
+    """What is told from now on of leases that end."""
+    seen: list[tuple[Verdict, Usage | None]] = []
+    finish = one.pools.finish
+
+    def spy(grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
+        seen.append((verdict, usage))
+        finish(grant, verdict, now, usage)
+
+    one.pools.finish = spy  # type: ignore[method-assign]
+    return seen
+
+
+async def leased(client: Client) -> Lease:
+    await turns(ENOUGH)
+    assert client.lease is not None
+    return client.lease
+
+
+async def refused(client: Client) -> Outcome:
+    await turns(ENOUGH)
+    assert client.refused is not None
+    return client.refused.outcome
+
+
+def linked(test: Callable[[Dispatcher, WorkerLink], Awaitable[None]]) -> Callable[[], None]:
+    """Run a test on a virtual clock with one backend of one seat and one worker, of which nothing may stay behind."""
+
+    @virtual
+    @wraps(test)
+    async def run() -> None:
+        one = dispatcher(a=1)
+        line = WorkerLink(one)
+        await test(one, line)
+        await nothing_left(one, line)
+
+    return run

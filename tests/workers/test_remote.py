@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,73 +26,19 @@ from llmproxy.core.domain import (
     Verdict,
     Why,
 )
-from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
+from llmproxy.core.settings import QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher
-from llmproxy.lease import Lease
 from llmproxy.telemetry import logs
 from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
 from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ResponseStored, ShutdownState
 from tests.core.make import listing, request
-from tests.dispatching import SETTINGS, Client, dispatcher, empty, now, turns, virtual
+from tests.dispatching import Client, dispatcher, now, turns, virtual
 from tests.exits import exit_of
-from tests.workers.link import RecordedEvents, WorkerLink
+from tests.workers.link import ENOUGH, RecordedEvents, WorkerLink, finished, leased, linked, nothing_left, refused
 
 EXIT = exit_of(
     request_id="r1", method="POST", path="/", outcome=Outcome.COMPLETED, status=200, duration_s=1.0, model="base"
 )
-ENOUGH = 20
-"""Turns in which whatever was said is heard, decided and answered."""
-
-
-async def nothing_left(one: Dispatcher, *lines: WorkerLink) -> None:
-    """Let all clients leave; nothing of them may stay behind."""
-    for line in lines:
-        await asyncio.gather(*(client.done() for client in line.clients))
-        for client in line.clients:
-            line.remote.ended(client.request, None)
-    await turns(ENOUGH)
-    for line in lines:
-        line.check()
-    empty(one)
-
-
-def finished(one: Dispatcher) -> list[tuple[Verdict, Usage | None]]:
-    """What is told from now on of leases that end."""
-    seen: list[tuple[Verdict, Usage | None]] = []
-    finish = one.pools.finish
-
-    def spy(grant: Grant, verdict: Verdict, now: float, usage: Usage | None = None) -> None:
-        seen.append((verdict, usage))
-        finish(grant, verdict, now, usage)
-
-    one.pools.finish = spy  # type: ignore[method-assign]
-    return seen
-
-
-async def leased(client: Client) -> Lease:
-    await turns(ENOUGH)
-    assert client.lease is not None
-    return client.lease
-
-
-async def refused(client: Client) -> Outcome:
-    await turns(ENOUGH)
-    assert client.refused is not None
-    return client.refused.outcome
-
-
-def linked(test: Callable[[Dispatcher, WorkerLink], Awaitable[None]]) -> Callable[[], None]:
-    """Run a test on a virtual clock with one backend of one seat and one worker, of which nothing may stay behind."""
-
-    @virtual
-    @wraps(test)
-    async def run() -> None:
-        one = dispatcher(a=1)
-        line = WorkerLink(one)
-        await test(one, line)
-        await nothing_left(one, line)
-
-    return run
 
 
 # --- one face ---------------------------------------------------------------------------------------------------------
@@ -260,159 +206,6 @@ async def test_flows_share_fairly_whichever_worker_they_come_by() -> None:
         client.task.cancel()
     await turns(ENOUGH)
     await nothing_left(one, *lines)
-
-
-# --- clients that leave -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("after", range(12))
-def test_a_client_may_leave_in_any_turn(after: int) -> None:
-    """From before its request is heard of until it holds a lease: every turn of the loop on the way is tried."""
-
-    @virtual
-    async def leaves() -> None:
-        one = dispatcher(a=1)
-        line = WorkerLink(one)
-        client = line.client()
-        await turns(after)
-        client.task.cancel()
-        with suppress(asyncio.CancelledError):
-            await client.task
-        await nothing_left(one, line)
-        assert not line.told.exits
-
-    leaves()
-
-
-@linked
-async def test_a_client_that_waits_and_leaves_is_not_granted_anything(one: Dispatcher, line: WorkerLink) -> None:
-    ends = finished(one)
-    holder, waiting = line.client(), line.client()
-    await turns(ENOUGH)
-    waiting.task.cancel()
-    await turns(ENOUGH)
-    assert one.pools.queued().get(DEFAULT, (0, 0)) == (0, 0)
-    await holder.done()
-    await nothing_left(one, line)
-    assert ends == [(Verdict.SERVED, None)]
-
-
-@linked
-async def test_a_cancelled_lease_counts_as_left_by_its_client(one: Dispatcher, line: WorkerLink) -> None:
-    ends = finished(one)
-    client = line.client()
-    await turns(ENOUGH)
-    client.task.cancel()
-    await nothing_left(one, line)
-    assert ends == [(Verdict.CLIENT_GONE, None)]
-
-
-@virtual
-async def test_a_request_ends_after_its_lease() -> None:
-    """A limit counts what was expected until the lease says what was used: in the other order it would forget that."""
-    limit = UsageLimit(tokens_per_min=1_000.0)
-    one = dispatcher(settings=Settings(capacity=SETTINGS.capacity, limits={"tenant:t": limit}), a=1)
-    line = WorkerLink(one)
-    asked = request(limits=("tenant:t",), prompt_tokens=100, output_tokens=100)
-    async with line.remote.admit(asked) as lease:
-        lease.verdict, lease.usage = Verdict.SERVED, Usage(300, 200)
-    line.remote.ended(asked, None)
-    await nothing_left(one, line)
-    assert one.pools._limits.left_per_min("tenant:t", now())[1] == pytest.approx(500.0, abs=1.0)
-
-
-# --- what is taken back -----------------------------------------------------------------------------------------------
-
-
-@linked
-async def test_a_backend_that_is_gone_cuts_the_lease_in_its_worker(one: Dispatcher, line: WorkerLink) -> None:
-    cuts = list[bool]()
-    client = line.client()
-    lease = await leased(client)
-    lease.on_cut = lambda: cuts.append(lease.revoked)
-    for _ in range(2):
-        one.troubled("a", Trouble.REFUSED, "nobody listens")
-    await turns(ENOUGH)
-    assert cuts == [True]
-    assert (lease.revoked, lease.preempted) == (True, False)
-
-
-@linked
-async def test_a_preemption_is_told_as_one(one: Dispatcher, line: WorkerLink) -> None:
-    client = line.client(stream=True, band=SHEDDABLE)
-    await turns(ENOUGH)
-    critical = Client(one, band=CRITICAL)
-    lease = await leased(client)
-    assert (lease.revoked, lease.preempted) == (False, True)
-    client.verdict = Verdict.PREEMPTED
-    await client.done()
-    await turns(ENOUGH)
-    assert critical.holds() == "a"
-    await critical.done()
-
-
-@linked
-async def test_a_cut_that_comes_before_its_grant_is_known_is_not_lost(one: Dispatcher, line: WorkerLink) -> None:
-    before, client = Client(one), line.client()
-    await turns(ENOUGH)
-    assert (before.holds(), client.holds()) == ("a", None)
-    before.leave.set()
-    while list(one._leases.values()) in ([], [before.lease]):  # noqa: ASYNC110 - what is waited for has no event of its own
-        await asyncio.sleep(0)
-    # Granted in this turn: neither the task of the session nor the worker knows it.
-    assert not line.session._leases
-    [held] = one._leases.values()
-    held.cut(revoked=True)
-    assert (await leased(client)).revoked
-
-
-# --- ends that nobody planned -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("after", range(12))
-def test_a_worker_may_die_in_any_turn(after: int) -> None:
-    """Whatever its requests were about to do: all that they held is free, and they are told of."""
-
-    @virtual
-    async def dies() -> None:
-        one = dispatcher(a=1)
-        line, other = WorkerLink(one), WorkerLink(one)
-        for _ in range(2):
-            line.client()
-        await turns(after)
-        line.die()
-        await turns(ENOUGH)
-        assert line.session.gone.is_set()
-        assert len(line.told.exits) == line.session.cut
-        assert {ended.result.outcome for ended in line.told.exits} <= {Outcome.INTERNAL}
-        assert (await leased(other.client())).backend == "a"
-        await nothing_left(one, line, other)
-
-    dies()
-
-
-@linked
-async def test_requests_of_a_dead_worker_are_recorded_once(one: Dispatcher, line: WorkerLink) -> None:
-    for i in range(3):
-        line.client(label=f"r{i}", band=CRITICAL)
-    await turns(ENOUGH)
-    assert (line.session.open_requests, one.leases) == (3, 1)
-    line.die()
-    await turns(ENOUGH)
-    told = [(ended.input.request_id, ended.result.outcome, ended.input.band) for ended in line.told.exits]
-    assert told == [(f"r{i}", Outcome.INTERNAL, "critical") for i in range(3)]
-    assert line.session.cut == 3
-
-
-@linked
-async def test_without_a_scheduler_every_request_is_refused(one: Dispatcher, line: WorkerLink) -> None:
-    waiting = [line.client(), line.client()][1]
-    await turns(ENOUGH)
-    assert one.leases == 1
-    line.down.abort()
-    assert await refused(waiting) is Outcome.DRAINING
-    assert await refused(line.client()) is Outcome.DRAINING
-    assert (line.remote.draining, line.remote.granting) == (True, False)
 
 
 # --- names, drain, pages, counts --------------------------------------------------------------------------------------
