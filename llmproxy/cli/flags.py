@@ -98,7 +98,9 @@ def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Overrid
             earlier = found.get(key)
             if key in LIST_SEPARATORS:
                 # An empty text stays an item and is refused: `--api-key ""` must not accept every client.
-                items = [item for text in texts for item in (_items(LIST_SEPARATORS[key], text) or [text])]
+                items = [
+                    item for text in texts for item in (list(filter(None, LIST_SEPARATORS[key].split(text))) or [text])
+                ]
                 if earlier:
                     items, origin = [*earlier.value, *items], f"{earlier.origin}, {origin}"
                 found[key] = Override(key, items, origin)
@@ -112,10 +114,6 @@ def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Overrid
             instead = "" if today is None else today.name if origin == flag.name else today.variable
             found[key] = Override(key, text, origin, instead)
     return list(found.values())
-
-
-def _items(separator: re.Pattern[str], text: str) -> list[str]:
-    return [item for item in separator.split(text) if item]
 
 
 def from_environment(environment: Mapping[str, str]) -> list[Override]:

@@ -9,7 +9,6 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 HOST = "127.0.0.1"
@@ -70,9 +69,7 @@ class Processes:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         replicas = list(self._running.values())
         proxy = self._running.get("proxy")
         await self._end([proxy] if proxy else [])

@@ -13,9 +13,10 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from llmproxy.config import ConfigError
@@ -149,10 +150,8 @@ def _opened(host: str, port: int, acceptors: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
-            if acceptors == 1:
-                sockets.append(_create(family, address[:2]))
-            else:
-                sockets += _sharing(family, address[:2], acceptors)
+            for one in _created(family, address[:2], acceptors):
+                sockets.append(one)  # noqa: PERF402 - those before an error are closed
     except OSError:
         for one in sockets:
             one.close()
@@ -160,22 +159,14 @@ def _opened(host: str, port: int, acceptors: int) -> list[socket.socket]:
     return sockets
 
 
-def _create(family: int, address: tuple[Any, ...], *, shared: bool = False) -> socket.socket:
-    both = address[0] == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(address, family=family, reuse_port=shared, dualstack_ipv6=both)
-
-
-def _sharing(family: int, address: tuple[Any, ...], acceptors: int) -> list[socket.socket]:
-    """Sockets of one port (SO_REUSEPORT). Raises OSError."""
-    # With SO_REUSEPORT, another program of this user could share the port. It must get the error that it is taken.
-    _create(family, address).close()
-    sockets: list[socket.socket] = []
-    try:
-        for _ in range(acceptors):
-            sockets.append(_create(family, address, shared=True))
-            address = address[0], sockets[0].getsockname()[1]
-    except OSError:
-        for one in sockets:
-            one.close()
-        raise
-    return sockets
+def _created(family: int, address: tuple[Any, ...], acceptors: int) -> Iterator[socket.socket]:
+    """Sockets of one port, which several share (SO_REUSEPORT). Raises OSError."""
+    create = partial(
+        socket.create_server, family=family, dualstack_ipv6=address[0] == "::" and socket.has_dualstack_ipv6()
+    )
+    if acceptors > 1:
+        # With SO_REUSEPORT, another program of this user could share the port. It must get the error that it is taken.
+        create(address).close()
+    for _ in range(acceptors):
+        yield (one := create(address, reuse_port=acceptors > 1))
+        address = address[0], one.getsockname()[1]

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections import deque
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Self
 
 from aiohttp import web
@@ -72,9 +71,7 @@ class Replica:
         await self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
     async def idle(self) -> None:

@@ -7,7 +7,6 @@ import ssl
 import sys
 from collections.abc import Mapping
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import aiohappyeyeballs
@@ -53,9 +52,7 @@ class HttpUpstream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -25,6 +25,11 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state.json"
+
+
 def at(path: Path, clock: Clock | None = None) -> LimitsFile:
     return LimitsFile(path, clock or Clock())
 
@@ -38,15 +43,14 @@ def test_what_was_written_is_read_by_the_next_process(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_entries_of_other_proxies_stay(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
+def test_entries_of_other_proxies_stay(path: Path) -> None:
     at(path).write({"http://a": ONE})
     at(path).write({"http://b": OTHER})
     assert at(path).read() == {"http://a": ONE, "http://b": OTHER}
 
 
-def test_entries_too_old_or_from_the_future_do_not_count(tmp_path: Path) -> None:
-    path, clock = tmp_path / "state.json", Clock()
+def test_entries_too_old_or_from_the_future_do_not_count(path: Path) -> None:
+    clock = Clock()
     at(path, clock).write({"http://a": ONE})
     clock.now += AGE_MAX_S - 1
     assert at(path, clock).read() == {"http://a": ONE}
@@ -57,9 +61,9 @@ def test_entries_too_old_or_from_the_future_do_not_count(tmp_path: Path) -> None
     assert at(path, clock).read() == {}
 
 
-def test_it_is_bounded_and_those_seen_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_bounded_and_those_seen_last_stay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits_file, "ENTRIES_MAX", 10)
-    path, clock = tmp_path / "state.json", Clock()
+    clock = Clock()
     for number in range(12):
         clock.now += 1
         at(path, clock).write({f"http://{number}": ONE})
@@ -79,8 +83,7 @@ def test_it_is_bounded_and_those_seen_last_stay(tmp_path: Path, monkeypatch: pyt
         b"x" * (FILE_BYTES_MAX + 2),
     ],
 )
-def test_a_file_that_is_not_its_own_is_told_once_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "state.json"
+def test_a_file_that_is_not_its_own_is_told_once_and_left_as_it_is(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     state = at(path)
     with capture_logs() as logs:
@@ -92,8 +95,7 @@ def test_a_file_that_is_not_its_own_is_told_once_and_left_as_it_is(tmp_path: Pat
     assert path.read_bytes() == content
 
 
-def test_an_empty_file_is_one_to_write_into(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
+def test_an_empty_file_is_one_to_write_into(path: Path) -> None:
     path.touch()
     assert at(path).read() == {}
     at(path).write({"http://a": ONE})
@@ -125,14 +127,12 @@ def test_what_is_no_file_is_told_and_left_as_it_is(tmp_path: Path) -> None:
     ]
 
 
-def test_a_limit_that_no_engine_has_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
+def test_a_limit_that_no_engine_has_is_dropped(path: Path) -> None:
     at(path).write({"http://a": KnownLimit(SEQUENCES_MAX + 1, True, ("tiny",), 4096), "http://b": ONE})
     assert at(path).read() == {"http://b": ONE}
 
 
-def test_what_two_write_at_the_same_time_is_not_lost(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
+def test_what_two_write_at_the_same_time_is_not_lost(tmp_path: Path, path: Path) -> None:
     at(path).write({"http://a": ONE})
     busy = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(busy, fcntl.LOCK_EX)
@@ -156,8 +156,9 @@ def test_where_nothing_can_be_written_it_is_a_warning_and_no_error(tmp_path: Pat
     assert len(logs) == 1
 
 
-def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "state.json"
+def test_a_write_that_fails_leaves_the_old_file_whole(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at(path).write({"http://a": ONE})
 
     def full(_: int) -> None:
@@ -170,8 +171,8 @@ def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatc
     assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
 
 
-def test_nothing_is_written_while_nothing_is_new(tmp_path: Path) -> None:
-    path, clock = tmp_path / "state.json", Clock()
+def test_nothing_is_written_while_nothing_is_new(path: Path) -> None:
+    clock = Clock()
     state = at(path, clock)
     state.write({"http://a": ONE})
     path.unlink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from io import FileIO
 from pathlib import Path
@@ -12,7 +12,6 @@ from threading import Event
 from typing import Any
 
 import pytest
-import structlog
 from structlog.testing import capture_logs
 
 from llmproxy.core.domain import Outcome, Predicted, Slo, Why
@@ -77,12 +76,6 @@ REFUSED = exit_of(
 UNREAD = exit_of(
     request_id="r3", method="POST", path="/v1/completions", outcome=Outcome.BAD_REQUEST, status=400, duration_s=0.0
 )
-
-
-@pytest.fixture(autouse=True)
-def _plain_logs() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
 
 
 class Log:

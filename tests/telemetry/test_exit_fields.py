@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
-from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
@@ -56,14 +54,6 @@ EXITS = st.fixed_dictionaries({name: _values(hint) for name, hint in FIELDS.item
     lambda values: exit_of(**values)
 )
 REFUSED = exit_of(request_id="r", method="GET", path="/", outcome=Outcome.UNKNOWN_MODEL, status=404, duration_s=0.00001)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    handlers = logging.getLogger().handlers[:]
-    yield
-    logging.getLogger().handlers[:] = handlers
-    structlog.reset_defaults()
 
 
 def _written(ended: RequestExit, log_format: str, level: str, *, past_the_library: bool) -> str:

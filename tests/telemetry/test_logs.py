@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,14 +37,6 @@ SERVED = exit_of(
     output_tokens=11,
     chunks=5,
 )
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    handlers = logging.getLogger().handlers[:]
-    yield
-    logging.getLogger().handlers[:] = handlers
-    structlog.reset_defaults()
 
 
 def json_lines(out: io.StringIO) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any
 
@@ -53,11 +53,8 @@ class Piped:
 
 
 @pytest.fixture
-def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Piped]]:
-    handlers = logging.getLogger().handlers[:]
-    yield lambda: Piped(monkeypatch)
-    logging.getLogger().handlers[:] = handlers
-    structlog.reset_defaults()
+def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Piped]:
+    return lambda: Piped(monkeypatch)
 
 
 def told_lost(text: bytes) -> int:

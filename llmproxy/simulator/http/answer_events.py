@@ -6,19 +6,20 @@ import secrets
 
 import orjson
 
-from llmproxy.simulator.http.answers import DONE, AnswerUsage, Choice, Head, error_body, stream_error
+from llmproxy.simulator.http.answers import DONE, AnswerUsage, AnswerWriter, Choice, Head, error_body, stream_error
 from llmproxy.simulator.server.requests import (
     ApiError,
     Body,
     GenerationRequest,
-    Limits,
     messages_request,
     responses_request,
 )
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(AnswerWriter):
     """`/v1/responses`. Its stream begins at acceptance, before any token, and has no end mark."""
+
+    parse = staticmethod(responses_request)
 
     def __init__(self, generation: GenerationRequest, head: Head) -> None:
         self._generation = generation
@@ -27,11 +28,6 @@ class ResponsesAnswer:
         self._item = f"msg_{secrets.token_hex(8)}"
         # The id of the request is the body's member alone here: the header does not count, as it does elsewhere.
         self.id: str = generation.body.get("request_id", f"resp_{secrets.token_hex(8)}")
-
-    @staticmethod
-    def parse(body: Body, limits: Limits) -> GenerationRequest:
-        """The checked request."""
-        return responses_request(body, limits)
 
     def prologue(self) -> list[bytes]:
         """The response without output, twice."""
@@ -120,22 +116,15 @@ class ResponsesAnswer:
         return _event(kind, {name: data[name] for name in sorted(data)})
 
 
-class MessagesAnswer:
+class MessagesAnswer(AnswerWriter):
     """`/v1/messages`, Anthropic's dialect."""
+
+    parse = staticmethod(messages_request)
 
     def __init__(self, generation: GenerationRequest, head: Head) -> None:
         self._model = generation.model
         self._id = "chatcmpl-" + head.id
         self._count_details = head.count_details
-
-    @staticmethod
-    def parse(body: Body, limits: Limits) -> GenerationRequest:
-        """The checked request."""
-        return messages_request(body, limits)
-
-    def prologue(self) -> list[bytes]:
-        """Nothing: the first event comes with the first token."""
-        return []
 
     def opening(self, usage: AnswerUsage) -> list[bytes]:
         """The empty message and its one text block."""

@@ -68,17 +68,21 @@ class Choice:
 
 
 class AnswerWriter(Protocol):
-    """Writes the answer to one request; see the module."""
+    """Writes the answer to one request; see the module. Most streams have no event before the first token."""
 
-    def prologue(self) -> list[bytes]: ...
-    def opening(self, usage: AnswerUsage) -> list[bytes]: ...
+    def prologue(self) -> list[bytes]:
+        return []
+
+    def opening(self, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - a text has no role to begin with
+        return []
+
     def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]: ...
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]: ...
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body: ...
     def broken(self, error: ApiError) -> list[bytes]: ...
 
 
-class _OpenAiAnswer:
+class _OpenAiAnswer(AnswerWriter):
     """What chat and text completions have in common."""
 
     prefix: ClassVar[str]
@@ -95,10 +99,6 @@ class _OpenAiAnswer:
             "model": generation.model,
         }
         self._chunk_begin = _dump({**self._begin, "object": self.noun_chunk})[:-1]
-
-    def prologue(self) -> list[bytes]:
-        """Nothing: the first event comes with the first token."""
-        return []
 
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - other dialects need them
         """The usage chunk where it was asked for, then the end mark."""
@@ -135,11 +135,7 @@ class ChatAnswer(_OpenAiAnswer):
     prefix = "chatcmpl-"
     noun = "chat.completion"
     noun_chunk = "chat.completion.chunk"
-
-    @staticmethod
-    def parse(body: Body, limits: Limits) -> GenerationRequest:
-        """The checked request."""
-        return chat_request(body, limits)
+    parse = staticmethod(chat_request)
 
     def opening(self, usage: AnswerUsage) -> list[bytes]:
         """One role chunk per choice."""
@@ -180,15 +176,7 @@ class CompletionAnswer(_OpenAiAnswer):
     prefix = "cmpl-"
     noun = "text_completion"
     noun_chunk = "text_completion"
-
-    @staticmethod
-    def parse(body: Body, limits: Limits) -> GenerationRequest:
-        """The checked request."""
-        return completion_request(body, limits)
-
-    def opening(self, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002 - the chat has something to say here
-        """Nothing: a text has no role."""
-        return []
+    parse = staticmethod(completion_request)
 
     def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:
         """A piece of text, the last one of a choice with its `reason`."""
