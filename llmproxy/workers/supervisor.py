@@ -23,17 +23,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.build import Gateway
 from llmproxy.telemetry.metrics import Metrics
-from llmproxy.workers.protocol import (
-    KnownBackends,
-    LearnedEstimates,
-    NewConfig,
-    PageRequest,
-    PageResponse,
-    ResponseStored,
-    ShutdownState,
-    StopWorker,
-    WorkerStart,
-)
+from llmproxy.workers import protocol
 from llmproxy.workers.session import SchedulerContext, WorkerSession
 
 START_MAX_S = 60.0
@@ -61,7 +51,7 @@ class WorkerSupervisor:
         dispatcher: Dispatcher,
         backends: Mapping[str, BackendConfig],
         metrics: Metrics,
-        page: Callable[[PageRequest], Coroutine[Any, Any, PageResponse]],
+        page: Callable[[protocol.PageRequest], Coroutine[Any, Any, protocol.PageResponse]],
         held: bool,
     ) -> None:
         self._rulebook = gateway.rulebook
@@ -84,7 +74,7 @@ class WorkerSupervisor:
         self._serial = 0
         self._leaving = self._replaced = self._closed = self._ending = False
         self._changes = False
-        self._shutdown = ShutdownState()
+        self._shutdown = protocol.ShutdownState()
         self._known: tuple[list[BackendConfig], int] = [], -1
         self._sent_backends = self._backends_now()
         self._learned_models: set[str] = set()
@@ -118,12 +108,12 @@ class WorkerSupervisor:
                 raise
         self._sessions[slot], self._processes[slot] = session, process
         self.update_workers()
-        session.send(WorkerStart(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
+        session.send(protocol.WorkerStart(f"w{self._serial}", tuple(one.fileno() for one in self._sockets[slot])))
         session.send(self._config_now())
         session.send(self._sent_backends)
-        session.send(LearnedEstimates(dict(self._pools.estimator.models)))
+        session.send(protocol.LearnedEstimates(dict(self._pools.estimator.models)))
         for response_id, (backend, tenant) in self._stored.made_by.items():
-            session.send(ResponseStored(response_id, backend, tenant))
+            session.send(protocol.ResponseStored(response_id, backend, tenant))
         session.send(self._shutdown)
 
     async def _keep(self, slot: int) -> None:
@@ -152,7 +142,7 @@ class WorkerSupervisor:
         """Cut all requests that are left, and end all workers."""
         self._ending = True
         for session in self._sessions.values():
-            session.send(StopWorker())
+            session.send(protocol.StopWorker())
         try:
             async with asyncio.timeout(STOP_MAX_S):
                 for session in self._sessions.values():
@@ -179,7 +169,7 @@ class WorkerSupervisor:
         if not self._changes:
             return
         self._changes = False
-        state = ShutdownState(
+        state = protocol.ShutdownState(
             self._leaving, self._replaced, self._closed, self._dispatcher.draining, self._dispatcher.granting
         )  # fmt: skip
         if state != self._shutdown:
@@ -190,7 +180,7 @@ class WorkerSupervisor:
             self._sent_backends = self._backends_now()
             self._send_all(self._sent_backends)
 
-    def _backends_now(self) -> KnownBackends:
+    def _backends_now(self) -> protocol.KnownBackends:
         catalogue = self._pools.catalogue
         backends = [*self._backends.values()]
         self._known = backends, catalogue.revision
@@ -198,14 +188,14 @@ class WorkerSupervisor:
             unnamed = catalogue.resolve(None)
         except Refused:
             unnamed = None
-        return KnownBackends(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
+        return protocol.KnownBackends(pickle.dumps(tuple(backends)), dict(catalogue.targets), unnamed)
 
     def reconfigure(self) -> None:
         """Send all workers the configuration that holds now."""
         self._send_all(self._config_now())
 
-    def _config_now(self) -> NewConfig:
-        return NewConfig(pickle.dumps(self._rulebook.current.config))
+    def _config_now(self) -> protocol.NewConfig:
+        return protocol.NewConfig(pickle.dumps(self._rulebook.current.config))
 
     def _learned(self, model: str) -> None:
         if not self._learned_models:
@@ -214,18 +204,20 @@ class WorkerSupervisor:
 
     def _send_estimates(self) -> None:
         models = self._pools.estimator.models
-        self._send_all(LearnedEstimates({model: models[model] for model in self._learned_models if model in models}))
+        self._send_all(
+            protocol.LearnedEstimates({model: models[model] for model in self._learned_models if model in models})
+        )
         self._learned_models.clear()
 
-    def _response_stored(self, stored: ResponseStored, by: WorkerSession) -> None:
+    def _response_stored(self, stored: protocol.ResponseStored, by: WorkerSession) -> None:
         if not self._stored.note(stored.response_id, stored.backend, stored.tenant):
-            by.send(ResponseStored(stored.response_id, *self._stored.made_by[stored.response_id]))
+            by.send(protocol.ResponseStored(stored.response_id, *self._stored.made_by[stored.response_id]))
             return
         for session in self._sessions.values():
             if session is not by:
                 session.send(stored)
 
-    def _send_all(self, message: KnownBackends | LearnedEstimates | ShutdownState | NewConfig) -> None:
+    def _send_all(self, message: protocol.Message) -> None:
         for session in self._sessions.values():
             session.send(message)
 

@@ -17,22 +17,8 @@ from llmproxy.upstream.port import ConnectFailed, LocalFailure, UpstreamBroken
 from llmproxy.upstream.resolver import Address, Resolver
 from llmproxy.upstream.tls import PeerTls
 
-from .raw_server import (
-    CHUNKED,
-    OK,
-    PATIENCE_S,
-    Peer,
-    RawServer,
-    answer_to,
-    answering,
-    answering_once,
-    closed_port,
-    gone,
-    in_two,
-    post,
-    read_all,
-    refuse_sockets,
-)
+from . import raw_server
+from .raw_server import CHUNKED, OK, PATIENCE_S, Peer, RawServer, answer_to, answering, gone, in_two, post, read_all
 
 # --- what goes out ----------------------------------------------------------------------------------------------------
 
@@ -81,7 +67,7 @@ async def test_gives_each_piece_as_soon_as_it_arrives(upstream: HttpUpstream, se
 
 
 async def test_a_close_delimited_body_ends_with_the_connection(upstream: HttpUpstream, server: RawServer) -> None:
-    server.script = answering_once(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", b"all of it")
+    server.script = raw_server.answering_once(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", b"all of it")
     assert await read_all(await post(upstream, server.url)) == b"all of it"
 
 
@@ -100,14 +86,14 @@ async def test_reuses_a_connection_whose_body_was_read_and_says_so(upstream: Htt
 
 async def test_a_refused_connection_is_a_failed_connect(upstream: HttpUpstream) -> None:
     with pytest.raises(ConnectFailed, match=r"http://127\.0\.0\.1:"):
-        await post(upstream, f"http://127.0.0.1:{closed_port()}")
+        await post(upstream, f"http://127.0.0.1:{raw_server.closed_port()}")
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ECONNREFUSED])
 async def test_a_failure_of_this_machine_is_no_failure_of_the_backend(
     upstream: HttpUpstream, server: RawServer, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_sockets(monkeypatch, number)
+    raw_server.refuse_sockets(monkeypatch, number)
     with pytest.raises(ConnectFailed, match=os.strerror(number)) as caught:
         await post(upstream, server.url)
     assert server.url in str(caught.value)

@@ -13,21 +13,8 @@ from llmproxy.upstream.client import HttpUpstream
 from llmproxy.upstream.connection import ConnectionDropped, HttpExchange
 from llmproxy.upstream.port import InvalidResponse, UpstreamBroken
 
-from .raw_server import (
-    CHUNKED,
-    OK,
-    PATIENCE_S,
-    Peer,
-    RawServer,
-    answer_to,
-    answering,
-    answering_once,
-    gone,
-    in_two,
-    post,
-    read_all,
-    streaming,
-)
+from . import raw_server
+from .raw_server import CHUNKED, OK, PATIENCE_S, Peer, RawServer, answer_to, answering, gone, in_two, post, read_all
 
 
 @pytest.mark.parametrize("rst", [False, True])
@@ -224,7 +211,7 @@ async def test_a_sink_that_halts_leaves_the_rest_to_be_pulled(upstream: HttpUpst
 
 
 async def test_a_sink_that_fails_cuts_the_connection_and_is_told_of(upstream: HttpUpstream, server: RawServer) -> None:
-    server.script = streaming
+    server.script = raw_server.streaming
     exchange = await post(upstream, server.url)
 
     def sink(_: bytes) -> None:
@@ -237,7 +224,7 @@ async def test_a_sink_that_fails_cuts_the_connection_and_is_told_of(upstream: Ht
 
 
 async def test_a_flow_that_breaks_hands_on_what_came_before(upstream: HttpUpstream, server: RawServer) -> None:
-    server.script = answering_once(CHUNKED + b"5\r\nhello\r\n", b"zz\r\n")
+    server.script = raw_server.answering_once(CHUNKED + b"5\r\nhello\r\n", b"zz\r\n")
     exchange = await post(upstream, server.url)
     got: list[bytes] = []
     with pytest.raises(UpstreamBroken):

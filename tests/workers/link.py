@@ -20,19 +20,9 @@ from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.lease import Lease
 from llmproxy.telemetry.exit import RequestExit
+from llmproxy.workers import protocol
 from llmproxy.workers.channel import TO_WORKER, Channel
-from llmproxy.workers.protocol import (
-    CallRefused,
-    LeaseCut,
-    LeaseGranted,
-    NameResolved,
-    PageRequest,
-    PageResponse,
-    ResponseStored,
-    ShutdownState,
-    ToWorker,
-)
-from llmproxy.workers.remote import Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
+from llmproxy.workers.remote import CallAnswer, Calls, RemoteDispatcher, RemoteEstimator, RemoteMetrics
 from llmproxy.workers.session import SchedulerContext, WorkerSession
 from tests.dispatching import Client, dispatcher, empty, turns, virtual
 
@@ -48,7 +38,7 @@ class RecordedEvents:
     exits: list[RequestExit] = field(default_factory=list)
     attempts: list[tuple[str, Verdict]] = field(default_factory=list)
     learned: list[str] = field(default_factory=list)
-    made: list[ResponseStored] = field(default_factory=list)
+    made: list[protocol.ResponseStored] = field(default_factory=list)
     lost: int = 0
     log_lines: int = 0
 
@@ -65,10 +55,10 @@ class RecordedEvents:
         self.lost += 1
 
     def context(self, dispatcher: Dispatcher, settle: Callable[[], None]) -> SchedulerContext:
-        async def page(page: PageRequest) -> PageResponse:
-            return PageResponse(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
+        async def page(page: protocol.PageRequest) -> protocol.PageResponse:
+            return protocol.PageResponse(page.call, 200, "OK", (("x-remote", page.remote),), page.request)
 
-        def made(one: ResponseStored, _: WorkerSession) -> None:
+        def made(one: protocol.ResponseStored, _: WorkerSession) -> None:
             self.made.append(one)
 
         rulebook = Rulebook(Rules.of(Config(), Nowhere()))  # type: ignore[arg-type]
@@ -115,7 +105,7 @@ class WorkerLink:
     ) -> None:
         self.told = told or RecordedEvents()
         self.session = WorkerSession(self.told.context(dispatcher, settle))
-        self.channel: Channel[ToWorker] = Channel(TO_WORKER, self._hear, self._lost)
+        self.channel: Channel[protocol.ToWorker] = Channel(TO_WORKER, self._hear, self._lost)
         self.calls = Calls(self.channel)
         self.remote = RemoteDispatcher(self.channel, self.calls)
         self.estimator = RemoteEstimator(self.channel)
@@ -131,12 +121,12 @@ class WorkerLink:
         self.clients.append(Client(self.remote, asked, **facts))
         return self.clients[-1]
 
-    def _hear(self, message: ToWorker) -> None:
-        if isinstance(message, LeaseGranted | CallRefused | NameResolved | PageResponse):
+    def _hear(self, message: protocol.ToWorker) -> None:
+        if isinstance(message, CallAnswer | protocol.CallRefused):
             self.calls.answered(message)
-        elif isinstance(message, LeaseCut):
+        elif isinstance(message, protocol.LeaseCut):
             self.remote.cut(message)
-        elif isinstance(message, ShutdownState):
+        elif isinstance(message, protocol.ShutdownState):
             self.remote.shutdown = message
 
     def _lost(self) -> None:

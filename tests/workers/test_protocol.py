@@ -15,35 +15,8 @@ from msgspec.structs import replace
 
 from llmproxy.core.backends.catalogue import Target
 from llmproxy.core.domain import Entry, Outcome, Placed, Predicted, Slo, Usage, Verdict, Why
+from llmproxy.workers import protocol
 from llmproxy.workers.channel import FROM_WORKER, INTEGER_MAX, TO_WORKER, BrokenFrameError, Channel, Frames, frame
-from llmproxy.workers.protocol import (
-    Admit,
-    CallRefused,
-    CancelCall,
-    ExitReport,
-    HeldBytes,
-    KnownBackends,
-    LearnedEstimates,
-    LeaseCut,
-    LeaseGranted,
-    LeaseProgress,
-    LeaseReturned,
-    LeaseStarted,
-    Listening,
-    LogLinesLost,
-    Message,
-    NameResolved,
-    PageRequest,
-    PageResponse,
-    PrefixCached,
-    RequestEnded,
-    Resolve,
-    ResponseStored,
-    ShutdownState,
-    StopWorker,
-    WorkerIdle,
-    WorkerStart,
-)
 from tests.core.make import request
 from tests.dispatching import turns, virtual
 from tests.exits import exit_of
@@ -86,40 +59,54 @@ EXITS = st.builds(
     predicted_ttft=PREDICTED,
     met=st.none() | st.booleans(),
 )
-UP: st.SearchStrategy[list[Message]] = st.lists(
-    st.builds(Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(Entry))
-    | st.builds(Resolve, NUMBERS, st.none() | TEXTS, TIMES, NUMBERS)
-    | st.builds(PageRequest, NUMBERS, st.binary(max_size=50), TEXTS)
-    | st.builds(LeaseReturned, NUMBERS, st.sampled_from(Verdict), USAGES)
-    | st.builds(RequestEnded, TEXTS, st.none() | st.booleans())
-    | st.builds(PrefixCached, TEXTS, NUMBERS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple))
-    | st.builds(ExitReport, EXITS)
-    | st.builds(LeaseProgress, NUMBERS, NUMBERS)
+UP: st.SearchStrategy[list[protocol.Message]] = st.lists(
+    st.builds(protocol.Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(Entry))
+    | st.builds(protocol.Resolve, NUMBERS, st.none() | TEXTS, TIMES, NUMBERS)
+    | st.builds(protocol.PageRequest, NUMBERS, st.binary(max_size=50), TEXTS)
+    | st.builds(protocol.LeaseReturned, NUMBERS, st.sampled_from(Verdict), USAGES)
+    | st.builds(protocol.RequestEnded, TEXTS, st.none() | st.booleans())
+    | st.builds(protocol.PrefixCached, TEXTS, NUMBERS, TEXTS, st.lists(NUMBERS, max_size=5).map(tuple))
+    | st.builds(protocol.ExitReport, EXITS)
+    | st.builds(protocol.LeaseProgress, NUMBERS, NUMBERS)
     | st.sampled_from(
         [
-            CancelCall(1),
-            LeaseStarted(2),
-            WorkerIdle(),
-            Listening("http://h:1"),
-            ResponseStored("resp_1", "a", ""),
-            LogLinesLost(3),
-            HeldBytes(4),
+            protocol.CancelCall(1),
+            protocol.LeaseStarted(2),
+            protocol.WorkerIdle(),
+            protocol.Listening("http://h:1"),
+            protocol.ResponseStored("resp_1", "a", ""),
+            protocol.LogLinesLost(3),
+            protocol.HeldBytes(4),
         ]
     ),
     max_size=6,
 )
-DOWN: st.SearchStrategy[list[Message]] = st.lists(
-    st.builds(LeaseGranted, NUMBERS, NUMBERS, PLACED, TIMES, NUMBERS, WHYS, TIMES | st.just(inf))
-    | st.builds(CallRefused, NUMBERS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES)
-    | st.builds(NameResolved, NUMBERS, st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS))
+DOWN: st.SearchStrategy[list[protocol.Message]] = st.lists(
+    st.builds(protocol.LeaseGranted, NUMBERS, NUMBERS, PLACED, TIMES, NUMBERS, WHYS, TIMES | st.just(inf))
+    | st.builds(protocol.CallRefused, NUMBERS, st.sampled_from(Outcome), TEXTS, st.none() | TIMES)
+    | st.builds(protocol.NameResolved, NUMBERS, st.builds(Target, TEXTS, TEXTS, TEXTS, st.none() | TEXTS))
     | st.builds(
-        PageResponse, NUMBERS, NUMBERS, TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=3).map(tuple), st.binary()
+        protocol.PageResponse,
+        NUMBERS,
+        NUMBERS,
+        TEXTS,
+        st.lists(st.tuples(TEXTS, TEXTS), max_size=3).map(tuple),
+        st.binary(),
     )
     | st.builds(
-        KnownBackends, st.binary(), st.dictionaries(TEXTS, st.builds(Target, TEXTS, TEXTS, TEXTS, TEXTS)), st.none()
+        protocol.KnownBackends,
+        st.binary(),
+        st.dictionaries(TEXTS, st.builds(Target, TEXTS, TEXTS, TEXTS, TEXTS)),
+        st.none(),
     )
     | st.sampled_from(
-        [LeaseCut(1, True), StopWorker(), ShutdownState(leaving=True), WorkerStart("w1", (3, 4)), LearnedEstimates({})]
+        [
+            protocol.LeaseCut(1, True),
+            protocol.StopWorker(),
+            protocol.ShutdownState(leaving=True),
+            protocol.WorkerStart("w1", (3, 4)),
+            protocol.LearnedEstimates({}),
+        ]
     ),
     max_size=6,
 )
@@ -132,7 +119,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 @given(st.lists(UP, max_size=4), st.lists(st.integers(0, 10_000), max_size=8))
-def test_what_a_worker_says_is_heard_as_it_was_said(batches: list[list[Message]], places: list[int]) -> None:
+def test_what_a_worker_says_is_heard_as_it_was_said(batches: list[list[protocol.Message]], places: list[int]) -> None:
     frames = Frames(FROM_WORKER)
     data = b"".join(map(frame, batches))
     heard = [message for piece in cut(data, places) for message in frames.feed(piece)]
@@ -140,7 +127,9 @@ def test_what_a_worker_says_is_heard_as_it_was_said(batches: list[list[Message]]
 
 
 @given(st.lists(DOWN, max_size=4), st.lists(st.integers(0, 10_000), max_size=8))
-def test_what_a_worker_is_told_is_heard_as_it_was_said(batches: list[list[Message]], places: list[int]) -> None:
+def test_what_a_worker_is_told_is_heard_as_it_was_said(
+    batches: list[list[protocol.Message]], places: list[int]
+) -> None:
     frames = Frames(TO_WORKER)
     data = b"".join(map(frame, batches))
     heard = [message for piece in cut(data, places) for message in frames.feed(piece)]
@@ -155,12 +144,12 @@ def test_any_number_and_text_of_a_client_fits_a_frame() -> None:
     other = request(flow="a\udcfeb")
     heard = list(
         Frames(FROM_WORKER).feed(
-            frame([Admit(1, vast, frozenset(), Entry.NEW), Admit(2, other, frozenset(), Entry.NEW)])
+            frame([protocol.Admit(1, vast, frozenset(), Entry.NEW), protocol.Admit(2, other, frozenset(), Entry.NEW)])
         )
     )
     first, second = heard
-    assert isinstance(first, Admit)
-    assert isinstance(second, Admit)
+    assert isinstance(first, protocol.Admit)
+    assert isinstance(second, protocol.Admit)
     assert first.request == replace(vast, max_tokens=INTEGER_MAX, flow=first.request.flow)
     assert second.request == replace(other, flow=second.request.flow)
     assert first.request.flow != second.request.flow, "two flows are still two"
@@ -170,8 +159,8 @@ def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
     class Name(str):
         __slots__ = ()
 
-    [shown] = Frames(TO_WORKER).feed(frame([PageResponse(1, 200, "OK", ((Name("A"), Name("b")),), b"")]))
-    assert shown == PageResponse(1, 200, "OK", (("A", "b"),), b"")
+    [shown] = Frames(TO_WORKER).feed(frame([protocol.PageResponse(1, 200, "OK", ((Name("A"), Name("b")),), b"")]))
+    assert shown == protocol.PageResponse(1, 200, "OK", (("A", "b"),), b"")
 
 
 # --- what no end of ours writes ---------------------------------------------------------------------------------------
@@ -183,7 +172,7 @@ def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x01\xc1",
         b"\x00\x00\x00\x01\x80",
-        frame([StopWorker()]),
+        frame([protocol.StopWorker()]),
         frame([]) + b"\x00\x00\x00\x02\x91\x90",
     ],
     ids=["a frame of 4 GB", "no MessagePack", "no array", "a message of the other side", "a message of no kind"],
@@ -212,7 +201,7 @@ class _End:
         self.pipe = Pipe(self.channel)
 
     def _hear(self, message: Any) -> None:
-        if message == CancelCall(0):
+        if message == protocol.CancelCall(0):
             raise ValueError("a bug")
         self.heard.append(message)
 
@@ -226,22 +215,22 @@ async def test_what_is_sent_in_one_turn_travels_in_one_write() -> None:
     sender = Channel(TO_WORKER, lambda _: None, lambda: None)
     sender.connection_made(end.pipe)
     for call in (1, 2, 3):
-        sender.send(CancelCall(call))
+        sender.send(protocol.CancelCall(call))
     assert end.pipe.writes == 0
     await turns()
     assert end.pipe.writes == 1
-    sender.send(CancelCall(4))
+    sender.send(protocol.CancelCall(4))
     await turns()
     assert end.pipe.writes == 2
-    assert end.heard == [CancelCall(1), CancelCall(2), CancelCall(3), CancelCall(4)]
+    assert end.heard == [protocol.CancelCall(1), protocol.CancelCall(2), protocol.CancelCall(3), protocol.CancelCall(4)]
 
 
 @virtual
 async def test_a_bug_with_one_message_does_not_lose_the_next() -> None:
     end = _End()
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    end.channel.data_received(frame([CancelCall(0), CancelCall(1)]))
-    assert end.heard == [CancelCall(1)]
+    end.channel.data_received(frame([protocol.CancelCall(0), protocol.CancelCall(1)]))
+    assert end.heard == [protocol.CancelCall(1)]
 
 
 @virtual
@@ -249,9 +238,9 @@ async def test_a_channel_that_is_lost_takes_what_is_sent_into_nothing() -> None:
     end, told = _End(), []
     sender = Channel(TO_WORKER, lambda _: None, lambda: told.append("lost"))
     sender.connection_made(end.pipe)
-    sender.send(CancelCall(1))
+    sender.send(protocol.CancelCall(1))
     sender.connection_lost(None)
-    sender.send(CancelCall(2))
+    sender.send(protocol.CancelCall(2))
     await turns()
     assert told == ["lost"]
     assert end.heard == []
@@ -268,5 +257,5 @@ async def test_a_broken_frame_ends_the_connection() -> None:
 
 
 def test_what_is_sent_is_as_small_as_it_should_be() -> None:
-    assert len(frame([LeaseProgress(12345, 96)])) < 16
-    assert len(msgspec.msgpack.encode(LeaseStarted(12345))) < 8
+    assert len(frame([protocol.LeaseProgress(12345, 96)])) < 16
+    assert len(msgspec.msgpack.encode(protocol.LeaseStarted(12345))) < 8

@@ -16,16 +16,7 @@ from llmproxy.core.domain import Usage
 from llmproxy.gateway.build import Gateway
 from llmproxy.gateway.proxying.rules import Rules
 from llmproxy.lifecycle.sockets import Sockets
-from llmproxy.workers.protocol import (
-    KnownBackends,
-    LearnedEstimates,
-    Message,
-    NewConfig,
-    PageRequest,
-    PageResponse,
-    ResponseStored,
-    ShutdownState,
-)
+from llmproxy.workers import protocol
 from llmproxy.workers.session import WorkerSession
 from llmproxy.workers.supervisor import WorkerSupervisor, dealt_sockets
 from tests.core.make import listing
@@ -73,7 +64,7 @@ def test_workers_share_a_port_with_no_other_program() -> None:
 # --- what every worker knows ------------------------------------------------------------------------------------------
 
 
-async def no_page(page: PageRequest) -> PageResponse:
+async def no_page(page: protocol.PageRequest) -> protocol.PageResponse:
     raise NotImplementedError
 
 
@@ -82,9 +73,9 @@ class RecordingSession(WorkerSession):
 
     def __init__(self, supervisor: WorkerSupervisor) -> None:
         super().__init__(supervisor._context)
-        self.told: list[Message] = []
+        self.told: list[protocol.Message] = []
 
-    def send(self, message: Message) -> None:
+    def send(self, message: protocol.Message) -> None:
         self.told.append(message)
 
 
@@ -111,7 +102,7 @@ async def test_a_change_is_sent_once_to_all_workers() -> None:
     await turns()
     for session in sessions:
         [fleet] = session.told
-        assert isinstance(fleet, KnownBackends)
+        assert isinstance(fleet, protocol.KnownBackends)
         assert fleet.targets.keys() == {"base", "lora"}
         assert fleet.unnamed == fleet.targets["base"]
         assert pickle.loads(fleet.backends) == (backends["a"],)
@@ -120,7 +111,7 @@ async def test_a_change_is_sent_once_to_all_workers() -> None:
     await turns()
     for session in sessions:
         fleet = session.told[-1]
-        assert isinstance(fleet, KnownBackends)
+        assert isinstance(fleet, protocol.KnownBackends)
         assert [(backend.name, backend.api_key) for backend in pickle.loads(fleet.backends)] == [
             ("a", None),
             ("b", "k"),
@@ -135,7 +126,7 @@ async def test_a_change_is_sent_before_a_grant_that_follows_from_it() -> None:
     supervisor._dispatcher.reconsider()
     # A session does this before it sends a grant.
     supervisor.update_workers()
-    assert isinstance(session.told[0], KnownBackends)
+    assert isinstance(session.told[0], protocol.KnownBackends)
     await turns()
     assert len(session.told) == 1
 
@@ -150,9 +141,9 @@ async def test_each_step_of_the_shutdown_is_sent() -> None:
     supervisor._dispatcher.drain()
     await turns()
     assert session.told == [
-        ShutdownState(leaving=True),
-        ShutdownState(leaving=True, draining=True),
-        ShutdownState(leaving=True, draining=True, granting=False),
+        protocol.ShutdownState(leaving=True),
+        protocol.ShutdownState(leaving=True, draining=True),
+        protocol.ShutdownState(leaving=True, draining=True, granting=False),
     ]
     assert supervisor.open_requests == 2, "neither worker has said that it is idle"
     session.idle.set()
@@ -162,12 +153,12 @@ async def test_each_step_of_the_shutdown_is_sent() -> None:
 @virtual
 async def test_estimates_and_stored_responses_are_sent_to_other_workers() -> None:
     supervisor, [maker, other] = supervised({})
-    supervisor._context.stored(ResponseStored("resp_1", "a", "t"), maker)
-    assert (maker.told, other.told) == ([], [ResponseStored("resp_1", "a", "t")])
+    supervisor._context.stored(protocol.ResponseStored("resp_1", "a", "t"), maker)
+    assert (maker.told, other.told) == ([], [protocol.ResponseStored("resp_1", "a", "t")])
     assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
     # Two workers saw the same id made in the same instant: whose word came first, it is, for both.
-    supervisor._context.stored(ResponseStored("resp_1", "b", "u"), other)
-    assert (maker.told, other.told) == ([], [ResponseStored("resp_1", "a", "t")] * 2)
+    supervisor._context.stored(protocol.ResponseStored("resp_1", "b", "u"), other)
+    assert (maker.told, other.told) == ([], [protocol.ResponseStored("resp_1", "a", "t")] * 2)
     assert dict(supervisor._stored.made_by) == {"resp_1": ("a", "t")}
     for _ in range(5):
         supervisor._pools.estimator.learn("base", 300, 1, Usage(100, 50))
@@ -176,7 +167,7 @@ async def test_estimates_and_stored_responses_are_sent_to_other_workers() -> Non
     assert not maker.told, "not with every answer"
     await asyncio.sleep(1.0)
     [estimates] = maker.told
-    assert isinstance(estimates, LearnedEstimates)
+    assert isinstance(estimates, protocol.LearnedEstimates)
     assert (estimates.models["base"].seen, estimates.models["base"].output_tokens) == (5, 50.0)
     supervisor._context.learned("base")
     await asyncio.sleep(1.0)
@@ -190,7 +181,7 @@ async def test_a_reload_sends_the_whole_configuration() -> None:
     supervisor._rulebook.current = Rules.of(new, Nowhere())  # type: ignore[arg-type]
     supervisor.reconfigure()
     [told] = session.told
-    assert isinstance(told, NewConfig)
+    assert isinstance(told, protocol.NewConfig)
     assert pickle.loads(told.config) == new
 
 
