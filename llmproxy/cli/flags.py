@@ -98,9 +98,8 @@ def _overrides(given: Iterable[tuple[Flag, str, Sequence[str]]]) -> list[Overrid
             earlier = found.get(key)
             if key in LIST_SEPARATORS:
                 # An empty text stays an item and is refused: `--api-key ""` must not accept every client.
-                items = [
-                    item for text in texts for item in (list(filter(None, LIST_SEPARATORS[key].split(text))) or [text])
-                ]
+                split = LIST_SEPARATORS[key].split
+                items = [item for text in texts for item in [*filter(None, split(text))] or [text]]
                 if earlier:
                     items, origin = [*earlier.value, *items], f"{earlier.origin}, {origin}"
                 found[key] = Override(key, items, origin)

@@ -7,6 +7,7 @@ import ssl
 import sys
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Self
 
 import aiohappyeyeballs
@@ -98,7 +99,9 @@ class HttpUpstream:
         if url.scheme == "https":
             context = peer.context if peer is not None else ssl.create_default_context()
         if len(self._connections) >= self._connections_max:
-            self._drop_oldest()
+            oldest = [idle[0] for idle in self._idle.values() if idle]
+            if oldest:
+                min(oldest, key=attrgetter("free_since_s")).abort()
         name = (peer.server_name if peer is not None else None) or url.host
         found: list[aiohappyeyeballs.AddrInfoType] = []
         try:
@@ -147,11 +150,6 @@ class HttpUpstream:
         idle = self._idle.get(to)
         if idle and connection in idle:
             idle.remove(connection)
-
-    def _drop_oldest(self) -> None:
-        oldest = min((idle[0] for idle in self._idle.values() if idle), key=lambda one: one.free_since_s, default=None)
-        if oldest is not None:
-            oldest.abort()
 
     def _drop_old(self) -> None:
         self._sweep = None

@@ -9,13 +9,7 @@ from functools import wraps
 from typing import Any
 
 from llmproxy.config import Config
-from llmproxy.core.domain import (
-    Grant,
-    Outcome,
-    Request,
-    Usage,
-    Verdict,
-)
+from llmproxy.core.domain import Grant, Outcome, Request, Usage, Verdict
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.gateway.proxying.rules import Rulebook, Rules
 from llmproxy.lease import Lease

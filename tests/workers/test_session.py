@@ -7,15 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from llmproxy.core.domain import (
-    CRITICAL,
-    DEFAULT,
-    SHEDDABLE,
-    Outcome,
-    Trouble,
-    Usage,
-    Verdict,
-)
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Trouble, Usage, Verdict
 from llmproxy.core.settings import Settings, UsageLimit
 from llmproxy.dispatcher import Dispatcher
 from tests.core.make import request

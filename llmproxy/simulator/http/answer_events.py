@@ -7,13 +7,7 @@ import secrets
 import orjson
 
 from llmproxy.simulator.http.answers import DONE, AnswerUsage, AnswerWriter, Choice, Head, error_body, stream_error
-from llmproxy.simulator.server.requests import (
-    ApiError,
-    Body,
-    GenerationRequest,
-    messages_request,
-    responses_request,
-)
+from llmproxy.simulator.server.requests import ApiError, Body, GenerationRequest, messages_request, responses_request
 
 
 class ResponsesAnswer(AnswerWriter):

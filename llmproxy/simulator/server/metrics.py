@@ -103,14 +103,7 @@ class ReplicaMetrics:
     def publish(self, gauges: Gauges, counters: Counters) -> None:
         """Show what a step left behind."""
         self.gauges = gauges
-        self._counters = {
-            "prefix_cache_queries": counters.prefix_queries,
-            "prefix_cache_hits": counters.prefix_hits,
-            "num_preemptions": counters.preemptions,
-            "prompt_tokens": counters.prompt,
-            "prompt_tokens_cached": counters.prefix_hits,
-            "generation_tokens": counters.generation,
-        }
+        self._counters = {name: getattr(counters, source) for name, (_, source) in _COUNTERS.items()}
         if self._max_loras:
             names = ",".join(self.gauges.running_adapters)
             self._lora_series[names] = unix_now_s()
@@ -166,7 +159,7 @@ class ReplicaMetrics:
         yield family
         yield self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", gauges.kv_used)
         for name, total in self._counters.items():
-            counter = self._family(CounterMetricFamily, name, _COUNTERS[name])
+            counter = self._family(CounterMetricFamily, name, _COUNTERS[name][0])
             counter.add_metric(["0", self._model], total, created=self._created_s)
             yield counter
         success = self._family(
@@ -223,13 +216,14 @@ class ReplicaMetrics:
 
 
 _COUNTERS = {
-    "prefix_cache_queries": "Prefix cache queries, in terms of number of queried tokens.",
-    "prefix_cache_hits": "Prefix cache hits, in terms of number of cached tokens.",
-    "num_preemptions": "Cumulative number of preemption from the engine.",
-    "prompt_tokens": "Number of prefill tokens processed.",
-    "prompt_tokens_cached": "Number of cached prompt tokens (local + external).",
-    "generation_tokens": "Number of generation tokens processed.",
+    "prefix_cache_queries": ("Prefix cache queries, in terms of number of queried tokens.", "prefix_queries"),
+    "prefix_cache_hits": ("Prefix cache hits, in terms of number of cached tokens.", "prefix_hits"),
+    "num_preemptions": ("Cumulative number of preemption from the engine.", "preemptions"),
+    "prompt_tokens": ("Number of prefill tokens processed.", "prompt"),
+    "prompt_tokens_cached": ("Number of cached prompt tokens (local + external).", "prefix_hits"),
+    "generation_tokens": ("Number of generation tokens processed.", "generation"),
 }
+"""Help, and the field of `Counters`."""
 
 
 class _Page(Collector):

@@ -135,8 +135,7 @@ class Pacer:
         """Give every emitted token to its job, all in one turn of the loop; how many were first ones."""
         firsts = 0
         for request_id in emitted:
-            held = self._jobs.get(request_id)
-            if held is None:
+            if (held := self._jobs.get(request_id)) is None:
                 continue
             job, index = held
             progress = job.progress[index]
@@ -148,8 +147,7 @@ class Pacer:
             if job.each_token:
                 job.notify()
         for request_id in finished:
-            held = self._jobs.pop(request_id, None)
-            if held is None:
+            if (held := self._jobs.pop(request_id, None)) is None:
                 continue
             job, index = held
             progress = job.progress[index]
