@@ -219,18 +219,13 @@ class Discovery:
                     if found_some and not backends:
                         _log.warning("discovery_found_nothing", source=name)
                     found_some = bool(backends)
-            except (SourceFailedError, ConfigError) as failed:
-                self._failed(name, str(failed), wrong)
-                wrong = str(failed)
-            except Exception as bug:  # noqa: BLE001 - no answer may end the discovery
-                self._failed(name, repr(bug), wrong)
-                wrong = repr(bug)
+            except Exception as error:  # noqa: BLE001 - no answer may end the discovery
+                why = str(error) if isinstance(error, SourceFailedError | ConfigError) else repr(error)
+                self._on_look(name, False)
+                if why != wrong:
+                    _log.warning("discovery_failed", source=name, why=why)
+                wrong = why
             await asyncio.sleep(source.interval_s)
-
-    def _failed(self, name: str, why: str, logged: str) -> None:
-        self._on_look(name, False)
-        if why != logged:
-            _log.warning("discovery_failed", source=name, why=why)
 
     async def close(self) -> None:
         """Ask no source any more; the backends stay."""

@@ -211,9 +211,7 @@ def test_a_second_start_appends_behind_what_was_cut_off(path: Path) -> None:
 
 def test_a_second_start_leaves_no_line_empty(path: Path) -> None:
     for _ in range(2):
-        log = Log(path)
-        log.log.record(SERVED)
-        log.log.close()
+        Log(path).after(SERVED)
     kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
     assert kinds == ["llmproxy_decisions", "outcome"] * 2
 

@@ -43,6 +43,13 @@ def json_lines(out: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
+def configured(log_format: str, level: str = "info") -> io.StringIO:
+    """Where lines go from now on."""
+    out = io.StringIO()
+    configure(log_format, level, out)
+    return out
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -51,13 +58,11 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_is_a_list_in_either_form(kind: Callable[[list[str]], Sequence[str]]) -> None:
     told = {"addresses": kind(["[::]:80", "0.0.0.0:81"]), "problems": kind(["a, b", 'c "d"\n']), "none": kind([])}
-    out = io.StringIO()
-    configure("text", "info", out)
+    out = configured("text")
     structlog.get_logger().info("event", **told)
     words = 'addresses=[[::]:80,0.0.0.0:81] problems=["a, b","c \\"d\\"\\n"] none=[]\n'
     assert out.getvalue().partition(" event ")[2] == words
-    out = io.StringIO()
-    configure("json", "info", out)
+    out = configured("json")
     structlog.get_logger().info("event", **told)
     (line,) = json_lines(out)
     assert [line[key] for key in told] == [["[::]:80", "0.0.0.0:81"], ["a, b", 'c "d"\n'], []]
@@ -65,15 +70,13 @@ def test_a_list_is_a_list_in_either_form(kind: Callable[[list[str]], Sequence[st
 
 def test_a_set_is_a_list_too() -> None:
     for form, words in (("text", "names=[a,b]"), ("json", '"names":["a","b"]')):
-        out = io.StringIO()
-        configure(form, "info", out)
+        out = configured(form)
         structlog.get_logger().info("event", names=frozenset({"b", "a"}))
         assert words in out.getvalue()
 
 
 def test_json_has_the_decision_in_one_line() -> None:
-    out = io.StringIO()
-    configure("json", "info", out)
+    out = configured("json")
     log_exit(SERVED)
     (line,) = json_lines(out)
     assert line.pop("timestamp").endswith("Z")
@@ -110,8 +113,7 @@ WHY = Why(waiting=((100, 1), (0, 2)), flows=2, standing=(("counter", 3.00001),),
 
 def test_the_reason_of_a_turn_is_logged_at_debug_only() -> None:
     for level in ("debug", "info"):
-        out = io.StringIO()
-        configure("json", level, out)
+        out = configured("json", level)
         log_exit(changed(SERVED, why=WHY))
         (line,) = json_lines(out)
         assert line["level"] == "info"
@@ -127,8 +129,7 @@ def test_the_reason_of_a_turn_is_logged_at_debug_only() -> None:
 
 
 def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
-    out = io.StringIO()
-    configure("json", "info", out)
+    out = configured("json")
     log_exit(changed(SERVED, tenant="acme", preemptions=2, met=False, unknown_objective="gold"))
     (line,) = json_lines(out)
     told = {key: line[key] for key in ("tenant", "withdrawals", "met", "unknown_objective")}
@@ -136,8 +137,7 @@ def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
 
 
 def test_text_is_one_line_without_colours_where_there_is_no_terminal() -> None:
-    out = io.StringIO()
-    configure("text", "info", out)
+    out = configured("text")
     log_exit(changed(SERVED, error="two words"))
     (line,) = out.getvalue().splitlines()
     assert " info    request outcome=completed status=200 model=chat " in line
@@ -155,8 +155,7 @@ def test_text_is_coloured_on_a_terminal() -> None:
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_a_client_can_neither_forge_a_line_nor_speak_to_the_terminal(log_format: str) -> None:
-    out = io.StringIO()
-    configure(log_format, "info", out)
+    out = configured(log_format)
     log_exit(changed(SERVED, flow="x\nforged\x1b[2J", path="/\udcff", model='a "b"', error=""))
     structlog.get_logger().error("bad\nname\x1b[2J")
     text = out.getvalue()
@@ -170,8 +169,7 @@ def test_a_client_can_neither_forge_a_line_nor_speak_to_the_terminal(log_format:
     [(Outcome.INTERNAL, "error"), (Outcome.BROKEN_STREAM, "warning"), (Outcome.UPSTREAM_STATUS, "info")],
 )
 def test_what_went_wrong_here_is_louder(outcome: Outcome, level: str) -> None:
-    out = io.StringIO()
-    configure("json", "info", out)
+    out = configured("json")
     log_exit(changed(SERVED, outcome=outcome))
     assert json_lines(out)[0]["level"] == level
 
@@ -188,8 +186,7 @@ def test_the_level_filters_and_the_last_configuration_counts() -> None:
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_an_exception_is_logged_with_its_traceback(log_format: str) -> None:
-    out = io.StringIO()
-    configure(log_format, "info", out)
+    out = configured(log_format)
     try:
         raise ValueError("broken\x1b[2J")
     except ValueError as error:
@@ -211,8 +208,7 @@ def test_what_libraries_log_comes_the_same_way_and_once() -> None:
 
 
 def test_a_lost_stream_does_not_fail_the_request() -> None:
-    out = io.StringIO()
-    configure("text", "info", out)
+    out = configured("text")
     log_exit(SERVED)
     out.close()
     log_exit(SERVED)
