@@ -52,19 +52,20 @@ class Dispatcher:
     All events of one turn of the loop are decided together; a request that comes while no other waits, and nothing else
     is due, is decided at once. `on_decision` gets the seconds that each decision took, `on_news` gets backends that
     were ejected or are back. `on_change` is called when backends, their models or the drain may have changed, before
-    any decision that follows from it.
+    any decision that follows from it. While `draining`, new requests are refused; where it is not `granting`, waiting
+    requests and further attempts get no lease either.
     """
 
     pools: Pools
     on_decision: Callable[[float], None] = lambda _: None
     on_news: Callable[[str, EjectionEvent], None] = lambda *_: None
     on_change: Callable[[], None] = lambda: None
+    draining: bool = False
+    granting: bool = True
     _waiting: dict[str, _Waiter] = field(default_factory=dict)
     _leases: dict[tuple[str, int], Lease] = field(default_factory=dict)
     _scheduled: bool = False
     _timer: asyncio.TimerHandle | None = None
-    _draining: bool = False
-    _granting: bool = True
     nameless: int = 0
     _nameless_bytes: int = 0
     _unresolved: dict[str | None, _Unresolved] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Dispatcher:
 
     async def wait(self, request: Request, excluded: frozenset[str], entry: Entry) -> Lease:
         """The lease of a request; see `admit`."""
-        if not self._granting or (self._draining and entry is Entry.NEW):
+        if not self.granting or (self.draining and entry is Entry.NEW):
             raise shutting_down()
         self.pools.submit(request, _now(), excluded, entry)
         waiter = _Waiter(request, asyncio.get_running_loop().create_future())
@@ -134,7 +135,7 @@ class Dispatcher:
         It does not wait and is no load, because its answer has been computed before. `cut` is called when nothing more
         will come from the backend. Raises Refused while the proxy drains, or when the backend was removed.
         """
-        if self._draining:
+        if self.draining:
             raise shutting_down()
         if backend not in self.pools.backends:
             raise Refused(Outcome.REJECTED_NO_BACKENDS, "The backend was removed.")
@@ -171,7 +172,7 @@ class Dispatcher:
             except Refused as refused:
                 if refused.outcome is not Outcome.REJECTED_NO_BACKENDS or _now() >= ends_s:
                     raise
-                if self._draining:
+                if self.draining:
                     raise shutting_down() from None
                 if self.nameless >= limits.requests_max or self._nameless_bytes + body_bytes > limits.bytes_max:
                     raise
@@ -292,11 +293,11 @@ class Dispatcher:
         With `finish_waiting`, waiting requests are still granted, and so are their further attempts; a second call
         without it ends that.
         """
-        self._draining = True
+        self.draining = True
         self._wake_nameless()
         if finish_waiting:
             return
-        self._granting = False
+        self.granting = False
         for waiter in list(self._waiting.values()):
             del self._waiting[waiter.request.id]
             self.pools.cancel(waiter.request)
@@ -306,7 +307,7 @@ class Dispatcher:
     def _wake_nameless(self) -> None:
         """Wake the requests that wait for a name about which something is known now."""
         catalogue = self.pools.catalogue
-        if self._draining:
+        if self.draining:
             settled = list(self._unresolved)
         else:
             # While names may still become known, only those that did are settled.
@@ -316,16 +317,6 @@ class Dispatcher:
         for name in settled:
             self._unresolved.pop(name).settled.set()
         self.on_change()
-
-    @property
-    def draining(self) -> bool:
-        """Whether new requests are refused."""
-        return self._draining
-
-    @property
-    def granting(self) -> bool:
-        """Whether waiting requests and further attempts may still get a lease."""
-        return self._granting
 
     @property
     def leases(self) -> int:

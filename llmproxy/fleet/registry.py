@@ -44,7 +44,6 @@ class _Member:
     config: BackendConfig
     source: str
     since_s: float
-    poller: Poller
     polling: asyncio.Task[None]
     drained: bool = False
     leaving: asyncio.Task[None] | None = None
@@ -191,8 +190,7 @@ class BackendRegistry:
         if (known := self._recalled.get(backend.url)) is not None:
             self._pools.backends[backend.name].recall(known)
         self._backends[backend.name] = backend
-        poller = self._poller(backend)
-        self._members[backend.name] = _Member(backend, source, _now(), poller, self._start(poller, backend.name))
+        self._members[backend.name] = _Member(backend, source, _now(), self._polling(backend))
         _log.info("backend_added", backend=backend.name, url=backend.url, source=source)
         if backend.name in self._drained_before:
             self._drained_before.remove(backend.name)
@@ -238,22 +236,17 @@ class BackendRegistry:
 
     # --- polling --------------------------------------------------------------------------------------------------
 
-    def _poller(self, backend: BackendConfig) -> Poller:
+    def _polling(self, backend: BackendConfig) -> asyncio.Task[None]:
         key = backend.api_key or self._api_key
-        poller = Poller(
+        poller = self._pollers[backend.name] = Poller(
             backend.name, backend.url, key, self._upstream, self._events, self._poll,
             has_work=lambda: self._dispatcher.in_flight(backend.name) > 0,
         )  # fmt: skip
-        self._pollers[backend.name] = poller
-        return poller
-
-    def _start(self, poller: Poller, name: str) -> asyncio.Task[None]:
-        return asyncio.create_task(poller.run(), name=f"poll {name}")
+        return asyncio.create_task(poller.run(), name=f"poll {backend.name}")
 
     def _poll_anew(self, member: _Member) -> None:
         member.polling.cancel()
-        member.poller = self._poller(member.config)
-        member.polling = self._start(member.poller, member.config.name)
+        member.polling = self._polling(member.config)
 
     async def close(self) -> None:
         """Stop all pollers and all removals."""
