@@ -39,24 +39,8 @@ class BackendConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_complete",
-        "_drained",
-        "_exchange",
-        "_head_bytes",
-        "_heard",
-        "_on_free",
-        "_on_lost",
-        "_parser",
-        "_paused",
-        "_persistent",
-        "_pieces",
-        "_sent",
-        "_surplus",
-        "_transport",
-        "_unread",
-        "free_since_s",
-        "name",
-        "used",
+        "_complete", "_drained", "_exchange", "_head_bytes", "_heard", "_on_free", "_on_lost", "_parser", "_paused",
+        "_persistent", "_pieces", "_sent", "_surplus", "_transport", "_unread", "free_since_s", "name", "used",
     )  # fmt: skip
 
     def __init__(

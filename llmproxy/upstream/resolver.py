@@ -114,15 +114,12 @@ class Resolver:
 
     async def _follow(self, name: _Name) -> None:
         while True:
-            await self._renew(name)
+            try:
+                self._found(name, await self.look_up(name.host))
+            except OSError as error:
+                self._not_found(name, _reason(error))
             # Look-ups of many names and many proxies must not happen all at once.
             await asyncio.sleep((REFRESH_S if name.known else RETRY_S) * random.uniform(0.8, 1.0))
-
-    async def _renew(self, name: _Name) -> None:
-        try:
-            self._found(name, await self.look_up(name.host))
-        except OSError as error:
-            self._not_found(name, _reason(error))
 
     def _found(self, name: _Name, found: Sequence[Address]) -> None:
         if name.why or (name.known and set(name.known) != set(found)):

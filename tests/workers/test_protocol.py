@@ -118,19 +118,13 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[i:j] for i, j in zip([0, *ends], [*ends, len(data)], strict=True)]
 
 
-@given(st.lists(UP, max_size=4), st.lists(st.integers(0, 10_000), max_size=8))
-def test_what_a_worker_says_is_heard_as_it_was_said(batches: list[list[protocol.Message]], places: list[int]) -> None:
-    frames = Frames(FROM_WORKER)
-    data = b"".join(map(frame, batches))
-    heard = [message for piece in cut(data, places) for message in frames.feed(piece)]
-    assert heard == [message for batch in batches for message in batch]
-
-
-@given(st.lists(DOWN, max_size=4), st.lists(st.integers(0, 10_000), max_size=8))
-def test_what_a_worker_is_told_is_heard_as_it_was_said(
-    batches: list[list[protocol.Message]], places: list[int]
+@pytest.mark.parametrize(("kind", "messages"), [(FROM_WORKER, UP), (TO_WORKER, DOWN)], ids=["up", "down"])
+@given(told=st.data(), places=st.lists(st.integers(0, 10_000), max_size=8))
+def test_what_is_sent_is_heard_as_it_was_sent(
+    kind: Any, messages: st.SearchStrategy[list[protocol.Message]], told: st.DataObject, places: list[int]
 ) -> None:
-    frames = Frames(TO_WORKER)
+    batches = told.draw(st.lists(messages, max_size=4))
+    frames = Frames(kind)
     data = b"".join(map(frame, batches))
     heard = [message for piece in cut(data, places) for message in frames.feed(piece)]
     assert heard == [message for batch in batches for message in batch]
