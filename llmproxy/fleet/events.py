@@ -101,9 +101,7 @@ class PollCounter(BackendObserver):
         del detail
         self._metrics.poll_failed(backend, trouble)
 
-    def troubled(self, backend: str, trouble: Trouble, detail: str) -> None:
-        del detail
-        self._metrics.poll_failed(backend, trouble)
+    troubled = unread
 
     def removed(self, backend: str) -> None:
         self._metrics.forget_backend(backend)
