@@ -1,31 +1,17 @@
 """The configuration: one YAML file, and what flags and the environment put over it, become one frozen `Config`."""
 
-from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
+from llmproxy.config.changes import changes_between, with_reloadable
 from llmproxy.config.config import Config, model_limit, settings_of, tenant_limit
 from llmproxy.config.document import ConfigError
 from llmproxy.config.keys import keys, keys_of_files
-from llmproxy.config.load import (
-    Override,
-    load,
-    load_backends,
-    unused_settings,
-    warnings_of,
-)
+from llmproxy.config.load import Override, load, load_backends, unused_settings, warnings_of
 from llmproxy.config.other_routers import instead_of
 from llmproxy.config.schema import (
-    AdminConfig,
     BackendConfig,
     BackendTlsConfig,
     ClientsConfig,
-    DiscoveryConfig,
-    HealthConfig,
-    KeyConfig,
-    LimitsConfig,
     ModelConfig,
-    ObjectiveConfig,
     PollConfig,
-    QueueConfig,
-    RetryConfig,
     SchedulingConfig,
     TenantConfig,
     TimeoutsConfig,
@@ -43,24 +29,15 @@ __all__ = [
     "DNS",
     "PLACEMENT_PRESETS",
     "SRV",
-    "AdminConfig",
     "BackendConfig",
     "BackendTlsConfig",
-    "Change",
     "ClientsConfig",
     "Config",
     "ConfigError",
-    "DiscoveryConfig",
-    "HealthConfig",
-    "KeyConfig",
-    "LimitsConfig",
     "ModelConfig",
     "Network",
-    "ObjectiveConfig",
     "Override",
     "PollConfig",
-    "QueueConfig",
-    "RetryConfig",
     "SchedulingConfig",
     "TenantConfig",
     "TimeoutsConfig",
@@ -76,7 +53,6 @@ __all__ = [
     "load_backends",
     "model_limit",
     "nearest",
-    "read_at_start",
     "settings_of",
     "tenant_limit",
     "unused_settings",

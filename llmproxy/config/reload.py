@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from llmproxy.config import Change, Config, ConfigError, WatchedFile, changes_between, read_at_start, with_reloadable
+from llmproxy.config import Config, ConfigError, WatchedFile
+from llmproxy.config.changes import Change, changes_between, read_at_start, with_reloadable
 
 LOOK_S = 0.25
 """Time between two looks at the file. A change is applied at the second look that finds it."""
@@ -43,11 +44,7 @@ class Reloader:
     """
 
     def __init__(
-        self,
-        config: Config,
-        reread: Reread,
-        apply: Callable[[Config], None],
-        on_end: Callable[[bool], None],
+        self, config: Config, reread: Reread, apply: Callable[[Config], None], on_end: Callable[[bool], None]
     ) -> None:
         self._config = config
         self.file = reread.file.path

@@ -128,9 +128,7 @@ class BackendConfig(Section):
     @field_validator("tls")
     @classmethod
     def _for_https(cls, tls: BackendTlsConfig, info: ValidationInfo) -> BackendTlsConfig:
-        if tls != BackendTlsConfig() and not info.data.get("url", "https:").removeprefix(DNS).removeprefix(
-            SRV
-        ).startswith("https:"):
+        if tls != BackendTlsConfig() and not _by_https(info.data.get("url", "https:")):
             raise ValueError(f"has no effect: {info.data['url']} is no https URL")
         if tls.insecure_skip_verify and (tls.ca or tls.server_name):
             raise ValueError("insecure_skip_verify looks at neither ca nor server_name: leave it out, or them")
@@ -139,12 +137,16 @@ class BackendConfig(Section):
     @property
     def by_https(self) -> bool:
         """Whether the proxy connects by TLS."""
-        return self.url.removeprefix(DNS).removeprefix(SRV).startswith("https:")
+        return _by_https(self.url)
 
     @property
     def looked_up(self) -> bool:
         """Whether DNS names the servers. Each of them gets this configuration."""
         return self.url.startswith((DNS, SRV))
+
+
+def _by_https(url: str) -> bool:
+    return url.removeprefix(DNS).removeprefix(SRV).startswith("https:")
 
 
 class DiscoveryConfig(Section):

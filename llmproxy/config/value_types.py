@@ -39,7 +39,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 def one_of(known: Sequence[str]) -> AfterValidator:
     """One of these words."""
-    return _named_in(lambda: known, lambda _: None)
+    return _named_in(lambda: known)
 
 
 def registered(registry: Registry[Any], elsewhere: Callable[[str], str | None] = lambda _: None) -> AfterValidator:
@@ -261,10 +261,7 @@ ApiKey = Annotated[str, Field(pattern=KEY_PATTERN, max_length=KEY_CHARS_MAX)]
 Criticality = Annotated[str | int, PlainValidator(criticality_of), TypeName("band")]
 KeyHash = Annotated[str, PlainValidator(key_hash), TypeName("hash of a key")]
 Networks = Annotated[
-    tuple[Network, ...],
-    PlainValidator(networks_of),
-    PlainSerializer(words_of, return_type=str),
-    TypeName("networks"),
+    tuple[Network, ...], PlainValidator(networks_of), PlainSerializer(words_of, return_type=str), TypeName("networks")
 ]
 PromptRange = Annotated[tuple[Count, Count], AfterValidator(prompt_range), TypeName("[from, to]")]
 Moment = Annotated[datetime, BeforeValidator(moment_of), TypeName("date or timestamp")]

@@ -16,12 +16,7 @@ from msgspec import Struct, field
 CRITICAL = 100
 DEFAULT = 0
 SHEDDABLE = -100
-BAND_NAMES: Mapping[str, int] = {
-    "critical": CRITICAL,
-    "default": DEFAULT,
-    "standard": DEFAULT,
-    "sheddable": SHEDDABLE,
-}
+BAND_NAMES: Mapping[str, int] = {"critical": CRITICAL, "default": DEFAULT, "standard": DEFAULT, "sheddable": SHEDDABLE}
 
 
 class Outcome(StrEnum):

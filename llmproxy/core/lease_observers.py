@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from llmproxy.core.backends.outlier_detection import OutlierDetection
 from llmproxy.core.domain import Usage, Verdict
 from llmproxy.core.estimates.first_token import FirstToken
-from llmproxy.core.lease import LeaseObserver, LeaseRecord
+from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import Placement
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.charge import charges
@@ -39,7 +39,7 @@ class ChargeObserver(LeaseObserver):
         if not request.stream:
             # Its first token cannot be seen; all that can be known is that it was granted in time.
             self._tell(fairness.started, request, now)
-        self._tell(self._charge_expected, lease)
+        self._tell(self._charge_by, lease, self.charge.estimate)
         if self._min_shares.shares:
             charged, waiting = self._charged[lease.number], self._room.levels()
             self._credits[lease.number] = self._min_shares.granted(request.band, charged, waiting)
@@ -56,20 +56,17 @@ class ChargeObserver(LeaseObserver):
             self._min_shares.undone(self._credits.get(lease.number, {}), self._charged[lease.number])
             self._tell(self._charge_to, lease, 0.0)
         elif usage is not None:
-            self._tell(self._charge_final, lease, usage, now)
+            self._tell(self._charge_by, lease, self.charge.final, usage, now - lease.at_s)
         del self._charged[lease.number]
         self._credits.pop(lease.number, None)
 
-    def _charge_expected(self, lease: LeaseRecord) -> None:
-        self._charge_to(lease, self.charge.estimate(lease.request))
+    def _charge_by(self, lease: LeaseRecord, cost: Callable[..., float], *known: object) -> None:
+        self._charge_to(lease, cost(lease.request, *known))
 
     def _charge_so_far(self, lease: LeaseRecord, output_tokens: int, now: float) -> None:
         so_far = self.charge.so_far(lease.request, output_tokens, now - lease.at_s)
         if so_far > self._charged[lease.number]:
             self._charge_to(lease, so_far)
-
-    def _charge_final(self, lease: LeaseRecord, usage: Usage, now: float) -> None:
-        self._charge_to(lease, self.charge.final(lease.request, usage, now - lease.at_s))
 
     def _charge_to(self, lease: LeaseRecord, cost: float) -> None:
         request = lease.request

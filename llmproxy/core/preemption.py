@@ -7,7 +7,7 @@ from itertools import islice
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import DEFAULT, Preempt, Request, Usage, Verdict
-from llmproxy.core.lease import LeaseObserver, LeaseRecord
+from llmproxy.core.leases import LeaseObserver, LeaseRecord
 from llmproxy.core.placement.policy import context_tokens
 from llmproxy.core.queueing.headroom import Headroom
 from llmproxy.core.settings import Settings

@@ -155,7 +155,7 @@ class Scheduler:
         the waiting room is reached, `rate_limited` when one of its tenant or model is, `rejected_deadline` when it
         would be late even if served next.
         """
-        self._room.pool_is(self._backends.any_up(), now)
+        self._room.deadlines.pool_is(self._backends.any_up(), now)
         self._shed += self._admission.enter(request, excluded, entry, now)
 
     def cancel(self, request_id: str) -> None:
@@ -203,7 +203,7 @@ class Scheduler:
             self._shed = []
         decisions += self._preemption.clear(self._backends.by_name.values(), now)
         alive = self._backends.any_up()
-        self._room.pool_is(alive, now)
+        self._room.deadlines.pool_is(alive, now)
         self._more = False
         if not self._room.waiting:
             # Most passes follow a reading or an end while no request waits; they need no views of a large fleet.
@@ -264,7 +264,7 @@ class Scheduler:
 
     def first_blocked(self) -> Key:
         """(Negated band, arrival) of the blocked request that is next under a usage limit with room; else inf."""
-        return self._room.first_blocked()
+        return self._room.blocked.first(self._limits)
 
     def next_wakeup(self, now: float) -> float | None:
         """When `decide` may have something to do although no event happens; None when only an event can."""
@@ -274,7 +274,7 @@ class Scheduler:
             return now
         if not self._room.waiting:
             return self._backends.outliers.due_s
-        times = [self._backends.changes_at(now), self._room.next_deadline(now), self._headroom.changes_at(now)]
+        times = [self._backends.changes_at(now), self._room.deadlines.next(now), self._headroom.changes_at(now)]
         return min([time for time in times if time is not None], default=None)
 
     def _grant_one(
@@ -316,7 +316,7 @@ class Scheduler:
         request = queued.request
         band = self._room.band(request.band)
         why = Why(self._room.sizes(), band.flows, band.fairness.standing(request.flow), found.passed_over, guaranteed)
-        ahead, left_s = len(self._room) - 1, self._room.own_left_s(queued, now)
+        ahead, left_s = len(self._room) - 1, self._room.deadlines.own_left_s(queued, now)
         self._room.leave(queued)
         backend = self._backends.by_name[placed.backend]
         lease = self.leases.book(request, placed, backend, now, guaranteed=guaranteed)
@@ -386,7 +386,7 @@ class Scheduler:
 
     def parked(self) -> dict[tuple[int, str], int]:
         """(Band, usage limit or backend) -> requests that are blocked by it."""
-        return self._room.blocked_counts()
+        return self._room.blocked.counts()
 
     def _look(self, now: float) -> Look:
         return Look(self.pool, now, self._settings, self._room, self._headroom, self._first_token)

@@ -178,7 +178,7 @@ class Look:
     ) -> PoolSnapshot:
         """The pool; at most `flows_max` flows are shown, the highest bands first."""
         levels = sorted({*self.room.order, *self.settings.ceilings}, reverse=True)
-        parked = self.room.blocked_counts()
+        parked = self.room.blocked.counts()
         bands = []
         for level in levels:
             of_band = {limit: count for (band, limit), count in parked.items() if band == level}
@@ -207,7 +207,7 @@ class Look:
             ahead_in_bands=sum(self.room.band(level).size for level in self.room.levels() if level > request.band),
             ahead_in_flow=self.room.before(queued),
             waited_s=self.now - request.arrived_s,
-            left_s=self.room.left_s(queued, self.now),
+            left_s=self.room.deadlines.left_s(queued, self.now),
             parked=queued.blocked_by,
         )
 
@@ -234,7 +234,7 @@ class Look:
         age_s, slack_s = self.now - request.arrived_s, None
         if request.slo is not None and request.slo.ttft_s is not None:
             slack_s = request.slo.ttft_s - age_s - self.first_token.expected_s(request.prompt_tokens)
-        left_s = self.room.left_s(queued, self.now)
+        left_s = self.room.deadlines.left_s(queued, self.now)
         return HeadSnapshot(request.id, request.label, age_s, left_s, request.prompt_tokens, slack_s)
 
 

@@ -41,10 +41,7 @@ def warned(tmp_path: Path, text: str) -> list[str]:
             "FILE:2: warning: tls.client_ca: has no effect without tls.cert: llmproxy serve does not start",
         ),
         ("scheduling:\n  fairness: slo\n", f"FILE:2: warning: scheduling.fairness: slo {NO_OBJECTIVE}"),
-        (
-            "scheduling:\n  ordering: least_slack\n",
-            f"FILE:2: warning: scheduling.ordering: least_slack {NO_OBJECTIVE}",
-        ),
+        ("scheduling:\n  ordering: least_slack\n", f"FILE:2: warning: scheduling.ordering: least_slack {NO_OBJECTIVE}"),
         ("scheduling:\n  refuse_late: true\n", "FILE:2: warning: scheduling.refuse_late: has no effect: no model,"),
         (
             "scheduling:\n  session: body:user\n",

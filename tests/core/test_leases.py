@@ -8,9 +8,8 @@ import pytest
 
 from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import Placed, Usage, Verdict
-from llmproxy.core.lease import LeaseObserver, LeaseRecord
 from llmproxy.core.lease_observers import ChargeObserver
-from llmproxy.core.leases import Leases
+from llmproxy.core.leases import LeaseObserver, LeaseRecord, Leases
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.queueing.min_share import MinShares

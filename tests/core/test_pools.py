@@ -182,9 +182,7 @@ def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
     assert granted(one) == ["base"]
 
 
-def test_a_backend_that_changes_its_model_moves_and_its_leases_run_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_backend_that_changes_its_model_moves_and_its_leases_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     one = pools({"a": 4}, TIGHT)
     lost: list[str] = []
     # What the old pool's placement knew of it is of use to nobody.

@@ -4,16 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from llmproxy.core.domain import (
-    CRITICAL,
-    DEFAULT,
-    SHEDDABLE,
-    Entry,
-    Grant,
-    Preempt,
-    Usage,
-    Verdict,
-)
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Preempt, Usage, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import LOOK_MAX, PREEMPT_MAX
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit

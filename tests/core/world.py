@@ -418,7 +418,7 @@ class World:
                 mine = [held.grant for held in self.held.values() if held.grant.placed.backend == name]
                 own = sum(grant.request.sequences for grant in mine)
                 assert view.load >= own, f"{name} holds {own} sequences, and the scheduler sees {view.load}"
-                rows[name] = Row(view, view.available, view.load, view.kv_used, backend.health._half_open)
+                rows[name] = Row(view, view.available, view.load, view.kv_used, backend.health.ejected)
         return rows
 
     def _down(self, backend: str) -> bool:
@@ -481,7 +481,7 @@ def assert_nothing_left(pools: Pools, now: float) -> None:
         room = one._room
         assert not room.waiting
         assert not room._labels
-        assert not room._blocked.size
+        assert not room.blocked.size
         assert not one.leases
         assert not one.leases._revoked
         assert one._preemption.open == one._preemption.pending == 0

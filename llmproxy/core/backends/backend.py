@@ -86,7 +86,7 @@ class Backend:
     ) -> None:
         """Use other settings from now on; what was learned and what is booked stays."""
         self._capacity = capacity
-        self.health.reconfigure(health)
+        self.health.settings = health
         self.limit.lowest_ceiling, self._highest_ceiling = ceiling_range
         self._view = None
 
@@ -101,7 +101,8 @@ class Backend:
 
         What is in flight on the old process runs on, and counts as load until it ends.
         """
-        self.health.replaced()
+        # Until a poll succeeds, which clears the record.
+        self.health.down = True
         self._forget_process()
         self.limit.forget()
         self._kind = self._recalled = self._published = None

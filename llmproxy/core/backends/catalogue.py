@@ -36,11 +36,12 @@ class Catalogue:
     """
 
     def __init__(self, backends: Iterable[str], aliases: Mapping[str, str]) -> None:
-        self._aliases: Mapping[str, str] = dict(aliases)
+        self.aliases: Mapping[str, str] = dict(aliases)
+        self.targets: Mapping[str, Target] = {}
+        """Every known name, and what it means."""
+        self.pools: tuple[str, ...] = ()
         self._listings: dict[str, Listing | None] = dict.fromkeys(backends)
-        self._targets: dict[str, Target] = {}
         self._cards: dict[str, ModelCard] = {}
-        self._pools: tuple[str, ...] = ()
         self._contexts: Mapping[str, int | None] = {}
         self._unread = set(self._listings)
         self._names_text: str | None = None
@@ -50,19 +51,6 @@ class Catalogue:
         """Whether any backend was read since the start of the process."""
         self.revision = 0
         """Increases whenever `targets` or `pools` may have changed."""
-
-    @property
-    def targets(self) -> Mapping[str, Target]:
-        """Every known name, and what it means."""
-        return self._targets
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        return self._aliases
-
-    @property
-    def pools(self) -> tuple[str, ...]:
-        return self._pools
 
     @property
     def complete(self) -> bool:
@@ -82,7 +70,7 @@ class Catalogue:
 
     def rename(self, aliases: Mapping[str, str]) -> None:
         """Replace the configured aliases."""
-        self._aliases = dict(aliases)
+        self.aliases = dict(aliases)
         self._rebuild()
 
     def pool_of(self, backend: str) -> str | None:
@@ -109,7 +97,7 @@ class Catalogue:
         """
         if name is None:
             return self._only_pool()
-        target = self._targets.get(name)
+        target = self.targets.get(name)
         if target is not None:
             return target
         if self._is_promised(name):
@@ -126,49 +114,45 @@ class Catalogue:
                 RETRY_UNREAD_S,
             )
         what = f"The model `{name}` does not exist"
-        if name in self._aliases:
-            what = f"The model `{name}` stands for `{self._aliases[name]}`, which no backend serves"
+        if name in self.aliases:
+            what = f"The model `{name}` stands for `{self.aliases[name]}`, which no backend serves"
         raise Refused(Outcome.UNKNOWN_MODEL, f"{what}. Known models: {self._known_names()}.")
 
     def awaits(self, name: str | None) -> bool:
         """Whether `name` may become known: `resolve` raises `rejected_no_backends`."""
         if name is None:
-            return not self._pools and not self.complete
-        return name not in self._targets and (self._is_promised(name) or not self.complete)
-
-    def target(self, name: str) -> Target | None:
-        """What `name` means; None where no backend lists it."""
-        return self._targets.get(name)
+            return not self.pools and not self.complete
+        return name not in self.targets and (self._is_promised(name) or not self.complete)
 
     def models(self) -> list[dict[str, Any]]:
         """The entries of `/v1/models`: the fields of every card, base models first, then the configured aliases."""
         cards = sorted(self._cards.items(), key=lambda item: (item[1].parent is not None, item[0]))
         entries: list[dict[str, Any]] = [{**card.fields, "id": name} for name, card in cards]
-        for alias in sorted(self._aliases):
-            card = self._cards.get(self._aliases[alias])
+        for alias in sorted(self.aliases):
+            card = self._cards.get(self.aliases[alias])
             if card is not None:
                 entries.append({**card.fields, "id": alias, "root": card.name, "parent": card.parent})
         return entries
 
     def _is_promised(self, name: str) -> bool:
-        return self._aliases.get(name, name) in self.promised
+        return self.aliases.get(name, name) in self.promised
 
     def _known_names(self) -> str:
         # Kept, because thousands of requests may be refused at once where backends list hundreds of names.
         if self._names_text is None:
-            self._names_text = ", ".join(sorted(self._targets)[:20]) or "none"
+            self._names_text = ", ".join(sorted(self.targets)[:20]) or "none"
         return self._names_text
 
     def _only_pool(self) -> Target:
         # A backend that never answers must not fail every request without a name.
-        if len(self._pools) == 1:
-            pool = self._pools[0]
+        if len(self.pools) == 1:
+            pool = self.pools[0]
             return Target(pool, pool, pool, None, self._contexts[pool])
-        if not self.complete and not self._pools:
+        if not self.complete and not self.pools:
             message = "The request names no model, and no backend has answered so far. Try again shortly."
             raise Refused(Outcome.REJECTED_NO_BACKENDS, message, RETRY_UNREAD_S)
         message = "The request names no model, and there is not exactly one to choose: set `model` to one of "
-        raise Refused(Outcome.BAD_REQUEST, message + (", ".join(self._pools[:20]) or "none (no model is served)") + ".")
+        raise Refused(Outcome.BAD_REQUEST, message + (", ".join(self.pools[:20]) or "none (no model is served)") + ".")
 
     def _rebuild(self) -> None:
         targets: dict[str, Target] = {}
@@ -189,10 +173,10 @@ class Catalogue:
                 if card.name not in targets or card.name == pool:
                     targets[card.name] = Target(card.name, card.name, pool, adapter, contexts[pool])
                     cards[card.name] = card
-        for alias, name in self._aliases.items():
+        for alias, name in self.aliases.items():
             if name in targets:
                 targets[alias] = replace(targets[name], requested=alias)
-        self._targets, self._cards, self._pools, self._contexts = targets, cards, tuple(sorted(contexts)), contexts
+        self.targets, self._cards, self.pools, self._contexts = targets, cards, tuple(sorted(contexts)), contexts
         self._names_text = None
         self.revision += 1
 

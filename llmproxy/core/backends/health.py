@@ -89,7 +89,7 @@ class Health:
     """
 
     def __init__(self, settings: HealthSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self.peers: Peers | None = None
         self.on_event: Callable[[EjectionEvent], None] = lambda _: None
         """Called for each ejection, its end, and the first of several skipped ejections in a row."""
@@ -103,7 +103,7 @@ class Health:
         self._skipped_until_s = 0.0
         self.stream_probe = False
         """The probe must be a stream, because the backend hung or was slow."""
-        self._half_open = False
+        self.ejected = False
         self._probe: int | None = None
         self._blocked_until_s = 0.0
         self._first_ejected_s = 0.0
@@ -112,11 +112,7 @@ class Health:
     @property
     def gone(self) -> bool:
         """The process is gone: connections were refused several times in a row."""
-        return self._refused_polls >= self._settings.unreachable_after
-
-    @property
-    def ejected(self) -> bool:
-        return self._half_open
+        return self._refused_polls >= self.settings.unreachable_after
 
     def available(self, now: float) -> bool:
         return not self.down and now >= self._blocked_until_s and self._probe is None
@@ -125,13 +121,6 @@ class Health:
         """When availability changes by time alone; None when only an event can change it."""
         return self._blocked_until_s if not self.down and now < self._blocked_until_s else None
 
-    def reconfigure(self, settings: HealthSettings) -> None:
-        self._settings = settings
-
-    def replaced(self) -> None:
-        """Another process has the backend's name. It is down until a poll succeeds, which clears the record."""
-        self.down = True
-
     def warmth(self, now: float) -> float:
         """The share of its limit (0..1] that the backend should have during slow start, in steps of `WARM_STEP`.
 
@@ -139,7 +128,7 @@ class Health:
         """
         if self._slow_start_s is None:
             return 1.0
-        slow_start_s = self._settings.slow_start_s
+        slow_start_s = self.settings.slow_start_s
         share = (now - self._slow_start_s) / slow_start_s if slow_start_s else 1.0
         if share >= 1.0:
             self._slow_start_s = None
@@ -152,7 +141,7 @@ class Health:
             return None
         warmth = self.warmth(now)
         # Slightly after the edge, so that rounding cannot give the same step again.
-        step_s = self._settings.slow_start_s * (warmth + WARM_STEP) * (1.0 + 1e-9)
+        step_s = self.settings.slow_start_s * (warmth + WARM_STEP) * (1.0 + 1e-9)
         return None if self._slow_start_s is None else self._slow_start_s + step_s
 
     # --- polls ---------------------------------------------------------------------------------------------------
@@ -177,14 +166,14 @@ class Health:
             return False
         self._failed_polls += 1
         self._refused_polls = self._refused_polls + 1 if trouble is Trouble.REFUSED else 0
-        if trouble is Trouble.UNHEALTHY or self._failed_polls >= self._settings.unreachable_after:
+        if trouble is Trouble.UNHEALTHY or self._failed_polls >= self.settings.unreachable_after:
             self.down = True
         return self.gone
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def booked(self, lease: int) -> None:
-        if self._half_open:
+        if self.ejected:
             self._probe = lease
 
     def first_byte(self, lease: int, now: float) -> None:
@@ -203,7 +192,7 @@ class Health:
             self._eject("slow: its probe was as slow", now)
         elif lease == self._probe:
             self._uneject(now)
-        elif self._half_open:
+        elif self.ejected:
             self._blocked_until_s = min(self._blocked_until_s, now)
 
     def finished(self, lease: int, verdict: Verdict, now: float, *, idle: bool = False) -> None:
@@ -234,7 +223,7 @@ class Health:
         self._failures += 1
         if was_probe:
             self.try_eject("its probe failed", now)
-        elif self._failures >= self._settings.failures:
+        elif self._failures >= self.settings.failures:
             self.try_eject(f"{self._failures} failures in a row", now)
 
     def hangs(self, why: str, now: float) -> bool:
@@ -253,11 +242,11 @@ class Health:
 
     def try_eject(self, why: str, now: float) -> bool:
         """Eject the backend if `ejected_max` of its pool allows it. Answers whether it was ejected."""
-        if not self._half_open and self.peers is not None and not self.peers.may_eject():
+        if not self.ejected and self.peers is not None and not self.peers.may_eject():
             # Only the first of several in a row is an event, until an ejection would have ended.
             if now >= self._skipped_until_s:
                 self.on_event(EjectionSkipped(why))
-            self._skipped_until_s = now + self._settings.backoff_max_s
+            self._skipped_until_s = now + self.settings.backoff_max_s
             return False
         self._eject(why, now)
         return True
@@ -267,21 +256,21 @@ class Health:
         self._slow_start_s = now
 
     def _clear(self, now: float) -> None:
-        if self._half_open:
+        if self.ejected:
             self.on_event(Unejected(now - self._first_ejected_s))
-        self._half_open, self._probe, self._ejections = False, None, 0
+        self.ejected, self._probe, self._ejections = False, None, 0
         self.slow = self.stream_probe = False
 
     def _eject(self, why: str, now: float) -> None:
         # Many requests may fail at once for one reason. They are one ejection.
-        if self._half_open and now < self._blocked_until_s:
+        if self.ejected and now < self._blocked_until_s:
             return
-        pause_s = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(self._ejections, 16))
-        if not self._half_open:
+        pause_s = min(self.settings.backoff_max_s, self.settings.backoff_s * 2.0 ** min(self._ejections, 16))
+        if not self.ejected:
             self._first_ejected_s = now
         self._ejections += 1
         self.ejected_times += 1
         self._failures = 0
-        self._half_open, self._probe = True, None
+        self.ejected, self._probe = True, None
         self._blocked_until_s = max(self._blocked_until_s, now + pause_s)
         self.on_event(Ejected(why, pause_s))

@@ -23,10 +23,6 @@ class _Clock:
     def read(self, now: float) -> float:
         return self.elapsed_s if self.since_s is None else self.elapsed_s + now - self.since_s
 
-    def start(self, now: float) -> None:
-        if self.since_s is None:
-            self.since_s = now
-
     def stop(self, now: float) -> None:
         self.elapsed_s, self.since_s = self.read(now), None
 
@@ -64,7 +60,7 @@ class Deadlines:
         if clock.since_s is None:
             self._running = running
             self._clocks[1 - running].stop(now)
-            clock.start(now)
+            clock.since_s = now
 
     def enter(self, queued: Queued, now: float, waiting: int, left_s: float) -> None:
         """Note that `queued` is due in `left_s`; `waiting` is how many wait."""

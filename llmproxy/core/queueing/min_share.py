@@ -16,8 +16,8 @@ class MinShares:
     """
 
     def __init__(self, shares: Mapping[int, float]) -> None:
-        self.shares = {band: share for band, share in shares.items() if share > 0.0}
-        self._credits = dict.fromkeys(self.shares, 0.0)
+        self._credits: dict[int, float] = {}
+        self.reconfigure(shares)
 
     def reconfigure(self, shares: Mapping[int, float]) -> None:
         """Apply other shares; the credit of a band that still has a share stays."""

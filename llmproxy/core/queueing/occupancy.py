@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from llmproxy.core.domain import Request
 from llmproxy.core.settings import QueueSettings
@@ -16,10 +16,10 @@ class _Usage:
     body_bytes: int = 0
     tokens: int = 0
 
-    def add(self, requests: int, body_bytes: int, tokens: int) -> None:
-        self.requests += requests
-        self.body_bytes += body_bytes
-        self.tokens += tokens
+    def add(self, request: Request, times: int) -> None:
+        self.requests += times
+        self.body_bytes += times * request.body_bytes
+        self.tokens += times * (request.prompt_tokens + request.output_tokens)
 
 
 _NOTHING = _Usage()
@@ -43,8 +43,8 @@ class Occupancy:
     def __init__(self, limits: QueueSettings) -> None:
         self._limits = limits
         self._total = _Usage()
-        self._bands: dict[int, _Usage] = {}
-        self._flows: dict[tuple[int, str], _Usage] = {}
+        self._bands: defaultdict[int, _Usage] = defaultdict(_Usage)
+        self._flows: defaultdict[tuple[int, str], _Usage] = defaultdict(_Usage)
 
     def reconfigure(self, limits: QueueSettings) -> None:
         """Apply other limits; requests that wait beyond them stay."""
@@ -60,9 +60,9 @@ class Occupancy:
         band = self._bands.get(request.band, _NOTHING)
         total = self._total
         if without:
-            total = _Usage(total.requests, total.body_bytes, total.tokens)
+            total = replace(total)
             for one in without:
-                total.add(-1, -one.body_bytes, -one.prompt_tokens - one.output_tokens)
+                total.add(one, -1)
         body_bytes, tokens = request.body_bytes, request.prompt_tokens + request.output_tokens
         for whose, used, requests_max, bytes_max, tokens_max in (
             ("flow_", flow, limits.flow_requests_max, limits.flow_bytes_max, limits.flow_tokens_max),
@@ -79,25 +79,16 @@ class Occupancy:
         return None
 
     def enter(self, request: Request) -> None:
-        where = (request.band, request.flow)
-        band, flow = self._bands.get(request.band), self._flows.get(where)
-        if band is None:
-            band = self._bands[request.band] = _Usage()
-        if flow is None:
-            flow = self._flows[where] = _Usage()
-        tokens = request.prompt_tokens + request.output_tokens
-        for usage in (self._total, band, flow):
-            usage.add(1, request.body_bytes, tokens)
+        for usage in (self._total, self._bands[request.band], self._flows[request.band, request.flow]):
+            usage.add(request, 1)
 
     def leave(self, request: Request) -> None:
-        where = (request.band, request.flow)
-        tokens = request.prompt_tokens + request.output_tokens
-        flow = self._flows[where]
+        flow = self._flows[request.band, request.flow]
         for usage in (self._total, self._bands[request.band], flow):
-            usage.add(-1, -request.body_bytes, -tokens)
+            usage.add(request, -1)
         # Flows come and go without an end to their names.
         if not flow.requests:
-            del self._flows[where]
+            del self._flows[request.band, request.flow]
 
     def queued(self) -> dict[int, tuple[int, int]]:
         """Band -> (requests, body bytes) waiting."""
@@ -105,11 +96,9 @@ class Occupancy:
 
     def check(self) -> None:
         for parts in (self._bands, self._flows):
-            sums = _Usage()
-            for usage in parts.values():
-                sums.add(usage.requests, usage.body_bytes, usage.tokens)
-                assert min(usage.requests, usage.body_bytes, usage.tokens) >= 0
-            assert sums == self._total
+            rows = [astuple(usage) for usage in parts.values()]
+            assert all(number >= 0 for row in rows for number in row)
+            assert tuple(map(sum, zip((0, 0, 0), *rows, strict=True))) == astuple(self._total)
         assert all(usage.requests for usage in self._flows.values()), "a flow that is empty is still listed"
 
 

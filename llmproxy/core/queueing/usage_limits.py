@@ -16,10 +16,10 @@ UNBOUNDED_FREE = 64
 
 class _Use:
     def __init__(self, limit: UsageLimit) -> None:
-        self.limit = limit
         self.in_flight = 0
-        self.requests = _resized(None, limit.requests_per_min, 0.0)
-        self.tokens = _resized(None, limit.tokens_per_min, 0.0)
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+        self.reconfigure(limit, 0.0)
 
     def reconfigure(self, limit: UsageLimit, now: float) -> None:
         self.limit = limit
@@ -66,11 +66,7 @@ class UsageLimits:
             self._uses[name].reconfigure(UsageLimit(), now)
             self._tidy(name)
         for name, limit in limits.items():
-            use = self._uses.get(name)
-            if use is None:
-                self._uses[name] = _Use(limit)
-            else:
-                use.reconfigure(limit, now)
+            self._uses.setdefault(name, _Use(limit)).reconfigure(limit, now)
 
     def _use(self, name: str) -> _Use:
         return self._uses.get(name, _UNLIMITED)

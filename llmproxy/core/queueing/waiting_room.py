@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 
 from llmproxy.core.domain import Request
 from llmproxy.core.policy_registry import Faults
-from llmproxy.core.queueing.blocked import OF_BACKEND, BlockedRequests, Key
+from llmproxy.core.queueing.blocked import OF_BACKEND, BlockedRequests
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.lazy_heap import LazyHeap
@@ -22,7 +22,7 @@ class WaitingRoom:
 
     `occupancy` and `limits` are shared by all pools of the process; `faults` notes what policies raise. `room_on` says
     how many more requests of a band a backend has room for at a time. Every request that waits is in `waiting` by its
-    id.
+    id; `deadlines` and `blocked` are for events of the pool and for looking in.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class WaitingRoom:
         self._limits = limits
         self._bands: dict[int, Band] = {}
         self._newest: dict[int, LazyHeap[float, Queued]] = {}
-        self._blocked = BlockedRequests()
-        self._deadlines = Deadlines(settings.queue.hold_s)
+        self.blocked = BlockedRequests()
+        self.deadlines = Deadlines(settings.queue.hold_s)
         self._labels: dict[str, str] = {}
         self.waiting: dict[str, Queued] = {}
         self.order: list[int] = []
@@ -49,7 +49,7 @@ class WaitingRoom:
     def reconfigure(self, settings: Settings, now: float) -> None:
         """Apply other settings; bands and the requests in them stay."""
         self._settings = settings
-        self._deadlines.reconfigure(settings.queue.hold_s, self.waiting.values(), now)
+        self.deadlines.reconfigure(settings.queue.hold_s, self.waiting.values(), now)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -78,10 +78,6 @@ class WaitingRoom:
 
     # --- in and out --------------------------------------------------------------------------------------------------
 
-    def pool_is(self, up: bool, now: float) -> None:
-        """The pool has a backend that is `up`, or none, and its requests are held. Called before any other event."""
-        self._deadlines.pool_is(up, now)
-
     def enter(self, request: Request, rank: Rank, excluded: frozenset[str], now: float, *, held: bool = False) -> None:
         """Let `request` in; a `held` one waits for a backend of its own to come up, though the pool has others."""
         queued = Queued(request, rank, excluded, held=held)
@@ -91,7 +87,7 @@ class WaitingRoom:
         left_s = request.deadline_s - now
         if held:
             left_s = min(left_s, self._settings.queue.hold_s)
-        self._deadlines.enter(queued, now, len(self.waiting), left_s)
+        self.deadlines.enter(queued, now, len(self.waiting), left_s)
         self._place(queued).push(queued, now)
 
     def leave(self, queued: Queued) -> None:
@@ -121,21 +117,17 @@ class WaitingRoom:
 
     def due(self, now: float, most: int) -> list[Queued]:
         """Remove and return the requests whose time to wait is over, at most `most`."""
-        due = self._deadlines.due(now, most)
+        due = self.deadlines.due(now, most)
         for queued in due:
             self.leave(queued)
         return due
-
-    def next_deadline(self, now: float) -> float | None:
-        """When the next time to wait is over if nothing changes, None without any."""
-        return self._deadlines.next(now)
 
     # --- blocked requests ----------------------------------------------------------------------------------
 
     def block(self, queued: Queued, limit: str) -> None:
         """Take a request out of its flow while the usage limit `limit` is used up, or its backend has no room."""
         self._take_out(queued)
-        self._blocked.block(limit, self._anew(queued))
+        self.blocked.block(limit, self._anew(queued))
 
     def settle(self, now: float) -> None:
         """Apply what time and ended leases change: ranks, and blocked requests that have room again."""
@@ -145,9 +137,9 @@ class WaitingRoom:
 
     def readmit(self, now: float, lowest: int | None = None) -> int:
         """Put the requests that `BlockedRequests.next` returns back into their flows; returns how many."""
-        if not self._blocked.size:
+        if not self.blocked.size:
             return 0
-        back = self._blocked.next(lambda line, band: self._free(line, band, now), lowest)
+        back = self.blocked.next(lambda line, band: self._free(line, band, now), lowest)
         for blocked in back:
             anew = self._anew(blocked)
             anew.back_from = blocked.blocked_by
@@ -159,22 +151,18 @@ class WaitingRoom:
             return self._room_on(line.removeprefix(OF_BACKEND), band, now)
         return self._limits.free(line)
 
-    def first_blocked(self) -> Key:
-        """See `BlockedRequests.first`."""
-        return self._blocked.first(self._limits)
-
     def _take_out(self, queued: Queued) -> None:
         if queued.blocked_by is not None:
-            self._blocked.remove(queued)
+            self.blocked.remove(queued)
         else:
             self._bands[queued.request.band].remove(queued)
             if queued.back_from is not None:
-                self._blocked.left(queued.back_from)
+                self.blocked.left(queued.back_from)
 
     def _anew(self, queued: Queued) -> Queued:
         anew = Queued(queued.request, queued.rank, queued.excluded, queued.due_s, held=queued.held)
         self.waiting[queued.request.id] = anew
-        self._deadlines.keep(anew, len(self.waiting))
+        self.deadlines.keep(anew, len(self.waiting))
         self._place(anew)
         return anew
 
@@ -195,35 +183,20 @@ class WaitingRoom:
         """The request that is labelled `name`, the last that came where several are, or whose id that is."""
         return self.waiting.get(self._labels.get(name, name))
 
-    def own_left_s(self, queued: Queued, now: float) -> float:
-        """See `Deadlines.own_left_s`."""
-        return self._deadlines.own_left_s(queued, now)
-
-    def left_s(self, queued: Queued, now: float) -> float:
-        """Seconds that `queued` may still wait if nothing changes."""
-        return self._deadlines.left_s(queued, now)
-
     def before(self, queued: Queued) -> int | None:
         """How many come before `queued` in its flow, or among blocked requests; None when too many to count."""
         if queued.blocked_by is not None:
-            return self._blocked.before(queued)
+            return self.blocked.before(queued)
         return self._bands[queued.request.band].before(queued)
-
-    def blocked_counts(self) -> dict[tuple[int, str], int]:
-        """(Band, usage limit or backend) -> blocked requests."""
-        return self._blocked.counts()
-
-    def blocked(self) -> list[Queued]:
-        return [queued for queued in self.waiting.values() if queued.blocked_by is not None]
 
     def check(self, now: float) -> None:
         """Raise AssertionError when two accounts of the same thing differ."""
         self._occupancy.check()
         for band in self._bands.values():
             band.check(now)
-        blocked = [queued.request.id for queued in self.blocked()]
-        self._blocked.check()
-        assert len(blocked) == self._blocked.size
+        blocked = [queued.request.id for queued in self.waiting.values() if queued.blocked_by is not None]
+        self.blocked.check()
+        assert len(blocked) == self.blocked.size
         queued = [request.id for request in self.requests()]
         assert sorted(queued + blocked) == sorted(self.waiting), "the bands and the index of waiting requests differ"
         assert set(self._labels.values()) <= self.waiting.keys(), "a request that left is still known by its label"

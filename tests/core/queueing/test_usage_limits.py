@@ -4,17 +4,7 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import (
-    CRITICAL,
-    DEFAULT,
-    SHEDDABLE,
-    Grant,
-    Outcome,
-    Refused,
-    Request,
-    Usage,
-    Verdict,
-)
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Outcome, Refused, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit

@@ -119,9 +119,7 @@ def test_round_robin_puts_a_flow_that_comes_back_behind_the_others() -> None:
 # --- what they are made of --------------------------------------------------------------------------------------------
 
 
-def test_the_oldest_idle_flow_is_forgotten_and_waiting_ones_never(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_oldest_idle_flow_is_forgotten_and_waiting_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "IDLE_FLOWS_MAX", 2)
     gone: list[str] = []
     kept: Accounts[list[str]] = Accounts(list, gone.append)
