@@ -126,3 +126,17 @@ def answering(*pieces: bytes) -> Script:
             await peer.send(piece)
 
     return script
+
+
+def breaking(*pieces: bytes, reset: bool = False) -> Script:
+    """Answer every request with the same pieces, and close the connection behind them, with RST to `reset` it."""
+
+    async def script(peer: Peer, _: bytes) -> None:
+        for piece in pieces:
+            await peer.send(piece)
+        if reset:
+            peer.reset()
+        else:
+            peer.writer.close()
+
+    return script

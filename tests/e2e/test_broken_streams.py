@@ -12,8 +12,7 @@ import pytest
 
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
-from tests.faults.misbehaviours import says_and_closes
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, breaking, chunk, scripted, whole
 from tests.faults.rig import read_answer
 from tests.upstream.raw_server import Peer
 
@@ -120,7 +119,7 @@ OWN = b'data: {"error":{"message":"own","code":500}}\n\n'
     ],
 )
 async def test_a_stream_that_breaks_ends_with_one_error(sent: bytes, own: bool) -> None:
-    async with scripted(says_and_closes(sent)) as backend, serving(extra=[backend.url]) as proxy:
+    async with scripted(breaking(sent)) as backend, serving(extra=[backend.url]) as proxy:
         _, (event, error) = await read_stream(proxy, CHAT, ENDLESS)
         assert event == EVENT.strip()
         assert error == OWN.strip() if own else error_of(error, "chat")

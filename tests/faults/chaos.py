@@ -12,7 +12,8 @@ import asyncio
 import random
 import secrets
 import time
-from typing import NoReturn
+from collections.abc import Coroutine
+from typing import Any, NoReturn
 
 import structlog
 
@@ -20,11 +21,11 @@ from benchmarks.soak import rss_bytes
 from llmproxy.lifecycle.descriptors import connections_max
 from tests.e2e.leftovers import CountingLoop
 from tests.e2e.proxies import FAST, serving
-from tests.faults.clients import CLIENT_FAULTS, observe
+from tests.faults.clients import CLIENT_FAULTS
 from tests.faults.misbehaviours import MISBEHAVIOURS
-from tests.faults.polls import POLL_FAULTS, watch
-from tests.faults.rig import play
-from tests.faults.scenes import SCENES, perform
+from tests.faults.polls import POLL_FAULTS
+from tests.faults.scenes import SCENES
+from tests.faults.test_table import test_a_client_that, test_a_polled_replica_that, test_a_replica_that, test_when
 
 WARM_UP = 50
 """Plays after which nothing new is loaded any more."""
@@ -32,33 +33,20 @@ RSS_BAND_BYTES = 40 << 20
 IDLE = 10_000
 
 
-async def one(rng: random.Random) -> str:
-    """One play, chosen at random; says which. Raises AssertionError when something else came of it than must."""
+def draw(rng: random.Random) -> tuple[str, Coroutine[Any, Any, None]]:
+    """One play, chosen at random, and its name. It raises AssertionError if something else came of it than must."""
     kind = rng.random()
     if kind < 0.1:
         scene = rng.choice(SCENES)
-        played = await perform(scene)
-        assert (played.clients, played.outcomes, played.events) == (scene.clients, scene.outcomes, scene.events), (
-            scene.name,
-            played,
-        )
-        return scene.name
+        return scene.name, test_when(scene)
     if kind < 0.2:
         poll = rng.choice(POLL_FAULTS)
-        polled = await watch(poll)
-        assert (polled.up, polled.status) == (poll.up, 200 if poll.up else 503), (poll.name, polled)
-        return poll.name
+        return poll.name, test_a_polled_replica_that(poll)
     if kind < 0.4:
         client = rng.choice(CLIENT_FAULTS)
-        saw = await observe(client)
-        assert (saw.client, saw.outcomes, saw.cut) == (client.saw, client.outcomes, client.cut), (client.name, saw)
-        return client.name
+        return client.name, test_a_client_that(client)
     fault, ask, alone = rng.choice(MISBEHAVIOURS), rng.choice(("stream", "whole")), rng.random() < 0.5
-    seen = await play(fault, ask, alone=alone)
-    beside = fault.stream if ask == "stream" else fault.whole
-    assert seen.client == (fault.alone[ask == "whole"] if alone else beside), (fault.name, ask, alone, seen)
-    assert sum(seen.outcomes.values()) == 1, (fault.name, ask, alone, seen.outcomes)
-    return fault.name
+    return f"{fault.name}: {ask}{', alone' if alone else ''}", test_a_replica_that(fault, ask, alone)
 
 
 async def idle(count: int) -> None:
@@ -83,10 +71,11 @@ async def chaos(minutes: float, seed: int) -> bool:
     await idle(count)
     print(f"{count} idle connections: nothing left", flush=True)
     while time.monotonic() < end_s:
+        name, play = draw(rng)
         try:
-            name = await one(rng)
+            await play
         except BaseException:
-            print(f"play {plays} of seed {seed} failed", flush=True)
+            print(f"play {plays} of seed {seed} failed: {name}", flush=True)
             raise
         plays += 1
         if plays == WARM_UP:

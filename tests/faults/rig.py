@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from structlog.testing import capture_logs
 
 from llmproxy.simulator.replica import Replica
 from llmproxy.simulator.server.faults import FaultKind
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
+from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import Script, Scripted, scripted
 
 QUICK: dict[str, Any] = {
@@ -29,27 +28,34 @@ SHORT: dict[str, Any] = {"timeouts": {"connect_s": 5, "first_byte_s": 0.4, "stal
 ASKS: dict[str, dict[str, Any]] = {"stream": STREAM, "whole": HELLO}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Misbehaviour:
     """One way in which a replica may misbehave, and what must come of it.
 
-    It is either a `script` below HTTP or a `fault` of a simulated replica; `before` is called when the proxy runs,
-    and may prepare the scripted backend. What clients see of it is told in the words of `Seen.client`: `stream` and
-    `whole` beside a replica that is well, `alone` where there is none, of a stream and an answer in one piece.
-    `verdict` is what the backend is blamed for (with `stream`; `whole_verdict` where that differs).
+    It is either a `script` below HTTP, with another one for answers in one piece where there is a `plain` one, or a
+    `fault` of a simulated replica; `before` is called when the proxy runs, and may prepare the scripted backend. What
+    clients see of it is told in the words of `Seen.client`: of a `stream`, and of a `whole` answer where that differs,
+    beside a replica that is well; `alone` stands for `other` where there is none. `verdict` is what the backend is
+    blamed for (with `whole` answers `whole_verdict`, where that differs).
     """
 
     name: str
     script: Script | None = None
+    plain: Script | None = None
+    _: KW_ONLY
     fault: FaultKind | None = None
-    after_bytes: int = 0
     before: Callable[[Scripted], None] | None = None
-    stream: str
-    whole: str
-    alone: tuple[str, str]
-    verdict: str
+    stream: str = "other"
+    whole: str | None = None
+    alone: str = "502"
+    verdict: str = "failed"
     whole_verdict: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    def client(self, ask: str, alone: bool) -> str:
+        """What the client must see that asks for a `stream` or a `whole` answer."""
+        seen = self.whole if ask == "whole" and self.whole is not None else self.stream
+        return self.alone if alone and seen == "other" else seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +134,16 @@ async def read_answer(reader: asyncio.StreamReader) -> Received:
 
 
 @asynccontextmanager
-async def faulty_house(fault: Misbehaviour, alone: bool) -> AsyncIterator[tuple[ProxyUnderTest, Scripted | Replica]]:
+async def faulty_house(
+    fault: Misbehaviour, ask: str, alone: bool
+) -> AsyncIterator[tuple[ProxyUnderTest, Scripted | Replica]]:
     """A proxy whose `b0` misbehaves, and whose `b1`, unless `alone`, does not."""
     config = {**QUICK, **fault.config}
     async with AsyncExitStack() as stack:
         bad: Scripted | Replica
-        if fault.script is not None:
-            bad = await stack.enter_async_context(scripted(fault.script))
+        script = fault.plain if ask == "whole" and fault.plain is not None else fault.script
+        if script is not None:
+            bad = await stack.enter_async_context(scripted(script))
         else:
             bad = await stack.enter_async_context(Replica(FAST))
         urls = [bad.url]
@@ -145,17 +154,17 @@ async def faulty_house(fault: Misbehaviour, alone: bool) -> AsyncIterator[tuple[
             if fault.before is not None:
                 fault.before(bad)
         elif fault.fault is not None:
-            bad.faults.set(fault.fault, after_bytes=fault.after_bytes)
+            bad.faults.set(fault.fault)
         yield proxy, bad
         if isinstance(bad, Replica):
             await until(lambda: not bad.in_flight or bad.faults.kind in (FaultKind.HANG, FaultKind.FROZEN))
 
 
-async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False, path: str = CHAT) -> Seen:
+async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False) -> Seen:
     """Send one request to a proxy whose backend misbehaves so; on return the proxy was closed and checked."""
     with capture_logs() as log:
-        async with faulty_house(fault, alone) as (proxy, bad):
-            received = await receive(proxy, raw_post(ASKS[ask], path))
+        async with faulty_house(fault, ask, alone) as (proxy, bad):
+            received = await receive(proxy, raw_post(ASKS[ask]))
             await proxy.settled()
             if isinstance(bad, Scripted):
                 # Its connection is gone, or its answer has ended: nothing of the request is left on this side either.
@@ -180,8 +189,3 @@ async def play(fault: Misbehaviour, ask: str = "stream", *, alone: bool = False,
 def posts(replica: Replica) -> int:
     """How many requests a simulated replica was given."""
     return sum(request.method == "POST" for request in replica.requests_seen)
-
-
-def error_message(received: Received) -> str:
-    """The message of an error in JSON, whatever its dialect."""
-    return str(json.loads(received.body)["error"]["message"])

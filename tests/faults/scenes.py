@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from llmproxy.simulator.replica import Replica
 from llmproxy.upstream.resolver import Address
 from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, all_up, serving, until
+from tests.faults.rig import posts
 
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
 """Every other request would go to the replica that is in trouble."""
@@ -101,10 +102,6 @@ def statuses(answers: list[Answer]) -> str:
 
 def is_down(proxy: ProxyUnderTest, number: int) -> bool:
     return proxy.app.pools.backends[f"b{number}"].health.down
-
-
-def posts(replica: Replica) -> int:
-    return sum(request.method == "POST" for request in replica.requests_seen)
 
 
 async def end_of(running: Any) -> str:
