@@ -69,32 +69,25 @@ class Ticks:
             self._used += 1.0
 
 
-class LruIndex:
+class LruIndex(BlockIndex):
     """Least recently used blocks go first, exactly and by count, as in theirs; that of the core is nearly exact."""
 
     def __init__(self) -> None:
-        self._blocks = BlockIndex()
+        super().__init__()
         self._capacity: dict[str, int] = {}
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
         """How many blocks each backend holds, gaps included, up to the first block that no backend holds."""
-        return self._blocks.matches(hashes, unbroken=False)
+        return self.matches(hashes, unbroken=False)
 
     def record(self, backend: str, hashes: Sequence[int]) -> None:
         blocks: dict[Block, int] = dict.fromkeys(hashes, 0)
-        self._blocks.insert(backend, blocks)
-        while self._blocks.size(backend) > self._capacity.get(backend, 0):
-            self._blocks.drop_oldest(backend)
+        self.insert(backend, blocks)
+        while self.size(backend) > self._capacity.get(backend, 0):
+            self.drop_oldest(backend)
 
     def resize(self, backend: str, blocks: int) -> None:
         self._capacity[backend] = blocks
-
-    def forget(self, backend: str) -> None:
-        self._blocks.forget(backend)
-
-    def backends(self) -> list[str]:
-        """Those that hold, or held, anything."""
-        return self._blocks.backends()
 
 
 class DeployedPicker(EndpointPicker):

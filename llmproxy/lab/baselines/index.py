@@ -114,7 +114,3 @@ class BlockIndex:
     def backends(self) -> list[str]:
         """Those that hold, or held, anything, in the order in which they were first seen."""
         return list(self._lists)
-
-    def __len__(self) -> int:
-        """How many blocks any backend holds."""
-        return len(self._holders)

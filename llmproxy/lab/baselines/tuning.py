@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from inspect import signature
 from itertools import product
 from math import isfinite
 from typing import cast
 
+from llmproxy.config.value_types import nearest
 from llmproxy.lab.baselines.policy import Baseline, baselines
 
 variants: Mapping[str, Mapping[str, Sequence[float]]] = {
@@ -28,52 +28,51 @@ def variants_of(name: str) -> tuple[str, ...]:
     return tuple(baseline_named(_spelled(name, parameters)).name for parameters in combined)
 
 
+def taken_apart(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """The name and the parameters of a policy named like `blend(look_ahead=0,fairness=fcfs)`. Raises ValueError."""
+    name, bracket, rest = text.partition("(")
+    if not bracket:
+        return name, []
+    pairs = [pair.partition("=") for pair in rest.removesuffix(")").split(",")]
+    if not rest.endswith(")") or not all(equals for _, equals, _ in pairs):
+        raise ValueError(f"policy {text!r}: parameters are written like blend(look_ahead=0,fairness=fcfs)")
+    return name, [(key.strip(), value.strip()) for key, _, value in pairs]
+
+
 def baseline_named(text: str) -> Baseline:
     """The baseline of a name like `epp_sticky` or `epp_sticky(match=0.5,penalty_s=2)`.
 
     Its own name is spelled in one way only: parameters in their documented order, without those that are as documented.
     Raises ValueError saying what is wrong, and the nearest known name.
     """
-    name, opened, inside = text.strip().partition("(")
-    name = name.rstrip()
-    _check("baseline", name, baselines.names())
-    factory = baselines.get(name)
-    if not opened:
-        return factory()
-    if not inside.endswith(")"):
-        raise ValueError(f"baseline {text!r}: a parameter list ends with a closing parenthesis")
-    given = _parameters(text, inside[:-1])
+    name, pairs = taken_apart(text)
+    factory, given = baselines.get(name), _numbers(text, pairs)
     documented = {key: parameter.default for key, parameter in signature(factory).parameters.items()}
     for key in given:
-        _check(f"parameter of {name}", key, tuple(documented))
+        if not documented:
+            raise ValueError(f"unknown parameter of {name}: {key!r}; it has none")
+        if key not in documented:
+            known = ", ".join(documented)
+            near = nearest(key, tuple(documented))
+            raise ValueError(f"unknown parameter of {name}: {key!r} (nearest: {near!r}; known: {known})")
     other = {key: given[key] for key in documented if key in given and given[key] != documented[key]}
     return replace(cast(Callable[..., Baseline], factory)(**other), name=_spelled(name, other))
 
 
-def _parameters(text: str, inside: str) -> dict[str, float]:
+def _numbers(text: str, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
     given: dict[str, float] = {}
-    for part in inside.split(",") if inside.strip() else ():
-        key, equals, value = (piece.strip() for piece in part.partition("="))
+    for key, value in pairs:
         try:
-            number = float(value) if equals else -1.0
+            number = float(value)
         except ValueError:
             number = -1.0
         if not (isfinite(number) and number >= 0):
-            raise ValueError(
-                f"baseline {text!r}: expected name=number with a number of 0 or more, found {part.strip()!r}"
-            )
+            found = f"{key}={value}"
+            raise ValueError(f"baseline {text!r}: expected name=number with a number of 0 or more, found {found!r}")
         if key in given:
             raise ValueError(f"baseline {text!r}: {key} is given twice")
         given[key] = number
     return given
-
-
-def _check(kind: str, word: str, known: Sequence[str]) -> None:
-    if word not in known:
-        if not known:
-            raise ValueError(f"unknown {kind}: {word!r}; it has none")
-        nearest = get_close_matches(word, known, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown {kind}: {word!r} (nearest: {nearest!r}; known: {', '.join(known)})")
 
 
 def _spelled(name: str, parameters: Mapping[str, float]) -> str:

@@ -9,6 +9,14 @@ from collections.abc import Iterable, Mapping
 from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
 
+FIELDS = {
+    FleetFaultKind.RESET: "reset",
+    FleetFaultKind.METRIC_AGE: "metric_age_s",
+    FleetFaultKind.LOST_READINGS: "lost_readings",
+    FleetFaultKind.LOST_KV_EVENTS: "lost_kv_events",
+}
+"""The faults that are nothing but a value, and the field of the server's `faults` that holds it meanwhile."""
+
 
 def schedule(faults: Iterable[Fault], replicas: Mapping[str, SimulatedServer], start_s: float) -> None:
     """Let each fault begin and end in its time; `start_s` is the loop's time at which the trace begins.
@@ -54,29 +62,14 @@ def _begin(fault: Fault, replica: SimulatedServer, loop: asyncio.AbstractEventLo
             replica.freeze(True)
         case FleetFaultKind.SLOW:
             replica.slow_down(fault.value)
-        case FleetFaultKind.RESET:
-            replica.faults.reset = fault.value
-        case FleetFaultKind.METRIC_AGE:
-            replica.faults.metric_age_s = fault.value
-        case FleetFaultKind.LOST_READINGS:
-            replica.faults.lost_readings = fault.value
-        case FleetFaultKind.LOST_KV_EVENTS:
-            replica.faults.lost_kv_events = fault.value
+        case _:
+            setattr(replica.faults, FIELDS[fault.kind], fault.value)
 
 
 def _end(fault: Fault, replica: SimulatedServer) -> None:
-    match fault.kind:
-        case FleetFaultKind.HANG:
-            replica.freeze(False)
-        case FleetFaultKind.SLOW:
-            replica.slow_down(1.0)
-        case FleetFaultKind.RESET:
-            replica.faults.reset = 0.0
-        case FleetFaultKind.METRIC_AGE:
-            replica.faults.metric_age_s = 0.0
-        case FleetFaultKind.LOST_READINGS:
-            replica.faults.lost_readings = 0.0
-        case FleetFaultKind.LOST_KV_EVENTS:
-            replica.faults.lost_kv_events = 0.0
-        case FleetFaultKind.KILL | FleetFaultKind.RESTART | FleetFaultKind.ROLL:
-            pass
+    if fault.kind is FleetFaultKind.HANG:
+        replica.freeze(False)
+    elif fault.kind is FleetFaultKind.SLOW:
+        replica.slow_down(1.0)
+    elif fault.kind in FIELDS:
+        setattr(replica.faults, FIELDS[fault.kind], 0.0)

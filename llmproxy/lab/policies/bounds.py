@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from dataclasses import field as data_field
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
 from llmproxy.lab.fleet.fleet_file import room_tokens
 from llmproxy.lab.fleet.spec import SimulatedFleet
-from llmproxy.lab.policies.pooled_cache import PooledCache
 from llmproxy.lab.policies.pooled_server import (
     EngineWork,
     PooledServer,
@@ -24,30 +22,12 @@ from llmproxy.lab.policies.pooled_server import (
 )
 from llmproxy.lab.results.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from llmproxy.lab.results.result import Bound
+from llmproxy.lab.results.sums import ratio
 from llmproxy.lab.traces.arrival import Arrival, Trace
 
 BLOCKS_MAX = 1 << 21
 """Distinct blocks that a cache without end may hold; about 200 MB."""
 ADAPTERS_MAX = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class HitBound:
-    """Shares of all prompt tokens that are found cached, prompts being served one after the other; None without any.
-
-    A prompt hits up to its first missing block; the block that was used longest ago goes first, and of one prompt the
-    tail before the head. A partial block counts as a whole one, and all of a prompt may be a hit.
-
-    `pooled` is for one cache as large as all together: what perfect placement over caches of that size could come to.
-    It takes no account of running requests, whose answers need room as well and whose prompts are there only once they
-    are computed, so it mostly errs upwards. A policy that orders its queue by prefix, or that keeps one-shot prompts
-    apart, can still beat it. `endless` is for a cache without end, a strict bound for all policies; `endless_exact` is
-    False where the trace has more distinct blocks than `BLOCKS_MAX`: then `endless` is too low.
-    """
-
-    pooled: float | None
-    endless: float | None
-    endless_exact: bool
 
 
 def vtc_bound_tokens(longest_prompt_tokens: int, fleet: SimulatedFleet) -> float:
@@ -70,8 +50,7 @@ def static_lora(requests_by_adapter: Mapping[str, int], slots: int) -> float | N
     can do better. None without requests.
     """
     total = sum(requests_by_adapter.values())
-    resident = sum(sorted(requests_by_adapter.values(), reverse=True)[:slots])
-    return resident / total if total else None
+    return ratio(sum(sorted(requests_by_adapter.values(), reverse=True)[:slots]), total)
 
 
 def all_bounds(
@@ -99,7 +78,7 @@ def _queue_bounds(sums: _TraceSums, queue: QueueBounds, balance: float | None) -
     untimed = "; not computed: later turns arrive when earlier answers end" if sums.closed else ""
     bounds = {
         "goodput_max": Bound(
-            value=sums.fitting / sums.offered if sums.offered else None,
+            value=ratio(sums.fitting, sums.offered),
             unit="share",
             about="requests that fit into the context of a replica; all others are refused by every policy",
         ),
@@ -142,16 +121,28 @@ def _queue_bounds(sums: _TraceSums, queue: QueueBounds, balance: float | None) -
 
 
 def _cache_bounds(sums: _TraceSums) -> dict[str, Bound]:
-    hits = sums.hits()
-    excess = "" if hits.endless_exact else f"; too low, since only {BLOCKS_MAX:,} distinct blocks are remembered"
+    """Shares of all prompt tokens that are found cached, prompts being served one after the other; None without any.
+
+    A prompt hits up to its first missing block; the block that was used longest ago goes first, and of one prompt the
+    tail before the head. A partial block counts as a whole one, and all of a prompt may be a hit.
+
+    `hit_pooled_lru` is for one cache as large as all together: what perfect placement over caches of that size could
+    come to. It takes no account of running requests, whose answers need room as well and whose prompts are there only
+    once they are computed, so it mostly errs upwards. A policy that orders its queue by prefix, or that keeps one-shot
+    prompts apart, can still beat it. `hit_endless` is for a cache without end, a strict bound for all policies, unless
+    the trace has more distinct blocks than `BLOCKS_MAX`.
+    """
+    excess = "" if sums.endless_exact else f"; too low, since only {BLOCKS_MAX:,} distinct blocks are remembered"
     return {
         "hit_pooled_lru": Bound(
-            value=hits.pooled,
+            value=ratio(sums.hit_tokens, sums.prompt_tokens),
             unit="share",
             about="prompt tokens found in one LRU cache as large as all together, in order of arrival; not strict",
         ),
         "hit_endless": Bound(
-            value=hits.endless, unit="share", about=f"prompt tokens that an earlier request had{excess}"
+            value=ratio(sums.known_tokens, sums.prompt_tokens),
+            unit="share",
+            about=f"prompt tokens that an earlier request had{excess}",
         ),
     }
 
@@ -201,6 +192,29 @@ def _next_turn(coming: list[tuple[float, int, Arrival]], serial: Iterator[int]) 
     return at_s, arrival
 
 
+class _PooledCache:
+    """The blocks used last, of `block_tokens` tokens each, `capacity_tokens` in all, looked up in order of arrival.
+
+    Blocks are prefixes: a hit ends at the first block that is not there, and tails are evicted before heads.
+    """
+
+    def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
+        self._capacity = capacity_tokens // block_tokens
+        self._block_tokens = block_tokens
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def serve(self, blocks: tuple[int, ...], prompt_tokens: int) -> int:
+        """How many of `prompt_tokens` are found, after which all `blocks` of the prompt are there."""
+        hits = _known(blocks, self._blocks)
+        # The head is touched last, so that it is the last to go.
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+        return min(hits * self._block_tokens, prompt_tokens)
+
+
 class _EndlessCache:
     """Every block ever seen, up to `BLOCKS_MAX`; `full` says that newer ones are not taken."""
 
@@ -213,11 +227,15 @@ class _EndlessCache:
         return len(self._seen) >= BLOCKS_MAX
 
     def serve(self, blocks: tuple[int, ...], prompt_tokens: int) -> int:
-        seen = self._seen
-        hits = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+        hits = _known(blocks, self._seen)
         if not self.full:
-            seen.update(blocks)
+            self._seen.update(blocks)
         return min(hits * self._block_tokens, prompt_tokens)
+
+
+def _known(blocks: tuple[int, ...], cached: Container[int]) -> int:
+    """How many of `blocks` come before the first that is not cached."""
+    return next((i for i, block in enumerate(blocks) if block not in cached), len(blocks))
 
 
 class _OrderedRequests:
@@ -226,7 +244,7 @@ class _OrderedRequests:
     def __init__(self, trace: Trace, cache_tokens: int, room_tokens: float = inf, warmup_s: float = 0.0) -> None:
         self.endless = _EndlessCache(trace.block_tokens)
         self._trace = trace
-        self._pooled = PooledCache(cache_tokens, trace.block_tokens)
+        self._pooled = _PooledCache(cache_tokens, trace.block_tokens)
         self._room_tokens = room_tokens
         self._warmup_s = warmup_s
 
@@ -255,8 +273,8 @@ class _TraceSums:
     hit_tokens: int = 0
     known_tokens: int = 0
     longest_prompt_tokens: int = 0
-    work: EngineWork = data_field(default_factory=EngineWork)
-    adapters: Counter[str] = data_field(default_factory=Counter)
+    work: EngineWork = field(default_factory=EngineWork)
+    adapters: Counter[str] = field(default_factory=Counter)
     unlisted: int = 0
     closed: bool = False
     endless_exact: bool = True
@@ -286,10 +304,3 @@ class _TraceSums:
                 self.adapters[arrival.adapter] += 1
             else:
                 self.unlisted += 1
-
-    def hits(self) -> HitBound:
-        if not self.prompt_tokens:
-            return HitBound(None, None, self.endless_exact)
-        return HitBound(
-            self.hit_tokens / self.prompt_tokens, self.known_tokens / self.prompt_tokens, self.endless_exact
-        )

@@ -17,6 +17,7 @@ from llmproxy.core.placement.price import TERMS
 from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.baselines.policy import Surroundings
+from llmproxy.lab.baselines.tuning import taken_apart
 from llmproxy.lab.fleet.world import World
 from llmproxy.lab.policies.oracle import Oracle
 
@@ -73,7 +74,8 @@ def plan_named(text: str, config: Config) -> PolicyPlan:
 
     Raises ValueError naming the known ones.
     """
-    name, given = _taken_apart(text)
+    name, pairs = taken_apart(text)
+    given = dict(pairs)
     if name in _own():
         without = _without(text, given.pop("without", ""))
         return _own_plan(text, _own()[name], _with(config, text, given), without)
@@ -125,16 +127,6 @@ def _without(text: str, given: str) -> frozenset[str]:
     if names - known or (names and not text.startswith("cost(")):
         raise ValueError(f"policy {text!r}: only `cost` can be without something, of {', '.join(sorted(known))}")
     return names
-
-
-def _taken_apart(text: str) -> tuple[str, dict[str, str]]:
-    name, bracket, rest = text.partition("(")
-    if not bracket:
-        return name, {}
-    pairs = [pair.partition("=") for pair in rest.removesuffix(")").split(",")]
-    if not rest.endswith(")") or not all(equals for _, equals, _ in pairs):
-        raise ValueError(f"policy {text!r}: parameters are written like blend(look_ahead=0,fairness=fcfs)")
-    return name, {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _with(config: Config, text: str, given: Mapping[str, str]) -> Config:

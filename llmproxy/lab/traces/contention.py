@@ -8,7 +8,7 @@ from itertools import accumulate
 from random import Random
 from typing import Annotated
 
-from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.lab.traces.parts import (
     Rate,
     Seconds,
@@ -30,26 +30,20 @@ def unequal_tenants(
     prompt_tokens: Tokens = 512,
     output_tokens: Tokens = 128,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """Tenants of which each sends `ratio` times as many requests as the one before, all alike and with one objective.
 
     Together they send `rate` requests a second (Poisson), and the first token should come within `ttft_slo_s`; there
     is no other objective. Requests cost the same, so a fleet can keep the objective of as many as it completes, of any
     tenant, and the max-min optimum of the tenants' adherence is that number over those offered, for each of them.
-
     """
     names = [f"tenant-{number}" for number in range(1, tenants + 1)]
     shares = list(accumulate(ratio**number for number in range(tenants)))
 
-    def arrivals() -> Iterator[Arrival]:
-        rng = Random(seed)
-        for at_s in poisson_times(rng, rate, duration_s):
-            (tenant,) = rng.choices(names, cum_weights=shares)
-            yield Arrival(
-                at_s, prompt_tokens, output_tokens, tenant=tenant, ttft_slo_s=ttft_slo_s, tpot_slo_s=duration_s
-            )
-
-    return Trace("unequal_tenants", arrivals)
+    rng = Random(seed)
+    for at_s in poisson_times(rng, rate, duration_s):
+        (tenant,) = rng.choices(names, cum_weights=shares)
+        yield Arrival(at_s, prompt_tokens, output_tokens, tenant=tenant, ttft_slo_s=ttft_slo_s, tpot_slo_s=duration_s)
 
 
 def critical_bursts(
@@ -63,7 +57,7 @@ def critical_bursts(
     output_tokens: Tokens = 128,
     sheddable_prompt_tokens: Tokens = 4_096,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """Sheddable requests at `sheddable_rate` per second (Poisson) all the time, and critical ones at `rate` during the
     last `burst_s` of each `period_s`. Nothing is shared. Raises TraceError.
     """
@@ -72,16 +66,13 @@ def critical_bursts(
     def rate_at(at_s: float) -> float:
         return rate if at_s % period_s >= period_s - burst_s else 0.0
 
-    def arrivals() -> Iterator[Arrival]:
-        rng = Random(seed)
-        calm, bursting = Random(rng.getrandbits(64)), Random(rng.getrandbits(64))
-        sheddable = ((at_s, "sheddable") for at_s in poisson_times(calm, sheddable_rate, duration_s))
-        critical = ((at_s, "critical") for at_s in varying_times(bursting, rate_at, rate, duration_s))
-        for at_s, band in merge(sheddable, critical):
-            prompt = prompt_tokens if band == "critical" else sheddable_prompt_tokens
-            yield Arrival(at_s, prompt, output_tokens, tenant=band, band=band)
-
-    return Trace("critical_bursts", arrivals)
+    rng = Random(seed)
+    calm, bursting = Random(rng.getrandbits(64)), Random(rng.getrandbits(64))
+    sheddable = ((at_s, "sheddable") for at_s in poisson_times(calm, sheddable_rate, duration_s))
+    critical = ((at_s, "critical") for at_s in varying_times(bursting, rate_at, rate, duration_s))
+    for at_s, band in merge(sheddable, critical):
+        prompt = prompt_tokens if band == "critical" else sheddable_prompt_tokens
+        yield Arrival(at_s, prompt, output_tokens, tenant=band, band=band)
 
 
 def critical_and_flood(
@@ -97,7 +88,7 @@ def critical_and_flood(
     flood_prompt_tokens: Tokens = 256,
     flood_output_tokens: Tokens = 512,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """One critical request every `every_s`, and `flood` sheddable ones that all come at once.
 
     Critical requests come until `both_s` after the later of the two beginnings. Their tenant says when they came:
@@ -118,7 +109,4 @@ def critical_and_flood(
             answer = max(1, round(rng.uniform(0.5, 1.5) * flood_output_tokens))
             yield Arrival(flood_from_s, flood_prompt_tokens, answer, tenant="flood", band="sheddable")
 
-    def arrivals() -> Iterator[Arrival]:
-        return merge(sheddable(), critical(), key=lambda arrival: arrival.at_s)
-
-    return Trace("critical_and_flood", arrivals)
+    return merge(sheddable(), critical(), key=lambda arrival: arrival.at_s)

@@ -10,7 +10,7 @@ from math import ceil
 from random import Random
 from typing import Annotated
 
-from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.lab.traces.formats import LENGTH_TOKENS_MAX
 from llmproxy.lab.traces.parts import (
     BlockTokens,
@@ -47,7 +47,7 @@ def multi_round_chat(
     closed: bool = False,
     block_tokens: BlockTokens = 64,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """Multi-round question answering, as in production-stack's benchmark with its published sizes.
 
     A prompt is a system prompt that all users share, a history of this user's own, and the dialogue so far. A user asks
@@ -57,34 +57,26 @@ def multi_round_chat(
     wait for each answer and then the same time again.
     """
     ask_gap_s, join_gap_s = users / rate, (rounds - 1) / rate
+    rng, ids = Random(seed), count()
+    system = Text(ids, block_tokens, system_tokens)
 
-    def sessions() -> Iterator[list[Arrival]]:
-        rng, ids = Random(seed), count()
-        system = Text(ids, block_tokens)
-        system.grow(system_tokens)
+    def session(user: int) -> list[Arrival]:
+        joins_s = (user + rng.random()) * join_gap_s
+        dialogue = Text(ids, block_tokens, history_tokens, system)
+        facts = {"session": f"user-{users + user}", "think_s": ask_gap_s}
+        dialogue_turns = [
+            dialogue.turn(joins_s + number * ask_gap_s, question_tokens, answer_tokens, **facts)
+            for number in range(rounds)
+        ]
+        return [turn for turn in dialogue_turns if 0 <= turn.at_s < duration_s]
 
-        def session(user: int) -> list[Arrival]:
-            joins_s = (user + rng.random()) * join_gap_s
-            dialogue = Text(ids, block_tokens, system)
-            dialogue.grow(history_tokens)
-            facts = {"session": f"user-{users + user}", "think_s": ask_gap_s}
-            dialogue_turns = [
-                dialogue.turn(joins_s + number * ask_gap_s, question_tokens, answer_tokens, **facts)
-                for number in range(rounds)
-            ]
-            return [turn for turn in dialogue_turns if 0 <= turn.at_s < duration_s]
+    def begin_s(turns: list[Arrival]) -> float:
+        return turns[0].at_s
 
-        def begin_s(turns: list[Arrival]) -> float:
-            return turns[0].at_s
-
-        there = filter(None, [session(user) for user in range(-users, 0)])
-        late = filter(None, map(session, range(ceil(duration_s / join_gap_s))))
-        yield from merge(sorted(there, key=begin_s), late, key=begin_s)
-
-    def arrivals() -> Iterator[Arrival]:
-        return (chained(turns) for turns in sessions()) if closed else interleaved(sessions())
-
-    return Trace("multi_round_chat", arrivals, block_tokens)
+    there = filter(None, [session(user) for user in range(-users, 0)])
+    late = filter(None, map(session, range(ceil(duration_s / join_gap_s))))
+    sessions = merge(sorted(there, key=begin_s), late, key=begin_s)
+    return map(chained, sessions) if closed else interleaved(sessions)
 
 
 def interactive_chat(
@@ -100,7 +92,7 @@ def interactive_chat(
     think_s: Annotated[float, Within(5, 300)] = 45.0,
     block_tokens: BlockTokens = 16,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """Interactive chat of inference-perf's catalogue: people who read each answer before they reply.
 
     A dialogue begins with a prompt that all share and a context of its own (log-normal, mean `context_tokens`); after
@@ -108,22 +100,16 @@ def interactive_chat(
     of rate/turns. `sigma`, the spread of both logarithms, is not published.
     """
     context, think = LogNormal(context_tokens, sigma), LogNormal(think_s, sigma, 5.0, 300.0)
-
-    def arrivals() -> Iterator[Arrival]:
-        rng, ids = Random(seed), count()
-        shared = Text(ids, block_tokens)
-        shared.grow(shared_tokens)
-        for number, at_s in enumerate(poisson_times(rng, rate / turns, duration_s)):
-            dialogue, dialogue_turns = Text(ids, block_tokens, shared), list[Arrival]()
-            dialogue.grow(context.tokens(rng))
-            for _ in range(turns):
-                turn = dialogue.turn(at_s, question_tokens, answer_tokens, session=f"chat-{number}")
-                turn = replace(turn, think_s=think.draw(rng))
-                dialogue_turns.append(turn)
-                at_s = _nominal_end_s(turn)
-            yield chained(dialogue_turns)
-
-    return Trace("interactive_chat", arrivals, block_tokens)
+    rng, ids = Random(seed), count()
+    shared = Text(ids, block_tokens, shared_tokens)
+    for number, at_s in enumerate(poisson_times(rng, rate / turns, duration_s)):
+        dialogue, dialogue_turns = Text(ids, block_tokens, context.tokens(rng), shared), list[Arrival]()
+        for _ in range(turns):
+            turn = dialogue.turn(at_s, question_tokens, answer_tokens, session=f"chat-{number}")
+            turn = replace(turn, think_s=think.draw(rng))
+            dialogue_turns.append(turn)
+            at_s = _nominal_end_s(turn)
+        yield chained(dialogue_turns)
 
 
 def agent_loops(
@@ -142,7 +128,7 @@ def agent_loops(
     ramp_s: Annotated[float, Within(0, 86_400)] = 10.0,
     block_tokens: BlockTokens = 128,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """Code generation of inference-perf's catalogue: agents in closed loops, each of which sends its next turn
     `think_s` seconds after it has the answer, and begins another conversation when one is over.
 
@@ -153,24 +139,18 @@ def agent_loops(
     """
     check(context_tokens_min, LENGTH_TOKENS_MAX, context_tokens_max=context_tokens_max)
     inputs, outputs = LogNormal(input_tokens, sigma, 100, 10_000), LogNormal(output_tokens, sigma, 50, 4_000)
-
-    def arrivals() -> Iterator[Arrival]:
-        rng, ids = Random(seed), count()
-        shared = Text(ids, block_tokens)
-        shared.grow(shared_tokens)
-        for agent in range(concurrency):
-            at_s, loop = agent * ramp_s / concurrency, list[Arrival]()
-            for conversation in range(conversations):
-                text = Text(ids, block_tokens, shared)
-                text.grow(rng.randint(context_tokens_min, context_tokens_max))
-                for _ in range(min(max(round(rng.gauss(turns, turns_sigma)), 2), 20)):
-                    session = f"agent-{agent}-{conversation}"
-                    turn = text.turn(at_s, inputs.tokens(rng), outputs.tokens(rng), session=session)
-                    loop.append(replace(turn, think_s=think_s))
-                    at_s = _nominal_end_s(loop[-1])
-            yield chained(loop)
-
-    return Trace("agent_loops", arrivals, block_tokens)
+    rng, ids = Random(seed), count()
+    shared = Text(ids, block_tokens, shared_tokens)
+    for agent in range(concurrency):
+        at_s, loop = agent * ramp_s / concurrency, list[Arrival]()
+        for conversation in range(conversations):
+            text = Text(ids, block_tokens, rng.randint(context_tokens_min, context_tokens_max), shared)
+            for _ in range(min(max(round(rng.gauss(turns, turns_sigma)), 2), 20)):
+                session = f"agent-{agent}-{conversation}"
+                turn = text.turn(at_s, inputs.tokens(rng), outputs.tokens(rng), session=session)
+                loop.append(replace(turn, think_s=think_s))
+                at_s = _nominal_end_s(loop[-1])
+        yield chained(loop)
 
 
 def _nominal_end_s(turn: Arrival) -> float:

@@ -9,7 +9,7 @@ from itertools import accumulate, count, cycle
 from random import Random
 from typing import Annotated
 
-from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival
 from llmproxy.lab.traces.formats import LENGTH_TOKENS_MAX, TIME_MAX_S
 from llmproxy.lab.traces.parts import (
     BlockTokens,
@@ -45,7 +45,7 @@ def shared_system_prompts(
     output_tokens: Tokens = 1_000,
     block_tokens: BlockTokens = 16,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """llm-d's b2b-saas benchmark at a constant rate (Poisson): `prefixes` customers, each with a long system prompt
     that its `users` share.
 
@@ -53,10 +53,8 @@ def shared_system_prompts(
     shuffled once and then sent in turns: with room for all of them, everything hits after the first round. The tenant
     is the customer. Raises TraceError.
     """
-    return _shared_prompts(
-        "shared_system_prompts", [(rate, duration_s)], prefixes, users, system_tokens, question_tokens, output_tokens,
-        block_tokens, seed,
-    )  # fmt: skip
+    stages = [(rate, duration_s)]
+    return _shared_prompts(stages, prefixes, users, system_tokens, question_tokens, output_tokens, block_tokens, seed)
 
 
 def shared_system_ramp(
@@ -69,18 +67,15 @@ def shared_system_ramp(
     output_tokens: Tokens = 1_000,
     block_tokens: BlockTokens = 16,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """`shared_system_prompts` under the published ramp from 3 to 60 requests per second, after a warm-up of 50 s;
     `rate_factor` times those rates. Raises TraceError.
     """
     stages = [(rate * rate_factor, float(span_s)) for rate, span_s in B2B_STAGES]
-    return _shared_prompts(
-        "shared_system_ramp", stages, prefixes, users, system_tokens, question_tokens, output_tokens, block_tokens, seed
-    )
+    return _shared_prompts(stages, prefixes, users, system_tokens, question_tokens, output_tokens, block_tokens, seed)
 
 
 def _shared_prompts(
-    name: str,
     stages: Sequence[tuple[float, float]],
     prefixes: int,
     users: int,
@@ -89,30 +84,25 @@ def _shared_prompts(
     output_tokens: int,
     block_tokens: int,
     seed: int,
-) -> Trace:
+) -> Iterator[Arrival]:
     check(1, 10_000, all_users=prefixes * users)
     ends_s = list(accumulate(span_s for _, span_s in stages))
 
     def rate_at(at_s: float) -> float:
         return stages[bisect_right(ends_s, at_s)][0]
 
-    def arrivals() -> Iterator[Arrival]:
-        rng, ids = Random(seed), count()
-        prompts = list[tuple[str, str, tuple[int, ...]]]()
-        for prefix in range(prefixes):
-            system = Text(ids, block_tokens)
-            system.grow(system_tokens)
-            for user in range(users):
-                prompt = Text(ids, block_tokens, system)
-                prompt.grow(question_tokens)
-                prompts.append((f"customer-{prefix}", f"user-{prefix}-{user}", prompt.blocks()))
-        rng.shuffle(prompts)
-        times = varying_times(rng, rate_at, max(rate for rate, _ in stages), ends_s[-1])
-        for at_s, (tenant, session, blocks) in zip(times, cycle(prompts), strict=False):
-            tokens = system_tokens + question_tokens
-            yield Arrival(at_s, tokens, output_tokens, blocks, tenant, session=session)
-
-    return Trace(name, arrivals, block_tokens)
+    rng, ids = Random(seed), count()
+    prompts = list[tuple[str, str, tuple[int, ...]]]()
+    for prefix in range(prefixes):
+        system = Text(ids, block_tokens, system_tokens)
+        for user in range(users):
+            prompt = Text(ids, block_tokens, question_tokens, system)
+            prompts.append((f"customer-{prefix}", f"user-{prefix}-{user}", prompt.blocks()))
+    rng.shuffle(prompts)
+    times = varying_times(rng, rate_at, max(rate for rate, _ in stages), ends_s[-1])
+    for at_s, (tenant, session, blocks) in zip(times, cycle(prompts), strict=False):
+        tokens = system_tokens + question_tokens
+        yield Arrival(at_s, tokens, output_tokens, blocks, tenant, session=session)
 
 
 def lora_zipf(
@@ -126,7 +116,7 @@ def lora_zipf(
     tokens_max: Tokens = 512,
     drift_s: float = 0.0,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """Requests for LoRA adapters of power-law popularity, as in S-LoRA with its defaults.
 
     Of all requests the adapter of rank i gets a share in proportion to i^-alpha, as a Gamma process with coefficient
@@ -139,24 +129,21 @@ def lora_zipf(
     weights = [rank**-alpha for rank in range(1, adapters + 1)]
     width = len(str(adapters - 1))
 
-    def arrivals() -> Iterator[Arrival]:
-        rng = Random(seed)
-        names = [f"lora-{number:0{width}}" for number in range(adapters)]
+    rng = Random(seed)
+    names = [f"lora-{number:0{width}}" for number in range(adapters)]
 
-        def process(rank: int) -> Iterator[tuple[float, int]]:
-            own = Random(rng.getrandbits(64))
-            share = weights[rank] / sum(weights)
-            return ((at_s, rank) for at_s in gamma_times(own, rate * share, cv, duration_s))
+    def process(rank: int) -> Iterator[tuple[float, int]]:
+        own = Random(rng.getrandbits(64))
+        share = weights[rank] / sum(weights)
+        return ((at_s, rank) for at_s in gamma_times(own, rate * share, cv, duration_s))
 
-        dealt = 0
-        for at_s, rank in merge(*[process(rank) for rank in range(adapters)]):
-            while drift_s and dealt < int(at_s / drift_s):
-                rng.shuffle(names)
-                dealt += 1
-            lengths = rng.randint(tokens_min, tokens_max), rng.randint(tokens_min, tokens_max)
-            yield Arrival(at_s, *lengths, adapter=names[rank])
-
-    return Trace("lora_zipf", arrivals)
+    dealt = 0
+    for at_s, rank in merge(*[process(rank) for rank in range(adapters)]):
+        while drift_s and dealt < int(at_s / drift_s):
+            rng.shuffle(names)
+            dealt += 1
+        lengths = rng.randint(tokens_min, tokens_max), rng.randint(tokens_min, tokens_max)
+        yield Arrival(at_s, *lengths, adapter=names[rank])
 
 
 def noisy_neighbour(
@@ -172,7 +159,7 @@ def noisy_neighbour(
     output_tokens: Tokens = 256,
     sigma: Sigma = 0.8,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """`tenants` with equal shares of `rate` requests per second (Poisson), one of which, called `noisy`, sends `factor`
     times as many from `start_s` to `end_s`, growing to that and falling from it over `ramp_s`.
 
@@ -188,15 +175,12 @@ def noisy_neighbour(
         grown = 0.0 if inside_s < 0 else 1.0 if inside_s >= ramp_s else inside_s / ramp_s
         return share * (1 + (factor - 1) * grown)
 
-    def arrivals() -> Iterator[Arrival]:
-        rng = Random(seed)
-        quiet = rate - share
-        for at_s in varying_times(rng, lambda at_s: quiet + noise_at(at_s), quiet + share * factor, duration_s):
-            is_noise = rng.random() * (quiet + noise_at(at_s)) >= quiet
-            tenant = "noisy" if is_noise else f"tenant-{rng.randrange(1, tenants)}"
-            yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng), tenant=tenant)
-
-    return Trace("noisy_neighbour", arrivals)
+    rng = Random(seed)
+    quiet = rate - share
+    for at_s in varying_times(rng, lambda at_s: quiet + noise_at(at_s), quiet + share * factor, duration_s):
+        is_noise = rng.random() * (quiet + noise_at(at_s)) >= quiet
+        tenant = "noisy" if is_noise else f"tenant-{rng.randrange(1, tenants)}"
+        yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng), tenant=tenant)
 
 
 def priority_mix(
@@ -210,7 +194,7 @@ def priority_mix(
     output_tokens: Tokens = 512,
     block_tokens: BlockTokens = 16,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """llm-d-benchmark's mix of bands: 20 % critical, 60 % default, 20 % sheddable, alike in all else (Poisson).
 
     As published all prompts are identical; of their length only the answer's is published. `shared_tokens` below
@@ -219,20 +203,15 @@ def priority_mix(
     check(0, 1, critical_and_sheddable=round(critical + sheddable, 9))
     check(0, prompt_tokens, shared_tokens=shared_tokens)
 
-    def arrivals() -> Iterator[Arrival]:
-        rng, ids = Random(seed), count()
-        shared = Text(ids, block_tokens)
-        shared.grow(shared_tokens)
-        for at_s in poisson_times(rng, rate, duration_s):
-            prompt = shared
-            if shared_tokens < prompt_tokens:
-                prompt = Text(ids, block_tokens, shared)
-                prompt.grow(prompt_tokens - shared_tokens)
-            drawn = rng.random()
-            band = "critical" if drawn < critical else "sheddable" if drawn >= 1 - sheddable else "default"
-            yield Arrival(at_s, prompt_tokens, output_tokens, prompt.blocks(), band=band)
-
-    return Trace("priority_mix", arrivals, block_tokens)
+    rng, ids = Random(seed), count()
+    shared = Text(ids, block_tokens, shared_tokens)
+    for at_s in poisson_times(rng, rate, duration_s):
+        prompt = shared
+        if shared_tokens < prompt_tokens:
+            prompt = Text(ids, block_tokens, prompt_tokens - shared_tokens, shared)
+        drawn = rng.random()
+        band = "critical" if drawn < critical else "sheddable" if drawn >= 1 - sheddable else "default"
+        yield Arrival(at_s, prompt_tokens, output_tokens, prompt.blocks(), band=band)
 
 
 def step_bursts(
@@ -246,7 +225,7 @@ def step_bursts(
     output_tokens: Tokens = 211,
     sigma: Sigma = 0.9,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """`rate` requests per second (Poisson), but `factor` times as many during the last `step_s` of each `period_s`.
 
     Lengths are log-normal, with the means of Azure's conversations of 2023 unless given, and share nothing. Raises
@@ -258,12 +237,9 @@ def step_bursts(
     def rate_at(at_s: float) -> float:
         return rate * factor if at_s % period_s >= period_s - step_s else rate
 
-    def arrivals() -> Iterator[Arrival]:
-        rng = Random(seed)
-        for at_s in varying_times(rng, rate_at, rate * factor, duration_s):
-            yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng))
-
-    return Trace("step_bursts", arrivals)
+    rng = Random(seed)
+    for at_s in varying_times(rng, rate_at, rate * factor, duration_s):
+        yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng))
 
 
 def mixed_objectives(
@@ -277,11 +253,10 @@ def mixed_objectives(
     lax_tpot_s: Seconds = 0.08,
     sigma: Sigma = 0.6,
     seed: int = 0,
-) -> Trace:
+) -> Iterator[Arrival]:
     """A share `tight` of short prompts with a narrow latency objective among longer ones with a wide one (Poisson).
 
     Mean lengths are 800 prompt tokens (tight) or 2,400 (lax), and 110 of output; all log-normal. The tenant says which.
-
     """
     output = LogNormal(110, sigma)
     kinds = {
@@ -289,13 +264,8 @@ def mixed_objectives(
         "lax": (LogNormal(2_400, sigma), lax_ttft_s, lax_tpot_s),
     }
 
-    def arrivals() -> Iterator[Arrival]:
-        rng = Random(seed)
-        for at_s in poisson_times(rng, rate, duration_s):
-            tenant = "tight" if rng.random() < tight else "lax"
-            prompt, ttft_s, tpot_s = kinds[tenant]
-            yield Arrival(
-                at_s, prompt.tokens(rng), output.tokens(rng), tenant=tenant, ttft_slo_s=ttft_s, tpot_slo_s=tpot_s
-            )
-
-    return Trace("mixed_objectives", arrivals)
+    rng = Random(seed)
+    for at_s in poisson_times(rng, rate, duration_s):
+        tenant = "tight" if rng.random() < tight else "lax"
+        prompt, ttft_s, tpot_s = kinds[tenant]
+        yield Arrival(at_s, prompt.tokens(rng), output.tokens(rng), tenant=tenant, ttft_slo_s=ttft_s, tpot_slo_s=tpot_s)

@@ -19,12 +19,13 @@ class Text:
     from `ids` and are its own. A block keeps its id while it fills.
     """
 
-    def __init__(self, ids: Iterator[int], block_tokens: int, beginning: Text | None = None) -> None:
+    def __init__(self, ids: Iterator[int], block_tokens: int, tokens: int, beginning: Text | None = None) -> None:
+        """`tokens` of its own, behind those of `beginning`."""
         self._ids = ids
         self._block_tokens = block_tokens
         self.tokens: int = beginning.tokens if beginning else 0
         self._blocks: list[int] = beginning._blocks[: beginning.tokens // block_tokens] if beginning else []
-        self.grow(0)
+        self.grow(tokens)
 
     def grow(self, tokens: int) -> None:
         self.tokens += tokens

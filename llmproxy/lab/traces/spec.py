@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, get_type_hints
 
 from llmproxy.config.value_types import nearest
-from llmproxy.lab.traces.arrival import Trace, TraceError
-from llmproxy.lab.traces.contention import critical_and_flood, critical_bursts, unequal_tenants
-from llmproxy.lab.traces.conversations import agent_loops, interactive_chat, multi_round_chat
-from llmproxy.lab.traces.generators import (
-    lora_zipf,
-    mixed_objectives,
-    noisy_neighbour,
-    priority_mix,
-    shared_system_prompts,
-    shared_system_ramp,
-    step_bursts,
-)
+from llmproxy.lab.traces import contention, conversations, generators
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces.formats import MOONCAKE_BLOCK_TOKENS
 from llmproxy.lab.traces.parts import check
 
 PREFIX = "gen:"
-GENERATORS: Mapping[str, Callable[..., Trace]] = {
+GENERATORS: Mapping[str, Callable[..., Iterator[Arrival]]] = {
     generator.__name__: generator
     for generator in (
-        agent_loops,
-        critical_and_flood,
-        critical_bursts,
-        interactive_chat,
-        lora_zipf,
-        multi_round_chat,
-        noisy_neighbour,
-        mixed_objectives,
-        priority_mix,
-        shared_system_prompts,
-        shared_system_ramp,
-        step_bursts,
-        unequal_tenants,
+        conversations.agent_loops,
+        contention.critical_and_flood,
+        contention.critical_bursts,
+        conversations.interactive_chat,
+        generators.lora_zipf,
+        conversations.multi_round_chat,
+        generators.noisy_neighbour,
+        generators.mixed_objectives,
+        generators.priority_mix,
+        generators.shared_system_prompts,
+        generators.shared_system_ramp,
+        generators.step_bursts,
+        contention.unequal_tenants,
     )
 }
 TRUTHS = {"true": True, "false": False}
@@ -65,14 +56,17 @@ def generate(spec: str, seed: int = 0) -> Trace:
         if key in given:
             raise TraceError(f"{PREFIX}{name}: {key} is given twice")
         given[key] = _value(hints[key], f"{PREFIX}{name}: {key}", text)
+    arguments = {key: parameter.default for key, parameter in parameters.items()} | {"seed": seed} | given
+    arrivals = partial(generator, **arguments)
     try:
-        for key, parameter in parameters.items():
+        for key, value in arguments.items():
             for low, high in getattr(hints[key], "__metadata__", ()):
-                check(low, high, **{key: given.get(key, parameter.default)})
-        trace = generator(**{"seed": seed, **given})
+                check(low, high, **{key: value})
+        # What does not fit together is told by the generator itself, before its first arrival.
+        next(arrivals(), None)
     except TraceError as error:
         raise TraceError(f"{PREFIX}{name}: {error}") from None
-    return replace(trace, name=",".join([name, *pairs]))
+    return Trace(",".join([name, *pairs]), arrivals, arguments.get("block_tokens", MOONCAKE_BLOCK_TOKENS))
 
 
 def _value(hint: Any, key: str, text: str) -> Any:

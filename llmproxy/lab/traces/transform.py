@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from heapq import heappop, heappush
 from itertools import islice
 from random import Random
 
-from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError, in_time_order
 
 COPIES_MAX = 1_000
 OFFSET_MAX_S = 60.0
@@ -62,17 +61,10 @@ def sliced(trace: Trace, start: int, count: int | None = None) -> Trace:
 def _copies(trace: Trace, copies: int, seed: int, shared: int) -> Iterator[Arrival]:
     rng = Random(seed)
     offsets_s = [0.0, *(rng.uniform(0.0, OFFSET_MAX_S) for _ in range(copies - 1))]
-    due: list[tuple[float, int, int, Arrival]] = []
-    for number, arrival in enumerate(trace.arrivals()):
-        # Whatever is read from here on comes no earlier than this arrival.
-        while due and due[0][0] < arrival.at_s:
-            at_s, _, copy, original = heappop(due)
-            yield _copied(original, at_s, copy, copies, shared)
-        for copy, offset_s in enumerate(offsets_s):
-            heappush(due, (arrival.at_s + offset_s, number, copy, arrival))
-    while due:
-        at_s, _, copy, original = heappop(due)
-        yield _copied(original, at_s, copy, copies, shared)
+    return in_time_order(
+        (one.at_s, (_copied(one, one.at_s + late_s, copy, copies, shared) for copy, late_s in enumerate(offsets_s)))
+        for one in trace.arrivals()
+    )
 
 
 def _copied(arrival: Arrival, at_s: float, copy: int, copies: int, shared: int) -> Arrival:

@@ -250,19 +250,18 @@ def test_without_a_session_the_lowest_rate_of_a_minute_wins() -> None:
 
 
 def test_a_name_carries_parameters_and_is_spelled_in_one_way() -> None:
-    assert baseline_named(" epp_sticky( penalty_s = 2, match=0.50 ) ").name == "epp_sticky(match=0.5,penalty_s=2)"
+    assert baseline_named("epp_sticky( penalty_s = 2, match=0.50 )").name == "epp_sticky(match=0.5,penalty_s=2)"
     assert baseline_named("epp_sticky(match=0.8)").name == "epp_sticky"
-    assert baseline_named("epp_sticky()").name == "epp_sticky"
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("epp_stiky", r"unknown baseline: 'epp_stiky' \(nearest: 'epp_sticky'; known: "),
+        ("epp_stiky", r"unknown baseline 'epp_stiky'; known: "),
         ("epp_sticky(mach=1)", r"unknown parameter of epp_sticky: 'mach' \(nearest: 'match'"),
         ("random(seed=1)", r"unknown parameter of random: 'seed'; it has none"),
-        ("epp_sticky(match=0.5", r"closing parenthesis"),
-        ("epp_sticky(match)", r"expected name=number .* found 'match'"),
+        ("epp_sticky(match=0.5", r"parameters are written like"),
+        ("epp_sticky(match)", r"parameters are written like"),
         ("epp_sticky(match=x)", r"found 'match=x'"),
         ("epp_sticky(match=nan)", r"found 'match=nan'"),
         ("epp_sticky(match=inf)", r"found 'match=inf'"),

@@ -13,7 +13,7 @@ from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies import bounds
 from llmproxy.lab.policies.bounds import (
-    HitBound,
+    _cache_bounds,
     _OrderedRequests,
     _TraceSums,
     all_bounds,
@@ -68,70 +68,56 @@ def value(
     return found
 
 
-def pooled_lru(trace: Trace, capacity_tokens: int, warmup_s: float = 0.0) -> HitBound:
-    return _TraceSums.over(_OrderedRequests(trace, capacity_tokens, warmup_s=warmup_s)).hits()
+def hits(trace: Trace, capacity_tokens: int, warmup_s: float = 0.0) -> tuple[float | None, float | None]:
+    """In one cache of that capacity, and in one without end."""
+    found = _cache_bounds(_TraceSums.over(_OrderedRequests(trace, capacity_tokens, warmup_s=warmup_s)))
+    return found["hit_pooled_lru"].value, found["hit_endless"].value
 
 
 # --- hits -------------------------------------------------------------------------------------------------------------
 
 
-def test_hits_end_at_the_first_missing_block() -> None:
-    # The third prompt knows its last block from elsewhere, which helps nothing: its middle one is missing.
-    found = pooled_lru(trace_of([prompt(1, 2, 3), prompt(1, 2, 4), prompt(1, 5, 3)]), 1_000)
-    assert found.pooled == found.endless == (2 + 1) / 9
-
-
-def test_the_tail_is_evicted_before_the_head() -> None:
-    # Four blocks fit: of 1 2 3, the last one goes when 7 8 come.
-    found = pooled_lru(trace_of([prompt(1, 2, 3), prompt(7, 8), prompt(1, 2, 3)]), 4 * 16)
-    assert found.pooled == 2 / 8
-    assert found.endless == 3 / 8
-
-
-def test_what_was_used_is_kept_longest() -> None:
-    found = pooled_lru(trace_of([prompt(1), prompt(2), prompt(1), prompt(3), prompt(1), prompt(2)]), 2 * 16)
-    assert found.pooled == 2 / 6
-
-
-def test_a_partial_block_hits_no_more_than_the_prompt_has() -> None:
-    found = pooled_lru(trace_of([prompt(1, 2, tokens=20), prompt(1, 2, tokens=20)]), 1_000)
-    assert found.pooled == 20 / 40
-
-
-def test_the_next_turn_finds_the_answer() -> None:
-    first = replace(prompt(1, 2), blocks=(1, 2, 3), output_tokens=16)
-    assert pooled_lru(trace_of([first, prompt(1, 2, 3, 4)]), 1_000).pooled == 3 / 6
-
-
-def test_adapters_share_nothing() -> None:
-    asks = [prompt(1), prompt(1, adapter="a"), prompt(1, adapter="b"), prompt(1, adapter="a")]
-    assert pooled_lru(trace_of(asks), 1_000).endless == 1 / 4
+@pytest.mark.parametrize(
+    ("asks", "capacity_tokens", "pooled", "endless"),
+    [
+        # The third prompt knows its last block from elsewhere, which helps nothing: its middle one is missing.
+        ([prompt(1, 2, 3), prompt(1, 2, 4), prompt(1, 5, 3)], 1_000, 3 / 9, 3 / 9),
+        # Four blocks fit: of 1 2 3, the last one goes when 7 8 come.
+        ([prompt(1, 2, 3), prompt(7, 8), prompt(1, 2, 3)], 4 * 16, 2 / 8, 3 / 8),
+        ([prompt(1), prompt(2), prompt(1), prompt(3), prompt(1), prompt(2)], 2 * 16, 2 / 6, 3 / 6),
+        ([prompt(1, 2, tokens=20)] * 2, 1_000, 20 / 40, 20 / 40),
+        ([replace(prompt(1, 2), blocks=(1, 2, 3), output_tokens=16), prompt(1, 2, 3, 4)], 1_000, 3 / 6, 3 / 6),
+        ([prompt(1), prompt(1, adapter="a"), prompt(1, adapter="b"), prompt(1, adapter="a")], 1_000, 1 / 4, 1 / 4),
+        ([], 1_000, None, None),
+    ],
+    ids=["first missing block", "tail first", "last used", "partial block", "answer", "adapters", "no requests"],
+)
+def test_hits_are_those_counted_by_hand(
+    asks: list[Arrival], capacity_tokens: int, pooled: float | None, endless: float | None
+) -> None:
+    assert hits(trace_of(asks), capacity_tokens) == (pooled, endless)
 
 
 def test_the_warm_up_fills_the_cache_and_is_not_counted() -> None:
     asks = [prompt(1, 2), prompt(1, 2, at_s=5.0), prompt(3, 4, at_s=6.0)]
-    assert pooled_lru(trace_of(asks), 1_000, warmup_s=5.0).pooled == 2 / 4
-
-
-def test_without_requests_there_is_no_share() -> None:
-    found = pooled_lru(trace_of([]), 1_000)
-    assert (found.pooled, found.endless, found.endless_exact) == (None, None, True)
+    assert hits(trace_of(asks), 1_000, warmup_s=5.0)[0] == 2 / 4
 
 
 def test_a_cache_without_end_has_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "BLOCKS_MAX", 2)
     asks = trace_of([prompt(1, 2), prompt(3), prompt(3), prompt(1, 2)])
-    found = pooled_lru(asks, 1_000)
-    assert (found.endless, found.endless_exact) == (2 / 6, False)
-    assert "too low" in all_bounds(asks, H100)["hit_endless"].about
+    assert "too low" not in all_bounds(asks, H100)["hit_endless"].about
+    monkeypatch.setattr(bounds, "BLOCKS_MAX", 2)
+    found = all_bounds(asks, H100)["hit_endless"]
+    assert found.value == 2 / 6
+    assert "too low" in found.about
 
 
 def test_more_cache_never_hits_less_and_endless_is_the_most() -> None:
     rng = Random(1)
     asks = trace_of([prompt(0, app := rng.randrange(20), 100 * app + rng.randrange(9)) for _ in range(500)])
-    shares = [pooled_lru(asks, blocks * 16).pooled or 0.0 for blocks in (4, 16, 64, 1_000)]
+    shares = [hits(asks, blocks * 16)[0] or 0.0 for blocks in (4, 16, 64, 1_000)]
     assert shares == sorted(shares)
-    assert shares[0] < shares[-1] == pooled_lru(asks, 16).endless
+    assert shares[0] < shares[-1] == hits(asks, 16)[1]
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
