@@ -7,7 +7,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ssl import SSLContext
+from typing import Any
 
+from tests.e2e.proxies import ProxyUnderTest, serving
 from tests.upstream.raw_server import Peer
 
 Script = Callable[[Peer, bytes], Awaitable[None]]
@@ -116,6 +118,13 @@ async def scripted(script: Script, tls: SSLContext | None = None) -> AsyncIterat
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def serving_script(script: Script, **config: Any) -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
+    """A proxy whose only backend runs `script`."""
+    async with scripted(script) as backend, serving(extra=[backend.url], **config) as proxy:
+        yield proxy, backend
 
 
 def answering(*pieces: bytes) -> Script:

@@ -12,7 +12,7 @@ import pytest
 
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, breaking, chunk, scripted, whole
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, breaking, chunk, serving_script, whole
 from tests.faults.rig import read_answer
 from tests.upstream.raw_server import Peer
 
@@ -119,17 +119,15 @@ OWN = b'data: {"error":{"message":"own","code":500}}\n\n'
     ],
 )
 async def test_a_stream_that_breaks_ends_with_one_error(sent: bytes, own: bool) -> None:
-    async with scripted(breaking(sent)) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(breaking(sent)) as (proxy, _):
         _, (event, error) = await read_stream(proxy, CHAT, ENDLESS)
         assert event == EVENT.strip()
         assert error == OWN.strip() if own else error_of(error, "chat")
 
 
 async def test_a_stream_without_its_end_mark_is_passed_on_as_it_is() -> None:
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(STREAM_HEAD + chunk(EVENT) + chunk(b"data: begun") + STREAM_END)
-
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    script = answering(STREAM_HEAD + chunk(EVENT) + chunk(b"data: begun") + STREAM_END)
+    async with serving_script(script) as (proxy, _):
         assert (await proxy.chat(ENDLESS)).body == EVENT + b"data: begun"
 
 
@@ -155,11 +153,7 @@ async def test_the_sdk_hands_out_the_error_event_before_it_raises() -> None:
 async def test_a_stream_with_a_length_is_sent_without_it() -> None:
     usage = b'data: {"id":"1","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
     stream = EVENT + usage + b"data: [DONE]\n\n"
-
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(whole(stream, content_type="text/event-stream"))
-
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(answering(whole(stream, content_type="text/event-stream"))) as (proxy, _):
         _, events = await read_stream(proxy, CHAT, ENDLESS, kept=True)
         assert events == [EVENT.strip(), b"data: [DONE]"], "the usage that the proxy asked for itself is taken out"
 
@@ -186,11 +180,7 @@ class Flood:
 
 async def test_a_client_that_stops_reading_is_not_held_against_the_backend() -> None:
     told: dict[str, Any] = {"timeouts": {"stall_s": 0.2}, "health": {"failures": 1, "backoff_s": 30}}
-    async with (
-        scripted(Flood()) as backend,
-        serving(extra=[backend.url], **told) as proxy,
-        proxy.wire(raw_post(ENDLESS)),
-    ):
+    async with serving_script(Flood(), **told) as (proxy, _), proxy.wire(raw_post(ENDLESS)):
         await until(lambda: proxy.outcomes() == {"cancelled": 1})
         assert proxy.app.handler.open_requests == 0
         assert proxy.app.pools.backends["b0"].health.available(asyncio.get_running_loop().time())
@@ -198,7 +188,7 @@ async def test_a_client_that_stops_reading_is_not_held_against_the_backend() -> 
 
 async def test_a_backend_that_goes_while_its_client_does_not_read() -> None:
     flood = Flood()
-    async with scripted(flood) as backend, serving(extra=[backend.url]) as proxy, proxy.wire(raw_post(ENDLESS)):
+    async with serving_script(flood) as (proxy, backend), proxy.wire(raw_post(ENDLESS)):
         await until(lambda: flood.sent)
         await flood.until_blocked()
         backend.hang()
@@ -220,24 +210,17 @@ async def test_a_goodbye_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_error_that_its_client_does_not_read_has_an_end() -> None:
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(whole(b"x" * 1_000_000, status="400 Bad Request"))
-
+    script = answering(whole(b"x" * 1_000_000, status="400 Bad Request"))
     # The buffers of both sockets take more than one of them: only what exceeds these waits for its client.
     asked = raw_post(HELLO) * 20
-    async with (
-        scripted(script) as backend,
-        serving(extra=[backend.url], timeouts={"stall_s": 0.2}) as proxy,
-        proxy.wire(asked),
-    ):
+    async with serving_script(script, timeouts={"stall_s": 0.2}) as (proxy, _), proxy.wire(asked):
         await until(lambda: proxy.outcomes()["cancelled"] == 1)
         assert proxy.app.handler.open_requests == 0
 
 
 async def test_an_unread_answer_in_one_piece_ends() -> None:
     async with (
-        scripted(answering(whole(b"x" * 100_000))) as backend,
-        serving(extra=[backend.url], timeouts={"stall_s": 0.2}) as proxy,
+        serving_script(answering(whole(b"x" * 100_000)), timeouts={"stall_s": 0.2}) as (proxy, _),
         proxy.wire(raw_post(HELLO) * 200),
     ):
         await until(lambda: proxy.outcomes()["cancelled"] == 1)
@@ -248,16 +231,9 @@ async def test_a_complete_stream_that_broke_and_is_not_read_has_an_end(monkeypat
     async def for_ever(_: ResponseWriter) -> None:
         await asyncio.Event().wait()
 
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(STREAM_HEAD + chunk(EVENT + b"data: [DONE]\n\n"))
-        peer.reset()
-
+    script = breaking(STREAM_HEAD + chunk(EVENT + b"data: [DONE]\n\n"), reset=True)
     monkeypatch.setattr(ResponseWriter, "drained", for_ever)
-    async with (
-        scripted(script) as backend,
-        serving(extra=[backend.url], timeouts={"stall_s": 0.2}) as proxy,
-        proxy.wire(raw_post(STREAM)),
-    ):
+    async with serving_script(script, timeouts={"stall_s": 0.2}) as (proxy, _), proxy.wire(raw_post(STREAM)):
         await until(lambda: proxy.outcomes()["completed"] == 1)
         assert proxy.app.dispatcher.leases == 0
 
@@ -272,7 +248,7 @@ async def test_a_backend_that_goes_when_all_of_its_answer_came(monkeypatch: pyte
         await caught_up.wait()
 
     monkeypatch.setattr(ResponseWriter, "drained", slowly)
-    async with scripted(answering(answer)) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(answering(answer)) as (proxy, backend):
         async with proxy.wire(raw_post(STREAM if stream else HELLO)) as (reader, writer):
             await slow.wait()
             (lease,) = proxy.app.dispatcher._leases.values()

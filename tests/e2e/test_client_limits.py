@@ -19,7 +19,7 @@ from llmproxy.gateway.http.connection import ClientConnection, ClientServer
 from llmproxy.gateway.listener import LocalFrontend
 from llmproxy.simulator.replica import Replica
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, ProxyUnderTest, raw_post, serving, until
-from tests.e2e.scripted import answering, scripted, whole
+from tests.e2e.scripted import answering, serving_script, whole
 from tests.e2e.test_restart import START_MAX_S, served
 from tests.strictness.wire import connected
 
@@ -112,11 +112,7 @@ async def test_answers_that_are_not_read_keep_no_connection() -> None:
 
 
 async def test_an_unread_end_of_an_answer_keeps_no_connection() -> None:
-    async with (
-        scripted(answering(whole(b"x" * 60_000))) as backend,
-        serving(extra=[backend.url]) as proxy,
-        proxy.wire(b"") as (_, writer),
-    ):
+    async with serving_script(answering(whole(b"x" * 60_000))) as (proxy, backend), proxy.wire(b"") as (_, writer):
         connection = await the_connection(proxy)
         asked = 0
         while not connection.transport.get_write_buffer_size():

@@ -10,8 +10,7 @@ import pytest
 from llmproxy.config import hash_of
 from llmproxy.gateway.http.cors import EXPOSED
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, serving
-from tests.e2e.scripted import answering, scripted, whole
-from tests.upstream.raw_server import Peer
+from tests.e2e.scripted import answering, serving_script, whole
 
 APP, OTHER = "https://app.example", "https://other.example"
 ASKED = {
@@ -117,12 +116,8 @@ async def of_an_engine(proxy: ProxyUnderTest, **headers: str) -> tuple[Answer, A
 @pytest.mark.parametrize("config", [ALLOWED, {}])
 async def test_what_an_engine_says_of_origins_is_not_said_beside_ours(config: dict[str, Any]) -> None:
     stored = whole(b'{"id":"resp_1","object":"response"}').replace(b"\r\n\r\n", b"\r\n" + ENGINE + b"\r\n", 1)
-
-    async def ask(peer: Peer, _: bytes) -> None:
-        await peer.send(stored)
-
-    async with scripted(answering(stored)) as backend, serving(extra=[backend.url], **config) as proxy:
-        backend.polls[b"/v1/responses/resp_1"] = ask
+    async with serving_script(answering(stored), **config) as (proxy, backend):
+        backend.polls[b"/v1/responses/resp_1"] = answering(stored)
         for answer in await of_an_engine(proxy, origin=APP):
             own = {"allow-origin": "*", "allow-credentials": "true"}
             assert cors(answer) == (READABLE if config else own)

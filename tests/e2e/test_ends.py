@@ -18,11 +18,9 @@ from llmproxy.core.estimates.tokens import OUTPUT_TOKENS
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.retry import RetryBudget
 from llmproxy.upstream.resolver import Address
-from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, all_up, raw_post, serving, until
-from tests.e2e.scripted import STREAM_HEAD, chunk, scripted, whole
+from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, all_up, raw_post, serving, until
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, breaking, chunk, scripted, serving_script, whole
 from tests.upstream.raw_server import Peer
-
-STREAM = HELLO | {"stream": True}
 
 
 async def test_a_client_that_leaves_at_the_end_mark_has_had_it_all() -> None:
@@ -31,7 +29,7 @@ async def test_a_client_that_leaves_at_the_end_mark_has_had_it_all() -> None:
         await peer.send(chunk(b"data: [DONE]\n\n"))
         await asyncio.sleep(30)
 
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(script) as (proxy, _):
         async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="k", max_retries=0) as sdk:
             stream = await sdk.chat.completions.create(
                 model="base", messages=[{"role": "user", "content": "hi"}], stream=True
@@ -43,11 +41,9 @@ async def test_a_client_that_leaves_at_the_end_mark_has_had_it_all() -> None:
 
 
 async def test_an_error_event_for_a_bad_request_is_final() -> None:
-    async def script(peer: Peer, _: bytes) -> None:
-        event = b'data: {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}\n\n'
-        await peer.send(STREAM_HEAD + chunk(event) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
-
-    async with scripted(script) as backend, serving(extra=[backend.url], health={"failures": 1}) as proxy:
+    event = b'data: {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}\n\n'
+    script = answering(STREAM_HEAD + chunk(event) + chunk(b"data: [DONE]\n\n") + STREAM_END)
+    async with serving_script(script, health={"failures": 1}) as (proxy, _):
         for _ in range(3):
             answer = await proxy.chat(STREAM)
             assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (200, "1")
@@ -92,9 +88,7 @@ async def test_a_silent_name_server_keeps_known_addresses(monkeypatch: pytest.Mo
     monkeypatch.setattr("llmproxy.upstream.resolver.REFRESH_S", 0.01)
     monkeypatch.setattr("llmproxy.upstream.resolver.ANSWER_MAX_S", 0.05)
 
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(whole(b'{"object":"chat.completion","choices":[]}', extra=b"connection: close\r\n"))
-
+    script = answering(whole(b'{"object":"chat.completion","choices":[]}', extra=b"connection: close\r\n"))
     async with scripted(script) as backend:
         urls = [backend.url.replace("127.0.0.1", "gpu.test"), *(f"http://gone-{i}.test:8000" for i in range(20))]
         with capture_logs() as logs:
@@ -127,25 +121,18 @@ async def test_work_that_began_is_not_quietly_done_twice() -> None:
         await asyncio.sleep(0.3)
         peer.reset()
 
-    async with scripted(script) as backend, serving(extra=[backend.url], retry={"extra_attempts": 0}) as proxy:
+    async with serving_script(script, retry={"extra_attempts": 0}) as (proxy, _):
         assert (await proxy.chat()).status == 200
         assert (await proxy.chat()).status == 502
         assert asked == 2
 
 
 async def test_the_time_to_wait_does_not_run_while_a_body_arrives(proxy: ProxyUnderTest) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
-    body = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":1}'
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        f"x-llm-d-inference-ttl: 50ms\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    writer.write(head.encode())
-    await asyncio.sleep(0.15)
-    writer.write(body)
-    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
-    writer.close()
-    await writer.wait_closed()
+    head, end, body = raw_post(HELLO, extra="x-llm-d-inference-ttl: 50ms\r\n").partition(b"\r\n\r\n")
+    async with proxy.wire(head + end) as (reader, writer):
+        await asyncio.sleep(0.15)
+        writer.write(body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_stored_response_is_logged_and_named_like_any_request(proxy: ProxyUnderTest) -> None:
@@ -162,38 +149,26 @@ async def test_a_refusal_at_the_door_has_an_id(proxy: ProxyUnderTest) -> None:
 
 
 async def test_a_stream_with_its_end_mark_is_complete_without_an_end() -> None:
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(STREAM_HEAD + chunk(b'data: {"id":"x","choices":[]}\n\n') + chunk(b"data: [DONE]\n\n"))
-        peer.reset()
-
-    async with scripted(script) as backend, serving(FAST, extra=[backend.url]) as proxy:
-        del backend
+    events = chunk(b'data: {"id":"x","choices":[]}\n\n') + chunk(b"data: [DONE]\n\n")
+    async with serving_script(breaking(STREAM_HEAD + events, reset=True)) as (proxy, _):
         answers = [await proxy.chat(STREAM) for _ in range(6)]
         assert all(answer.body.endswith(b"data: [DONE]\n\n") for answer in answers)
         assert proxy.outcomes() == {"completed": 6}
 
 
 async def test_an_engine_without_such_a_thing_is_not_broken() -> None:
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(whole(b"{}", "501 Not Implemented"))
-
-    async with scripted(script) as backend, serving(extra=[backend.url], health={"failures": 1}) as proxy:
+    async with serving_script(answering(whole(b"{}", "501 Not Implemented")), health={"failures": 1}) as (proxy, _):
         for _ in range(3):
             assert (await proxy.chat()).status == 501
         assert proxy.app.pools.ready(asyncio.get_running_loop().time())
 
 
 async def test_header_bytes_that_cannot_be_sent_are_refused(proxy: ProxyUnderTest) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-name: p\xe9q\r\n"
-        b"connection: close\r\ncontent-length: 15\r\n\r\n" + b'{"messages":[]}'
-    )
-    answer = await reader.read()
+    sent = raw_post(HELLO, extra="connection: close\r\nx-name: pXq\r\n").replace(b"pXq", b"p\xe9q")
+    async with proxy.wire(sent) as (reader, _):
+        answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"x-name" in answer
-    writer.close()
-    await writer.wait_closed()
 
 
 async def test_leaving_before_the_end_of_a_plain_answer_is_not_free() -> None:

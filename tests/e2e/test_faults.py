@@ -14,7 +14,7 @@ from llmproxy.gateway.proxying.stream_relay import HELD_BYTES_MAX
 from llmproxy.simulator.server.faults import FaultKind
 from llmproxy.upstream.port import Exchange
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, all_of, all_up, serving, until
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole
 from tests.upstream.raw_server import Peer
 
 IN_TURN: dict[str, Any] = {"scheduling": {"placement": "round_robin"}}
@@ -94,25 +94,21 @@ async def test_an_error_as_the_first_event_is_passed_on_to_its_last_byte(monkeyp
         await peer.send(chunk(b": [DONE]\n\n") + STREAM_END)
 
     monkeypatch.setattr("llmproxy.gateway.proxying.relay._read_held", noticed)
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(script) as (proxy, _):
         assert (await proxy.chat(STREAM)).body == ERROR_FIRST + DONE
 
 
 async def test_an_error_as_the_first_event_drops_a_wrong_length() -> None:
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(whole(ERROR_FIRST + HIDDEN + DONE, content_type="text/event-stream"))
-
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy, asyncio.timeout(5):
+    script = answering(whole(ERROR_FIRST + HIDDEN + DONE, content_type="text/event-stream"))
+    async with serving_script(script) as (proxy, _), asyncio.timeout(5):
         for _ in range(2):
             # A client that waits for more would take it from the next answer.
             assert (await proxy.chat(STREAM)).body == ERROR_FIRST + DONE
 
 
 async def test_an_error_as_the_first_event_is_sent_whole_or_not() -> None:
-    async def script(peer: Peer, _: bytes) -> None:
-        await peer.send(STREAM_HEAD + chunk(ERROR_FIRST) + chunk(b":" + b"x" * HELD_BYTES_MAX) + STREAM_END)
-
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    script = answering(STREAM_HEAD + chunk(ERROR_FIRST) + chunk(b":" + b"x" * HELD_BYTES_MAX) + STREAM_END)
+    async with serving_script(script) as (proxy, _):
         answer = await proxy.chat(STREAM)
         assert (answer.status, b"is not passed on" in answer.body) == (502, True)
 
@@ -191,7 +187,7 @@ async def test_a_dropped_kept_connection_costs_no_request() -> None:
             return
         await peer.send(whole(b"{}"))
 
-    async with scripted(script) as backend, serving(extra=[backend.url], health=STRICT | {"failures": 1}) as proxy:
+    async with serving_script(script, health=STRICT | {"failures": 1}) as (proxy, backend):
         for _ in range(4):
             answer = await proxy.chat()
             assert (answer.status, answer.headers["x-llmproxy-attempts"]) == (200, "1")
@@ -200,14 +196,14 @@ async def test_a_dropped_kept_connection_costs_no_request() -> None:
 
 async def test_a_backend_may_say_itself_when_to_come_back() -> None:
     full = whole(b"full", "503 Service Unavailable", extra=b"retry-after: 7\r\n")
-    async with scripted(answering(full)) as backend, serving(extra=[backend.url], retry={"extra_attempts": 0}) as proxy:
+    async with serving_script(answering(full), retry={"extra_attempts": 0}) as (proxy, _):
         answer = await proxy.chat()
         assert (answer.body, answer.headers.getall("retry-after")) == (b"full", ["7"])
 
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "500 Internal Server Error"])
 async def test_an_error_of_any_size_has_an_end(status: str) -> None:
-    async with scripted(answering(whole(b"x" * (3 << 20), status))) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(answering(whole(b"x" * (3 << 20), status))) as (proxy, _):
         async with asyncio.timeout(10):
             assert (await proxy.chat()).status == int(status[:3])
         assert proxy.outcomes() == {"upstream_status": 1}

@@ -13,7 +13,7 @@ import pytest
 from llmproxy.core.domain import Grant, Usage
 from llmproxy.gateway.proxying.answers import Answers, KeptAnswer
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, ProxyUnderTest, serving, until
-from tests.e2e.scripted import scripted, whole
+from tests.e2e.scripted import serving_script, whole
 from tests.upstream.raw_server import Peer
 
 KINDS = ("expected", "cached", "both")
@@ -107,7 +107,7 @@ async def test_what_comes_encoded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
         await peer.send(zipped if b"x-hop: zips" in request.lower() else whole(b'{"x":1}'))
 
     monkeypatch.setattr(Answers, "ended", ended)
-    async with scripted(script) as backend, serving(extra=[backend.url], scheduling={"placement": "cost"}) as proxy:
+    async with serving_script(script, scheduling={"placement": "cost"}) as (proxy, _):
         for hop in ("zips", "does not"):
             headers = {"x-hop": hop}
             async with proxy.http.post(

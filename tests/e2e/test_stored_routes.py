@@ -14,7 +14,7 @@ import pytest
 
 from llmproxy.gateway.listener import LocalFrontend
 from tests.e2e.proxies import FAST, ProxyUnderTest, serving, until
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Scripted, answering, chunk, scripted, whole
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Scripted, answering, breaking, chunk, serving_script, whole
 from tests.upstream.raw_server import Peer
 
 RESPONSES = {"model": "base", "input": "Hello there", "max_output_tokens": 3}
@@ -67,13 +67,8 @@ STORED = b'{"id":"resp_1","object":"response","output":[]}'
 @asynccontextmanager
 async def a_stored_response(answer: bytes) -> AsyncIterator[ProxyUnderTest]:
     """A proxy whose backend made `resp_1`, and gives `answer` where it is asked for it."""
-
-    async def ask(peer: Peer, _: bytes) -> None:
-        await peer.send(answer)
-        if not answer.endswith(STORED):
-            peer.reset()
-
-    async with scripted(answering(whole(STORED))) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(answering(whole(STORED))) as (proxy, backend):
+        ask = answering(answer) if answer.endswith(STORED) else breaking(answer, reset=True)
         backend.polls[b"/v1/responses/resp_1"] = ask
         await proxy.post("/v1/responses", RESPONSES)
         yield proxy
@@ -97,7 +92,7 @@ async def test_a_stored_response_survives_a_dropped_connection(monkeypatch: pyte
             await peer.send(whole(STORED))
 
     monkeypatch.setattr("llmproxy.upstream.client.IDLE_DROP_S", 10.0)
-    async with scripted(answering(whole(STORED))) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(answering(whole(STORED))) as (proxy, backend):
         backend.polls[b"/v1/responses/resp_1"] = ask
         await proxy.post("/v1/responses", RESPONSES)
         assert (await proxy.get("/v1/responses/resp_1")).body == STORED
@@ -162,7 +157,7 @@ async def a_running_stream(**config: Any) -> AsyncIterator[RunningStream]:
         await go_on.wait()
         await peer.send(EVENT + STREAM_END)
 
-    async with scripted(answering(whole(STORED))) as backend, serving(extra=[backend.url], **config) as proxy:
+    async with serving_script(answering(whole(STORED)), **config) as (proxy, backend):
         backend.polls[b"/v1/responses/resp_1"] = ask
         await proxy.post("/v1/responses", RESPONSES)
         async with proxy.wire(STORED_STREAM) as (reader, _):
@@ -228,10 +223,7 @@ async def test_an_unread_stored_stream_keeps_no_backend() -> None:
         while True:
             await peer.send(endless)
 
-    async with (
-        scripted(answering(whole(STORED))) as backend,
-        serving(extra=[backend.url], timeouts={"stall_s": 0.2}) as proxy,
-    ):
+    async with serving_script(answering(whole(STORED)), timeouts={"stall_s": 0.2}) as (proxy, backend):
         backend.polls[b"/v1/responses/resp_1"] = ask
         await proxy.post("/v1/responses", RESPONSES)
         async with proxy.wire(b"GET /v1/responses/resp_1 HTTP/1.1\r\nhost: x\r\n\r\n"):

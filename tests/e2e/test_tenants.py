@@ -12,8 +12,7 @@ import pytest
 from llmproxy.config import hash_of
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, serving
-from tests.e2e.scripted import answering, scripted, whole
-from tests.upstream.raw_server import Peer
+from tests.e2e.scripted import answering, breaking, serving_script, whole
 
 TENANTS: list[dict[str, Any]] = [
     {"name": name, "keys": [hash_of(name)], "cache_salt": salt, "trusted": name == "boss"}
@@ -136,8 +135,7 @@ async def test_a_client_cannot_choose_the_id_of_a_response(named: str, padding: 
 
 async def test_a_response_stays_with_the_tenant_that_made_it_first() -> None:
     async with (
-        scripted(answering(whole(b'{"id":"resp_1","object":"response"}'))) as backend,
-        serving(extra=[backend.url], tenants=TENANTS) as proxy,
+        serving_script(answering(whole(b'{"id":"resp_1","object":"response"}')), tenants=TENANTS) as (proxy, backend),
     ):
         backend.polls[b"/v1/responses/resp_1"] = answering(whole(b"{}"))
         for tenant in ("acme", "zeta"):
@@ -168,11 +166,8 @@ async def test_answers_name_their_backend_to_tenants_that_are_trusted_alone() ->
 
 
 async def test_errors_name_no_backend_and_no_address_but_in_the_log(log: io.StringIO) -> None:
-    async def once(peer: Peer, _: bytes) -> None:
-        await peer.send(whole(b'{"id":"resp_1","object":"response"}'))
-        peer.writer.close()
-
-    async with scripted(once) as backend, serving(extra=[backend.url], tenants=TENANTS, trust_headers="none") as proxy:
+    once = breaking(whole(b'{"id":"resp_1","object":"response"}'))
+    async with serving_script(once, tenants=TENANTS, trust_headers="none") as (proxy, backend):
         made = await proxy.post("/v1/responses", {"model": "base", "input": "a"}, headers=key("acme"))
         assert made.status == 200
         backend.hang()

@@ -16,7 +16,7 @@ from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
 from llmproxy.gateway.proxying import stream_relay as passing
 from llmproxy.lease import Lease
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, raw_post, serving
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, serving_script, whole
 from tests.upstream.raw_server import Peer
 
 POSTED = [route for route in SCHEDULED.values() if route.method == "POST"]
@@ -93,10 +93,7 @@ async def test_ragged_bytes_pass_as_they_come() -> None:
         b'ta: {"choices":[{"x":"\xff\xfe"}]}\n',
         b"\nid: 7\n\n",
     ]
-    async with (
-        scripted(answering(STREAM_HEAD, *map(chunk, odd), STREAM_END)) as backend,
-        serving(extra=[backend.url]) as proxy,
-    ):
+    async with serving_script(answering(STREAM_HEAD, *map(chunk, odd), STREAM_END)) as (proxy, _):
         answer = await proxy.chat(STREAM)
         assert answer.body == b"".join(odd)
 
@@ -143,7 +140,7 @@ async def test_a_client_without_usage_is_charged_the_same(proxy: ProxyUnderTest,
 async def test_end_to_end_headers_travel_and_hop_by_hop_ones_do_not() -> None:
     hop = b"x-hop: 1\r\nconnection: keep-alive, X-Hop\r\nkeep-alive: timeout=5\r\n"
     extra = b"x-kept: 1\r\nX-Twice: a\r\nX-Twice: b\r\n" + hop
-    async with scripted(answering(whole(b"{}", extra=extra))) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(answering(whole(b"{}", extra=extra))) as (proxy, backend):
         sent = {
             "x-kept": "2", "traceparent": "00-1-2-01", "x-hop": "2", "connection": "keep-alive, x-hop",
             "te": "trailers", "keep-alive": "timeout=3", "proxy-authorization": "Basic x",
@@ -198,11 +195,7 @@ async def test_a_reason_phrase_passes_without_control_characters(sent: bytes) ->
     stream = STREAM_HEAD + chunk(b"data: [DONE]\n\n") + STREAM_END
     for status, answer in ((b"200", whole(b"{}")), (b"500", whole(b"{}", "500 OK")), (b"200", stream)):
         script = answering(answer.replace(b" OK\r\n", b" " + sent + b"\r\n", 1))
-        async with (
-            scripted(script) as backend,
-            serving(extra=[backend.url]) as proxy,
-            proxy.wire(raw_post(STREAM)) as (reader, _),
-        ):
+        async with serving_script(script) as (proxy, _), proxy.wire(raw_post(STREAM)) as (reader, _):
             line = await reader.readuntil(b"\r\n")
             await proxy.settled()
         told = b"Internal Server Error" if status == b"500" and not sent else REASONS[sent]
@@ -227,7 +220,7 @@ async def test_a_keep_alive_comment_is_forwarded_and_is_no_token() -> None:
         await go_on.wait()
         await peer.send(chunk(token) + chunk(b"data: [DONE]\n\n") + STREAM_END)
 
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy, proxy.stream(STREAM) as response:
+    async with serving_script(script) as (proxy, _), proxy.stream(STREAM) as response:
         assert await response.content.readany() == b": keep-alive\n\n"
         booking = next(iter(proxy.app.pools.backends["b0"].bookings.values()))
         assert not booking.started, "a comment is no token"
@@ -241,7 +234,7 @@ async def test_a_server_that_is_named_once_and_without_versions() -> None:
     named = b"server: uvicorn/0.30.1\r\n"
     stream = STREAM_HEAD.removesuffix(b"\r\n") + named + b"\r\n" + chunk(b"data: [DONE]\n\n") + STREAM_END
     for answered in (whole(b"{}", extra=named), whole(b"{}", "400 Bad Request", extra=named), stream):
-        async with scripted(answering(answered)) as backend, serving(extra=[backend.url]) as proxy:
+        async with serving_script(answering(answered)) as (proxy, _):
             assert (await proxy.chat()).headers.getall("server") == ["llmproxy"]
     async with serving(FAST) as proxy:
         answers = [await proxy.get(path) for path in ("/health", "/v1/models", "/metrics", "/debug/queue", "/nothing")]
@@ -259,7 +252,7 @@ async def test_a_server_that_is_named_once_and_without_versions() -> None:
 async def test_transfer_parameters_of_clients_reach_no_engine_by_any_route(padding_bytes: int) -> None:
     pull = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
     body = {"model": "base", "kv_transfer_params": pull, "ec_transfer_params": pull, "padding": "x" * padding_bytes}
-    async with scripted(answering(whole(b"{}"))) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(answering(whole(b"{}"))) as (proxy, backend):
         for route in POSTED:
             if route.kind is BodyKind.FORM:
                 with aiohttp.MultipartWriter("form-data") as form:
@@ -288,7 +281,7 @@ SESSION = {"session_id": "s", "vllm_xargs": {"session_id": "s", "other": 1}}
 async def test_what_clients_may_tell_an_engine_depends_on_trust_alone(trusted: bool) -> None:
     headers = CHOOSING_FIELDS | {"x-session-id": "s"}
     trust = "127.0.0.0/8" if trusted else "none"
-    async with scripted(answering(whole(b"{}"))) as backend, serving(extra=[backend.url], trust_headers=trust) as proxy:
+    async with serving_script(answering(whole(b"{}")), trust_headers=trust) as (proxy, backend):
         for route in (route for route in POSTED if route.kind is not BodyKind.FORM):
             body = {"model": "base", "priority": -9, **SESSION}
             assert (await proxy.post(route.path, body, headers=headers)).status == 200
@@ -319,7 +312,7 @@ class GzipHop:
 
 
 async def test_engines_are_asked_for_answers_as_they_are() -> None:
-    async with scripted(answering(whole(b"{}"))) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(answering(whole(b"{}"))) as (proxy, backend):
         for headers in ({"accept-encoding": "gzip, br"}, {"accept-encoding": "*"}):
             assert (await proxy.chat(headers=headers)).status == 200
             head = backend.requests[-1].partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
@@ -340,7 +333,7 @@ async def test_a_stream_compressed_all_the_same_passes_as_it_comes(monkeypatch: 
 
     monkeypatch.setattr(passing, "PROGRESS_S", 0.0)
     monkeypatch.setattr(Lease, "progress", lambda _, tokens: told.append(tokens))
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(script) as (proxy, _):
         async with proxy.wire(raw_post(STREAM)) as (reader, _):
             head = await reader.readuntil(b"\r\n\r\n")
             assert b"content-encoding: gzip\r\n" in head
@@ -369,7 +362,7 @@ async def test_a_broken_compressed_stream_gets_no_event() -> None:
         await peer.send(GZIP_HEAD + GzipHop().chunk(EVENT))
         peer.writer.close()
 
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(script) as (proxy, _):
         async with proxy.wire(raw_post(STREAM)) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
             unpacker = zlib.decompressobj(wbits=31)
@@ -382,7 +375,7 @@ async def test_a_broken_compressed_stream_gets_no_event() -> None:
 async def test_a_compressed_answer_without_a_stream_stays_whole() -> None:
     packed = zlib.compress(b'{"x":1}', wbits=31)
     script = answering(whole(packed, extra=b"content-encoding: gzip\r\n"))
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(script) as (proxy, _):
         async with proxy.http.post(proxy.url + CHAT, json=HELLO, auto_decompress=False) as response:
             assert (response.headers["content-encoding"], await response.read()) == ("gzip", packed)
         await proxy.settled()

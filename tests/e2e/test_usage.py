@@ -11,8 +11,8 @@ import pytest
 from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.gateway.http.routes import SCHEDULED, Route, Work
 from llmproxy.telemetry.exit import RequestExit
-from tests.e2e.proxies import ProxyUnderTest, serving
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, scripted, whole
+from tests.e2e.proxies import ProxyUnderTest
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, Script, chunk, serving_script, whole
 from tests.upstream.raw_server import Peer
 
 HUGE = "1" + "0" * 400
@@ -61,7 +61,7 @@ def telling(usage: str) -> Script:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lie", LIES)
 async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, stream: bool) -> None:
-    async with scripted(telling(LIES[lie])) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(telling(LIES[lie]), **LIMITED) as (proxy, _):
         for _ in range(3):
             answer = await proxy.chat(BODY | {"stream": stream})
             assert answer.status == 200
@@ -75,7 +75,7 @@ async def test_a_backend_that_lies_about_usage_shifts_no_account(lie: str, strea
 
 
 async def test_usage_that_is_not_believed_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with scripted(telling(LIES["10^15"])) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(telling(LIES["10^15"]), **LIMITED) as (proxy, _):
         ended: list[RequestExit] = []
         monkeypatch.setattr("llmproxy.gateway.proxying.handler.log_exit", ended.append)
         await proxy.chat(BODY)
@@ -99,7 +99,7 @@ async def test_a_usage_that_a_client_brought_is_not_read(place: str) -> None:
     async def script(peer: Peer, _: bytes) -> None:
         await peer.send(whole(("{" + ECHOES[place] % '{"prompt_tokens":0,"completion_tokens":0}' + "}").encode()))
 
-    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(script, **LIMITED) as (proxy, _):
         await proxy.chat(BODY)
         await proxy.settled()
         assert accounts(proxy)[2] >= 3 + 2 * 2
@@ -108,7 +108,7 @@ async def test_a_usage_that_a_client_brought_is_not_read(place: str) -> None:
 @pytest.mark.parametrize("route", [route for route in SCHEDULED.values() if route.work is Work.NOTHING])
 async def test_what_computes_nothing_costs_nothing_whatever_it_answers(route: Route) -> None:
     script = telling('{"prompt_tokens": 900, "completion_tokens": 900}')
-    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(script, **LIMITED) as (proxy, backend):
         # A GET would pass for a poll there.
         backend.polls[route.path.encode()] = script
         answer = await proxy.request(route.method, route.path, BODY | {"input": "x" * 4000})
@@ -119,7 +119,7 @@ async def test_what_computes_nothing_costs_nothing_whatever_it_answers(route: Ro
 
 async def test_an_engine_that_only_reads_teaches_nothing_about_answers() -> None:
     script = telling('{"prompt_tokens": 9, "total_tokens": 9}')
-    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(script, **LIMITED) as (proxy, _):
         await proxy.post("/v1/score", {"model": "base", "text_1": "a", "text_2": ["b", "c"]})
         await proxy.settled()
         _, _, charged, output_tokens = accounts(proxy)
@@ -158,7 +158,7 @@ async def test_what_an_engine_did_is_believed_however_it_was_asked_for(
     script = telling('{"prompt_tokens": 6, "input_tokens": 6, "completion_tokens": 3900, "output_tokens": 3900}')
     if path == "/v1/rerank":
         script = telling('{"prompt_tokens": 9000, "completion_tokens": 0}')
-    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(script, **LIMITED) as (proxy, _):
         answer = await proxy.post(path, {"model": "base"} | body)
         assert answer.status == 200
         await proxy.settled()
@@ -173,7 +173,7 @@ async def test_an_answer_without_usage_is_charged_as_seen(options: dict[str, boo
         event = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
         await peer.send(STREAM_HEAD + chunk(event * 9000 + b"data: [DONE]\n\n") + STREAM_END)
 
-    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(script, **LIMITED) as (proxy, _):
         await proxy.chat(BODY | {"stream": True, "max_tokens": 9000, "stream_options": options})
         await proxy.settled()
         _, left, charged, _ = accounts(proxy)
@@ -192,7 +192,7 @@ async def test_an_answer_without_usage_is_charged_as_seen(options: dict[str, boo
 )
 async def test_the_sum_of_many_answers_is_not_learned_as_one(path: str, body: dict[str, Any], learned: float) -> None:
     script = telling('{"prompt_tokens": 6, "completion_tokens": 3900}')
-    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(script, **LIMITED) as (proxy, _):
         await proxy.post(path, {"model": "base"} | body)
         await proxy.settled()
         assert accounts(proxy)[3] == learned
@@ -223,7 +223,7 @@ async def test_a_client_that_leaves_early_is_charged_as_seen(case: str) -> None:
         await asyncio.sleep(60)
 
     body = BODY | {"stream": True, "n": 8, "max_tokens": 9000}
-    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(script, **LIMITED) as (proxy, _):
         async with proxy.stream(body, path=path) as stream:
             read = 0
             while read < len(first + event * 9000):
@@ -244,7 +244,7 @@ async def test_much_behind_the_usage_of_an_answer_hides_it_from_no_limit(behind:
         )
         await peer.send(whole(f'{answer}"prompt_logprobs":[{",".join([probability] * behind)}]}}'.encode()))
 
-    async with scripted(script) as backend, serving(extra=[backend.url], **LIMITED) as proxy:
+    async with serving_script(script, **LIMITED) as (proxy, _):
         await proxy.chat({"model": "base", "messages": BODY["messages"]})
         await proxy.settled()
         assert accounts(proxy)[2] >= charged

@@ -12,8 +12,8 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from tests.e2e.proxies import CHAT, ENDLESS, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk, scripted, whole
+from tests.e2e.proxies import CHAT, ENDLESS, HELLO, STREAM, ProxyUnderTest, raw_post, until
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, chunk, serving_script, whole
 from tests.faults.rig import read_answer
 from tests.upstream.raw_server import Peer
 
@@ -78,7 +78,7 @@ async def observe(fault: ClientFault) -> Observed:
     """Play it; on return the proxy was closed and checked, and a well-behaved client had been served."""
     engine = Engine()
     with capture_logs() as log:
-        async with scripted(engine) as backend, serving(extra=[backend.url], **fault.config) as proxy:
+        async with serving_script(engine, **fault.config) as (proxy, backend):
             client = await fault.act(proxy, engine)
             await proxy.settled()
             await until(lambda: not backend.answering, 2.0)

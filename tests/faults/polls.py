@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.e2e.proxies import serving, until
-from tests.e2e.scripted import Script, answering, scripted, whole
+from tests.e2e.proxies import until
+from tests.e2e.scripted import Script, answering, serving_script, whole
 from tests.faults.misbehaviours import says
 from tests.upstream.raw_server import Peer
 
@@ -66,7 +66,7 @@ async def watch(fault: PollFault) -> Polled:
     config: dict[str, Any] = {"poll": {"timeout_s": fault.timeout_s}, "queue": {"hold_s": 0.0}}
     with capture_logs() as log, pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmproxy.fleet.poller.REPROBE_INTERVAL_S", 0.02)
-        async with scripted(answering(BODY)) as backend, serving(extra=[backend.url], **config) as proxy:
+        async with serving_script(answering(BODY), **config) as (proxy, backend):
             backend.polls[fault.path] = counted
             known = proxy.app.pools.backends["b0"]
             await until(lambda: asked >= 6 and (fault.up or known.health.down))

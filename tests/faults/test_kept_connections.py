@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.e2e.proxies import serving
-from tests.e2e.scripted import scripted, whole
+from tests.e2e.scripted import serving_script, whole
 from tests.upstream.raw_server import Peer
 
 MINE = whole(b'{"for":"you"}')
@@ -24,7 +23,7 @@ async def test_an_answer_without_a_request_reaches_no_client(late: bool) -> None
             await let.wait()
             await peer.send(POISON)
 
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(script) as (proxy, _):
         for _ in range(3):
             assert (await proxy.chat()).json == {"for": "you"}
             let.set()
@@ -39,7 +38,7 @@ async def test_an_unread_answer_reaches_no_other_client() -> None:
     async def script(peer: Peer, request: bytes) -> None:
         await peer.send(whole(b"x" * (3 << 20), "500 Oh") if b"large" in request else MINE)
 
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(script) as (proxy, _):
         for _ in range(3):
             assert (
                 await proxy.chat({"model": "base", "messages": [{"role": "user", "content": "large"}]})
@@ -53,7 +52,7 @@ async def test_data_after_the_end_mark_reaches_no_other_client() -> None:
         await peer.send(MINE)
         await peer.send(b"0\r\n\r\n" + POISON)
 
-    async with scripted(script) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(script) as (proxy, _):
         for _ in range(3):
             answer = await proxy.chat()
             assert answer.status == 502 or answer.json == {"for": "you"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving
-from tests.e2e.scripted import answering, scripted, whole
+from tests.e2e.scripted import answering, scripted, serving_script, whole
 from tests.faults.misbehaviours import status
 from tests.faults.rig import read_answer
 from tests.faults.sweep import Moment, sweep
@@ -46,7 +46,7 @@ async def one_that_refuses() -> AsyncIterator[ProxyUnderTest]:
 @asynccontextmanager
 async def large_answers() -> AsyncIterator[ProxyUnderTest]:
     answer = answering(whole(b"x" * (4 << 20)))
-    async with scripted(answer) as backend, serving(extra=[backend.url]) as proxy:
+    async with serving_script(answer) as (proxy, _):
         yield proxy
 
 

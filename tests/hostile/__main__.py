@@ -7,8 +7,9 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -17,7 +18,11 @@ from typing import Any
 import uvloop
 
 from llmproxy.telemetry import logs
+from tests.e2e.proxies import ProxyUnderTest
+from tests.e2e.scripted import Scripted
 from tests.hostile import answers, backends, bodies, clients, fuzzed, requests
+from tests.strictness.answers import CONFIG, answer_bench
+from tests.strictness.observe import bench
 from tests.strictness.table import observed
 
 BATCH = 250
@@ -44,48 +49,52 @@ def cases_of(make: Callable[[Random], Iterator[bytes]], seed: int, most: int) ->
     return random.sample(cases, most) if 0 < most < len(cases) else cases
 
 
-async def play_requests(cases: list[bytes], sound: bool, seed: int) -> list[Finding]:
-    """Each case as a client's, in one packet or in two."""
-    random, found = Random(seed), []
-    async with clients.bench() as (home, backend):
+Judge = Callable[[ProxyUnderTest, Scripted, bytes], Awaitable[list[str]]]
+Bench = AbstractAsyncContextManager[tuple[ProxyUnderTest, Scripted]]
+
+
+async def findings(cases: list[bytes], opened: Bench, judge: Judge) -> list[Finding]:
+    """Those of the cases that have a wrong outcome, or none in time."""
+    found = []
+    async with opened as (home, backend):
         for sent in cases:
-            at = random.choice((0, random.randrange(len(sent) + 1)))
             try:
-                seen = await clients.play(home, backend, [packet for packet in (sent[:at], sent[at:]) if packet])
-                wrong = clients.wrong_of(sent, seen, sound=sound)
+                wrong = await judge(home, backend, sent)
             except TimeoutError:
-                wrong = [f"no end within {clients.LIMIT_S:g} s"]
+                wrong = ["no end within the time limit"]
             if wrong:
                 found.append(Finding(sent, tuple(wrong)))
     return found
+
+
+async def play_requests(cases: list[bytes], sound: bool, seed: int) -> list[Finding]:
+    """Each case as a client's, in one packet or in two."""
+    random = Random(seed)
+
+    async def judge(home: ProxyUnderTest, backend: Scripted, sent: bytes) -> list[str]:
+        at = random.choice((0, random.randrange(len(sent) + 1)))
+        seen = await clients.play(home, backend, [packet for packet in (sent[:at], sent[at:]) if packet])
+        return clients.wrong_of(sent, seen, sound=sound)
+
+    return await findings(cases, bench(clients.LIMITS, **CONFIG), judge)
 
 
 async def play_bodies(cases: list[bytes], _sound: bool, _seed: int) -> list[Finding]:
     """Each case as the body of a sound request."""
-    found = []
-    async with clients.bench() as (home, backend):
-        for body in cases:
-            try:
-                wrong = bodies.wrong_of(body, await clients.play(home, backend, [bodies.request_of(body)]))
-            except TimeoutError:
-                wrong = [f"no end within {clients.LIMIT_S:g} s"]
-            if wrong:
-                found.append(Finding(body, tuple(wrong)))
-    return found
+
+    async def judge(home: ProxyUnderTest, backend: Scripted, body: bytes) -> list[str]:
+        return bodies.wrong_of(body, await clients.play(home, backend, [bodies.request_of(body)]))
+
+    return await findings(cases, bench(clients.LIMITS, **CONFIG), judge)
 
 
 async def play_answers(cases: list[bytes], sound: bool, _seed: int) -> list[Finding]:
     """Each case as a backend's answer."""
-    found = []
-    async with backends.bench() as (home, backend):
-        for sent in cases:
-            try:
-                wrong = backends.wrong_of(sent, await backends.play(home, backend, sent), sound=sound)
-            except TimeoutError:
-                wrong = ["the client waited in vain"]
-            if wrong:
-                found.append(Finding(sent, tuple(wrong)))
-    return found
+
+    async def judge(home: ProxyUnderTest, backend: Scripted, sent: bytes) -> list[str]:
+        return backends.wrong_of(sent, await backends.play(home, backend, sent), sound=sound)
+
+    return await findings(cases, answer_bench(timeouts=backends.TIMEOUTS), judge)
 
 
 Play = Callable[[list[bytes], bool, int], Coroutine[Any, Any, list[Finding]]]

@@ -6,23 +6,15 @@ there is none: by an error, or by an end that it can tell from a whole answer. W
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.e2e.proxies import ProxyUnderTest
 from tests.e2e.scripted import Scripted
-from tests.strictness.answers import NEXT, Got, answer_bench, observe_answer
+from tests.strictness.answers import NEXT, Got, observe_answer
 from tests.strictness.reading import End, Message, Reading, answers_of
 
 TIMEOUTS: dict[str, Any] = {"connect_s": 5, "first_byte_s": 2, "stall_s": 2, "total_s": 3}
 """Time limits that no case here may reach: it is found to be wrong, or the connection is closed, before that."""
-
-
-@asynccontextmanager
-async def bench() -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
-    async with answer_bench(timeouts=TIMEOUTS) as opened:
-        yield opened
 
 
 def closes(sent: bytes) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
-from tests.hostile.clients import ANSWER, Seen
+from tests.hostile.clients import Seen
 from tests.hostile.edits import NASTY, everywhere, several
+from tests.strictness.observe import ANSWER
 from tests.strictness.reading import answers_of
 from tests.strictness.vector import CHAT, HOST, JSON, head
 

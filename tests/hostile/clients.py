@@ -7,17 +7,13 @@ order and with their bodies, each in one form; the client gets no more answers t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 from llmproxy.gateway.http.routes import SCHEDULED
-from tests.e2e.proxies import ProxyUnderTest, serving, until
-from tests.e2e.scripted import Scripted, answering, scripted, whole
+from tests.e2e.proxies import ProxyUnderTest, until
+from tests.e2e.scripted import Scripted
 from tests.hostile.requests import SENTINEL
-from tests.strictness.answers import CONFIG
 from tests.strictness.observe import form_of
 from tests.strictness.reading import End, Message, Reading, answers_of, requests_of
 from tests.strictness.wire import connected
@@ -25,7 +21,6 @@ from tests.strictness.wire import connected
 LIMIT_S = 8.0
 """How long a case may take; every limit of the proxy is far below."""
 LIMITS: dict[str, Any] = {"head_timeout_s": 0.3, "body_silence_s": 0.3, "body_timeout_s": 1.0, "idle_timeout_s": 1.0}
-ANSWER = b'{"object":"chat.completion","choices":[]}'
 OWN_FIELDS = {
     b"content-type", b"content-length", b"date", b"server", b"connection", b"x-request-id", b"allow", b"retry-after",
     b"x-llmproxy-backend", b"x-llmproxy-queue-ms", b"x-llmproxy-attempts", b"www-authenticate", b"accept-encoding",
@@ -40,17 +35,6 @@ class Seen:
     answered: bytes
     reset: bool
     reached: tuple[bytes, ...]
-
-
-@asynccontextmanager
-async def bench() -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
-    """A proxy with short time limits over a backend that answers soundly and keeps the bytes that reach it."""
-    with patch("llmproxy.gateway.http.connection.LINGER_S", 0.1):
-        async with (
-            scripted(answering(whole(ANSWER))) as backend,
-            serving(extra=[backend.url], body_bytes_max=100_000, clients=LIMITS, **CONFIG) as proxy,
-        ):
-            yield proxy, backend
 
 
 async def play(proxy: ProxyUnderTest, backend: Scripted, packets: list[bytes]) -> Seen:

@@ -7,9 +7,10 @@ import pytest
 from tests.e2e.scripted import whole
 from tests.hostile import answers, backends, clients, requests
 from tests.hostile.__main__ import PLAYS, Play, cases_of
-from tests.hostile.clients import ANSWER, Seen
+from tests.hostile.clients import Seen
 from tests.hostile.requests import INNER, SENTINEL, in_chunks, sized
 from tests.strictness.answers import BODY, NEXT, SIZE, Got, whole_of
+from tests.strictness.observe import ANSWER
 from tests.strictness.reading import End, answers_of, requests_of
 
 CASES = 8

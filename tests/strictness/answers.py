@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.e2e.proxies import STREAM, ProxyUnderTest, raw_post, serving
-from tests.e2e.scripted import Scripted, answering, scripted, whole
+from tests.e2e.proxies import STREAM, ProxyUnderTest, raw_post
+from tests.e2e.scripted import Scripted, answering, serving_script, whole
 from tests.strictness.reading import End, answers_of
 from tests.strictness.vector import post
 from tests.strictness.wire import connected
@@ -169,7 +169,7 @@ ANSWERS = (
 @asynccontextmanager
 async def answer_bench(**config: Any) -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
     """A proxy over one backend that answers as scripted."""
-    async with scripted(answering(whole(NEXT))) as backend, serving(extra=[backend.url], **(CONFIG | config)) as proxy:
+    async with serving_script(answering(whole(NEXT)), **CONFIG | config) as (proxy, backend):
         yield proxy, backend
 
 

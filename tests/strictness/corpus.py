@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvloop
 
-from tests.strictness.observe import Observed, bench, observe
+from tests.strictness.observe import HASTY, Observed, bench, observe
 
 REFUSALS = {400, 408, 413, 414, 417, 431, 501, 505}
 
@@ -33,7 +33,7 @@ async def _run(folder: Path) -> None:
     for kind in ("invalid", "valid"):
         files = sorted((folder / kind).glob("*.http"))
         different = []
-        async with bench(hasty=True) as (home, backend):
+        async with bench(HASTY) as (home, backend):
             for file in files:
                 try:
                     seen = await observe(home, backend, bytes_of(file.read_bytes()), limit_s=2.0)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
-from tests.e2e.proxies import ProxyUnderTest, serving
-from tests.e2e.scripted import Scripted, answering, scripted, whole
+from tests.e2e.proxies import ProxyUnderTest
+from tests.e2e.scripted import Scripted, answering, serving_script, whole
 from tests.strictness.vector import Vector
 from tests.strictness.wire import connected
 
+ANSWER = b'{"object":"chat.completion","choices":[]}'
+FREE: dict[str, float] = {}
+HASTY = {"body_silence_s": 0.2, "head_timeout_s": 0.2}
 SENTINEL = b"GET /sentinel HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 _HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"http2-settings",
         b"proxy-connection", b"proxy-authorization")  # fmt: skip
@@ -30,21 +34,14 @@ class Observed:
 
 
 @asynccontextmanager
-async def bench(*, hasty: bool = False) -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
-    """A proxy over one backend that keeps the bytes that reach it. A hasty proxy has short time limits."""
-    limits = {"body_silence_s": 0.2, "head_timeout_s": 0.2} if hasty else {}
-    async with (
-        _lingering(0.1 if hasty else 10.0),
-        scripted(answering(whole(b'{"object":"chat.completion","choices":[]}'))) as backend,
-        serving(extra=[backend.url], body_bytes_max=100_000, clients=limits) as proxy,
-    ):
-        yield proxy, backend
+async def bench(clients: Mapping[str, float] = FREE, **config: Any) -> AsyncIterator[tuple[ProxyUnderTest, Scripted]]:
+    """A proxy over one backend that answers soundly and keeps the bytes that reach it.
 
-
-@asynccontextmanager
-async def _lingering(seconds: float) -> AsyncIterator[None]:
-    with patch("llmproxy.gateway.http.connection.LINGER_S", seconds):
-        yield
+    With limits for `clients`, the proxy is in a hurry in all that it does.
+    """
+    with patch("llmproxy.gateway.http.connection.LINGER_S", 0.1 if clients else 10.0):
+        async with serving_script(answering(whole(ANSWER)), body_bytes_max=100_000, clients=clients, **config) as both:
+            yield both
 
 
 async def observe(

@@ -10,7 +10,7 @@ import uvloop
 from llmproxy.telemetry import logs
 from tests import ROOT
 from tests.strictness.answers import ANSWERS, answer_bench, answer_differences, answer_row, client_saw, observe_answer
-from tests.strictness.observe import Observed, bench, differences, observe
+from tests.strictness.observe import FREE, HASTY, Observed, bench, differences, observe
 from tests.strictness.vector import Vector
 from tests.strictness.vectors import TABLE
 
@@ -159,11 +159,11 @@ async def observed_requests() -> tuple[dict[str, list[str]], list[str]]:
     wrong: list[str] = []
     for group, vectors in TABLE.items():
         found: dict[int, Observed] = {}
-        for hasty in (False, True):
+        for limits in (FREE, HASTY):
             # One after the other: each proxy checks what was left behind since it started.
-            async with bench(hasty=hasty) as (home, backend):
+            async with bench(limits) as (home, backend):
                 for i, vector in enumerate(vectors):
-                    if vector.waits is hasty:
+                    if vector.waits is (limits is HASTY):
                         found[i] = await observe(home, backend, vector.sent)
         for i, vector in enumerate(vectors):
             seen = found[i]

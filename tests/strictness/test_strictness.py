@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.proxies import serving, until
 from tests.strictness.answers import ANSWERS, answer_bench, answer_differences, answer_row, observe_answer
-from tests.strictness.observe import bench, differences, observe
+from tests.strictness.observe import FREE, HASTY, bench, differences, observe
 from tests.strictness.table import PAGE, page, row
 from tests.strictness.vector import chunked, post
 from tests.strictness.vectors import TABLE
@@ -20,9 +20,9 @@ async def test_each_request_has_the_outcome_of_the_table(
     vectors = [vector for vector in TABLE[group] if pieces == 1 or not vector.name.endswith("in one piece")]
 
     found: dict[str, str] = {}
-    for hasty in (False, True):
-        async with bench(hasty=hasty) as (proxy, backend):
-            for vector in (each for each in vectors if each.waits is hasty):
+    for limits in (FREE, HASTY):
+        async with bench(limits) as (proxy, backend):
+            for vector in (each for each in vectors if each.waits is (limits is HASTY)):
                 found[vector.name] = differences(vector, await observe(proxy, backend, vector.sent, pieces=pieces))
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert not caplog.records, "the server library found nothing to complain of"
