@@ -84,6 +84,7 @@ async def test_a_change_needs_the_key_even_on_this_machine(path: str) -> None:
             assert (await proxy.request(method, path, {}, headers=ACME)).status == 401
             assert (await proxy.request(method, path, {})).status == 401
             assert (await proxy.request(method, path, {}, headers=KEY)).status != 401
+        assert (await proxy.get(path, headers=KEY)).headers["allow"] == "POST"
 
 
 async def test_a_change_without_a_configured_key_explains_it() -> None:

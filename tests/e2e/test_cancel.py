@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
+from tests.e2e.proxies import ENDLESS, FAST, STREAM, ProxyUnderTest, raw_post, serving, until
 
 
 async def left(task: asyncio.Task[object]) -> None:
@@ -49,15 +49,6 @@ async def test_leaving_before_the_first_byte(body: object) -> None:
         assert proxy.outcomes() == {"cancelled": 1}
 
 
-async def test_leaving_a_running_answer_in_one_piece() -> None:
-    async with serving(FAST) as proxy:
-        waiting = proxy.waiting(ENDLESS | {"stream": False})
-        await until(lambda: proxy.replicas[0].engine.counters.generation > 5)
-        await left(waiting)
-        await proxy.settled()
-        assert proxy.outcomes() == {"cancelled": 1}
-
-
 async def test_leaving_in_mid_stream_stops_the_engine() -> None:
     async with serving(FAST) as proxy:
         replica = proxy.replicas[0]
@@ -75,14 +66,6 @@ async def test_leaving_in_mid_stream_stops_the_engine() -> None:
         assert replica.engine.counters.generation == generated
 
 
-async def test_leaving_while_the_body_is_on_its_way() -> None:
-    async with serving(FAST) as proxy:
-        async with proxy.wire(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode()):
-            await until(lambda: proxy.app.handler.open_requests == 1)
-        await proxy.settled()
-        assert proxy.outcomes() == {"cancelled": 1}
-
-
 async def test_leaving_with_the_answer_unread() -> None:
     """Many at once: some leave in the very turn in which they are granted."""
     async with serving(FAST, FAST, fixed_limit=2) as proxy:
@@ -98,12 +81,3 @@ async def test_leaving_with_the_answer_unread() -> None:
         assert set(proxy.outcomes()) <= {"cancelled", "completed"}
         assert proxy.outcomes()["cancelled"] > 20
         assert (await proxy.chat()).status == 200
-
-
-async def test_the_request_after_a_client_that_left_is_served() -> None:
-    async with serving(FAST, fixed_limit=1) as proxy:
-        for _ in range(5):
-            async with proxy.stream() as running:
-                await running.content.readany()
-            assert (await proxy.chat(HELLO)).status == 200
-        assert proxy.outcomes() == {"cancelled": 5, "completed": 5}

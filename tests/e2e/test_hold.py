@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.simulator.replica import Replica
@@ -29,19 +30,16 @@ async def test_a_request_is_held_until_its_backend_is_back() -> None:
         assert proxy.outcomes() == {"completed": 1}
 
 
-async def test_being_held_has_an_end_of_its_own() -> None:
-    async with serving(FAST, queue={"hold_s": 0.05, "ttl_s": 60.0}) as proxy:
-        await stop(proxy)
-        answer = await proxy.chat()
-        assert (answer.status, proxy.outcomes()) == (503, {"expired_no_backends": 1})
-        assert int(answer.headers["retry-after"]) >= 1
-
-
-async def test_an_adapter_of_a_down_backend_is_held_as_long() -> None:
-    async with serving(FAST, replace(FAST, adapters=("rare",)), queue={"hold_s": 0.05, "ttl_s": 60.0}) as proxy:
+@pytest.mark.parametrize(("hold_s", "outcome"), [(0.05, "expired_no_backends"), (0.0, "rejected_no_backends")])
+async def test_being_held_has_an_end_of_its_own(hold_s: float, outcome: str) -> None:
+    async with serving(FAST, replace(FAST, adapters=("rare",)), queue={"hold_s": hold_s, "ttl_s": 60.0}) as proxy:
         await stop(proxy, 1)
         answer = await proxy.chat(HELLO | {"model": "rare"})
-        assert (answer.status, proxy.outcomes()) == (503, {"expired_no_backends": 1})
+        assert (answer.status, proxy.outcomes()) == (503, {outcome: 1})
+        await stop(proxy)
+        answer = await proxy.chat()
+        assert (answer.status, proxy.outcomes()) == (503, {outcome: 2})
+        assert int(answer.headers["retry-after"]) >= 1
 
 
 async def test_a_client_may_ask_for_a_shorter_hold() -> None:

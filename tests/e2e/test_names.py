@@ -64,14 +64,6 @@ async def test_names_are_remembered_while_their_backends_are_down() -> None:
         assert (await proxy.chat()).status == 503
 
 
-async def test_an_adapter_of_a_down_backend_is_refused_without_a_hold() -> None:
-    async with serving(FAST, replace(FAST, adapters=("rare",))) as proxy:
-        proxy.replicas[1].faults.set("refuse")
-        await until(lambda: proxy.app.pools.backends["b1"].health.down)
-        answer = await proxy.chat(HELLO | {"model": "rare"})
-        assert (answer.status, proxy.outcomes()) == (503, {"rejected_no_backends": 1})
-
-
 async def test_adapters_come_and_go(proxy: ProxyUnderTest) -> None:
     late = proxy.replicas[1].url
     fresh = HELLO | {"model": "fresh"}

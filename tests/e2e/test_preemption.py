@@ -72,35 +72,21 @@ async def test_what_has_begun_to_answer_stays() -> None:
         assert (await critical).headers["x-llmproxy-attempts"] == "1"
 
 
-@pytest.mark.parametrize("above", ["default", "sheddable"])
-async def test_only_what_is_above_default_may_take_a_seat(above: str) -> None:
-    async with serving_one_frozen() as proxy:
-        sheddable = proxy.waiting(STREAM, **SHEDDABLE)
+@pytest.mark.parametrize(
+    ("first", "objective", "scheduling"),
+    [
+        pytest.param(STREAM, "default", {}, id="only what is above default may take a seat"),
+        pytest.param(STREAM, "sheddable", {}, id="nor its equal"),
+        pytest.param(STREAM, "critical", {"preemption": False}, id="switched off"),
+        pytest.param(HELLO, "critical", {}, id="a plain answer may have begun"),
+    ],
+)
+async def test_a_request_that_keeps_its_seat(first: object, objective: str, scheduling: dict[str, Any]) -> None:
+    async with serving_one_frozen(**scheduling) as proxy:
+        sheddable = proxy.waiting(first, **SHEDDABLE)
         await until(lambda: len(posted(proxy)) == 1)
-        other = proxy.waiting(STREAM, **{OBJECTIVE: above})
+        other = proxy.waiting(STREAM, **{OBJECTIVE: objective})
         await until(lambda: proxy.queued == 1)
         proxy.replicas[0].faults.clear()
         assert (await sheddable).status == (await other).status == 200
-        assert len(posted(proxy)) == 2
-
-
-async def test_preemption_can_be_switched_off() -> None:
-    async with serving_one_frozen(preemption=False) as proxy:
-        sheddable = proxy.waiting(STREAM, **SHEDDABLE)
-        await until(lambda: len(posted(proxy)) == 1)
-        critical = proxy.waiting(STREAM, **CRITICAL)
-        await until(lambda: proxy.queued == 1)
-        proxy.replicas[0].faults.clear()
-        assert (await sheddable).status == (await critical).status == 200
-        assert len(posted(proxy)) == 2
-
-
-async def test_a_plain_answer_that_may_have_begun_is_not_preempted() -> None:
-    async with serving_one_frozen() as proxy:
-        sheddable = proxy.waiting(HELLO, **SHEDDABLE)
-        await until(lambda: len(posted(proxy)) == 1)
-        critical = proxy.waiting(STREAM, **CRITICAL)
-        await until(lambda: proxy.queued == 1)
-        proxy.replicas[0].faults.clear()
-        assert (await sheddable).status == (await critical).status == 200
         assert len(posted(proxy)) == 2

@@ -10,8 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llmproxy.config import hash_of
-from tests.e2e.proxies import ENDLESS, FAST, HELLO, STREAM, Answer, ProxyUnderTest, serving, until
+from tests.e2e.proxies import FAST, HELLO, STREAM, Answer, ProxyUnderTest, serving, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS = "x-llm-d-inference-fairness-id"
@@ -83,23 +82,6 @@ async def test_flows_take_turns() -> None:
         assert await queue.served() == ["a1", "b1", "a2", "b2", "a3"]
 
 
-async def test_a_fair_share_is_not_had_by_asking_more_often() -> None:
-    async with serving_full(scheduling={"fairness": "fair_share"}) as (proxy, seat):
-        queue = Queue(proxy, seat)
-        for name, flow in [(f"a{i}", "a") for i in range(5)] + [("b0", "b"), ("b1", "b")]:
-            await queue.enter(name, **{"x-gateway-inference-fairness-id": flow})
-        order = await queue.served()
-        assert max(order.index("b0"), order.index("b1")) <= 4
-
-
-async def test_without_a_header_the_requested_name_is_the_flow() -> None:
-    async with serving_full(scheduling={"fairness": "round_robin"}) as (proxy, seat):
-        queue = Queue(proxy, seat)
-        for name, model in (("base1", "base"), ("base2", "base"), ("lora1", "lora-0")):
-            await queue.enter(name, HELLO | {"model": model})
-        assert await queue.served() == ["base1", "lora1", "base2"]
-
-
 async def test_strangers_cannot_choose_their_place() -> None:
     async with serving_full(trust_headers="none") as (proxy, seat):
         queue = Queue(proxy, seat)
@@ -111,12 +93,6 @@ async def test_strangers_cannot_choose_their_place() -> None:
         assert not {OBJECTIVE, FAIRNESS, "x-vllm-priority"} & told, "nor may the engine see it"
 
 
-async def test_trusted_headers_are_handed_on(proxy: ProxyUnderTest) -> None:
-    answer = await proxy.chat(headers={OBJECTIVE: "critical", FAIRNESS: "me"})
-    seen = proxy.sent(answer.backend).headers
-    assert (seen[OBJECTIVE], seen[FAIRNESS]) == ("critical", "me")
-
-
 async def test_a_waiting_time_that_is_over() -> None:
     async with serving_full() as (proxy, _):
         answer = await proxy.chat(headers={TTL: "60ms"})
@@ -124,45 +100,6 @@ async def test_a_waiting_time_that_is_over() -> None:
         assert int(answer.headers["retry-after"]) >= 1
         assert "x-llmproxy-backend" not in answer.headers
         assert proxy.outcomes() == {"expired": 1}
-
-
-async def test_the_configured_waiting_time_is_the_longest() -> None:
-    async with serving_full(queue={"ttl_s": 0.06}) as (proxy, _):
-        assert (await proxy.chat(headers={TTL: "1h"})).status == 429
-
-
-@pytest.mark.parametrize("ttl", ["soon", "5", "-1s", "0s", "", "1d"])
-async def test_a_waiting_time_that_means_nothing(proxy: ProxyUnderTest, ttl: str) -> None:
-    answer = await proxy.chat(headers={TTL: ttl})
-    assert (answer.status, answer.json["error"]["param"]) == (400, TTL)
-
-
-async def test_an_unknown_objective_waits_in_the_default_band() -> None:
-    async with serving_full(models=[{"name": "base", "criticality": "sheddable"}]) as (proxy, seat):
-        queue = Queue(proxy, seat)
-        await queue.enter("sheddable")
-        await queue.enter("unknown", **{OBJECTIVE: "critcal"})
-        await queue.enter("critical", **{OBJECTIVE: "critical"})
-        assert await queue.served() == ["critical", "unknown", "sheddable"]
-
-
-async def test_tenants_have_bands_and_a_highest_one() -> None:
-    keys = {name: {"authorization": f"Bearer {name}"} for name in ("production", "batch", "plain")}
-    tenants = [
-        {"name": "production", "keys": [hash_of("production")], "criticality": "critical"},
-        {"name": "batch", "keys": [hash_of("batch")], "band_max": "sheddable"},
-        {"name": "plain", "keys": [hash_of("plain")]},
-    ]
-    async with (
-        serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, tenants=tenants) as proxy,
-        proxy.stream(ENDLESS, **keys["plain"]) as seat,
-    ):
-        await seat.content.readany()
-        queue = Queue(proxy, seat)
-        await queue.enter("batch", **keys["batch"], **{OBJECTIVE: "critical"})
-        await queue.enter("plain", **keys["plain"])
-        await queue.enter("production", **keys["production"])
-        assert await queue.served() == ["production", "plain", "batch"]
 
 
 @pytest.mark.parametrize("limit", ["requests_max", "band_requests_max"])
@@ -187,14 +124,6 @@ async def test_the_queue_is_limited_in_bytes_too() -> None:
         assert (await proxy.chat(big)).status == 429
         seat.close()
         assert (await waiting).status == 200
-
-
-async def test_a_full_band_does_not_keep_others_out() -> None:
-    async with serving_full(queue={"band_requests_max": 1}) as (proxy, seat):
-        queue = Queue(proxy, seat)
-        await queue.enter("default")
-        await queue.enter("critical", **{OBJECTIVE: "critical"})
-        assert await queue.served() == ["critical", "default"]
 
 
 async def test_a_request_is_bound_only_when_there_is_room() -> None:

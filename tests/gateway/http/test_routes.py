@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from llmproxy.fleet.adapter_keeper import PATHS
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER, Dialect
 from tests import ROOT
@@ -20,11 +18,6 @@ MANAGEMENT = (
     "/weight_checker", "/get_world_size", "/is_sleeping", "/is_paused", "/kv_event_sources", "/adapters/{adapter_name}",
     "/init_weights_update_group", "/fault_tolerance",
 )  # fmt: skip
-
-
-@pytest.mark.parametrize("path", MANAGEMENT)
-def test_management_routes_do_not_exist(path: str) -> None:
-    assert path not in SCHEDULED
 
 
 def test_adapters_are_changed_at_vllms_own_paths() -> None:

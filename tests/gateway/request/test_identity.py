@@ -76,8 +76,10 @@ def test_the_ttl_header_can_only_shorten() -> None:
     identity = Identity(config(queue={"ttl_s": 10}))
     assert identity.classify({TTL: "300ms"}, False, "m", "m").ttl_s == pytest.approx(0.3)
     assert identity.classify({TTL: "1h"}, False, "m", "m").ttl_s == 10
-    with pytest.raises(Failure):
-        identity.classify({TTL: "soon"}, False, "m", "m")
+    for text in ("soon", "5", "-1s", "0s", "", "1d"):
+        with pytest.raises(Failure) as caught:
+            identity.classify({TTL: text}, False, "m", "m")
+        assert (caught.value.status, caught.value.param) == (400, TTL_HEADER)
 
 
 @pytest.mark.parametrize("header", sorted({TTL_HEADER, *PRIVILEGED}))
