@@ -12,22 +12,10 @@ from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.results.result import Bound, RunKey, RunResult, SimulationResult, Trail, load_label
 from llmproxy.lab.traces.arrival import Arrival
+from tests.lab.baselines.baseline_world import NAMES
 
 DURATION_S = 600.0
-TWELVE = (
-    "blend",
-    "late_least_request",
-    "random",
-    "round_robin",
-    "least_request",
-    "power_of_two",
-    "cache_aware",
-    "epp_blend",
-    "epp_sticky",
-    "dynamo_cost",
-    "session",
-    "oracle",
-)
+TWELVE = ("blend", "late_least_request", *NAMES, "oracle")
 
 
 def invented_run(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
@@ -13,6 +16,23 @@ from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.run.replay import Setup
 from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.simulator.engine.profiles import profile_named
+from tests import ROOT
+
+
+def printed_with_hash_seeds(code: str) -> tuple[str, str]:
+    """What a script prints under two seeds of the hashes of strings."""
+    one, other = (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "4242")
+    )
+    return one, other
 
 
 def fleet(count: int = 3, faults: Iterable[Fault] = (), proxies: int = 1, **given: Any) -> SimulatedFleet:

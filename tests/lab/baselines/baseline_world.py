@@ -11,6 +11,17 @@ from llmproxy.lab.baselines import baseline_named
 from llmproxy.lab.baselines.policy import KnownPrompt, Surroundings
 from tests.core.make import request, view
 
+NAMES = (
+    "random",
+    "round_robin",
+    "least_request",
+    "power_of_two",
+    "cache_aware",
+    "epp_blend",
+    "epp_sticky",
+    "dynamo_cost",
+    "session",
+)
 NONE: frozenset[str] = frozenset()
 BLOCK = 512
 

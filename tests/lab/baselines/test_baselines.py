@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -14,21 +11,10 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
 from llmproxy.lab.baselines import baseline_named, variants, variants_of
 from llmproxy.lab.baselines.policy import baselines
-from tests import ROOT
 from tests.core.make import listing, reading, view
-from tests.lab.baselines.baseline_world import World, views
+from tests.lab.baselines.baseline_world import NAMES, World, views
+from tests.lab.small import printed_with_hash_seeds
 
-NAMES = (
-    "random",
-    "round_robin",
-    "least_request",
-    "power_of_two",
-    "cache_aware",
-    "epp_blend",
-    "epp_sticky",
-    "dynamo_cost",
-    "session",
-)
 GATED = ("epp_blend", "epp_sticky(gate=1)")
 
 
@@ -108,8 +94,8 @@ def test_one_seed_always_chooses_alike(name: str) -> None:
 
 
 SCRIPT = """
-from tests.lab.baselines.test_baselines import NAMES, seen
-from tests.lab.baselines.baseline_world import World, views
+from tests.lab.baselines.baseline_world import NAMES, World, views
+from tests.lab.baselines.test_baselines import seen
 for name in NAMES:
     world = World(name)
     print(name, *(world.send(world.ask(i % 5, 9 + i // 2, session=f"s{i}"), seen(*views("x", "y", "z", "w")))[0]
@@ -118,20 +104,9 @@ for name in NAMES:
 
 
 def test_the_seed_of_string_hashes_decides_nothing() -> None:
-    root = ROOT
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            cwd=root,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert said[0] == said[1]
-    assert len(said[0].splitlines()) == len(NAMES)
+    one, other = printed_with_hash_seeds(SCRIPT)
+    assert one == other
+    assert len(one.splitlines()) == len(NAMES)
 
 
 # --- under the production scheduler -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.profiles import Noise, profile_named
 from llmproxy.simulator.engine.reports import Gauges
 from llmproxy.simulator.engine.sequence import EngineRequest
+from tests.dispatching import virtual
 from tests.simulator.engine.invariants import check_engine
 
 QUIET = Noise(sigma=0.0, slow_chance=0.0)
@@ -115,127 +116,106 @@ def test_lazy_server_answers_when_a_stepping_one_does(seed: int) -> None:
     assert len(scrapes) > 50
 
 
-def test_looking_at_a_replica_changes_nothing() -> None:
-    plan = arrivals(3)
-    unseen, _ = run(lazily(plan, []))
-    seen, _ = run(lazily(plan, [0.0071 * number for number in range(900)]))
-    assert seen.lasts == pytest.approx(unseen.lasts, abs=1e-9)
+@virtual
+async def test_a_dead_replica_refuses_and_a_long_request_is_turned_away() -> None:
+    one = replica()
+    with pytest.raises(TooLong):
+        one.open(EngineRequest("long", 2_900, 200), lambda: None)
+    one.kill()
+    with pytest.raises(Refusing):
+        one.open(EngineRequest("a", 10, 10), lambda: None)
+    with pytest.raises(Refusing):
+        one.scrape()
 
 
-def test_a_dead_replica_refuses_and_a_long_request_is_turned_away() -> None:
-    async def body() -> None:
-        one = replica()
-        with pytest.raises(TooLong):
-            one.open(EngineRequest("long", 2_900, 200), lambda: None)
-        one.kill()
-        with pytest.raises(Refusing):
-            one.open(EngineRequest("a", 10, 10), lambda: None)
-        with pytest.raises(Refusing):
-            one.scrape()
-
-    run(body())
-
-
-def test_a_killed_replica_breaks_its_answers_and_comes_back_cold() -> None:
-    async def body() -> None:
-        one, seen = replica(), Seen()
-        hashes = tuple(range(20))
-        await seen.send(one, EngineRequest("warm", 330, 5, hashes))
-        again = await seen.send(one, EngineRequest("again", 330, 5, hashes))
-        assert again.hit_tokens == 320
-        job = one.open(EngineRequest("cut", 330, 500, hashes), lambda: None)
-        await asyncio.sleep(0.5)
-        assert job.first_s is not None
-        one.kill()
-        with pytest.raises(Broken):
-            await job.ended
-        one.start()
-        cold = await seen.send(one, EngineRequest("cold", 330, 5, hashes))
-        assert cold.hit_tokens == 0
-
-    run(body())
+@virtual
+async def test_a_killed_replica_breaks_its_answers_and_comes_back_cold() -> None:
+    one, seen = replica(), Seen()
+    hashes = tuple(range(20))
+    await seen.send(one, EngineRequest("warm", 330, 5, hashes))
+    again = await seen.send(one, EngineRequest("again", 330, 5, hashes))
+    assert again.hit_tokens == 320
+    job = one.open(EngineRequest("cut", 330, 500, hashes), lambda: None)
+    await asyncio.sleep(0.5)
+    assert job.first_s is not None
+    one.kill()
+    with pytest.raises(Broken):
+        await job.ended
+    one.start()
+    cold = await seen.send(one, EngineRequest("cold", 330, 5, hashes))
+    assert cold.hit_tokens == 0
 
 
-def test_a_hung_replica_answers_nothing_and_goes_on_where_it_stood() -> None:
-    async def body() -> None:
-        loop = asyncio.get_running_loop()
-        one, seen = replica(), Seen()
-        task = asyncio.create_task(seen.send(one, EngineRequest("a", 100, 200)))
-        await asyncio.sleep(0.3)
-        one.freeze(True)
-        other = asyncio.create_task(seen.send(one, EngineRequest("b", 100, 10)))
-        with pytest.raises(TimeoutError):
-            one.scrape()
-        await asyncio.sleep(10.0)
-        assert not task.done()
-        assert not other.done()
-        one.freeze(False)
-        await asyncio.gather(task, other)
-        free = Seen()
-        begun_s = loop.time()
-        await free.send(replica(), EngineRequest("a", 100, 200))
-        alone_s = loop.time() - begun_s
-        assert alone_s + 10.0 <= seen.lasts["a"] <= alone_s + 10.2
-
-    run(body())
+@virtual
+async def test_a_hung_replica_answers_nothing_and_goes_on_where_it_stood() -> None:
+    loop = asyncio.get_running_loop()
+    one, seen = replica(), Seen()
+    task = asyncio.create_task(seen.send(one, EngineRequest("a", 100, 200)))
+    await asyncio.sleep(0.3)
+    one.freeze(True)
+    other = asyncio.create_task(seen.send(one, EngineRequest("b", 100, 10)))
+    with pytest.raises(TimeoutError):
+        one.scrape()
+    await asyncio.sleep(10.0)
+    assert not task.done()
+    assert not other.done()
+    one.freeze(False)
+    await asyncio.gather(task, other)
+    free = Seen()
+    begun_s = loop.time()
+    await free.send(replica(), EngineRequest("a", 100, 200))
+    alone_s = loop.time() - begun_s
+    assert alone_s + 10.0 <= seen.lasts["a"] <= alone_s + 10.2
 
 
-def test_a_slow_replica_takes_so_many_times_as_long() -> None:
-    async def body() -> None:
-        loop = asyncio.get_running_loop()
-        one, seen = replica(), Seen()
-        await seen.send(one, EngineRequest("a", 100, 200))
-        plain_s = loop.time()
-        one.slow_down(3.0)
-        await seen.send(one, EngineRequest("b", 100, 200))
-        frontend_s = PROFILE.frontend_s
-        assert loop.time() - plain_s - frontend_s == pytest.approx(3.0 * (plain_s - frontend_s))
-
-    run(body())
+@virtual
+async def test_a_slow_replica_takes_so_many_times_as_long() -> None:
+    loop = asyncio.get_running_loop()
+    one, seen = replica(), Seen()
+    await seen.send(one, EngineRequest("a", 100, 200))
+    plain_s = loop.time()
+    one.slow_down(3.0)
+    await seen.send(one, EngineRequest("b", 100, 200))
+    frontend_s = PROFILE.frontend_s
+    assert loop.time() - plain_s - frontend_s == pytest.approx(3.0 * (plain_s - frontend_s))
 
 
-def test_answers_are_reset_in_mid_stream_as_often_as_asked_for() -> None:
-    async def body() -> None:
-        one, seen = replica(seed=5), Seen()
-        one.faults.reset = 0.25
-        results = await asyncio.gather(
-            *(seen.send(one, EngineRequest(str(i), 20, 30)) for i in range(200)), return_exceptions=True
-        )
-        broken = sum(isinstance(result, Broken) for result in results)
-        assert 30 <= broken <= 70
-        assert all(str(i) in seen.firsts for i in range(200))
-
-    run(body())
+@virtual
+async def test_answers_are_reset_in_mid_stream_as_often_as_asked_for() -> None:
+    one, seen = replica(seed=5), Seen()
+    one.faults.reset = 0.25
+    results = await asyncio.gather(
+        *(seen.send(one, EngineRequest(str(i), 20, 30)) for i in range(200)), return_exceptions=True
+    )
+    broken = sum(isinstance(result, Broken) for result in results)
+    assert 30 <= broken <= 70
+    assert all(str(i) in seen.firsts for i in range(200))
 
 
-def test_old_readings_show_the_past() -> None:
-    async def body() -> None:
-        one, seen = replica(), Seen()
-        one.faults.metric_age_s = one.faults.remembered_s = 2.0
-        await asyncio.sleep(0.05)
-        task = asyncio.create_task(seen.send(one, EngineRequest("a", 100, 900)))
-        observed: list[int | None] = []
-        for _ in range(50):
-            gauges = one.scrape()
-            observed.append(None if gauges is None else gauges.running)
-            await asyncio.sleep(0.1)
-        await task
-        # Nothing is two seconds old at first: until then the page shows what it showed at its start.
-        assert observed[:21] == [0] * 21
-        assert observed[22:] == [1] * 28
-
-    run(body())
+@virtual
+async def test_old_readings_show_the_past() -> None:
+    one, seen = replica(), Seen()
+    one.faults.metric_age_s = one.faults.remembered_s = 2.0
+    await asyncio.sleep(0.05)
+    task = asyncio.create_task(seen.send(one, EngineRequest("a", 100, 900)))
+    observed: list[int | None] = []
+    for _ in range(50):
+        gauges = one.scrape()
+        observed.append(None if gauges is None else gauges.running)
+        await asyncio.sleep(0.1)
+    await task
+    # Nothing is two seconds old at first: until then the page shows what it showed at its start.
+    assert observed[:21] == [0] * 21
+    assert observed[22:] == [1] * 28
 
 
-def test_a_client_that_leaves_frees_its_place_at_once() -> None:
-    async def body() -> None:
-        one = replica()
-        jobs = [one.open(EngineRequest(str(i), 50, 1_000), lambda: None) for i in range(12)]
-        await asyncio.sleep(1.0)
-        assert one.load() == (8, 4)
-        for job in jobs:
-            one.leave(job)
-        assert one.load() == (0, 0)
-        assert not one.engine.busy
-
-    run(body())
+@virtual
+async def test_a_client_that_leaves_frees_its_place_at_once() -> None:
+    one = replica()
+    jobs = [one.open(EngineRequest(str(i), 50, 1_000), lambda: None) for i in range(12)]
+    await asyncio.sleep(1.0)
+    assert one.load() == (8, 4)
+    for job in jobs:
+        one.leave(job)
+    assert one.load() == (0, 0)
+    assert not one.engine.busy

@@ -12,28 +12,10 @@ from llmproxy.config import PLACEMENT_PRESETS, Config
 from llmproxy.lab.baselines import baseline_named, baselines
 from llmproxy.lab.policies.by_name import is_own, names, own_name, plan_named
 from llmproxy.lab.run.replay import records_of
+from tests.lab.baselines.baseline_world import NAMES
 from tests.lab.small import setup, traffic
 
-NAMES = (
-    "random",
-    "round_robin",
-    "least_request",
-    "power_of_two",
-    "cache_aware",
-    "epp_blend",
-    "epp_sticky",
-    "dynamo_cost",
-    "session",
-)
-LATE = (
-    "late_epp_blend",
-    "late_epp_sticky",
-    "late_least_request",
-    "late_power_of_two",
-    "late_random",
-    "late_round_robin",
-    "late_session",
-)
+LATE = {f"late_{name}" for name in set(NAMES) - {"cache_aware", "dynamo_cost"}}
 
 
 def scheduling(**given: Any) -> Config:

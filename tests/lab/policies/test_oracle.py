@@ -16,10 +16,10 @@ from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.fleet.world import Blocks, World
 from llmproxy.lab.policies.oracle import PATIENCE_S, Oracle
 from llmproxy.lab.run.replay import records_of
-from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 from llmproxy.simulator.engine.profiles import profile_named
 from tests.core.make import view
+from tests.dispatching import virtual
 from tests.lab.small import fleet, setup, traffic
 
 
@@ -67,127 +67,109 @@ class Stand:
         return lambda: self.oracle.finished(lease, Verdict.SERVED, None, self._now())
 
 
-def test_it_goes_where_the_prompt_is_cached() -> None:
-    async def body() -> None:
-        stand = Stand(fleet(3))
-        prompt = Arrival(0.0, 3_200, 5, tuple(range(50)))
-        other = Arrival(0.0, 3_200, 5, tuple(range(100, 150)))
-        (await stand.hold(other, "gpu-1"))()
-        (await stand.hold(prompt, "gpu-2"))()
-        assert stand.chosen(prompt) == "gpu-2"
-        assert stand.chosen(other) == "gpu-1"
-        assert stand.chosen(prompt, frozenset({"gpu-2"})) == "gpu-0"
-
-    run(body())
+@virtual
+async def test_it_goes_where_the_prompt_is_cached() -> None:
+    stand = Stand(fleet(3))
+    prompt = Arrival(0.0, 3_200, 5, tuple(range(50)))
+    other = Arrival(0.0, 3_200, 5, tuple(range(100, 150)))
+    (await stand.hold(other, "gpu-1"))()
+    (await stand.hold(prompt, "gpu-2"))()
+    assert stand.chosen(prompt) == "gpu-2"
+    assert stand.chosen(other) == "gpu-1"
+    assert stand.chosen(prompt, frozenset({"gpu-2"})) == "gpu-0"
 
 
-def test_a_warm_cache_does_not_outweigh_a_crowd() -> None:
-    async def body() -> None:
-        stand = Stand(fleet(2))
-        prompt = Arrival(0.0, 640, 400, tuple(range(10)))
-        for _ in range(8):
-            await stand.hold(replace(prompt, output_tokens=1_500), "gpu-1")
-        assert stand.chosen(prompt) == "gpu-0"
-
-    run(body())
+@virtual
+async def test_a_warm_cache_does_not_outweigh_a_crowd() -> None:
+    stand = Stand(fleet(2))
+    prompt = Arrival(0.0, 640, 400, tuple(range(10)))
+    for _ in range(8):
+        await stand.hold(replace(prompt, output_tokens=1_500), "gpu-1")
+    assert stand.chosen(prompt) == "gpu-0"
 
 
-def test_it_counts_what_a_request_takes_from_those_beside_it() -> None:
-    async def body() -> None:
-        stand = Stand(fleet(2))
-        for _ in range(10):
-            await stand.hold(Arrival(0.0, 50, 3_000), "gpu-0")
-        stand.world.replicas["gpu-1"].slow_down(1.4)
-        # Alone it would end sooner on gpu-0, but its long prompt would hold up ten others there.
-        assert stand.chosen(Arrival(0.0, 50, 100)) == "gpu-0"
-        assert stand.chosen(Arrival(0.0, 4_000, 100)) == "gpu-1"
-
-    run(body())
+@virtual
+async def test_it_counts_what_a_request_takes_from_those_beside_it() -> None:
+    stand = Stand(fleet(2))
+    for _ in range(10):
+        await stand.hold(Arrival(0.0, 50, 3_000), "gpu-0")
+    stand.world.replicas["gpu-1"].slow_down(1.4)
+    # Alone it would end sooner on gpu-0, but its long prompt would hold up ten others there.
+    assert stand.chosen(Arrival(0.0, 50, 100)) == "gpu-0"
+    assert stand.chosen(Arrival(0.0, 4_000, 100)) == "gpu-1"
 
 
-def test_it_takes_the_faster_of_two_replicas() -> None:
-    async def body() -> None:
-        fast, slow = fleet(1).replicas[0], fleet(1).replicas[0]
-        slow = replace(slow, name="a-slow", profile_name="llama-8b-a100", profile=profile_named("llama-8b-a100"))
-        stand = Stand(SimulatedFleet("mixed", (slow, replace(fast, name="b-fast"))))
-        assert stand.chosen(Arrival(0.0, 1_000, 100)) == "b-fast"
-        stand.world.replicas["b-fast"].slow_down(10.0)
-        assert stand.chosen(Arrival(0.0, 1_000, 100)) == "a-slow"
-
-    run(body())
+@virtual
+async def test_it_takes_the_faster_of_two_replicas() -> None:
+    fast, slow = fleet(1).replicas[0], fleet(1).replicas[0]
+    slow = replace(slow, name="a-slow", profile_name="llama-8b-a100", profile=profile_named("llama-8b-a100"))
+    stand = Stand(SimulatedFleet("mixed", (slow, replace(fast, name="b-fast"))))
+    assert stand.chosen(Arrival(0.0, 1_000, 100)) == "b-fast"
+    stand.world.replicas["b-fast"].slow_down(10.0)
+    assert stand.chosen(Arrival(0.0, 1_000, 100)) == "a-slow"
 
 
-def test_it_waits_where_nobody_can_begin() -> None:
-    async def body() -> None:
-        stand = Stand(fleet(2, max_num_seqs=1))
-        long, next_one = Arrival(0.0, 100, 1_000), Arrival(0.0, 100, 10)
-        await stand.hold(long, "gpu-0")
-        assert stand.chosen(next_one) == "gpu-1"
-        end = await stand.hold(replace(long, output_tokens=500), "gpu-1")
-        assert stand.place(next_one) is NO_CAPACITY
-        end()
-        assert stand.chosen(next_one) == "gpu-1"
-        assert stand.place(next_one, frozenset({"gpu-1"})) is NO_CAPACITY
-
-    run(body())
+@virtual
+async def test_it_waits_where_nobody_can_begin() -> None:
+    stand = Stand(fleet(2, max_num_seqs=1))
+    long, next_one = Arrival(0.0, 100, 1_000), Arrival(0.0, 100, 10)
+    await stand.hold(long, "gpu-0")
+    assert stand.chosen(next_one) == "gpu-1"
+    end = await stand.hold(replace(long, output_tokens=500), "gpu-1")
+    assert stand.place(next_one) is NO_CAPACITY
+    end()
+    assert stand.chosen(next_one) == "gpu-1"
+    assert stand.place(next_one, frozenset({"gpu-1"})) is NO_CAPACITY
 
 
-def test_oracle_waits_for_a_place_only_for_a_warm_cache() -> None:
-    async def body() -> None:
-        stand = Stand(fleet(1, max_num_seqs=1))
-        warm, cold = Arrival(0.0, 3_200, 500, tuple(range(50))), Arrival(0.0, 3_200, 500)
-        await stand.hold(warm, "gpu-0")
-        # One second of the answer is over.
-        left_s = 500 * stand.world.replicas["gpu-0"].engine.profile.step_s(1, 3_200, []) - 1.0
-        await asyncio.sleep(left_s - PATIENCE_S - 0.1)
-        assert stand.place(warm) is NO_CAPACITY
-        await asyncio.sleep(0.2)
-        assert stand.chosen(warm) == "gpu-0"
-        assert stand.place(cold) is NO_CAPACITY
-
-    run(body())
+@virtual
+async def test_oracle_waits_for_a_place_only_for_a_warm_cache() -> None:
+    stand = Stand(fleet(1, max_num_seqs=1))
+    warm, cold = Arrival(0.0, 3_200, 500, tuple(range(50))), Arrival(0.0, 3_200, 500)
+    await stand.hold(warm, "gpu-0")
+    # One second of the answer is over.
+    left_s = 500 * stand.world.replicas["gpu-0"].engine.profile.step_s(1, 3_200, []) - 1.0
+    await asyncio.sleep(left_s - PATIENCE_S - 0.1)
+    assert stand.place(warm) is NO_CAPACITY
+    await asyncio.sleep(0.2)
+    assert stand.chosen(warm) == "gpu-0"
+    assert stand.place(cold) is NO_CAPACITY
 
 
-def test_it_waits_for_room_in_the_cache() -> None:
-    async def body() -> None:
-        stand = Stand(fleet(1, kv_tokens=4_000))
-        end = await stand.hold(Arrival(0.0, 2_000, 1_000), "gpu-0")
-        assert isinstance(stand.place(Arrival(0.0, 500, 300)), Placed)
-        # Both prompts would fit, but not both answers.
-        assert stand.place(Arrival(0.0, 500, 1_000)) is NO_CAPACITY
-        stand.world.replicas["gpu-0"].kill()
-        stand.world.replicas["gpu-0"].start()
-        end()
-        assert isinstance(stand.place(Arrival(0.0, 500, 1_000)), Placed)
-
-    run(body())
+@virtual
+async def test_it_waits_for_room_in_the_cache() -> None:
+    stand = Stand(fleet(1, kv_tokens=4_000))
+    end = await stand.hold(Arrival(0.0, 2_000, 1_000), "gpu-0")
+    assert isinstance(stand.place(Arrival(0.0, 500, 300)), Placed)
+    # Both prompts would fit, but not both answers.
+    assert stand.place(Arrival(0.0, 500, 1_000)) is NO_CAPACITY
+    stand.world.replicas["gpu-0"].kill()
+    stand.world.replicas["gpu-0"].start()
+    end()
+    assert isinstance(stand.place(Arrival(0.0, 500, 1_000)), Placed)
 
 
-def test_it_leaves_out_who_is_down_excluded_or_too_small() -> None:
-    async def body() -> None:
-        small, large = fleet(1, max_model_len=1_000).replicas[0], fleet(1).replicas[0]
-        stand = Stand(SimulatedFleet("mixed", (replace(small, name="a"), replace(large, name="b"))))
-        # Its own length, not the one that the request claims.
-        assert stand.chosen(Arrival(0.0, 600, 600)) == "b"
-        assert stand.chosen(Arrival(0.0, 600, 100)) == "a"
-        stand.down.add("a")
-        assert stand.chosen(Arrival(0.0, 600, 100)) == "b"
-        assert stand.place(Arrival(0.0, 600, 100), frozenset({"a", "b"})) is NO_MATCH_FOR_MODEL
-
-    run(body())
+@virtual
+async def test_it_leaves_out_who_is_down_excluded_or_too_small() -> None:
+    small, large = fleet(1, max_model_len=1_000).replicas[0], fleet(1).replicas[0]
+    stand = Stand(SimulatedFleet("mixed", (replace(small, name="a"), replace(large, name="b"))))
+    # Its own length, not the one that the request claims.
+    assert stand.chosen(Arrival(0.0, 600, 600)) == "b"
+    assert stand.chosen(Arrival(0.0, 600, 100)) == "a"
+    stand.down.add("a")
+    assert stand.chosen(Arrival(0.0, 600, 100)) == "b"
+    assert stand.place(Arrival(0.0, 600, 100), frozenset({"a", "b"})) is NO_MATCH_FOR_MODEL
 
 
-def test_adapter_prefers_its_replica_and_waits_for_a_slot() -> None:
-    async def body() -> None:
-        stand = Stand(fleet(2, max_loras=1))
-        await stand.hold(Arrival(0.0, 100, 2_000, adapter="x"), "gpu-1")
-        assert stand.chosen(Arrival(0.0, 100, 10, adapter="y")) == "gpu-0"
-        await stand.hold(Arrival(0.0, 100, 2_000, adapter="x"), "gpu-0")
-        assert stand.place(Arrival(0.0, 100, 10, adapter="y")) is NO_MATCH
-        assert isinstance(stand.place(Arrival(0.0, 100, 10, adapter="x")), Placed)
-        assert isinstance(stand.place(Arrival(0.0, 100, 10)), Placed)
-
-    run(body())
+@virtual
+async def test_adapter_prefers_its_replica_and_waits_for_a_slot() -> None:
+    stand = Stand(fleet(2, max_loras=1))
+    await stand.hold(Arrival(0.0, 100, 2_000, adapter="x"), "gpu-1")
+    assert stand.chosen(Arrival(0.0, 100, 10, adapter="y")) == "gpu-0"
+    await stand.hold(Arrival(0.0, 100, 2_000, adapter="x"), "gpu-0")
+    assert stand.place(Arrival(0.0, 100, 10, adapter="y")) is NO_MATCH
+    assert isinstance(stand.place(Arrival(0.0, 100, 10, adapter="x")), Placed)
+    assert isinstance(stand.place(Arrival(0.0, 100, 10)), Placed)
 
 
 def test_an_adapter_that_fits_nowhere_does_not_hold_up_the_others() -> None:

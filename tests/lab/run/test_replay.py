@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -17,7 +14,7 @@ from llmproxy.lab.policies.by_name import names
 from llmproxy.lab.results.record import Record
 from llmproxy.lab.run.replay import records_of, replay
 from llmproxy.lab.traces.arrival import Arrival
-from tests.lab.small import fleet, setup, traffic
+from tests.lab.small import fleet, printed_with_hash_seeds, setup, traffic
 
 
 @pytest.mark.parametrize("policy", names())
@@ -40,22 +37,16 @@ def test_equal_setups_give_equal_ends_and_another_seed_gives_others() -> None:
 
 @pytest.mark.parametrize("policy", ["blend", "late_power_of_two", "epp_sticky", "session", "oracle"])
 def test_bytes_do_not_depend_on_the_hash_seed(policy: str) -> None:
-    code = (
+    one, other = printed_with_hash_seeds(
         "from tests.lab.small import setup, traffic\n"
         "from llmproxy.lab.run.replay import replay\n"
         "from llmproxy.lab.results.result import SimulationResult, to_bytes\n"
         f"recorder = replay(setup(traffic(), {policy!r}))\n"
         f"run = recorder.result({policy!r}, 1, 1.0, 1.0)\n"
-        "import sys; sys.stdout.buffer.write(to_bytes(SimulationResult(runs=[run])))\n"
+        "print(to_bytes(SimulationResult(runs=[run])).decode())\n"
     )
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in ("0", "4242")
-    ]
-    assert outputs[0] == outputs[1]
-    assert len(outputs[0]) > 1_000
+    assert one == other
+    assert len(one) > 1_000
 
 
 def choices(policy: str, arrivals: list[Arrival], on: SimulatedFleet | None = None) -> list[str | None]:
@@ -170,15 +161,6 @@ def test_a_hung_replica_is_left_alone_once_its_polls_fail() -> None:
     # Two polls of two seconds without an answer mark it down.
     assert not [one for one in ends if one.backend == "gpu-1" and one.arrived_s > 7.0]
     assert Counter(one.outcome for one in ends)[Outcome.COMPLETED] > 250
-
-
-def test_a_slow_replica_slows_its_answers() -> None:
-    ends = ended([Fault(0.0, FleetFaultKind.SLOW, "gpu-1", value=5.0)], "round_robin")
-    means = {}
-    for name in ("gpu-0", "gpu-1"):
-        some = [one.tpot_s for one in ends if one.backend == name and one.tpot_s is not None]
-        means[name] = sum(some) / len(some)
-    assert means["gpu-1"] > 3 * means["gpu-0"]
 
 
 def test_a_replica_that_joins_late_serves_only_then() -> None:

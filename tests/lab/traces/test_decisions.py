@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from heapq import heappush
 from itertools import islice
 from pathlib import Path
@@ -18,23 +17,10 @@ from llmproxy.lab.traces import open_trace, survey
 from llmproxy.lab.traces.arrival import Arrival, TraceError
 from llmproxy.telemetry.exit_fields import decision_fields
 from tests.exits import exit_of
+from tests.lab.traces.conftest import Saved, complaint, read
 
 START = {"llmproxy_decisions": 1, "wall_time": "2026-11-21T10:00:00+00:00"}
 NEXT_DAY = {"llmproxy_decisions": 1, "wall_time": "2026-11-22T10:00:00+00:00"}
-
-Saved = Callable[..., Path]
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Saved:
-    """Writes a log of these lines; a text is written as it is."""
-
-    def save(*lines: dict[str, Any] | str) -> Path:
-        path = tmp_path / "decisions.jsonl"
-        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-        return path
-
-    return save
 
 
 def line(at_s: float, output_tokens: int | None = 5, **given: Any) -> dict[str, Any]:
@@ -43,18 +29,8 @@ def line(at_s: float, output_tokens: int | None = 5, **given: Any) -> dict[str, 
     return facts | given
 
 
-def read(path: Path) -> list[Arrival]:
-    return list(open_trace(path).arrivals())
-
-
 def times(path: Path) -> list[float]:
     return [arrival.at_s for arrival in read(path)]
-
-
-def complaint(path: Path) -> str:
-    with pytest.raises(TraceError) as caught:
-        read(path)
-    return str(caught.value).removeprefix(f"{path.parent}/")
 
 
 def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
@@ -166,19 +142,19 @@ def test_only_the_first_line_is_looked_at_before_it_is_read(saved: Saved) -> Non
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ((START,), "decisions.jsonl: no requests: there is nothing below the first line"),
-        ((START, line(0.0, None)), "decisions.jsonl: no request got an answer, so that the length of one is unknown"),
-        ((START, '{"at', line(1.0)), "decisions.jsonl:2: not valid JSON"),
-        ((START, '{"at', "{", NEXT_DAY), "decisions.jsonl:2: not valid JSON"),
-        ((START, line(-1.0)), "decisions.jsonl:2: at_s is -1.0; times count"),
-        ((START, {"prompt_tokens": 1}), "decisions.jsonl:2: at_s is null; should be a number"),
-        ((START, line(0.0, prompt_tokens=0)), "decisions.jsonl:2: prompt_tokens is 0; should be 1 to"),
-        ((START, line(0.0) | {"output_tokens": "5"}), 'decisions.jsonl:2: output_tokens is "5"; should be an integer'),
-        ((START, line(0.0, tenant=3)), "decisions.jsonl:2: tenant is 3; should be a text"),
-        (({"llmproxy_decisions": 2},), "decisions.jsonl:1: llmproxy_decisions is not 1"),
-        (({"llmproxy_decisions": 1},), "decisions.jsonl:1: wall_time should be like 2027"),
-        (({**START, "wall_time": "2026-11-21T10:00:00"},), "decisions.jsonl:1: wall_time should be like 2027"),
-        (({**START, "wall_time": 3},), "decisions.jsonl:1: wall_time should be like 2027"),
+        ((START,), "trace.data: no requests: there is nothing below the first line"),
+        ((START, line(0.0, None)), "trace.data: no request got an answer, so that the length of one is unknown"),
+        ((START, '{"at', line(1.0)), "trace.data:2: not valid JSON"),
+        ((START, '{"at', "{", NEXT_DAY), "trace.data:2: not valid JSON"),
+        ((START, line(-1.0)), "trace.data:2: at_s is -1.0; times count"),
+        ((START, {"prompt_tokens": 1}), "trace.data:2: at_s is null; should be a number"),
+        ((START, line(0.0, prompt_tokens=0)), "trace.data:2: prompt_tokens is 0; should be 1 to"),
+        ((START, line(0.0) | {"output_tokens": "5"}), 'trace.data:2: output_tokens is "5"; should be an integer'),
+        ((START, line(0.0, tenant=3)), "trace.data:2: tenant is 3; should be a text"),
+        (({"llmproxy_decisions": 2},), "trace.data:1: llmproxy_decisions is not 1"),
+        (({"llmproxy_decisions": 1},), "trace.data:1: wall_time should be like 2027"),
+        (({**START, "wall_time": "2026-11-21T10:00:00"},), "trace.data:1: wall_time should be like 2027"),
+        (({**START, "wall_time": 3},), "trace.data:1: wall_time should be like 2027"),
     ],
 )
 def test_what_cannot_be_replayed_is_told_with_its_line(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from llmproxy.lab.traces import files, open_trace, survey, trace_named
 from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
+from tests.lab.traces.conftest import Saved, complaint, read
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 600, "output_length": 52, "hash_ids": [0, 7]}
@@ -33,31 +33,6 @@ OWN = """\
 "tenant": null}
 """
 HEAD = "t_s,client,prompt_tokens,output_tokens\n"
-
-Saved = Callable[[str | bytes], Path]
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Saved:
-    """Writes a file whose name says nothing of what it holds."""
-
-    def save(content: str | bytes) -> Path:
-        path = tmp_path / "trace.data"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
-
-    return save
-
-
-def read(path: Path) -> list[Arrival]:
-    return list(open_trace(path).arrivals())
-
-
-def complaint(path: Path) -> str:
-    """What is said of a file, its folder left out."""
-    with pytest.raises(TraceError) as caught:
-        read(path)
-    return str(caught.value).removeprefix(f"{path.parent}/")
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------

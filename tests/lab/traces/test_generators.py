@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise
@@ -15,6 +12,7 @@ import pytest
 from llmproxy.lab.traces import GENERATORS, generate, trace_named
 from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
 from llmproxy.lab.traces.parts import interleaved
+from tests.lab.small import printed_with_hash_seeds
 
 
 def made(spec: str, seed: int = 0) -> list[Arrival]:
@@ -74,17 +72,11 @@ def test_no_prompt_has_more_blocks_than_fit(name: str) -> None:
 
 
 def test_hash_seeds_change_nothing() -> None:
-    code = (
+    one, other = printed_with_hash_seeds(
         "from llmproxy.lab.traces import GENERATORS, generate; import zlib\n"
         "print([zlib.crc32(repr(list(generate('gen:' + n).arrivals())[:50]).encode()) for n in GENERATORS])"
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1
+    assert one == other
 
 
 # --- many turns -------------------------------------------------------------------------------------------------------

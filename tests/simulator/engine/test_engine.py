@@ -6,8 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.kv_cache import block_hashes
@@ -352,48 +350,3 @@ def test_time_per_output_token_is_that_of_a_real_h100(rate_rps: float, tpot_ms: 
     steady = [str(number) for number in range(200, 800)]
     mean_ms = sum((last[name] - first[name]) / 61 for name in steady) / len(steady) * 1000
     assert mean_ms == pytest.approx(tpot_ms, rel=0.02)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.data())
-def test_state_agrees_with_a_recount_after_anything(data: st.DataObject) -> None:
-    engine = Engine(
-        H100,
-        max_num_seqs=data.draw(st.integers(1, 6)),
-        max_loras=data.draw(st.integers(1, 3)),
-        kv_tokens=16 * data.draw(st.integers(6, 30)),
-        step_tokens=data.draw(st.sampled_from((8, 17, 64, 8192))),
-    )
-    owed: dict[str, int] = {}
-    for number in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(("add", "add", "step", "step", "step", "abort")))
-        if action == "add":
-            prompt = data.draw(st.integers(1, engine.kv_room_tokens - 1))
-            output = data.draw(st.integers(1, engine.kv_room_tokens - prompt))
-            adapter = data.draw(st.sampled_from((None, "a", "b", "c", "d")))
-            engine.add(wanted(str(number), prompt, output, adapter))
-            owed[str(number)] = output
-        elif action == "abort" and owed:
-            name = data.draw(st.sampled_from(sorted(owed)))
-            assert engine.abort(name)
-            del owed[name]
-        else:
-            settle(engine, owed)
-        check_engine(engine)
-    while engine.busy:
-        settle(engine, owed)
-        check_engine(engine)
-    assert not owed
-    assert engine.gauges().kv_used == 0.0
-
-
-def settle(engine: Engine, owed: dict[str, int]) -> None:
-    """Do a step and check that every request gets exactly its tokens, and ends with the last one."""
-    result = engine.step()
-    assert not engine.busy or result.duration_s > 0
-    assert result.emitted or result.prefill_tokens or result.preempted or not owed
-    for name in result.emitted:
-        owed[name] -= 1
-        assert (owed[name] == 0) == (name in result.finished)
-    for name in result.finished:
-        del owed[name]
