@@ -8,11 +8,13 @@ from itertools import count
 from random import Random
 from typing import Any
 
+import pytest
+
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DEFAULT, Drop, Grant, Listing, ModelCard, Reading, Request, Trouble
+from llmproxy.core.domain import DEFAULT, Drop, Grant, Listing, ModelCard, Reading, Refused, Request, Trouble
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import Settings
+from llmproxy.core.settings import CapacitySettings, Settings
 
 BASE = "base"
 _serial = count(1)
@@ -65,6 +67,11 @@ def view(name: str = "a", **given: Any) -> View:
     return View(**(facts | given))
 
 
+def tight(**given: Any) -> Settings:
+    """Settings under which a backend gets no more than it runs at once."""
+    return Settings(capacity=CapacitySettings(look_ahead=0), **given)
+
+
 def pools(
     backends: Mapping[str, int | None],
     settings: Settings | None = None,
@@ -79,6 +86,18 @@ def pools(
         made.backends[name].answered(0.0)
         made.listed(name, (listings or {}).get(name, listing()))
     return made
+
+
+def submit(of: Pools, *requests: Request, now: float = 0.0) -> None:
+    for one in requests:
+        of.submit(one, now)
+
+
+def refusal(call: Callable[..., object], *given: Any, **named: Any) -> Refused:
+    """The refusal that a call raises."""
+    with pytest.raises(Refused) as caught:
+        call(*given, **named)
+    return caught.value
 
 
 def kill(of: Pools, backend: str) -> None:

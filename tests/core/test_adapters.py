@@ -11,7 +11,7 @@ from llmproxy.core import adapters as module
 from llmproxy.core.adapters import ADAPTERS_MAX, BACKOFF_MAX_S, AdapterPlan, Adapters, Reply, Report
 from llmproxy.core.domain import Listing, ModelCard, Outcome, Refused
 from llmproxy.core.pools import Pools
-from tests.core.make import BASE, kill, pools
+from tests.core.make import BASE, kill, pools, refusal
 
 FLEET: dict[str, int | None] = {"a": None, "b": None, "c": None}
 
@@ -62,9 +62,7 @@ class World:
         self.adapters.replied(change, Reply(backend, status, status == 200, ""), self.now)
 
     def refusal(self, name: str = "x", **more: Any) -> Refused:
-        with pytest.raises(Refused) as caught:
-            self.load(name, **more)
-        return caught.value
+        return refusal(self.load, name, **more)
 
     @property
     def remembered(self) -> dict[str, str | None]:
@@ -138,9 +136,9 @@ def test_unloading_some_takes_the_fullest(world: World) -> None:
 def test_what_was_loaded_by_hand_can_be_unloaded(world: World) -> None:
     world.lists("b", x="/x")
     assert world.told(world.unload()) == ["b"]
-    with pytest.raises(Refused, match="cannot be found") as caught:
-        world.unload()
-    assert caught.value.outcome is Outcome.UNKNOWN_MODEL
+    caught = refusal(world.unload)
+    assert "cannot be found" in caught.message
+    assert caught.outcome is Outcome.UNKNOWN_MODEL
 
 
 # --- who is told again ------------------------------------------------------------------------------------------------
@@ -367,10 +365,7 @@ def test_a_name_that_will_be_served_again_is_not_unknown() -> None:
     world.load()
     world.lists("a")
     for name in ("x", "nick"):
-        with pytest.raises(Refused) as caught:
-            world.pools.catalogue.resolve(name)
-        assert (caught.value.outcome, caught.value.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 1.0)
+        caught = refusal(world.pools.catalogue.resolve, name)
+        assert (caught.outcome, caught.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 1.0)
     world.unload()
-    with pytest.raises(Refused) as caught:
-        world.pools.catalogue.resolve("x")
-    assert caught.value.outcome is Outcome.UNKNOWN_MODEL
+    assert refusal(world.pools.catalogue.resolve, "x").outcome is Outcome.UNKNOWN_MODEL

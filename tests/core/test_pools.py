@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Refused, Revoke, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, Grant, Outcome, Revoke, Usage, Verdict
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.scheduler import FAULT_RETRY_S
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import cached, grants, kill, listing, only_grant, pools, request
+from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
+from tests.core.make import cached, grants, kill, listing, only_grant, pools, refusal, request, submit, tight
 from tests.core.world import assert_nothing_left
 
-TIGHT = Settings(capacity=CapacitySettings(look_ahead=0))
+TIGHT = tight()
 ONE = UsageLimit(in_flight=1)
-LIMITED = Settings(capacity=CapacitySettings(look_ahead=0), limits=dict.fromkeys(("tenant:t", "tenant:u"), ONE))
+LIMITED = tight(limits=dict.fromkeys(("tenant:t", "tenant:u"), ONE))
 
 
 def two_pools(settings: Settings = TIGHT) -> Pools:
@@ -31,9 +31,7 @@ def granted(of: Pools, now: float = 0.0) -> list[str]:
 
 def test_a_saturated_model_does_not_hold_up_another() -> None:
     one = two_pools()
-    for _ in range(3):
-        one.submit(request(band=CRITICAL), 0.0)
-    one.submit(request(pool="other", model="other"), 0.0)
+    submit(one, *(request(band=CRITICAL) for _ in range(3)), request(pool="other", model="other"))
     assert sorted(granted(one)) == ["base", "other"]
 
 
@@ -48,9 +46,7 @@ def test_a_placement_that_raises_in_one_pool_spares_the_others(monkeypatch: pyte
         return place(*args)
 
     monkeypatch.setattr(placement, "place", faulty)
-    for _ in range(2):
-        one.submit(request(), 0.0)
-    one.submit(request(pool="other", model="other"), 0.0)
+    submit(one, *(request() for _ in range(2)), request(pool="other", model="other"))
     decisions = one.decide(0.0)
     assert [x.request.pool for x in decisions if isinstance(x, Grant)] == ["base", "other"], "one before the fault"
     assert [(str(fault), untold) for fault, untold in one.faults(0.0)] == [("a plugin's bug", 0)]
@@ -73,17 +69,15 @@ def test_a_pool_that_could_not_be_made_is_made_with_the_next_listing() -> None:
         one.backends[backend].answered(0.0)
         with pytest.raises(ValueError, match="a plugin's bug"):
             one.listed(backend, listing())
-    with pytest.raises(Refused):
-        one.submit(request(), 0.0)
+    refusal(one.submit, request(), 0.0)
     for backend in ("a", "b"):
         one.listed(backend, listing())
-    for _ in range(2):
-        one.submit(request(), 0.0)
+    submit(one, *(request() for _ in range(2)))
     assert granted(one) == ["base", "base"], "on either"
 
 
 def test_nobody_is_shed_for_a_request_whose_band_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(requests_max=1)))
+    one = pools({"a": 1}, tight(queue=QueueSettings(requests_max=1)))
     one.submit(request(), 0.0)
     assert granted(one) == ["base"]
     one.submit(request(id="waits"), 0.0)
@@ -102,10 +96,8 @@ def test_nobody_is_shed_for_a_request_whose_band_cannot_be_made(monkeypatch: pyt
 
 def test_queue_limits_count_over_all_pools() -> None:
     one = two_pools(Settings(queue=QueueSettings(requests_max=2)))
-    one.submit(request(), 0.0)
-    one.submit(request(pool="other", model="other"), 0.0)
-    with pytest.raises(Refused, match="requests_max"):
-        one.submit(request(), 0.0)
+    submit(one, request(), request(pool="other", model="other"))
+    assert "requests_max" in refusal(one.submit, request(), 0.0).message
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -175,8 +167,7 @@ def test_a_backend_joins_a_pool_with_its_first_listing() -> None:
     assert not one.ready(0.0), "up, but nothing is known of what it serves"
     one.listed("a", listing())
     assert one.ready(0.0)
-    one.submit(request(), 0.0)
-    one.submit(request(), 0.0)
+    submit(one, request(), request())
     assert granted(one) == ["base"]
     one.listed("late", listing())
     assert granted(one) == ["base"]
@@ -215,10 +206,9 @@ def test_a_request_for_a_pool_that_has_gone_is_refused() -> None:
     one = pools({"a": 4}, TIGHT)
     target = one.catalogue.resolve("base")
     one.listed("a", listing(base="new"))
-    with pytest.raises(Refused) as caught:
-        one.submit(request(pool=target.pool), 0.0)
-    assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
-    assert caught.value.retry_after_s
+    caught = refusal(one.submit, request(pool=target.pool), 0.0)
+    assert caught.outcome is Outcome.REJECTED_NO_BACKENDS
+    assert caught.retry_after_s
 
 
 def test_names_are_remembered_while_their_backend_is_down() -> None:
@@ -228,9 +218,7 @@ def test_names_are_remembered_while_their_backend_is_down() -> None:
     assert not one.ready(0.0)
     assert one.catalogue.resolve("fast").model == "lora"
     assert [entry["id"] for entry in one.catalogue.models()] == ["base", "lora", "fast"]
-    with pytest.raises(Refused) as caught:
-        one.submit(request(adapter="lora"), 0.0)
-    assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
+    assert refusal(one.submit, request(adapter="lora"), 0.0).outcome is Outcome.REJECTED_NO_BACKENDS
     one.backends["a"].answered(0.0)
     one.submit(request(adapter="lora"), 0.0)
     assert granted(one) == ["base"]
@@ -251,9 +239,7 @@ def test_a_backend_in_no_pool_may_fail_its_polls() -> None:
     kill(one, "a")
     assert one.decide(0.0) == []
     assert one.next_wakeup(0.0) is None
-    with pytest.raises(Refused) as caught:
-        one.catalogue.resolve("base")
-    assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
+    assert refusal(one.catalogue.resolve, "base").outcome is Outcome.REJECTED_NO_BACKENDS
 
 
 HOOKS = [
@@ -267,7 +253,7 @@ HOOKS = [
 def test_a_policy_that_raises_leaves_every_account_settled(
     kind: str, hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(capacity=CapacitySettings(look_ahead=0), limits={"tenant:t": UsageLimit(in_flight=2)})
+    settings = tight(limits={"tenant:t": UsageLimit(in_flight=2)})
     one = pools({"a": 2}, settings)
     scheduler = one.schedulers["base"]
     hearing = {
@@ -285,8 +271,7 @@ def test_a_policy_that_raises_leaves_every_account_settled(
         raise ValueError("a plugin's bug")
 
     monkeypatch.setattr(hearing[kind], hook, faulty)
-    for at in range(3):
-        one.submit(request(id=str(at), stream=True, limits=("tenant:t",)), 0.0)
+    submit(one, *(request(id=str(at), stream=True, limits=("tenant:t",)) for at in range(3)))
     granted = [decision for decision in one.decide(0.0) if isinstance(decision, Grant)]
     assert [grant.request.id for grant in granted] == ["0", "1"]
     for grant in granted:

@@ -8,9 +8,9 @@ from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Pre
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import LOOK_MAX, PREEMPT_MAX
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import grants, listing, only_grant, pools, reading, request
+from tests.core.make import grants, listing, only_grant, pools, reading, request, submit, tight
 
-TIGHT = Settings(ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0))
+TIGHT = tight(ceilings={DEFAULT: 1.0})
 
 
 def full(
@@ -33,8 +33,7 @@ def taken_back(of: Pools, now: float = 2.0) -> list[str]:
 
 
 def urgent(of: Pools, count: int = 1, band: int = CRITICAL, now: float = 2.0) -> None:
-    for _ in range(count):
-        of.submit(request(band=band, flow="urgent", arrived_s=now), now)
+    submit(of, *(request(band=band, flow="urgent", arrived_s=now) for _ in range(count)), now=now)
 
 
 def test_a_sheddable_lease_without_a_byte_is_preempted_for_critical() -> None:
@@ -107,7 +106,7 @@ def test_only_so_many_are_outstanding_at_a_time() -> None:
 
 
 def test_settings_turn_it_off() -> None:
-    of, _ = full(settings=Settings(ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0), preemption=False))
+    of, _ = full(settings=tight(ceilings={DEFAULT: 1.0}, preemption=False))
     urgent(of)
     assert taken_back(of) == []
 
@@ -147,8 +146,7 @@ def test_nothing_is_preempted_on_a_backend_that_cannot_serve_the_head() -> None:
 
 def test_nothing_is_taken_back_from_a_backend_that_failed_the_head() -> None:
     of = pools({"a": 1, "b": 1}, TIGHT)
-    for _ in range(2):
-        of.submit(request(band=SHEDDABLE, stream=True), 0.0)
+    submit(of, *(request(band=SHEDDABLE, stream=True) for _ in range(2)))
     of.decide(0.0)
     of.submit(request(band=CRITICAL), 2.0, frozenset({"a"}), Entry.RETRY)
     (back,) = of.decide(2.0)
@@ -242,10 +240,7 @@ def test_a_preempted_attempt_costs_nothing_and_holds_no_limit() -> None:
 
 
 def test_a_preempted_request_keeps_its_deadline_and_passes_a_full_queue() -> None:
-    tight = Settings(
-        ceilings={DEFAULT: 1.0}, capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(requests_max=1)
-    )
-    of, (low,) = full(settings=tight)
+    of, (low,) = full(settings=tight(ceilings={DEFAULT: 1.0}, queue=QueueSettings(requests_max=1)))
     urgent(of)
     assert taken_back(of) == ["low0"]
     of.finish(low, Verdict.PREEMPTED, 2.1)
@@ -337,8 +332,7 @@ def test_no_more_than_some_make_way_inside_an_engine_at_a_time() -> None:
 def test_nothing_is_preempted_for_a_request_at_its_usage_limit() -> None:
     settings = Settings(limits={"t": UsageLimit(in_flight=1)})
     of = pools({"a": 1, "b": 1, "c": 1}, settings)
-    of.submit(request(id="above", band=CRITICAL), 1.0)
-    of.submit(request(id="first", band=7, limits=("t",)), 1.0)
+    submit(of, request(id="above", band=CRITICAL), request(id="first", band=7, limits=("t",)), now=1.0)
     above, first = grants(of, 1.0)
     of.started(first, 1.1)
     of.finish(above, Verdict.SERVED, 1.2)

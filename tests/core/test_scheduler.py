@@ -15,30 +15,14 @@ from llmproxy.core.domain import (
     Entry,
     Grant,
     Outcome,
-    Refused,
-    Request,
     Revoke,
     Trouble,
     Verdict,
 )
 from llmproxy.core.placement.policy import Placement, make
-from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import cached, grants, kill, listing, only_drop, pools, reading, request
-
-
-def refusal(of: Pools, one: Request, now: float = 0.0, excluded: frozenset[str] = frozenset()) -> Refused:
-    with pytest.raises(Refused) as caught:
-        of.submit(one, now, excluded)
-    of.check(now)
-    return caught.value
-
-
-def submit(of: Pools, *requests: Request, now: float = 0.0) -> None:
-    for one in requests:
-        of.submit(one, now)
-
+from tests.core.make import cached, grants, kill, listing, only_drop, pools, reading, refusal, request, submit, tight
 
 # --- who and where in one step ----------------------------------------------------------------------------------------
 
@@ -53,12 +37,12 @@ def test_a_grant_books_at_once_so_a_burst_cannot_overshoot() -> None:
 
 
 def test_higher_bands_go_first_and_lower_ones_leave_them_room() -> None:
-    one = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    one = pools({"a": 20}, tight())
     for band in (SHEDDABLE, DEFAULT, CRITICAL):
         submit(one, *(request(band=band, flow=str(band)) for _ in range(30)))
     first = [grant.request.band for grant in grants(one)]
     assert first == [CRITICAL] * 20
-    idle = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0), headroom_s=inf))
+    idle = pools({"a": 20}, tight(headroom_s=inf))
     submit(idle, *(request(band=SHEDDABLE) for _ in range(30)))
     assert len(grants(idle)) == 17
     submit(idle, *(request(band=DEFAULT) for _ in range(30)))
@@ -68,7 +52,7 @@ def test_higher_bands_go_first_and_lower_ones_leave_them_room() -> None:
 
 
 def test_a_blocked_band_stops_those_below_it() -> None:
-    one = pools({"a": 4}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    one = pools({"a": 4}, tight())
     submit(one, *(request(band=CRITICAL) for _ in range(5)), *(request(band=SHEDDABLE) for _ in range(5)))
     held = grants(one)
     assert len(held) == 4
@@ -78,7 +62,7 @@ def test_a_blocked_band_stops_those_below_it() -> None:
 
 
 def test_strictness_does_not_rest_on_ceilings_that_fall() -> None:
-    rising = Settings(ceilings={CRITICAL: 0.5, SHEDDABLE: 1.0}, capacity=CapacitySettings(look_ahead=0))
+    rising = tight(ceilings={CRITICAL: 0.5, SHEDDABLE: 1.0})
     one = pools({"a": 4}, rising)
     submit(one, *(request(band=CRITICAL) for _ in range(3)), *(request(band=SHEDDABLE) for _ in range(3)))
     assert [grant.request.band for grant in grants(one)] == [CRITICAL] * 2
@@ -108,7 +92,7 @@ def test_a_head_that_fits_nowhere_does_not_hold_up_its_own_flow() -> None:
 
 
 def test_a_retry_avoids_what_failed_it_and_holds_nobody_up() -> None:
-    one = pools({"a": 1, "b": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    one = pools({"a": 1, "b": 1}, tight())
     submit(one, request(id="first"), request(id="second"))
     by_backend = {grant.placed.backend: grant for grant in grants(one)}
     failed = by_backend["a"]
@@ -123,14 +107,14 @@ def test_a_retry_avoids_what_failed_it_and_holds_nobody_up() -> None:
 
 
 def test_one_wide_request_may_overshoot_but_only_one() -> None:
-    one = pools({"a": 4}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    one = pools({"a": 4}, tight())
     submit(one, request(band=CRITICAL), request(band=CRITICAL, sequences=9), request(band=CRITICAL))
     assert [grant.request.sequences for grant in grants(one)] == [1, 9]
     assert one.views(0.0)["a"].load == 10
 
 
 def test_a_grant_says_why_and_how_many_were_passed() -> None:
-    one = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    one = pools({"a": 1}, tight())
     submit(one, request(), request(), request())
     (grant,) = grants(one, 3.0)
     assert grant.at_s == 3.0
@@ -172,26 +156,29 @@ NO_HOLD = Settings(queue=QueueSettings(hold_s=0.0))
 def test_a_request_without_backends_or_holding_is_refused_at_once() -> None:
     one = pools({"a": 4}, NO_HOLD)
     one.troubled("a", Trouble.UNHEALTHY)
-    refused = refusal(one, request())
+    refused = refusal(one.submit, request(), 0.0)
     assert (refused.outcome, refused.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, RETRY_EMPTY_S)
+    one.check(0.0)
 
 
 def test_a_name_that_only_a_dead_backend_serves_is_refused_at_once() -> None:
     one = pools({"a": 4, "b": 4}, NO_HOLD, listings={"a": listing("x"), "b": listing()})
     one.troubled("a", Trouble.UNHEALTHY)
     assert one.catalogue.resolve("x").adapter == "x", "it is remembered"
-    refused = refusal(one, request(adapter="x"))
+    refused = refusal(one.submit, request(adapter="x"), 0.0)
     assert refused.outcome is Outcome.REJECTED_NO_BACKENDS
     assert "`x`" in refused.message
+    one.check(0.0)
     submit(one, request())
 
 
 def test_a_retry_that_every_backend_has_failed_is_refused() -> None:
     one = pools({"a": 4, "b": 4}, NO_HOLD)
     one.troubled("b", Trouble.UNHEALTHY)
-    refused = refusal(one, request(), excluded=frozenset({"a"}))
+    refused = refusal(one.submit, request(), 0.0, frozenset({"a"}))
     assert refused.outcome is Outcome.REJECTED_NO_BACKENDS
     assert "has failed this request" in refused.message
+    one.check(0.0)
     one.submit(request(), 0.0, frozenset({"b"}))
 
 
@@ -207,14 +194,15 @@ def test_a_backend_that_rests_after_failures_is_waited_for() -> None:
 
 
 def test_a_full_queue_refuses_with_the_name_and_a_measured_wait() -> None:
-    one = pools({"a": 1}, Settings(queue=QueueSettings(band_requests_max=2), capacity=CapacitySettings(look_ahead=0)))
+    one = pools({"a": 1}, tight(queue=QueueSettings(band_requests_max=2)))
     submit(one, request())
     grants(one)
     submit(one, request(), request(), now=10.0)
-    refused = refusal(one, request(), now=10.0)
+    refused = refusal(one.submit, request(), 10.0)
     assert refused.outcome is Outcome.REJECTED_CAPACITY
     assert "queue.band_requests_max" in refused.message
     assert refused.retry_after_s == 30.0, "one grant in ten seconds, and two are ahead"
+    one.check(10.0)
     submit(one, request(band=CRITICAL), now=10.0)
 
 
@@ -238,7 +226,7 @@ def test_a_deadline_is_a_drop_at_its_instant_even_with_room() -> None:
 
 
 def test_who_expires_while_every_backend_is_down_is_told_so() -> None:
-    one = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(hold_s=0.0)))
+    one = pools({"a": 1}, tight(queue=QueueSettings(hold_s=0.0)))
     submit(one, request(), request(deadline_s=5.0))
     grants(one)
     assert one.next_wakeup(0.0) == 5.0
@@ -247,7 +235,7 @@ def test_who_expires_while_every_backend_is_down_is_told_so() -> None:
 
 
 def test_a_request_that_waits_again_after_a_failure_expires_once() -> None:
-    one = pools({"a": 1, "b": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    one = pools({"a": 1, "b": 1}, tight())
     submit(one, request(id="retried", deadline_s=5.0), request())
     (retried, _) = grants(one)
     one.finish(retried, Verdict.FAILED, 1.0)
@@ -347,7 +335,7 @@ def test_slow_polls_revoke_nothing() -> None:
 
 # --- a full waiting room ----------------------------------------------------------------------------------------------
 
-FULL = Settings(queue=QueueSettings(requests_max=2), capacity=CapacitySettings(look_ahead=0))
+FULL = tight(queue=QueueSettings(requests_max=2))
 
 
 def test_a_higher_band_sheds_the_newest_of_the_lowest_band() -> None:
@@ -358,8 +346,7 @@ def test_a_higher_band_sheds_the_newest_of_the_lowest_band() -> None:
     submit(of, request(id="urgent", band=CRITICAL, arrived_s=0.3))
     drop = only_drop(of, 0.3)
     assert (drop.request.id, drop.outcome) == ("new", Outcome.SHED)
-    with pytest.raises(Refused, match="requests_max"):
-        of.submit(request(id="late", band=SHEDDABLE), 0.4)
+    assert "requests_max" in refusal(of.submit, request(id="late", band=SHEDDABLE), 0.4).message
     of.check(0.0)
 
 

@@ -15,17 +15,16 @@ from llmproxy.core.domain import (
     Grant,
     Outcome,
     Preempt,
-    Refused,
     Trouble,
     Verdict,
 )
 from llmproxy.core.placement.policy import presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import listing, only_drop, pools, reading, request
+from llmproxy.core.settings import QueueSettings, Settings
+from tests.core.make import listing, only_drop, pools, reading, refusal, request, submit, tight
 
-ROOMY = Settings(capacity=CapacitySettings(look_ahead=0))
+ROOMY = tight()
 
 
 def grants(decided: Sequence[object]) -> dict[str, str]:
@@ -54,8 +53,7 @@ def test_any_number_of_them_hides_nobody_behind_it(fairness: str) -> None:
     of = pools({"a": 1, "b": 4}, Settings(fairness=fairness, capacity=ROOMY.capacity))
     held = fill(of, "a")
     many = [f"bound {n}" for n in range(3 * FLOW_LOOK_MAX)]
-    for name in many:
-        of.submit(request(id=name, backend="a"), 1.0)
+    submit(of, *(request(id=name, backend="a") for name in many), now=1.0)
     of.submit(request(id="free", arrived_s=2.0), 2.0)
     assert grants(of.decide(2.0)) == {"free": "b"}
     for _ in many:
@@ -82,8 +80,7 @@ def test_the_higher_band_has_its_backend_first() -> None:
 
 def test_only_what_its_own_backend_has_is_taken_back_for_it() -> None:
     of = pools({"a": 1, "b": 1}, Settings(capacity=ROOMY.capacity, preemption=True))
-    for name in "ab":
-        of.submit(request(id=f"low on {name}", band=SHEDDABLE, backend=name, stream=True), 0.0)
+    submit(of, *(request(id=f"low on {name}", band=SHEDDABLE, backend=name, stream=True) for name in "ab"))
     assert len(grants(of.decide(0.0))) == 2
     of.submit(request(id="high", band=CRITICAL, backend="a"), 1.0)
     assert [one.backend for one in of.decide(1.0) if isinstance(one, Preempt)] == ["a"]
@@ -107,9 +104,8 @@ def test_a_bound_request_is_held_while_its_backend_is_down_or_drained() -> None:
 def test_without_holding_it_is_told_at_once() -> None:
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=0.0)))
     of.backends["a"].drained = True
-    with pytest.raises(Refused) as told:
-        of.submit(request(backend="a"), 0.0)
-    assert (told.value.outcome, told.value.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
+    told = refusal(of.submit, request(backend="a"), 0.0)
+    assert (told.outcome, told.retry_after_s) == (Outcome.REJECTED_NO_BACKENDS, 2.0)
 
 
 def gone(of: Pools) -> None:
@@ -151,16 +147,14 @@ def test_nobody_is_let_in_for_a_backend_that_is_gone(loses: object, entry: Entry
     of = pools({"a": 4, "b": 4}, Settings(queue=QueueSettings(hold_s=10.0)))
     assert callable(loses)
     loses(of)
-    with pytest.raises(Refused, match="No backend of `base` keeps it") as told:
-        of.submit(request(backend="a"), 0.0, entry=entry)
-    assert told.value.outcome is Outcome.BAD_REQUEST
+    told = refusal(of.submit, request(backend="a"), 0.0, entry=entry)
+    assert "No backend of `base` keeps it" in told.message
+    assert told.outcome is Outcome.BAD_REQUEST
 
 
 def test_nobody_is_let_in_for_a_backend_that_does_not_serve_the_model() -> None:
     of = pools({"a": 4, "b": 4}, listings={"b": listing("x")})
-    with pytest.raises(Refused) as told:
-        of.submit(request(adapter="x", backend="a"), 0.0)
-    assert told.value.outcome is Outcome.BAD_REQUEST
+    assert refusal(of.submit, request(adapter="x", backend="a"), 0.0).outcome is Outcome.BAD_REQUEST
 
 
 def test_a_band_barred_from_an_engines_queue_waits_until_it_is_empty() -> None:

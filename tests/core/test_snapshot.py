@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from llmproxy.core import snapshot
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Refused, Request, Slo, Trouble, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Request, Slo, Trouble, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing import lazy_heap, queue
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
 from llmproxy.core.snapshot import BandSnapshot, PoolSnapshot, Position
-from tests.core.make import grants, listing, only_grant, pools, reading, request
+from tests.core.make import grants, listing, only_grant, pools, reading, refusal, request, submit
 
 NO_LOOK_AHEAD = CapacitySettings(look_ahead=0)
 ACME = "tenant:acme"
@@ -23,8 +23,7 @@ def full(backends: int = 1, **settings: Any) -> Pools:
     """A pool whose every backend has its one seat taken."""
     given: dict[str, Any] = {"capacity": NO_LOOK_AHEAD, "fairness": "round_robin"} | settings
     house = pools({f"b{i}": 1 for i in range(backends)}, Settings(**given))
-    for i in range(backends):
-        house.submit(request(id=f"seat-{i}"), 0.0)
+    submit(house, *(request(id=f"seat-{i}") for i in range(backends)))
     assert len(house.decide(0.0)) == backends
     return house
 
@@ -291,8 +290,7 @@ def test_a_label_given_twice_means_the_newer_until_it_leaves() -> None:
 def test_a_request_that_was_refused_is_not_found() -> None:
     house = full(queue=QueueSettings(requests_max=1))
     enter(house, label="in")
-    with pytest.raises(Refused):
-        enter(house, label="out")
+    refusal(enter, house, label="out")
     assert house.position("out", 0.0) is None
 
 

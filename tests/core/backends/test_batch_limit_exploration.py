@@ -9,7 +9,7 @@ import pytest
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Preempt, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
-from tests.core.make import grants, pools, reading, request
+from tests.core.make import grants, pools, reading, request, submit
 
 SETTINGS = Settings(capacity=CapacitySettings(start_limit=4, look_ahead=0), headroom_s=1_000.0)
 
@@ -28,8 +28,7 @@ def unknown_pool(*names: str, placement: str = "cost") -> Pools:
 
 def flood(of: Pools, count: int, band: int, now: float) -> dict[str, list[Grant]]:
     """So many requests of a band, and where they went."""
-    for index in range(count):
-        of.submit(request(id=f"{band}-{now}-{index}", band=band, arrived_s=now), now)
+    submit(of, *(request(id=f"{band}-{now}-{index}", band=band, arrived_s=now) for index in range(count)), now=now)
     return granted(of, now)
 
 

@@ -8,7 +8,7 @@ from llmproxy.core.backends.backend import Backend
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, KnownLimit
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, HealthSettings, Settings
-from tests.core.make import BASE, listing, pools, reading, request
+from tests.core.make import BASE, listing, pools, reading, request, submit
 
 
 def queued_inside(*, used: int | None) -> Pools:
@@ -23,8 +23,7 @@ def queued_inside(*, used: int | None) -> Pools:
 
 
 def went(of: Pools, band: int, count: int = 6) -> set[str]:
-    for _ in range(count):
-        of.submit(request(band=band, arrived_s=1.1), 1.1)
+    submit(of, *(request(band=band, arrived_s=1.1) for _ in range(count)), now=1.1)
     return {one.placed.backend for one in of.decide(1.1) if isinstance(one, Grant)}
 
 

@@ -26,7 +26,7 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.policy import FilteredPlacement, presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from tests.core.make import grants, listing, pools, reading, request
+from tests.core.make import grants, listing, pools, reading, request, submit
 
 SETTINGS = Settings(placement="round_robin", ceilings={})
 NO_LOOK_AHEAD = replace(SETTINGS, capacity=replace(SETTINGS.capacity, look_ahead=0))
@@ -109,8 +109,7 @@ def test_half_open_backend_gets_one_probe_under_every_placement(placement: str) 
 def test_probe_is_a_request_of_the_lowest_granted_band() -> None:
     of = ejected(last_by_name())
     critical, default, sheddable = (ask(band=band) for band in (CRITICAL, DEFAULT, SHEDDABLE))
-    for one in (critical, default, sheddable):
-        of.submit(one, 2.0)
+    submit(of, critical, default, sheddable, now=2.0)
     assert {grant.request.id: grant.placed.backend for grant in grants(of, 2.0)} == {
         critical.id: "c",
         default.id: "c",

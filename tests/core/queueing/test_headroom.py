@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from llmproxy.core.backends.batch_limit import KEPT_FROM, slots_under
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Verdict
 from llmproxy.core.queueing.headroom import Headroom
-from llmproxy.core.settings import CapacitySettings, Settings
-from tests.core.make import only_grant, pools, request
+from llmproxy.core.settings import Settings
+from tests.core.make import only_grant, pools, request, submit, tight
 
 
 def test_nothing_is_kept_for_bands_that_nobody_uses() -> None:
@@ -63,9 +63,8 @@ def test_no_band_may_ever_fill_more_than_one_above_it() -> None:
 
 
 def test_what_waits_gets_the_reserve_when_it_lapses_without_any_event() -> None:
-    one = pools({"a": 20}, Settings(capacity=CapacitySettings(look_ahead=0), headroom_s=10.0))
-    for band in (CRITICAL, *[DEFAULT] * 30):
-        one.submit(request(band=band), 0.0)
+    one = pools({"a": 20}, tight(headroom_s=10.0))
+    submit(one, *(request(band=band) for band in (CRITICAL, *[DEFAULT] * 30)))
 
     def granted(now: float) -> int:
         return sum(isinstance(decision, Grant) for decision in one.decide(now))
@@ -76,7 +75,7 @@ def test_what_waits_gets_the_reserve_when_it_lapses_without_any_event() -> None:
     assert granted(10.0) == 1
 
 
-TIGHT = Settings(capacity=CapacitySettings(look_ahead=0))
+TIGHT = tight()
 BANDS = (CRITICAL + 7, CRITICAL, 50, DEFAULT, SHEDDABLE)
 FRACTIONS = st.floats(min_value=0.01, max_value=1.0)
 FALLING = st.lists(FRACTIONS, min_size=3, max_size=3).map(
@@ -93,17 +92,14 @@ FALLING = st.lists(FRACTIONS, min_size=3, max_size=3).map(
 def test_below_the_highest_band_in_use_a_slot_is_always_free(
     limits: list[int], ceilings: dict[int, float], used: set[int], headroom_s: float
 ) -> None:
-    settings = Settings(
-        ceilings=ceilings, headroom_s=headroom_s, placement="least_request", capacity=CapacitySettings(look_ahead=0)
-    )
+    settings = tight(ceilings=ceilings, headroom_s=headroom_s, placement="least_request")
     one = pools({f"b{number}": limit for number, limit in enumerate(limits)}, settings)
     highest = max(used | set(ceilings)) if headroom_s == inf else max(used)
     one.submit(request(band=highest), 0.0)
     first = only_grant(one, 0.0)
     one.finish(first, Verdict.SERVED, 1.0)
     for band in sorted(used - {highest}):
-        for _ in range(sum(limits) + 10):
-            one.submit(request(band=band), 2.0)
+        submit(one, *(request(band=band) for _ in range(sum(limits) + 10)), now=2.0)
     assert one.decide(2.0), "the bands below are not served at all"
     while one.decide(2.0):
         pass
@@ -140,16 +136,13 @@ def test_small_replicas_keep_one_slot_together_and_larger_ones_each(
     one.submit(request(band=CRITICAL), 0.0)
     first = only_grant(one, 0.0)
     one.finish(first, Verdict.SERVED, 0.5)
-    for _ in range(20):
-        one.submit(request(band=band, deadline_s=100.0), 1.0)
+    submit(one, *(request(band=band, deadline_s=100.0) for _ in range(20)), now=1.0)
     assert len(one.decide(1.0)) == granted
     # Nobody asked for more in a minute: it all goes to who waits.
     assert len(one.decide(60.5)) == sum(limits) - granted
 
 
 def test_who_wants_no_room_kept_says_so() -> None:
-    one = pools({"a": 8}, Settings(headroom_s=0.0, capacity=CapacitySettings(look_ahead=0)))
-    one.submit(request(band=CRITICAL), 0.0)
-    for _ in range(20):
-        one.submit(request(band=SHEDDABLE), 0.0)
+    one = pools({"a": 8}, tight(headroom_s=0.0))
+    submit(one, request(band=CRITICAL), *(request(band=SHEDDABLE) for _ in range(20)))
     assert len(one.decide(0.0)) == 8

@@ -26,7 +26,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.min_share import CREDIT_GRANTS, MinShares
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import kill, pools, reading, request
+from tests.core.make import kill, pools, reading, refusal, request, submit, tight
 
 
 def granted(of: Pools, now: float = 0.0) -> list[Grant]:
@@ -40,7 +40,7 @@ def granted(of: Pools, now: float = 0.0) -> list[Grant]:
 
 def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...], rounds: int = 600) -> Counter[int]:
     """Tokens granted by band while all of `waiting` always have requests, `at_a_time` of which end together."""
-    settings = Settings(min_shares=shares, capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(hold_s=0.0))
+    settings = tight(min_shares=shares, queue=QueueSettings(hold_s=0.0))
     of = pools({"a": 20}, settings)
     held: list[Grant] = []
     tokens: Counter[int] = Counter()
@@ -77,7 +77,7 @@ def test_without_shares_priority_is_strict() -> None:
 
 
 def test_a_share_does_not_matter_while_its_band_waits_for_nothing() -> None:
-    of = pools({"a": 1}, Settings(min_shares={SHEDDABLE: 0.5}, capacity=CapacitySettings(look_ahead=0)))
+    of = pools({"a": 1}, tight(min_shares={SHEDDABLE: 0.5}))
     of.submit(request(id="first"), 0.0)
     (held,) = granted(of)
     for number in range(30):
@@ -85,23 +85,18 @@ def test_a_share_does_not_matter_while_its_band_waits_for_nothing() -> None:
         of.finish(held, Verdict.SERVED, 0.0)
         (held,) = granted(of)
         assert not held.why.guaranteed
-    of.submit(request(id="waits"), 0.0)
-    of.submit(request(band=SHEDDABLE), 0.0)
+    submit(of, request(id="waits"), request(band=SHEDDABLE))
     of.finish(held, Verdict.SERVED, 1.0)
     (held,) = granted(of, 1.0)
     assert held.request.id == "waits", "credit does not pile up while nothing waits"
 
 
 def test_a_share_does_not_lift_the_ceiling_of_the_highest_band_that_waits() -> None:
-    settings = Settings(
-        min_shares={SHEDDABLE: 0.5}, capacity=CapacitySettings(look_ahead=0), ceilings={SHEDDABLE: 0.5, DEFAULT: 1.0}
-    )
+    settings = tight(min_shares={SHEDDABLE: 0.5}, ceilings={SHEDDABLE: 0.5, DEFAULT: 1.0})
     of = pools({"a": 10}, settings)
-    for number in range(5):
-        of.submit(request(id=f"fills {number}"), 0.0)
+    submit(of, *(request(id=f"fills {number}") for number in range(5)))
     assert len(granted(of)) == 5
-    of.submit(request(id="next"), 1.0)
-    of.submit(request(band=SHEDDABLE), 1.0)
+    submit(of, request(id="next"), request(band=SHEDDABLE), now=1.0)
     (last,) = granted(of, 1.0)
     assert last.request.id == "next", "the credit that it brought is of no use once nobody else waits"
 
@@ -118,11 +113,9 @@ def test_a_band_whose_requests_fit_nowhere_saves_up_a_few_grants_at_most() -> No
 
 
 def test_a_guaranteed_grant_says_so_and_is_not_taken_back() -> None:
-    settings = Settings(min_shares={SHEDDABLE: 0.4}, capacity=CapacitySettings(look_ahead=0), ceilings={DEFAULT: 1.0})
+    settings = tight(min_shares={SHEDDABLE: 0.4}, ceilings={DEFAULT: 1.0})
     of = pools({"a": 1}, settings)
-    of.submit(request(band=SHEDDABLE, stream=True), 0.0)
-    for _ in range(6):
-        of.submit(request(band=CRITICAL, deadline_s=1e9), 0.0)
+    submit(of, request(band=SHEDDABLE, stream=True), *(request(band=CRITICAL, deadline_s=1e9) for _ in range(6)))
     grants: list[Grant] = []
     for step in range(4):
         (grant,) = granted(of, float(step))
@@ -155,13 +148,9 @@ def test_what_was_cut_short_uses_its_share_up() -> None:
 
 def owed(charged: str) -> tuple[Pools, Grant]:
     """One slot, held by the sheddable request "low" for the share that a critical grant has earned its band."""
-    settings = Settings(
-        min_shares={SHEDDABLE: 0.4}, charged=charged, capacity=CapacitySettings(look_ahead=0), preemption=False
-    )
+    settings = tight(min_shares={SHEDDABLE: 0.4}, charged=charged, preemption=False)
     of = pools({"a": 1}, settings)
-    of.submit(request(id="low", band=SHEDDABLE, flow="low"), 0.0)
-    for _ in range(6):
-        of.submit(request(band=CRITICAL), 0.0)
+    submit(of, request(id="low", band=SHEDDABLE, flow="low"), *(request(band=CRITICAL) for _ in range(6)))
     (first,) = granted(of)
     of.finish(first, Verdict.SERVED, 0.0)
     (low,) = granted(of)
@@ -199,9 +188,8 @@ def test_a_higher_band_back_from_a_limit_does_not_delay_a_minimum_share() -> Non
 
 
 def test_nobody_earns_a_share_of_what_came_to_nothing() -> None:
-    of = pools({"a": 1}, Settings(min_shares={SHEDDABLE: 0.4}, capacity=CapacitySettings(look_ahead=0)))
-    of.submit(request(id="high", band=CRITICAL), 0.0)
-    of.submit(request(band=SHEDDABLE), 0.0)
+    of = pools({"a": 1}, tight(min_shares={SHEDDABLE: 0.4}))
+    submit(of, request(id="high", band=CRITICAL), request(band=SHEDDABLE))
     (high,) = granted(of)
     of.finish(high, Verdict.FAILED, 1.0)
     of.submit(high.request, 1.0, entry=Entry.RETRY)
@@ -227,7 +215,7 @@ def test_shares_given_back_are_no_more_than_may_be_gathered() -> None:
 
 
 def late(**given: Any) -> Pools:
-    settings = Settings(refuse_late=True, capacity=CapacitySettings(look_ahead=0), **given)
+    settings = tight(refuse_late=True, **given)
     of = pools({"a": 1}, settings)
     first_token = of.schedulers["base"]._first_token
     for tokens in (100, 200):
@@ -238,27 +226,23 @@ def late(**given: Any) -> Pools:
 def test_what_would_be_late_even_if_served_next_is_refused() -> None:
     of = late()
     of.submit(request(prompt_tokens=100, slo=Slo(ttft_s=1.5)), 0.0)
-    with pytest.raises(Refused) as caught:
-        of.submit(request(prompt_tokens=300, slo=Slo(ttft_s=1.5)), 0.0)
-    assert caught.value.outcome is Outcome.REJECTED_DEADLINE
-    assert "1.50 s late" in caught.value.message
-    assert caught.value.retry_after_s
-    of.submit(request(prompt_tokens=300), 0.0)
-    of.submit(request(prompt_tokens=300, slo=Slo(tpot_s=0.001)), 0.0)
+    caught = refusal(of.submit, request(prompt_tokens=300, slo=Slo(ttft_s=1.5)), 0.0)
+    assert caught.outcome is Outcome.REJECTED_DEADLINE
+    assert "1.50 s late" in caught.message
+    assert caught.retry_after_s
+    submit(of, request(prompt_tokens=300), request(prompt_tokens=300, slo=Slo(tpot_s=0.001)))
 
 
 def test_time_waited_before_and_time_until_there_is_room_count() -> None:
     of = late()
-    with pytest.raises(Refused):
-        of.submit(request(prompt_tokens=100, arrived_s=0.0, slo=Slo(ttft_s=1.5)), 0.6)
+    refusal(of.submit, request(prompt_tokens=100, arrived_s=0.0, slo=Slo(ttft_s=1.5)), 0.6)
     held = None
     for step in range(5):
         of.submit(request(prompt_tokens=100, arrived_s=float(step), deadline_s=1e9), float(step))
         (held,) = granted(of, float(step))
         if step < 4:
             of.finish(held, Verdict.SERVED, float(step) + 0.5)
-    with pytest.raises(Refused):
-        of.submit(request(prompt_tokens=100, arrived_s=4.0, slo=Slo(ttft_s=1.5)), 4.0)
+    refusal(of.submit, request(prompt_tokens=100, arrived_s=4.0, slo=Slo(ttft_s=1.5)), 4.0)
     assert held is not None
     of.finish(held, Verdict.SERVED, 4.0)
     of.submit(request(prompt_tokens=100, arrived_s=4.0, slo=Slo(ttft_s=1.5)), 4.0)
@@ -298,7 +282,7 @@ def test_the_30_acu_example() -> None:
     10 of them find neither a slot nor a place to wait, or wait; not one of the critical class does either.
     """
     waits = QueueSettings(band_requests_max=4)
-    settings = Settings(ceilings={SHEDDABLE: 1.0}, capacity=CapacitySettings(look_ahead=0), queue=waits)
+    settings = tight(ceilings={SHEDDABLE: 1.0}, queue=waits)
     of = pools({"a": 70, "b": 30}, settings)
     kill(of, "b")
     running: Counter[int] = Counter()
@@ -346,8 +330,7 @@ def test_fairness_acts_only_under_contention(fairness: str) -> None:
         now = float(step)
         asked = [request(flow=f"f{number % 5}", arrived_s=now, prompt_tokens=10**number) for number in range(6)]
         asked += [request(flow="greedy", arrived_s=now, output_tokens=100_000, band=band) for band in (100, 0, -100)]
-        for one in asked:
-            of.submit(one, now)
+        submit(of, *asked, now=now)
         grants = granted(of, now)
         assert {grant.request.id for grant in grants} == {one.id for one in asked}
         for grant in grants[::2]:
@@ -355,7 +338,7 @@ def test_fairness_acts_only_under_contention(fairness: str) -> None:
 
 
 def test_a_grant_says_what_waited_and_what_its_flow_stood_at() -> None:
-    of = pools({"a": 2}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    of = pools({"a": 2}, tight())
     for band, flow in ((CRITICAL, "f"), (CRITICAL, "f"), (CRITICAL, "g"), (SHEDDABLE, "h")):
         of.submit(request(band=band, flow=flow), 0.0)
     first, second = granted(of)
@@ -367,7 +350,7 @@ def test_a_grant_says_what_waited_and_what_its_flow_stood_at() -> None:
 
 
 def test_a_grant_says_how_many_fitted_nowhere_before_it() -> None:
-    of = pools({"a": 2, "b": 1}, Settings(capacity=CapacitySettings(look_ahead=0)))
+    of = pools({"a": 2, "b": 1}, tight())
     for number in range(2):
         of.submit(request(arrived_s=number / 10), 0.5, frozenset({"a"}))
     granted(of, 0.5)
@@ -382,7 +365,7 @@ def test_a_grant_says_how_many_fitted_nowhere_before_it() -> None:
 
 def busy(queue: QueueSettings) -> Pools:
     """A pool whose one slot is taken."""
-    of = pools({"a": 1}, Settings(queue=queue, capacity=CapacitySettings(look_ahead=0)))
+    of = pools({"a": 1}, tight(queue=queue))
     of.submit(request(), 0.0)
     granted(of)
     return of
@@ -390,10 +373,8 @@ def busy(queue: QueueSettings) -> Pools:
 
 def test_as_many_are_shed_as_a_large_request_needs_and_none_in_vain() -> None:
     of = busy(QueueSettings(bytes_max=500))
-    for at in range(1, 5):
-        of.submit(request(id=f"low{at}", band=SHEDDABLE, arrived_s=float(at)), 5.0)
-    with pytest.raises(Refused, match="bytes_max"):
-        of.submit(request(band=CRITICAL, body_bytes=501), 5.0)
+    submit(of, *(request(id=f"low{at}", band=SHEDDABLE, arrived_s=float(at)) for at in range(1, 5)), now=5.0)
+    assert "bytes_max" in refusal(of.submit, request(band=CRITICAL, body_bytes=501), 5.0).message
     assert of.queued()[SHEDDABLE][0] == 4, "nobody was shed for a request that fits nowhere"
     of.submit(request(band=CRITICAL, body_bytes=300), 5.0)
     dropped = [decision for decision in of.decide(5.0) if isinstance(decision, Drop)]
@@ -409,8 +390,7 @@ def test_the_lowest_band_makes_room_first() -> None:
         of.submit(request(band=CRITICAL), 0.3)
         (drop,) = of.decide(0.3)
         assert drop.request.id == expected
-    with pytest.raises(Refused):
-        of.submit(request(band=CRITICAL), 0.4)
+    refusal(of.submit, request(band=CRITICAL), 0.4)
 
 
 def test_a_reading_alone_grants_nothing_to_nobody() -> None:

@@ -7,13 +7,12 @@ import pytest
 from llmproxy.core.domain import Grant, Request, Slo, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.ordering import orderings
-from llmproxy.core.settings import CapacitySettings, Settings
-from tests.core.make import only_grant, pools, request
+from tests.core.make import only_grant, pools, request, tight
 
 
 def one_slot(ordering: str, **given: float) -> Pools:
     """A pool whose one slot is taken, so that what comes next waits."""
-    settings = Settings(ordering=ordering, capacity=CapacitySettings(look_ahead=0), **given)  # type: ignore[arg-type]
+    settings = tight(ordering=ordering, **given)
     of = pools({"a": 1}, settings)
     of.submit(request(id="first"), 0.0)
     of.decide(0.0)

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Refused, Request, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Request, Verdict
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
 from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
 from llmproxy.core.queueing.ordering import Rank
 from llmproxy.core.queueing.queue import Band, Queued, head_rank
-from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import only_grant, pools, request
+from llmproxy.core.settings import QueueSettings, Settings
+from tests.core.make import only_grant, pools, refusal, request, tight
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ def test_what_came_back_has_not_left_the_queue() -> None:
 
 @pytest.mark.parametrize(("verdict", "entry"), [(Verdict.FAILED, Entry.RETRY), (Verdict.PREEMPTED, Entry.PREEMPTED)])
 def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verdict, entry: Entry) -> None:
-    of = pools({"a": 1}, Settings(capacity=CapacitySettings(look_ahead=0), queue=QueueSettings(band_requests_max=1)))
+    of = pools({"a": 1}, tight(queue=QueueSettings(band_requests_max=1)))
     of.submit(request(band=CRITICAL), 0.0)
     served = only_grant(of, 0.0)
     of.finish(served, Verdict.SERVED, 10.0)
@@ -286,9 +286,7 @@ def test_retry_after_does_not_count_on_grants_that_came_to_nothing(verdict: Verd
     again = only_grant(of, 10.0)
     of.finish(again, verdict, 20.0)
     of.submit(again.request, 20.0, entry=entry)
-    with pytest.raises(Refused) as caught:
-        of.submit(request(), 20.0)
-    assert caught.value.retry_after_s == 40.0, "one left in 20 s, and one is ahead"
+    assert refusal(of.submit, request(), 20.0).retry_after_s == 40.0, "one left in 20 s, and one is ahead"
 
 
 # --- displacement -----------------------------------------------------------------------------------------------------
