@@ -31,66 +31,45 @@ OTHER = hash_of("second")
     [
         (
             "scheduling:\n  ordering: lifo",
-            "FILE:2: scheduling.ordering: 'lifo' is none of fcfs, edf, least_slack, shortest",
+            ":2: scheduling.ordering: 'lifo' is none of fcfs, edf, least_slack, shortest",
         ),
-        (
-            "scheduling:\n  charged: token",
-            "FILE:2: scheduling.charged: 'token' is none of tokens, requests, kv_seconds",
-        ),
+        ("scheduling:\n  charged: token", ":2: scheduling.charged: 'token' is none of tokens, requests, kv_seconds"),
         ("scheduling:\n  charged: token", '(nearest: "tokens")'),
         ("scheduling:\n  fairness: fair_shares", '(nearest: "fair_share")'),
-        ("scheduling: {quantum_tokens: 0}", "FILE:1: scheduling.quantum_tokens: should be greater than 0, not 0"),
-        ("scheduling: {slo_window_s: -1}", "FILE:1: scheduling.slo_window_s: should be greater than 0, not -1"),
-        ("scheduling: {preemption: maybe}", "FILE:1: scheduling.preemption: should be a valid boolean"),
-        (
-            "scheduling:\n  min_shares: {sheddable: 1.2}",
-            "FILE:2: scheduling.min_shares.sheddable: should be less than or",
-        ),
-        (
-            "scheduling:\n  min_shares: {sheddable: -0.1}",
-            "FILE:2: scheduling.min_shares.sheddable: should be greater than",
-        ),
-        ("scheduling:\n  min_shares: {batch: 0.1}", "FILE:2: scheduling.min_shares.batch: 'batch' is no band; known:"),
+        ("scheduling: {quantum_tokens: 0}", ":1: scheduling.quantum_tokens: should be greater than 0, not 0"),
+        ("scheduling: {slo_window_s: -1}", ":1: scheduling.slo_window_s: should be greater than 0, not -1"),
+        ("scheduling: {preemption: maybe}", ":1: scheduling.preemption: should be a valid boolean"),
+        ("scheduling:\n  min_shares: {sheddable: 1.2}", ":2: scheduling.min_shares.sheddable: should be less than or"),
+        ("scheduling:\n  min_shares: {sheddable: -0.1}", ":2: scheduling.min_shares.sheddable: should be greater than"),
+        ("scheduling:\n  min_shares: {batch: 0.1}", ":2: scheduling.min_shares.batch: 'batch' is no band; known:"),
         (
             "scheduling:\n  min_shares: {0: 0.5, -100: 0.5}",
-            "FILE:2: scheduling.min_shares: add up to 1: they must leave something to priority",
+            ":2: scheduling.min_shares: add up to 1: they must leave something to priority",
         ),
         ("scheduling:\n  min_shares: {default: 0.1, 0: 0.1}", "scheduling.min_shares.0: is the same band as 'default'"),
-        ("queue:\n  ttl_s: -1", "FILE:2: queue.ttl_s: should be greater than 0, not -1"),
-        (
-            "queue:\n  band_ttl_s: {sheddable: -1}",
-            "FILE:2: queue.band_ttl_s.sheddable: should be greater than 0, not -1",
-        ),
-        ("queue:\n  band_ttl_s: {batch: 1}", "FILE:2: queue.band_ttl_s.batch: 'batch' is no band"),
-        ("queue:\n  hold_s: -1", "FILE:2: queue.hold_s: should be greater than or equal to 0, not -1"),
-        (
-            "queue:\n  flow_requests_max: 0",
-            "FILE:2: queue.flow_requests_max: should be greater than or equal to 1, not 0",
-        ),
-        ("queue:\n  tokens_max: 0", "FILE:2: queue.tokens_max: should be greater than or equal to 1, not 0"),
-        ("queue:\n  flow_bytes_max: 8", "FILE:2: queue.flow_bytes_max: 8 is below body_bytes_max 67108864"),
+        ("queue:\n  ttl_s: -1", ":2: queue.ttl_s: should be greater than 0, not -1"),
+        ("queue:\n  band_ttl_s: {sheddable: -1}", ":2: queue.band_ttl_s.sheddable: should be greater than 0, not -1"),
+        ("queue:\n  band_ttl_s: {batch: 1}", ":2: queue.band_ttl_s.batch: 'batch' is no band"),
+        ("queue:\n  hold_s: -1", ":2: queue.hold_s: should be greater than or equal to 0, not -1"),
+        ("queue:\n  flow_requests_max: 0", ":2: queue.flow_requests_max: should be greater than or equal to 1, not 0"),
+        ("queue:\n  tokens_max: 0", ":2: queue.tokens_max: should be greater than or equal to 1, not 0"),
+        ("queue:\n  flow_bytes_max: 8", ":2: queue.flow_bytes_max: 8 is below body_bytes_max 67108864"),
         (
             "models:\n- name: a\n  limits:\n    in_flight: 0",
-            "FILE:4: models[0].limits.in_flight: should be greater than or equal to 1, not 0",
+            ":4: models[0].limits.in_flight: should be greater than or equal to 1, not 0",
         ),
         (
             "models:\n- name: a\n  limits: {requests_per_min: 0.5}",
-            "FILE:3: models[0].limits.requests_per_min: should be greater than or equal to 1, not 0.5",
+            ":3: models[0].limits.requests_per_min: should be greater than or equal to 1, not 0.5",
         ),
-        (
-            "models: [{name: a, limits: {rpm: 1}}]",
-            "FILE:1: models[0].limits.rpm: is not a known key (nearest known key:",
-        ),
-        ("models: [{name: a, tpot_s: -1}]", "FILE:1: models[0].tpot_s: should be greater than 0, not -1"),
-        ("decision_log_sample: 1.5", "FILE:1: decision_log_sample: should be less than or equal to 1, not 1.5"),
-        (
-            "admin_key: letmein",
-            "FILE:1: admin_key: should be sha256: and 64 hex digits; `llmproxy hash-key` makes that",
-        ),
-        ("plugins: [no-module]", "FILE:1: plugins[0]: 'no-module' should be the name of a Python module"),
+        ("models: [{name: a, limits: {rpm: 1}}]", ":1: models[0].limits.rpm: is not a known key (nearest known key:"),
+        ("models: [{name: a, tpot_s: -1}]", ":1: models[0].tpot_s: should be greater than 0, not -1"),
+        ("decision_log_sample: 1.5", ":1: decision_log_sample: should be less than or equal to 1, not 1.5"),
+        ("admin_key: letmein", ":1: admin_key: should be sha256: and 64 hex digits; `llmproxy hash-key` makes that"),
+        ("plugins: [no-module]", ":1: plugins[0]: 'no-module' should be the name of a Python module"),
         (
             "plugins:\n- json\n- no_such.module",
-            "FILE:3: plugins[1]: 'no_such.module' cannot be imported: ModuleNotFoundError: No module named 'no_such'",
+            ":3: plugins[1]: 'no_such.module' cannot be imported: ModuleNotFoundError: No module named 'no_such'",
         ),
     ],
 )
@@ -139,7 +118,7 @@ def test_problem_names_line_key_and_reason(write: Any, text: str, message: str) 
 def test_problem_of_a_tenant_names_line_key_and_reason(write: Any, tenant: str, message: str) -> None:
     text = f"port: 1\ntenants:\n- {tenant.replace('HASH', HASH)}\n"
     found = "\n".join(problems(write(text)))
-    assert f"FILE:3: {message}" in found
+    assert f":3: {message}" in found
     assert "plain" not in found
     assert HASH not in found
 
@@ -156,9 +135,9 @@ tenants:
   - {HASH.upper().replace("SHA", "sha")}
 """
     assert problems(write(text)) == [
-        "FILE:6: tenants[1].name: 'a' is given twice",
-        "FILE:8: tenants[1].keys[0]: is the same key as one of api_keys",
-        "FILE:9: tenants[1].keys[1]: is the same key as tenants[0].keys[0]",
+        ":6: tenants[1].name: 'a' is given twice",
+        ":8: tenants[1].keys[0]: is the same key as one of api_keys",
+        ":9: tenants[1].keys[1]: is the same key as tenants[0].keys[0]",
     ]
 
 
@@ -311,7 +290,7 @@ def test_policy_of_a_plugin_can_be_chosen(write: Any, module: Any) -> None:
 def test_unknown_policy_is_refused_with_those_of_plugins(write: Any, module: Any) -> None:
     plugin = module("my_policies", PLUGIN.format(name="mine"))
     (message,) = problems(write(f"plugins: [{plugin}]\nscheduling:\n  fairness: mien"))
-    assert message.startswith("FILE:3: scheduling.fairness: 'mien' is none of ")
+    assert message.startswith(":3: scheduling.fairness: 'mien' is none of ")
     assert ", mine " in message
     assert message.endswith('(nearest: "mine")')
 
@@ -328,9 +307,7 @@ def test_unknown_policy_is_refused_with_those_of_plugins(write: Any, module: Any
 def test_failing_plugin_is_a_problem_with_its_line(write: Any, module: Any, text: str, message: str) -> None:
     plugin = module("failing_policies", text)
     found = problems(write(f"port: 1\nplugins:\n- {plugin}"))
-    assert [line.startswith(f"FILE:3: plugins[0]: {plugin!r} cannot be imported: {message}") for line in found] == [
-        True
-    ]
+    assert [line.startswith(f":3: plugins[0]: {plugin!r} cannot be imported: {message}") for line in found] == [True]
 
 
 def test_pickled_configuration_imports_its_plugins(write: Any, module: Any) -> None:

@@ -42,18 +42,18 @@ def test_old_key_in_a_merged_mapping_sets_the_new_one(write: Any, merged: str) -
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("scheduling:\n  withdrawal: maybe", "FILE:2: scheduling.withdrawal: should be a valid boolean"),
-        ("scheduling:\n  withdrawal: null", "FILE:2: scheduling.withdrawal: has no value, and may not be null"),
+        ("scheduling:\n  withdrawal: maybe", ":2: scheduling.withdrawal: should be a valid boolean"),
+        ("scheduling:\n  withdrawal: null", ":2: scheduling.withdrawal: has no value, and may not be null"),
         (
             "scheduling:\n  withdrawal: true\n  preemption: true",
-            "FILE:3: scheduling.preemption: is given twice, first in line 2; withdrawal is the old name of preemption",
+            ":3: scheduling.preemption: is given twice, first in line 2; withdrawal is the old name of preemption",
         ),
         (
             "scheduling:\n  preemption: true\n\n  withdrawal: true",
-            "FILE:4: scheduling.withdrawal: is given twice, first in line 2; withdrawal is the old name of preemption",
+            ":4: scheduling.withdrawal: is given twice, first in line 2; withdrawal is the old name of preemption",
         ),
-        ("scheduling.withdrawal: true", "FILE:1: scheduling.withdrawal: is not a known key"),
-        ("withdrawal: true", "FILE:1: withdrawal: is not a known key"),
+        ("scheduling.withdrawal: true", ":1: scheduling.withdrawal: is not a known key"),
+        ("withdrawal: true", ":1: withdrawal: is not a known key"),
     ],
 )
 def test_problem_of_an_old_key_names_it_as_it_is_written(write: Any, text: str, problem: str) -> None:
