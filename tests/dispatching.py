@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial, wraps
 from random import Random
 from typing import Any
@@ -21,15 +21,12 @@ from tests.core.world import assert_nothing_left
 SETTINGS = Settings(capacity=CapacitySettings(look_ahead=0))
 
 
-def virtual(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     """Run a test on a virtual clock."""
 
     @wraps(test)
     def sync() -> None:
-        run(_main(test))
-
-    async def _main(body: Callable[[], Awaitable[None]]) -> None:
-        await body()
+        run(test())
 
     # pytest follows __wrapped__ and would take the test for a coroutine of its own loop.
     del sync.__wrapped__
@@ -74,6 +71,25 @@ def empty(one: Dispatcher) -> None:
     assert one.leases == 0
     assert not one._unresolved
     assert (one.nameless, one._nameless_bytes) == (0, 0)
+
+
+def emptied(
+    settings: Settings = SETTINGS, **backends: int
+) -> Callable[[Callable[[Dispatcher], Awaitable[None]]], Callable[[], None]]:
+    """Run a test on a virtual clock with a dispatcher of these backends, in which nothing may stay behind."""
+
+    def decorate(test: Callable[[Dispatcher], Awaitable[None]]) -> Callable[[], None]:
+        @virtual
+        @wraps(test)
+        async def body() -> None:
+            one = dispatcher(None, settings, **backends)
+            await test(one)
+            await turns()
+            empty(one)
+
+        return body
+
+    return decorate
 
 
 class Client:

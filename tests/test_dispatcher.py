@@ -15,14 +15,13 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
 from llmproxy.dispatcher import Dispatcher
 from tests.core.make import listing, request
-from tests.dispatching import SETTINGS, Client, Passes, dispatcher, empty, now, turns, virtual
+from tests.dispatching import SETTINGS, Client, Passes, dispatcher, emptied, empty, now, turns, virtual
 
 # --- admit and grant --------------------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_a_request_is_lent_a_backend_and_gives_it_back() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_a_request_is_lent_a_backend_and_gives_it_back(one: Dispatcher) -> None:
     async with one.admit(request()) as lease:
         assert lease.backend == "a"
         assert one.leases == 1
@@ -30,13 +29,10 @@ async def test_a_request_is_lent_a_backend_and_gives_it_back() -> None:
         lease.started()
         lease.progress(5)
         lease.verdict, lease.usage = Verdict.SERVED, Usage(10, 5)
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_one_waits_until_another_leaves() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_one_waits_until_another_leaves(one: Dispatcher) -> None:
     first, second = Client(one), Client(one)
     await turns()
     assert (first.holds(), second.holds()) == ("a", None)
@@ -46,13 +42,10 @@ async def test_one_waits_until_another_leaves() -> None:
     assert second.lease is not None
     assert second.lease.grant.at_s == 5.0
     await second.done()
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_the_higher_band_goes_first_however_late_it_came() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_the_higher_band_goes_first_however_late_it_came(one: Dispatcher) -> None:
     holder = Client(one)
     await turns()
     late = Client(one, band=DEFAULT)
@@ -65,40 +58,31 @@ async def test_the_higher_band_goes_first_however_late_it_came() -> None:
     assert late.lease is None
     await critical.done()
     await late.done()
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_a_refusal_at_the_door_leaves_nothing_behind() -> None:
-    one = dispatcher(settings=Settings(queue=QueueSettings(hold_s=0.0)), a=1)
+@emptied(Settings(queue=QueueSettings(hold_s=0.0)), a=1)
+async def test_a_refusal_at_the_door_leaves_nothing_behind(one: Dispatcher) -> None:
     one.troubled("a", Trouble.UNHEALTHY, "503")
     with pytest.raises(Refused) as caught:
         async with one.admit(request()):
             pytest.fail("it was let in")
     assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_a_backend_that_failed_is_excluded_on_the_next_lap() -> None:
-    one = dispatcher(a=4, b=4)
+@emptied(a=4, b=4)
+async def test_a_backend_that_failed_is_excluded_on_the_next_lap(one: Dispatcher) -> None:
     asked = request()
     async with one.admit(asked) as first:
         first.verdict = Verdict.FAILED
     async with one.admit(asked, frozenset({first.backend}), Entry.RETRY) as second:
         assert {first.backend, second.backend} == {"a", "b"}
-    await turns()
-    empty(one)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_a_deadline_ends_the_wait_at_its_instant() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_a_deadline_ends_the_wait_at_its_instant(one: Dispatcher) -> None:
     holder = Client(one)
     await turns()
     with pytest.raises(Refused) as caught:
@@ -108,13 +92,10 @@ async def test_a_deadline_ends_the_wait_at_its_instant() -> None:
     assert caught.value.outcome is Outcome.EXPIRED
     assert caught.value.retry_after_s is not None
     await holder.done()
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_a_request_that_expires_with_no_backend_up_says_so() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_a_request_that_expires_with_no_backend_up_says_so(one: Dispatcher) -> None:
     holder, waiting = Client(one), Client(one)
     await turns()
     one.troubled("a", Trouble.UNHEALTHY, "503")
@@ -124,20 +105,15 @@ async def test_a_request_that_expires_with_no_backend_up_says_so() -> None:
     assert waiting.refused.outcome is Outcome.EXPIRED_NO_BACKENDS
     assert "No backend of `base` came up" in waiting.refused.message
     await holder.done()
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_a_rest_after_failures_ends_by_itself() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_a_rest_after_failures_ends_by_itself(one: Dispatcher) -> None:
     async with one.admit(request()) as lease:
         lease.verdict = Verdict.CONNECT_FAILED
     async with one.admit(request()) as lease:
         assert now() == 1.0
         lease.verdict = Verdict.SERVED
-    await turns()
-    empty(one)
 
 
 @virtual
@@ -249,9 +225,8 @@ async def test_a_backend_that_appears_takes_what_waits() -> None:
     empty(one)
 
 
-@virtual
-async def test_a_dead_backend_revokes_its_leases_and_no_others() -> None:
-    one = dispatcher(a=1, b=1)
+@emptied(a=1, b=1)
+async def test_a_dead_backend_revokes_its_leases_and_no_others(one: Dispatcher) -> None:
     clients = [Client(one), Client(one)]
     await turns()
     told: list[str] = []
@@ -268,13 +243,10 @@ async def test_a_dead_backend_revokes_its_leases_and_no_others() -> None:
     assert one.leases == 2, "the block still has to be left"
     for client in clients:
         await client.done()
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_a_lease_revoked_before_anybody_listens_says_so() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_a_lease_revoked_before_anybody_listens_says_so(one: Dispatcher) -> None:
     client = Client(one)
     await turns()
     for _ in range(2):
@@ -283,13 +255,10 @@ async def test_a_lease_revoked_before_anybody_listens_says_so() -> None:
     assert client.lease is not None
     assert client.lease.revoked
     await client.done()
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_a_preempted_lease_is_cut_and_its_request_comes_back_first() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_a_preempted_lease_is_cut_and_its_request_comes_back_first(one: Dispatcher) -> None:
     batch = Client(one, stream=True, band=SHEDDABLE)
     await turns()
     other = Client(one, stream=True, band=SHEDDABLE)
@@ -310,5 +279,3 @@ async def test_a_preempted_lease_is_cut_and_its_request_comes_back_first() -> No
     assert [client.holds() for client in (again, other)] == ["a", None]
     await again.done()
     await other.done()
-    await turns()
-    empty(one)

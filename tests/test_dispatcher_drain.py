@@ -8,15 +8,15 @@ import pytest
 
 from llmproxy.core.domain import Outcome, Refused, Trouble, Verdict
 from llmproxy.core.queueing.fairness.fair_share import FairShare
+from llmproxy.dispatcher import Dispatcher
 from tests.core.make import request
-from tests.dispatching import Client, dispatcher, empty, now, turns, virtual
+from tests.dispatching import Client, dispatcher, emptied, empty, now, turns, virtual
 
 # --- drain ------------------------------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_drain_refuses_requests_and_lets_leases_end() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_drain_refuses_requests_and_lets_leases_end(one: Dispatcher) -> None:
     holder, waiting, leaving = Client(one), Client(one), Client(one)
     await turns()
     leaving.task.cancel()
@@ -32,13 +32,10 @@ async def test_drain_refuses_requests_and_lets_leases_end() -> None:
     assert holder.lease is not None
     assert one.leases == 1
     await holder.done()
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_a_drain_may_serve_waiting_requests_until_called_again() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_a_drain_may_serve_waiting_requests_until_called_again(one: Dispatcher) -> None:
     holder, first, second = Client(one), Client(one), Client(one)
     await turns()
     one.drain(finish_waiting=True)
@@ -53,13 +50,10 @@ async def test_a_drain_may_serve_waiting_requests_until_called_again() -> None:
     await turns()
     assert second.refused is not None
     await first.done()
-    await turns()
-    empty(one)
 
 
-@virtual
-async def test_drain_in_the_turn_of_a_grant_lets_the_grant_stand() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_drain_in_the_turn_of_a_grant_lets_the_grant_stand(one: Dispatcher) -> None:
     client = Client(one)
     await asyncio.sleep(0)
     one._decide()
@@ -67,8 +61,6 @@ async def test_drain_in_the_turn_of_a_grant_lets_the_grant_stand() -> None:
     await turns()
     assert client.lease is not None
     await client.done()
-    await turns()
-    empty(one)
 
 
 @virtual
@@ -100,9 +92,8 @@ async def test_a_policy_that_raises_leaves_no_request_waiting() -> None:
 # --- past the waiting room --------------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_what_goes_past_the_waiting_room_is_in_flight_and_no_load() -> None:
-    one = dispatcher(a=1)
+@emptied(a=1)
+async def test_what_goes_past_the_waiting_room_is_in_flight_and_no_load(one: Dispatcher) -> None:
     cuts: list[str] = []
     with one.direct("a", lambda: cuts.append("first")), one.direct("a", lambda: cuts.append("second")):
         assert (one.in_flight("a"), one.pools.views(now())["a"].load) == (2, 0)
@@ -119,8 +110,6 @@ async def test_what_goes_past_the_waiting_room_is_in_flight_and_no_load() -> Non
         assert sorted(cuts) == ["first", "second"]
     await emptied
     assert one.in_flight("a") == 0
-    await turns()
-    empty(one)
 
 
 @virtual
