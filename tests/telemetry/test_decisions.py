@@ -22,57 +22,19 @@ from llmproxy.telemetry.exit_fields import decision_fields
 from tests.exits import changed, exit_of
 
 SERVED = exit_of(
-    request_id="r1",
-    method="POST",
-    path="/v1/chat/completions",
-    outcome=Outcome.COMPLETED,
-    status=200,
-    duration_s=3.0,
-    model="chat",
-    target="sql",
-    adapter="sql",
-    tenant="acme",
-    band="critical",
-    level=100,
-    flow="acme+chat",
-    ttl_s=60.0,
-    slo=Slo(ttft_s=0.5),
-    met=False,
-    stream=True,
-    backend="gpu-0",
-    attempts=2,
-    preemptions=1,
+    request_id="r1", method="POST", path="/v1/chat/completions", outcome=Outcome.COMPLETED, status=200, duration_s=3.0,
+    model="chat", target="sql", adapter="sql", tenant="acme", band="critical", level=100, flow="acme+chat", ttl_s=60.0,
+    slo=Slo(ttft_s=0.5), met=False, stream=True, backend="gpu-0", attempts=2, preemptions=1,
     why=Why(waiting=((100, 3), (0, 7)), flows=2, standing=(("counter", 12.00001),), passed_over=1, guaranteed=True),
-    candidates=2,
-    terms=(("queue", 0.5), ("kv", 0.25)),
-    arrived_s=1010.0,
-    granted_s=1010.25,
-    queued_ahead=9,
-    queue_wait_s=0.25,
-    ttft_s=1.0,
-    expected_prompt_tokens=12,
-    prompt_tokens=10,
-    cached_tokens=4,
-    output_tokens=11,
-    expected_cached_tokens=5,
-    predicted_ttft=Predicted(0.6, 0.9),
-    predicted_tpot=Predicted(0.1500001, 0.25),
-)
+    candidates=2, terms=(("queue", 0.5), ("kv", 0.25)), arrived_s=1010.0, granted_s=1010.25, queued_ahead=9,
+    queue_wait_s=0.25, ttft_s=1.0, expected_prompt_tokens=12, prompt_tokens=10, cached_tokens=4, output_tokens=11,
+    expected_cached_tokens=5, predicted_ttft=Predicted(0.6, 0.9), predicted_tpot=Predicted(0.1500001, 0.25),
+)  # fmt: skip
 REFUSED = exit_of(
-    request_id="r2",
-    method="POST",
-    path="/v1/chat/completions",
-    outcome=Outcome.REJECTED_CAPACITY,
-    status=429,
-    duration_s=0.0,
-    model="chat",
-    level=0,
-    band="default",
-    flow="chat",
-    ttl_s=60.0,
-    arrived_s=1000.5,
+    request_id="r2", method="POST", path="/v1/chat/completions", outcome=Outcome.REJECTED_CAPACITY, status=429,
+    duration_s=0.0, model="chat", level=0, band="default", flow="chat", ttl_s=60.0, arrived_s=1000.5,
     expected_prompt_tokens=12,
-)
+)  # fmt: skip
 UNREAD = exit_of(
     request_id="r3", method="POST", path="/v1/completions", outcome=Outcome.BAD_REQUEST, status=400, duration_s=0.0
 )
@@ -153,21 +115,10 @@ def test_a_line_is_a_request_of_a_trace_and_the_decision_about_it(path: Path) ->
 def test_a_refused_request_says_what_it_would_have_been(path: Path) -> None:
     _, line = Log(path).after(REFUSED)
     assert line == {
-        "at_s": 0.5,
-        "prompt_tokens": 12,
-        "model": "chat",
-        "criticality": 0,
-        "ttl_s": 60.0,
-        "request_id": "r2",
-        "outcome": "rejected_capacity",
-        "status": 429,
-        "band": "default",
-        "flow": "chat",
-        "stream": False,
-        "attempts": 0,
-        "withdrawals": 0,
-        "ended_at_s": 0.5,
-    }
+        "at_s": 0.5, "prompt_tokens": 12, "model": "chat", "criticality": 0, "ttl_s": 60.0, "request_id": "r2",
+        "outcome": "rejected_capacity", "status": 429, "band": "default", "flow": "chat", "stream": False,
+        "attempts": 0, "withdrawals": 0, "ended_at_s": 0.5,
+    }  # fmt: skip
 
 
 def test_a_missing_prediction_is_left_out() -> None:

@@ -16,27 +16,11 @@ from llmproxy.telemetry.logs import configure, log_exit, log_internal
 from tests.exits import changed, exit_of
 
 SERVED = exit_of(
-    request_id="r1",
-    method="POST",
-    path="/v1/chat/completions",
-    outcome=Outcome.COMPLETED,
-    status=200,
-    duration_s=3.00001,
-    model="chat",
-    target="base",
-    band="default",
-    flow="chat",
-    stream=True,
-    backend="gpu-0",
-    attempts=1,
-    candidates=2,
-    terms=(("queue", 0.5), ("kv", 0.123456)),
-    queue_wait_s=0.25,
-    ttft_s=1.0,
-    prompt_tokens=10,
-    output_tokens=11,
-    chunks=5,
-)
+    request_id="r1", method="POST", path="/v1/chat/completions", outcome=Outcome.COMPLETED, status=200,
+    duration_s=3.00001, model="chat", target="base", band="default", flow="chat", stream=True, backend="gpu-0",
+    attempts=1, candidates=2, terms=(("queue", 0.5), ("kv", 0.123456)), queue_wait_s=0.25, ttft_s=1.0, prompt_tokens=10,
+    output_tokens=11, chunks=5,
+)  # fmt: skip
 
 
 def json_lines(out: io.StringIO) -> list[dict[str, Any]]:
@@ -81,31 +65,12 @@ def test_json_has_the_decision_in_one_line() -> None:
     (line,) = json_lines(out)
     assert line.pop("timestamp").endswith("Z")
     assert line == {
-        "level": "info",
-        "event": "request",
-        "outcome": "completed",
-        "status": 200,
-        "model": "chat",
-        "target": "base",
-        "band": "default",
-        "flow": "chat",
-        "backend": "gpu-0",
-        "attempts": 1,
-        "queue_wait_s": 0.25,
-        "ttft_s": 1.0,
-        "duration_s": 3.0,
-        "prompt_tokens": 10,
-        "output_tokens": 11,
-        "stream": True,
-        "chunks": 5,
-        "body_bytes": 0,
-        "response_bytes": 0,
-        "candidates": 2,
-        "terms": {"queue": 0.5, "kv": 0.1235},
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "request_id": "r1",
-    }
+        "level": "info", "event": "request", "outcome": "completed", "status": 200, "model": "chat", "target": "base",
+        "band": "default", "flow": "chat", "backend": "gpu-0", "attempts": 1, "queue_wait_s": 0.25, "ttft_s": 1.0,
+        "duration_s": 3.0, "prompt_tokens": 10, "output_tokens": 11, "stream": True, "chunks": 5, "body_bytes": 0,
+        "response_bytes": 0, "candidates": 2, "terms": {"queue": 0.5, "kv": 0.1235}, "method": "POST",
+        "path": "/v1/chat/completions", "request_id": "r1",
+    }  # fmt: skip
 
 
 WHY = Why(waiting=((100, 1), (0, 2)), flows=2, standing=(("counter", 3.00001),), passed_over=4, guaranteed=False)
@@ -120,12 +85,9 @@ def test_the_reason_of_a_turn_is_logged_at_debug_only() -> None:
         assert ("why" in line) == (level == "debug")
         if level == "debug":
             assert line["why"] == {
-                "waiting": {"100": 1, "0": 2},
-                "flows": 2,
-                "standing": {"counter": 3.0},
-                "passed_over": 4,
+                "waiting": {"100": 1, "0": 2}, "flows": 2, "standing": {"counter": 3.0}, "passed_over": 4,
                 "guaranteed": False,
-            }
+            }  # fmt: skip
 
 
 def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:

@@ -18,35 +18,17 @@ from tests.exits import changed, exit_of
 
 MANUAL = ROOT / "docs" / "reference" / "metrics.md"
 SERVED = exit_of(
-    request_id="r1",
-    method="POST",
-    path="/v1/chat/completions",
-    outcome=Outcome.COMPLETED,
-    status=200,
-    duration_s=3.0,
-    model="m",
-    band="default",
-    stream=True,
-    attempts=2,
-    queue_wait_s=0.25,
-    ttft_s=1.0,
-    max_gap_s=0.75,
-    prompt_tokens=10,
-    cached_tokens=4,
-    output_tokens=11,
-    chunks=5,
-)
+    request_id="r1", method="POST", path="/v1/chat/completions", outcome=Outcome.COMPLETED, status=200, duration_s=3.0,
+    model="m", band="default", stream=True, attempts=2, queue_wait_s=0.25, ttft_s=1.0, max_gap_s=0.75, prompt_tokens=10,
+    cached_tokens=4, output_tokens=11, chunks=5,
+)  # fmt: skip
 REFUSED = exit_of(
     request_id="r2", method="POST", path="/v1/completions", outcome=Outcome.UNKNOWN_MODEL, status=404, duration_s=0.001
 )
 PREDICTED = changed(
-    SERVED,
-    backend="gpu-0",
-    arrived_s=100.0,
-    granted_s=100.5,
-    predicted_ttft=Predicted(0.4, 0.6),
+    SERVED, backend="gpu-0", arrived_s=100.0, granted_s=100.5, predicted_ttft=Predicted(0.4, 0.6),
     predicted_tpot=Predicted(0.25, 0.26),
-)
+)  # fmt: skip
 """0.5 s from the grant to the first byte, and 0.2 s for each token after it."""
 STATE = LiveState(
     queues=(QueueState("critical", 1, 10), QueueState("default", 2, 20)),
