@@ -1,6 +1,7 @@
 """A second account of the scheduler: what it may grant, drop or preempt, and what it must not leave undone.
 
-It shares no logic with the scheduler: it uses only the views from before a pass and its own records of events.
+It shares no logic with the scheduler: it uses only the views from before a pass and its own records of events. What
+the scheduler itself may hold when all is over is in `assert_nothing_left`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from math import inf
 
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Entry, Grant, Preempt, Request
+from llmproxy.core.placement.cost import CostPlacement
+from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import PREEMPT_MAX
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import Settings
@@ -325,3 +328,39 @@ def serves(row: Row, waiter: Waiter) -> bool:
     if waiter.request.backend not in (None, row.view.backend):
         return False
     return waiter.request.model in row.view.served and row.view.backend not in waiter.excluded
+
+
+def assert_nothing_left(pools: Pools, now: float) -> None:
+    assert pools.next_wakeup(now) is None
+    assert set(pools.queued().values()) <= {(0, 0)}
+    assert pools._limits.open == 0
+    assert not any(pools._limits.in_flight().values())
+    for one in pools.schedulers.values():
+        room = one._room
+        assert not room.waiting
+        assert not room._labels
+        assert not room.blocked.size
+        assert not one.leases
+        assert not one.leases._revoked
+        assert one._preemption.open == one._preemption.pending == 0
+        assert not one.charges._charged
+        assert not one.charges._credits
+        if isinstance(one._placement, CostPlacement):
+            assert not one._placement._flights
+            assert one._placement._backend_loads.keys() <= one._backends.by_name.keys()
+            for backend_load in one._placement._backend_loads.values():
+                left = (
+                    backend_load.in_flight,
+                    backend_load._unstarted,
+                    backend_load.in_use._users,
+                    backend_load._loading,
+                )
+                assert left == (0, {}, {}, {})
+                assert (dict(backend_load.adapters.users), backend_load.adapters.deferred) == ({}, set())
+        for band in room._bands.values():
+            assert not band.flows
+            assert not list(band.fairness.candidates(now))
+    for backend in pools.backends.values():
+        assert not backend.bookings
+        assert not backend._own._debits
+        assert backend.sequences == backend._own.debit_tokens == 0

@@ -22,18 +22,10 @@ _serial = count(1)
 
 def request(**given: Any) -> Request:
     facts: dict[str, Any] = {
-        "id": f"r{next(_serial)}",
-        "pool": BASE,
-        "model": given.get("adapter") or BASE,
-        "adapter": None,
-        "band": DEFAULT,
-        "flow": "flow",
-        "arrived_s": 0.0,
-        "deadline_s": 60.0,
-        "body_bytes": 100,
-        "prompt_tokens": 10,
+        "id": f"r{next(_serial)}", "pool": BASE, "model": given.get("adapter") or BASE, "adapter": None,
+        "band": DEFAULT, "flow": "flow", "arrived_s": 0.0, "deadline_s": 60.0, "body_bytes": 100, "prompt_tokens": 10,
         "output_tokens": 10,
-    }
+    }  # fmt: skip
     return Request(**(facts | given))
 
 
@@ -48,22 +40,10 @@ def reading(at_s: float = 0.0, **given: Any) -> Reading:
 
 def view(name: str = "a", **given: Any) -> View:
     facts: dict[str, Any] = {
-        "backend": name,
-        "available": True,
-        "served": frozenset({BASE}),
-        "resident": frozenset(),
-        "max_adapters": None,
-        "max_model_len": 4096,
-        "prompt_range": None,
-        "limit": 10,
-        "load": 0,
-        "waiting": 0,
-        "kv_used": 0.0,
-        "kv_tokens": None,
-        "look_ahead": 0,
-        "kv_full": 0.95,
-        "reading": None,
-    }
+        "backend": name, "available": True, "served": frozenset({BASE}), "resident": frozenset(), "max_adapters": None,
+        "max_model_len": 4096, "prompt_range": None, "limit": 10, "load": 0, "waiting": 0, "kv_used": 0.0,
+        "kv_tokens": None, "look_ahead": 0, "kv_full": 0.95, "reading": None,
+    }  # fmt: skip
     return View(**(facts | given))
 
 

@@ -8,35 +8,22 @@ from typing import Any
 from llmproxy.core.domain import Reading, Trouble, Verdict
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings
-from tests.core.world import (
-    ADAPTERS,
-    BANDS,
-    BOUND_TO,
-    CEILINGS,
-    FLEETS,
-    FLOWS,
-    LIMITED_BY,
-    LIMITS,
-    MIN_SHARES,
-    PREFIXES,
-    SLOS,
-    World,
-    world_settings,
-)
+from tests.core import fleets
+from tests.core.world import World
 
 
 def random_walk(seed: int, steps: int, begins_s: float = 0.0) -> World:
     rng = Random(seed)
-    settings = world_settings(
+    settings = fleets.settings(
         fairness=rng.choice(sorted(policies.names())),
         ordering=rng.choice(sorted(orderings.names())),
         placement=rng.choice(("blend", "power_of_two", "session", "epp_sticky", "cost", "cost")),
-        ceilings=rng.choice(CEILINGS),
-        limits=LIMITS,
-        min_shares=rng.choice(MIN_SHARES),
+        ceilings=rng.choice(fleets.CEILINGS),
+        limits=fleets.LIMITS,
+        min_shares=rng.choice(fleets.MIN_SHARES),
         hold_s=rng.choice((0.0, 2.0)),
     )
-    world = World(rng.choice(FLEETS), settings, seed, begins_s=begins_s)
+    world = World(rng.choice(fleets.FLEETS), settings, seed, begins_s=begins_s)
     for _ in range(steps):
         _random_event(world, rng)
         world.decide()
@@ -52,15 +39,20 @@ def _random_event(world: World, rng: Random) -> None:
         given: dict[str, Any] = {
             "prompt_tokens": rng.choice((5, 50, 150, 800)),
             "sequences": rng.choice((1, 1, 1, 4)),
-            "slo": rng.choice(SLOS),
-            "limits": rng.choice(LIMITED_BY),
+            "slo": rng.choice(fleets.SLOS),
+            "limits": rng.choice(fleets.LIMITED_BY),
             "session": rng.choice((None, "s", "t")),
-            "prefix": rng.choice(PREFIXES),
+            "prefix": rng.choice(fleets.PREFIXES),
             "prefix_tokens": 16.0,
-            "backend": rng.choice(BOUND_TO),
+            "backend": rng.choice(fleets.BOUND_TO),
         }
         world.submit(
-            pool, rng.choice(ADAPTERS[pool]), rng.choice(BANDS), rng.choice(FLOWS), rng.choice((3.0, 1e3)), **given
+            pool,
+            rng.choice(fleets.ADAPTERS[pool]),
+            rng.choice(fleets.BANDS),
+            rng.choice(fleets.FLOWS),
+            rng.choice((3.0, 1e3)),
+            **given,
         )
     elif kind < 0.50 and world.held:
         world.started(rng.choice(list(world.held)))

@@ -33,24 +33,10 @@ from llmproxy.core.queueing.ordering import orderings
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.scheduler import Scheduler
 from tests import ROOT
+from tests.core import fleets
 from tests.core.make import listing
 from tests.core.random_events import random_walk
-from tests.core.world import (
-    ADAPTERS,
-    BANDS,
-    BOUND_TO,
-    CEILINGS,
-    FLEETS,
-    FLOWS,
-    LIMITED_BY,
-    LIMITS,
-    MIN_SHARES,
-    PREFIXES,
-    RISING_CEILINGS,
-    SLOS,
-    World,
-    world_settings,
-)
+from tests.core.world import World
 
 LISTINGS = (
     listing("x"),
@@ -74,18 +60,18 @@ class Machine(RuleBasedStateMachine):
         self._capped.start()
 
     @initialize(
-        fleet=st.sampled_from(FLEETS),
+        fleet=st.sampled_from(fleets.FLEETS),
         fairness=st.sampled_from(sorted(policies.names())),
         placement=st.sampled_from(sorted(presets.names())),
-        ceilings=st.sampled_from(CEILINGS),
+        ceilings=st.sampled_from(fleets.CEILINGS),
         ordering=st.sampled_from(sorted(orderings.names())),
-        limits=st.sampled_from(({}, LIMITS)),
-        min_shares=st.sampled_from(MIN_SHARES),
+        limits=st.sampled_from(({}, fleets.LIMITS)),
+        min_shares=st.sampled_from(fleets.MIN_SHARES),
         preemption=st.booleans(),
         hold_s=st.sampled_from((0.0, 2.0, 30.0)),
     )
     def build(self, fleet: Any, ceilings: Any, **given: Any) -> None:
-        settings = world_settings(ceilings=self.only_ceilings or ceilings, **given)
+        settings = fleets.settings(ceilings=self.only_ceilings or ceilings, **given)
         self.world = World(self.only_fleet or fleet, settings, own_checks=self.own_checks)
 
     # --- clients -------------------------------------------------------------------------------------------------
@@ -93,25 +79,25 @@ class Machine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         times=st.integers(1, 6),
-        band=st.sampled_from(BANDS),
-        flow=st.sampled_from(FLOWS),
+        band=st.sampled_from(fleets.BANDS),
+        flow=st.sampled_from(fleets.FLOWS),
         prompt_tokens=st.sampled_from((5, 50, 150, 800)),
         max_tokens=st.sampled_from((1, 40, 400)),
         sequences=st.sampled_from((1, 1, 1, 5)),
         ttl_s=st.sampled_from((0.5, 3.0, 1e3)),
-        slo=st.sampled_from(SLOS),
-        limits=st.sampled_from(LIMITED_BY),
+        slo=st.sampled_from(fleets.SLOS),
+        limits=st.sampled_from(fleets.LIMITED_BY),
         session=st.sampled_from((None, "s", "t")),
-        prefix=st.sampled_from(PREFIXES),
-        backend=st.sampled_from(BOUND_TO),
+        prefix=st.sampled_from(fleets.PREFIXES),
+        backend=st.sampled_from(fleets.BOUND_TO),
     )
     def submit(self, data: st.DataObject, times: int, band: int, flow: str, ttl_s: float, **given: Any) -> None:
         if not self.world.settings.limits:
             given["limits"] = ()
-        pools = [name for name in self.world.pools.catalogue.pools if name in ADAPTERS]
+        pools = [name for name in self.world.pools.catalogue.pools if name in fleets.ADAPTERS]
         if pools:
             pool = data.draw(st.sampled_from(pools))
-            adapter = data.draw(st.sampled_from(ADAPTERS[pool]))
+            adapter = data.draw(st.sampled_from(fleets.ADAPTERS[pool]))
             for _ in range(times):
                 self.world.submit(pool, adapter, band, flow, ttl_s, prefix_tokens=16.0, **given)
 
@@ -244,7 +230,7 @@ def blocked_band_lets_the_lower_one_go_on(patching: pytest.MonkeyPatch) -> None:
 
     patching.setattr(Scheduler, "_grant_one", lax)
     # While ceilings fall with priority, the band below finds no room either; here it would.
-    patching.setattr(Machine, "only_ceilings", RISING_CEILINGS)
+    patching.setattr(Machine, "only_ceilings", fleets.RISING_CEILINGS)
     # And on a batch of some size it has room for long.
     patching.setattr(Machine, "only_fleet", {"a": (8, listing("x", max_model_len=1000))})
 

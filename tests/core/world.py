@@ -12,9 +12,6 @@ from random import Random
 from typing import Any
 
 from llmproxy.core.domain import (
-    CRITICAL,
-    DEFAULT,
-    SHEDDABLE,
     Decision,
     Drop,
     Entry,
@@ -26,73 +23,15 @@ from llmproxy.core.domain import (
     Refused,
     Request,
     Revoke,
-    Slo,
     Trouble,
     Usage,
     Verdict,
 )
-from llmproxy.core.placement.cost import CostPlacement
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
-from llmproxy.core.settings import CapacitySettings, HealthSettings, QueueSettings, Settings, UsageLimit
-from tests.core.account import Books, Row, Waiter, serves
-from tests.core.make import listing
-
-BANDS = (CRITICAL, 7, DEFAULT, SHEDDABLE)
-FLOWS = ("f", "g", "h")
-ADAPTERS: Mapping[str, tuple[str | None, ...]] = {"base": (None, "x", "y"), "other": (None,)}
-QUEUE_MAX = 40
-BAND_MAX = 30
-FLOW_MAX = 12
-FOR_EVER_S = 1e6
-LIMITS: Mapping[str, UsageLimit] = {
-    "tenant:t": UsageLimit(in_flight=2, tokens_per_min=1e9),
-    "model:m": UsageLimit(in_flight=3),
-}
-LIMITED_BY: tuple[tuple[str, ...], ...] = ((), ("tenant:t",), ("model:m",), ("tenant:t", "model:m"))
-BOUND_TO = (None, None, None, None, None, "a", "b", "c")
-"""The only backend that may have a request."""
-PREFIXES: tuple[tuple[int, ...], ...] = ((), (1, 2), (1, 2, 3), (7,))
-SLOS = (None, Slo(tpot_s=0.1), Slo(ttft_s=0.5), Slo(ttft_s=3.0))
-MIN_SHARES: tuple[Mapping[int, float], ...] = ({}, {DEFAULT: 0.2, SHEDDABLE: 0.1})
-
-# No sane configuration: strict priority must not rest on the ceilings being in order.
-RISING_CEILINGS: Mapping[int, float] = {CRITICAL: 0.3, DEFAULT: 0.6, SHEDDABLE: 1.0}
-CEILINGS: tuple[Mapping[int, float], ...] = (
-    {CRITICAL: 1.0, DEFAULT: 0.95, SHEDDABLE: 0.85},
-    {DEFAULT: 1.0},
-    {CRITICAL: 0.9, DEFAULT: 0.6, SHEDDABLE: 0.3},
-    RISING_CEILINGS,
-)
-FLEETS: tuple[Mapping[str, tuple[int | None, Listing]], ...] = (
-    {
-        "a": (3, listing("x", max_model_len=1000)),
-        "b": (1, listing("x", "y", max_model_len=200)),
-        "c": (None, listing(base="other", max_model_len=None)),
-    },
-    {
-        "a": (6, listing(max_model_len=100)),
-        "b": (2, listing("x", max_model_len=1000)),
-        "c": (None, listing("x", "y", max_model_len=None)),
-        "d": (1, listing(base="other")),
-    },
-    {"a": (5, listing("x", max_model_len=300)), "b": (2, listing("x", "y", max_model_len=100))},
-)
-
-
-def world_settings(**given: Any) -> Settings:
-    hold_s = given.pop("hold_s", 2.0)
-    facts: dict[str, Any] = {
-        "capacity": CapacitySettings(start_limit=4, look_ahead=1, stale_after_s=5.0),
-        "health": HealthSettings(failures=2, backoff_s=1.0, backoff_max_s=4.0, unreachable_after=2),
-        "queue": QueueSettings(
-            requests_max=QUEUE_MAX, band_requests_max=BAND_MAX, flow_requests_max=FLOW_MAX, hold_s=hold_s
-        ),
-        "ageing_s": 2.0,
-        "slo_window_s": 20.0,
-        "quantum_tokens": 100.0,
-    }
-    return Settings(**(facts | given))
+from llmproxy.core.settings import Settings
+from tests.core import fleets
+from tests.core.account import Books, Row, Waiter, assert_nothing_left, serves
 
 
 class World:
@@ -131,23 +70,15 @@ class World:
     # --- events --------------------------------------------------------------------------------------------------
 
     def submit(
-        self, pool: str, adapter: str | None, band: int, flow: str, ttl_s: float = FOR_EVER_S, **given: Any
+        self, pool: str, adapter: str | None, band: int, flow: str, ttl_s: float = fleets.FOR_EVER_S, **given: Any
     ) -> None:
         self._serial += 1
         facts = {"body_bytes": 10, "prompt_tokens": 20, "output_tokens": 20} | given
         request = Request(
-            id=f"r{self._serial}",
-            pool=pool,
-            model=adapter or pool,
-            adapter=adapter,
-            band=band,
-            flow=flow,
-            arrived_s=self.now,
-            deadline_s=self.now + ttl_s,
-            stream=self._serial % 2 == 0,
-            weight=3.0 if flow == "g" else 1.0,
-            **facts,
-        )
+            id=f"r{self._serial}", pool=pool, model=adapter or pool, adapter=adapter, band=band, flow=flow,
+            arrived_s=self.now, deadline_s=self.now + ttl_s, stream=self._serial % 2 == 0,
+            weight=3.0 if flow == "g" else 1.0, **facts,
+        )  # fmt: skip
         self._enter(request, frozenset(), Entry.NEW)
 
     def cancel(self, request_id: str) -> None:
@@ -253,7 +184,11 @@ class World:
             expected = Outcome.BAD_REQUEST
         below = [w.request for w in self.books.waiting_in(request.pool) if w.request.band < request.band]
         in_the_way = self._too_many() if entry is Entry.NEW else 0
-        refused = self._submit(request, excluded, entry)
+        refused: Outcome | None = None
+        try:
+            self.pools.submit(request, self.now, excluded, entry)
+        except Refused as refusal:
+            refused = refusal.outcome
         assert refused == expected, f"{request.id}: {refused}"
         if refused is not None:
             self._end(request, refused)
@@ -264,13 +199,6 @@ class World:
             self._see_shed(victim, below)
         self._tell(request.pool)
         self.waiting[request.id] = waiter
-
-    def _submit(self, request: Request, excluded: frozenset[str], entry: Entry) -> Outcome | None:
-        try:
-            self.pools.submit(request, self.now, excluded, entry)
-        except Refused as refusal:
-            return refusal.outcome
-        return None
 
     def _service_s(self, request: Request) -> float:
         scheduler = self.pools.schedulers.get(request.pool)
@@ -288,12 +216,12 @@ class World:
         in_band = [w.request for w in self.waiting.values() if w.request.band == request.band]
         in_flow = sum(one.flow == request.flow for one in in_band)
         below = sum(w.request.band < request.band for w in self.books.waiting_in(request.pool))
-        full = in_flow >= FLOW_MAX or len(in_band) >= BAND_MAX or self._too_many() > below
+        full = in_flow >= fleets.FLOW_MAX or len(in_band) >= fleets.BAND_MAX or self._too_many() > below
         return Outcome.REJECTED_CAPACITY if full else None
 
     def _too_many(self) -> int:
         """How many have to go before one more may wait: more than one where others came back above the limit."""
-        return max(0, len(self.waiting) - QUEUE_MAX + 1)
+        return max(0, len(self.waiting) - fleets.QUEUE_MAX + 1)
 
     def _shed_by(self, pool: str, count: int) -> list[Request]:
         drops = self.pools.schedulers[pool]._shed
@@ -430,7 +358,7 @@ class World:
     def check(self) -> None:
         if self.own_checks:
             self.pools.check(self.now)
-        for band in BANDS:
+        for band in fleets.BANDS:
             mine = [waiter.request for waiter in self.waiting.values() if waiter.request.band == band]
             assert self.pools.queued().get(band, (0, 0)) == (len(mine), sum(r.body_bytes for r in mine))
         for name, backend in self.pools.backends.items():
@@ -464,45 +392,9 @@ class World:
         for waiter in self.waiting.values():
             rows = self._rows(waiter.request.pool).values()
             assert not any(serves(row, waiter) for row in rows), f"{waiter.request.id} was never served"
-        self.advance(2 * FOR_EVER_S)
+        self.advance(2 * fleets.FOR_EVER_S)
         self.decide()
         self.check()
         assert not self.waiting
         assert len(self.ended) == self._serial, "a request is without its outcome"
         assert_nothing_left(self.pools, self.now)
-
-
-def assert_nothing_left(pools: Pools, now: float) -> None:
-    assert pools.next_wakeup(now) is None
-    assert set(pools.queued().values()) <= {(0, 0)}
-    assert pools._limits.open == 0
-    assert not any(pools._limits.in_flight().values())
-    for one in pools.schedulers.values():
-        room = one._room
-        assert not room.waiting
-        assert not room._labels
-        assert not room.blocked.size
-        assert not one.leases
-        assert not one.leases._revoked
-        assert one._preemption.open == one._preemption.pending == 0
-        assert not one.charges._charged
-        assert not one.charges._credits
-        if isinstance(one._placement, CostPlacement):
-            assert not one._placement._flights
-            assert one._placement._backend_loads.keys() <= one._backends.by_name.keys()
-            for backend_load in one._placement._backend_loads.values():
-                left = (
-                    backend_load.in_flight,
-                    backend_load._unstarted,
-                    backend_load.in_use._users,
-                    backend_load._loading,
-                )
-                assert left == (0, {}, {}, {})
-                assert (dict(backend_load.adapters.users), backend_load.adapters.deferred) == ({}, set())
-        for band in room._bands.values():
-            assert not band.flows
-            assert not list(band.fairness.candidates(now))
-    for backend in pools.backends.values():
-        assert not backend.bookings
-        assert not backend._own._debits
-        assert backend.sequences == backend._own.debit_tokens == 0
