@@ -30,7 +30,7 @@ from llmproxy.gateway.http.tls import ClientTls
 from llmproxy.gateway.listener import Frontend, Listener, LocalFrontend, background_task, listen
 from llmproxy.gateway.pages import OwnPages
 from llmproxy.gateway.proxying.handler import RequestHandler
-from llmproxy.gateway.router import AdminRouter, Router
+from llmproxy.gateway.router import Router
 from llmproxy.lifecycle.descriptors import clients_of_admin_port, clients_of_process, connections_max
 from llmproxy.lifecycle.handover import unless
 from llmproxy.lifecycle.sockets import Sockets
@@ -257,7 +257,7 @@ async def _listen(stack: AsyncExitStack, proxy: Proxy, sockets: Sockets, router:
         listener = await listen(stack, router, config, client_tls, opened, held=held)
         proxy.front = LocalFrontend(proxy.gateway.handler, listener, listener.url, held)
     if config.admin.port is not None:
-        admin_router = AdminRouter(router, ClientLimits(clients_of_admin_port(config)))
+        admin_router = router.of_admin_port(ClientLimits(clients_of_admin_port(config)))
         opened, held = sockets.listening(config.admin.host, config.admin.port)
         proxy.admin_listener = await listen(stack, admin_router, config, client_tls, opened, held=held)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -56,20 +56,20 @@ class OwnPages:
         self._rulebook = rulebook
         self._pools = pools
         self._handler = handler
-        self._metrics = metrics
         self._admin = admin
         self._adapters = adapters
         self._backends = backends
-        self._own: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {
-            ROOT: self._root,
-            "/health": self._health,
-            PING: self._health,
-            "/ready": self._ready,
-            "/version": self._version,
+        root = {"name": "llmproxy", "version": __version__, "models": MODELS, "ready": "/ready"}
+        self._own: dict[str, Callable[[web.BaseRequest], web.Response]] = {
+            ROOT: lambda _: _json(root),
+            "/health": lambda _: web.Response(),
+            PING: lambda _: web.Response(),
+            "/ready": lambda _: self._ready(),
+            "/version": lambda _: _json({"version": __version__}),
             MODELS: self._models,
         }
         self._pages: dict[str, Callable[[web.BaseRequest], web.Response]] = {
-            METRICS: self._metrics_page,
+            METRICS: lambda _: web.Response(body=metrics.page(), headers={"Content-Type": CONTENT_TYPE}),
             QUEUE: admin.queue,
             EXPLAIN: admin.explain,
             ADAPTERS: lambda _: admin.adapters(),
@@ -77,7 +77,7 @@ class OwnPages:
 
     async def show(self, path: str, request: web.BaseRequest) -> web.Response:
         own = self._own.get(path)
-        return self._one_model(request, path.removeprefix(MODELS + "/")) if own is None else await own(request)
+        return self._one_model(request, path.removeprefix(MODELS + "/")) if own is None else own(request)
 
     async def administer(self, path: str, request: web.BaseRequest, on_admin_port: bool) -> web.Response:
         self._admin.check(path, request, on_admin_port)
@@ -93,13 +93,7 @@ class OwnPages:
         check_method(request, "GET", "HEAD")
         return page(request)
 
-    async def _root(self, _: web.BaseRequest) -> web.Response:
-        return _json({"name": "llmproxy", "version": __version__, "models": MODELS, "ready": "/ready"})
-
-    async def _health(self, _: web.BaseRequest) -> web.Response:
-        return web.Response()
-
-    async def _ready(self, _: web.BaseRequest) -> web.Response:
+    def _ready(self) -> web.Response:
         if self._handler.shutting_down and not self._handler.replaced:
             reason = "draining"
         elif not self._pools.ready(asyncio.get_running_loop().time()):
@@ -108,13 +102,7 @@ class OwnPages:
             return _json({"ready": True})
         return _json({"ready": False, "reason": reason}, status=503, headers={"Retry-After": f"{READY_RETRY_S:.0f}"})
 
-    def _metrics_page(self, _: web.BaseRequest) -> web.Response:
-        return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
-
-    async def _version(self, _: web.BaseRequest) -> web.Response:
-        return _json({"version": __version__})
-
-    async def _models(self, request: web.BaseRequest) -> web.Response:
+    def _models(self, request: web.BaseRequest) -> web.Response:
         entries = self._models_for(request)
         listed: dict[str, Any] = {"object": "list", "data": entries}
         if ANTHROPIC in request.headers:

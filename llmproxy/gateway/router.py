@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from copy import copy
 from uuid import uuid4
 
 import structlog
@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 class Router:
     """Passes each request to the part that serves its path: engines, stored responses or pages.
 
-    `handle` serves the port for clients, `AdminRouter` the port for operators.
+    It serves the port for clients; `of_admin_port` makes the one for operators.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Router:
         head_bytes_max: int,
     ) -> None:
         self.clients = clients
+        self._on_admin_port = False
         self._head_bytes_max = head_bytes_max
         self._pages = pages
         self._rulebook = rulebook
@@ -53,23 +54,21 @@ class Router:
         self._stored = stored
         self._metrics = metrics
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request of a client. Errors have the JSON of the endpoint's dialect."""
-        return await self._handle(request, on_admin_port=False)
+    def of_admin_port(self, clients: ClientLimits) -> Router:
+        """The same for the port for operators, whose connections count against `clients` and no other limits."""
+        twin = copy(self)
+        twin.clients, twin._on_admin_port = clients, True
+        return twin
 
-    async def handle_admin(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request on the port for operators."""
-        return await self._handle(request, on_admin_port=True)
+    async def handle(self, request: web.BaseRequest, *, checked: bool = False) -> web.StreamResponse:
+        """Answer one request. Errors have the JSON of the endpoint's dialect.
 
-    async def handle_checked(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request of a client that a relay worker has already checked."""
-        return await self._handle(request, on_admin_port=False, checked=True)
-
-    async def _handle(self, request: web.BaseRequest, on_admin_port: bool, checked: bool = False) -> web.StreamResponse:
-        response = await self._answer(request, on_admin_port, checked)
+        `checked` says that a relay worker has checked the request, and finishes the answer.
+        """
+        response = await self._answer(request, checked)
         cors = self._rulebook.current.cors
         if cors is not None and not (
-            checked or on_admin_port or response.prepared or is_administrative(_path(request))
+            checked or self._on_admin_port or response.prepared or is_administrative(_path(request))
         ):
             response.headers.extend(cors.answered(request.headers.get("origin")))
         if self._handler.shutting_down and not response.prepared:
@@ -77,17 +76,17 @@ class Router:
             response.force_close()
         return response
 
-    async def _answer(self, request: web.BaseRequest, on_admin_port: bool, checked: bool) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, checked: bool) -> web.StreamResponse:
         path = _path(request)
         try:
             if not checked:
                 check_strictness(request, self._head_bytes_max)
             if is_administrative(path):
-                return await self._pages.administer(path, request, on_admin_port)
-            if on_admin_port and path not in PROBES:
+                return await self._pages.administer(path, request, self._on_admin_port)
+            if self._on_admin_port and path not in PROBES:
                 raise nothing_at(path)
             cors = self._rulebook.current.cors
-            if cors is not None and not on_admin_port and (preflight := cors.preflight(request)) is not None:
+            if cors is not None and not self._on_admin_port and (preflight := cors.preflight(request)) is not None:
                 return preflight
             if asks_for_websocket(request):
                 # This is not logged as an error: clients that can do both try this first, and then use HTTP.
@@ -188,20 +187,3 @@ def _exit(method: str, path: str, own_id: str, outcome: Outcome, status: int, er
         RequestInput(request_id=own_id, method=method, path=path[:256]),
         RequestResult(outcome=outcome, status=status, duration_s=0.0, error=error),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class AdminRouter:
-    """Serves the port for operators, whose connections do not count against the limits for clients."""
-
-    router: Router
-    clients: ClientLimits
-
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self.router.handle_admin(request)
-
-    def refuse(self, request: web.BaseRequest, failure: Failure) -> web.Response:
-        return self.router.refuse(request, failure)
-
-    def reject(self, failure: Failure) -> bytes:
-        return self.router.reject(failure)

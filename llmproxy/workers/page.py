@@ -37,7 +37,7 @@ class _PageHandler:
     answer: asyncio.Future[PageResponse]
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = await self.front.handle_checked(request.clone(remote=self.page.remote))
+        response = await self.front.handle(request.clone(remote=self.page.remote), checked=True)
         assert isinstance(response, web.Response)
         return self._taken(response)
 

@@ -22,7 +22,8 @@ class Front:
     seen: list[tuple[str, str, str | None, bytes]] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
 
-    async def handle_checked(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest, *, checked: bool) -> web.StreamResponse:
+        assert checked
         body = await request.read()
         self.seen.append((request.method, request.path_qs, request.remote, body))
         return web.Response(status=201, body=b"x" * 2_000_000, headers={"X-Twice": "a", "Retry-After": "1"})
@@ -64,7 +65,8 @@ async def test_what_is_no_request_is_refused_like_everywhere(raw: bytes) -> None
 
 async def test_a_refusal_comes_as_the_front_door_made_it() -> None:
     class Refusing(Front):
-        async def handle_checked(self, request: web.BaseRequest) -> web.StreamResponse:
+        async def handle(self, request: web.BaseRequest, *, checked: bool) -> web.StreamResponse:
+            assert checked
             return self.refuse(request, Failure(Outcome.BAD_REQUEST, "Not here.", status=404))
 
     shown = await answered(Refusing(), b"GET /debug/queue HTTP/1.1\r\nHost: h\r\n\r\n")
@@ -75,7 +77,8 @@ async def test_a_body_is_sent_for_when_it_is_read() -> None:
     head = b"POST /a HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"
 
     class Reading(Front):
-        async def handle_checked(self, request: web.BaseRequest) -> web.StreamResponse:
+        async def handle(self, request: web.BaseRequest, *, checked: bool) -> web.StreamResponse:
+            assert checked
             self.seen.append((request.method, request.path, request.remote, await read_body(request, 10)))
             return web.Response(status=201)
 

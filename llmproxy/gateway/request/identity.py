@@ -174,15 +174,14 @@ class Identity:
             unknown = named[1][:FLOW_CHARS_MAX] if known is None else None
         sources = [objective, _Objective(tenant.band, tenant.ttft_s, tenant.tpot_s)]
         sources += [self._models.get(name, _NOTHING) for name in (requested, target)]
+        if trusted:
+            times = _milliseconds(headers, TTFT_HEADERS), _milliseconds(headers, TPOT_HEADERS)
+            sources.insert(0, _Objective(None, *times))
         band = next((one.band for one in sources if one.band is not None), DEFAULT)
         if tenant.band_max is not None:
             band = min(band, tenant.band_max)
-        ttft_s = _milliseconds(headers, TTFT_HEADERS) if trusted else None
-        tpot_s = _milliseconds(headers, TPOT_HEADERS) if trusted else None
-        if ttft_s is None:
-            ttft_s = next((one.ttft_s for one in sources if one.ttft_s is not None), None)
-        if tpot_s is None:
-            tpot_s = next((one.tpot_s for one in sources if one.tpot_s is not None), None)
+        ttft_s = next((one.ttft_s for one in sources if one.ttft_s is not None), None)
+        tpot_s = next((one.tpot_s for one in sources if one.tpot_s is not None), None)
         flow = self._flow_of(headers, trusted, requested, tenant)
         return RequestClass(
             band=band,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import orjson
@@ -165,45 +167,41 @@ class _CanonicalReader:
         self._values += 1
         return self._body[self._at]
 
-    def _messages(self) -> Slices[None]:
-        if self._next(_BLANKS) != 0x5B:
-            self._write(MESSAGE)
-            yield from self._content(2)
-            self._write(MEMBER + b'role"user"')
-            return
+    def _list(self, read: Callable[[], Slices[None]]) -> Slices[None]:
+        """Read the items of the list that begins here, one call for each."""
         self._at += 1
         while self._next(_SEPARATORS) != 0x5D:
-            self._write(MESSAGE)
-            yield from self._content(1)
+            yield from read()
             if self._due():
                 yield
 
-    def _system(self) -> Slices[None]:
-        if self._next(_BLANKS) != 0x5B:
-            yield from self._content(1, system=True)
+    def _messages(self) -> Slices[None]:
+        if self._next(_BLANKS) == 0x5B:
+            yield from self._list(self._message)
             return
-        self._at += 1
-        while self._next(_SEPARATORS) != 0x5D:
-            yield from self._content(1, system=True)
-            if self._due():
-                yield
+        self._write(MESSAGE)
+        yield from self._content(2)
+        self._write(MEMBER + b'role"user"')
+
+    def _message(self) -> Slices[None]:
+        self._write(MESSAGE)
+        yield from self._content(1)
+
+    def _system(self) -> Slices[None]:
+        block = partial(self._content, 1, system=True)
+        yield from self._list(block) if self._next(_BLANKS) == 0x5B else block()
 
     def _tools(self) -> Slices[None]:
         self._write(MEMBER)
         if self._next(_BLANKS) != 0x5B:
             yield from self._json(self._write)
             return
-        self._at += 1
-        between = b"["
-        while self._next(_SEPARATORS) != 0x5D:
-            self._write(between)
-            between = b","
-            yield from self._tool()
-            if self._due():
-                yield
+        marks = chain((b"[",), repeat(b","))
+        yield from self._list(partial(self._tool, marks))
         self._write(b"]")
 
-    def _tool(self) -> Slices[None]:
+    def _tool(self, marks: Iterator[bytes]) -> Slices[None]:
+        self._write(next(marks))
         if self._next(_SEPARATORS) != 0x7B:
             yield from self._json(self._write, 1)
             return
