@@ -15,7 +15,7 @@ from benchmarks.scenarios.statistics import Ratio, paired_ratio
 from benchmarks.scenarios.tuning import Runs, Tuned
 from llmproxy.lab.policies.by_name import ORACLE
 from llmproxy.lab.results.report import Extra, ExtraTable, ReportUnavailable, page
-from llmproxy.lab.results.result import SimulationResult, load_label, write_result
+from llmproxy.lab.results.result import SimulationResult, load_label, to_bytes
 from llmproxy.lab.run.runs import Finished
 
 BOUNDS = ("utilisation", "ttft_p99_pooled", "ttft_p99_floor", "hit_pooled_lru", "lora_static_hit", "vtc_difference")
@@ -206,7 +206,7 @@ def write_pages(
         )
         folder = out / scenario.key.lower() / "".join(c if c.isalnum() else "-" for c in case.name.lower())
         folder.mkdir(parents=True, exist_ok=True)
-        write_result(folder / "result.json", result)
+        (folder / "result.json").write_bytes(to_bytes(result))
         trails = {one.run.key: one.trail for one in some if one.point.seed == seeds[0]}
         try:
             title = f"{scenario.key} {scenario.title}: {case.name}"

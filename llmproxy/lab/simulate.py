@@ -19,7 +19,7 @@ from llmproxy.lab.fleet.spec import SimulatedFleet
 from llmproxy.lab.policies.bounds import all_bounds
 from llmproxy.lab.policies.by_name import ORACLE, PolicyPlan, is_own, own_name, plan_named
 from llmproxy.lab.results.report import ReportUnavailable, page
-from llmproxy.lab.results.result import Bound, SimulationResult, load_label, write_result
+from llmproxy.lab.results.result import Bound, SimulationResult, load_label, to_bytes
 from llmproxy.lab.results.table import print_tables
 from llmproxy.lab.run.runs import Finished, Point, Simulation, points, prepared, run_all
 from llmproxy.lab.traces import Survey
@@ -200,7 +200,7 @@ def _write(
     out: Path, options: Options, result: SimulationResult, finished: Sequence[Finished], console: Console
 ) -> None:
     try:
-        write_result(out / "result.json", result)
+        (out / "result.json").write_bytes(to_bytes(result))
         console.print(f"wrote {out / 'result.json'}", soft_wrap=True, markup=False)
         trails = {one.run.key: one.trail for one in finished}
         own = [one.run.policy for one in finished if is_own(one.run.policy)]

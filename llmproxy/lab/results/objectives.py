@@ -45,7 +45,7 @@ class Objectives:
         alike = dict.fromkeys((scaled_profile(spec, prefill_scale), spec.step_tokens) for spec in fleet.replicas)
         self._engines = tuple(alike)
         self._tpot_s = TPOT_SMALL_S if all(SMALL.search(r.profile_name) for r in fleet.replicas) else TPOT_LARGE_S
-        self._unloaded_s = lru_cache(maxsize=PROMPTS_KEPT)(self._unloaded)
+        self.unloaded_ttft_s = lru_cache(maxsize=PROMPTS_KEPT)(self._unloaded_ttft_s)
 
     def of(self, arrival: Arrival) -> tuple[float, float]:
         """(time to first token, mean time per output token) that `arrival` should not exceed, in seconds."""
@@ -54,11 +54,8 @@ class Objectives:
             ttft_s = max(TTFT_LEAST_S, TTFT_FACTOR * self.unloaded_ttft_s(arrival.prompt_tokens))
         return ttft_s, self._tpot_s if tpot_s is None else tpot_s
 
-    def unloaded_ttft_s(self, prompt_tokens: int) -> float:
+    def _unloaded_ttft_s(self, prompt_tokens: int) -> float:
         """Seconds to the first token on an idle replica, the fastest for such a prompt, with nothing cached."""
-        return self._unloaded_s(prompt_tokens)
-
-    def _unloaded(self, prompt_tokens: int) -> float:
         return min(
             profile.frontend_s + prefill_s(profile, step_tokens, 0, prompt_tokens)
             for profile, step_tokens in self._engines

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmproxy.lab.results.result import (
     REFERENCES,
@@ -17,6 +17,7 @@ from llmproxy.lab.results.result import (
     Trail,
     load_points,
     policies_of,
+    rounded,
 )
 from llmproxy.lab.results.table import (
     COLUMNS,
@@ -91,7 +92,7 @@ def page(
         )
         for one in extra.tables
     )
-    config = escape(json.dumps(_rounded(result.config), indent=2, ensure_ascii=False))
+    config = escape(json.dumps(rounded(result.config), indent=2, ensure_ascii=False))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{_CSS}</style></head><body>
@@ -161,17 +162,8 @@ def _plain(value: object) -> str | None:
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int | float) for item in items):
         return None
-    text = ", ".join(str(_rounded(item)) for item in items)
+    text = ", ".join(str(rounded(item)) for item in items)
     return text if len(text) <= FACT_MAX else None
-
-
-def _rounded(value: Any) -> Any:
-    """Floats to six digits, however deep they are: the rest is what the arithmetic of machines leaves."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, Mapping):
-        return {name: _rounded(item) for name, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _load(point: LoadPoint, policies: list[str], own: Collection[str]) -> str:

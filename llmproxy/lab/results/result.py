@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -276,13 +275,8 @@ def to_bytes(result: SimulationResult) -> bytes:
     Raises ValueError for a figure that is infinite or not a number.
     """
     runs = sorted(result.runs, key=lambda run: (run.prefill_scale, run.rate_scale, run.policy, run.seed))
-    tree = _rounded(result.model_copy(update={"runs": runs}).model_dump(), "")
+    tree = rounded(result.model_copy(update={"runs": runs}).model_dump())
     return orjson.dumps(tree, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-
-
-def write_result(path: Path, result: SimulationResult) -> None:
-    """Write `result.json`. Raises OSError, and ValueError as `to_bytes`."""
-    path.write_bytes(to_bytes(result))
 
 
 def schema_bytes() -> bytes:
@@ -294,14 +288,15 @@ def schema_bytes() -> bytes:
     return orjson.dumps(schema, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
-def _rounded(value: Any, where: str) -> Any:
+def rounded(value: Any, where: str = "") -> Any:
+    """Floats to six digits, however deep they are: the rest is what the arithmetic of machines leaves."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{where.lstrip('.')} is {value}, which JSON cannot say")
         return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
     if isinstance(value, dict):
-        return {key: _rounded(item, f"{where}.{key}") for key, item in value.items()}
-    return [_rounded(item, f"{where}.{i}") for i, item in enumerate(value)] if isinstance(value, list) else value
+        return {key: rounded(item, f"{where}.{key}") for key, item in value.items()}
+    return [rounded(item, f"{where}.{i}") for i, item in enumerate(value)] if isinstance(value, list) else value
 
 
 # --- the same, averaged over seeds ------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ class ResponsesAnswer(AnswerWriter):
         ]
 
     def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002
-        """A piece of text."""
         return [self._text_event("response.output_text.delta", delta=text)]
 
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:
@@ -55,12 +54,10 @@ class ResponsesAnswer(AnswerWriter):
         ]
 
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
-        """The answer in one piece."""
         status = "incomplete" if choices[0].reason == "length" else "completed"
         return self._body(status, [self._message([_part(choices[0].text)], "completed")], usage)
 
     def broken(self, error: ApiError) -> list[bytes]:
-        """An error inside a stream."""
         return [stream_error(error), DONE]
 
     def _message(self, content: list[Body], status: str) -> Body:
@@ -131,7 +128,6 @@ class MessagesAnswer(AnswerWriter):
         ]
 
     def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:  # noqa: ARG002
-        """A piece of text."""
         return [_block("delta", {"delta": {"type": "text_delta", "text": text}})]
 
     def closing(self, choices: list[Choice], usage: AnswerUsage) -> list[bytes]:
@@ -145,7 +141,6 @@ class MessagesAnswer(AnswerWriter):
         ]
 
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
-        """The answer in one piece."""
         return {
             "id": self._id,
             "type": "message",
@@ -157,7 +152,6 @@ class MessagesAnswer(AnswerWriter):
         }
 
     def broken(self, error: ApiError) -> list[bytes]:
-        """An error inside a stream."""
         return [_event("error", error_body(error, anthropic=True))]
 
     def _usage(self, usage: AnswerUsage) -> Body:

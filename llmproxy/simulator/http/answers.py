@@ -1,12 +1,14 @@
 """The bytes of answers as vLLM 0.32 writes them: chat and text completions, their streams, usage and errors.
 
 An `AnswerWriter` writes the answer to one request. A stream is `prologue` at acceptance, `opening` with the first
-token, `delta` for every piece of text, `closing` at the end; an answer in one piece is `whole`. Every item of those
-lists is one event, which the server sends as one HTTP chunk.
+token, `delta` for every piece of text, the last one of a choice with its `reason`, and `closing` at the end, or
+`broken` by an error, under its status 200; an answer in one piece is `whole`. Every item of those lists is one event,
+which the server sends as one HTTP chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +22,7 @@ from llmproxy.simulator.server.requests import (
     chat_request,
     completion_request,
 )
+from llmproxy.simulator.server.service import ServedModel
 
 FINGERPRINT = "vllm-0.32.0-51ab1e5d"
 DONE = b"data: [DONE]\n\n"
@@ -108,7 +111,6 @@ class _OpenAiAnswer(AnswerWriter):
         return [self._event('"choices":[],"usage":' + _dump(body), f',"system_fingerprint":"{FINGERPRINT}"'), DONE]
 
     def broken(self, error: ApiError) -> list[bytes]:
-        """An error inside a stream, which keeps its status 200."""
         return [stream_error(error), DONE]
 
     def _event(self, choices: str, after: str = "") -> bytes:
@@ -144,14 +146,12 @@ class ChatAnswer(_OpenAiAnswer):
         return [self._event(f'"choices":[{{"index":{i},{role}}}]', after) for i in range(self._generation.choices)]
 
     def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:
-        """A piece of text, the last one of a choice with its `reason`."""
         finish = f'"{reason}","stop_reason":null' if reason else "null"
         choice = f'"index":{index},"delta":{{"content":{_dump(text)}}},"logprobs":null,"finish_reason":{finish}'
         event = self._event(f'"choices":[{{{choice},"token_ids":null}}]', self._usage_now(usage) + self._last(reason))
         return [event]
 
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
-        """The answer in one piece."""
         none = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "reasoning": None}
         shown = [
             {
@@ -179,14 +179,12 @@ class CompletionAnswer(_OpenAiAnswer):
     parse = staticmethod(completion_request)
 
     def delta(self, index: int, text: str, reason: str | None, usage: AnswerUsage) -> list[bytes]:
-        """A piece of text, the last one of a choice with its `reason`."""
         finish = f'"{reason}"' if reason else "null"
         choice = f'"index":{index},"text":{_dump(text)},"logprobs":null,"finish_reason":{finish},"stop_reason":null'
         choices = f'"choices":[{{{choice},"prompt_token_ids":null,"token_ids":null}}]'
         return [self._event(choices, self._usage_now(usage) + self._last(reason))]
 
     def whole(self, choices: list[Choice], usage: AnswerUsage) -> Body:
-        """The answer in one piece."""
         after = ("stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids", "routed_experts")
         shown = [
             {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.reason}
@@ -213,15 +211,14 @@ def stream_error(error: ApiError) -> bytes:
     return f'data: {{"error": {shown}}}\n\n'.encode()
 
 
-def models_body(limits: Limits, created: dict[str, int], permissions: dict[str, str], roots: dict[str, str]) -> Body:
+def models_body(limits: Limits, models: Mapping[str, ServedModel]) -> Body:
     """`/v1/models`: the base model, then its adapters in the order in which they were loaded."""
     cards = []
-    for name, created_at in created.items():
-        base = name == limits.model
+    for name, model in models.items():
         permission: dict[str, Any] = {
-            "id": f"modelperm-{permissions[name]}",
+            "id": f"modelperm-{model.permission}",
             "object": "model_permission",
-            "created": created_at,
+            "created": model.created,
             "allow_create_engine": False,
             "allow_sampling": True,
             "allow_logprobs": True,
@@ -236,11 +233,11 @@ def models_body(limits: Limits, created: dict[str, int], permissions: dict[str, 
             {
                 "id": name,
                 "object": "model",
-                "created": created_at,
+                "created": model.created,
                 "owned_by": "vllm",
-                "root": roots[name],
-                "parent": None if base else limits.model,
-                "max_model_len": limits.max_model_len if base else None,
+                "root": model.root,
+                "parent": None if name == limits.model else limits.model,
+                "max_model_len": limits.max_model_len if name == limits.model else None,
                 "permission": [permission],
             }
         )

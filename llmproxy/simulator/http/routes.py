@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import orjson
@@ -103,7 +103,9 @@ class Routes:
         if key is not None and path.startswith(_GUARDED):
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or token != key:
-                return self._json(request, {"error": "Unauthorized"}, 401, vary=False)
+                refused = self._json(request, {"error": "Unauthorized"}, 401)
+                del refused.headers["vary"]
+                return refused
         if not methods and path.endswith("/") and self._find(path.rstrip("/"))[1]:
             location = f"http://{request.headers.get('host', '')}{path.rstrip('/')}"
             return self._plain(request, b"", None, 307, {"location": location})
@@ -135,8 +137,7 @@ class Routes:
     # --- names and tokens ---------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest, _: bytes) -> web.StreamResponse:
-        service = self._service
-        return self._json(request, models_body(service.limits, service.created, service.permissions, service.roots))
+        return self._json(request, models_body(self._service.limits, self._service.models))
 
     async def _count_tokens(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         tokens = messages_request(_object(request, body), self._service.limits, counting=True).prompt_tokens
@@ -169,7 +170,7 @@ class Routes:
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
         if name == self._service.options.model:
             raise ApiError(400, f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
-        if name in self._service.created and not fields.get("load_inplace"):
+        if name in self._service.models and not fields.get("load_inplace"):
             message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
             raise ApiError(400, message + "set 'load_inplace' to True.", "InvalidUserInput")
         if not self._service.options.max_loras:
@@ -183,7 +184,7 @@ class Routes:
         name = _text_field(_object(request, body), "lora_name")
         if name not in self._service.limits.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
-        self._service.unlist_model(name)
+        del self._service.models[name]
         return self._plain(request, f"Success: LoRA adapter '{name}' removed successfully.".encode(), None)
 
     # --- operation ----------------------------------------------------------------------------------------------------
@@ -239,14 +240,9 @@ class Routes:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def _json(
-        self,
-        request: web.BaseRequest,
-        shown: Body,
-        status: int = 200,
-        extra: dict[str, str] | None = None,
-        vary: bool = True,
+        self, request: web.BaseRequest, shown: Body, status: int = 200, extra: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
-        return self._plain(request, orjson.dumps(shown), "application/json", status, extra, vary)
+        return self._plain(request, orjson.dumps(shown), "application/json", status, extra)
 
     def _plain(
         self,
@@ -254,12 +250,9 @@ class Routes:
         data: bytes,
         content_type: str | None,
         status: int = 200,
-        extra: dict[str, str] | None = None,
-        vary: bool = True,
+        extra: Mapping[str, str] | None = None,
     ) -> web.StreamResponse:
-        headers = headers_of(self._service, request, content_type, len(data)) | (extra or {})
-        if not vary:
-            del headers["vary"]
+        headers = {**headers_of(self._service, request, content_type, len(data)), **(extra or {})}
         return web.Response(status=status, body=data or None, headers=headers)
 
 

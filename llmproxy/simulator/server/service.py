@@ -70,6 +70,15 @@ class ReplicaOptions:
             raise ValueError(f"the model and its adapters need different names, got {(self.model, *self.adapters)}")
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The base model or an adapter, as `/v1/models` lists it: its path, the Unix time of its loading, a random id."""
+
+    root: str
+    created: int
+    permission: str
+
+
 class Service:
     """A cold server. Its pacer runs only while `run` does."""
 
@@ -93,9 +102,7 @@ class Service:
             raise ValueError(f"max_model_len {self.max_model_len} does not fit the KV cache of {room} tokens")
         self.metrics = ReplicaMetrics(options.model, options.max_loras, self._cache_labels())
         self.pacer = Pacer(self.engine, options.speed, self.metrics)
-        self.created: dict[str, int] = {}
-        self.permissions: dict[str, str] = {}
-        self.roots: dict[str, str] = {}
+        self.models: dict[str, ServedModel] = {}
         self.list_model(options.model, options.model)
         for name in options.adapters:
             self.list_model(name, f"{options.model}/{name}")
@@ -107,7 +114,7 @@ class Service:
     @property
     def limits(self) -> Limits:
         """What is served now."""
-        return Limits(self.options.model, frozenset(self.created) - {self.options.model}, self.max_model_len)
+        return Limits(self.options.model, frozenset(self.models) - {self.options.model}, self.max_model_len)
 
     @property
     def frontend_s(self) -> float:
@@ -116,13 +123,7 @@ class Service:
 
     def list_model(self, name: str, root: str) -> None:
         """Make a model or adapter known; `root` is the path that it comes from."""
-        self.roots[name] = root
-        self.created[name] = int(unix_now_s())
-        self.permissions[name] = secrets.token_hex(8)
-
-    def unlist_model(self, name: str) -> None:
-        """Forget an adapter."""
-        del self.created[name], self.permissions[name], self.roots[name]
+        self.models[name] = ServedModel(root, int(unix_now_s()), secrets.token_hex(8))
 
     def fault_changed(self, kind: FaultKind | None) -> None:
         """Do to the engine what a fault means for it."""
