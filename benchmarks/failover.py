@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.fleet import Fleet, fleet
+from benchmarks.fleet import Fleet, fleet, value_of
 from benchmarks.overload import percentile
 from llmproxy.config.value_types import hash_of
 from llmproxy.simulator.server.metrics import unix_now_s
@@ -144,10 +144,10 @@ class Stage:
 
     async def metric(self, series: str) -> float:
         async with self.session.get(self.running.url + "/metrics") as answer:
-            found = re.search(rf"^{re.escape(series)} (\S+)$", await answer.text(), re.MULTILINE)
+            found = value_of(await answer.text(), series)
         if found is None:
             raise RuntimeError(f"the proxy has no series {series}")
-        return float(found[1])
+        return found
 
     async def admin(self, index: int, verb: str) -> None:
         url = f"{self.running.url}/admin/backends/{self.name(index)}/{verb}"
@@ -175,37 +175,20 @@ async def stopped(stage: Stage) -> None:
     stage.running.replicas[0].child.send_signal(signal.SIGCONT)
 
 
-async def frozen(stage: Stage) -> None:
-    """Polls are answered as ever, and no stream moves."""
-    stage.breaks()
-    await stage.fault(0, "frozen")
-    await asyncio.sleep(5.0)
-    stage.heals()
-    await stage.fault(0, None)
+def faulted(kind: str, lasts_s: float, *, restarted: bool = False, **how: Any) -> Callable[[Stage], Awaitable[None]]:
+    """Replica 0 has a fault for so long, until it is taken away or the replica is started anew."""
 
+    async def happens(stage: Stage) -> None:
+        stage.breaks()
+        await stage.fault(0, kind, **how)
+        await asyncio.sleep(lasts_s)
+        if restarted:
+            await stage.restart(0)
+        else:
+            stage.heals()
+            await stage.fault(0, None)
 
-async def hung_up(stage: Stage) -> None:
-    """What vLLM does on SIGTERM: the port refuses, and open streams get no byte and no end."""
-    stage.breaks()
-    await stage.fault(0, "hang")
-    await asyncio.sleep(3.0)
-    await stage.restart(0)
-
-
-async def draining(stage: Stage) -> None:
-    """500 for what is new under a `/health` that says 200."""
-    stage.breaks()
-    await stage.fault(0, "draining_500")
-    await asyncio.sleep(3.0)
-    await stage.restart(0)
-
-
-async def slow(stage: Stage) -> None:
-    stage.breaks()
-    await stage.fault(0, "slow", factor=10)
-    await asyncio.sleep(8.0)
-    stage.heals()
-    await stage.fault(0, None)
+    return happens
 
 
 async def resets(stage: Stage) -> None:
@@ -253,11 +236,14 @@ class Scenario:
 SCENARIOS = (
     Scenario("killed (`kill -9`)", killed, 1.0),
     Scenario("stopped (SIGSTOP, SIGCONT 5 s later)", stopped, 2.0, breaks_streams=False),
-    Scenario("frozen, with /health 200", frozen, 2.0, breaks_streams=False),
-    Scenario("hangs, as after SIGTERM", hung_up, 2.0),
-    Scenario("drains, with /health 200", draining, 1.0),
+    # Polls are answered as ever, and no stream moves.
+    Scenario("frozen, with /health 200", faulted("frozen", 5.0), 2.0, breaks_streams=False),
+    # What vLLM does on SIGTERM: the port refuses, and open streams get no byte and no end.
+    Scenario("hangs, as after SIGTERM", faulted("hang", 3.0, restarted=True), 2.0),
+    # 500 for what is new under a `/health` that says 200.
+    Scenario("drains, with /health 200", faulted("draining_500", 3.0, restarted=True), 1.0),
     # Slowness is measured against the time before, which takes ten observations of 0.8 s.
-    Scenario("ten times as slow", slow, 5.0, healthy_s=14.0, breaks_streams=False),
+    Scenario("ten times as slow", faulted("slow", 8.0, factor=10), 5.0, healthy_s=14.0, breaks_streams=False),
     Scenario("5 % of streams reset in mid-answer", resets),
     Scenario("flapping: killed three times", flapping, 1.0),
     Scenario("rolling restart", rolling, breaks_streams=False),

@@ -16,31 +16,18 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 
-from llmproxy.app import Proxy, running
-from llmproxy.config import Config
+from benchmarks.validation.vllm_replica import proxied
+from llmproxy.app import Proxy
 from llmproxy.telemetry import logs
 
-READY_S = 60.0
 CLEAR_S = 30.0
 LOOK_S = 0.05
 TIMEOUT_S = 120.0
-
-
-@asynccontextmanager
-async def proxied(backends: Sequence[str]) -> AsyncIterator[Proxy]:
-    """A proxy over replicas that it has found."""
-    settings = {"host": "127.0.0.1", "port": 0, "log_level": "error", "backends": list(backends)}
-    async with running(Config.model_validate(settings)) as proxy:
-        async with asyncio.timeout(READY_S):
-            while not proxy.pools.ready(asyncio.get_running_loop().time()):  # noqa: ASYNC110 - polls have no event
-                await asyncio.sleep(0.1)
-        yield proxy
 
 
 def body(tokens: int, number: int) -> dict[str, Any]:

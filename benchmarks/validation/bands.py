@@ -24,8 +24,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from llmproxy.app import running
-from llmproxy.config import Config
+from benchmarks.validation.vllm_replica import proxied
 from llmproxy.telemetry import logs
 
 BANDS = {"critical": 0.2, "default": 0.6, "sheddable": 0.2}
@@ -34,14 +33,8 @@ LEVELS = {100: "critical", 0: "default", -100: "sheddable"}
 
 async def measure(backends: list[str], batch: int, oversubscription: float, seconds: float, log: Path) -> None:
     """Run the load, which ends by itself; `log` has it afterwards."""
-    settings = {
-        "host": "127.0.0.1", "port": 0, "log_level": "error", "decision_log": str(log),
-        "backends": [{"url": url, "max_in_flight": batch} for url in backends],
-    }  # fmt: skip
-    async with running(Config.model_validate(settings)) as proxy, aiohttp.ClientSession() as http:
-        async with asyncio.timeout(60):
-            while not proxy.pools.ready(asyncio.get_running_loop().time()):  # noqa: ASYNC110 - polls have no event
-                await asyncio.sleep(0.1)
+    told = [{"url": url, "max_in_flight": batch} for url in backends]
+    async with proxied(told, decision_log=str(log)) as proxy, aiohttp.ClientSession() as http:
         ends_s = asyncio.get_running_loop().time() + seconds
         open_streams = round(oversubscription * batch * len(backends))
         bands = random.Random(1).choices(list(BANDS), list(BANDS.values()), k=open_streams)

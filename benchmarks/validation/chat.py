@@ -22,13 +22,10 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmarks.validation.vllm_replica import Replica
-from llmproxy.app import running
-from llmproxy.config import Config
+from benchmarks.validation.vllm_replica import Replica, proxied
 from llmproxy.telemetry import logs
 
 WORDS = ("red", "blue", "house", "tree", "river", "stone", "runs", "sings", "slowly", "under", "seven", "lamps", "and")
-READY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +58,8 @@ async def measure(backends: Sequence[str], placement: str, talk: Talk) -> Told:
         before = [await replica.counters() for replica in replicas]
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "decisions.jsonl"
-            settings = {
-                "host": "127.0.0.1", "port": 0, "log_level": "error", "decision_log": str(log),
-                "backends": list(backends), "scheduling": {"placement": placement, "seed": 1},
-            }  # fmt: skip
-            async with running(Config.model_validate(settings)) as proxy:
-                async with asyncio.timeout(READY_S):
-                    while not proxy.pools.ready(asyncio.get_running_loop().time()):  # noqa: ASYNC110 - polls have no event
-                        await asyncio.sleep(0.1)
+            scheduling = {"placement": placement, "seed": 1}
+            async with proxied(backends, decision_log=str(log), scheduling=scheduling) as proxy:
                 turn = asyncio.Semaphore(talk.at_a_time)
                 await asyncio.gather(
                     *(_converse(http, proxy.url, talk, number, turn) for number in range(talk.conversations))

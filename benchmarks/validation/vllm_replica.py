@@ -1,4 +1,5 @@
-"""What the validation requests of one real vLLM replica: its settings, counters and gauges, and answers by token ids.
+"""What the validation requests of one real vLLM replica: its settings, counters and gauges, and answers by token ids;
+and a proxy over several.
 
 Needs a replica in vLLM's developer mode (VLLM_SERVER_DEV_MODE=1), the only one in which it tells its settings, empties
 its prefix cache and can be held still while a burst queues up in a known order.
@@ -8,13 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import orjson
 
+from llmproxy.app import Proxy, running
+from llmproxy.config import Config
+
+READY_S = 60.0
 SLOW_STEPS = "benchmarks.validation.slow_steps:SlowSteps"
 # A few of those steps.
 _PULSE_S = 0.02
@@ -32,6 +38,17 @@ _GAUGES = (
     "vllm:num_requests_waiting_by_reason",
     "vllm:lora_requests_info",
 )
+
+
+@asynccontextmanager
+async def proxied(backends: Sequence[str | Mapping[str, Any]], **settings: Any) -> AsyncIterator[Proxy]:
+    """A proxy over replicas that it has found."""
+    config = {"host": "127.0.0.1", "port": 0, "log_level": "error", "backends": list(backends), **settings}
+    async with running(Config.model_validate(config)) as proxy:
+        async with asyncio.timeout(READY_S):
+            while not proxy.pools.ready(asyncio.get_running_loop().time()):  # noqa: ASYNC110 - polls have no event
+                await asyncio.sleep(0.1)
+        yield proxy
 
 
 class UnfitError(Exception):
