@@ -93,6 +93,21 @@ def grants(of: Pools, now: float = 0.0) -> list[Grant]:
     return [decision for decision in decisions if isinstance(decision, Grant)]
 
 
+def granted(of: Pools, now: float = 0.0) -> list[Grant]:
+    """What the next pass decides, which is grants and nothing else, and leaves nothing to the one after it."""
+    decisions = of.decide(now)
+    of.check(now)
+    assert of.decide(now) == []
+    grants = [decision for decision in decisions if isinstance(decision, Grant)]
+    assert len(grants) == len(decisions), "something else was decided, too"
+    return grants
+
+
+def names(grants: Sequence[Grant]) -> list[str]:
+    """The requests of these grants."""
+    return [grant.request.id for grant in grants]
+
+
 def only_drop(of: Pools, now: float) -> Drop:
     """What the next pass decides, which is one drop and nothing else."""
     (drop,) = of.decide(now)

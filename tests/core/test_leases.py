@@ -78,17 +78,6 @@ def test_an_attempt_that_gave_nothing_is_nobodys_debt(verdict: Verdict, usage: U
     assert of.charged() == charged
 
 
-def test_a_lost_process_takes_its_leases_along_and_no_others() -> None:
-    of = Ledger()
-    ended, running, other = of.grant("a"), of.grant("a"), of.grant("b")
-    of.leases.lost(of.backends["a"])
-    of.leases.finish(ended, Verdict.FAILED, 1.0)
-    assert of.revoked() == [running]
-    assert of.revoked() == []
-    of.leases.lost(of.backends["b"])
-    assert of.revoked() == [other]
-
-
 def test_a_lease_on_a_replaced_process_outlives_its_successor() -> None:
     of = Ledger()
     of.grant("a")
@@ -96,16 +85,6 @@ def test_a_lease_on_a_replaced_process_outlives_its_successor() -> None:
     newer = of.grant("a")
     of.leases.lost(of.backends["a"])
     assert of.revoked() == [newer]
-
-
-def test_leases_of_a_lost_process_are_not_of_the_one_after_it() -> None:
-    of = Ledger()
-    before = of.grant("a")
-    of.leases.lost(of.backends["a"])
-    after = of.grant("a")
-    assert [of.leases.is_of_process(lease, "a") for lease in (before, after)] == [False, True]
-    of.leases.detach("b")
-    assert not of.leases.is_of_process(after + 1, "b")
 
 
 def test_leases_are_checked_against_the_bookings_of_their_backends() -> None:

@@ -14,7 +14,7 @@ from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
 from tests.core.account import assert_nothing_left
-from tests.core.make import cached, grants, kill, listing, only_grant, pools, refusal, request, submit, tight
+from tests.core.make import cached, grants, kill, listing, names, only_grant, pools, refusal, request, submit, tight
 
 TIGHT = tight()
 ONE = UsageLimit(in_flight=1)
@@ -124,7 +124,7 @@ def test_a_limit_over_two_pools_lets_the_higher_band_go_first() -> None:
     limited(one, "other", 2.0, CRITICAL)
     assert grants(one, 2.0) == []
     one.finish(held, Verdict.SERVED, 3.0)
-    assert [grant.request.id for grant in grants(one, 3.0)] == ["2.0"]
+    assert names(grants(one, 3.0)) == ["2.0"]
 
 
 def test_the_oldest_blocked_request_without_room_leaves_a_limit_to_others() -> None:
@@ -138,7 +138,7 @@ def test_the_oldest_blocked_request_without_room_leaves_a_limit_to_others() -> N
     (full,) = grants(one, 3.0)
     assert full.request.pool == "base"
     one.finish(held, Verdict.SERVED, 4.0)
-    assert [grant.request.id for grant in grants(one, 4.0)] == ["2.0"]
+    assert names(grants(one, 4.0)) == ["2.0"]
 
 
 def test_a_request_blocked_by_one_limit_does_not_block_another() -> None:
@@ -151,7 +151,7 @@ def test_a_request_blocked_by_one_limit_does_not_block_another() -> None:
     limited(one, "base", 3.0, limit="tenant:u")
     assert grants(one, 3.0) == []
     one.finish(held, Verdict.SERVED, 4.0)
-    assert [grant.request.id for grant in grants(one, 4.0)] == ["2.0"]
+    assert names(grants(one, 4.0)) == ["2.0"]
 
 
 def limited(of: Pools, pool: str, at_s: float, band: int = DEFAULT, limit: str = "tenant:t") -> None:

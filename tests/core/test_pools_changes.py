@@ -46,15 +46,6 @@ def test_a_drained_backend_gets_nothing_new_and_ends_what_it_has() -> None:
     assert backends(grants(one, 1.0)) == ["a", "a"]
 
 
-def test_requests_of_a_drained_backend_are_held_as_if_it_were_down() -> None:
-    one = pools({"a": 1}, TIGHT)
-    one.backends["a"].drained = True
-    submit(one)
-    assert grants(one) == []
-    one.backends["a"].drained = False
-    assert backends(grants(one, 29.0)) == ["a"]
-
-
 def test_a_drained_backend_does_not_count_as_ready() -> None:
     one = pools({"a": 1}, replace(TIGHT, queue=QueueSettings(hold_s=0.0)))
     assert one.ready(0.0)

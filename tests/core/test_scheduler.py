@@ -22,7 +22,20 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.queueing.admission import RETRY_EMPTY_S
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings
-from tests.core.make import cached, grants, kill, listing, only_drop, pools, reading, refusal, request, submit, tight
+from tests.core.make import (
+    cached,
+    grants,
+    kill,
+    listing,
+    names,
+    only_drop,
+    pools,
+    reading,
+    refusal,
+    request,
+    submit,
+    tight,
+)
 
 # --- who and where in one step ----------------------------------------------------------------------------------------
 
@@ -88,7 +101,7 @@ def test_a_head_that_fits_nowhere_does_not_hold_up_its_own_flow() -> None:
     submit(one, request(id="head", prompt_tokens=500, arrived_s=1.0, band=CRITICAL))
     submit(one, request(id="behind", prompt_tokens=50, arrived_s=2.0, band=CRITICAL))
     submit(one, request(id="lower", prompt_tokens=50, arrived_s=0.0, band=SHEDDABLE))
-    assert [grant.request.id for grant in grants(one, 2.0)] == ["behind", "lower"]
+    assert names(grants(one, 2.0)) == ["behind", "lower"]
 
 
 def test_a_retry_avoids_what_failed_it_and_holds_nobody_up() -> None:
@@ -293,6 +306,7 @@ def test_a_lease_that_ended_before_the_pass_is_not_revoked() -> None:
     kill(one, "a")
     one.finish(grant, Verdict.FAILED, 0.0)
     assert one.decide(0.0) == []
+    one.check(0.0)
 
 
 def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:

@@ -75,15 +75,6 @@ def test_held_tokens_of_a_prompt_take_no_new_room() -> None:
     assert one.view(2.0).kv_used == 0.5
 
 
-def test_a_debit_leaves_with_its_lease() -> None:
-    one = backend()
-    one.observe(reading(0.0, kv_used=0.0, kv_tokens=1000))
-    one.book(1, request(prompt_tokens=200), 1.0)
-    one.release(1, Verdict.CLIENT_GONE, 1.0)
-    assert one.view(1.0).kv_used == 0.0
-    one.check()
-
-
 # --- readings correct them --------------------------------------------------------------------------------------------
 
 
@@ -294,16 +285,6 @@ def test_a_start_seen_by_the_poller_closes_the_case_of_a_probe() -> None:
     assert not one.view(2.0).available
     one.observe(reading(2.5, running=1))
     assert one.view(2.5).available
-
-
-def test_a_busy_answer_lowers_the_limit_below_the_load_that_met_it() -> None:
-    one = backend(max_in_flight=None, start_limit=32)
-    for lease in range(6):
-        one.book(lease, request(), 0.0)
-    one.release(0, Verdict.BUSY, 0.0)
-    assert one.view(0.0).limit == 5
-    assert not one.view(0.0).available
-    assert one.view(0.25).available
 
 
 def test_views_of_backends_have_their_prompt_range() -> None:

@@ -57,14 +57,6 @@ def test_failures_in_a_row_eject_and_a_success_resets_the_count() -> None:
     assert health.changes_at(0.0) == 1.0
 
 
-@pytest.mark.parametrize("verdict", [Verdict.CONNECT_FAILED, Verdict.DRAINING])
-def test_a_connection_refused_or_a_draining_engine_ejects_at_once(verdict: Verdict) -> None:
-    health = healthy()
-    health.finished(1, verdict, 0.0)
-    assert not health.available(0.999)
-    assert health.available(1.0)
-
-
 @pytest.mark.parametrize("verdict", [Verdict.CLIENT_GONE, Verdict.LOST, Verdict.LOCAL_FAILURE, Verdict.SERVED])
 def test_ends_without_fault_of_the_backend_never_eject(verdict: Verdict) -> None:
     health = healthy()
@@ -94,12 +86,6 @@ def test_last_backend_that_is_busy_while_idle_only_pauses() -> None:
     for _ in range(3):
         one.finished(1, Verdict.BUSY, 3.0, idle=True)
     assert one.ejected_times == 1
-
-
-def test_many_failures_of_one_cause_are_one_ejection() -> None:
-    health = healthy()
-    fail(health, 30, verdict=Verdict.CONNECT_FAILED)
-    assert ejected_for_s(health, 0.0) == 1.0
 
 
 def test_probe_after_an_ejection_ends_it_with_its_first_byte() -> None:
@@ -139,16 +125,6 @@ def test_a_probe_whose_client_leaves_hands_the_probe_on() -> None:
     assert health.available(1.5)
     health.booked(101)
     assert not health.available(1.5), "it is still half open"
-
-
-def test_busy_is_a_pause_and_not_a_failure() -> None:
-    health = healthy()
-    for _ in range(10):
-        health.finished(1, Verdict.BUSY, 0.0)
-    assert not health.available(0.0)
-    assert health.available(BUSY_PAUSE_S)
-    health.booked(2)
-    assert health.available(BUSY_PAUSE_S), "no half-open state follows"
 
 
 def test_two_refused_polls_prove_that_the_process_is_gone() -> None:

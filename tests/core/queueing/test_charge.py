@@ -8,11 +8,6 @@ from llmproxy.core.settings import Settings
 from tests.core.make import request
 
 
-def test_the_names_that_a_configuration_may_give() -> None:
-    assert charges.names() == ("tokens", "requests", "kv_seconds")
-    assert Settings().charged == "tokens"
-
-
 def test_tokens_are_weighted_uncached_prompt_and_output_tokens() -> None:
     charge = charges.get("tokens")(Settings(input_weight=3.0, output_weight=5.0))
     one = request(prompt_tokens=100, output_tokens=50)

@@ -7,7 +7,19 @@ import pytest
 from llmproxy.core.domain import CRITICAL, SHEDDABLE, Entry, Outcome, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
-from tests.core.make import grants, kill, listing, only_drop, only_grant, pools, refusal, request, submit, tight
+from tests.core.make import (
+    granted,
+    kill,
+    listing,
+    names,
+    only_drop,
+    only_grant,
+    pools,
+    refusal,
+    request,
+    submit,
+    tight,
+)
 
 
 def house(hold_s: float = 10.0, **backends: int) -> Pools:
@@ -25,12 +37,6 @@ def up(of: Pools, name: str, now: float) -> None:
     of.listed(name, listing())
 
 
-def granted(of: Pools, now: float) -> list[str]:
-    found = grants(of, now)
-    assert of.decide(now) == []
-    return [grant.request.id for grant in found]
-
-
 def test_requests_held_for_a_pool_are_served_in_order_when_it_returns() -> None:
     of = house(a=9)
     down(of, "a")
@@ -38,7 +44,7 @@ def test_requests_held_for_a_pool_are_served_in_order_when_it_returns() -> None:
         of.submit(request(id=name, band=band, arrived_s=at), 2.0)
     assert granted(of, 5.0) == []
     up(of, "a", 6.0)
-    assert granted(of, 6.0) == ["first", "second", "low"]
+    assert names(granted(of, 6.0)) == ["first", "second", "low"]
 
 
 def test_a_request_is_held_for_hold_s_and_then_told_that_none_came_up() -> None:
@@ -67,7 +73,7 @@ def test_its_own_time_stands_still_while_a_request_is_held() -> None:
     assert granted(of, 8.5) == []
     up(of, "a", 8.6)
     of.submit(request(id="urgent", band=CRITICAL, arrived_s=8.6), 8.6)
-    assert granted(of, 8.6) == ["urgent"]
+    assert names(granted(of, 8.6)) == ["urgent"]
     assert of.next_wakeup(8.6) == pytest.approx(9.6), "it had one second left"
     assert only_drop(of, 9.6).outcome is Outcome.EXPIRED
 
@@ -82,7 +88,7 @@ def test_a_retry_of_the_only_backend_is_held_and_may_return_to_it() -> None:
     down(of, "a")
     assert granted(of, 0.5) == []
     up(of, "a", 4.0)
-    assert granted(of, 4.0) == ["retried"]
+    assert names(granted(of, 4.0)) == ["retried"]
 
 
 def test_a_retry_goes_to_another_backend_or_is_refused_without_one() -> None:
@@ -93,31 +99,11 @@ def test_a_retry_goes_to_another_backend_or_is_refused_without_one() -> None:
     assert "has failed this request" in refusal(of.submit, request(), 0.0, frozenset({"a", "b"}), Entry.RETRY).message
 
 
-def test_without_holding_all_of_these_are_refused_at_once() -> None:
-    of = house(hold_s=0.0)
-    of.submit(request(), 0.0)
-    grant = only_grant(of, 0.0)
-    of.finish(grant, Verdict.CONNECT_FAILED, 0.1)
-    for excluded, entry in ((frozenset({"a"}), Entry.RETRY), (frozenset(), Entry.NEW)):
-        if entry is Entry.NEW:
-            down(of, "a")
-        caught = refusal(of.submit, grant.request, 0.1, excluded, entry)
-        assert caught.outcome is Outcome.REJECTED_NO_BACKENDS
-        assert caught.retry_after_s
-
-
 def test_a_name_whose_backends_are_down_is_held_beside_others_up() -> None:
     settings = Settings(queue=QueueSettings(hold_s=10.0))
     of = pools({"a": 1, "b": 1}, settings, listings={"a": listing("lora"), "b": listing()})
     down(of, "a")
     submit(of, request(id="lora", adapter="lora", deadline_s=60.0), request(id="base", deadline_s=60.0))
-    assert granted(of, 0.0) == ["base"]
+    assert names(granted(of, 0.0)) == ["base"]
     (drop,) = of.decide(10.0)
     assert drop.request.id == "lora"
-
-
-def test_the_limits_of_the_waiting_room_hold_while_requests_are_held() -> None:
-    of = pools({"a": 1}, Settings(queue=QueueSettings(requests_max=2)))
-    down(of, "a")
-    submit(of, *(request() for _ in range(2)))
-    assert "requests_max" in refusal(of.submit, request(), 0.0).message

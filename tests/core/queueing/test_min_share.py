@@ -21,21 +21,11 @@ from llmproxy.core.domain import (
     Usage,
     Verdict,
 )
-from llmproxy.core.estimates.first_token import FirstToken
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.min_share import CREDIT_GRANTS, MinShares
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
-from tests.core.make import kill, pools, reading, refusal, request, submit, tight
-
-
-def granted(of: Pools, now: float = 0.0) -> list[Grant]:
-    decisions = of.decide(now)
-    of.check(now)
-    assert of.decide(now) == []
-    grants = [decision for decision in decisions if isinstance(decision, Grant)]
-    assert len(grants) == len(decisions), "something else was decided, too"
-    return grants
+from tests.core.make import granted, kill, pools, refusal, request, submit, tight
 
 
 def overload(shares: dict[int, float], at_a_time: int, waiting: tuple[int, ...], rounds: int = 600) -> Counter[int]:
@@ -254,25 +244,6 @@ def test_early_refusal_is_off_by_default() -> None:
     of.submit(request(prompt_tokens=100, slo=Slo(ttft_s=0.1)), 0.0)
 
 
-def test_the_time_to_a_first_token_is_learned_over_the_prompts_length() -> None:
-    learned = FirstToken()
-    assert learned.expected_s(1000) == 0.0
-    learned.learn(100, 1.0)
-    assert learned.expected_s(5000) == 1.0, "one length says nothing of another"
-    learned.learn(300, 2.0)
-    assert learned.expected_s(500) == pytest.approx(3.0, rel=0.01)
-    for tokens in (100, 300) * 300:
-        learned.learn(tokens, 0.1 * tokens / 100)
-    assert learned.expected_s(200) == pytest.approx(0.2, rel=0.05)
-
-
-def test_longer_prompts_are_never_expected_to_be_quicker() -> None:
-    learned = FirstToken()
-    learned.learn(100, 2.0)
-    learned.learn(300, 1.0)
-    assert learned.expected_s(1000) == pytest.approx(learned.expected_s(10))
-
-
 # --- what a person should be able to say of it ------------------------------------------------------------------------
 
 
@@ -391,9 +362,3 @@ def test_the_lowest_band_makes_room_first() -> None:
         (drop,) = of.decide(0.3)
         assert drop.request.id == expected
     refusal(of.submit, request(band=CRITICAL), 0.4)
-
-
-def test_a_reading_alone_grants_nothing_to_nobody() -> None:
-    of = pools({"a": 1})
-    of.backends["a"].observe(reading(0.0))
-    assert of.decide(0.0) == []

@@ -6,7 +6,6 @@ import pytest
 
 from llmproxy.core.domain import Grant, Request, Slo, Verdict
 from llmproxy.core.pools import Pools
-from llmproxy.core.queueing.ordering import orderings
 from tests.core.make import only_grant, pools, request, tight
 
 
@@ -103,8 +102,3 @@ def test_a_request_past_the_ageing_bound_is_not_overtaken(seed: int) -> None:
             again = only_grant(of, now)
             lease = again.lease
     assert overtaken > 20, "nobody was overtaken, so nothing was tested"
-
-
-def test_an_unknown_ordering_names_those_that_are_known() -> None:
-    with pytest.raises(ValueError, match="fcfs, edf, least_slack, shortest"):
-        orderings.get("lifo")

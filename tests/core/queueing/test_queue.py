@@ -74,16 +74,6 @@ def test_a_request_above_the_token_limit_may_wait_alone() -> None:
     assert occupancy.full(request(prompt_tokens=1000)) is not None
 
 
-def test_flows_without_end_leave_no_account_behind() -> None:
-    occupancy = Occupancy(QueueSettings())
-    for number in range(100):
-        one = request(flow=f"f{number}")
-        occupancy.enter(one)
-        occupancy.leave(one)
-    assert not occupancy._flows
-    occupancy.check()
-
-
 # --- flows ------------------------------------------------------------------------------------------------------------
 
 
@@ -162,15 +152,6 @@ def test_a_rank_that_changes_with_time_tells_the_policy_the_new_head() -> None:
     band.check(10.0)
     band.remove(old)
     band.check(10.0)
-
-
-def test_one_that_left_does_not_turn() -> None:
-    band = Band(FcfsFairness(Settings()), Faults())
-    gone = Queued(request(flow="f"), Rank((0.0, 0.0), 10.0, (-1.0, 0.0)))
-    band.push(gone, 0.0)
-    band.remove(gone)
-    band.settle(10.0)
-    assert band.flows == 0
 
 
 # --- time to wait -----------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Grant, Outcome, Request, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Outcome, Request, Usage, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.usage_limits import UsageLimits
 from llmproxy.core.settings import QueueSettings, UsageLimit
-from tests.core.make import grants, listing, only_drop, pools, refusal, request, submit, tight
+from tests.core.make import granted, listing, names, only_drop, pools, refusal, request, submit, tight
 
 TENANT = "tenant:acme"
 
@@ -20,16 +20,6 @@ def limited(fleet: dict[str, int | None], queue: QueueSettings | None = None, **
 
 def theirs(**given: Any) -> Request:
     return request(**{"limits": (TENANT,)} | given)
-
-
-def granted(of: Pools, now: float = 0.0) -> list[Grant]:
-    found = grants(of, now)
-    assert of.decide(now) == []
-    return found
-
-
-def names(grants: list[Grant]) -> list[str]:
-    return [grant.request.id for grant in grants]
 
 
 # --- requests in flight -----------------------------------------------------------------------------------------------
@@ -109,16 +99,6 @@ def test_every_blocked_request_has_its_turn_before_later_arrivals() -> None:
         of.finish(running, Verdict.SERVED, float(number))
         (running,) = granted(of, float(number))
         assert running.request.id == f"t{number}"
-
-
-def test_a_limit_counts_over_all_pools() -> None:
-    settings = tight(limits={TENANT: UsageLimit(in_flight=1)})
-    of = pools({"a": 1, "b": 1}, settings, listings={"a": listing(), "b": listing(base="other")})
-    submit(of, theirs(id="base"), theirs(id="other", pool="other", model="other"))
-    (first,) = granted(of)
-    assert first.request.id == "base"
-    of.finish(first, Verdict.SERVED, 1.0)
-    assert names(granted(of, 1.0)) == ["other"]
 
 
 def test_blocked_requests_leave_expire_and_are_shed_like_others() -> None:

@@ -79,17 +79,6 @@ def test_an_empty_window_is_adherence_one() -> None:
     assert offered(policy, 1.0) == ["old", "new"]
 
 
-def test_a_window_of_one_request_is_adherence_zero_or_one() -> None:
-    policy = slo()
-    record(policy, "lucky", met=1)
-    record(policy, "unlucky", missed=1)
-    assert told(policy, "lucky") == {"adherence": 1.0, "counted": 1.0, "missed": 0.0}
-    assert told(policy, "unlucky") == {"adherence": 0.0, "counted": 1.0, "missed": 1.0}
-    wait(policy, asked("lucky"))
-    wait(policy, asked("unlucky", at_s=1.0))
-    assert offered(policy, 1.0) == ["unlucky", "lucky"]
-
-
 def test_a_flow_without_objective_goes_behind_lower_adherence() -> None:
     policy = slo()
     record(policy, "behind", met=9, missed=1)
@@ -211,12 +200,6 @@ def test_an_end_without_fault_is_not_counted_unless_overdue() -> None:
     policy.ended(early, None, 25.0)
     policy.ended(late, None, 25.0)
     assert told(policy, "a") == {"adherence": 0.0, "counted": 1.0, "missed": 1.0}
-
-
-def test_a_request_that_never_waited_counts_by_its_end() -> None:
-    policy = slo()
-    policy.ended(asked("refused"), False, 1.0)
-    assert told(policy, "refused")["missed"] == 1.0
 
 
 # --- the window -------------------------------------------------------------------------------------------------------
