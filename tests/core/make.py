@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmproxy.core.backends.view import View
-from llmproxy.core.domain import DEFAULT, Drop, Grant, Listing, ModelCard, Reading, Refused, Request, Trouble
+from llmproxy.core.domain import DEFAULT, Drop, Grant, Listing, ModelCard, Reading, Refused, Request, Trouble, Verdict
 from llmproxy.core.placement.policy import Placement, make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import CapacitySettings, Settings
@@ -106,6 +106,16 @@ def granted(of: Pools, now: float = 0.0) -> list[Grant]:
 def names(grants: Sequence[Grant]) -> list[str]:
     """The requests of these grants."""
     return [grant.request.id for grant in grants]
+
+
+def one_by_one(of: Pools, held: Grant, now: float) -> list[str]:
+    """The requests that get the only place, which `held` has, each when the one before is served."""
+    served: list[Grant] = []
+    of.finish(held, Verdict.SERVED, now)
+    while found := grants(of, now):
+        served += found
+        of.finish(served[-1], Verdict.SERVED, now)
+    return names(served)
 
 
 def only_drop(of: Pools, now: float) -> Drop:

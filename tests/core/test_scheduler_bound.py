@@ -16,13 +16,12 @@ from llmproxy.core.domain import (
     Outcome,
     Preempt,
     Trouble,
-    Verdict,
 )
 from llmproxy.core.placement.policy import presets
 from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.queue import FLOW_LOOK_MAX
 from llmproxy.core.settings import QueueSettings, Settings
-from tests.core.make import listing, only_drop, pools, reading, refusal, request, submit, tight
+from tests.core.make import listing, one_by_one, only_drop, pools, reading, refusal, request, submit, tight
 
 ROOMY = tight()
 
@@ -56,11 +55,7 @@ def test_any_number_of_them_hides_nobody_behind_it(fairness: str) -> None:
     submit(of, *(request(id=name, backend="a") for name in many), now=1.0)
     of.submit(request(id="free", arrived_s=2.0), 2.0)
     assert grants(of.decide(2.0)) == {"free": "b"}
-    for _ in many:
-        of.finish(held, Verdict.SERVED, 3.0)
-        (held,) = (one for one in of.decide(3.0) if isinstance(one, Grant))
-        assert held.placed.backend == "a"
-    of.check(3.0)
+    assert one_by_one(of, held, 3.0) == many
     assert of.queued() == {DEFAULT: (0, 0)}
 
 
@@ -70,12 +65,7 @@ def test_the_higher_band_has_its_backend_first() -> None:
     for name, band in (("low", SHEDDABLE), ("middle", DEFAULT), ("high", CRITICAL)):
         of.submit(request(id=name, band=band, backend="a"), 1.0)
     assert grants(of.decide(1.0)) == {}
-    order = []
-    for _ in range(3):
-        of.finish(held, Verdict.SERVED, 2.0)
-        (held,) = (one for one in of.decide(2.0) if isinstance(one, Grant))
-        order.append(held.request.id)
-    assert order == ["high", "middle", "low"]
+    assert one_by_one(of, held, 2.0) == ["high", "middle", "low"]
 
 
 def test_only_what_its_own_backend_has_is_taken_back_for_it() -> None:

@@ -6,38 +6,27 @@ import pytest
 
 from llmproxy.core.domain import Grant, Request, Slo, Verdict
 from llmproxy.core.pools import Pools
-from tests.core.make import only_grant, pools, request, tight
+from tests.core.make import one_by_one, only_grant, pools, request, tight
 
 
-def one_slot(ordering: str, **given: float) -> Pools:
+def one_slot(ordering: str, **given: float) -> tuple[Pools, Grant]:
     """A pool whose one slot is taken, so that what comes next waits."""
     settings = tight(ordering=ordering, **given)
     of = pools({"a": 1}, settings)
     of.submit(request(id="first"), 0.0)
-    of.decide(0.0)
-    return of
+    return of, only_grant(of, 0.0)
 
 
-def served(of: Pools, *waiting: Request, now: float = 10.0) -> list[str]:
-    """The order in which `waiting` are granted at `now`, one slot at a time."""
+def served(of: Pools, held: Grant, *waiting: Request) -> list[str]:
+    """The order in which `waiting` are granted at 10 s, one slot at a time."""
     for one in waiting:
         of.submit(one, one.arrived_s)
-    order: list[str] = []
-    lease = next(iter(of.schedulers["base"].leases._held))
-    while lease:
-        of.schedulers["base"].leases.finish(lease, Verdict.SERVED, now)
-        lease = 0
-        for decision in of.decide(now):
-            assert isinstance(decision, Grant)
-            order.append(decision.request.id)
-            lease = decision.lease
-        of.check(now)
-    return order
+    return one_by_one(of, held, 10.0)
 
 
 def test_fcfs_goes_by_arrival() -> None:
     waiting = [request(id=name, arrived_s=at) for name, at in (("c", 3.0), ("a", 1.0), ("b", 2.0))]
-    assert served(one_slot("fcfs"), *waiting) == ["a", "b", "c"]
+    assert served(*one_slot("fcfs"), *waiting) == ["a", "b", "c"]
 
 
 def test_edf_uses_the_objective_or_the_time_to_wait() -> None:
@@ -47,11 +36,11 @@ def test_edf_uses_the_objective_or_the_time_to_wait() -> None:
         request(id="objective", arrived_s=2.0, deadline_s=60.0, slo=Slo(ttft_s=9.0)),
         request(id="pace only", arrived_s=3.0, deadline_s=15.0, slo=Slo(tpot_s=0.1)),
     ]
-    assert served(one_slot("edf"), *waiting) == ["objective", "pace only", "hurried", "patient"]
+    assert served(*one_slot("edf"), *waiting) == ["objective", "pace only", "hurried", "patient"]
 
 
 def test_least_slack_orders_by_latest_start_and_the_infeasible_last() -> None:
-    of = one_slot("least_slack")
+    of, held = one_slot("least_slack")
     first_token = of.schedulers["base"]._first_token
     for tokens in (100, 200):
         first_token.learn(tokens, tokens / 100)
@@ -62,7 +51,7 @@ def test_least_slack_orders_by_latest_start_and_the_infeasible_last() -> None:
         request(id="short prompt", arrived_s=1.0, prompt_tokens=100, slo=Slo(ttft_s=14.0)),
     ]
     # They must start by 9.5, 11 and 14 s.
-    assert served(of, *waiting, now=10.0) == ["long prompt", "short prompt", "none", "late"]
+    assert served(of, held, *waiting) == ["long prompt", "short prompt", "none", "late"]
 
 
 def test_shortest_goes_by_the_estimated_work() -> None:
@@ -71,14 +60,13 @@ def test_shortest_goes_by_the_estimated_work() -> None:
         request(id="answer", arrived_s=1.0, prompt_tokens=10, output_tokens=600),
         request(id="short", arrived_s=2.0, prompt_tokens=10, output_tokens=10),
     ]
-    assert served(one_slot("shortest"), *waiting) == ["short", "prompt", "answer"]
+    assert served(*one_slot("shortest"), *waiting) == ["short", "prompt", "answer"]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_request_past_the_ageing_bound_is_not_overtaken(seed: int) -> None:
     rng, now, ageing_s = Random(seed), 0.0, 5.0
-    of = one_slot("shortest", ageing_s=ageing_s)
-    lease = next(iter(of.schedulers["base"].leases._held))
+    of, held = one_slot("shortest", ageing_s=ageing_s)
     waiting: dict[str, Request] = {}
     overtaken = 0
     for _ in range(400):
@@ -87,18 +75,11 @@ def test_a_request_past_the_ageing_bound_is_not_overtaken(seed: int) -> None:
             one = request(arrived_s=now, deadline_s=now + 1e6, prompt_tokens=rng.choice((5, 100, 3000)))
             of.submit(one, now)
             waiting[one.id] = one
-        if not lease:
-            continue
-        of.schedulers["base"].leases.finish(lease, Verdict.SERVED, now)
-        for decision in of.decide(now):
-            assert isinstance(decision, Grant)
-            granted, lease = waiting.pop(decision.request.id, None), decision.lease
-            if granted is not None:
-                older = [one for one in waiting.values() if one.arrived_s < granted.arrived_s]
-                overtaken += bool(older)
-                assert all(now - one.arrived_s < ageing_s for one in older)
-        if not of.schedulers["base"].leases._held:
-            of.submit(request(arrived_s=now, deadline_s=now + 1e6), now)
-            again = only_grant(of, now)
-            lease = again.lease
+        if waiting:
+            of.finish(held, Verdict.SERVED, now)
+            held = only_grant(of, now)
+            del waiting[held.request.id]
+            older = [one for one in waiting.values() if one.arrived_s < held.request.arrived_s]
+            overtaken += bool(older)
+            assert all(now - one.arrived_s < ageing_s for one in older)
     assert overtaken > 20, "nobody was overtaken, so nothing was tested"
