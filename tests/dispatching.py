@@ -8,6 +8,8 @@ from functools import partial, wraps
 from random import Random
 from typing import Any
 
+import pytest
+
 from llmproxy.core.domain import Entry, Refused, Request, Verdict
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
@@ -60,6 +62,13 @@ def now() -> float:
 async def turns(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def refusal_of(waiting: Awaitable[object]) -> Refused:
+    """How what is waited for is refused."""
+    with pytest.raises(Refused) as caught:
+        await waiting
+    return caught.value
 
 
 def empty(one: Dispatcher) -> None:

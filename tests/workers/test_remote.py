@@ -32,7 +32,7 @@ from llmproxy.telemetry import logs
 from llmproxy.workers.channel import FROM_WORKER, TO_WORKER, Channel
 from llmproxy.workers.protocol import LeaseGranted, PageRequest, PageResponse, ResponseStored, ShutdownState
 from tests.core.make import listing, request
-from tests.dispatching import Client, dispatcher, now, turns, virtual
+from tests.dispatching import Client, dispatcher, now, refusal_of, turns, virtual
 from tests.exits import exit_of
 from tests.workers.link import ENOUGH, RecordedEvents, WorkerLink, finished, leased, linked, nothing_left, refused
 
@@ -220,10 +220,7 @@ async def test_an_unknown_name_is_asked_for_and_waited_for(one: Dispatcher, line
     one.answered("late")
     one.listed("late", listing(base="other"))
     assert (await asked).pool == "other"
-    gone = asyncio.create_task(line.remote.resolve("nothing", 30.0, 10))
-    with pytest.raises(Refused) as caught:
-        await gone
-    assert caught.value.outcome is Outcome.UNKNOWN_MODEL
+    assert (await refusal_of(line.remote.resolve("nothing", 30.0, 10))).outcome is Outcome.UNKNOWN_MODEL
 
 
 @linked
