@@ -17,7 +17,7 @@ from llmproxy.core.settings import CapacitySettings, Settings
 from llmproxy.dispatcher import Dispatcher
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lease import Lease, Leasing
-from tests.core.account import assert_nothing_left
+from tests.core.machine.account import assert_nothing_left
 from tests.core.make import listing, request
 
 SETTINGS = Settings(capacity=CapacitySettings(look_ahead=0))

@@ -13,7 +13,7 @@ from llmproxy.core.pools import Pools
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.scheduler import FAULT_RETRY_S
 from llmproxy.core.settings import QueueSettings, Settings, UsageLimit
-from tests.core.account import assert_nothing_left
+from tests.core.machine.account import assert_nothing_left
 from tests.core.make import cached, grants, kill, listing, names, only_grant, pools, refusal, request, submit, tight
 
 TIGHT = tight()

@@ -30,8 +30,8 @@ from llmproxy.core.domain import (
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
-from tests.core import fleets
-from tests.core.account import Books, Row, Waiter, assert_nothing_left, serves
+from tests.core.machine import fleets
+from tests.core.machine.account import Books, Row, Waiter, assert_nothing_left, serves
 
 
 class World:

@@ -33,10 +33,10 @@ from llmproxy.core.queueing.ordering import orderings
 from llmproxy.core.queueing.waiting_room import WaitingRoom
 from llmproxy.core.scheduler import Scheduler
 from tests import ROOT
-from tests.core import fleets
+from tests.core.machine import fleets
+from tests.core.machine.random_events import random_walk
+from tests.core.machine.world import World
 from tests.core.make import listing
-from tests.core.random_events import random_walk
-from tests.core.world import World
 
 LISTINGS = (
     listing("x"),
@@ -355,7 +355,7 @@ def test_what_is_decided_does_not_depend_on_where_the_clock_began(seed: int) -> 
 def test_one_seed_gives_one_trace_under_any_hash_seed() -> None:
     def trace(hash_seed: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.core.random_events"],
+            [sys.executable, "-m", "tests.core.machine.random_events"],
             cwd=ROOT,
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,

@@ -8,8 +8,8 @@ from typing import Any
 from llmproxy.core.domain import Reading, Trouble, Verdict
 from llmproxy.core.queueing.fairness import policies
 from llmproxy.core.queueing.ordering import orderings
-from tests.core import fleets
-from tests.core.world import World
+from tests.core.machine import fleets
+from tests.core.machine.world import World
 
 
 def random_walk(seed: int, steps: int, begins_s: float = 0.0) -> World:
