@@ -83,10 +83,7 @@ class Rig:
 @asynccontextmanager
 async def rig(log: Path, *flags: str) -> AsyncIterator[Rig]:
     """A fresh one, on free ports."""
-    async with (
-        Replica(OPTIONS) as replica,
-        served(log, "--port", "0", "--backend", replica.url, *flags) as process,
-    ):
+    async with Replica(OPTIONS) as replica, served(log, "--port", "0", "--backend", replica.url, *flags) as process:
         yield Rig(await process.url(), process, replica)
 
 

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -185,6 +186,25 @@ class ProxyUnderTest:
             assert not replica.engine.busy
             check_engine(replica.engine)
         assert self.outcomes()["internal"] == self.bugs_expected, "the proxy met a bug of its own"
+
+
+@asynccontextmanager
+async def one_seat(
+    body: object = None, headers: Mapping[str, str] = MappingProxyType({}), **config: Any
+) -> AsyncIterator[tuple[ProxyUnderTest, aiohttp.ClientResponse]]:
+    """A proxy with one place, and the stream that has it until it is closed."""
+    scheduling = {"look_ahead": 0} | config.pop("scheduling", {})
+    one_place = serving(FAST, fixed_limit=1, scheduling=scheduling, **config)
+    async with one_place as proxy, proxy.stream(body, **headers) as seat:
+        await seat.content.readany()
+        yield proxy, seat
+
+
+def decisions(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines of a decision log by request id, in their order."""
+    header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert header["llmproxy_decisions"] == 1
+    return {line["request_id"]: line for line in lines}
 
 
 async def all_of(stream: aiohttp.ClientResponse) -> bytes:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import ENDLESS, FAST, STREAM, ProxyUnderTest, raw_post, serving, until
+from tests.e2e.proxies import ENDLESS, FAST, STREAM, ProxyUnderTest, one_seat, raw_post, serving, until
 
 
 async def left(task: asyncio.Task[object]) -> None:
@@ -22,9 +22,7 @@ async def running_gauge(proxy: ProxyUnderTest, replica: Replica) -> float:
 
 
 async def test_leaving_the_queue() -> None:
-    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
-    async with one_seat as proxy, proxy.stream() as running:
-        await running.content.readany()
+    async with one_seat() as (proxy, running):
         waiting = [proxy.waiting(STREAM) for _ in range(3)]
         await until(lambda: proxy.queued == 3)
         await left(waiting[1])

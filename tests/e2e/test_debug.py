@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from llmproxy.config import Config, ConfigError, hash_of
 from llmproxy.lab.results.result import SimulationResult
 from llmproxy.lab.run import runs
 from llmproxy.lab.traces import open_trace, survey
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, serving, until
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, decisions, serving, until
 
 QUEUE = "/debug/queue"
 EXPLAIN = "/debug/explain"
@@ -151,7 +150,7 @@ async def test_a_choice_is_shown_with_prices_and_predictions(tmp_path: Path) -> 
         for time, count in (("ttft", 2), ("tpot", 1)):
             assert proxy.metric("llmproxy_prediction_error_ratio_count", time=time) == count
             assert proxy.metric("llmproxy_prediction_seconds_total", time=time, kind="observed") > 0
-    lines = {line["request_id"]: line for line in read(path)}
+    lines = decisions(path)
     first = lines["first"]
     assert first["predicted"]["ttft_s"] == chosen["ttft_s"] < first["predicted"]["ttft_p90_s"]
     assert first["predicted"]["tpot_s"] == chosen["tpot_s"] < first["predicted"]["tpot_p90_s"]
@@ -172,12 +171,6 @@ async def test_an_unknown_objective_is_counted() -> None:
 # --- the decision log -------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert header["llmproxy_decisions"] == 1
-    return lines
-
-
 async def test_a_decision_log_has_the_order_and_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     async with serving(FAST, **ONE_SEAT, decision_log=str(path)) as proxy:
@@ -190,7 +183,7 @@ async def test_a_decision_log_has_the_order_and_the_reason(tmp_path: Path) -> No
             ]
         await asyncio.gather(*waiting)
         assert (await proxy.chat(HELLO | {"model": "nobody"})).status == 404
-    lines = {line["request_id"]: line for line in read(path)}
+    lines = decisions(path)
     assert len(lines) == 4, "a request for a model that nobody serves never came to the waiting room"
     granted = sorted(lines.values(), key=lambda line: line["granted_at_s"])
     assert [line["request_id"] for line in granted][1:] == ["first", "second", "third"]
@@ -222,7 +215,7 @@ async def test_a_request_that_gave_its_backend_up_says_so(tmp_path: Path) -> Non
         await asyncio.gather(sheddable, critical)
         await proxy.settled()
         assert proxy.metric("llmproxy_withdrawals_total", band="sheddable") == 1
-    lines = {line["request_id"]: line for line in read(path)}
+    lines = decisions(path)
     assert (lines["sheddable"]["withdrawals"], lines["sheddable"]["attempts"]) == (1, 2)
     assert lines["critical"]["withdrawals"] == 0
     assert lines["critical"]["granted_at_s"] <= lines["sheddable"]["granted_at_s"]
@@ -245,7 +238,7 @@ async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Pat
             refused = await proxy.chat(headers=key | {"x-request-id": "refused"})
             assert refused.status == 429
         await asyncio.gather(*waiting)
-    assert [line["request_id"] for line in read(path)][:1] == ["refused"], "lines come in the order of the ends"
+    assert next(iter(decisions(path))) == "refused", "lines come in the order of the ends"
     arrivals = list(open_trace(path).arrivals())
     assert [arrival.at_s for arrival in arrivals] == sorted(arrival.at_s for arrival in arrivals)
     # Those of one millisecond are in the order of their ends.
@@ -257,21 +250,9 @@ async def test_a_day_in_the_log_is_replayed_against_another_policy(tmp_path: Pat
         ("base", "", 0, 2, True),
     ]
     assert survey(open_trace(path)).guessed == 2
-    command = [
-        "simulate",
-        "--trace",
-        str(path),
-        "--fleet",
-        "1xtiny",
-        "--workers",
-        "1",
-        "--no-oracle",
-        "--out",
-        str(out),
-    ]
-    ran = await asyncio.to_thread(
-        CliRunner().invoke, cli.app, [*command, "--policy", "blend", "--policy", "blend(fairness=fcfs)"]
-    )
+    command = ["simulate", "--trace", str(path), "--fleet", "1xtiny", "--workers", "1", "--no-oracle"]
+    command += ["--out", str(out), "--policy", "blend", "--policy", "blend(fairness=fcfs)"]
+    ran = await asyncio.to_thread(CliRunner().invoke, cli.app, command)
     assert ran.exit_code == 0, ran.output
     assert "2 of 4 requests got no answer when the trace was taken" in ran.output
     result = SimulationResult.model_validate_json((out / "result.json").read_bytes())

@@ -19,7 +19,7 @@ from llmproxy.core.queueing.fairness.fair_share import FairShare
 from llmproxy.core.retry import RetryBudget
 from llmproxy.upstream.resolver import Address
 from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, all_up, raw_post, serving, until
-from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, breaking, chunk, scripted, serving_script, whole
+from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, serving_script, whole
 from tests.upstream.raw_server import Peer
 
 
@@ -108,25 +108,6 @@ async def test_a_silent_name_server_keeps_known_addresses(monkeypatch: pytest.Mo
         assert told["why"] == "no answer within 0.05 s"
 
 
-async def test_work_that_began_is_not_quietly_done_twice() -> None:
-    """A kept connection that breaks in mid-work is no idle connection that was dropped."""
-    asked = 0
-
-    async def script(peer: Peer, _: bytes) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
-            return
-        await asyncio.sleep(0.3)
-        peer.reset()
-
-    async with serving_script(script, retry={"extra_attempts": 0}) as (proxy, _):
-        assert (await proxy.chat()).status == 200
-        assert (await proxy.chat()).status == 502
-        assert asked == 2
-
-
 async def test_the_time_to_wait_does_not_run_while_a_body_arrives(proxy: ProxyUnderTest) -> None:
     head, end, body = raw_post(HELLO, extra="x-llm-d-inference-ttl: 50ms\r\n").partition(b"\r\n\r\n")
     async with proxy.wire(head + end) as (reader, writer):
@@ -146,14 +127,6 @@ async def test_a_stored_response_is_logged_and_named_like_any_request(proxy: Pro
 async def test_a_refusal_at_the_door_has_an_id(proxy: ProxyUnderTest) -> None:
     answer = await proxy.get("/nothing", headers={"x-request-id": "mine"})
     assert (answer.status, answer.headers["x-request-id"]) == (404, "mine")
-
-
-async def test_a_stream_with_its_end_mark_is_complete_without_an_end() -> None:
-    events = chunk(b'data: {"id":"x","choices":[]}\n\n') + chunk(b"data: [DONE]\n\n")
-    async with serving_script(breaking(STREAM_HEAD + events, reset=True)) as (proxy, _):
-        answers = [await proxy.chat(STREAM) for _ in range(6)]
-        assert all(answer.body.endswith(b"data: [DONE]\n\n") for answer in answers)
-        assert proxy.outcomes() == {"completed": 6}
 
 
 async def test_an_engine_without_such_a_thing_is_not_broken() -> None:

@@ -12,7 +12,7 @@ import pytest
 from llmproxy.app import running
 from llmproxy.config import Config, hash_of
 from llmproxy.lifecycle.sockets import Sockets
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, serving, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, one_seat, serving, until
 
 GUARDED = replace(FAST, api_key="engine-key")
 PRIVILEGES = {
@@ -130,9 +130,7 @@ async def test_headers_of_untrusted_tenants_are_removed() -> None:
 
 
 async def test_draining() -> None:
-    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
-    async with one_seat as proxy, proxy.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
-        await running_stream.content.readany()
+    async with one_seat(ENDLESS | {"max_tokens": 300}) as (proxy, running_stream):
         waiting = [proxy.waiting(), proxy.waiting(STREAM)]
         await until(lambda: proxy.queued == 2)
         draining = asyncio.create_task(proxy.app.drain())
@@ -197,9 +195,7 @@ async def test_a_port_that_is_taken_is_an_os_error(proxy: ProxyUnderTest) -> Non
 
 
 async def test_draining_may_finish_what_waits() -> None:
-    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, drain_queued="finish")
-    async with one_seat as proxy, proxy.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
-        await running_stream.content.readany()
+    async with one_seat(ENDLESS | {"max_tokens": 300}, drain_queued="finish") as (proxy, _):
         waiting = [proxy.waiting(), proxy.waiting(STREAM)]
         await until(lambda: proxy.queued == 2)
         draining = asyncio.create_task(proxy.app.drain())
@@ -211,9 +207,7 @@ async def test_draining_may_finish_what_waits() -> None:
 
 
 async def test_requests_that_wait_at_the_end_of_a_drain_are_refused() -> None:
-    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}, drain_queued="finish", drain_timeout_s=0.05)
-    async with one_seat as proxy, proxy.stream() as endless:
-        await endless.content.readany()
+    async with one_seat(drain_queued="finish", drain_timeout_s=0.05) as (proxy, _):
         waiting = proxy.waiting()
         await until(lambda: proxy.queued == 1)
         assert not await proxy.app.drain()
@@ -222,8 +216,8 @@ async def test_requests_that_wait_at_the_end_of_a_drain_are_refused() -> None:
 
 
 async def test_a_kept_connection_is_served_once_more_after_a_handover() -> None:
-    one_seat = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
-    async with one_seat as proxy, aiohttp.ClientSession() as idle, idle.get(proxy.url + "/health") as kept:
+    one_place = serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0})
+    async with one_place as proxy, aiohttp.ClientSession() as idle, idle.get(proxy.url + "/health") as kept:
         await kept.read()
         async with proxy.stream(ENDLESS | {"max_tokens": 300}) as running_stream:
             await running_stream.content.readany()

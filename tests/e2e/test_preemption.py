@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmproxy import attempts
-from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, serving, until
+from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, one_seat, serving, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
 SHEDDABLE, CRITICAL = {OBJECTIVE: "sheddable"}, {OBJECTIVE: "critical"}
@@ -58,11 +58,7 @@ async def test_waiting_after_a_preemption_counts_as_waiting(monkeypatch: pytest.
 
 
 async def test_what_has_begun_to_answer_stays() -> None:
-    async with (
-        serving(FAST, fixed_limit=1, scheduling={"look_ahead": 0}) as proxy,
-        proxy.stream(**SHEDDABLE) as running,
-    ):
-        await running.content.readany()
+    async with one_seat(headers=SHEDDABLE) as (proxy, running):
         critical = proxy.waiting(**CRITICAL)
         await until(lambda: proxy.queued == 1)
         for _ in range(20):

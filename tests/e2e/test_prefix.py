@@ -12,7 +12,7 @@ import pytest
 
 from llmproxy.core.domain import Grant, Usage
 from llmproxy.gateway.proxying.answers import Answers, KeptAnswer
-from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, ProxyUnderTest, serving, until
+from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, Answer, ProxyUnderTest, decisions, serving, until
 from tests.e2e.scripted import serving_script, whole
 from tests.upstream.raw_server import Peer
 
@@ -30,12 +30,7 @@ async def serving_by_cost(
     log: dict[str, dict[str, Any]] = {}
     async with serving(FAST, FAST, scheduling={"placement": placement}, decision_log=str(path)) as proxy:
         yield proxy, log
-    log.update(read(path))
-
-
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    _, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {line["request_id"]: line for line in lines}
+    log.update(decisions(path))
 
 
 def said(*texts: str, **more: Any) -> dict[str, Any]:

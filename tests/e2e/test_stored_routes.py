@@ -81,24 +81,6 @@ async def test_a_stored_response_that_breaks_is_not_completed() -> None:
         assert proxy.outcomes() == {"completed": 1, "broken_stream": 1}
 
 
-async def test_a_stored_response_survives_a_dropped_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bytes] = []
-
-    async def ask(peer: Peer, request: bytes) -> None:
-        asked.append(request)
-        if len(asked) == 1:
-            peer.reset()
-        else:
-            await peer.send(whole(STORED))
-
-    monkeypatch.setattr("llmproxy.upstream.client.IDLE_DROP_S", 10.0)
-    async with serving_script(answering(whole(STORED))) as (proxy, backend):
-        backend.polls[b"/v1/responses/resp_1"] = ask
-        await proxy.post("/v1/responses", RESPONSES)
-        assert (await proxy.get("/v1/responses/resp_1")).body == STORED
-        assert len(asked) == 2
-
-
 async def test_a_broken_stored_stream_ends_in_an_error_event() -> None:
     begun = chunk(b'event: response.created\ndata: {"type":"response.created"}\n\n')
     async with (

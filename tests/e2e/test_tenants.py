@@ -11,28 +11,18 @@ import pytest
 
 from llmproxy.config import hash_of
 from llmproxy.gateway.http.routes import SCHEDULED, BodyKind
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, serving
+from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, Answer, ProxyUnderTest, decisions, serving
 from tests.e2e.scripted import answering, breaking, serving_script, whole
+from tests.e2e.test_prefix import LONG, cached_tokens, said
 
 TENANTS: list[dict[str, Any]] = [
     {"name": name, "keys": [hash_of(name)], "cache_salt": salt, "trusted": name == "boss"}
     for name, salt in (("acme", "auto"), ("zeta", "auto"), ("open", None), ("boss", "auto"))
 ]
-LONG = "All that follows was said before. " * 360
 
 
 def key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {name}"}
-
-
-def said(*texts: str) -> dict[str, Any]:
-    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
-    return HELLO | {"messages": messages}
-
-
-def cached_tokens(answer: Answer) -> int:
-    found: int = (answer.json["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return found
 
 
 # --- prefix caches ----------------------------------------------------------------------------------------------------
@@ -91,8 +81,7 @@ async def test_prompts_are_cached_and_expected_by_tenant(tmp_path: Path, own: di
         assert cached_tokens(await ask("third", "boss", LONG)) == 0
         answered = first.json["choices"][0]["message"]["content"]
         assert cached_tokens(await ask("again", "acme", LONG, answered, "And?")) > 2000
-    _, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-    expected = {line["request_id"]: line["predicted"]["cached_tokens"] for line in lines}
+    expected = {name: line["predicted"]["cached_tokens"] for name, line in decisions(path).items()}
     assert (expected["first"], expected["other"], expected["third"]) == (0, 0, 0)
     assert expected["again"] > 2000
 

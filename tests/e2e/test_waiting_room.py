@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
 
-from tests.e2e.proxies import FAST, HELLO, STREAM, Answer, ProxyUnderTest, serving, until
+from tests.e2e.proxies import FAST, HELLO, STREAM, Answer, ProxyUnderTest, one_seat, serving, until
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS = "x-llm-d-inference-fairness-id"
 TTL = "x-llm-d-inference-ttl"
-
-
-@asynccontextmanager
-async def serving_full(**config: Any) -> AsyncIterator[tuple[ProxyUnderTest, aiohttp.ClientResponse]]:
-    """A proxy with one slot, and the stream that holds it until it is closed."""
-    scheduling = {"look_ahead": 0} | config.pop("scheduling", {})
-    async with serving(FAST, fixed_limit=1, scheduling=scheduling, **config) as proxy, proxy.stream() as running:
-        await running.content.readany()
-        yield proxy, running
 
 
 class Queue:
@@ -49,7 +38,7 @@ class Queue:
 
 
 async def test_priority_between_bands_is_strict() -> None:
-    async with serving_full() as (proxy, seat):
+    async with one_seat() as (proxy, seat):
         queue = Queue(proxy, seat)
         for name in ("sheddable", "default", "sheddable", "critical", "standard", "critical"):
             await queue.enter(name, **{OBJECTIVE: name})
@@ -57,14 +46,14 @@ async def test_priority_between_bands_is_strict() -> None:
 
 
 async def test_the_other_spelling_and_configured_objectives_and_models() -> None:
-    told = {
+    told: dict[str, Any] = {
         "objectives": [{"name": "chatbot", "criticality": "critical"}, {"name": "nightly", "criticality": -500}],
         "models": [
             {"name": "lora-0", "criticality": "critical"},
             {"name": "batch", "target": "lora-1", "criticality": -50},
         ],
     }
-    async with serving_full(**told) as (proxy, seat):
+    async with one_seat(**told) as (proxy, seat):
         queue = Queue(proxy, seat)
         await queue.enter("nightly", **{"x-gateway-inference-objective": "nightly"})
         await queue.enter("batch", HELLO | {"model": "batch"})
@@ -75,7 +64,7 @@ async def test_the_other_spelling_and_configured_objectives_and_models() -> None
 
 
 async def test_flows_take_turns() -> None:
-    async with serving_full(scheduling={"fairness": "round_robin"}) as (proxy, seat):
+    async with one_seat(scheduling={"fairness": "round_robin"}) as (proxy, seat):
         queue = Queue(proxy, seat)
         for name, flow in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("b2", "b")):
             await queue.enter(name, **{FAIRNESS: flow})
@@ -83,7 +72,7 @@ async def test_flows_take_turns() -> None:
 
 
 async def test_strangers_cannot_choose_their_place() -> None:
-    async with serving_full(trust_headers="none") as (proxy, seat):
+    async with one_seat(trust_headers="none") as (proxy, seat):
         queue = Queue(proxy, seat)
         await queue.enter("first")
         await queue.enter("second", **{OBJECTIVE: "critical", FAIRNESS: "me", "x-vllm-priority": "-9"})
@@ -94,7 +83,7 @@ async def test_strangers_cannot_choose_their_place() -> None:
 
 
 async def test_a_waiting_time_that_is_over() -> None:
-    async with serving_full() as (proxy, _):
+    async with one_seat() as (proxy, _):
         answer = await proxy.chat(headers={TTL: "60ms"})
         assert (answer.status, answer.json["error"]["type"]) == (429, "RateLimitError")
         assert int(answer.headers["retry-after"]) >= 1
@@ -104,7 +93,7 @@ async def test_a_waiting_time_that_is_over() -> None:
 
 @pytest.mark.parametrize("limit", ["requests_max", "band_requests_max"])
 async def test_a_full_queue_says_when_to_come_back(limit: str) -> None:
-    async with serving_full(queue={limit: 2}) as (proxy, seat):
+    async with one_seat(queue={limit: 2}) as (proxy, seat):
         waiting = [proxy.waiting(), proxy.waiting()]
         await until(lambda: proxy.queued == 2)
         answer = await proxy.chat(STREAM)
@@ -117,7 +106,7 @@ async def test_a_full_queue_says_when_to_come_back(limit: str) -> None:
 
 
 async def test_the_queue_is_limited_in_bytes_too() -> None:
-    async with serving_full(body_bytes_max=1000, queue={"bytes_max": 1000}) as (proxy, seat):
+    async with one_seat(body_bytes_max=1000, queue={"bytes_max": 1000}) as (proxy, seat):
         big = HELLO | {"messages": [{"role": "user", "content": "x" * 600}]}
         waiting = proxy.waiting(big)
         await until(lambda: proxy.queued == 1)
@@ -169,7 +158,7 @@ async def test_requests_without_a_backend_are_refused_in_time() -> None:
 
 
 async def test_a_waiting_request_outlasts_the_last_backend() -> None:
-    async with serving_full() as (proxy, _):
+    async with one_seat() as (proxy, _):
         patient, hasty = proxy.waiting(), proxy.waiting(**{TTL: "800ms"})
         await until(lambda: proxy.queued == 2)
         # As after a SIGTERM: the stream hangs until the polls show that its backend is gone.

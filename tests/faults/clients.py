@@ -224,7 +224,7 @@ CLIENT_FAULTS = [
     ),
     ClientFault(
         name="stops reading a stream, for longer than `stall_s`", act=stops_reading,
-        config={"timeouts": {"stall_s": 0.5}},
+        config={"timeouts": {"stall_s": 0.5}, "health": {"failures": 1, "backoff_s": 30}},
         saw="200, then the connection is cut", outcomes={"cancelled": 1}, cut=1,
     ),
     ClientFault(

@@ -219,11 +219,7 @@ class ClientConnection(web.RequestHandler):
             request.content.feed_eof()
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer bytes that cannot be parsed. Anything else is a bug, which aiohttp logs."""
         if not isinstance(exc, HttpProcessingError):

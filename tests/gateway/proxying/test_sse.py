@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from llmproxy.core.domain import Usage
 from llmproxy.gateway.proxying import sse
@@ -91,27 +89,6 @@ def test_cuts_change_neither_bytes_nor_facts(events: list[bytes], hide_usage: bo
         out, tap = through(chunks, hide_usage)
         assert out == b"".join(event for event in events if event not in hidden)
         assert facts(tap) == facts(whole)
-
-
-@given(
-    st.lists(st.sampled_from([*CHAT, *COMPLETION, *RESPONSES, *MESSAGES, ERROR, CONTINUOUS]), max_size=8),
-    st.booleans(),
-    st.data(),
-)
-def test_any_order_of_events_and_cuts(events: list[bytes], hide_usage: bool, data: st.DataObject) -> None:
-    stream = b"".join(events)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
-    hidden = (USAGE, COMPLETION[1]) if hide_usage else ()
-    out, tap = through([stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)], hide_usage)
-    assert out == b"".join(event for event in events if event not in hidden)
-    assert tap.data_events == sum(event not in (COMMENT, DONE) for event in events)
-
-
-@given(st.lists(st.binary(max_size=30) | st.sampled_from([b"data: ", b"\n\n", b'"choices":[]', b'"usage":{', TOKEN])))
-def test_bytes_that_are_no_events_pass_too(chunks: list[bytes]) -> None:
-    for hide_usage in (False, True):
-        out, _ = through(chunks, hide_usage)
-        assert out == b"".join(chunks)
 
 
 def test_line_ends_with_carriage_returns() -> None:
