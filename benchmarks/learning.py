@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.scenarios.scenario import Place, placed
-from benchmarks.scenarios.w7_mixed_fleet import SCENARIO
+from benchmarks.scenarios.workloads.w7_mixed_fleet import SCENARIO
 from llmproxy.core.domain import Learned, Outcome
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.objectives import scaled_profile

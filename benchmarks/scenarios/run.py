@@ -3,7 +3,7 @@
     make lab         # the quick set, one seed
     make lab-full    # the decisive points: more loads, five paired seeds, three baselines tuned, 95 % intervals
 
-Each workload is one file beside this one. Every place (a case at a load) is run with the calibrated cost of a prompt
+Each workload is one file in `workloads`. Every place (a case at a load) is run with the calibrated cost of a prompt
 token and with 1.9 times that cost, because published runs disagree about it: a ranking counts only where it holds in
 both. Runs are kept by all that they depend on, so a set that was stopped goes on where it was, and a change of the code
 makes it run anew. `--minutes` ends a set early and says what is missing.
@@ -25,11 +25,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.scenario import Place, places
 from benchmarks.scenarios.store import Store
 from benchmarks.scenarios.tables import found_at, print_goals, print_place, print_verdicts, write_pages
 from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
+from benchmarks.scenarios.workloads import SCENARIOS
 from llmproxy.lab.run.runs import Finished, Point, Simulation, run_all
 
 HERE = Path(__file__).resolve().parents[1]

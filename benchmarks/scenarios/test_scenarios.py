@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.goals import full_step_s, versus
 from benchmarks.scenarios.run import FULL_SEEDS, PREFILL_SCALES, QUICK_SEEDS
 from benchmarks.scenarios.scenario import (
@@ -33,6 +32,7 @@ from benchmarks.scenarios.scenario import (
 )
 from benchmarks.scenarios.tables import found_at, goal_rows, print_place, print_verdicts, write_pages
 from benchmarks.scenarios.tuning import TUNING_SEEDS
+from benchmarks.scenarios.workloads import SCENARIOS
 from llmproxy.lab.fleet.fleet_file import fleet_named
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.results.result import Bound, Loaded, RunResult

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.run import policies_of
 from benchmarks.scenarios.scenario import (
     GOODPUT,
@@ -17,6 +16,7 @@ from benchmarks.scenarios.scenario import (
 )
 from benchmarks.scenarios.test_scenarios import place_of
 from benchmarks.scenarios.tuning import TUNING_SEEDS, Tuned, contenders, pick
+from benchmarks.scenarios.workloads import SCENARIOS
 from llmproxy.lab.results.result import Quantiles
 from llmproxy.lab.run.runs import Finished, Point
 from tests.lab.invented import invented_run
