@@ -72,11 +72,10 @@ def test_a_fault_that_begins_when_another_ends_goes_on(count: int) -> None:
     assert observed == [[3.0] * count, [5.0] * count, [5.0] * count]
 
 
-def test_a_restart_takes_its_time() -> None:
-    observed = seen(
-        2, [Fault(1.0, FleetFaultKind.RESTART, "gpu-0", None, 3.0)], lambda replica: replica.alive, [0.9, 1.1, 3.9, 4.1]
-    )
-    assert observed == [[True, True], [False, True], [False, True], [True, True]]
+@pytest.mark.parametrize("kind", [FleetFaultKind.RESTART, FleetFaultKind.ROLL])
+def test_an_idle_replica_restarts_or_is_rolled_at_once_and_takes_its_time(kind: FleetFaultKind) -> None:
+    looks = seen(2, [Fault(1.0, kind, "gpu-0", None, 3.0)], lambda replica: replica.alive, [0.9, 1.1, 3.9, 4.1])
+    assert looks == [[True, True], [False, True], [False, True], [True, True]]
 
 
 # --- what clients and pollers see of it -------------------------------------------------------------------------------
@@ -181,10 +180,3 @@ def test_request_to_a_leaving_server_is_held_for_its_return() -> None:
     assert first.outcome is held.outcome is Outcome.COMPLETED
     assert (first.attempts, held.attempts) == (1, 2)
     assert held.ended_s > first.ended_s + 4.0
-
-
-def test_an_idle_replica_is_rolled_at_once() -> None:
-    observed = seen(
-        1, [Fault(1.0, FleetFaultKind.ROLL, "gpu-0", None, 2.0)], lambda replica: replica.alive, [0.9, 1.1, 2.9, 3.1]
-    )
-    assert observed == [[True], [False], [False], [True]]

@@ -55,26 +55,23 @@ def test_the_fastest_replica_counts_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tpot_s"),
+    ("profiles", "tpot_s"),
     [
-        ("2xllama-8b-h100", 0.040),
-        ("1xllama-8b-h100+1xllama-8b-a100", 0.040),
-        ("1xllama-70b-h100-tp8", 0.075),
-        ("1xqwen-32b-h100-tp2", 0.075),
-        ("1xllama-8b-h100+1xllama-70b-h100-tp4", 0.075),
-        ("1xtiny", 0.075),
+        ("llama-8b-h100 llama-8b-h100", 0.040),
+        ("llama-8b-h100 llama-8b-a100", 0.040),
+        ("llama-70b-h100-tp8", 0.075),
+        ("qwen-32b-h100-tp2", 0.075),
+        ("llama-8b-h100 llama-70b-h100-tp4", 0.075),
+        ("tiny", 0.075),
+        ("my-8B-l40s", 0.040),
+        ("8b", 0.040),
+        ("granite-3.8b", 0.075),
+        ("mixtral-8x8bits", 0.075),
     ],
 )
-def test_small_models_owe_their_tokens_sooner(name: str, tpot_s: float) -> None:
-    assert Objectives(fleet_named(name), 1.0).of(prompt(10))[1] == tpot_s
-
-
-@pytest.mark.parametrize(
-    ("name", "tpot_s"), [("my-8B-l40s", 0.040), ("8b", 0.040), ("granite-3.8b", 0.075), ("mixtral-8x8bits", 0.075)]
-)
-def test_the_name_of_an_own_profile_tells_its_size(name: str, tpot_s: float) -> None:
+def test_small_models_by_the_names_of_their_profiles_owe_their_tokens_sooner(profiles: str, tpot_s: float) -> None:
     (spec,) = fleet_named("1xtiny").replicas
-    fleet = SimulatedFleet("own", (replace(spec, profile_name=name),))
+    fleet = SimulatedFleet("own", tuple(replace(spec, profile_name=name) for name in profiles.split()))
     assert Objectives(fleet, 1.0).of(prompt(10))[1] == tpot_s
 
 

@@ -38,48 +38,44 @@ HEAD = "t_s,client,prompt_tokens,output_tokens\n"
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-def test_mooncake(saved: Saved) -> None:
-    path = saved(MOONCAKE)
-    assert open_trace(path).block_tokens == 512
-    assert read(path) == [
-        Arrival(0.0, 600, 52, (0, 7)),
-        Arrival(1.5, 1024, 20, (0, 8)),
-        Arrival(1.5, 1025, 1, (0, 8, 9)),
-    ]
+@pytest.mark.parametrize(
+    ("content", "block_tokens", "arrivals"),
+    [
+        (
+            MOONCAKE,
+            512,
+            [Arrival(0.0, 600, 52, (0, 7)), Arrival(1.5, 1024, 20, (0, 8)), Arrival(1.5, 1025, 1, (0, 8, 9))],
+        ),
+        (SERVEGEN, 512, [Arrival(0.5, 969, 53, (), "45"), Arrival(0.501, 142, 78, (), "80")]),
+        (ARENA, 512, [Arrival(0.0, 13, 199, (), "13"), Arrival(0.2, 36, 137, (), "two, three")]),
+        (
+            OWN,
+            16,
+            [
+                Arrival(0.5, 20, 30, (4, 5, 6, 7), "blue", "sql", "critical", "s", 2.0, 0.5, 0.01),
+                Arrival(3.0, 1, 1, adapter="sql", band=-7, ttl_s=9.5),
+            ],
+        ),
+        (
+            '{"at_s": 1, "prompt_tokens": 513, "output_tokens": 2, "blocks": [1, 2]}',
+            512,
+            [Arrival(1.0, 513, 2, (1, 2))],
+        ),
+    ],
+    ids=["Mooncake", "ServeGen", "arena", "own", "own without a header"],
+)
+def test_what_a_file_says_is_read(saved: Saved, content: str, block_tokens: int, arrivals: list[Arrival]) -> None:
+    path = saved(content)
+    assert open_trace(path).block_tokens == block_tokens
+    assert read(path) == arrivals
 
 
-def test_azure_counts_from_the_first_row(saved: Saved) -> None:
-    first, second = read(saved(AZURE))
+def test_azure_counts_from_the_first_row_of_each_reading(saved: Saved) -> None:
+    trace = open_trace(saved(AZURE))
+    first, second = trace.arrivals()
     assert first == Arrival(0.0, 374, 44)
     assert second.at_s == pytest.approx(4.314579, abs=1e-6)
-
-
-def test_azure_counts_anew_in_each_reading(saved: Saved) -> None:
-    trace = open_trace(saved(AZURE))
-    assert list(trace.arrivals()) == list(trace.arrivals())
-
-
-def test_servegen_clients_are_tenants(saved: Saved) -> None:
-    assert read(saved(SERVEGEN)) == [Arrival(0.5, 969, 53, (), "45"), Arrival(0.501, 142, 78, (), "80")]
-
-
-def test_arena_with_a_quoted_client(saved: Saved) -> None:
-    assert read(saved(ARENA)) == [Arrival(0.0, 13, 199, (), "13"), Arrival(0.2, 36, 137, (), "two, three")]
-
-
-def test_own_format_has_every_field(saved: Saved) -> None:
-    path = saved(OWN)
-    assert open_trace(path).block_tokens == 16
-    assert read(path) == [
-        Arrival(0.5, 20, 30, (4, 5, 6, 7), "blue", "sql", "critical", "s", 2.0, 0.5, 0.01),
-        Arrival(3.0, 1, 1, adapter="sql", band=-7, ttl_s=9.5),
-    ]
-
-
-def test_own_format_needs_no_header(saved: Saved) -> None:
-    path = saved('{"at_s": 1, "prompt_tokens": 513, "output_tokens": 2, "blocks": [1, 2]}')
-    assert open_trace(path).block_tokens == 512
-    assert read(path) == [Arrival(1.0, 513, 2, (1, 2))]
+    assert list(trace.arrivals()) == [first, second]
 
 
 def test_gzip_is_known_by_its_first_bytes(saved: Saved) -> None:
