@@ -12,6 +12,7 @@ import pytest
 from llmproxy.simulator.replica import Replica, ReplicaOptions
 
 FAST = ReplicaOptions(model="base", adapters=("lora-0", "lora-1"), profile="tiny", noise=False)
+CHAT_PATH = "/v1/chat/completions"
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3}
 ENDLESS = CHAT | {"stream": True, "max_tokens": 30_000, "ignore_eos": True}
 
@@ -23,8 +24,9 @@ async def replica() -> AsyncIterator[Replica]:
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
+async def client(replica: Replica) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client of `replica` where a path is asked for, and of any other where a whole URL is."""
+    async with aiohttp.ClientSession(replica.url) as session:
         yield session
 
 

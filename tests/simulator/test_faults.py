@@ -13,7 +13,7 @@ import pytest
 
 from llmproxy.simulator.replica import Replica, ReplicaOptions, serve_replica
 from llmproxy.simulator.server.faults import FaultKind
-from tests.simulator.conftest import CHAT, ENDLESS, FAST, chunks_of, post, until
+from tests.simulator.conftest import CHAT, CHAT_PATH, ENDLESS, FAST, chunks_of, post, until
 from tests.simulator.engine.invariants import check_engine
 
 STREAM = CHAT | {"stream": True}
@@ -23,12 +23,8 @@ ENGINE_ERROR = (
 )
 
 
-def chat(replica: Replica) -> str:
-    return f"{replica.url}/v1/chat/completions"
-
-
-async def gauge(client: aiohttp.ClientSession, replica: Replica, name: str) -> float:
-    async with client.get(f"{replica.url}/metrics/", params={"name[]": f"vllm:{name}"}) as answer:
+async def gauge(client: aiohttp.ClientSession, name: str) -> float:
+    async with client.get("/metrics/", params={"name[]": f"vllm:{name}"}) as answer:
         return float((await answer.text()).split()[-1])
 
 
@@ -36,37 +32,37 @@ async def gauge(client: aiohttp.ClientSession, replica: Replica, name: str) -> f
 async def test_a_client_that_leaves_frees_its_seat_and_the_gauge_says_so(
     replica: Replica, client: aiohttp.ClientSession, stream: bool
 ) -> None:
-    leaving = asyncio.create_task(client.post(chat(replica), json=ENDLESS | {"stream": stream}))
+    leaving = asyncio.create_task(client.post(CHAT_PATH, json=ENDLESS | {"stream": stream}))
     await until(lambda: replica.engine.counters.generation > 10)
-    assert await gauge(client, replica, "num_requests_running") == 1.0
+    assert await gauge(client, "num_requests_running") == 1.0
     if leaving.done():
         leaving.result().close()
     leaving.cancel()
     await asyncio.wait([leaving])
     await replica.idle()
     assert not replica.engine.busy
-    while await gauge(client, replica, "num_requests_running"):  # noqa: ASYNC110 - it comes with the next step
+    while await gauge(client, "num_requests_running"):  # noqa: ASYNC110 - it comes with the next step
         await asyncio.sleep(0.001)
-    assert await gauge(client, replica, "kv_cache_usage_perc") == 0.0
+    assert await gauge(client, "kv_cache_usage_perc") == 0.0
     check_engine(replica.engine)
 
 
 async def test_lying_gauges_show_an_idle_engine_until_cleared(replica: Replica, client: aiohttp.ClientSession) -> None:
-    async with client.post(chat(replica), json=ENDLESS | {"stream": True}) as running:
+    async with client.post(CHAT_PATH, json=ENDLESS | {"stream": True}) as running:
         await until(lambda: replica.engine.counters.generation > 10)
         replica.faults.set(FaultKind.LIES)
-        assert await gauge(client, replica, "num_requests_running") == 0.0
-        assert await gauge(client, replica, "kv_cache_usage_perc") == 0.0
+        assert await gauge(client, "num_requests_running") == 0.0
+        assert await gauge(client, "kv_cache_usage_perc") == 0.0
         replica.faults.clear()
-        assert await gauge(client, replica, "num_requests_running") == 1.0
+        assert await gauge(client, "num_requests_running") == 1.0
         running.close()
 
 
 async def test_a_queued_client_that_leaves_is_forgotten(client: aiohttp.ClientSession) -> None:
     async with Replica(replace(FAST, max_num_seqs=1)) as replica:
         async with (
-            client.post(chat(replica), json=ENDLESS) as running,
-            client.post(chat(replica), json=ENDLESS) as queued,
+            client.post(replica.url + CHAT_PATH, json=ENDLESS) as running,
+            client.post(replica.url + CHAT_PATH, json=ENDLESS) as queued,
         ):
             await until(lambda: replica.engine.gauges().waiting == 1)
             queued.close()
@@ -92,19 +88,19 @@ async def test_idle_connections_are_closed_after_the_keep_alive_time(
 
 async def test_busy(replica: Replica, client: aiohttp.ClientSession) -> None:
     replica.faults.set("busy_503", times=1)
-    status, answer = await post(client, chat(replica), STREAM)
+    status, answer = await post(client, CHAT_PATH, STREAM)
     assert (status, answer["error"]["type"]) == (503, "Service Unavailable")
-    assert (await post(client, chat(replica), CHAT))[0] == 200
+    assert (await post(client, CHAT_PATH, CHAT))[0] == 200
     assert replica.faults.kind is None
 
 
 async def test_draining_lets_streams_end_and_refuses_new_work(replica: Replica, client: aiohttp.ClientSession) -> None:
-    async with client.post(chat(replica), json=STREAM | {"max_tokens": 200}) as running:
+    async with client.post(CHAT_PATH, json=STREAM | {"max_tokens": 200}) as running:
         await running.content.readany()
         replica.faults.set(FaultKind.DRAINING_500)
-        status, answer = await post(client, chat(replica), STREAM)
+        status, answer = await post(client, CHAT_PATH, STREAM)
         assert (status, answer["error"]["message"]) == (500, "cannot schedule new futures after shutdown")
-        async with client.get(f"{replica.url}/health") as health:
+        async with client.get("/health") as health:
             assert health.status == 200
         assert (await running.content.read()).endswith(b"data: [DONE]\n\n")
 
@@ -112,7 +108,7 @@ async def test_draining_lets_streams_end_and_refuses_new_work(replica: Replica, 
 async def test_hang_refuses_connections_and_never_ends_streams(client: aiohttp.ClientSession) -> None:
     async with Replica(FAST) as replica:
         idle, idle_writer = await asyncio.open_connection(replica.host, replica.port)
-        async with client.post(chat(replica), json=ENDLESS) as running:
+        async with client.post(replica.url + CHAT_PATH, json=ENDLESS) as running:
             await running.content.readany()
             await until(lambda: bool(replica.engine.counters.generation))
             replica.faults.set("hang")
@@ -132,30 +128,30 @@ async def test_hang_refuses_connections_and_never_ends_streams(client: aiohttp.C
                 replica.faults.clear()
         idle_writer.close()
         await replica.restart()
-        assert (await post(client, chat(replica), CHAT))[0] == 200
+        assert (await post(client, replica.url + CHAT_PATH, CHAT))[0] == 200
 
 
 async def test_an_error_as_the_first_event_of_a_stream(replica: Replica, client: aiohttp.ClientSession) -> None:
     replica.faults.set("stream_error_first", times=2)
-    async with client.post(chat(replica), json=STREAM) as answer:
+    async with client.post(CHAT_PATH, json=STREAM) as answer:
         assert answer.status == 200
         assert await chunks_of(answer) == [ENGINE_ERROR, b"data: [DONE]\n\n"]
-    assert (await post(client, chat(replica), CHAT))[0] == 500
-    assert (await post(client, chat(replica), CHAT))[0] == 200
+    assert (await post(client, CHAT_PATH, CHAT))[0] == 500
+    assert (await post(client, CHAT_PATH, CHAT))[0] == 200
 
 
 async def test_a_dead_engine_ends_streams_with_an_error_and_fails_the_rest(
     replica: Replica, client: aiohttp.ClientSession
 ) -> None:
-    whole = asyncio.create_task(post(client, chat(replica), ENDLESS | {"stream": False}))
-    async with client.post(chat(replica), json=ENDLESS) as running:
+    whole = asyncio.create_task(post(client, CHAT_PATH, ENDLESS | {"stream": False}))
+    async with client.post(CHAT_PATH, json=ENDLESS) as running:
         await until(lambda: replica.engine.gauges().running == 2)
         replica.faults.set("engine_dead")
         assert (await chunks_of(running))[-2:] == [ENGINE_ERROR, b"data: [DONE]\n\n"]
     status, answer = await whole
     assert (status, answer["error"]["type"]) == (500, "InternalServerError")
-    assert (await post(client, chat(replica), STREAM))[0] == 500
-    async with client.get(f"{replica.url}/health") as health:
+    assert (await post(client, CHAT_PATH, STREAM))[0] == 500
+    async with client.get("/health") as health:
         assert health.status == 200
     await replica.idle()
     assert not replica.engine.busy
@@ -164,15 +160,15 @@ async def test_a_dead_engine_ends_streams_with_an_error_and_fails_the_rest(
 async def test_frozen_gauges_lie_and_everything_goes_on_afterwards(
     replica: Replica, client: aiohttp.ClientSession
 ) -> None:
-    async with client.post(chat(replica), json=ENDLESS) as running:
+    async with client.post(CHAT_PATH, json=ENDLESS) as running:
         await running.content.readany()
         replica.faults.set("frozen")
-        async with client.post(chat(replica), json=STREAM) as queued:
+        async with client.post(CHAT_PATH, json=STREAM) as queued:
             assert queued.status == 200
             await until(lambda: replica.engine.gauges().waiting == 1)
-            assert await gauge(client, replica, "num_requests_waiting") == 0.0
-            assert await gauge(client, replica, "num_requests_running") == 1.0
-            async with client.get(f"{replica.url}/health") as health:
+            assert await gauge(client, "num_requests_waiting") == 0.0
+            assert await gauge(client, "num_requests_running") == 1.0
+            async with client.get("/health") as health:
                 assert health.status == 200
             replica.faults.clear()
             assert (await queued.content.read()).endswith(b"data: [DONE]\n\n")
@@ -220,27 +216,27 @@ async def test_refuse_cuts_everything_until_a_restart_on_the_same_port(
     replica: Replica, client: aiohttp.ClientSession
 ) -> None:
     port = replica.port
-    async with client.post(chat(replica), json=ENDLESS) as running:
+    async with client.post(CHAT_PATH, json=ENDLESS) as running:
         await running.content.readany()
         replica.faults.set("refuse")
         with pytest.raises(aiohttp.ClientPayloadError):
             await running.content.read()
     with pytest.raises(aiohttp.ClientConnectorError):
-        await client.get(f"{replica.url}/health")
+        await client.get("/health")
     await replica.restart()
     assert replica.port == port
     assert replica.faults.kind is None
     assert replica.engine.counters.prompt == 0, "a restarted replica is cold"
-    assert (await post(client, chat(replica), CHAT))[0] == 200
+    assert (await post(client, CHAT_PATH, CHAT))[0] == 200
 
 
 async def test_faults_can_be_switched_over_http(replica: Replica, client: aiohttp.ClientSession) -> None:
-    url = f"{replica.url}/sim/fault"
+    url = "/sim/fault"
     assert await post(client, url, {"kind": "busy_503", "times": 5}) == (200, {"kind": "busy_503"})
     await until(lambda: replica.faults.kind is FaultKind.BUSY_503)
-    assert (await post(client, chat(replica), CHAT))[0] == 503
+    assert (await post(client, CHAT_PATH, CHAT))[0] == 503
     assert await post(client, url, {"kind": None}) == (200, {"kind": None})
-    assert (await post(client, chat(replica), CHAT))[0] == 200
+    assert (await post(client, CHAT_PATH, CHAT))[0] == 200
     status, answer = await post(client, url, {"kind": "tired"})
     assert status == 400
     assert "known: busy_503, draining_500, hang" in answer["error"]["message"]
@@ -249,12 +245,12 @@ async def test_faults_can_be_switched_over_http(replica: Replica, client: aiohtt
 
 
 async def test_slow_fault_multiplies_each_step_until_cleared(replica: Replica, client: aiohttp.ClientSession) -> None:
-    url = f"{replica.url}/sim/fault"
+    url = "/sim/fault"
     pacer = replica._service.pacer
     fast = pacer.speed
     assert (await post(client, url, {"kind": "slow", "factor": 4}))[0] == 200
     await until(lambda: pacer.speed == fast / 4)
-    assert (await post(client, chat(replica), CHAT))[0] == 200
+    assert (await post(client, CHAT_PATH, CHAT))[0] == 200
     assert (await post(client, url, {"kind": None}))[0] == 200
     assert pacer.speed == fast
     assert (await post(client, url, {"kind": "slow", "factor": -1}))[0] == 400

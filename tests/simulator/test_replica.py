@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from llmproxy.simulator.replica import Replica, ReplicaOptions
-from tests.simulator.conftest import CHAT, ENDLESS, FAST, chunks_of, post, until
+from tests.simulator.conftest import CHAT, CHAT_PATH, ENDLESS, FAST, chunks_of, post, until
 
 USAGE_WHOLE = {
     "prompt_tokens": 9,
@@ -34,8 +34,8 @@ def keys(body: dict[str, Any]) -> list[str]:
     return list(body)
 
 
-async def test_a_chat_answer_has_the_recorded_shape(replica: Replica, client: aiohttp.ClientSession) -> None:
-    async with client.post(f"{replica.url}/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine"}) as answer:
+async def test_a_chat_answer_has_the_recorded_shape(client: aiohttp.ClientSession) -> None:
+    async with client.post(CHAT_PATH, json=CHAT, headers={"x-request-id": "mine"}) as answer:
         raw = await answer.read()
         assert [name.decode() for name, _ in answer.raw_headers] == [
             *("date", "server", "content-length", "content-type", "vary")
@@ -59,9 +59,9 @@ async def test_a_chat_answer_has_the_recorded_shape(replica: Replica, client: ai
     assert len(choice["message"]["content"].split()) == 3
 
 
-async def test_a_chat_stream_is_one_chunk_per_event(replica: Replica, client: aiohttp.ClientSession) -> None:
+async def test_a_chat_stream_is_one_chunk_per_event(client: aiohttp.ClientSession) -> None:
     body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
-    async with client.post(f"{replica.url}/v1/chat/completions", json=body) as answer:
+    async with client.post(CHAT_PATH, json=body) as answer:
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert "cache-control" not in answer.headers
         role, *deltas, usage, done = await chunks_of(answer)
@@ -89,16 +89,14 @@ async def test_a_chat_stream_is_one_chunk_per_event(replica: Replica, client: ai
         },
         "system_fingerprint": data_of(usage)["system_fingerprint"],
     }
-    _, whole = await post(client, f"{replica.url}/v1/chat/completions", CHAT)
+    _, whole = await post(client, CHAT_PATH, CHAT)
     assert "system_fingerprint" not in data_of(deltas[-1])
     streamed = "".join(data_of(delta)["choices"][0]["delta"]["content"] for delta in deltas)
     assert streamed == whole["choices"][0]["message"]["content"]
 
 
-async def test_without_usage_the_fingerprint_is_on_the_last_delta(
-    replica: Replica, client: aiohttp.ClientSession
-) -> None:
-    async with client.post(f"{replica.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+async def test_without_usage_the_fingerprint_is_on_the_last_delta(client: aiohttp.ClientSession) -> None:
+    async with client.post("/v1/completions", json={"prompt": "x", "stream": True}) as answer:
         *deltas, done = await chunks_of(answer)
     assert done == b"data: [DONE]\n\n"
     assert len(deltas) == 16, "the default of max_tokens"
@@ -109,10 +107,10 @@ async def test_without_usage_the_fingerprint_is_on_the_last_delta(
     ]
 
 
-async def test_continuous_usage_counts_up(replica: Replica, client: aiohttp.ClientSession) -> None:
+async def test_continuous_usage_counts_up(client: aiohttp.ClientSession) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = CHAT | {"stream": True, "stream_options": options}
-    async with client.post(f"{replica.url}/v1/chat/completions", json=body) as answer:
+    async with client.post(CHAT_PATH, json=body) as answer:
         events = [data_of(chunk) for chunk in (await chunks_of(answer))[:-1]]
     assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 3]
     assert keys(events[0]) == [
@@ -125,10 +123,10 @@ async def test_continuous_usage_counts_up(replica: Replica, client: aiohttp.Clie
     [("Hello", 2, 1), (["Hello", "World!!!!"], 5, 2), ([5, 6, 7], 3, 1), ([[5, 6], [7, 8, 9]], 5, 2)],
 )
 async def test_all_forms_of_a_prompt(
-    replica: Replica, client: aiohttp.ClientSession, prompt: Any, prompt_tokens: int, choices: int
+    client: aiohttp.ClientSession, prompt: Any, prompt_tokens: int, choices: int
 ) -> None:
     body = {"model": "lora-0", "prompt": prompt, "max_tokens": 2, "n": 2}
-    status, answer = await post(client, f"{replica.url}/v1/completions", body)
+    status, answer = await post(client, "/v1/completions", body)
     assert status == 200
     assert answer["model"] == "lora-0"
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * choices))
@@ -140,18 +138,16 @@ async def test_all_forms_of_a_prompt(
 async def test_an_answer_ends_of_itself_unless_told_to_go_on(client: aiohttp.ClientSession) -> None:
     async with Replica(replace(FAST, reply_tokens=(5, 5))) as replica:
         asked = CHAT | {"max_tokens": 10}
-        _, stopped = await post(client, f"{replica.url}/v1/chat/completions", asked)
-        _, ignoring = await post(client, f"{replica.url}/v1/chat/completions", asked | {"ignore_eos": True})
+        _, stopped = await post(client, replica.url + CHAT_PATH, asked)
+        _, ignoring = await post(client, replica.url + CHAT_PATH, asked | {"ignore_eos": True})
     assert (stopped["usage"]["completion_tokens"], stopped["choices"][0]["finish_reason"]) == (5, "stop")
     assert (ignoring["usage"]["completion_tokens"], ignoring["choices"][0]["finish_reason"]) == (10, "length")
 
 
-async def test_cached_tokens_are_those_of_the_same_adapter_and_salt(
-    replica: Replica, client: aiohttp.ClientSession
-) -> None:
+async def test_cached_tokens_are_those_of_the_same_adapter_and_salt(client: aiohttp.ClientSession) -> None:
     async def cached(**fields: str) -> int:
         body = {"prompt": "x" * 400, "max_tokens": 1, **fields}
-        _, answer = await post(client, f"{replica.url}/v1/completions", body)
+        _, answer = await post(client, "/v1/completions", body)
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     assert await cached() == 0
@@ -161,22 +157,22 @@ async def test_cached_tokens_are_those_of_the_same_adapter_and_salt(
     assert await cached(model="lora-1") == 96
 
 
-async def test_the_next_turn_finds_the_answer_cached(replica: Replica, client: aiohttp.ClientSession) -> None:
+async def test_the_next_turn_finds_the_answer_cached(client: aiohttp.ClientSession) -> None:
     first = {"role": "user", "content": "x" * 101}
     body = {"messages": [first], "max_tokens": 40}
-    _, answer = await post(client, f"{replica.url}/v1/chat/completions", body)
+    _, answer = await post(client, CHAT_PATH, body)
     reply = answer["choices"][0]["message"]
     body = {"messages": [first, reply, {"role": "user", "content": "y" * 100}], "max_tokens": 1}
-    _, again = await post(client, f"{replica.url}/v1/chat/completions", body)
+    _, again = await post(client, CHAT_PATH, body)
     known = answer["usage"]["total_tokens"] - 1
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == known // 16 * 16 > 48
 
 
 async def test_the_head_comes_long_before_the_first_token(client: aiohttp.ClientSession) -> None:
     async with Replica(replace(FAST, max_num_seqs=1)) as replica:
-        async with client.post(f"{replica.url}/v1/chat/completions", json=ENDLESS) as running:
+        async with client.post(replica.url + CHAT_PATH, json=ENDLESS) as running:
             await running.content.readany()
-            async with client.post(f"{replica.url}/v1/chat/completions", json=ENDLESS) as queued:
+            async with client.post(replica.url + CHAT_PATH, json=ENDLESS) as queued:
                 assert queued.status == 200
                 reading = asyncio.create_task(queued.content.readany())
                 await until(lambda: replica.engine.gauges().waiting == 1)
@@ -187,8 +183,8 @@ async def test_the_head_comes_long_before_the_first_token(client: aiohttp.Client
         await until(lambda: not replica.engine.busy)
 
 
-async def test_models_lists_adapters_with_their_parent(replica: Replica, client: aiohttp.ClientSession) -> None:
-    async with client.get(f"{replica.url}/v1/models") as answer:
+async def test_models_lists_adapters_with_their_parent(client: aiohttp.ClientSession) -> None:
+    async with client.get("/v1/models") as answer:
         base, lora, _ = (await answer.json())["data"]
     names = ("id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission")
     assert keys(base) == keys(lora) == list(names)
@@ -196,9 +192,9 @@ async def test_models_lists_adapters_with_their_parent(replica: Replica, client:
     assert (lora["id"], lora["root"], lora["parent"], lora["max_model_len"]) == ("lora-0", "base/lora-0", "base", None)
 
 
-async def test_adapters_come_and_go(replica: Replica, client: aiohttp.ClientSession) -> None:
+async def test_adapters_come_and_go(client: aiohttp.ClientSession) -> None:
     async def post(path: str, **body: object) -> tuple[int, str]:
-        async with client.post(f"{replica.url}/v1/{path}", json=body) as answer:
+        async with client.post(f"/v1/{path}", json=body) as answer:
             return answer.status, await answer.text()
 
     new = {"lora_name": "lora-9", "lora_path": "somewhere"}
@@ -211,7 +207,7 @@ async def test_adapters_come_and_go(replica: Replica, client: aiohttp.ClientSess
     assert (await post("load_lora_adapter", **new, load_inplace=True))[0] == 200
     for wrong in ({"lora_path": ""}, {"lora_name": ""}, {"lora_name": "base"}):
         assert (await post("load_lora_adapter", **new | wrong))[0] == 400
-    async with client.get(f"{replica.url}/v1/models") as listed:
+    async with client.get("/v1/models") as listed:
         assert (await listed.json())["data"][-1]["root"] == "somewhere"
     assert (await post("load_lora_adapter", lora_name="lora-8"))[0] == 400
     gone = (200, "Success: LoRA adapter 'lora-9' removed successfully.")
@@ -230,20 +226,20 @@ async def test_a_replica_without_slots_loads_no_adapter(client: aiohttp.ClientSe
         assert "LoRA is not enabled" in (await answer.json())["error"]["message"]
 
 
-async def test_tokenize_and_back(replica: Replica, client: aiohttp.ClientSession) -> None:
-    _, tokens = await post(client, f"{replica.url}/tokenize", {"prompt": "Größe 1", "return_token_strs": True})
+async def test_tokenize_and_back(client: aiohttp.ClientSession) -> None:
+    _, tokens = await post(client, "/tokenize", {"prompt": "Größe 1", "return_token_strs": True})
     assert keys(tokens) == ["count", "max_model_len", "tokens", "token_strs"]
     assert (tokens["count"], tokens["max_model_len"]) == (3, 32768)
     assert len(tokens["token_strs"]) == 3
-    _, text = await post(client, f"{replica.url}/detokenize", {"tokens": tokens["tokens"]})
+    _, text = await post(client, "/detokenize", {"tokens": tokens["tokens"]})
     assert text == {"prompt": "Größe 1"}
-    _, chat = await post(client, f"{replica.url}/tokenize", {"messages": CHAT["messages"]})
+    _, chat = await post(client, "/tokenize", {"messages": CHAT["messages"]})
     assert (chat["count"], chat["token_strs"]) == (9, None)
 
 
 async def test_a_full_server_is_busy(client: aiohttp.ClientSession) -> None:
     async with Replica(replace(FAST, max_queued_requests=1)) as replica:
-        url = f"{replica.url}/v1/chat/completions"
+        url = replica.url + CHAT_PATH
         async with client.post(url, json=ENDLESS) as running:
             await running.content.readany()
             for body in (CHAT, CHAT | {"stream": True}):
@@ -257,7 +253,7 @@ async def test_a_full_server_is_busy(client: aiohttp.ClientSession) -> None:
 async def test_idle_pauses_are_filled_with_comments_where_asked_for(client: aiohttp.ClientSession) -> None:
     async with Replica(replace(FAST, sse_keep_alive_s=0.01)) as replica:
         replica.faults.set("frozen")
-        async with client.post(f"{replica.url}/v1/chat/completions", json=CHAT | {"stream": True}) as answer:
+        async with client.post(replica.url + CHAT_PATH, json=CHAT | {"stream": True}) as answer:
             assert await answer.content.readexactly(28) == b": keep-alive\n\n" * 2
             replica.faults.clear()
             assert (await answer.content.read()).endswith(b"data: [DONE]\n\n")
@@ -268,7 +264,7 @@ async def test_ragged_deltas_lose_no_text(client: aiohttp.ClientSession) -> None
     async with Replica(FAST) as even, Replica(replace(FAST, ragged_deltas=True)) as ragged:
         texts = []
         for replica in (even, ragged):
-            async with client.post(f"{replica.url}/v1/chat/completions", json=asked) as answer:
+            async with client.post(replica.url + CHAT_PATH, json=asked) as answer:
                 chunks = (await chunks_of(answer))[1:-1]
             texts.append([data_of(chunk)["choices"][0]["delta"]["content"] for chunk in chunks])
     assert "".join(texts[0]) == "".join(texts[1])
@@ -289,12 +285,11 @@ async def test_what_arrived_is_remembered_up_to_a_limit(client: aiohttp.ClientSe
     ]
 
 
-async def test_expect_continue_and_large_bodies(replica: Replica, client: aiohttp.ClientSession) -> None:
+async def test_expect_continue_and_large_bodies(client: aiohttp.ClientSession) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 3_000_000}}
     body = CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}]}
     data, headers = io.BytesIO(json.dumps(body).encode()), {"content-type": "application/json"}
-    url = f"{replica.url}/v1/chat/completions"
-    async with client.post(url, data=data, headers=headers, expect100=True) as answer:
+    async with client.post(CHAT_PATH, data=data, headers=headers, expect100=True) as answer:
         assert answer.status == 200
         assert (await answer.json())["usage"]["prompt_tokens"] == 265
 

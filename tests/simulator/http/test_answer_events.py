@@ -8,16 +8,13 @@ from typing import Any
 
 import aiohttp
 
-from llmproxy.simulator.replica import Replica
 from tests.simulator.conftest import CHAT, chunks_of, post
 from tests.simulator.test_replica import keys
 
 
-async def test_responses_have_events_from_acceptance_on_and_can_be_fetched(
-    replica: Replica, client: aiohttp.ClientSession
-) -> None:
+async def test_responses_have_events_from_acceptance_on_and_can_be_fetched(client: aiohttp.ClientSession) -> None:
     body = {"input": "Hello", "max_output_tokens": 2, "stream": True}
-    async with client.post(f"{replica.url}/v1/responses", json=body) as answer:
+    async with client.post("/v1/responses", json=body) as answer:
         chunks = await chunks_of(answer)
     names = [chunk.split(b"\n")[0].removeprefix(b"event: response.").decode() for chunk in chunks]
     assert names == [
@@ -32,16 +29,14 @@ async def test_responses_have_events_from_acceptance_on_and_can_be_fetched(
     final = events[-1]["response"]
     assert (final["status"], final["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert final["usage"]["total_tokens"] == final["usage"]["input_tokens"] + 2
-    async with client.get(f"{replica.url}/v1/responses/{final['id']}") as kept:
+    async with client.get(f"/v1/responses/{final['id']}") as kept:
         assert await kept.json() == final
-    status, answer_body = await post(client, f"{replica.url}/v1/responses/{final['id']}/cancel", {})
+    status, answer_body = await post(client, f"/v1/responses/{final['id']}/cancel", {})
     assert (status, answer_body["error"]["message"]) == (400, "Cannot cancel a synchronous response.")
 
 
-async def test_response_id_is_the_request_id_and_store_false_is_kept(
-    replica: Replica, client: aiohttp.ClientSession
-) -> None:
-    url, body = f"{replica.url}/v1/responses", {"input": "Hello", "max_output_tokens": 2}
+async def test_response_id_is_the_request_id_and_store_false_is_kept(client: aiohttp.ClientSession) -> None:
+    url, body = "/v1/responses", {"input": "Hello", "max_output_tokens": 2}
     async with client.post(url, json=body, headers={"x-request-id": "mine"}) as answer:
         assert re.fullmatch("resp_[0-9a-f]{16}", (await answer.json())["id"])
     named = body | {"request_id": "resp_mine"}
@@ -56,8 +51,8 @@ async def test_response_id_is_the_request_id_and_store_false_is_kept(
     assert (await post(client, url, body | {"request_id": 7}))[0] == 400
 
 
-async def test_messages_speak_anthropic(replica: Replica, client: aiohttp.ClientSession) -> None:
-    url = f"{replica.url}/v1/messages"
+async def test_messages_speak_anthropic(client: aiohttp.ClientSession) -> None:
+    url = "/v1/messages"
     async with client.post(url, json=CHAT | {"stream": True}, headers={"x-request-id": "mine"}) as answer:
         chunks = await chunks_of(answer)
     assert [chunk.split(b"\n")[0] for chunk in chunks] == [
@@ -82,8 +77,8 @@ async def test_messages_speak_anthropic(replica: Replica, client: aiohttp.Client
     )
 
 
-async def test_a_response_goes_on_from_one_that_is_stored(replica: Replica, client: aiohttp.ClientSession) -> None:
-    url = f"{replica.url}/v1/responses"
+async def test_a_response_goes_on_from_one_that_is_stored(client: aiohttp.ClientSession) -> None:
+    url = "/v1/responses"
     asked = {"model": "base", "input": "Hello there", "instructions": "Be kind", "max_output_tokens": 2}
 
     async def answer(**more: Any) -> tuple[int, Any]:

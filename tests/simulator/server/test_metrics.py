@@ -15,8 +15,8 @@ from llmproxy.simulator.server.metrics import ReplicaMetrics
 from tests.simulator.conftest import CHAT, ENDLESS, FAST, post, until
 
 
-async def samples(client: aiohttp.ClientSession, replica: Replica, path: str = "/metrics") -> list[Sample]:
-    async with client.get(replica.url + path) as answer:
+async def samples(client: aiohttp.ClientSession, path: str = "/metrics") -> list[Sample]:
+    async with client.get(path) as answer:
         assert answer.status == 200
         families = text_string_to_metric_families(await answer.text())
         return [sample for family in families for sample in family.samples]
@@ -28,11 +28,11 @@ def value(found: list[Sample], name: str, **labels: str) -> float:
     return matching[0]
 
 
-async def test_a_real_parser_reads_the_page(replica: Replica, client: aiohttp.ClientSession) -> None:
+async def test_a_real_parser_reads_the_page(client: aiohttp.ClientSession) -> None:
     body = {"prompt": "x" * 400, "max_tokens": 5}
     for _ in range(2):
-        await post(client, f"{replica.url}/v1/completions", body)
-    found = await samples(client, replica)
+        await post(client, "/v1/completions", body)
+    found = await samples(client)
     common = {"engine": "0", "model_name": "base"}
     assert value(found, "vllm:num_requests_running", **common) == 0
     assert value(found, "vllm:prompt_tokens_total", **common) == 200
@@ -49,17 +49,17 @@ async def test_a_real_parser_reads_the_page(replica: Replica, client: aiohttp.Cl
     assert value(found, "http_requests_total", handler="/v1/completions", method="POST", status="2xx") == 2
     rejections = [s for s in found if s.name == "vllm:admission_rejections_total"]
     assert all("engine" not in s.labels for s in rejections)
-    async with client.get(f"{replica.url}/metrics") as answer:
+    async with client.get("/metrics") as answer:
         assert answer.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
         line = next(line for line in (await answer.text()).splitlines() if line.startswith("vllm:num_requests_running"))
         assert line == 'vllm:num_requests_running{engine="0",model_name="base"} 0.0'
 
 
-async def test_only_the_page_with_the_slash_filters(replica: Replica, client: aiohttp.ClientSession) -> None:
+async def test_only_the_page_with_the_slash_filters(client: aiohttp.ClientSession) -> None:
     query = "?name[]=vllm:num_requests_running&name[]=vllm:kv_cache_usage_perc"
-    filtered = await samples(client, replica, f"/metrics/{query}")
+    filtered = await samples(client, f"/metrics/{query}")
     assert sorted(sample.name for sample in filtered) == ["vllm:kv_cache_usage_perc", "vllm:num_requests_running"]
-    assert len(await samples(client, replica, f"/metrics{query}")) > 100
+    assert len(await samples(client, f"/metrics{query}")) > 100
 
 
 async def test_only_the_page_with_the_slash_compresses(replica: Replica) -> None:
@@ -74,7 +74,7 @@ async def test_only_the_page_with_the_slash_compresses(replica: Replica) -> None
 
 async def test_adapter_series_pile_up_and_the_newest_counts(client: aiohttp.ClientSession) -> None:
     async def series() -> dict[str, float]:
-        found = await samples(client, replica)
+        found = await samples(client, f"{replica.url}/metrics")
         infos = [sample for sample in found if sample.name == "vllm:lora_requests_info"]
         for info in infos:
             assert info.labels["waiting_lora_adapters"] == info.labels["running_lora_adapters"]
@@ -92,7 +92,7 @@ async def test_adapter_series_pile_up_and_the_newest_counts(client: aiohttp.Clie
                 steps = replica.engine.counters.steps
                 await until(lambda: replica.engine.counters.steps > steps + 2)
                 assert set(await series()) == {"lora-0"}, "who only waits is not shown"
-                found = await samples(client, replica)
+                found = await samples(client, f"{replica.url}/metrics")
                 assert value(found, "vllm:num_requests_waiting") == 1
                 assert value(found, "vllm:num_requests_waiting_by_reason", reason="deferred") == 1
                 assert value(found, "vllm:num_requests_waiting_by_reason", reason="capacity") == 0

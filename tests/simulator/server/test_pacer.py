@@ -75,7 +75,8 @@ async def test_arrivals_show_in_the_gauges_with_the_next_step() -> None:
     pacer = Pacer(Engine(TINY, max_num_seqs=1), 1.0, metrics)
     pacer.submit(job("a", 3, "cold adapter"))
     task = asyncio.create_task(pacer.run())
-    await until(lambda: pacer.engine.counters.steps == 1)
+    await asyncio.sleep(0)
+    assert pacer.engine.counters.steps == 1
     pacer.submit(job("b", 3))
     assert metrics.waiting == []
     await until(lambda: len(metrics.waiting) >= 2)

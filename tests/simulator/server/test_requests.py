@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from llmproxy.simulator.replica import Replica
-from tests.simulator.conftest import CHAT, FAST, post
+from tests.simulator.conftest import CHAT, CHAT_PATH, FAST, post
 
 NOT_THERE = "The model `nope` does not exist. Valid aliases: base."
 TOO_LONG = (
@@ -49,16 +49,9 @@ TOO_LONG = (
     ],
 )
 async def test_bad_requests_get_the_recorded_errors(
-    replica: Replica,
-    client: aiohttp.ClientSession,
-    path: str,
-    body: Any,
-    status: int,
-    kind: str,
-    param: str | None,
-    message: str,
+    client: aiohttp.ClientSession, path: str, body: Any, status: int, kind: str, param: str | None, message: str
 ) -> None:
-    got, answer = await post(client, f"{replica.url}/v1/{path}", body)
+    got, answer = await post(client, f"/v1/{path}", body)
     error = answer["error"]
     assert (got, error["type"], error["param"], error["code"]) == (status, kind, param, status)
     assert message in error["message"]
@@ -88,11 +81,10 @@ async def test_prompt_and_answer_may_fill_the_context_and_no_more(
 
 
 async def test_bodies_that_are_no_json(replica: Replica, client: aiohttp.ClientSession) -> None:
-    url = f"{replica.url}/v1/chat/completions"
 
     async def send(data: bytes, **headers: str) -> tuple[int, str]:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with client.post(url, data=data, headers=named) as answer:
+        async with client.post(CHAT_PATH, data=data, headers=named) as answer:
             return answer.status, await answer.text()
 
     status, text = await send(b'{"model":"tiny", "messages": [', content_type="application/json")
@@ -117,7 +109,7 @@ async def test_bodies_that_are_no_json(replica: Replica, client: aiohttp.ClientS
         ("GET", "/nowhere", 404, '{"detail":"Not Found"}'),
         ("POST", "/v1/embeddings", 404, '{"detail":"Not Found"}'),
         ("GET", "/v1/models/base", 404, '{"detail":"Not Found"}'),
-        ("GET", "/v1/chat/completions", 405, '{"detail":"Method Not Allowed"}'),
+        ("GET", CHAT_PATH, 405, '{"detail":"Method Not Allowed"}'),
         ("HEAD", "/health", 405, ""),
         ("GET", "/health", 200, ""),
         ("POST", "/ping", 200, ""),
@@ -125,10 +117,8 @@ async def test_bodies_that_are_no_json(replica: Replica, client: aiohttp.ClientS
         ("GET", "/load", 200, '{"server_load":0}'),
     ],
 )
-async def test_plain_routes(
-    replica: Replica, client: aiohttp.ClientSession, method: str, path: str, status: int, text: str
-) -> None:
-    async with client.request(method, replica.url + path) as answer:
+async def test_plain_routes(client: aiohttp.ClientSession, method: str, path: str, status: int, text: str) -> None:
+    async with client.request(method, path) as answer:
         assert (answer.status, await answer.text()) == (status, text)
         assert answer.headers["vary"] == "Origin"
 
@@ -136,9 +126,9 @@ async def test_plain_routes(
 async def test_a_trailing_slash_is_redirected_to_the_replica_itself(
     replica: Replica, client: aiohttp.ClientSession
 ) -> None:
-    async with client.post(f"{replica.url}/v1/chat/completions/", json=CHAT, allow_redirects=False) as answer:
+    async with client.post(CHAT_PATH + "/", json=CHAT, allow_redirects=False) as answer:
         assert answer.status == 307
-        assert answer.headers["location"] == f"{replica.url}/v1/chat/completions"
+        assert answer.headers["location"] == replica.url + CHAT_PATH
 
 
 async def test_the_api_key_guards_only_some_paths(client: aiohttp.ClientSession) -> None:
