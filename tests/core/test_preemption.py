@@ -157,17 +157,24 @@ def test_nothing_is_taken_back_from_a_backend_that_failed_the_head() -> None:
 # --- without a stream -------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_request_is_not_preempted_without_proof_that_it_waits() -> None:
-    of, _ = full(stream=False)
-    urgent(of)
-    assert taken_back(of, 1.5) == []
-
-
-def test_a_reading_proves_which_plain_requests_wait_in_the_engine() -> None:
-    of, _ = full(3, stream=False)
-    urgent(of, 3)
-    of.backends["a"].observe(reading(1.5, running=2, waiting=1))
-    assert taken_back(of) == ["low2"], "one waits, and it can only be the last"
+@pytest.mark.parametrize(
+    ("slots", "readings", "taken"),
+    [
+        pytest.param(1, [], [], id="no proof that it waits"),
+        pytest.param(3, [(1.5, 2, 1)], ["low2"], id="one waits, and it can only be the last"),
+        pytest.param(2, [(1.5, 2, 0), (1.8, 1, 1)], [], id="what was shown running stays"),
+        pytest.param(1, [(0.9, 0, 1)], [], id="a reading older than the booking"),
+        pytest.param(1, [(1.5, 0, 4), (1.6, 0, 4)], [], id="those of other clients wait"),
+    ],
+)
+def test_a_reading_proves_which_plain_requests_wait_in_the_engine(
+    slots: int, readings: list[tuple[float, int, int]], taken: list[str]
+) -> None:
+    of, _ = full(slots, stream=False)
+    urgent(of, slots)
+    for at_s, running, waiting in readings:
+        of.backends["a"].observe(reading(at_s, running=running, waiting=waiting))
+    assert taken_back(of) == taken
 
 
 def test_a_plain_request_of_several_sequences_counts_with_all_of_them() -> None:
@@ -180,29 +187,6 @@ def test_a_plain_request_of_several_sequences_counts_with_all_of_them() -> None:
     assert taken_back(of) == [], "of the last one, a sequence runs; those before it run all the more"
     of.backends["a"].observe(reading(1.6, running=2, waiting=4))
     assert taken_back(of) == ["low2"]
-
-
-def test_a_plain_request_that_a_reading_showed_running_stays() -> None:
-    of, _ = full(2, stream=False)
-    of.backends["a"].observe(reading(1.5, running=2, waiting=0))
-    urgent(of, 2)
-    of.backends["a"].observe(reading(1.8, running=1, waiting=1))
-    assert taken_back(of) == []
-
-
-def test_a_reading_older_than_the_booking_proves_nothing() -> None:
-    of, _ = full(1, stream=False)
-    urgent(of)
-    of.backends["a"].observe(reading(0.9, running=0, waiting=1))
-    assert taken_back(of) == []
-
-
-def test_without_a_stream_other_clients_requests_prove_nothing() -> None:
-    of, _ = full(1, stream=False, settings=TIGHT)
-    urgent(of)
-    for at in (1.5, 1.6):
-        of.backends["a"].observe(reading(at, running=0, waiting=4))
-    assert taken_back(of) == []
 
 
 # --- nothing is lost by it --------------------------------------------------------------------------------------------

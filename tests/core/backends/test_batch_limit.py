@@ -39,13 +39,30 @@ def test_it_starts_where_it_is_told_and_stays_there_while_unused() -> None:
     assert limit.value == 32
 
 
-def test_it_doubles_while_the_engine_follows_and_nobody_waits() -> None:
+WAITS = (10, 5, 32)
+FILLS = [(running, 32 - running, 32, 32) for running in (4, 8, 12, 16, 20)]
+
+
+@pytest.mark.parametrize(
+    ("readings", "proven"),
+    [
+        # It goes no further ahead of what runs than that.
+        pytest.param([(32, 0, 34, 64), (35, 0, 66, 80)], False, id="it doubles while the engine follows"),
+        pytest.param(
+            [(20, 5, 25, 32)] * 2 + [(20, 5, 25, 20), (24, 0, 24, 30)], False, id="then it grows by a quarter"
+        ),
+        pytest.param([(*WAITS, 32)] * 2 + [(*WAITS, 10)], False, id="fewer readings with a queue are no plateau"),
+        pytest.param(FILLS, False, id="a batch that still fills up is no plateau"),
+        pytest.param([(100, 0, 10, 100)], False, id="an engine that runs more is believed"),
+        pytest.param([(8, 5, 13, 32), (8, 5, 13, 8)], True, id="waiting for the batch alone proves it sooner"),
+        pytest.param([(20, 0, 20, 32)] + [(8, 5, 13, 32)] * 2, True, id="less than ever ran proves nothing"),
+    ],
+)
+def test_limit_after_each_reading(readings: list[tuple[int, int, int, int]], proven: bool) -> None:
     limit = BatchLimit(None, 32)
-    limit.observe(running=32, waiting=0, load=34)
-    assert limit.value == 64
-    # It goes no further ahead of what runs than that.
-    limit.observe(running=35, waiting=0, load=66)
-    assert limit.value == 80
+    for running, waiting, load, value in readings:
+        limit.observe(running, waiting, load, proven=proven)
+        assert limit.value == value
 
 
 @pytest.mark.parametrize(("batch", "readings"), [(2, 3), (4, 3), (8, 3), (16, 4), (64, 6), (256, 8), (1024, 10)])
@@ -56,30 +73,6 @@ def test_a_cold_engine_is_filled_within_some_readings(batch: int, readings: int)
     assert engine.ran[-1] == min(batch, slots_under(batch, 0.85, 2)) or engine.ran[-1] == batch
     engine.saturate(4)
     assert limit.value == batch
-
-
-def test_once_it_has_settled_it_grows_by_a_quarter() -> None:
-    limit = BatchLimit(None, 4)
-    for _ in range(PLATEAU_READINGS):
-        limit.observe(running=20, waiting=5, load=25)
-    limit.observe(running=24, waiting=0, load=24)
-    assert limit.value == 30
-
-
-def test_waiting_for_the_batch_alone_proves_a_limit_sooner() -> None:
-    limit = BatchLimit(None, 32)
-    limit.observe(running=8, waiting=5, load=13, proven=True)
-    assert limit.value == 32
-    limit.observe(running=8, waiting=5, load=13, proven=True)
-    assert limit.value == 8
-
-
-def test_a_batch_smaller_than_one_that_ran_proves_nothing() -> None:
-    limit = BatchLimit(None, 32)
-    limit.observe(running=20, waiting=0, load=20)
-    for _ in range(PLATEAU_READINGS - 1):
-        limit.observe(running=8, waiting=5, load=13, proven=True)
-    assert limit.value == 32
 
 
 def settled(batch: int, proven: bool) -> BatchLimit:
@@ -169,28 +162,6 @@ def test_a_trial_that_fails_is_over_with_its_first_reading() -> None:
     waited = [number for number, waiting in enumerate(engine.waiting_seen[tried_from:]) if waiting]
     assert waited, "the plateau is tried again"
     assert all(later - earlier > 1 for earlier, later in pairwise(waited))
-
-
-def test_one_reading_with_somebody_waiting_is_no_plateau() -> None:
-    limit = BatchLimit(None, 32)
-    for _ in range(PLATEAU_READINGS - 1):
-        limit.observe(running=10, waiting=5, load=32)
-    assert limit.value == 32
-    limit.observe(running=10, waiting=5, load=32)
-    assert limit.value == 10
-
-
-def test_a_batch_that_still_fills_up_is_no_plateau() -> None:
-    limit = BatchLimit(None, 32)
-    for running in (4, 8, 12, 16, 20):
-        limit.observe(running=running, waiting=32 - running, load=32)
-    assert limit.value == 32
-
-
-def test_an_engine_that_runs_more_than_was_thought_is_believed() -> None:
-    limit = BatchLimit(None, 32)
-    limit.observe(running=100, waiting=0, load=10)
-    assert limit.value == 100
 
 
 def test_frozen_gauges_do_not_invite_more_work() -> None:
