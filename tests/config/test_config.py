@@ -227,21 +227,12 @@ health: {{failures: 9}}
         "tenant:acme": UsageLimit(in_flight=3, tokens_per_min=1000.0),
         "model:m": UsageLimit(requests_per_min=90.5),
     }
-    for name, value in (
-        ("fairness", "slo"),
-        ("ordering", "edf"),
-        ("placement", "random"),
-        ("charged", "kv_seconds"),
-        ("input_weight", 0.5),
-        ("output_weight", 3.0),
-        ("quantum_tokens", 10.0),
-        ("slo_window_s", 60.0),
-        ("ageing_s", 5.0),
-        ("preemption", False),
-        ("refuse_late", True),
-        ("headroom_s", 7.0),
-    ):
-        assert getattr(message, name) == value
+    plain = {
+        "fairness": "slo", "ordering": "edf", "placement": "random", "charged": "kv_seconds", "headroom_s": 7.0,
+        "input_weight": 0.5, "output_weight": 3.0, "quantum_tokens": 10.0, "slo_window_s": 60.0, "ageing_s": 5.0,
+        "preemption": False, "refuse_late": True,
+    }  # fmt: skip
+    assert {name: getattr(message, name) for name in plain} == plain
     assert [one.name for one in fields(Settings) if getattr(message, one.name) == getattr(Settings(), one.name)] == []
 
 

@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from llmproxy.core.domain import Outcome, Why
+from llmproxy.telemetry.exit_fields import why_fields
 from llmproxy.telemetry.logs import configure, log_exit, log_internal
 from tests.exits import changed, exit_of
 
@@ -84,10 +85,7 @@ def test_the_reason_of_a_turn_is_logged_at_debug_only() -> None:
         assert line["level"] == "info"
         assert ("why" in line) == (level == "debug")
         if level == "debug":
-            assert line["why"] == {
-                "waiting": {"100": 1, "0": 2}, "flows": 2, "standing": {"counter": 3.0}, "passed_over": 4,
-                "guaranteed": False,
-            }  # fmt: skip
+            assert line["why"] == why_fields(WHY)
 
 
 def test_a_line_names_the_tenant_and_what_became_of_its_objective() -> None:
