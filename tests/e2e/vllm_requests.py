@@ -123,8 +123,13 @@ CHATS = [
     chat(
         "chat-stream-continuous-usage-alone",
         CHAT | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        loses_fingerprint=True,
     ),
-    chat("chat-stream-usage-refused", CHAT | {"stream": True, "stream_options": {"include_usage": False}}),
+    chat(
+        "chat-stream-usage-refused",
+        CHAT | {"stream": True, "stream_options": {"include_usage": False}},
+        loses_fingerprint=True,
+    ),
     chat("chat-stream-options-empty", CHAT | {"stream": True, "stream_options": {}}, loses_fingerprint=True),
     chat("chat-stream-options-null", CHAT | {"stream": True, "stream_options": None}, loses_fingerprint=True),
     chat("chat-stream-n2-logprobs", CHAT | USAGE | TWO | {"max_tokens": 3, "logprobs": True, "top_logprobs": 1}),
