@@ -33,7 +33,7 @@ from llmproxy.gateway.proxying.sse import HELD_BYTES_MAX, USAGE_TAIL_BYTES, Stre
 from llmproxy.gateway.request.auth import Keys
 from llmproxy.gateway.request.body_reader import parses_at_once, read_form, read_large, read_small
 from llmproxy.gateway.request.identity import Identity, parse_duration_s, request_id
-from llmproxy.gateway.request.json_scan import PARSE_BYTES_MAX, BadBody, drain
+from llmproxy.gateway.request.json_scan import PARSE_BYTES_MAX, drain
 from llmproxy.gateway.request.prefix_hash import chain_of
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def _filled(before: bytes, pump: bytes, after: bytes = b"") -> Callable[[int], b
 
 def _json(read: Callable[[bytes], object]) -> Callable[[bytes], object]:
     def refused_too(body: bytes) -> None:
-        with suppress(BadBody, ValueError, Failure):
+        with suppress(ValueError, Failure):
             read(body)
 
     return refused_too

@@ -32,7 +32,6 @@ from llmproxy.gateway.proxying.stored import StoredResponses
 from llmproxy.gateway.request.body_budget import BodyBudget, HeldBody
 from llmproxy.gateway.request.body_reader import SEQUENCES_MAX
 from llmproxy.gateway.request.identity import request_id
-from llmproxy.gateway.request.json_scan import BadBody
 from llmproxy.gateway.request.parsed_body import ParsedBody
 from llmproxy.gateway.request.prefix_hash import BLOCK_BYTES, ID_BYTES, SALT
 from llmproxy.lease import Lease, Leasing
@@ -136,8 +135,6 @@ class RequestHandler:
             return self._fail(context, failure)
         except Refused as refused:
             return self._fail(context, Failure.of(refused))
-        except BadBody as bad:
-            return self._fail(context, Failure(Outcome.BAD_REQUEST, bad.message, status=bad.status, param=bad.param))
         except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError) as cause:
             self._cancelled(context, cause)
             raise
@@ -186,7 +183,7 @@ class RequestHandler:
         await self._attempt_until_answered(context, parsed, context.routing)
 
     async def _isolated(self, received: ReceivedRequest, parsed: ParsedBody) -> ParsedBody:
-        """Keep the tenant from prefixes and stored responses of others in the engines. Raises Failure and BadBody."""
+        """Keep the tenant from prefixes and stored responses of others in the engines. Raises Failure."""
         if received.route.dialect is Dialect.RESPONSES:
             received.previous = await self._stored.previous(parsed.kept, received.tenant, received.rules)
         if received.tenant.salt is None or not received.route.salted:

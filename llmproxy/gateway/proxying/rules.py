@@ -53,7 +53,7 @@ class Rules:
         )
 
     async def read(self, route: Route, http: web.BaseRequest, body: bytes) -> ParsedBody:
-        """Parse a body that has arrived. Raises Failure (400) and BadBody."""
+        """Parse a body that has arrived. Raises Failure (400)."""
         if route.method == "GET":
             # A GET names its model in the query.
             return ParsedBody(RequestFacts(http.rel_url.query.get("model") or None), route.kind, b"")

@@ -134,7 +134,7 @@ class StoredResponses:
         """The response that a request of `tenant` continues, by the members of its body; None without one.
 
         A value that is no text is no id, and the engine refuses it. With tenants, raises Failure (404) for a response
-        that is not known to be the tenant's own, and BadBody for an id that the client chose: an engine stores the new
+        that is not known to be the tenant's own, and (400) for an id that the client chose: an engine stores the new
         response under that id, and replaces one of another tenant.
         """
         owned = bool(rules.config.tenants)

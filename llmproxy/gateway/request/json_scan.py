@@ -19,6 +19,9 @@ from typing import TypeVar
 
 import orjson
 
+from llmproxy.core.domain import Outcome
+from llmproxy.gateway.http.errors import Failure
+
 T = TypeVar("T")
 Slices = Generator[None, None, T]
 """A computation that yields after each bounded piece of work and returns a T."""
@@ -43,17 +46,14 @@ _NOT_BRACKETS = b" \t\r\n,:-+.0123456789truefalsniyEIN"
 _MEDIA = re.compile(rb"data:[\w.+-]+\\?/[\w.+-]+[;,]|(?:[A-Za-z0-9+_-]|\\?/){200}")
 
 
-class BadBody(Exception):  # noqa: N818 - the body is bad, which is no error of this code
-    """A request body that cannot be read. `message` is for people and never repeats the text of a prompt.
+class BadBody(Failure):
+    """A request body that cannot be read. `message` never repeats the text of a prompt.
 
-    `param` names the place as vLLM does (`body.model`, `body.<position>`). `status` is the HTTP status of the answer.
+    `param` names the place as vLLM does (`body.model`, `body.<position>`).
     """
 
-    def __init__(self, message: str, param: str = "body", status: int = 400) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.status = status
+    def __init__(self, message: str, param: str = "body") -> None:
+        super().__init__(Outcome.BAD_REQUEST, message, param=param)
 
 
 class Kind(Enum):
