@@ -175,14 +175,6 @@ async def test_a_client_that_leaves_does_not_stop_the_reload_it_asked_for(tmp_pa
         await until(lambda: proxy.app.config.api_keys == ("k",))
 
 
-async def test_sighup_reloads(tmp_path: Path) -> None:
-    async with reloadable(tmp_path, FAST) as proxy:
-        assert proxy.app.reloader is not None
-        write(proxy, api_keys=["k"])
-        proxy.app.reloader.reload_on_signal()
-        await until(lambda: proxy.app.config.api_keys == ("k",))
-
-
 async def test_backends_change_their_address_key_and_limit(tmp_path: Path) -> None:
     async with reloadable(tmp_path, FAST, replace(FAST, api_key="engine"), backend_api_key="engine") as proxy:
         assert proxy.app.reloader is not None

@@ -232,11 +232,12 @@ async def test_authorities_of_no_use_keep_it_from_starting_too(files: Files) -> 
 
 # --- backends ---------------------------------------------------------------------------------------------------------
 
+Gpu = Callable[[], AbstractAsyncContextManager[Scripted]]
 OPEN: dict[str, Any] = {"queue": {"hold_s": 5.0}, "retry": {"extra_attempts": 0}}
 
 
 @pytest.fixture
-def gpu(ca: trustme.CA) -> Callable[[], AbstractAsyncContextManager[Scripted]]:
+def gpu(ca: trustme.CA) -> Gpu:
     """Opens a backend that shows a certificate of `gpu.internal`, and of no address."""
 
     def opened() -> AbstractAsyncContextManager[Scripted]:
@@ -252,9 +253,7 @@ def gpu(ca: trustme.CA) -> Callable[[], AbstractAsyncContextManager[Scripted]]:
 
 
 @pytest.mark.parametrize("trust", [{"server_name": "gpu.internal"}, {"insecure_skip_verify": True}])
-async def test_a_backend_that_is_believed(
-    files: Files, gpu: Callable[[], AbstractAsyncContextManager[Scripted]], trust: dict[str, object]
-) -> None:
+async def test_a_backend_that_is_believed(files: Files, gpu: Gpu, trust: dict[str, object]) -> None:
     if "server_name" in trust:
         trust = trust | {"ca": str(files.client_ca)}
     async with gpu() as backend, serving(backends=[{"url": backend.url, "name": "b0", "tls": trust}], **OPEN) as proxy:
@@ -265,9 +264,7 @@ async def test_a_backend_that_is_believed(
 
 
 @pytest.mark.parametrize("trust", ["nobody", "the authority, under the wrong name"])
-async def test_a_backend_that_is_not_believed(
-    files: Files, gpu: Callable[[], AbstractAsyncContextManager[Scripted]], trust: str
-) -> None:
+async def test_a_backend_that_is_not_believed(files: Files, gpu: Gpu, trust: str) -> None:
     tls = {} if trust == "nobody" else {"ca": str(files.client_ca), "server_name": "other.internal"}
     with capture_logs() as logs:
         async with (
@@ -284,7 +281,7 @@ async def test_a_backend_that_is_not_believed(
 async def test_new_authorities_are_believed_and_old_ones_no_more(
     tmp_path: Path,
     ca: trustme.CA,
-    gpu: Callable[[], AbstractAsyncContextManager[Scripted]],
+    gpu: Gpu,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("llmproxy.upstream.endpoints.LOOK_S", 0.01)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
-import uvloop
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.e2e.proxies import CHAT, ProxyUnderTest, serving
-from tests.e2e.scripted import Scripted, scripted, whole
+from tests.e2e.proxies import CHAT, ProxyUnderTest
+from tests.e2e.scripted import Scripted, breaking, serving_script, whole
 from tests.fuzz.profile import FUZZED
+from tests.fuzz.rig import entered
 from tests.upstream.raw_server import Peer
 
 TOKEN = b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
@@ -26,7 +25,7 @@ EXTENSIONS = st.sampled_from([b"", b";a=b", b';a="b"'])
 
 @dataclass
 class Rig:
-    """A proxy over one scripted backend, on a loop that runs while an example does."""
+    """A proxy over one scripted backend."""
 
     runner: asyncio.Runner
     proxy: ProxyUnderTest
@@ -35,18 +34,8 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    async def opened(stack: AsyncExitStack) -> tuple[ProxyUnderTest, Scripted]:
-        async def silent(peer: Peer, _: bytes) -> None:
-            peer.writer.close()
-
-        backend = await stack.enter_async_context(scripted(silent))
-        return await stack.enter_async_context(serving(extra=[backend.url], health={"failures": 1000})), backend
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        stack = AsyncExitStack()
-        proxy, backend = runner.run(opened(stack))
-        yield Rig(runner, proxy, backend)
-        runner.run(stack.aclose())
+    with entered(serving_script(breaking(), health={"failures": 1000})) as (runner, opened):
+        yield Rig(runner, *opened)
 
 
 def cut(data: bytes, sizes: list[int]) -> list[bytes]:
@@ -105,11 +94,6 @@ def test_an_answer_with_a_length_passes_whole(rig: Rig, data: bytes, packets: li
 def test_no_answer_at_all_makes_the_proxy_fail(rig: Rig, junk: bytes, packets: list[int], keep: int) -> None:
     wire = whole(b"{}")[:keep] + junk
 
-    async def answer(peer: Peer, _: bytes) -> None:
-        for packet in cut(wire, packets):
-            await peer.send(packet)
-        peer.writer.close()
-
     async def asked() -> int | None:
         try:
             return (await rig.proxy.post(CHAT, b'{"model":"base"}')).status
@@ -119,6 +103,6 @@ def test_no_answer_at_all_makes_the_proxy_fail(rig: Rig, junk: bytes, packets: l
             assert type(error).__module__.startswith("aiohttp")
             return None
 
-    rig.backend.script = answer
+    rig.backend.script = breaking(*cut(wire, packets))
     rig.runner.run(asked())
     assert not rig.proxy.outcomes()["internal"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-import uvloop
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -16,6 +14,7 @@ from llmproxy.config import hash_of
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED
 from tests.e2e.proxies import CHAT, FAST, ProxyUnderTest, serving
 from tests.fuzz.profile import FUZZED
+from tests.fuzz.rig import entered
 
 METHODS = st.sampled_from([b"GET", b"POST", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"get", b"P\x00ST", b""])
 PATHS = st.one_of(
@@ -50,18 +49,11 @@ BODIES = st.one_of(
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[tuple[asyncio.Runner, ProxyUnderTest]]:
-    """A proxy with tenants, on a loop that runs while an example does."""
-    settings: dict[str, Any] = {
-        "tenants": [{"name": "acme", "keys": [hash_of("acme")], "cache_salt": "auto"}],
-        "api_keys": ["x"],
-    }
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        stack = AsyncExitStack()
-        proxy = runner.run(
-            stack.enter_async_context(serving(FAST, health={"failures": 1000}, queue={"ttl_s": 1}, **settings))
-        )
-        yield runner, proxy
-        runner.run(stack.aclose())
+    """A proxy with tenants."""
+    tenants = [{"name": "acme", "keys": [hash_of("acme")], "cache_salt": "auto"}]
+    settings: dict[str, Any] = {"health": {"failures": 1000}, "queue": {"ttl_s": 1}}
+    with entered(serving(FAST, tenants=tenants, api_keys=["x"], **settings)) as opened:
+        yield opened
 
 
 @FUZZED

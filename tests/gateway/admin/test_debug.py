@@ -45,6 +45,11 @@ def look(headers: dict[str, str] | None = None, peer: str | None = "127.0.0.1", 
     return made if peer is None else made.clone(remote=peer)
 
 
+def bytes_of(answer: web.Response) -> bytes:
+    assert isinstance(answer.body, bytes)
+    return answer.body
+
+
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
 def test_local_clients_are_admitted(peer: str) -> None:
     assert pages().admits(look(peer=peer))
@@ -135,18 +140,15 @@ def test_all_pages_share_one_rate_limit() -> None:
 def test_bands_are_named_and_pages_are_not_cached() -> None:
     answer = pages(bands={"urgent": 50}).queue(look(query="?request=first"))
     assert answer.headers["Cache-Control"] == "no-store"
-    assert isinstance(answer.body, bytes)
-    assert orjson.loads(answer.body)["band"] == "urgent"
+    assert orjson.loads(bytes_of(answer))["band"] == "urgent"
     answer = pages().queue(look(query="?request=first"))
-    assert isinstance(answer.body, bytes)
-    assert orjson.loads(answer.body)["band"] == "50"
+    assert orjson.loads(bytes_of(answer))["band"] == "50"
 
 
 def test_a_flow_name_that_is_not_utf8_is_shown() -> None:
     answer = pages().queue(look())
     assert answer.status == 200
-    assert isinstance(answer.body, bytes)
-    assert b"caf\\udce9" in answer.body
+    assert b"caf\\udce9" in bytes_of(answer)
 
 
 def explained(query: str = "", granted: int = 0) -> tuple[int, Any]:
@@ -157,9 +159,8 @@ def explained(query: str = "", granted: int = 0) -> tuple[int, Any]:
     page._pools.decide(1.0)
     answer = page.explain(look(query=query))
     assert answer.headers["Cache-Control"] == "no-store"
-    assert isinstance(answer.body, bytes)
     # Half a pair, as in the name that is no text, is nothing to the faster reader.
-    return answer.status, json.loads(answer.body)
+    return answer.status, json.loads(bytes_of(answer))
 
 
 def test_the_last_choices_are_shown_up_to_the_limit() -> None:
@@ -190,13 +191,11 @@ def test_choices_for_one_request_are_found() -> None:
 
 def test_a_placement_without_prices_is_shown_as_such() -> None:
     answer = pages(scheduling={"placement": "blend"}).explain(look())
-    assert isinstance(answer.body, bytes)
-    result = orjson.loads(answer.body)
+    result = orjson.loads(bytes_of(answer))
     assert (result["placement"], result["pools"][0]["priced"], result["pools"][0]["choices"]) == ("blend", False, [])
 
 
 def test_a_request_that_does_not_wait_is_not_found() -> None:
     answer = pages().queue(look(query="?request=nobody"))
     assert answer.status == 404
-    assert isinstance(answer.body, bytes)
-    assert orjson.loads(answer.body)["error"]["message"] == "No request `nobody` waits."
+    assert orjson.loads(bytes_of(answer))["error"]["message"] == "No request `nobody` waits."
