@@ -204,14 +204,11 @@ def _write(
         console.print(f"wrote {out / 'result.json'}", soft_wrap=True, markup=False)
         trails = {one.run.key: one.trail for one in finished}
         own = [one.run.policy for one in finished if is_own(one.run.policy)]
-        (out / "report.html").write_text(page(result, trails, _title(options), own), encoding="utf-8")
+        title = f"{Path(options.trace).name} on {Path(options.fleet).name}"
+        (out / "report.html").write_text(page(result, trails, title, own), encoding="utf-8")
         console.print(f"wrote {out / 'report.html'}", soft_wrap=True, markup=False)
     except ReportUnavailable as error:
         (out / "report.html").unlink()
         console.print(f"no report.html: {error}", soft_wrap=True, markup=False)
     except OSError as error:
         raise Unusable(f"--out {out}: {error.strerror}") from None
-
-
-def _title(options: Options) -> str:
-    return f"{Path(options.trace).name} on {Path(options.fleet).name}"

@@ -93,7 +93,6 @@ class PredictedCaches:
         self._blocks_max = max(1, TREE_BLOCKS * BLOCK_TOKENS // around.block_tokens)
 
     def tokens(self, request: Request, blocks: dict[Block, int], backends: Sequence[str]) -> list[int]:
-        """Cached tokens of the prompt at each of `backends`."""
         self._expire(self._around.clock())
         depths, prompt_tokens = self._index.matches(blocks, unbroken=True), sum(blocks.values())
         return [min(prompt_tokens, depths.get(name, 0) * self._around.block_tokens) for name in backends]

@@ -100,7 +100,6 @@ class BlockIndex:
         self._release(block, backend)
 
     def forget(self, backend: str) -> None:
-        """Forget all that `backend` holds."""
         for block in self._lists.pop(backend, ()):
             self._release(block, backend)
 

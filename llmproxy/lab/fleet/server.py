@@ -275,7 +275,6 @@ class SimulatedServer:
             self._next()
 
     def _next(self) -> None:
-        """Begin the next step, or a stretch of them."""
         self._stretch = self._step = None
         now = self._loop.time()
         steps = self.engine.stable_steps()

@@ -149,7 +149,6 @@ class RunRecorder:
             self._counter_difference = max(self._counter_difference or 0.0, audit.counter_difference)
 
     def ejected(self, times: int) -> None:
-        """How often a proxy ejected a replica, over the whole run."""
         self._ejections += times
 
     def fault_detected(self, fault: Fault, replica: str, detected_s: float | None) -> None:
@@ -157,7 +156,6 @@ class RunRecorder:
         self._detections.append(FaultDetection(kind=fault.kind, replica=replica, at_s=fault.at_s, noticed_s=detected_s))
 
     def counted(self, replica: str, counters: Counters) -> None:
-        """What the engine of `replica` counted in the whole run."""
         self._backends[replica].preemptions = counters.preemptions
         self._adapter_requests += counters.adapter_requests
         self._adapter_loads += counters.adapter_loads

@@ -45,7 +45,6 @@ class Sketch:
             self._collapse()
 
     def merge(self, other: Sketch) -> None:
-        """Count all that `other` counted."""
         self.count += other.count
         self._sum += other._sum
         self._min = min(self._min, other._min)

@@ -82,7 +82,6 @@ class LabProxy:
     # --- polling ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to poll every replica."""
         for name in self._replicas:
             self._poll(name, None)
         self._loop.call_later(PROGRESS_S, self._count_streams)
@@ -151,7 +150,6 @@ class LabProxy:
                 yield request_id, replica.answered_tokens(job)
 
     def band(self, arrival: Arrival) -> int:
-        """The band in which it is served."""
         return self._standings.band(arrival)
 
     def _jittered(self, interval_s: float) -> float:
@@ -175,7 +173,8 @@ class LabProxy:
 
     async def _schedule(self, request_id: str, record: Record) -> None:
         arrival = record.arrival
-        if self._too_long_for_all(arrival):
+        total_tokens = arrival.prompt_tokens + arrival.output_tokens
+        if all(total_tokens > replica.context_tokens for replica in self._replicas.values()):
             record.outcome = Outcome.BAD_REQUEST
             return
         prompt_bytes = round(arrival.prompt_tokens * BYTES_PER_TOKEN * self._rng.lognormvariate(0.0, BYTES_SIGMA))
@@ -315,10 +314,6 @@ class LabProxy:
         record.output_tokens = output_tokens
         if output_tokens > 1:
             record.tpot_s = (self._loop.time() - job.first_s) / (output_tokens - 1)
-
-    def _too_long_for_all(self, arrival: Arrival) -> bool:
-        total_tokens = arrival.prompt_tokens + arrival.output_tokens
-        return all(total_tokens > replica.context_tokens for replica in self._replicas.values())
 
 
 def _met(request: Request, record: Record) -> bool | None:

@@ -239,7 +239,6 @@ class Run:
         self._on_record(record)
 
     def _judge(self, record: Record) -> None:
-        """Say whether the answer kept its objectives."""
         if record.outcome is Outcome.COMPLETED and record.ttft_s is not None:
             ttft_slo_s, tpot_slo_s = self._objectives.of(record.arrival)
             record.met = record.ttft_s <= ttft_slo_s and (record.tpot_s or 0.0) <= tpot_slo_s

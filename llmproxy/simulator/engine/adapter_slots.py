@@ -26,7 +26,6 @@ class AdapterSlots:
 
     @property
     def in_batch(self) -> tuple[str, ...]:
-        """The adapters of running requests."""
         return tuple(self._users)
 
     def fits(self, adapter: str | None) -> bool:

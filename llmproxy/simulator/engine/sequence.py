@@ -72,13 +72,11 @@ class Waiting:
         return (sequence for line in self._lines.values() for sequence in line.values())
 
     def add(self, sequence: LiveSequence) -> None:
-        """To the end of the line."""
         self._arrivals += 1
         sequence.order = self._arrivals
         self._lines.setdefault(sequence.request.adapter, OrderedDict())[sequence.request.id] = sequence
 
     def add_first(self, sequence: LiveSequence) -> None:
-        """To the head of the line."""
         self._returns -= 1
         sequence.order = self._returns
         line = self._lines.setdefault(sequence.request.adapter, OrderedDict())
@@ -86,7 +84,6 @@ class Waiting:
         line.move_to_end(sequence.request.id, last=False)
 
     def remove(self, sequence: LiveSequence) -> None:
-        """Out of the line."""
         self._passed_over.discard(sequence.request.id)
         line = self._lines[sequence.request.adapter]
         del line[sequence.request.id]

@@ -101,7 +101,6 @@ class ReplicaMetrics:
         self.registry.register(_Page(self._http))
 
     def publish(self, gauges: Gauges, counters: Counters) -> None:
-        """Show what a step left behind."""
         self.gauges = gauges
         self._counters = {name: getattr(counters, source) for name, (_, source) in _COUNTERS.items()}
         if self._max_loras:
@@ -118,7 +117,6 @@ class ReplicaMetrics:
             self._histograms["inter_token_latency_seconds"].observe(took_s, further_tokens)
 
     def first_token(self, arrived_s: float, admitted_s: float, now_s: float) -> None:
-        """A sequence got its first token."""
         self._histograms["time_to_first_token_seconds"].observe(now_s - arrived_s)
         self._histograms["request_queue_time_seconds"].observe(max(admitted_s - arrived_s, 0.0))
         self._histograms["request_prefill_time_seconds"].observe(now_s - admitted_s)

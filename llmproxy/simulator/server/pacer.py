@@ -44,16 +44,13 @@ class GenerationJob:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come."""
         return self.error is not None or self.finished
 
     @property
     def finished(self) -> bool:
-        """Whether every sequence has got its last token."""
         return all(progress.finished for progress in self.progress)
 
     def notify(self) -> None:
-        """Wake the task that waits for `news`."""
         self._news.set()
 
     async def news(self) -> None:
@@ -75,7 +72,6 @@ class Pacer:
         self._thawed.set()
 
     def submit(self, job: GenerationJob) -> None:
-        """Queue a job in the engine."""
         for index, sequence in enumerate(job.sequences):
             self.engine.add(sequence)
             self._jobs[sequence.id] = (job, index)
@@ -95,14 +91,12 @@ class Pacer:
             self._thawed.set()
 
     def fail(self, error: ApiError) -> None:
-        """End every job with an error."""
         for job in {id(job): job for job, _ in self._jobs.values()}.values():
             job.error = error
             self.drop(job)
             job.notify()
 
     async def run(self) -> None:
-        """Step for ever."""
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:

@@ -113,7 +113,6 @@ class Service:
 
     @property
     def limits(self) -> Limits:
-        """What is served now."""
         return Limits(self.options.model, frozenset(self.models) - {self.options.model}, self.max_model_len)
 
     @property
