@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from random import Random
 from typing import Any
 
 from llmproxy.config import Config
+from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, ReplicaSpec, SimulatedFleet
 from llmproxy.lab.policies.by_name import plan_named
 from llmproxy.lab.run.replay import Setup
@@ -40,6 +42,15 @@ def fleet(count: int = 3, faults: Iterable[Fault] = (), proxies: int = 1, **give
     facts: dict[str, Any] = {"kv_tokens": 40_000, "max_num_seqs": 16, "max_model_len": 8_000, **given}
     replicas = tuple(ReplicaSpec(f"gpu-{i}", "llama-8b-h100", profile, **facts) for i in range(count))
     return SimulatedFleet("small", replicas, tuple(faults), proxies)
+
+
+def started(on: SimulatedFleet) -> dict[str, SimulatedServer]:
+    """The servers of a fleet, on the loop that runs."""
+    loop = asyncio.get_running_loop()
+    replicas = {spec.name: SimulatedServer(spec, 1.0, 0, loop) for spec in on.replicas}
+    for replica in replicas.values():
+        replica.start()
+    return replicas
 
 
 def trace(arrivals: Iterable[Arrival], block_tokens: int = 64) -> Trace:

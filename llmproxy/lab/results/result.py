@@ -25,7 +25,7 @@ def _by_key(value: Any) -> Any:
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Quantiles(_Model):

@@ -15,7 +15,7 @@ from llmproxy.lab.fleet.spec import Fault, FleetFaultKind
 from llmproxy.lab.run.replay import SETTLE_S, records_of
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
-from tests.lab.small import fleet, setup, traffic
+from tests.lab.small import fleet, setup, started, traffic
 
 START_S = 1.5
 Look = Callable[[SimulatedServer], float]
@@ -26,9 +26,7 @@ def seen(count: int, faults: Sequence[Fault], of: Look, looks_s: Sequence[float]
 
     async def body() -> list[list[float]]:
         loop = asyncio.get_running_loop()
-        replicas = {spec.name: SimulatedServer(spec, 1.0, 0, loop) for spec in fleet(count).replicas}
-        for replica in replicas.values():
-            replica.start()
+        replicas = started(fleet(count))
         schedule(faults, replicas, START_S)
         observed = []
         for look_s in looks_s:

@@ -13,7 +13,7 @@ from llmproxy.lab.run.replay import Run
 from llmproxy.lab.run.virtual_time import run
 from llmproxy.lab.traces.arrival import Arrival
 from tests.dispatching import virtual
-from tests.lab.small import fleet, setup, traffic
+from tests.lab.small import fleet, setup, started, traffic
 
 SOON_S = 0.001
 
@@ -22,11 +22,7 @@ class Scene:
     """Replicas of 1,600 tokens of KV-cache, one subscriber, and prompts of 640 tokens that share nothing."""
 
     def __init__(self, count: int = 1) -> None:
-        loop = asyncio.get_running_loop()
-        specs = fleet(count, kv_tokens=1_616).replicas
-        self.replicas = {spec.name: SimulatedServer(spec, 1.0, 0, loop) for spec in specs}
-        for replica in self.replicas.values():
-            replica.start()
+        self.replicas = started(fleet(count, kv_tokens=1_616))
         self.world = World(self.replicas, (), Blocks(64, 16))
         self.events = self.subscriber()
 

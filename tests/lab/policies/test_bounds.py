@@ -266,16 +266,19 @@ def test_utilisation_is_the_work_over_the_time() -> None:
 # --- queues -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_server_makes_everyone_wait_for_all_before() -> None:
-    queue = CentralQueue(1)
-    waits = [queue.wait_s(at_s, service_s) for at_s, service_s in ((0.0, 3.0), (1.0, 2.0), (4.5, 1.0), (9.0, 1.0))]
-    assert waits == [0.0, 2.0, 0.5, 0.0]
-
-
-def test_the_first_free_of_several_servers_is_taken() -> None:
-    queue = CentralQueue(2)
-    waits = [queue.wait_s(at_s, service_s) for at_s, service_s in ((0.0, 10.0), (0.0, 1.0), (0.5, 4.0), (2.0, 1.0))]
-    assert waits == [0.0, 0.0, 0.5, 3.0]
+@pytest.mark.parametrize(
+    ("servers", "requests", "waits"),
+    [
+        # One makes everyone wait for all before; of several, the first that is free is taken.
+        (1, ((0.0, 3.0), (1.0, 2.0), (4.5, 1.0), (9.0, 1.0)), [0.0, 2.0, 0.5, 0.0]),
+        (2, ((0.0, 10.0), (0.0, 1.0), (0.5, 4.0), (2.0, 1.0)), [0.0, 0.0, 0.5, 3.0]),
+    ],
+)
+def test_requests_wait_for_the_first_free_server(
+    servers: int, requests: Sequence[tuple[float, float]], waits: list[float]
+) -> None:
+    queue = CentralQueue(servers)
+    assert [queue.wait_s(at_s, service_s) for at_s, service_s in requests] == waits
 
 
 def test_without_a_queue_the_pooled_server_answers_as_an_idle_replica() -> None:

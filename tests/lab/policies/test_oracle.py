@@ -11,7 +11,6 @@ import pytest
 from llmproxy.core.domain import NoCapacity, NoMatch, Outcome, Placed, Request, Verdict
 from llmproxy.core.placement.policy import NO_CAPACITY, NO_MATCH, NO_MATCH_FOR_MODEL, Placement
 from llmproxy.lab.baselines.policy import Surroundings
-from llmproxy.lab.fleet.server import SimulatedServer
 from llmproxy.lab.fleet.spec import Fault, FleetFaultKind, SimulatedFleet
 from llmproxy.lab.fleet.world import Blocks, World
 from llmproxy.lab.policies.oracle import PATIENCE_S, Oracle
@@ -20,20 +19,16 @@ from llmproxy.lab.traces.arrival import BASE_MODEL, Arrival
 from llmproxy.simulator.engine.profiles import profile_named
 from tests.core.make import view
 from tests.dispatching import virtual
-from tests.lab.small import fleet, setup, traffic
+from tests.lab.small import fleet, setup, started, traffic
 
 
 class Stand:
     """An oracle before a fleet that is told what to hold, and asked where the next request should go."""
 
     def __init__(self, on: SimulatedFleet) -> None:
-        loop = asyncio.get_running_loop()
-        replicas = {spec.name: SimulatedServer(spec, 1.0, 0, loop) for spec in on.replicas}
-        for replica in replicas.values():
-            replica.start()
-        self.world = World(replicas, ("x", "y"), Blocks(64, 16))
-        self.oracle = Oracle(self.world, loop.time)
-        self._now = loop.time
+        self._now = asyncio.get_running_loop().time
+        self.world = World(started(on), ("x", "y"), Blocks(64, 16))
+        self.oracle = Oracle(self.world, self._now)
         self.down: set[str] = set()
         self._leases = 0
 

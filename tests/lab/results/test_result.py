@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass
 from random import Random
 
 import orjson
@@ -114,17 +113,6 @@ def test_a_figure_that_json_cannot_say_is_an_error_that_names_it(value: float) -
 def test_an_unknown_field_is_not_overlooked() -> None:
     with pytest.raises(ValidationError, match="Extra inputs"):
         SimulationResult.model_validate({"runs": [], "run": []})
-
-
-def test_a_bound_may_come_from_any_object_with_its_attributes() -> None:
-    @dataclass(frozen=True)
-    class Other:
-        value: float
-        unit: str
-        about: str
-
-    result = SimulationResult.model_validate({"runs": [], "bounds": {"load": {"hit": Other(0.3, "share", "why")}}})
-    assert result.bounds["load"]["hit"] == Bound(value=0.3, unit="share", about="why")
 
 
 # --- averaged over seeds ----------------------------------------------------------------------------------------------

@@ -91,7 +91,9 @@ def test_sheddable_request_is_preempted_for_a_critical_one(calls: SchedulerCalls
         assert all(one.queue_wait_s is not None and one.queue_wait_s > 0.0 for one in preempted)
 
 
-def test_engine_drops_a_preempted_request_before_its_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_drops_a_preempted_request_before_its_next_token_and_is_empty_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = Run(setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine()), lambda _: None)
     left: list[int] = []
     cut = Lease.cut
@@ -106,6 +108,10 @@ def test_engine_drops_a_preempted_request_before_its_next_token(monkeypatch: pyt
     run(one.go())
     assert left
     assert set(left) == {1}
+    (replica,) = one._replicas.values()
+    assert replica.load() == (0, 0)
+    assert not replica._jobs
+    assert not replica._before_first_token
 
 
 def test_nothing_is_taken_back_for_a_default_request() -> None:
@@ -113,19 +119,7 @@ def test_nothing_is_taken_back_for_a_default_request() -> None:
     assert not any(one.preemptions for one in ends)
 
 
-def test_what_was_taken_back_leaves_no_work_in_the_engine() -> None:
-    what = setup(overloaded(), on=fleet(1, max_num_seqs=4), config=one_engine())
-    one = Run(what, lambda _: None)
-    run(one.go())
-    (replica,) = one._replicas.values()
-    assert replica.load() == (0, 0)
-    assert not replica._jobs
-    assert not replica._before_first_token
-
-
-def test_every_request_ends_once_for_the_policy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_request_ends_once_for_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[str, bool | None]] = []
     ended = Pools.ended
 

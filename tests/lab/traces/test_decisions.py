@@ -62,11 +62,6 @@ def test_what_the_proxy_writes_can_be_read(saved: Saved) -> None:
     )
 
 
-def test_lines_in_order_of_end_are_sorted_by_arrival(saved: Saved) -> None:
-    path = saved(START, *[line(at_s) for at_s in (5.0, 3.0, 4.0, 9.0, 7.0, 8.0, 20.0, 9.0)])
-    assert times(path) == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 6.0, 17.0]
-
-
 def test_no_more_is_held_than_arrived_within_the_longest_request(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(START, *[line(float(i - 3 * (i % 2))) for i in range(3, 503)])
     most = 0
@@ -81,20 +76,25 @@ def test_no_more_is_held_than_arrived_within_the_longest_request(saved: Saved, m
     assert most <= 6
 
 
-def test_times_count_from_the_first_arrival(saved: Saved) -> None:
-    assert times(saved(START, line(3601.5), line(3600.0))) == [0.0, 1.5]
-
-
-def test_a_new_start_goes_on_at_its_wall_time(saved: Saved) -> None:
-    assert times(saved(START, line(1.0), line(2.0), NEXT_DAY, line(0.5))) == [0.0, 1.0, 86_399.5]
-
-
-def test_a_wall_clock_that_was_set_back_does_not_turn_the_order(saved: Saved) -> None:
-    assert times(saved(NEXT_DAY, line(1.0), line(2.0), START, line(0.5))) == [0.0, 1.0, 1.5]
-
-
-def test_a_piece_of_a_log_needs_no_header(saved: Saved) -> None:
-    assert times(saved(line(7.0), line(6.0), START, line(1.0))) == [0.0, 1.0, 2.0]
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        # In the order of the ends, and sorted by arrival.
+        ((START, *map(line, (5.0, 3.0, 4.0, 9.0, 7.0, 8.0, 20.0, 9.0))), [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 6.0, 17.0]),
+        ((START, line(3601.5), line(3600.0)), [0.0, 1.5]),
+        # A new start goes on at its wall time, and a clock that was set back does not turn the order.
+        ((START, line(1.0), line(2.0), NEXT_DAY, line(0.5)), [0.0, 1.0, 86_399.5]),
+        ((NEXT_DAY, line(1.0), line(2.0), START, line(0.5)), [0.0, 1.0, 1.5]),
+        # A piece of a log has no header.
+        ((line(7.0), line(6.0), START, line(1.0)), [0.0, 1.0, 2.0]),
+        # What was cut off when the proxy was killed is left out.
+        ((START, line(1.0), '{"at_s": 1.5, "pro', NEXT_DAY, line(0.0), '{"at_s"'), [0.0, 86_399.0]),
+    ],
+)
+def test_times_count_from_the_first_arrival(
+    saved: Saved, lines: tuple[dict[str, Any] | str, ...], found: list[float]
+) -> None:
+    assert times(saved(*lines)) == found
 
 
 def test_a_zipped_log(tmp_path: Path) -> None:
@@ -127,10 +127,6 @@ def test_what_is_complete_without_an_answer_is_given_the_least(saved: Saved) -> 
 def test_the_tenant_is_the_flow_where_a_client_has_none(saved: Saved) -> None:
     path = saved(START, line(0.0, tenant="acme", flow="x"), line(1.0, flow="x"), line(2.0, flow=""), line(3.0))
     assert [arrival.tenant for arrival in read(path)] == ["acme", "x", "default", "default"]
-
-
-def test_what_was_cut_off_when_the_proxy_was_killed_is_left_out(saved: Saved) -> None:
-    assert times(saved(START, line(1.0), '{"at_s": 1.5, "pro', NEXT_DAY, line(0.0), '{"at_s"')) == [0.0, 86_399.0]
 
 
 def test_only_the_first_line_is_looked_at_before_it_is_read(saved: Saved) -> None:
