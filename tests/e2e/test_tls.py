@@ -350,8 +350,11 @@ async def test_trust_follows_a_backend_through_a_reload(tmp_path: Path, change: 
             await until(lambda: {one["name"] for one in after} == proxy.app.registry.backends.keys() and all_up(proxy))
             for backend in (first, second):
                 backend.requests.clear()
-            statuses = {(await proxy.chat()).status for _ in range(8)}
-            assert statuses == {200}
+            for _ in range(64):
+                assert (await proxy.chat()).status == 200
+                if first.requests and second.requests:
+                    break
+            # Equals are drawn at random: eight in a row to one of two happen once in 128 times.
             assert first.requests, "both are given requests"
             assert second.requests
             await until(lambda: all_up(proxy))
