@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from llmproxy.core import scheduler
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Outcome, Reading, Refused, Trouble, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, SHEDDABLE, Entry, Outcome, Reading, Refused, Trouble, Usage, Verdict
 from llmproxy.core.placement.policy import make
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import QueueSettings, Settings
@@ -44,22 +44,6 @@ async def test_one_waits_until_another_leaves(one: Dispatcher) -> None:
     await second.done()
 
 
-@emptied(a=1)
-async def test_the_higher_band_goes_first_however_late_it_came(one: Dispatcher) -> None:
-    holder = Client(one)
-    await turns()
-    late = Client(one, band=DEFAULT)
-    await asyncio.sleep(1.0)
-    critical = Client(one, band=CRITICAL)
-    await turns()
-    await holder.done()
-    await turns()
-    assert critical.lease is not None
-    assert late.lease is None
-    await critical.done()
-    await late.done()
-
-
 @emptied(Settings(queue=QueueSettings(hold_s=0.0)), a=1)
 async def test_a_refusal_at_the_door_leaves_nothing_behind(one: Dispatcher) -> None:
     one.troubled("a", Trouble.UNHEALTHY, "503")
@@ -67,15 +51,6 @@ async def test_a_refusal_at_the_door_leaves_nothing_behind(one: Dispatcher) -> N
         async with one.admit(request()):
             pytest.fail("it was let in")
     assert caught.value.outcome is Outcome.REJECTED_NO_BACKENDS
-
-
-@emptied(a=4, b=4)
-async def test_a_backend_that_failed_is_excluded_on_the_next_lap(one: Dispatcher) -> None:
-    asked = request()
-    async with one.admit(asked) as first:
-        first.verdict = Verdict.FAILED
-    async with one.admit(asked, frozenset({first.backend}), Entry.RETRY) as second:
-        assert {first.backend, second.backend} == {"a", "b"}
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

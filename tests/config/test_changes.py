@@ -126,11 +126,20 @@ def put(file: Path, text: str, mtime_s: int) -> None:
     os.utime(file, (mtime_s, mtime_s))
 
 
-def test_change_counts_once_and_only_when_complete(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    put(file, "a", 1)
+def taken(file: Path) -> WatchedFile:
     watched = WatchedFile(file)
     watched.take()
+    return watched
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    put(tmp_path / "c.yaml", "a", 1)
+    return tmp_path / "c.yaml"
+
+
+def test_change_counts_once_and_only_when_complete(file: Path) -> None:
+    watched = taken(file)
     assert not watched.has_changed()
     put(file, "", 2)
     assert not watched.has_changed()
@@ -138,11 +147,8 @@ def test_change_counts_once_and_only_when_complete(tmp_path: Path) -> None:
     assert [watched.has_changed() for _ in range(3)] == [False, True, False]
 
 
-def test_file_missing_for_a_moment_has_not_changed(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    put(file, "a", 1)
-    watched = WatchedFile(file)
-    watched.take()
+def test_file_missing_for_a_moment_has_not_changed(file: Path, tmp_path: Path) -> None:
+    watched = taken(file)
     file.rename(tmp_path / "aside")
     assert [watched.has_changed() for _ in range(2)] == [False, False]
     (tmp_path / "aside").rename(file)
@@ -152,8 +158,7 @@ def test_file_missing_for_a_moment_has_not_changed(tmp_path: Path) -> None:
 def test_pipe_does_not_change(tmp_path: Path) -> None:
     pipe = tmp_path / "c.yaml"
     os.mkfifo(pipe)
-    watched = WatchedFile(pipe)
-    watched.take()
+    watched = taken(pipe)
     os.utime(pipe, ns=(1, 1))
     assert [watched.has_changed() for _ in range(2)] == [False, False]
 
@@ -163,18 +168,14 @@ def test_changed_link_is_a_change(tmp_path: Path) -> None:
         put(tmp_path / name, "same", 1)
     link = tmp_path / "c.yaml"
     link.symlink_to("one")
-    watched = WatchedFile(link)
-    watched.take()
+    watched = taken(link)
     link.unlink()
     link.symlink_to("two")
     assert [watched.has_changed() for _ in range(2)] == [False, True]
 
 
-def test_file_read_meanwhile_has_not_changed(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    put(file, "a", 1)
-    watched = WatchedFile(file)
-    watched.take()
+def test_file_read_meanwhile_has_not_changed(file: Path) -> None:
+    watched = taken(file)
     put(file, "b", 2)
     watched.take()
     assert [watched.has_changed() for _ in range(2)] == [False, False]

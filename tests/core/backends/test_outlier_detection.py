@@ -165,11 +165,16 @@ def test_probe_of_a_hung_backend_is_revoked_until_it_answers() -> None:
     assert not pool.ejected("a")
 
 
-def test_no_backend_hangs_where_all_are_silent() -> None:
+@pytest.mark.parametrize(
+    ("deaf", "factors"),
+    [(True, {}), (False, {"a": 2.0}), (False, dict.fromkeys("abcd", 8.0))],
+    ids=["all are silent", "one is twofold slower", "all are slower"],
+)
+def test_there_is_no_outlier_where(deaf: bool, factors: dict[str, float]) -> None:
     pool = warm()
-    pool.deaf = True
-    pool.run(10.0)
-    assert not any(pool.ejected(name) for name in pool.names)
+    pool.deaf, pool.factors = deaf, factors
+    pool.run(20.0)
+    assert not pool.of.news(), "not for a moment"
 
 
 def test_single_backend_is_never_judged() -> None:
@@ -288,20 +293,6 @@ def test_backend_that_was_always_slow_is_no_outlier(factor: float) -> None:
     pool = SimulatedPool(factors={"a": factor})
     pool.run(40.0)
     assert not pool.ejected("a")
-
-
-def test_twofold_slower_backend_is_not_ejected() -> None:
-    pool = warm()
-    pool.factors["a"] = 2.0
-    pool.run(20.0)
-    assert not pool.ejected("a")
-
-
-def test_a_pool_that_slows_down_as_a_whole_has_no_outlier() -> None:
-    pool = warm()
-    pool.factors = dict.fromkeys("abcd", 8.0)
-    pool.run(20.0)
-    assert not pool.of.news(), "not for a moment"
 
 
 def test_a_slow_backend_returns_once_the_others_are_as_slow() -> None:
