@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Preempt, Usage, Verdict
+from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Grant, Preempt, Verdict
 from llmproxy.core.pools import Pools
 from llmproxy.core.preemption import LOOK_MAX, PREEMPT_MAX
 from llmproxy.core.settings import CapacitySettings, QueueSettings, Settings, UsageLimit
@@ -36,16 +36,6 @@ def urgent(of: Pools, count: int = 1, band: int = CRITICAL, now: float = 2.0) ->
     submit(of, *(request(band=band, flow="urgent", arrived_s=now) for _ in range(count)), now=now)
 
 
-def test_a_sheddable_lease_without_a_byte_is_preempted_for_critical() -> None:
-    of, (low,) = full()
-    urgent(of)
-    assert taken_back(of) == ["low0"]
-    of.finish(low, Verdict.PREEMPTED, 2.1)
-    of.submit(low.request, 2.1, entry=Entry.PREEMPTED)
-    granted = only_grant(of, 2.1)
-    assert granted.request.band == CRITICAL
-
-
 STAYS = [(DEFAULT, CRITICAL), (SHEDDABLE, DEFAULT), (SHEDDABLE, -50), (7, CRITICAL)]
 GIVES_WAY = [(-1, 1), (SHEDDABLE, 1), (-1, CRITICAL)]
 
@@ -72,14 +62,6 @@ def test_a_lease_that_answers_after_preemption_is_replaced_by_another() -> None:
     of.started(newer, 2.1)
     assert taken_back(of, 2.1) == ["low0"]
     of.finish(older, Verdict.PREEMPTED, 2.2)
-
-
-def test_the_newest_is_taken_back_first_and_no_more_than_wait() -> None:
-    of, _ = full(6)
-    urgent(of, 2)
-    assert taken_back(of) == ["low5", "low4"]
-    urgent(of)
-    assert taken_back(of) == ["low3"]
 
 
 def test_the_lowest_band_is_preempted_first() -> None:
@@ -245,14 +227,6 @@ def test_leases_that_only_help_together_are_preempted_in_one_pass() -> None:
     assert taken_back(of) == ["wide", "newest"]
 
 
-def test_nothing_that_failed_or_finished_is_asked_back() -> None:
-    of, (low,) = full()
-    of.finish(low, Verdict.SERVED, 1.5, Usage(10, 10))
-    urgent(of)
-    assert [type(decision) for decision in of.decide(2.0)] == [Grant]
-    assert of.schedulers["base"]._preemption.open == 0
-
-
 def overfilled(slots: int = 8, of_them: int = 2, stream: bool = True) -> tuple[Pools, list[Grant]]:
     """One backend that is believed to run twice what it has, and at the last reading left `of_them` waiting."""
     of = pools({"a": 2 * slots}, TIGHT)
@@ -304,13 +278,6 @@ def test_nothing_is_preempted_without_an_engine_queue_or_when_off() -> None:
     urgent(of)
     of.decide(2.0)
     assert taken_back(of, 2.1) == []
-
-
-def test_no_more_than_some_make_way_inside_an_engine_at_a_time() -> None:
-    of, _ = overfilled(slots=16, of_them=9)
-    urgent(of)
-    of.decide(2.0)
-    assert len(taken_back(of, 2.1)) == PREEMPT_MAX
 
 
 def test_nothing_is_preempted_for_a_request_at_its_usage_limit() -> None:
