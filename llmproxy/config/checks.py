@@ -46,14 +46,14 @@ def band_of(criticality: str | int, bands: Mapping[str, int]) -> int:
     return known[criticality.lower()]
 
 
-def unknown_bands(named: Iterable[tuple[Place, str | int | None]], bands: Mapping[str, int]) -> list[Problem]:
-    """The names among (place, criticality) that no band has."""
+def unknown_bands(entries: Iterable[object], key: str, bands: Mapping[str, int]) -> list[Problem]:
+    """The values of `key` in a list that are no band."""
     problems: list[Problem] = []
-    for place, criticality in named:
+    for i, entry in enumerate(entries):
         try:
-            band_of(DEFAULT if criticality is None else criticality, bands)
+            band_of(DEFAULT if (criticality := getattr(entry, key)) is None else criticality, bands)
         except ValueError as error:
-            problems.append((place, str(error)))
+            problems.append(((i, key), str(error)))
     return problems
 
 

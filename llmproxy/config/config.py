@@ -315,14 +315,9 @@ def repeated_backends(backends: Iterable[BackendConfig]) -> list[Problem]:
     return problems + [problem for problem in repeated(names, "name") if problem[0][0] not in told]
 
 
-def _unknown(
-    entries: Iterable[ModelConfig | ObjectiveConfig | TenantConfig], key: str, info: ValidationInfo
-) -> list[Problem]:
-    """The values of `key` that are no band."""
+def _unknown(entries: Iterable[object], key: str, info: ValidationInfo) -> list[Problem]:
     # Wrong bands are missing here. They are reported once, not at every use.
-    if "bands" not in info.data:
-        return []
-    return unknown_bands((((i, key), getattr(entry, key)) for i, entry in enumerate(entries)), info.data["bands"])
+    return unknown_bands(entries, key, info.data["bands"]) if "bands" in info.data else []
 
 
 def _above_their_ceiling(tenants: Iterable[TenantConfig], bands: Mapping[str, int]) -> list[Problem]:

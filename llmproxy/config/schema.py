@@ -36,7 +36,7 @@ from llmproxy.config.value_types import (
     backend_url,
     flow_of,
     from_text,
-    registered,
+    named_in,
     salt_of,
 )
 from llmproxy.core.placement.policy import presets
@@ -248,11 +248,11 @@ class AdminConfig(Section):
 
 
 class SchedulingConfig(Section):
-    fairness: Annotated[str, registered(policies)] = "fair_share"
+    fairness: Annotated[str, named_in(policies.names)] = "fair_share"
     """Which flow of a band goes next: fair_share, locality_fair_share, slo, round_robin or fcfs."""
-    ordering: Annotated[str, registered(orderings)] = "fcfs"
+    ordering: Annotated[str, named_in(orderings.names)] = "fcfs"
     """Which request of a flow goes next: fcfs, edf, least_slack or shortest."""
-    placement: Annotated[str, registered(presets, nearest_placement)] = "cost"
+    placement: Annotated[str, named_in(presets.names, nearest_placement)] = "cost"
     """Which backend gets a request: cost, blend, least_request, power_of_two, round_robin, random, session, epp_blend
     or epp_sticky."""
     flow: Annotated[str, AfterValidator(flow_of)] = Field(default="model", examples=["header:x-team"])
@@ -260,7 +260,7 @@ class SchedulingConfig(Section):
     session: Sessions = Field(default=SESSIONS, examples=[["header:x-user-id", "cookie:SID"]])
     """Where the placement `session` finds the session: header:NAME, cookie:NAME or body:NAME. The first one present
     counts."""
-    charged: Annotated[str, registered(charges)] = "tokens"
+    charged: Annotated[str, named_in(charges.names)] = "tokens"
     """What fair_share and locality_fair_share divide: tokens, requests or kv_seconds (KV cache held over time)."""
     ceilings: dict[str, Fraction] = {"critical": 1.0, "default": 0.95, "sheddable": 0.85}
     """Saturation (above 0, at most 1) from which a band waits. Other bands use that of the next lower band."""

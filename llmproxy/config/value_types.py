@@ -8,12 +8,10 @@ from datetime import UTC, datetime
 from difflib import get_close_matches
 from hashlib import sha256
 from ipaddress import IPv4Network, IPv6Network, ip_network
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
-
-from llmproxy.core.policy_registry import Registry
 
 Network = IPv4Network | IPv6Network
 TRUST_WORDS: Mapping[str, tuple[Network, ...]] = {
@@ -37,22 +35,14 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]
 
 
-def one_of(known: Sequence[str]) -> AfterValidator:
-    """One of these words."""
-    return _named_in(lambda: known)
-
-
-def registered(registry: Registry[Any], elsewhere: Callable[[str], str | None] = lambda _: None) -> AfterValidator:
-    """The name of a policy. It is looked up when a value is validated, because plugins register policies before that.
-
-    `elsewhere` gives the policy that is nearest to one of another program.
-    """
-    return _named_in(registry.names, elsewhere)
-
-
-def _named_in(
+def named_in(
     names: Callable[[], Sequence[str]], elsewhere: Callable[[str], str | None] = lambda _: None
 ) -> AfterValidator:
+    """One of these names. They are asked for when a value is validated, because plugins register policies before that.
+
+    `elsewhere` gives the name that is nearest to one of another program.
+    """
+
     def check(value: str) -> str:
         known = names()
         for word in (value, value.lower()):
@@ -62,6 +52,11 @@ def _named_in(
         raise ValueError(f'{value!r} is none of {", ".join(known)} (nearest: "{meant}")')
 
     return AfterValidator(check)
+
+
+def one_of(known: Sequence[str]) -> AfterValidator:
+    """One of these words."""
+    return named_in(lambda: known)
 
 
 def _no_bool(value: object) -> object:

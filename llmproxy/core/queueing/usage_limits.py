@@ -104,8 +104,7 @@ class UsageLimits:
     def full(self, request: Request) -> str | None:
         """The limit for which `request` has to wait, because as many are in flight as it allows."""
         for name in request.limits:
-            use = self._use(name)
-            if use.limit.in_flight is not None and use.in_flight >= use.limit.in_flight:
+            if not self.free(name):
                 return name
         return None
 
