@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as _Counter
+from prometheus_client.core import GaugeMetricFamily as _Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from llmproxy.simulator.engine.reports import Counters, Gauges, StepResult
@@ -48,7 +49,6 @@ _HISTOGRAMS = {
     "request_prefill_time_seconds": ("Histogram of time spent in PREFILL phase for request.", _WHOLE_S),
     "request_decode_time_seconds": ("Histogram of time spent in DECODE phase for request.", _WHOLE_S),
 }
-_Family = TypeVar("_Family", GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily)
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
@@ -146,31 +146,19 @@ class ReplicaMetrics:
 
     def _now(self) -> Iterator[Metric]:
         gauges = Gauges() if self.lies else self.gauges
-        yield self._gauge("num_requests_running", "Number of requests in model execution batches.", gauges.running)
-        yield self._gauge("num_requests_waiting", "Number of requests waiting to be processed.", gauges.waiting)
-        by_reason = {"capacity": gauges.waiting - gauges.deferred, "deferred": gauges.deferred}
-        family = self._family(
-            GaugeMetricFamily, "num_requests_waiting_by_reason", "Waiting requests by reason.", "reason"
-        )
-        for reason, value in by_reason.items():
-            family.add_metric(["0", self._model, reason], value)
-        yield family
-        yield self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", gauges.kv_used)
+        running, waiting, used = gauges.running, gauges.waiting, gauges.kv_used
+        yield self._family(_Gauge, "num_requests_running", "Number of requests in model execution batches.", running)
+        yield self._family(_Gauge, "num_requests_waiting", "Number of requests waiting to be processed.", waiting)
+        by_reason = {"capacity": waiting - gauges.deferred, "deferred": gauges.deferred}
+        yield self._family(_Gauge, "num_requests_waiting_by_reason", "Waiting requests by reason.", by_reason, "reason")
+        yield self._family(_Gauge, "kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", used)
         for name, total in self._counters.items():
-            counter = self._family(CounterMetricFamily, name, _COUNTERS[name][0])
-            counter.add_metric(["0", self._model], total, created=self._created_s)
-            yield counter
-        success = self._family(
-            CounterMetricFamily, "request_success", "Count of successfully processed requests.", "finished_reason"
-        )
-        for reason in _FINISH_REASONS:
-            success.add_metric(["0", self._model, reason], self._finished[reason], created=self._created_s)
-        yield success
-        rejected = CounterMetricFamily(
-            "vllm:admission_rejections",
-            "Number of admission attempts rejected by a queue limit, by reason.",
-            labels=["model_name", "reason"],
-        )
+            yield self._family(_Counter, name, _COUNTERS[name][0], total)
+        success = {reason: self._finished[reason] for reason in _FINISH_REASONS}
+        text = "Count of successfully processed requests."
+        yield self._family(_Counter, "request_success", text, success, "finished_reason")
+        text = "Number of admission attempts rejected by a queue limit, by reason."
+        rejected = _Counter("vllm:admission_rejections", text, labels=["model_name", "reason"])
         rejected.add_metric([self._model, "max_num_queued_reqs"], self.rejections, created=self._created_s)
         yield rejected
         yield from self._infos()
@@ -178,39 +166,41 @@ class ReplicaMetrics:
     def _infos(self) -> Iterator[Metric]:
         if self._lora_series:
             labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
-            lora = GaugeMetricFamily("vllm:lora_requests_info", "Running stats on lora requests.", labels=labels)
+            lora = _Gauge("vllm:lora_requests_info", "Running stats on lora requests.", labels=labels)
             for names, stamp_s in self._lora_series.items():
                 lora.add_metric([str(self._max_loras), names, names], stamp_s)
             yield lora
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels=list(self._cache)
-        )
+        text = "Information of the LLMEngine CacheConfig"
+        info = _Gauge("vllm:cache_config_info", text, labels=list(self._cache))
         info.add_metric(list(self._cache.values()), 1.0)
         yield info
 
     def _histogram_families(self) -> Iterator[Metric]:
         for name, histogram in self._histograms.items():
-            family = self._family(HistogramMetricFamily, name, _HISTOGRAMS[name][0])
+            text, _ = _HISTOGRAMS[name]
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=["engine", "model_name"])
             family.add_metric(["0", self._model], list(histogram.buckets()), histogram.sum)
             yield family
 
     def _http(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            "http_requests",
-            "Total number of requests by method, status and handler.",
-            labels=["handler", "method", "status"],
-        )
+        text = "Total number of requests by method, status and handler."
+        family = _Counter("http_requests", text, labels=["handler", "method", "status"])
         for labels, total in self.requests.items():
             family.add_metric(list(labels), total, created=self._created_s)
         yield family
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = self._family(GaugeMetricFamily, name, text)
-        family.add_metric(["0", self._model], value)
+    def _family(
+        self, kind: type[_Gauge] | type[_Counter], name: str, text: str, value: float | Mapping[str, float], *label: str
+    ) -> Metric:
+        """One sample, or one for each value of `label`."""
+        family = kind(f"vllm:{name}", text, labels=["engine", "model_name", *label])
+        samples = [([one], known) for one, known in value.items()] if isinstance(value, Mapping) else [([], value)]
+        for own, known in samples:
+            if isinstance(family, _Counter):
+                family.add_metric(["0", self._model, *own], known, created=self._created_s)
+            else:
+                family.add_metric(["0", self._model, *own], known)
         return family
-
-    def _family(self, kind: type[_Family], name: str, text: str, *labels: str) -> _Family:
-        return kind(f"vllm:{name}", text, labels=["engine", "model_name", *labels])
 
 
 _COUNTERS = {
