@@ -134,6 +134,12 @@ def value_of(metrics: str, series: str) -> float | None:
     return None if found is None else float(found[1])
 
 
+def total_of(metrics: str, name: str) -> float:
+    """The sum of all series of one name that has labels."""
+    lines = (line for line in metrics.splitlines() if line.startswith(name + "{"))
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
 async def ready(url: str, proxy: Process) -> None:
     """Wait until the proxy at `url` finds all its backends up. Raises RuntimeError when its process ends instead."""
     async with aiohttp.ClientSession() as session, asyncio.timeout(READY_S):

@@ -32,6 +32,7 @@ import uvloop
 from benchmarks.endurance.load import sending_traced
 from benchmarks.endurance.run import soak as soak_for
 from benchmarks.fleet import free_port, is_whole, start
+from benchmarks.proxy import rss_bytes
 from llmproxy.app import Proxy, running
 from llmproxy.config import BackendConfig, Config
 from llmproxy.telemetry import logs
@@ -149,12 +150,6 @@ class Left:
         return not (self.open_requests or self.leases or self.in_flight or self.queued)
 
 
-def rss_bytes() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 @asynccontextmanager
 async def replicas_and_proxy() -> AsyncIterator[Proxy]:
     """Replicas, and a proxy before them that has heard of all."""
@@ -209,7 +204,7 @@ async def soak(requests: int, slices: int, seed: int) -> bool:
             took_s = loop.time() - began_s
             sent = ends.total() - ends[UNSENT]
             left = await what_is_left(proxy, Left(start.tasks, 0, 0, 0, 0, sent))
-            memory.append(rss_bytes())
+            memory.append(rss_bytes([os.getpid()]))
             failed = sum(count for end, count in ends.items() if end.startswith("failed"))
             fine = fine and left.nothing and left.tasks == start.tasks and left.ended == sent and not failed
             print(f"| {sent} | {took_s:.0f} | {ends['whole']} | {ends['left early']} | {ends['left midway']} "

@@ -31,7 +31,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.fleet import Fleet, fleet, free_port, value_of
+from benchmarks.fleet import Fleet, fleet, free_port, total_of
 from benchmarks.overload import percentile
 
 MODEL = "sim"
@@ -181,9 +181,7 @@ def workers_of(pid: int) -> list[int]:
 
 async def in_flight(session: aiohttp.ClientSession, admin: str) -> float:
     async with session.get(admin + "/metrics") as page:
-        text = await page.text()
-    names = [line.rpartition(" ")[0] for line in text.splitlines() if line.startswith("llmproxy_in_flight_requests{")]
-    return sum(value_of(text, name) or 0.0 for name in names)
+        return total_of(await page.text(), "llmproxy_in_flight_requests")
 
 
 async def kill(running: Fleet, admin: str, number: int) -> Kill:

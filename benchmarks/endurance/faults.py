@@ -81,8 +81,8 @@ async def all_stopped(rig: Rig, _: int) -> AsyncIterator[None]:
             child.send_signal(signal.SIGCONT)
 
 
-def _broken(kind: str, **how: object) -> FaultContext:
-    """A fault of the simulated replica that can be switched off again."""
+def _broken(kind: str, *, restarted: bool = False, **how: object) -> FaultContext:
+    """A fault of the simulated replica that is switched off again, or that only a new process mends."""
 
     @asynccontextmanager
     async def applied(rig: Rig, index: int) -> AsyncIterator[None]:
@@ -90,21 +90,7 @@ def _broken(kind: str, **how: object) -> FaultContext:
         try:
             yield
         finally:
-            await rig.fault(index, None)
-
-    return applied
-
-
-def _restarted(kind: str) -> FaultContext:
-    """One that only a new process mends."""
-
-    @asynccontextmanager
-    async def applied(rig: Rig, index: int) -> AsyncIterator[None]:
-        await rig.fault(index, kind)
-        try:
-            yield
-        finally:
-            await rig.restart_replica(index)
+            await (rig.restart_replica(index) if restarted else rig.fault(index, None))
 
     return applied
 
@@ -126,12 +112,12 @@ FAULTS = (
     Fault("answers 503", _broken("busy_503"), 5.0),
     Fault("five answers are reset in the middle", _broken("reset", after_bytes=2_000, times=5), 5.0),
     Fault("drained, and undrained", drained, 10.0),
-    Fault("hangs as after SIGTERM, and is started again", _restarted("hang"), 3.0),
+    Fault("hangs as after SIGTERM, and is started again", _broken("hang", restarted=True), 3.0),
     Fault("ten times as slow", _broken("slow", factor=10), 10.0),
-    Fault("answers 500 while it drains, and is started again", _restarted("draining_500"), 3.0),
+    Fault("answers 500 while it drains, and is started again", _broken("draining_500", restarted=True), 3.0),
     Fault("frozen, with /health 200", _broken("frozen"), 5.0),
     Fault("its streams begin with an error, and the rest is 500", _broken("stream_error_first"), 5.0),
     Fault("a configuration that is wrong", misled, 5.0),
-    Fault("its engine is dead, and is started again", _restarted("engine_dead"), 3.0),
+    Fault("its engine is dead, and is started again", _broken("engine_dead", restarted=True), 3.0),
     Fault("all are stopped at once, and go on", all_stopped, 3.0),
 )

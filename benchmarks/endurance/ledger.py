@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import linear_regression
 
 Samples = Sequence[tuple[float, float]]
 """(seconds, value), in order of time."""
@@ -16,15 +17,8 @@ SHOWN_MAX = 20
 
 def slope_per_hour(samples: Samples) -> float:
     """How fast the value grows, by least squares, in its own unit per hour; 0 where there are fewer than two times."""
-    count = len(samples)
-    if count < 2:
-        return 0.0
-    mean_s = sum(at_s for at_s, _ in samples) / count
-    mean = sum(value for _, value in samples) / count
-    spread = sum((at_s - mean_s) ** 2 for at_s, _ in samples)
-    if spread == 0.0:
-        return 0.0
-    return HOUR_S * sum((at_s - mean_s) * (value - mean) for at_s, value in samples) / spread
+    times_s = [at_s for at_s, _ in samples]
+    return HOUR_S * linear_regression(times_s, [value for _, value in samples]).slope if len(set(times_s)) > 1 else 0.0
 
 
 def since(samples: Samples, from_s: float) -> Samples:

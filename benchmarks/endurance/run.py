@@ -20,6 +20,7 @@ from benchmarks.endurance.faults import FAULTS, Fault
 from benchmarks.endurance.ledger import End, Ledger
 from benchmarks.endurance.load import Load, capacity, sending_traced, shown
 from benchmarks.endurance.rig import MODELS, SEQUENCES, UP_S, Rig, rig, usage_of
+from benchmarks.fleet import total_of
 
 SHARE = 0.7
 CAPACITY_WARM_S, CAPACITY_S = 8.0, 20.0
@@ -184,8 +185,8 @@ class Soak:
             "rss_bytes": usage.rss_bytes,
             "descriptors": usage.descriptors,
             "cpu_s": usage.cpu_s,
-            "in_flight": _total(page, "llmproxy_in_flight_requests"),
-            "queued": _total(page, "llmproxy_queued_requests"),
+            "in_flight": total_of(page, "llmproxy_in_flight_requests"),
+            "queued": total_of(page, "llmproxy_queued_requests"),
             "sent": self.ledger.sent,
         }
 
@@ -296,11 +297,6 @@ class Soak:
             "minutes": self.figures.minutes,
             "samples": self.figures.samples,
         }
-
-
-def _total(page: str, name: str) -> float:
-    lines = (line for line in page.splitlines() if line.startswith(name + "{"))
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 async def soak(minutes: float, seed: int, out: Path | None) -> bool:
