@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import secrets
 import time
@@ -17,7 +18,7 @@ from typing import Any, NoReturn
 
 import structlog
 
-from benchmarks.soak import rss_bytes
+from benchmarks.proxy import rss_bytes
 from llmproxy.lifecycle.descriptors import connections_max
 from tests.e2e.leftovers import CountingLoop
 from tests.e2e.proxies import FAST, serving
@@ -79,10 +80,10 @@ async def chaos(minutes: float, seed: int) -> bool:
             raise
         plays += 1
         if plays == WARM_UP:
-            settled_bytes = rss_bytes()
+            settled_bytes = rss_bytes([os.getpid()])
         if plays % 100 == 0:
-            print(f"{plays} plays, RSS {rss_bytes() / 1e6:.0f} MB, the last: {name}", flush=True)
-    grown = rss_bytes() - settled_bytes if settled_bytes else 0
+            print(f"{plays} plays, RSS {rss_bytes([os.getpid()]) / 1e6:.0f} MB, the last: {name}", flush=True)
+    grown = rss_bytes([os.getpid()]) - settled_bytes if settled_bytes else 0
     print(f"{plays} plays of seed {seed}; memory grew by {grown / 1e6:.1f} MB after the first {WARM_UP}")
     return grown < RSS_BAND_BYTES
 
