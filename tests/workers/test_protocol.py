@@ -30,35 +30,19 @@ TIMES = st.floats(0, 1e9)
 USAGES = st.none() | st.builds(Usage, NUMBERS, NUMBERS, st.none() | NUMBERS)
 TERMS = st.lists(st.tuples(TEXTS, TIMES), max_size=3).map(tuple)
 REQUESTS = st.builds(
-    request,
-    id=TEXTS,
-    adapter=st.none() | TEXTS,
-    flow=TEXTS,
-    arrived_s=TIMES,
-    max_tokens=st.none() | NUMBERS,
-    slo=st.none() | st.builds(Slo, st.none() | TIMES, st.none() | TIMES),
-    limits=st.lists(TEXTS, max_size=2).map(tuple),
-    prefix=st.lists(st.integers(0, 2**64 - 1), max_size=5).map(tuple),
-    session=st.none() | TEXTS,
-)
+    request, id=TEXTS, adapter=st.none() | TEXTS, flow=TEXTS, arrived_s=TIMES, max_tokens=st.none() | NUMBERS,
+    slo=st.none() | st.builds(Slo, st.none() | TIMES, st.none() | TIMES), limits=st.lists(TEXTS, max_size=2).map(tuple),
+    prefix=st.lists(st.integers(0, 2**64 - 1), max_size=5).map(tuple), session=st.none() | TEXTS,
+)  # fmt: skip
 PREDICTED = st.none() | st.builds(Predicted, TIMES, TIMES)
 PLACED = st.builds(Placed, TEXTS, TIMES, TERMS, NUMBERS, ttft=PREDICTED, tpot=PREDICTED)
 WHYS = st.builds(
     Why, st.lists(st.tuples(st.integers(-100, 100), NUMBERS), max_size=3).map(tuple), NUMBERS, TERMS, NUMBERS
 )
 EXITS = st.builds(
-    exit_of,
-    request_id=TEXTS,
-    method=st.just("POST"),
-    path=TEXTS,
-    outcome=st.sampled_from(Outcome),
-    status=NUMBERS,
-    duration_s=TIMES,
-    why=st.none() | WHYS,
-    terms=TERMS,
-    predicted_ttft=PREDICTED,
-    met=st.none() | st.booleans(),
-)
+    exit_of, request_id=TEXTS, method=st.just("POST"), path=TEXTS, outcome=st.sampled_from(Outcome), status=NUMBERS,
+    duration_s=TIMES, why=st.none() | WHYS, terms=TERMS, predicted_ttft=PREDICTED, met=st.none() | st.booleans(),
+)  # fmt: skip
 UP: st.SearchStrategy[list[protocol.Message]] = st.lists(
     st.builds(protocol.Admit, NUMBERS, REQUESTS, st.frozensets(TEXTS, max_size=3), st.sampled_from(Entry))
     | st.builds(protocol.Resolve, NUMBERS, st.none() | TEXTS, TIMES, NUMBERS)
