@@ -82,15 +82,6 @@ async def test_a_request_that_expires_with_no_backend_up_says_so(one: Dispatcher
     await holder.done()
 
 
-@emptied(a=1)
-async def test_a_rest_after_failures_ends_by_itself(one: Dispatcher) -> None:
-    async with one.admit(request()) as lease:
-        lease.verdict = Verdict.CONNECT_FAILED
-    async with one.admit(request()) as lease:
-        assert now() == 1.0
-        lease.verdict = Verdict.SERVED
-
-
 @virtual
 async def test_an_empty_room_sets_no_timer() -> None:
     one = dispatcher(a=1)

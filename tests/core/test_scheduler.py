@@ -337,16 +337,6 @@ def test_what_a_process_answered_that_is_gone_is_cached_nowhere() -> None:
     assert told == [("a", (1, 2)), ("b", (3, 4)), ("a", (5, 6))]
 
 
-def test_slow_polls_revoke_nothing() -> None:
-    one = pools({"a": 4})
-    submit(one, request())
-    grants(one)
-    for _ in range(5):
-        one.troubled("a", Trouble.TIMEOUT)
-    assert one.decide(0.0) == []
-    assert not one.ready(0.0)
-
-
 # --- a full waiting room ----------------------------------------------------------------------------------------------
 
 FULL = tight(queue=QueueSettings(requests_max=2))

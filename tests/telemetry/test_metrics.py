@@ -282,12 +282,6 @@ def test_attempts_polls_and_decisions_are_counted(metrics: Metrics) -> None:
     assert value(metrics, "build_info", version=__version__) == 1
 
 
-def test_two_processes_worth_of_metrics_do_not_meet() -> None:
-    first, second = Metrics(LiveState), Metrics(LiveState)
-    first.record(SERVED)
-    assert value(second, "retries_total") == 0
-
-
 def test_a_real_scraper_reads_the_page(metrics: Metrics) -> None:
     metrics.record(changed(SERVED, model='odd "name"\nwith\\all'))
     page = metrics.page().decode()

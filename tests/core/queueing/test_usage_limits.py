@@ -218,14 +218,6 @@ def test_a_second_attempt_is_counted_beside_the_first() -> None:
     assert limits.left_per_min(TENANT, 0.0)[1] == pytest.approx(920.0)
 
 
-def test_a_request_larger_than_a_minute_of_tokens_needs_a_full_minute() -> None:
-    limits = UsageLimits({TENANT: UsageLimit(tokens_per_min=100)})
-    huge = theirs(prompt_tokens=1000)
-    limits.admit(huge, 0.0)
-    serve(limits, huge, 1010)
-    assert refusal(limits.admit, theirs(prompt_tokens=1, output_tokens=0), 0.0).retry_after_s == pytest.approx(546.6)
-
-
 def test_an_answer_of_unknown_length_is_counted_as_expected() -> None:
     of = limited({"a": 1}, tokens_per_min=100)
     one = theirs(prompt_tokens=40, output_tokens=40)
