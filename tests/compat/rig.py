@@ -14,8 +14,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.simulator.replica import Replica, ReplicaOptions
+from tests.e2e.processes import Served, served
 from tests.e2e.proxies import is_poll, until
-from tests.e2e.test_restart import Served, served
 
 MODEL = "sim-8b"
 OPTIONS = ReplicaOptions(model=MODEL, adapters=("lora-0",), profile="tiny", noise=False, reply_tokens=(8, 24))

@@ -18,9 +18,9 @@ from llmproxy.config import ClientsConfig
 from llmproxy.gateway.http.connection import ClientConnection, ClientServer
 from llmproxy.gateway.listener import LocalFrontend
 from llmproxy.simulator.replica import Replica
+from tests.e2e.processes import START_MAX_S, served
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import answering, serving_script, whole
-from tests.e2e.test_restart import START_MAX_S, served
 from tests.strictness.wire import connected
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
@@ -137,15 +137,6 @@ async def the_connection(proxy: ProxyUnderTest) -> Any:
     assert isinstance(proxy.app.front, LocalFrontend)
     (connection,) = proxy.app.front.listener.server.connections
     return connection
-
-
-@pytest.mark.parametrize("pieces", [[HEAD + b"x-a: " + b"b" * 3000], [HEAD, b"x-a: ", b"b" * 1500, b"b" * 1500]])
-async def test_a_head_that_is_too_large(pieces: list[bytes]) -> None:
-    async with serving(FAST, clients={"head_bytes_max": 2000}) as proxy, proxy.wire(b"") as (reader, writer):
-        for piece in pieces:
-            writer.write(piece)
-            await asyncio.sleep(0)
-        assert (await refusal(reader))[0] == 431
 
 
 async def test_many_fields_that_are_too_large_together() -> None:

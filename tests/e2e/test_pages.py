@@ -6,13 +6,12 @@ import json
 from dataclasses import replace
 from datetime import datetime
 
-import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy import __version__
 from llmproxy.gateway.http.routes import LOAD_ADAPTER, SCHEDULED, UNLOAD_ADAPTER
-from tests.e2e.proxies import CHAT, FAST, HELLO, STREAM, ProxyUnderTest, is_poll, serving, until
+from tests.e2e.proxies import FAST, HELLO, ProxyUnderTest, is_poll, serving, until
 from tests.e2e.vllm_requests import PATHS
 from tests.gateway.http.test_routes import MANAGEMENT
 
@@ -219,19 +218,3 @@ async def test_a_trailing_slash_never_becomes_a_redirect(proxy: ProxyUnderTest) 
     assert (await proxy.get("/health/")).status == 200
     for replica in proxy.replicas:
         assert all(seen.path in SCHEDULED for seen in replica.requests_seen if seen.method == "POST")
-
-
-async def test_a_connection_serves_one_request_after_another(proxy: ProxyUnderTest) -> None:
-    made = 0
-
-    async def count(*_: object) -> None:
-        nonlocal made
-        made += 1
-
-    traces = aiohttp.TraceConfig()
-    traces.on_connection_create_end.append(count)
-    async with aiohttp.ClientSession(trace_configs=[traces]) as client:
-        for body in (HELLO, STREAM, HELLO | {"model": "nobody"}, {}, STREAM, HELLO | {"max_tokens": -1}):
-            async with client.post(proxy.url + CHAT, json=body) as response:
-                await response.read()
-    assert made == 1

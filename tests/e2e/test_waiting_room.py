@@ -145,19 +145,6 @@ async def test_a_seat_is_held_back_from_sheddable_work() -> None:
         assert (await waiting).status == 200
 
 
-async def test_requests_without_a_backend_are_refused_in_time() -> None:
-    async with serving(FAST) as proxy:
-        proxy.replicas[0].faults.set("refuse")
-        await until(lambda: proxy.app.pools.backends["b0"].health.down)
-        answer = await proxy.chat()
-        assert (answer.status, answer.json["error"]["type"]) == (503, "ServiceUnavailableError")
-        assert int(answer.headers["retry-after"]) >= 1
-        assert proxy.outcomes() == {"rejected_no_backends": 1}
-        await proxy.replicas[0].restart()
-        await until(lambda: not proxy.app.pools.backends["b0"].health.down)
-        assert (await proxy.chat()).status == 200
-
-
 async def test_a_waiting_request_outlasts_the_last_backend() -> None:
     async with one_seat() as (proxy, _):
         patient, hasty = proxy.waiting(), proxy.waiting(**{TTL: "800ms"})

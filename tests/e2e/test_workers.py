@@ -18,9 +18,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmproxy.simulator.replica import Replica
+from tests.e2e.processes import START_MAX_S, Served, served
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, chunk, scripted, whole
-from tests.e2e.test_restart import START_MAX_S, Served, served
 from tests.upstream.raw_server import Peer
 
 pytestmark = pytest.mark.timeout(300, method="thread")

@@ -13,8 +13,8 @@ import pytest
 
 from llmproxy.config import hash_of
 from llmproxy.simulator.replica import Replica
+from tests.e2e.processes import START_MAX_S, served
 from tests.e2e.proxies import FAST, HELLO
-from tests.e2e.test_restart import START_MAX_S, served
 from tests.strictness.wire import connected
 
 # --- the same with and without workers --------------------------------------------------------------------------------

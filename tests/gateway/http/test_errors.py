@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import orjson
 import pytest
 
 from llmproxy.core.domain import Outcome
-from llmproxy.gateway.http.errors import STATUS, Failure, error_body, error_event, nothing_at
-from llmproxy.gateway.http.routes import Dialect, dialect_of
+from llmproxy.gateway.http.errors import STATUS, Failure, nothing_at
 
 
 @pytest.mark.parametrize(
@@ -30,22 +28,6 @@ def test_other_unknown_paths_get_no_hint(asked: str) -> None:
 
 def test_every_outcome_but_success_has_a_status() -> None:
     assert set(Outcome) - set(STATUS) == {Outcome.COMPLETED}
-
-
-def test_errors_have_the_dialect_of_their_endpoint() -> None:
-    openai = orjson.loads(error_body(dialect_of("/v1/chat/completions"), 404, "no such model", "model"))
-    assert openai == {"error": {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}}
-    anthropic = orjson.loads(error_body(dialect_of("/v1/messages"), 404, "no such model"))
-    assert anthropic == {"type": "error", "error": {"type": "not_found_error", "message": "no such model"}}
-
-
-@pytest.mark.parametrize("dialect", list(Dialect))
-def test_an_error_event_is_one_whole_event_with_json_data(dialect: Dialect) -> None:
-    event = error_event(dialect, 'broke\n\n"here"')
-    assert event.endswith(b"\n\n")
-    assert event.count(b"\n\n") == 1
-    data = event.split(b"data: ", 1)[1]
-    assert "broke" in orjson.dumps(orjson.loads(data)).decode()
 
 
 def test_retry_after_is_a_whole_number_of_seconds_and_never_zero() -> None:

@@ -125,6 +125,10 @@ def test_a_cut_body_is_refused(members: list[tuple[str, Any]], data: st.DataObje
         (b'{"a":[@]}', "unexpected characters"),
         (b'{"a":[\\"]}', "unexpected characters"),
         (b'{"a":"x', "ends inside a string"),
+        (b'{"a":[\x80"]}', "not valid JSON"),
+        (b'{"a":[1,\xff,2],"b":1}', "not valid JSON"),
+        (b'{"a":{"b":\xc3\x28"x"}}', "not valid JSON"),
+        (b'{"a":[x"]}', "not valid JSON"),
     ],
 )
 def test_broken_structure_is_named(body: bytes, part: str) -> None:
@@ -185,11 +189,3 @@ def test_long_text_is_not_taken_for_media(text: str, ascii_only: bool) -> None:
 )
 def test_a_slice_is_bounded_whatever_is_long(body: bytes) -> None:
     assert sum(1 for _ in scan_members(body, ["a"], 1000)) >= 10**6 // 1000
-
-
-@pytest.mark.parametrize(
-    "body", [b'{"a":[\x80"]}', b'{"a":[1,\xff,2],"b":1}', b'{"a":{"b":\xc3\x28"x"}}', b'{"a":[x"]}']
-)
-def test_bytes_outside_strings_are_a_bad_body(body: bytes) -> None:
-    with pytest.raises(BadBody):
-        drain(scan_members(body, ("a",)))
