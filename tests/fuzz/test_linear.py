@@ -1,7 +1,7 @@
 """Every parser and pattern takes time in proportion to the length of its text: processor time is measured.
 
 The patterns are all that the package has, each with texts made from its own parse; the parsers are those that
-`benchmarks/linear.py` lists. That measures them up to the largest text that the product lets in, this up to 32 KiB.
+`benchmarks/parts/linear.py` lists. That measures them up to the largest text that the product lets in, this to 32 KiB.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 
 import pytest
 
-from benchmarks.linear import Parser, growth_of_parser, parsers
-from benchmarks.patterns import Found, found_patterns, slowest
+from benchmarks.parts.linear import Parser, growth_of_parser, parsers
+from benchmarks.parts.patterns import Found, found_patterns, slowest
 
 PARSED_BYTES = 32 << 10
 FOUND = found_patterns()

@@ -13,7 +13,7 @@ it, lies in generations of growing age, and is found by bisection. A list per bl
 because the true capacity is known less exactly than to an eighth.
 
 Memory per block and backend: a key of 36 bytes and an entry of 27 to 54. A generation is as large as a CPython dict
-that is exactly full, and on average at least half full. `benchmarks/placement.py` measures it.
+that is exactly full, and on average at least half full. `benchmarks/parts/placement.py` measures it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from llmproxy.gateway.request.prefix_hash import SALT, Chain, chain_of
 from llmproxy.gateway.request.prefix_hash_large import chain_of_large
 
 # Text costs little per byte, but every value costs an object: 128 KiB of brackets would hold the loop for 15 ms, and
-# this many values hold it for 2 ms. `benchmarks/body_reader.py` measures it.
+# this many values hold it for 2 ms. `benchmarks/parts/body_reader.py` measures it.
 PARSE_VALUES_MAX = 16 * 1024
 TURN_S = 0.002  # Long enough to make the switches cheap, and short compared with the noise of a token stream.
 OPTION_BYTES_MAX = 64 * 1024

@@ -1,4 +1,4 @@
-"""Time against length for all readers of outside text: `python -m benchmarks.linear`, over ten minutes, one core.
+"""Time against length for all readers of outside text: `python -m benchmarks.parts.linear`, over ten minutes, one core.
 
 Two tables: every regular expression of the package (found in its source, see `patterns`) with the text that is slowest
 for it, and every parser with texts up to the largest that the product accepts. The exponent compares the time for an
@@ -18,7 +18,7 @@ from math import log2
 
 from aiohttp.test_utils import make_mocked_request
 
-from benchmarks.patterns import EXPONENT_MAX, Found, cpu_s, found_patterns, slowest
+from benchmarks.parts.patterns import EXPONENT_MAX, Found, cpu_s, found_patterns, slowest
 from llmproxy.config import Config
 from llmproxy.fleet.adapter_keeper import ANSWER_BYTES_MAX as ADAPTER_BYTES_MAX
 from llmproxy.fleet.adapter_keeper import _message
@@ -272,7 +272,7 @@ def show(title: str, growths: Iterable[Growth]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parts.linear", description=__doc__)
     parser.add_argument("--largest", type=int, default=1 << 40, help="No text is longer than so many bytes.")
     largest: int = parser.parse_args().largest
     patterns = show("Patterns", map(growth_of_pattern, found_patterns()))

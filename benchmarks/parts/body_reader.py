@@ -1,4 +1,4 @@
-"""The cost of the body reader and the stream tap: `python -m benchmarks.body_reader`, about ten seconds, one core.
+"""The cost of the body reader and the stream tap: `python -m benchmarks.parts.body_reader`, ten seconds, one core.
 
 Three tables. *Bodies*: for each shape and size, the time to read one body, and the longest stretch during which nothing
 else on the loop could run, which must not exceed 10 ms. Worst and median of several rounds are shown, because other

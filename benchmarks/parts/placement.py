@@ -1,6 +1,6 @@
 """What it costs to price a fleet, to know a prompt, and to keep the bookings of `cost`: no network, no loop, one core.
 
-    .venv/bin/python -m benchmarks.placement
+    .venv/bin/python -m benchmarks.parts.placement
 
 *Place* is one choice of `cost` over so many backends, the prefix match apart, and *match* is that; *bookings* are its
 calls for one choice: `booked`, `started` and `finished`. Every backend runs half of what it may, has served for some
@@ -8,7 +8,7 @@ minutes, and keeps four of sixteen adapters; half of the requests ask for one. H
 all share, and its index is as full as a KV-cache of 400,000 tokens. *Hash* is a prompt's chain from a parsed body, or
 from one read in slices, as its model and adapter have it; what is wanted is wanted of hash and match together.
 
-Figures are made as in `benchmarks.core`. Below them: *large bodies* read in slices, scanning apart, with the longest
+Figures are made as in `core` beside it. Below them: *large bodies* read in slices, scanning apart, with the longest
 slice; *index*, microseconds of `match` and `record` where every backend's room is taken (a match of a prompt that is
 new, one that one backend has, one that all have; a record of a new prompt, and of a known one with another turn); and
 *memory*, bytes per block and backend as tracemalloc counts them, at about a million blocks.
@@ -29,7 +29,7 @@ from typing import Any
 import orjson
 from msgspec.structs import replace
 
-from benchmarks.core import CYCLES, ROUNDS, Times
+from benchmarks.parts.core import CYCLES, ROUNDS, Times
 from llmproxy.core.backends.view import View
 from llmproxy.core.domain import DEFAULT, Placed, Request, Usage, Verdict
 from llmproxy.core.placement.cost import CostPlacement

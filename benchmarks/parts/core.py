@@ -1,6 +1,6 @@
 """What one decision of the scheduler costs: no network, no event loop, one core.
 
-    .venv/bin/python -m benchmarks.core
+    .venv/bin/python -m benchmarks.parts.core
 
 *Who* is band, flow, head and charge alone: the request that goes next is found, leaves the waiting room and is charged
 to its flow, for 1,000 flows and up to 1,000,000 waiting requests; one backend, and a placement that names it at once.

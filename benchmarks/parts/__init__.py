@@ -1,0 +1,1 @@
+"""What single parts of the code cost: no processes, no network, one core."""
