@@ -65,7 +65,7 @@ async def _serve(config: Config, reread: Reread | None) -> int:
                     connections_max=allowed,
                     **{"configured" if configured else "default": config.clients.connections_max},
                     open_files=open_files_max(),
-                    hint="a request takes two descriptors: raise LimitNOFILE= of the unit, or ulimit -Hn",
+                    hint="a request takes two open files: allow more with ulimit -Hn, or LimitNOFILE= of systemd",
                 )
             _log.info(
                 "listening",

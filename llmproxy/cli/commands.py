@@ -155,7 +155,8 @@ def _summary(file: Path, config: Config) -> str:
         elsewhere = f"those in {config.discovery.file}"
     names = config.band_names()
     ceilings = ", ".join(
-        f"{names.get(band, band)} at {value:g}" for band, value in sorted(config.ceilings().items(), reverse=True)
+        f"{value:.0%} ({names.get(band, band)})".replace("%", " %", 1)
+        for band, value in sorted(config.ceilings().items(), reverse=True)
     )
     return "\n".join(
         [
@@ -165,7 +166,7 @@ def _summary(file: Path, config: Config) -> str:
             *backends,
             f"scheduling    fairness {config.scheduling.fairness}, ordering {config.scheduling.ordering},"
             f" placement {config.scheduling.placement}, flows by {config.scheduling.flow}",
-            f"bands wait    {ceilings}",
+            f"bands wait    where a backend is full to {ceilings}",
             f"entries       {len(config.models)} models, {len(config.objectives)} objectives,"
             f" {len(config.tenants)} tenants",
         ]

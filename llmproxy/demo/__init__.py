@@ -41,7 +41,7 @@ SCRIPT: tuple[tuple[float, str, str], ...] = (
     (10.0, "overload", "overload: sheddable requests wait or are refused, critical go first"),
     (6.0, "calm", "the overload is over: the requests that waited are served"),
     (5.0, "death", "{victim} was killed: what it had not begun to answer is retried"),
-    (8.0, "calm", "{victim} is started again"),
+    (8.0, "calm", "{victim} is started again, and up in a few seconds"),
 )
 """Seconds, what is played, and what is said of it; from the top again at the end."""
 

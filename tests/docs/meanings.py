@@ -65,7 +65,8 @@ OUTCOMES = {
     "upstream_status": "The backend failed, and no other attempt was possible. The backend's own status is used where it answered one.",
     "connect_failed": "No connection to a backend could be made, or it was lost before the first byte.",
     "broken_stream": "The stream broke after its first byte. The client got 200, one error event and a closed connection.",
-    "rejected_no_backends": "No backend is up, and requests are not held (`queue.hold_s: 0`). `Retry-After`.",
+    "rejected_no_backends": "No backend is up, and requests are not held (`queue.hold_s: 0`); or the request was held because no backend had "
+    "listed its model yet, and none did in time. `Retry-After`.",
     "expired_no_backends": "No backend came up while the request was held. `Retry-After`.",
     "draining": "The proxy shuts down. `Retry-After`.",
     "upstream_timeout": "The backend exceeded a limit of `timeouts`.",

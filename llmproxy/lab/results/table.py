@@ -18,7 +18,7 @@ NOTE = (
 )
 ORACLE_NOTE = (
     "The oracle knows lengths, caches and engines, but gives each request what is best at that moment: a policy that "
-    "keeps caches warm for those to come may beat it. The bounds are what none can beat, as far as each says."
+    "keeps caches warm for those to come may beat it. None can beat the bounds, except those that are not strict."
 )
 MISSING = "-"
 LOADS_ACROSS = 5
