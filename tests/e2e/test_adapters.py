@@ -80,13 +80,6 @@ async def test_some_backends_are_those_with_the_fewest_adapters() -> None:
         assert [adapters(proxy, f"b{i}").count("fresh") for i in range(3)] == [0, 1, 0]
 
 
-async def test_each_backend_gets_the_change_with_its_own_key() -> None:
-    secret = replace(PLAIN, api_key="for-backends")
-    async with serving(secret, **ADMIN, backend_api_key="for-backends") as proxy:
-        assert (await load(proxy)).status == 200
-        assert proxy.sent().headers["authorization"] == "Bearer for-backends"
-
-
 async def test_two_models_have_adapters_of_their_own() -> None:
     aliases = [{"name": "nick", "target": "other"}]
     async with serving(PLAIN, replace(PLAIN, model="other"), **ADMIN, models=aliases) as proxy:
@@ -167,13 +160,6 @@ async def test_a_report_lists_backends_that_took_the_change() -> None:
         assert proxy.metric("llmproxy_adapter_changes_total", backend="b1", repeated="false", ok="false") == 1
 
 
-async def test_what_all_refuse_is_forgotten() -> None:
-    async with serving(NO_LORA, NO_LORA, **ADMIN) as proxy:
-        answer = await load(proxy)
-        assert (answer.status, answer.json["remembered"]) == (502, False)
-        assert (await proxy.get(PAGE)).json["adapters"] == []
-
-
 async def test_unloading_an_unknown_adapter_is_not_found() -> None:
     async with serving(PLAIN, **ADMIN) as proxy:
         answer = await unload(proxy)
@@ -196,17 +182,6 @@ async def test_a_replica_that_restarts_gets_it_back() -> None:
         )
 
 
-async def test_one_that_restarts_after_an_unloading_does_not() -> None:
-    async with serving(PLAIN, **ADMIN) as proxy:
-        await load(proxy)
-        await load(proxy, lora_name="other")
-        assert (await unload(proxy)).status == 200
-        before = len(sent(proxy.replicas[0]))
-        await proxy.replicas[0].restart()
-        await until(lambda: len(sent(proxy.replicas[0])) > before and adapters(proxy, "b0") == ["other"])
-        assert sent(proxy.replicas[0])[before:] == [(LOAD, FRESH | {"lora_name": "other"})]
-
-
 async def test_one_that_was_down_or_never_seen_gets_it_when_it_comes(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,22 +197,6 @@ async def test_one_that_was_down_or_never_seen_gets_it_when_it_comes(
         async with Replica(PLAIN, port=port) as late:
             await until(lambda: "fresh" in adapters(proxy, "b1") and "fresh" in adapters(proxy, "b2"))
             assert sent(late) == [(LOAD, FRESH)]
-
-
-async def test_a_request_for_it_is_held_until_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "BACKOFF_S", 0.05)
-    async with serving(PLAIN, **ADMIN, queue={"hold_s": 30.0}) as proxy:
-        await load(proxy)
-        replica = proxy.replicas[0]
-        replica.options = NO_LORA
-        await replica.restart()
-        await until(lambda: adapters(proxy, "b0") == [])
-        held = proxy.waiting(ASK)
-        await until(lambda: proxy.app.dispatcher.nameless == 1)
-        replica.options = PLAIN
-        await replica.restart()
-        answer = await held
-        assert (answer.status, answer.json["model"]) == (200, "fresh")
 
 
 # --- one that takes its time ------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import ssl
 from collections.abc import Callable
@@ -315,46 +314,3 @@ async def test_new_authorities_are_believed_and_old_ones_no_more(
     assert [line["backend"] for line in told("authorities_renewed")] == ["b0", "b0"]
     [kept] = told("authorities_kept")
     assert kept["why"].startswith(f"{file} holds no certificate: ")
-
-
-def authority(folder: Path, name: str) -> tuple[trustme.CA, dict[str, str]]:
-    """An authority of its own, and how to trust what it has signed for `gpu.internal`."""
-    made, file = trustme.CA(), folder / f"{name}.pem"
-    made.cert_pem.write_to_path(str(file))
-    return made, {"ca": str(file), "server_name": "gpu.internal"}
-
-
-def signed(ca: trustme.CA) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    ca.issue_cert("gpu.internal").configure_cert(context)
-    return context
-
-
-@pytest.mark.parametrize("change", ["both are renamed", "they swap their URLs"])
-async def test_trust_follows_a_backend_through_a_reload(tmp_path: Path, change: str) -> None:
-    (one, trust_one), (two, trust_two) = authority(tmp_path, "one"), authority(tmp_path, "two")
-    script = answering(whole(b'{"object":"chat.completion","choices":[]}'))
-    async with scripted(script, signed(one)) as first, scripted(script, signed(two)) as second:
-        a, b = {"url": first.url, "tls": trust_one}, {"url": second.url, "tls": trust_two}
-        before = [{"name": "a", **a}, {"name": "b", **b}]
-        after = {
-            "both are renamed": [{"name": "c", **a}, {"name": "d", **b}],
-            "they swap their URLs": [{"name": "a", **b}, {"name": "b", **a}],
-        }[change]
-        async with serving(file=tmp_path / "c.yaml", reload="signal", backends=before, **OPEN) as proxy:
-            assert (await proxy.chat()).status == 200
-            reloader = proxy.app.reloader
-            assert reloader is not None
-            reloader.file.write_text(json.dumps({**proxy.told, "backends": after}))
-            await reloader.reload("test")
-            await until(lambda: {one["name"] for one in after} == proxy.app.registry.backends.keys() and all_up(proxy))
-            for backend in (first, second):
-                backend.requests.clear()
-            for _ in range(64):
-                assert (await proxy.chat()).status == 200
-                if first.requests and second.requests:
-                    break
-            # Equals are drawn at random: eight in a row to one of two happen once in 128 times.
-            assert first.requests, "both are given requests"
-            assert second.requests
-            await until(lambda: all_up(proxy))
