@@ -13,7 +13,7 @@ import pytest
 from llmproxy.gateway.proxying.response_writer import ResponseWriter
 from tests.e2e.proxies import CHAT, ENDLESS, FAST, HELLO, STREAM, ProxyUnderTest, raw_post, serving, until
 from tests.e2e.scripted import STREAM_END, STREAM_HEAD, answering, breaking, chunk, serving_script, whole
-from tests.faults.rig import read_answer
+from tests.faults.rig import read_answer, receive
 from tests.upstream.raw_server import Peer
 
 TEXT = "Hello there"
@@ -39,21 +39,11 @@ def error_of(event: bytes, dialect: str) -> str:
     return str(told["error"]["message"] if dialect == "messages" else told["message"])
 
 
-async def read_stream(
-    proxy: ProxyUnderTest, path: str, body: object, *, kept: bool = False
-) -> tuple[bytes, list[bytes]]:
-    """Head and events of a stream on a raw connection, which is closed without a last chunk unless it is `kept`."""
-    async with proxy.wire(raw_post(body, path)) as (reader, writer):
-        answered = await reader.readuntil(b"\r\n\r\n")
-        assert b"Transfer-Encoding: chunked" in answered, "this is no stream, and has no end that can be waited for"
-        stream = b""
-        while (size := await reader.readline()) not in (b"", b"0\r\n"):
-            stream += (await reader.readexactly(int(size, 16) + 2))[:-2]
-        assert size == (b"0\r\n" if kept else b"")
-        if kept:
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"\r\nHTTP/1.1 200 ")
-    return answered, [event for event in stream.split(b"\n\n") if event]
+async def read_stream(proxy: ProxyUnderTest, path: str, body: object, *, whole: bool = False) -> list[bytes]:
+    """The events of a stream, whose connection is closed without a last chunk unless it is `whole`."""
+    received = await receive(proxy, raw_post(body, path))
+    assert (received.status, received.headers["transfer-encoding"], received.whole) == (200, "chunked", whole)
+    return received.events
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -61,8 +51,7 @@ async def read_stream(
 async def test_a_reset_in_mid_stream(dialect: str, after_bytes: int) -> None:
     async with serving(FAST) as proxy:
         proxy.replicas[0].faults.set("reset", after_bytes=after_bytes, times=1)
-        head, events = await read_stream(proxy, *DIALECTS[dialect])
-        assert head.startswith(b"HTTP/1.1 200 OK")
+        events = await read_stream(proxy, *DIALECTS[dialect])
         errors = [event for event in events if b"The stream broke" in event]
         assert errors == events[-1:], "one error event, the last"
         assert error_of(errors[0], dialect).startswith("The stream broke: ")
@@ -79,7 +68,7 @@ async def test_a_backend_that_shuts_down_ends_every_request(dialect: str) -> Non
         reading = asyncio.create_task(read_stream(proxy, path, body))
         await until(lambda: proxy.replicas[0].engine.counters.generation > 5)
         proxy.replicas[0].faults.set("hang")
-        _, events = await reading
+        events = await reading
         assert "refuses connections" in error_of(events[-1], dialect)
         await proxy.settled()
         assert proxy.outcomes() == {"broken_stream": 1}
@@ -90,7 +79,7 @@ async def test_silence_in_mid_stream_is_limited() -> None:
         reading = asyncio.create_task(read_stream(proxy, CHAT, ENDLESS))
         await until(lambda: proxy.replicas[0].engine.counters.generation > 5)
         proxy.replicas[0].faults.set("frozen")
-        _, events = await reading
+        events = await reading
         assert "timeouts.stall_s" in error_of(events[-1], "chat")
         await until(lambda: not proxy.replicas[0].in_flight)
         proxy.replicas[0].faults.clear()
@@ -100,7 +89,7 @@ async def test_comments_do_not_make_up_for_a_first_token() -> None:
     chatty = replace(FAST, sse_keep_alive_s=0.02)
     async with serving(chatty, FAST, scheduling={"placement": "round_robin"}, timeouts={"first_byte_s": 1.0}) as proxy:
         proxy.replicas[0].faults.set("frozen")
-        _, events = await read_stream(proxy, CHAT, ENDLESS)
+        events = await read_stream(proxy, CHAT, ENDLESS)
         assert set(events[:-1]) == {b": keep-alive"}
         assert "timeouts.first_byte_s" in error_of(events[-1], "chat")
         await until(lambda: not proxy.replicas[0].in_flight)
@@ -120,7 +109,7 @@ OWN = b'data: {"error":{"message":"own","code":500}}\n\n'
 )
 async def test_a_stream_that_breaks_ends_with_one_error(sent: bytes, own: bool) -> None:
     async with serving_script(breaking(sent)) as (proxy, _):
-        _, (event, error) = await read_stream(proxy, CHAT, ENDLESS)
+        event, error = await read_stream(proxy, CHAT, ENDLESS)
         assert event == EVENT.strip()
         assert error == OWN.strip() if own else error_of(error, "chat")
 
@@ -154,7 +143,7 @@ async def test_a_stream_with_a_length_is_sent_without_it() -> None:
     usage = b'data: {"id":"1","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
     stream = EVENT + usage + b"data: [DONE]\n\n"
     async with serving_script(answering(whole(stream, content_type="text/event-stream"))) as (proxy, _):
-        _, events = await read_stream(proxy, CHAT, ENDLESS, kept=True)
+        events = await read_stream(proxy, CHAT, ENDLESS, whole=True)
         assert events == [EVENT.strip(), b"data: [DONE]"], "the usage that the proxy asked for itself is taken out"
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.e2e.proxies import FAST, ProxyUnderTest, serving
+from tests.e2e.proxies import ProxyUnderTest
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello there"}]
 
@@ -59,18 +57,6 @@ async def test_responses(sdk: openai.AsyncOpenAI) -> None:
         assert "response.created" in {event.type async for event in stream}
 
 
-async def test_an_adapter_by_its_name(sdk: openai.AsyncOpenAI) -> None:
-    answer = await sdk.chat.completions.create(model="lora-1", messages=HELLO, max_tokens=2)
-    assert answer.model == "lora-1"
-
-
-async def test_embeddings_get_the_engines_own_error(sdk: openai.AsyncOpenAI, proxy: ProxyUnderTest) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        await sdk.embeddings.create(model="base", input="Hello")
-    direct = await proxy.post(proxy.replicas[0].url + "/v1/embeddings", {"model": "base", "input": "Hello"})
-    assert caught.value.response.json() == direct.json
-
-
 async def test_an_unknown_model_is_not_found(sdk: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="The model `nope` does not exist"):
         await sdk.chat.completions.create(model="nope", messages=HELLO)
@@ -86,23 +72,3 @@ async def test_an_error_in_a_stream_is_raised(sdk: openai.AsyncOpenAI, proxy: Pr
     with pytest.raises(openai.APIError, match="The stream broke"):
         async for _ in stream:
             pass
-
-
-async def test_two_hundred_streams_at_once() -> None:
-    wide = replace(FAST, max_num_seqs=64, reply_tokens=(5, 20))
-    async with (
-        serving(wide, wide) as proxy,
-        openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="any", max_retries=0) as sdk,
-    ):
-
-        async def one(number: int) -> str | None:
-            messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": f"Number {number}"}]
-            stream = await sdk.chat.completions.create(model="base", messages=messages, stream=True)
-            reason = None
-            async for chunk in stream:
-                reason = chunk.choices[0].finish_reason or reason
-            return reason
-
-        assert await asyncio.gather(*map(one, range(200))) == ["stop"] * 200
-        await proxy.settled()
-        assert proxy.outcomes() == {"completed": 200}

@@ -1,4 +1,4 @@
-"""Writes docs/reference/faults.md: every misbehaviour is played, and the table has what was observed.
+"""Writes the tables of docs/reference/faults.md: every misbehaviour is played, and they have what was observed.
 
 Run `python -m tests.faults.table`; it takes about a minute. With `--print` the page goes to standard output.
 """
@@ -22,21 +22,6 @@ from tests.faults.scenes import SCENES, perform
 
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 TEXT_MAX = 110
-
-HEAD = """# Faults, and what clients see
-
-`python -m tests.faults.table` plays every fault on real sockets and writes what was observed. `tests/faults` asserts
-the same. If only a time limit ends a fault, the limits were short: `first_byte_s` 0.4, `stall_s` 0.3, `total_s` 1.
-
-- *Beside another* means that a second replica was well; *alone*, that there was none.
-- A stream is tried again elsewhere until its first byte came. An answer in one piece is tried again only if its
-  connection failed, because it may have been computed.
-- After the error event of a broken stream the connection is closed, without a last chunk. So no client takes a part for
-  the whole answer.
-
-After each of these faults, requests in flight, leases, bookings, bytes held, tasks, sockets and timers are zero, and
-every request has exactly one outcome.
-"""
 
 
 def client_saw(received: Received, seen: Seen) -> str:
@@ -86,8 +71,8 @@ def _cell(text: str) -> str:
 
 
 async def page() -> str:
-    """The whole page."""
-    lines = [HEAD, "## Replicas", ""]
+    """The whole page: the words that it begins with, and the tables."""
+    lines = [PAGE.read_text().partition("## Replicas")[0] + "## Replicas", ""]
     columns = ("a replica that…", "asked for", "client saw, beside another", "client saw, alone",
                "the replica saw", "held against it", "log said (alone)")  # fmt: skip
     lines += ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]

@@ -14,11 +14,12 @@ INNER = whole_of(b"content-length: 15\r\n", body=b'{"smuggled": 1}')
 """A message hidden in an answer, for the client or for the next request."""
 EVENT = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 STREAM = STREAM_HEAD + chunk(EVENT) + chunk(b"data: [DONE]\n\n") + STREAM_END
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 SOUND = (
     whole_of(SIZE),
     whole_of(TE, body=CHUNK + LAST),
     whole_of(TE, body=b'3;a=b\r\n{"a\r\n4\r\n":1}\r\n0\r\nx-t: u\r\n\r\n'),
-    b"HTTP/1.1 100 Continue\r\n\r\n" + whole_of(SIZE),
+    INTERIM + whole_of(SIZE),
     STREAM,
 )
 
@@ -28,28 +29,9 @@ def _sound(_: Random) -> Iterator[bytes]:
 
 
 def _status_lines(_: Random) -> Iterator[bytes]:
-    for status in (
-        *(b"%03d" % number for number in range(1100)),
-        b"2",
-        b"20",
-        b"+200",
-        b"-200",
-        b"2e2",
-        b"0200",
-        b"\xd9\xa2",
-    ):
+    for status in (*(b"%03d" % number for number in range(1100)), *b"2 20 +200 -200 2e2 0200 \xd9\xa2".split()):
         yield whole_of(SIZE, line=b"HTTP/1.1 %s OK" % status)
-    for version in (
-        b"HTTP/1.0",
-        b"HTTP/0.9",
-        b"HTTP/2.0",
-        b"HTTP/1.2",
-        b"HTTP/1.10",
-        b"http/1.1",
-        b"ICY",
-        b"RTSP/1.0",
-        b"",
-    ):
+    for version in (*b"HTTP/1.0 HTTP/0.9 HTTP/2.0 HTTP/1.2 HTTP/1.10 http/1.1 ICY RTSP/1.0".split(), b""):
         yield whole_of(SIZE, line=version + b" 200 OK")
         yield whole_of(TE, line=version + b" 200 OK", body=CHUNK + LAST)
     line = b"HTTP/1.1 200 OK"
@@ -109,18 +91,7 @@ def _fields(_: Random) -> Iterator[bytes]:
 def _behind(_: Random) -> Iterator[bytes]:
     """More than one answer, or more bytes than an answer has."""
     for sound in SOUND:
-        for other in (
-            *SOUND,
-            INNER,
-            b"\r\n",
-            b"\n",
-            b"x",
-            b"0\r\n\r\n",
-            b"HTTP/1.1 ",
-            b"\x00",
-            BODY,
-            b"HTTP/1.1 100 C\r\n\r\n",
-        ):
+        for other in (*SOUND, INNER, b"\r\n", b"\n", b"x", LAST, b"HTTP/1.1 ", b"\x00", BODY, INTERIM):
             yield sound + other
 
 
