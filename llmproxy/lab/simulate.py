@@ -164,13 +164,9 @@ def _bounds(simulation: Simulation, chosen: Sequence[Point]) -> dict[str, dict[s
     first = chosen[0].seed
     loads = dict.fromkeys((point.rate_scale, point.prefill_scale) for point in chosen)
     return {
-        load_label(rate, prefill): all_bounds(
-            prepared(simulation, first, rate)[0],
-            simulation.fleet,
-            prefill,
-            simulation.warmup * prepared(simulation, first, rate)[1].duration_s,
-        )
+        load_label(rate, prefill): all_bounds(trace, simulation.fleet, prefill, simulation.warmup * found.duration_s)
         for rate, prefill in loads
+        for trace, found in (prepared(simulation, first, rate),)
     }
 
 

@@ -8,7 +8,8 @@ import signal
 import socket
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import Self
 
 from aiohttp import web
 
@@ -95,7 +96,8 @@ class Replica:
         # handler_cancellation is what turns a client that leaves into an abort.
         self._server = _Server(
             handle,
-            request_factory=_request_factory(loop),
+            # aiohttp's own factory has a body limit of 1 MiB, which vLLM has not.
+            request_factory=partial(web.BaseRequest, loop=loop, client_max_size=_BODY_BYTES_MAX),
             handler_cancellation=True,
             keepalive_timeout=KEEP_ALIVE_S,
             max_field_size=_HEADER_BYTES_MAX,
@@ -186,12 +188,3 @@ class _Connection(web.RequestHandler):
 class _Server(web.Server):
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
-
-
-def _request_factory(loop: asyncio.AbstractEventLoop) -> Any:
-    """aiohttp's own factory has a body limit of 1 MiB, which vLLM has not."""
-
-    def make(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_BODY_BYTES_MAX)
-
-    return make

@@ -14,22 +14,10 @@ OTHER = "(other)"
 BANDS_KEPT = 64
 STRETCHES = 60
 
-REFUSALS = frozenset(
-    {
-        Outcome.BAD_REQUEST,
-        Outcome.UNKNOWN_MODEL,
-        Outcome.UNAUTHORIZED,
-        Outcome.TOO_LARGE,
-        Outcome.REJECTED_CAPACITY,
-        Outcome.REJECTED_NO_BACKENDS,
-        Outcome.REJECTED_DEADLINE,
-        Outcome.RATE_LIMITED,
-        Outcome.EXPIRED,
-        Outcome.EXPIRED_NO_BACKENDS,
-        Outcome.SHED,
-        Outcome.DRAINING,
-    }
-)
+REFUSALS = frozenset(Outcome) - {
+    *(Outcome.COMPLETED, Outcome.CANCELLED, Outcome.CONNECT_FAILED, Outcome.UPSTREAM_TIMEOUT),
+    *(Outcome.UPSTREAM_STATUS, Outcome.BROKEN_STREAM, Outcome.INTERNAL),
+}
 """The ends of requests that no backend was to blame for: they were turned away, or left the waiting room."""
 
 
@@ -39,11 +27,7 @@ def ratio(part: float, whole: float) -> float | None:
 
 def quantiles(sketch: Sketch) -> Quantiles:
     return Quantiles(
-        mean=sketch.mean,
-        p50=sketch.quantile(0.5),
-        p90=sketch.quantile(0.9),
-        p95=sketch.quantile(0.95),
-        p99=sketch.quantile(0.99),
+        mean=sketch.mean, **{f"p{percent}": sketch.quantile(percent / 100) for percent in (50, 90, 95, 99)}
     )
 
 

@@ -23,7 +23,7 @@ from llmproxy.lab.results.record import Record
 from llmproxy.lab.results.recorder import RunRecorder
 from llmproxy.lab.run.proxy import LabProxy
 from llmproxy.lab.run.virtual_time import run
-from llmproxy.lab.traces.arrival import Arrival, Trace
+from llmproxy.lab.traces.arrival import Arrival, Trace, turns_of
 
 SETTLE_S = 2.0
 """How long the pollers may read the fleet before the first arrival, as a proxy that was started before its clients."""
@@ -230,9 +230,8 @@ class Run:
 
     def _give_up(self, turn: Arrival | None, failed: Record) -> None:
         """The turns that a failed one leaves unasked count as offered and missed, or failing would pay."""
-        while turn is not None:
-            self._add(Record(turn, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
-            turn = turn.then
+        for one in turns_of(turn):
+            self._add(Record(one, failed.ended_s, failed.band, Outcome.CANCELLED, failed.ended_s))
 
     def _add(self, record: Record) -> None:
         self.recorder.add(record)

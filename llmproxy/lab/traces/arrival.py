@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -62,6 +62,21 @@ class Trace:
 
 class TraceError(Exception):
     """A trace that cannot be replayed. The message is for people: file, line, reason."""
+
+
+def turns_of(arrival: Arrival | None) -> Iterator[Arrival]:
+    """An arrival and all turns that are chained to it."""
+    while arrival is not None:
+        yield arrival
+        arrival = arrival.then
+
+
+def chained(turns: Sequence[Arrival]) -> Arrival:
+    """The turns of a closed loop as one arrival."""
+    result = turns[-1]
+    for turn in reversed(turns[:-1]):
+        result = replace(turn, then=result)
+    return result
 
 
 def in_time_order(batches: Iterable[tuple[float, Iterable[Arrival]]]) -> Iterator[Arrival]:

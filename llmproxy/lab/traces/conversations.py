@@ -10,7 +10,7 @@ from math import ceil
 from random import Random
 from typing import Annotated
 
-from llmproxy.lab.traces.arrival import Arrival
+from llmproxy.lab.traces.arrival import Arrival, chained
 from llmproxy.lab.traces.formats import LENGTH_TOKENS_MAX
 from llmproxy.lab.traces.parts import (
     BlockTokens,
@@ -22,7 +22,6 @@ from llmproxy.lab.traces.parts import (
     Tokens,
     TokensOrNone,
     Within,
-    chained,
     check,
     interleaved,
     poisson_times,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, log
 from random import Random
 from typing import Annotated, Any, NamedTuple
@@ -87,14 +87,6 @@ def varying_times(rng: Random, rate_at: Callable[[float], float], rate_max: floa
 
 
 # --- many turns -------------------------------------------------------------------------------------------------------
-
-
-def chained(turns: list[Arrival]) -> Arrival:
-    """The turns of a closed loop as one arrival."""
-    result = turns[-1]
-    for turn in reversed(turns[:-1]):
-        result = replace(turn, then=result)
-    return result
 
 
 def interleaved(sessions: Iterable[list[Arrival]]) -> Iterator[Arrival]:

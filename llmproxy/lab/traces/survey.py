@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
-from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces.arrival import Trace, TraceError, turns_of
 
 ADAPTERS_MAX = 10_000
 BANDS_MAX = 100
@@ -35,7 +36,7 @@ def survey(trace: Trace) -> Survey:
     duration_s = 0.0
     adapters: dict[str, int] = {}
     bands: dict[str | int, None] = {}
-    for arrival in _all(trace.arrivals()):
+    for arrival in chain.from_iterable(map(turns_of, trace.arrivals())):
         count += 1
         guessed += arrival.guessed
         duration_s = max(duration_s, arrival.at_s)
@@ -49,11 +50,3 @@ def survey(trace: Trace) -> Survey:
     if not count:
         raise TraceError(f"{trace.name}: no requests")
     return Survey(count, duration_s, adapters, tuple(bands), guessed)
-
-
-def _all(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
-    for arrival in arrivals:
-        turn: Arrival | None = arrival
-        while turn is not None:
-            yield turn
-            turn = turn.then

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 from random import Random
 
-from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError, in_time_order
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError, chained, in_time_order, turns_of
 
 COPIES_MAX = 1_000
 OFFSET_MAX_S = 60.0
@@ -88,11 +88,4 @@ def _at(arrival: Arrival, at_s: float) -> Arrival:
 
 def _mapped(arrival: Arrival, change: Callable[[Arrival], Arrival]) -> Arrival:
     """The arrival and all its chained turns, changed one by one."""
-    turns = [arrival]
-    while turns[-1].then is not None:
-        turns.append(turns[-1].then)
-    result: Arrival | None = None
-    for turn in reversed(turns):
-        result = replace(change(turn), then=result)
-    assert result is not None
-    return result
+    return chained([change(turn) for turn in turns_of(arrival)])

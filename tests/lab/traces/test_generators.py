@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from llmproxy.lab.traces import GENERATORS, generate, trace_named
-from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError
+from llmproxy.lab.traces.arrival import Arrival, Trace, TraceError, turns_of
 from llmproxy.lab.traces.parts import interleaved
 from tests.lab.small import printed_with_hash_seeds
 
@@ -19,15 +19,8 @@ def made(spec: str, seed: int = 0) -> list[Arrival]:
     return list(generate(f"gen:{spec}", seed).arrivals())
 
 
-def turns(arrival: Arrival) -> Iterator[Arrival]:
-    turn: Arrival | None = arrival
-    while turn is not None:
-        yield turn
-        turn = turn.then
-
-
 def everything(arrivals: Iterable[Arrival]) -> list[Arrival]:
-    return [turn for arrival in arrivals for turn in turns(arrival)]
+    return [turn for arrival in arrivals for turn in turns_of(arrival)]
 
 
 def infinite_hit(trace: Trace) -> float:
@@ -148,8 +141,8 @@ def test_multi_round_chat_has_its_users_there_at_once() -> None:
 
 def test_a_closed_chat_waits_for_answers() -> None:
     arrivals = made("multi_round_chat,closed=true,users=10,rate=1,rounds=3,duration_s=100")
-    whole = next(a for a in arrivals if len(list(turns(a))) == 3)
-    assert {turn.think_s for turn in turns(whole)} == {10.0}
+    whole = next(a for a in arrivals if len(list(turns_of(a))) == 3)
+    assert {turn.think_s for turn in turns_of(whole)} == {10.0}
 
 
 def test_the_next_turn_hits_the_answer_too() -> None:
@@ -161,7 +154,7 @@ def test_the_next_turn_hits_the_answer_too() -> None:
 def test_interactive_chat_has_the_published_sizes_and_times() -> None:
     arrivals = made("interactive_chat,rate=20,duration_s=400")
     assert len(arrivals) == pytest.approx(2_000, rel=0.06)
-    assert {len(list(turns(a))) for a in arrivals} == {4}
+    assert {len(list(turns_of(a))) for a in arrivals} == {4}
     assert fmean(a.prompt_tokens for a in arrivals) == pytest.approx(1_000 + 4_000 + 50, rel=0.03)
     thinks = [turn.think_s for turn in everything(arrivals)]
     assert fmean(thinks) == pytest.approx(45, rel=0.05)
