@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -73,7 +73,7 @@ def _copied(arrival: Arrival, at_s: float, copy: int, copies: int, shared: int) 
         blocks = tuple(b if b < shared else b * copies + copy for b in turn.blocks)
         return replace(turn, blocks=blocks, session=turn.session and f"{turn.session}/{copy}")
 
-    return _mapped(_at(arrival, at_s), own)
+    return chained([own(turn) for turn in turns_of(_at(arrival, at_s))])
 
 
 def _at(arrival: Arrival, at_s: float) -> Arrival:
@@ -83,9 +83,4 @@ def _at(arrival: Arrival, at_s: float) -> Arrival:
     if arrival.then is None:
         return replace(arrival, at_s=at_s)
     shift_s = at_s - arrival.at_s
-    return _mapped(arrival, lambda turn: replace(turn, at_s=turn.at_s + shift_s))
-
-
-def _mapped(arrival: Arrival, change: Callable[[Arrival], Arrival]) -> Arrival:
-    """The arrival and all its chained turns, changed one by one."""
-    return chained([change(turn) for turn in turns_of(arrival)])
+    return chained([replace(turn, at_s=turn.at_s + shift_s) for turn in turns_of(arrival)])

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import socket
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from typing import Protocol
 
@@ -79,73 +79,68 @@ class _Sent:
     text_tokens: int = 0
 
 
+@dataclass(slots=True)
 class _Exchange:
     """One accepted request."""
 
-    def __init__(
-        self,
-        service: Service,
-        request: web.BaseRequest,
-        generation: GenerationRequest,
-        job: GenerationJob,
-        answer: AnswerWriter,
-    ) -> None:
-        self._service = service
-        self._request = request
-        self._generation = generation
-        self._job = job
-        self._answer = answer
-        self._sent = [
-            _Sent(seed_of(p, generation.model, c)) for p in generation.prompts for c in range(generation.choices)
-        ]
-        self._opened = False
-        # How many more bytes of the body are sent before a reset; None where none is due.
-        self._bytes_to_reset: int | None = None
+    service: Service
+    request: web.BaseRequest
+    generation: GenerationRequest
+    job: GenerationJob
+    answer: AnswerWriter
+    sent: list[_Sent] = field(init=False)
+    opened: bool = False
+    # How many more bytes of the body are sent before a reset; None where none is due.
+    bytes_to_reset: int | None = None
+
+    def __post_init__(self) -> None:
+        model, choices = self.generation.model, range(self.generation.choices)
+        self.sent = [_Sent(seed_of(prompt, model, choice)) for prompt in self.generation.prompts for choice in choices]
 
     async def whole(self) -> web.StreamResponse:
         """The answer in one piece: nothing is sent before its end."""
-        if self._service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
+        if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
             raise engine_dead()
-        self._service.pacer.submit(self._job)
-        while not self._job.ended:
-            await self._job.news()
-        if self._job.error is not None:
-            raise self._job.error
-        body = self._answer.whole(self._choices(), self._usage())
+        self.service.pacer.submit(self.job)
+        while not self.job.ended:
+            await self.job.news()
+        if self.job.error is not None:
+            raise self.job.error
+        body = self.answer.whole(self._choices(), self._usage())
         self._keep(body)
         data = orjson.dumps(body)
-        response = web.StreamResponse(headers=headers_of(self._service, self._request, "application/json", len(data)))
+        response = web.StreamResponse(headers=headers_of(self.service, self.request, "application/json", len(data)))
         await self._prepare(response)
         await self._write(response, data)
         return response
 
     async def stream(self) -> web.StreamResponse:
         """Head at acceptance, events as the tokens come, an error as an event."""
-        response = web.StreamResponse(headers=headers_of(self._service, self._request, STREAM_TYPE))
+        response = web.StreamResponse(headers=headers_of(self.service, self.request, STREAM_TYPE))
         await self._prepare(response)
-        if self._service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
-            await self._events(response, self._answer.broken(engine_dead()))
+        if self.service.faults.hits(FaultKind.STREAM_ERROR_FIRST):
+            await self._events(response, self.answer.broken(engine_dead()))
             return response
-        self._service.pacer.submit(self._job)
-        await self._events(response, self._answer.prologue())
-        while not self._job.ended:
+        self.service.pacer.submit(self.job)
+        await self._events(response, self.answer.prologue())
+        while not self.job.ended:
             await self._news(response)
             await self._events(response, self._fresh_events())
-        if self._job.error is not None:
-            await self._events(response, self._answer.broken(self._job.error))
+        if self.job.error is not None:
+            await self._events(response, self.answer.broken(self.job.error))
             return response
         choices, usage = self._choices(), self._usage()
-        await self._events(response, self._answer.closing(choices, usage))
-        self._keep(self._answer.whole(choices, usage))
+        await self._events(response, self.answer.closing(choices, usage))
+        self._keep(self.answer.whole(choices, usage))
         return response
 
     async def _news(self, response: web.StreamResponse) -> None:
         """Wait for tokens, with comments in the meantime where they are switched on."""
-        pause_s = self._service.options.sse_keep_alive_s
+        pause_s = self.service.options.sse_keep_alive_s
         while True:
             try:
                 async with asyncio.timeout(pause_s):
-                    await self._job.news()
+                    await self.job.news()
             except TimeoutError:
                 await self._write(response, KEEP_ALIVE)
             else:
@@ -154,50 +149,48 @@ class _Exchange:
     def _fresh_events(self) -> list[bytes]:
         """Events for the tokens that came since the last ones; several of a choice become one delta, as in vLLM."""
         events: list[bytes] = []
-        for index, (sent, progress) in enumerate(zip(self._sent, self._job.progress, strict=True)):
+        for index, (sent, progress) in enumerate(zip(self.sent, self.job.progress, strict=True)):
             if progress.tokens == sent.tokens:
                 continue
-            if not self._opened:
-                self._opened = True
-                events += self._answer.opening(replace(self._usage(), output_tokens=0))
+            if not self.opened:
+                self.opened = True
+                events += self.answer.opening(replace(self._usage(), output_tokens=0))
             sent.tokens = progress.tokens
-            reason = self._job.reasons[index] if progress.finished else None
-            turn = (sent.seed + sent.tokens) % 8 if self._service.options.ragged_deltas and reason is None else -1
+            reason = self.job.reasons[index] if progress.finished else None
+            turn = (sent.seed + sent.tokens) % 8 if self.service.options.ragged_deltas and reason is None else -1
             if turn == 0:
                 continue
             text = "" if turn == 1 else words(sent.seed, sent.text_tokens, sent.tokens)
             if turn != 1:
                 sent.text_tokens = sent.tokens
-            events += self._answer.delta(index, text, reason, self._usage())
+            events += self.answer.delta(index, text, reason, self._usage())
         return events
 
     def _choices(self) -> list[Choice]:
         return [
             Choice(words(sent.seed, 0, progress.tokens), reason)
-            for sent, progress, reason in zip(self._sent, self._job.progress, self._job.reasons, strict=True)
+            for sent, progress, reason in zip(self.sent, self.job.progress, self.job.reasons, strict=True)
         ]
 
     def _usage(self) -> AnswerUsage:
-        firsts = self._job.progress[:: self._generation.choices]
+        firsts = self.job.progress[:: self.generation.choices]
         cached_tokens = sum(progress.cached_tokens for progress in firsts)
-        full_tokens = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in self._generation.prompts)
-        output_tokens = sum(progress.tokens for progress in self._job.progress)
+        full_tokens = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in self.generation.prompts)
+        output_tokens = sum(progress.tokens for progress in self.job.progress)
         created_tokens = max(full_tokens - cached_tokens, 0)
-        return AnswerUsage(self._generation.prompt_tokens, output_tokens, cached_tokens, created_tokens)
+        return AnswerUsage(self.generation.prompt_tokens, output_tokens, cached_tokens, created_tokens)
 
     def _keep(self, body: Body) -> None:
-        if isinstance(self._answer, ResponsesAnswer) and self._generation.body.get("store", True):
-            self._service.keep_response(
-                self._answer.id, body, [*items(self._generation.body["input"]), *body["output"]]
-            )
+        if isinstance(self.answer, ResponsesAnswer) and self.generation.body.get("store", True):
+            self.service.keep_response(self.answer.id, body, [*items(self.generation.body["input"]), *body["output"]])
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     async def _prepare(self, response: web.StreamResponse) -> None:
-        await response.prepare(self._request)
-        if self._service.faults.hits(FaultKind.RESET):
-            self._bytes_to_reset = self._service.faults.after_bytes
-            if self._bytes_to_reset == 0:
+        await response.prepare(self.request)
+        if self.service.faults.hits(FaultKind.RESET):
+            self.bytes_to_reset = self.service.faults.after_bytes
+            if self.bytes_to_reset == 0:
                 await self._reset()
 
     async def _events(self, response: web.StreamResponse, events: list[bytes]) -> None:
@@ -205,20 +198,20 @@ class _Exchange:
             await self._write(response, event)
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        if self._bytes_to_reset is not None:
-            data = data[: self._bytes_to_reset]
-            self._bytes_to_reset -= len(data)
+        if self.bytes_to_reset is not None:
+            data = data[: self.bytes_to_reset]
+            self.bytes_to_reset -= len(data)
         try:
             await response.write(data)
         except ConnectionResetError:
             await _until_cancelled()
-        if self._bytes_to_reset == 0:
+        if self.bytes_to_reset == 0:
             await self._reset()
 
     async def _reset(self) -> None:
         """End the connection with RST. What was written gets a moment to arrive, or it would be thrown away."""
         await asyncio.sleep(0.02)
-        transport = self._request.transport
+        transport = self.request.transport
         if transport is not None:
             linger_on_for_zero_s = struct.pack("ii", 1, 0)
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_on_for_zero_s)

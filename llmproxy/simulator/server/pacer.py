@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.sequence import EngineRequest
@@ -26,21 +26,22 @@ class SequenceProgress:
     first_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class GenerationJob:
     """The sequences of one HTTP request and why each will end (`length`, `stop`). `each_token` says whether its owner
     is notified of every token or of the end only. `error` is set when the engine died under it.
     """
 
-    def __init__(
-        self, sequences: Sequence[EngineRequest], reasons: Sequence[str], each_token: bool, arrived_s: float
-    ) -> None:
-        self.sequences = sequences
-        self.reasons = reasons
-        self.progress = [SequenceProgress() for _ in sequences]
-        self.each_token = each_token
-        self.arrived_s = arrived_s
-        self.error: ApiError | None = None
-        self._news = asyncio.Event()
+    sequences: Sequence[EngineRequest]
+    reasons: Sequence[str]
+    each_token: bool
+    arrived_s: float
+    progress: list[SequenceProgress] = field(init=False)
+    error: ApiError | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.progress = [SequenceProgress() for _ in self.sequences]
 
     @property
     def ended(self) -> bool:
