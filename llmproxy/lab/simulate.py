@@ -65,7 +65,10 @@ def simulate(options: Options) -> None:
 def _simulate(options: Options) -> None:
     console = Console()
     wanted = [*(options.policies or (own_name(options.config),)), *((ORACLE,) if options.oracle else ())]
-    plans = {plan.name: plan for plan in (_plan(policy, options.config) for policy in wanted)}
+    try:
+        plans = {plan.name: plan for plan in (plan_named(policy, options.config) for policy in wanted)}
+    except ValueError as error:
+        raise Unusable(str(error)) from None
     rates, prefills = dict.fromkeys(options.rate_scales), dict.fromkeys(options.prefill_scales)
     for name, scales in (("rate", rates), ("prefill", prefills)):
         for scale in scales:
@@ -98,13 +101,6 @@ def _simulate(options: Options) -> None:
     print_tables(result, console)
     if options.out is not None:
         _write(options.out, options, result, finished, console)
-
-
-def _plan(policy: str, config: Config) -> PolicyPlan:
-    try:
-        return plan_named(policy, config)
-    except ValueError as error:
-        raise Unusable(str(error)) from None
 
 
 def _check(options: Options, fleet: SimulatedFleet, read: tuple[Trace, Survey]) -> None:

@@ -18,6 +18,7 @@ from llmproxy.simulator.engine.reports import Gauges
 from llmproxy.simulator.engine.sequence import EngineRequest
 from tests.dispatching import virtual
 from tests.simulator.engine.invariants import check_engine
+from tests.simulator.engine.stepping import stepped
 
 QUIET = Noise(sigma=0.0, slow_chance=0.0)
 PROFILE = profile_named("llama-8b-h100")
@@ -85,34 +86,15 @@ async def lazily(plan: list[tuple[float, EngineRequest]], looks_s: list[float]) 
     return seen, scrapes
 
 
-def step_by_step(plan: list[tuple[float, EngineRequest]]) -> Seen:
-    """The same by hand: an engine that takes every single step, given arrivals as they come."""
-    seen = Seen()
-    engine = Engine(PROFILE, max_num_seqs=8, kv_tokens=4_000, max_loras=8, max_cpu_loras=32)
-    waiting = [(at_s + PROFILE.frontend_s, request) for at_s, request in plan]
-    now = 0.0
-    while waiting or engine.busy:
-        if not engine.busy:
-            now = max(now, waiting[0][0])
-        while waiting and waiting[0][0] <= now:
-            engine.add(waiting.pop(0)[1])
-        step = engine.step()
-        now += step.duration_s
-        for request_id in step.emitted:
-            seen.firsts.setdefault(request_id, now)
-        for request_id in step.finished:
-            seen.lasts[request_id] = now
-    return seen
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_lazy_server_answers_when_a_stepping_one_does(seed: int) -> None:
     plan = arrivals(seed)
     looks_s = [0.013 * number for number in range(400)]
     seen, scrapes = run(lazily(plan, looks_s))
-    expected = step_by_step(plan)
-    assert seen.firsts == pytest.approx(expected.firsts, abs=1e-6)
-    assert seen.lasts == pytest.approx(expected.lasts, abs=1e-6)
+    engine = Engine(PROFILE, max_num_seqs=8, kv_tokens=4_000, max_loras=8, max_cpu_loras=32)
+    firsts, lasts = stepped(engine, [(at_s + PROFILE.frontend_s, request) for at_s, request in plan])
+    assert seen.firsts == pytest.approx(firsts, abs=1e-6)
+    assert seen.lasts == pytest.approx(lasts, abs=1e-6)
     assert len(scrapes) > 50
 
 

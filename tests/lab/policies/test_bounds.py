@@ -35,6 +35,7 @@ from llmproxy.lab.policies.pooled_server import (
 from llmproxy.lab.traces.arrival import Arrival, Trace
 from llmproxy.simulator.engine.engine import Engine
 from llmproxy.simulator.engine.sequence import EngineRequest
+from tests.simulator.engine.stepping import stepped
 
 H100 = fleet_named("1xllama-8b-h100")
 
@@ -332,20 +333,9 @@ def test_no_engine_answers_sooner_than_the_floor(load: float) -> None:
 
 def engine_ttfts_s(arrivals: Sequence[Arrival]) -> list[float]:
     profile = H100.replicas[0].profile
-    engine, now = Engine(profile), 0.0
-    found: dict[str, float] = {}
-    coming = list(enumerate(arrivals))
-    while coming or engine.busy:
-        if not engine.busy:
-            now = max(now, coming[0][1].at_s)
-        while coming and coming[0][1].at_s <= now:
-            number, arrival = coming.pop(0)
-            engine.add(EngineRequest(str(number), arrival.prompt_tokens, arrival.output_tokens))
-        step = engine.step()
-        now += step.duration_s
-        for name in step.emitted:
-            found.setdefault(name, now + profile.frontend_s - arrivals[int(name)].at_s)
-    return list(found.values())
+    asked = [EngineRequest(str(n), one.prompt_tokens, one.output_tokens) for n, one in enumerate(arrivals)]
+    firsts, _ = stepped(Engine(profile), zip([one.at_s for one in arrivals], asked, strict=True))
+    return [first_s + profile.frontend_s - arrivals[int(name)].at_s for name, first_s in firsts.items()]
 
 
 def test_nothing_counted_bounds_nothing() -> None:

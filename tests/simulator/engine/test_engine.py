@@ -13,6 +13,7 @@ from llmproxy.simulator.engine.profiles import PROFILES, profile_named
 from llmproxy.simulator.engine.reports import StepResult
 from llmproxy.simulator.engine.sequence import EngineRequest
 from tests.simulator.engine.invariants import check_engine
+from tests.simulator.engine.stepping import stepped
 
 H100 = PROFILES["llama-8b-h100"]
 
@@ -328,24 +329,12 @@ def test_setups_that_make_no_sense_are_refused() -> None:
 )
 def test_time_per_output_token_is_that_of_a_real_h100(rate_rps: float, tpot_ms: float) -> None:
     """Published run: one H100, Llama-3.1-8B, vLLM 0.11, 204 tokens in (128 of them shared), 62 out, 128 sequences."""
-    rng = random.Random(1)
-    engine = Engine(H100, max_num_seqs=128)
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    now, arrival, added = 0.0, 0.0, 0
-    while added < 1000 or engine.busy:
-        if not engine.busy:
-            now = max(now, arrival)
-        while added < 1000 and arrival <= now:
-            hashes = tuple(1000 * (added % 10) + block for block in range(8))
-            engine.add(EngineRequest(str(added), 204, 62, hashes))
-            added += 1
-            arrival += rng.expovariate(rate_rps)
-        result = engine.step()
-        now += result.duration_s
-        for name in result.emitted:
-            first.setdefault(name, now)
-            last[name] = now
+    rng, at_s, coming = random.Random(1), 0.0, []
+    for number in range(1000):
+        hashes = tuple(1000 * (number % 10) + block for block in range(8))
+        coming.append((at_s, EngineRequest(str(number), 204, 62, hashes)))
+        at_s += rng.expovariate(rate_rps)
+    first, last = stepped(Engine(H100, max_num_seqs=128), coming)
     # The load is not yet, or no longer, what it should be at both ends of the run.
     steady = [str(number) for number in range(200, 800)]
     mean_ms = sum((last[name] - first[name]) / 61 for name in steady) / len(steady) * 1000
