@@ -65,6 +65,12 @@ class World:
         return refusal(self.load, name, **more)
 
     @property
+    def standings(self) -> list[tuple[str, bool, int]]:
+        """Backend, whether it is done there, and failures, of the only adapter."""
+        (state,) = self.adapters.states()[0]
+        return [(one.backend, one.done, one.failures) for one in state.standings]
+
+    @property
     def remembered(self) -> dict[str, str | None]:
         return {state.name: state.path for state in self.adapters.states()[0]}
 
@@ -208,19 +214,13 @@ def test_retries_come_ever_more_slowly_and_start_anew_with_a_change(world: World
         since = world.now
         world.answers("b", 500)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, BACKOFF_MAX_S, BACKOFF_MAX_S, BACKOFF_MAX_S]
-    (state,) = world.adapters.states()[0]
-    assert [(s.backend, s.done, s.failures) for s in state.standings] == [
-        ("a", True, 0),
-        ("b", False, 10),
-        ("c", True, 0),
-    ]
+    assert world.standings == [("a", True, 0), ("b", False, 10), ("c", True, 0)]
     world.load()
     world.now += 1.0
     assert world.due("b")
     world.refusing = {}
     world.load()
-    (state,) = world.adapters.states()[0]
-    assert [(s.done, s.failures) for s in state.standings] == [(True, 0)] * 3
+    assert world.standings == [(backend, True, 0) for backend in "abc"]
 
 
 def test_nobody_is_told_again_of_what_is_being_changed(world: World) -> None:
@@ -241,8 +241,7 @@ def test_what_came_of_a_change_that_was_overtaken_counts_for_nothing(world: Worl
     world.load(path="/new", in_place=True)
     world.lists("a", x="/new")
     world.adapters.replied(old, Reply("a", 500, False, ""), 0.0)
-    (state,) = world.adapters.states()[0]
-    assert [s.failures for s in state.standings] == [0, 0, 0]
+    assert [failures for _, _, failures in world.standings] == [0, 0, 0]
 
 
 def test_a_backend_that_went_to_another_model_is_left_alone(world: World) -> None:
@@ -296,8 +295,7 @@ def test_memory_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nothing_is_said_to_be_done_on_a_backend_that_is_down(world: World) -> None:
     world.load()
     kill(world.pools, "b")
-    (state,) = world.adapters.states()[0]
-    assert [(s.backend, s.done) for s in state.standings] == [("a", True), ("b", False), ("c", True)]
+    assert world.standings == [("a", True, 0), ("b", False, 0), ("c", True, 0)]
 
 
 def test_what_is_shown_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from llmproxy.core.domain import Grant, Predicted, Request, Usage, Verdict
+from llmproxy.core.domain import Grant, Learned, Predicted, Request, Usage, Verdict
 from llmproxy.core.placement.cost import EXPLAINED_MAX
 from llmproxy.core.pools import Pools
 from llmproxy.core.settings import Settings
@@ -39,6 +39,12 @@ def choices(of: Pools, now: float) -> PoolChoices:
     return pool
 
 
+def learned_by(of: Pools, now: float) -> Learned:
+    learned = choices(of, now).learned
+    assert learned is not None
+    return learned
+
+
 def test_choices_are_told_with_all_candidates_and_the_newest_first() -> None:
     of = pools("a", "b")
     first = granted(of, request(id="1", label="one", prompt_tokens=30), 1.0)
@@ -70,8 +76,7 @@ def test_a_choice_predicts_a_time_and_one_that_is_rarely_exceeded() -> None:
     serve(of, request(stream=True), 0.0, 5.0, output_tokens=1)
     placed = granted(of, request(prompt_tokens=1_500, stream=True), 60.0).placed
     (price,) = choices(of, 60.0).choices[0].prices
-    learned = choices(of, 60.0).learned
-    assert learned is not None
+    learned = learned_by(of, 60.0)
     assert learned.ttft_p90_factor > learned.tpot_p90_factor > 1.0
     assert placed.ttft == Predicted(price.ttft_s, price.ttft_s * learned.ttft_p90_factor)
     assert placed.tpot == Predicted(price.tpot_s, price.tpot_s * learned.tpot_p90_factor)
@@ -79,13 +84,11 @@ def test_a_choice_predicts_a_time_and_one_that_is_rarely_exceeded() -> None:
 
 def test_what_is_exceeded_more_often_is_predicted_to_be() -> None:
     of = pools("a")
-    before = choices(of, 0.0).learned
+    before = learned_by(of, 0.0)
     for number in range(40):
         # Now and then ten times as long, so that no mean follows.
         serve(of, request(stream=True), 100.0 * number, 0.1 if number % 3 else 10.0)
-    after = choices(of, 1e4).learned
-    assert before is not None
-    assert after is not None
+    after = learned_by(of, 1e4)
     assert after.ttft_p90_factor > before.ttft_p90_factor
     assert after.tpot_p90_factor > before.tpot_p90_factor
 
@@ -108,8 +111,7 @@ def test_what_was_learned_is_told_of_each_backend_of_the_pool() -> None:
         of.started(grant, now + prompt_s)
         of.finish(grant, Verdict.SERVED, now + prompt_s + slower * 0.2, Usage(1_000, 11))
         now += 60.0
-    learned = choices(of, now).learned
-    assert learned is not None
+    learned = learned_by(of, now)
     pace = {one.backend: one for one in learned.backends}
     assert list(pace) == ["a", "b", "c"]
     assert pace["b"].prefill_factor / pace["a"].prefill_factor == pytest.approx(3.0, rel=0.2)
@@ -124,23 +126,18 @@ def test_what_a_backend_holds_and_does_is_told() -> None:
     of = pools("a")
     asked = request(prompt_tokens=1_000, prefix=tuple(range(10)), prefix_tokens=100.0, sequences=2, stream=True)
     grant = granted(of, asked, 0.0)
-    learned = choices(of, 0.0).learned
-    assert learned is not None
-    (busy,) = learned.backends
+    (busy,) = learned_by(of, 0.0).backends
     assert (busy.in_flight, busy.indexed_blocks, busy.indexed_blocks_max) == (2, 0, 200)
     assert busy.busy_share > 0.0
     of.started(grant, 0.1)
     of.finish(grant, Verdict.SERVED, 1.0, Usage(1_000, 4))
-    learned = choices(of, 60.0).learned
-    assert learned is not None
-    (idle,) = learned.backends
+    (idle,) = learned_by(of, 60.0).backends
     assert (idle.in_flight, idle.indexed_blocks) == (0, 10)
     assert idle.busy_share < busy.busy_share
 
 
 def test_a_backend_that_was_never_asked_is_told_as_its_pool_is() -> None:
-    learned = choices(pools("a", "b"), 5.0).learned
-    assert learned is not None
+    learned = learned_by(pools("a", "b"), 5.0)
     assert [(one.backend, one.prefill_factor, one.step_factor, one.busy_share) for one in learned.backends] == [
         ("a", 1.0, 1.0, 0.0),
         ("b", 1.0, 1.0, 0.0),

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmproxy.core.domain import CRITICAL, DEFAULT, SHEDDABLE, Entry, Request, Verdict
 from llmproxy.core.policy_registry import Faults
 from llmproxy.core.queueing.deadlines import Deadlines
 from llmproxy.core.queueing.fairness.fcfs import FcfsFairness
-from llmproxy.core.queueing.occupancy import DrainRate, Occupancy
+from llmproxy.core.queueing.occupancy import DrainRate, Full, Occupancy
 from llmproxy.core.queueing.ordering import Rank
 from llmproxy.core.queueing.queue import Band, Queued, head_rank
 from llmproxy.core.settings import QueueSettings, Settings
@@ -15,30 +17,16 @@ from tests.core.make import only_grant, pools, refusal, request, tight
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("limits", "named"),
-    [
-        (QueueSettings(flow_requests_max=2), "queue.flow_requests_max (2)"),
-        (QueueSettings(flow_bytes_max=250), "queue.flow_bytes_max (250)"),
-        (QueueSettings(flow_tokens_max=50), "queue.flow_tokens_max (50)"),
-        (QueueSettings(band_requests_max=2), "queue.band_requests_max (2)"),
-        (QueueSettings(band_bytes_max=250), "queue.band_bytes_max (250)"),
-        (QueueSettings(band_tokens_max=50), "queue.band_tokens_max (50)"),
-        (QueueSettings(requests_max=2), "queue.requests_max (2)"),
-        (QueueSettings(bytes_max=250), "queue.bytes_max (250)"),
-        (QueueSettings(tokens_max=50), "queue.tokens_max (50)"),
-    ],
-)
-def test_each_limit_is_told_by_its_name(limits: QueueSettings, named: str) -> None:
-    occupancy = Occupancy(limits)
+@pytest.mark.parametrize("kind", ["flow_", "band_", ""])
+@pytest.mark.parametrize(("unit", "limit"), [("requests", 2), ("bytes", 250), ("tokens", 50)])
+def test_each_limit_is_told_by_its_name(kind: str, unit: str, limit: int) -> None:
+    name = f"{kind}{unit}_max"
+    occupancy = Occupancy(replace(QueueSettings(), **{name: limit}))
     one, two, three = request(), request(), request()
     for waiting in (one, two):
         assert occupancy.full(waiting) is None
         occupancy.enter(waiting)
-    full = occupancy.full(three)
-    assert full is not None
-    assert f"{full.name} ({full.limit})" == named
-    assert full.total is not named.startswith(("queue.band", "queue.flow"))
+    assert occupancy.full(three) == Full(f"queue.{name}", limit, total=not kind)
     assert occupancy.queued() == {0: (2, 200)}
     occupancy.leave(one)
     assert occupancy.full(three) is None
@@ -51,13 +39,9 @@ def test_a_full_flow_or_band_does_not_limit_the_others() -> None:
     assert occupancy.full(request(flow="g")) is None
     assert occupancy.full(request(flow="f", band=CRITICAL)) is None
     occupancy.enter(request(flow="g"))
-    full = occupancy.full(request(flow="h"))
-    assert full is not None
-    assert full.name == "queue.band_requests_max"
+    assert occupancy.full(request(flow="h")) == Full("queue.band_requests_max", 2, total=False)
     occupancy.enter(request(flow="f", band=CRITICAL))
-    full = occupancy.full(request(flow="g", band=CRITICAL))
-    assert full is not None
-    assert full.name == "queue.requests_max"
+    assert occupancy.full(request(flow="g", band=CRITICAL)) == Full("queue.requests_max", 3, total=True)
 
 
 def test_what_fits_exactly_is_let_in() -> None:
