@@ -37,14 +37,9 @@ vllm:lora_requests_info{max_lora="2",running_lora_adapters="lora-0",waiting_lora
 vllm:cache_config_info{_block_size_resolved="True",block_size="32",cache_dtype="auto",engine="0",kv_cache_size_tokens="16384",num_cpu_blocks="None",num_gpu_blocks="512",user_specified_block_size="True"} 1.0
 """  # noqa: E501 - recorded lines
 EXPECTED = Reading(
-    taken_at_s=7.0,
-    running=8,
-    waiting=4,
-    kv_used=0.06457925636007833,
-    kv_tokens=16384,
-    running_adapters=frozenset({"lora-1", "lora-2"}),
-    max_adapters=2,
-)
+    taken_at_s=7.0, running=8, waiting=4, kv_used=0.06457925636007833, kv_tokens=16384,
+    running_adapters=frozenset({"lora-1", "lora-2"}), max_adapters=2,
+)  # fmt: skip
 
 
 def reading(*lines: bytes) -> Reading:
@@ -53,25 +48,20 @@ def reading(*lines: bytes) -> Reading:
     return found
 
 
-def test_reads_a_page() -> None:
-    assert drain(parse_reading(PAGE, 7.0)) == EXPECTED
-
-
-def test_reads_a_page_with_windows_line_ends_and_without_the_last_one() -> None:
-    assert drain(parse_reading(PAGE.replace(b"\n", b"\r\n").rstrip(), 7.0)) == EXPECTED
-
-
-def test_reads_a_page_that_begins_with_a_needed_line() -> None:
-    assert drain(parse_reading(b"vllm:num_requests_waiting 2", 7.0)) == Reading(taken_at_s=7.0, waiting=2)
-
-
-@pytest.mark.parametrize("page", [b"", b"\n", b"<html></html>", b"process_cpu_seconds_total 3.0\n"])
-def test_a_page_without_vllm_series_gives_nothing(page: bytes) -> None:
-    assert drain(parse_reading(page, 0.0)) is None
-
-
-def test_kv_use_alone_is_not_a_reading_of_an_idle_engine() -> None:
-    assert drain(parse_reading(b"vllm:kv_cache_usage_perc 0.5\n", 0.0)) is None
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        pytest.param(PAGE, EXPECTED, id="as recorded"),
+        pytest.param(PAGE.replace(b"\n", b"\r\n").rstrip(), EXPECTED, id="Windows line ends and none at the last line"),
+        pytest.param(
+            b"vllm:num_requests_waiting 2", Reading(taken_at_s=7.0, waiting=2), id="begins with a needed line"
+        ),
+        pytest.param(b"vllm:kv_cache_usage_perc 0.5\n", None, id="its KV use alone does not make an engine idle"),
+        *((page, None) for page in (b"", b"\n", b"<html></html>", b"process_cpu_seconds_total 3.0\n")),
+    ],
+)
+def test_a_page_with_vllm_series_is_a_reading(page: bytes, expected: Reading | None) -> None:
+    assert drain(parse_reading(page, 7.0)) == expected
 
 
 def test_engines_behind_one_page_are_summed_and_averaged() -> None:
