@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llmproxy.simulator.replica import Replica
-from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, all_of, serving, until
+from tests.e2e.proxies import FAST, HELLO, STREAM, ProxyUnderTest, serving, until
 
 HOLD = {"hold_s": 10.0}
 TTL = "x-llm-d-inference-ttl"
@@ -18,16 +18,6 @@ TTL = "x-llm-d-inference-ttl"
 async def stop(proxy: ProxyUnderTest, number: int = 0) -> None:
     proxy.replicas[number].faults.set("refuse")
     await until(lambda: proxy.app.pools.backends[f"b{number}"].health.down)
-
-
-async def test_a_request_is_held_until_its_backend_is_back() -> None:
-    async with serving(FAST, queue=HOLD) as proxy:
-        await stop(proxy)
-        held = proxy.waiting()
-        await until(lambda: proxy.queued == 1)
-        await proxy.replicas[0].restart()
-        assert (await held).status == 200
-        assert proxy.outcomes() == {"completed": 1}
 
 
 @pytest.mark.parametrize(("hold_s", "outcome"), [(0.05, "expired_no_backends"), (0.0, "rejected_no_backends")])
@@ -101,25 +91,3 @@ async def test_a_request_for_an_unknown_name_may_ask_for_less(port: int) -> None
         # Without an end the test would be as long as the hold.
         async with asyncio.timeout(15.0):
             assert (await proxy.chat(headers={TTL: "30ms"})).status == 503
-
-
-async def test_a_rolling_restart_refuses_no_client() -> None:
-    async with serving(FAST, FAST, queue=HOLD) as proxy:
-        done = asyncio.Event()
-
-        async def client() -> list[int]:
-            statuses = []
-            while not done.is_set():
-                async with proxy.stream(STREAM) as response:
-                    statuses.append(response.status)
-                    await all_of(response)
-            return statuses
-
-        clients = [asyncio.create_task(client()) for _ in range(4)]
-        for number, replica in enumerate(proxy.replicas):
-            await stop(proxy, number)
-            await replica.restart()
-            await until(lambda n=number: not proxy.app.pools.backends[f"b{n}"].health.down)  # type: ignore[misc]
-        done.set()
-        statuses = [status for task in clients for status in await task]
-        assert set(statuses) == {200}

@@ -161,21 +161,6 @@ async def test_a_request_that_fails_while_draining_is_not_tried_elsewhere() -> N
         assert not [seen for seen in proxy.replicas[1].requests_seen if seen.method == "POST"]
 
 
-async def test_closing_cuts_what_still_runs(proxy: ProxyUnderTest) -> None:
-    told = Config.model_validate(
-        {"host": "127.0.0.1", "port": 0, "backends": [{"url": proxy.replicas[0].url}], "poll": {"interval_s": 0.02}}
-    )
-    async with running(told) as second:
-        await until(lambda: second.pools.catalogue.models())
-        await until(lambda: second.pools.ready(asyncio.get_running_loop().time()))
-        response = await proxy.http.post(second.url + CHAT, json=ENDLESS)
-        await response.content.readany()
-    response.close()
-    assert second.handler.open_requests == 0
-    assert second.dispatcher.leases == 0
-    await until(lambda: not proxy.replicas[0].engine.busy)
-
-
 async def test_a_port_that_is_taken_is_an_os_error(proxy: ProxyUnderTest) -> None:
     told = Config.model_validate({"host": "127.0.0.1", "port": int(proxy.url.rpartition(":")[2]), "backends": []})
     with pytest.raises(OSError, match="in use"):

@@ -37,17 +37,6 @@ async def test_a_name_is_unknown_only_when_every_backend_was_read(port: int) -> 
         assert proxy.outcomes() == {"rejected_no_backends": 1, "completed": 2, "unknown_model": 1}
 
 
-async def test_everything_may_be_down_at_the_start(port: int) -> None:
-    async with serving(extra=[f"http://127.0.0.1:{port}"], wait=False) as proxy:
-        assert (await proxy.chat()).status == 503
-        assert (await proxy.chat({"messages": HELLO["messages"]})).status == 503, "nor is it known which model is meant"
-        assert (await proxy.get("/v1/models")).json["data"] == []
-        async with Replica(FAST, port=port):
-            await until(lambda: "base" in names(proxy))
-            await until(lambda: not proxy.app.pools.backends["b0"].health.down)
-            assert (await proxy.chat()).status == 200
-
-
 async def test_names_are_remembered_while_their_backends_are_down() -> None:
     async with serving(FAST, OTHER) as proxy:
         proxy.replicas[1].faults.set("refuse")
@@ -62,20 +51,6 @@ async def test_names_are_remembered_while_their_backends_are_down() -> None:
         proxy.replicas[0].faults.set("refuse")
         await everybody_down(proxy)
         assert (await proxy.chat()).status == 503
-
-
-async def test_adapters_come_and_go(proxy: ProxyUnderTest) -> None:
-    late = proxy.replicas[1].url
-    fresh = HELLO | {"model": "fresh"}
-    assert (await proxy.chat(fresh)).status == 404
-    assert (await proxy.post(late + "/v1/load_lora_adapter", {"lora_name": "fresh", "lora_path": "/a"})).status == 200
-    await until(lambda: "fresh" in names(proxy))
-    for _ in range(4):
-        answer = await proxy.chat(fresh)
-        assert (answer.status, answer.json["model"], answer.backend) == (200, "fresh", "b1")
-    assert (await proxy.post(late + "/v1/unload_lora_adapter", {"lora_name": "fresh"})).status == 200
-    await until(lambda: "fresh" not in names(proxy))
-    assert (await proxy.chat(fresh)).status == 404
 
 
 async def test_a_backend_may_come_back_as_another_model(port: int) -> None:

@@ -33,13 +33,6 @@ async def test_a_stored_response_is_asked_of_its_maker() -> None:
             assert cancelled.json["error"]["message"] == "Cannot cancel a synchronous response."
 
 
-async def test_a_streamed_response_is_known_too(proxy: ProxyUnderTest) -> None:
-    answer = await proxy.post("/v1/responses", RESPONSES | {"stream": True})
-    created = json.loads(answer.events[0].partition(b"data: ")[2])
-    got = await proxy.get(f"/v1/responses/{created['response']['id']}")
-    assert (got.status, got.backend) == (200, answer.backend)
-
-
 @pytest.mark.parametrize("padding", [0, 200_000])
 async def test_a_response_that_is_not_stored_takes_the_place_of_none(padding: int) -> None:
     async with serving(FAST, FAST, scheduling={"placement": "round_robin"}) as proxy:

@@ -143,15 +143,3 @@ async def test_a_seat_is_held_back_from_sheddable_work() -> None:
         assert proxy.queued == 1
         await streams.aclose()
         assert (await waiting).status == 200
-
-
-async def test_a_waiting_request_outlasts_the_last_backend() -> None:
-    async with one_seat() as (proxy, _):
-        patient, hasty = proxy.waiting(), proxy.waiting(**{TTL: "800ms"})
-        await until(lambda: proxy.queued == 2)
-        # As after a SIGTERM: the stream hangs until the polls show that its backend is gone.
-        proxy.replicas[0].faults.set("hang")
-        answer = await hasty
-        assert (answer.status, proxy.outcomes()["expired_no_backends"]) == (503, 1)
-        await proxy.replicas[0].restart()
-        assert (await patient).status == 200
