@@ -127,36 +127,28 @@ def test_a_probe_whose_client_leaves_hands_the_probe_on() -> None:
     assert not health.available(1.5), "it is still half open"
 
 
-def test_two_refused_polls_prove_that_the_process_is_gone() -> None:
+REFUSED, TIMEOUT = (Trouble.REFUSED, False, True), (Trouble.TIMEOUT, False, False)
+
+
+@pytest.mark.parametrize(
+    "polls",
+    [
+        pytest.param([REFUSED, (Trouble.REFUSED, True, False)], id="once may be a full backlog"),
+        pytest.param([(Trouble.TIMEOUT, False, True), *[TIMEOUT] * 9], id="late answers prove nothing of its streams"),
+        pytest.param([REFUSED, (None, False, True), REFUSED, TIMEOUT, (Trouble.REFUSED, False, False)], id="in a row"),
+        pytest.param([(Trouble.UNHEALTHY, False, False)], id="a bad answer takes it down at once"),
+        pytest.param([(Trouble.GARBAGE, False, True)] * 10, id="garbage never"),
+        pytest.param([(Trouble.LOCAL_FAILURE, False, True)] * 10, id="nor a failure of this machine"),
+    ],
+)
+def test_polls_take_a_backend_down_or_prove_it_gone(polls: list[tuple[Trouble | None, bool, bool]]) -> None:
     health = healthy()
-    assert not health.poll_failed(Trouble.REFUSED)
-    assert health.available(0.0), "once may be a full backlog"
-    assert health.poll_failed(Trouble.REFUSED)
-    assert not health.available(0.0)
-
-
-def test_slow_answers_take_it_down_but_prove_nothing_of_its_streams() -> None:
-    health = healthy()
-    assert not any(health.poll_failed(Trouble.TIMEOUT) for _ in range(10))
-    assert not health.available(0.0)
-
-
-def test_refusals_count_in_a_row_only() -> None:
-    health = healthy()
-    assert not health.poll_failed(Trouble.REFUSED)
-    health.poll_succeeded(0.0)
-    assert not health.poll_failed(Trouble.REFUSED)
-    assert not health.poll_failed(Trouble.TIMEOUT)
-    assert not health.poll_failed(Trouble.REFUSED)
-
-
-def test_a_bad_health_answer_takes_it_down_at_once_and_garbage_never() -> None:
-    health = healthy()
-    for nothing in (Trouble.GARBAGE, Trouble.LOCAL_FAILURE):
-        assert not any(health.poll_failed(nothing) for _ in range(10))
-    assert health.available(0.0)
-    assert not health.poll_failed(Trouble.UNHEALTHY)
-    assert not health.available(0.0)
+    for trouble, gone, available in polls:
+        if trouble is None:
+            health.poll_succeeded(0.0)
+        else:
+            assert health.poll_failed(trouble) is gone
+        assert health.available(0.0) is available
 
 
 def test_coming_back_up_wipes_the_record() -> None:
