@@ -80,45 +80,39 @@ def test_problem_names_line_key_and_reason(write: Any, text: str, message: str) 
 @pytest.mark.parametrize(
     ("tenant", "message"),
     [
-        ("keys: [HASH]", "tenants[0].name: is missing"),
-        ("name: ''", "tenants[0].name: should have at least 1 character, not ''"),
-        ("name: a", "tenants[0].keys: is missing"),
-        ("{name: a, keys: []}", "tenants[0].keys: is empty: a tenant is known by its keys; `llmproxy hash-key --new`"),
-        ("{name: a, keys: HASH}", "tenants[0].keys: should be a list"),
-        (
-            "{name: a, keys: [plain]}",
-            "tenants[0].keys[0].hash: should be sha256: and 64 hex digits; `llmproxy hash-key`",
-        ),
-        ("{name: a, keys: [HASH0]}", "tenants[0].keys[0].hash: should be sha256: and 64 hex digits"),
-        ("{name: a, keys: [{hash: 7}]}", "tenants[0].keys[0].hash: should be sha256: and 64 hex digits"),
-        ("{name: a, keys: [HASH, HASH]}", "tenants[0].keys[1]: is the same key as tenants[0].keys[0]"),
-        (
-            "{name: a, keys: [{hash: HASH, expires: soon}]}",
-            "tenants[0].keys[0].expires: should be a date or a timestamp",
-        ),
-        ("{name: a, keys: [{hash: HASH, expires: 2027-02-30}]}", "tenants[0].keys[0].expires: should be a date or a"),
-        ("{name: a, keys: [{hash: HASH, expires: 20270130}]}", "tenants[0].keys[0].expires: should be a date or a"),
-        ("{name: a, keys: [HASH], weight: 0}", "tenants[0].weight: should be greater than 0, not 0"),
-        ("{name: a, keys: [HASH], criticality: hihg}", "tenants[0].criticality: 'hihg' is no band; known: critical"),
-        ("{name: a, keys: [HASH], band_max: 1.5}", "tenants[0].band_max: should be the name of a band or an integer"),
-        ("{name: a, keys: [HASH], band_max: defualt}", "tenants[0].band_max: 'defualt' is no band; known: critical"),
+        ("keys: [HASH]", "name: is missing"),
+        ("name: ''", "name: should have at least 1 character, not ''"),
+        ("name: a", "keys: is missing"),
+        ("{name: a, keys: []}", "keys: is empty: a tenant is known by its keys; `llmproxy hash-key --new`"),
+        ("{name: a, keys: HASH}", "keys: should be a list"),
+        ("{name: a, keys: [plain]}", "keys[0].hash: should be sha256: and 64 hex digits; `llmproxy hash-key`"),
+        ("{name: a, keys: [HASH0]}", "keys[0].hash: should be sha256: and 64 hex digits"),
+        ("{name: a, keys: [{hash: 7}]}", "keys[0].hash: should be sha256: and 64 hex digits"),
+        ("{name: a, keys: [HASH, HASH]}", "keys[1]: is the same key as tenants[0].keys[0]"),
+        ("{name: a, keys: [{hash: HASH, expires: soon}]}", "keys[0].expires: should be a date or a timestamp"),
+        ("{name: a, keys: [{hash: HASH, expires: 2027-02-30}]}", "keys[0].expires: should be a date or a"),
+        ("{name: a, keys: [{hash: HASH, expires: 20270130}]}", "keys[0].expires: should be a date or a"),
+        ("{name: a, keys: [HASH], weight: 0}", "weight: should be greater than 0, not 0"),
+        ("{name: a, keys: [HASH], criticality: hihg}", "criticality: 'hihg' is no band; known: critical"),
+        ("{name: a, keys: [HASH], band_max: 1.5}", "band_max: should be the name of a band or an integer"),
+        ("{name: a, keys: [HASH], band_max: defualt}", "band_max: 'defualt' is no band; known: critical"),
         (
             "{name: a, keys: [HASH], criticality: critical, band_max: default}",
-            "tenants[0].criticality: is band 100, above band_max, which is 0",
+            "criticality: is band 100, above band_max, which is 0",
         ),
-        ("{name: a, keys: [HASH], models: []}", "tenants[0].models: is empty: nothing could be asked for"),
-        ("{name: a, keys: [HASH], ttft_s: 0}", "tenants[0].ttft_s: should be greater than 0, not 0"),
+        ("{name: a, keys: [HASH], models: []}", "models: is empty: nothing could be asked for"),
+        ("{name: a, keys: [HASH], ttft_s: 0}", "ttft_s: should be greater than 0, not 0"),
         (
             "{name: a, keys: [HASH], limits: {tokens_per_min: 0}}",
-            "tenants[0].limits.tokens_per_min: should be greater than or equal to 1, not 0",
+            "limits.tokens_per_min: should be greater than or equal to 1, not 0",
         ),
-        ("{name: a, keys: [HASH], key: x}", 'tenants[0].key: is not a known key (nearest known key: "keys")'),
+        ("{name: a, keys: [HASH], key: x}", 'key: is not a known key (nearest known key: "keys")'),
     ],
 )
 def test_problem_of_a_tenant_names_line_key_and_reason(write: Any, tenant: str, message: str) -> None:
     text = f"port: 1\ntenants:\n- {tenant.replace('HASH', HASH)}\n"
     found = "\n".join(problems(write(text)))
-    assert f":3: {message}" in found
+    assert f":3: tenants[0].{message}" in found
     assert "plain" not in found
     assert HASH not in found
 
